@@ -1,0 +1,43 @@
+"""What one engine step takes and gives: plain data between scheduler, runner and sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.types import BlockId, SamplingParams, TokenId, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSeq:
+    """One seq's share of a step: compute KV for `token_ids` at positions from `context_len` on.
+
+    If `sample` is set, a next token is drawn from the last of them. `history` is read only
+    then and only if penalties are on.
+    """
+
+    token_ids: tuple[TokenId, ...]
+    context_len: int
+    block_table: tuple[BlockId, ...]
+    sample: SampleSpec | None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """Everything that a draw depends on besides the logits."""
+
+    params: SamplingParams
+    choice_index: int
+    output_index: int
+    """Number of the token to draw within the completion, from 0: the generator's counter."""
+    prompt_token_ids: tuple[TokenId, ...] = ()
+    """Given only if `params` has a repetition penalty."""
+    output_token_ids: tuple[TokenId, ...] = ()
+    """Given only if `params` has any penalty."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One drawn token."""
+
+    token_id: TokenId
+    logprobs: TokenLogprobs | None

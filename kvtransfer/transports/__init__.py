@@ -1,0 +1,1 @@
+"""Ways to move a block's bytes."""

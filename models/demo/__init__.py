@@ -1,0 +1,1 @@
+"""The shipped demo model: its checkpoint, its text and its training script."""

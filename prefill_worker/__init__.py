@@ -1,0 +1,1 @@
+"""The process that computes prompts, samples first tokens and pushes KV blocks."""

@@ -1,0 +1,65 @@
+"""Time, injected: a monotonic clock, deadlines on it, and a clock that tests move by hand."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """A monotonic clock local to this process."""
+
+    def now_s(self) -> float:
+        """Seconds since some fixed point."""
+        ...
+
+
+class MonotonicClock:
+    """The machine's monotonic clock."""
+
+    def now_s(self) -> float:
+        """Seconds since some fixed point."""
+        return time.monotonic()
+
+
+class ManualClock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self._now_s = now_s
+
+    def now_s(self) -> float:
+        """Seconds as set."""
+        return self._now_s
+
+    def advance_s(self, seconds: float) -> None:
+        """Moves the clock forward."""
+        self._now_s += seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A point on a clock; None = never."""
+
+    clock: Clock
+    at_s: float | None
+
+    @classmethod
+    def after(cls, clock: Clock, seconds: float | None) -> Deadline:
+        """The point `seconds` from now; None = never."""
+        return cls(clock, None if seconds is None else clock.now_s() + seconds)
+
+    @property
+    def passed(self) -> bool:
+        """Whether it lies behind."""
+        return self.at_s is not None and self.clock.now_s() >= self.at_s
+
+    def remaining_s(self) -> float | None:
+        """Seconds left, never negative; None = no end."""
+        return None if self.at_s is None else max(0.0, self.at_s - self.clock.now_s())
+
+    def at_most_s(self, cap_s: float) -> float:
+        """Seconds left, but not more than `cap_s`."""
+        left = self.remaining_s()
+        return cap_s if left is None else min(left, cap_s)

@@ -1,0 +1,175 @@
+"""The exception tree, and the reasons that clients see in `ErrorInfo.reason`.
+
+    TandemError
+    ├── InvalidRequest          a field of the request is wrong           INVALID_ARGUMENT
+    ├── UnsupportedOption       a field whose feature is not built        UNIMPLEMENTED
+    ├── ModelNotFound           another model is served                   NOT_FOUND
+    ├── Overloaded              bounded queues are full; try later        RESOURCE_EXHAUSTED
+    ├── Unavailable             no capable worker, or it was lost         UNAVAILABLE
+    ├── DeadlineExceeded        the request's or a peer's time ran out    DEADLINE_EXCEEDED
+    ├── TransferError           KV could not be handed over               DATA_LOSS
+    │   ├── TicketRefused       stale, replayed, forged, out of range
+    │   ├── ChecksumMismatch    bytes differ from what was announced
+    │   ├── HandshakeMismatch   model, layout, dtype or protocol differ   FAILED_PRECONDITION
+    │   ├── FrameError          not a frame of this protocol
+    │   └── PeerLost            the connection or the peer's process ended
+    ├── ConfigError             a bad option or environment variable      exit code 2
+    ├── CheckpointError         a model folder that cannot be served      exit code 2
+    └── InternalError           our own bug                               INTERNAL
+
+Messages carry ids and numbers, never prompts. The table from class to gRPC status is in
+`tandem/rpc/status.py`; nothing here knows gRPC.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Reason(enum.StrEnum):
+    """Machine-readable cause; documented in docs/protocol.md."""
+
+    INVALID_FIELD = "INVALID_FIELD"
+    OPTION_NOT_SUPPORTED = "OPTION_NOT_SUPPORTED"
+    MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
+    QUEUE_FULL = "QUEUE_FULL"
+    NO_CAPABLE_WORKER = "NO_CAPABLE_WORKER"
+    WORKER_LOST = "WORKER_LOST"
+    DRAINING = "DRAINING"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    TRANSFER_FAILED = "TRANSFER_FAILED"
+    TICKET_REFUSED = "TICKET_REFUSED"
+    CHECKSUM_MISMATCH = "CHECKSUM_MISMATCH"
+    HANDSHAKE_MISMATCH = "HANDSHAKE_MISMATCH"
+    FRAME_ERROR = "FRAME_ERROR"
+    PEER_LOST = "PEER_LOST"
+    BAD_CONFIG = "BAD_CONFIG"
+    BAD_CHECKPOINT = "BAD_CHECKPOINT"
+    INTERNAL = "INTERNAL"
+
+
+class TandemError(Exception):
+    """Root of what Tandem raises on purpose. `retryable`: another pair of workers may do better."""
+
+    reason: Reason = Reason.INTERNAL
+    retryable: bool = False
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidRequest(TandemError):
+    """A field of the request is wrong; `field` is its path, such as `sampling.top_p`."""
+
+    reason = Reason.INVALID_FIELD
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class UnsupportedOption(TandemError):
+    """A known field whose feature this version does not have."""
+
+    reason = Reason.OPTION_NOT_SUPPORTED
+
+    def __init__(self, field: str, message: str = "not supported by this version") -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class ModelNotFound(TandemError):
+    """The named model is not the served one."""
+
+    reason = Reason.MODEL_NOT_FOUND
+
+
+class Overloaded(TandemError):
+    """A bounded queue or pool is full."""
+
+    reason = Reason.QUEUE_FULL
+    retryable = True
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(TandemError):
+    """No worker can do it now, or the one that did it was lost."""
+
+    reason = Reason.NO_CAPABLE_WORKER
+    retryable = True
+
+    def __init__(self, message: str, reason: Reason = Reason.NO_CAPABLE_WORKER) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class DeadlineExceeded(TandemError):
+    """The request's own deadline, or the time a peer was given, ran out."""
+
+    reason = Reason.DEADLINE_EXCEEDED
+
+
+class TransferError(TandemError):
+    """A KV hand-off failed; nothing of it was decoded."""
+
+    reason = Reason.TRANSFER_FAILED
+    retryable = True
+
+
+class TicketRefused(TransferError):
+    """The ticket is stale, replayed, forged, or names blocks that are not its own."""
+
+    reason = Reason.TICKET_REFUSED
+
+
+class ChecksumMismatch(TransferError):
+    """Bytes in a block differ from what the sender announced."""
+
+    reason = Reason.CHECKSUM_MISMATCH
+
+
+class HandshakeMismatch(TransferError):
+    """The two sides differ in `field`; no bytes were moved."""
+
+    reason = Reason.HANDSHAKE_MISMATCH
+    retryable = False
+
+    def __init__(self, field: str, ours: str, theirs: str) -> None:
+        super().__init__(f"{field} differs: ours {ours}, theirs {theirs}")
+        self.field = field
+
+
+class FrameError(TransferError):
+    """Bytes that are no frame of this protocol."""
+
+    reason = Reason.FRAME_ERROR
+
+
+class PeerLost(TransferError):
+    """The peer's connection or process ended."""
+
+    reason = Reason.PEER_LOST
+
+
+class ConfigError(TandemError):
+    """A bad option or environment variable; `option` is its name on the command line."""
+
+    reason = Reason.BAD_CONFIG
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(f"{option}: {message}")
+        self.option = option
+
+
+class CheckpointError(TandemError):
+    """A model folder that cannot be served; the message names the file or tensor."""
+
+    reason = Reason.BAD_CHECKPOINT
+
+
+class InternalError(TandemError):
+    """Our own bug; the message says where."""

@@ -1,0 +1,74 @@
+"""How KV lies in memory: shape, bytes per block, fingerprint. Shared by engine and transfer.
+
+A pool is one tensor `[N, L, 2, Hkv, S, D]`; a block is one contiguous span of bytes across
+all layers: the unit of allocation, transfer and checksum.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass
+
+
+class DType(enum.StrEnum):
+    """Element types of weights and KV, by torch's names."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    @property
+    def itemsize_bytes(self) -> int:
+        """Bytes of one element."""
+        return 4 if self is DType.FLOAT32 else 2
+
+
+LAYOUT_VERSION = 1
+"""1: `[N, L, 2, Hkv, S, D]`, row-major."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Dimensions of one block: L layers, K and V, Hkv heads, S token slots, D elements."""
+
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: DType
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        """`(L, 2, Hkv, S, D)`."""
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of KV that one token takes across all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.token_bytes * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def fields(self) -> dict[str, str]:
+        """Each dimension by name, for comparisons that must say what differs."""
+        return {
+            "layout_version": str(LAYOUT_VERSION),
+            "num_layers": str(self.num_layers),
+            "num_kv_heads": str(self.num_kv_heads),
+            "block_size": str(self.block_size),
+            "head_dim": str(self.head_dim),
+            "dtype": self.dtype.value,
+        }
+
+    def fingerprint(self) -> str:
+        """32 hex digits; equal if and only if blocks may be copied byte for byte."""
+        text = ",".join(f"{name}={value}" for name, value in self.fields().items())
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

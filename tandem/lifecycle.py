@@ -1,0 +1,109 @@
+"""The state tables of blocks, transfers and requests, and the one function that moves them.
+
+    block     FREE → RESERVED → RECEIVING → LIVE → FREE
+                        │           └→ QUARANTINED → FREE     request gone, writer not proven stopped
+                        └→ FREE                                released before the first byte
+              FREE → LIVE                                      computed here, or taken by a growing sequence
+
+    transfer  OFFERED → RECEIVING → COMMITTED                  decode worker's view of one ticket
+                 │          ├→ FAILED                          bad bytes, expiry, peer lost
+                 │          └→ QUARANTINED → FAILED            released under a live writer
+                 └→ FAILED
+
+    request   QUEUED → RESERVING → PREFILLING → DECODING → FINISHED   router's view
+                 └──────────┴──────────┴──────────┴────→ FAILED | CANCELLED
+              (PREFILLING | DECODING → RESERVING when it is replayed on another pair)
+
+Terminal states are sticky: moving a terminal state to itself is a no-op, so that a late
+message changes nothing; any other illegal move is our own bug and raises.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TypeVar
+
+from tandem.errors import InternalError
+
+
+class BlockState(enum.StrEnum):
+    """Where a block is between two allocations."""
+
+    FREE = "free"
+    RESERVED = "reserved"
+    RECEIVING = "receiving"
+    LIVE = "live"
+    QUARANTINED = "quarantined"
+
+
+class TransferState(enum.StrEnum):
+    """Where a hand-off is, as its receiver sees it."""
+
+    OFFERED = "offered"
+    RECEIVING = "receiving"
+    COMMITTED = "committed"
+    QUARANTINED = "quarantined"
+    FAILED = "failed"
+
+
+class RequestState(enum.StrEnum):
+    """Where a request is, as its router sees it."""
+
+    QUEUED = "queued"
+    RESERVING = "reserving"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_B, _T, _R = BlockState, TransferState, RequestState
+_ENDED = frozenset({_R.FAILED, _R.CANCELLED})
+
+BLOCK_MOVES: Mapping[BlockState, frozenset[BlockState]] = MappingProxyType(
+    {
+        _B.FREE: frozenset({_B.RESERVED, _B.LIVE}),
+        _B.RESERVED: frozenset({_B.RECEIVING, _B.FREE}),
+        _B.RECEIVING: frozenset({_B.LIVE, _B.QUARANTINED, _B.FREE}),
+        _B.LIVE: frozenset({_B.FREE}),
+        _B.QUARANTINED: frozenset({_B.FREE}),
+    }
+)
+TRANSFER_MOVES: Mapping[TransferState, frozenset[TransferState]] = MappingProxyType(
+    {
+        _T.OFFERED: frozenset({_T.RECEIVING, _T.FAILED}),
+        _T.RECEIVING: frozenset({_T.COMMITTED, _T.QUARANTINED, _T.FAILED}),
+        _T.QUARANTINED: frozenset({_T.FAILED}),
+        _T.COMMITTED: frozenset(),
+        _T.FAILED: frozenset(),
+    }
+)
+REQUEST_MOVES: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
+    {
+        _R.QUEUED: frozenset({_R.RESERVING}) | _ENDED,
+        _R.RESERVING: frozenset({_R.PREFILLING, _R.RESERVING}) | _ENDED,
+        _R.PREFILLING: frozenset({_R.DECODING, _R.FINISHED, _R.RESERVING}) | _ENDED,
+        _R.DECODING: frozenset({_R.FINISHED, _R.RESERVING}) | _ENDED,
+        _R.FINISHED: frozenset(),
+        _R.FAILED: frozenset(),
+        _R.CANCELLED: frozenset(),
+    }
+)
+
+S = TypeVar("S", BlockState, TransferState, RequestState)
+
+
+def advance(moves: Mapping[S, frozenset[S]], state: S, to: S) -> S:
+    """Returns `to` if the table allows the move; a terminal state stays itself.
+
+    Raises InternalError on a move that the table does not have.
+    """
+    allowed = moves[state]
+    if to in allowed:
+        return to
+    if not allowed and to == state:
+        return state
+    raise InternalError(f"illegal move {type(state).__name__} {state} -> {to}")

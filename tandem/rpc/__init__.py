@@ -1,0 +1,1 @@
+"""What every gRPC process shares: server shell, channels, status table, worker stream."""

@@ -1,0 +1,173 @@
+"""The words all rooms speak: ids, sampling parameters, sequences, token deltas.
+
+Plain frozen data. Knows nothing of protobuf (see `convert`), sockets or tensors.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+"""What the client calls its request; echoed everywhere."""
+Handle = NewType("Handle", int)
+"""Names one sequence on one router-worker stream; never used twice there."""
+WorkerId = NewType("WorkerId", str)
+"""Stable name of a worker."""
+Incarnation = NewType("Incarnation", str)
+"""One life of one process: 32 hex digits drawn at start."""
+BlockId = NewType("BlockId", int)
+"""Physical index of a KV block in its pool."""
+TokenId = NewType("TokenId", int)
+"""Index into the vocabulary."""
+
+
+class Role(enum.StrEnum):
+    """What a worker does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a choice ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen; nothing left open. See inference.proto for each field.
+
+    `end_token_ids` are the ids that end the sequence when sampled: end-of-text (unless
+    ignored) and the caller's stop ids. `min_tokens` masks exactly these.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    end_token_ids: frozenset[TokenId] = frozenset()
+    logprobs: int | None = None
+    logit_bias: Mapping[TokenId, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TextParams:
+    """How tokens become text; used by the router only."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    stop_token_ids: frozenset[TokenId] = frozenset()
+    """The caller's own stop ids, to be reported as `matched_stop`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """One choice of one request, as a worker runs it.
+
+    `token_ids` is the prompt followed by tokens already emitted (when resumed elsewhere);
+    the next token sampled is number `len(token_ids) - num_prompt_tokens` of the completion.
+    """
+
+    request_id: RequestId
+    token_ids: tuple[TokenId, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    index: int = 0
+    timeout_s: float | None = None
+    priority: int = 0
+    traceparent: str = ""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Completion tokens that `token_ids` already holds."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Most tokens the sequence can come to, prompt and completion."""
+        return self.num_prompt_tokens + self.sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one position, before temperature and filters."""
+
+    token_id: TokenId
+    logprob: float
+    top: tuple[tuple[TokenId, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """Tokens `offset, offset+1, …` of one completion. `logprobs` is empty or one per token."""
+
+    offset: int
+    token_ids: tuple[TokenId, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+
+    @property
+    def end(self) -> int:
+        """Offset of the token after the last one."""
+        return self.offset + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCounts:
+    """Blocks of one pool by state, and its waste. `free + … + quarantined == total`."""
+
+    total: int
+    free: int
+    reserved: int
+    receiving: int
+    live: int
+    quarantined: int
+    block_size: int
+    unused_slots: int
+    """Token slots of live blocks that hold no token."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What does not change during one life of a worker. See registry.proto for each field."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    role: Role
+    address: str
+    model: str
+    config_fingerprint: str
+    model_fingerprint: str
+    layout_fingerprint: str
+    transports: tuple[str, ...]
+    local_prefill_tokens: int | None
+    """Decode only: longest prompt it computes itself; None = any length; 0 = none."""
+    max_sequence_tokens: int
+    pid: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """How a worker fares now. See registry.proto for each field."""
+
+    engine_steps: int
+    running_seqs: int
+    waiting_seqs: int
+    queued_prompt_tokens: int
+    pool: PoolCounts
+    live_transfers: int
+    draining: bool
+    preemptions: int = 0

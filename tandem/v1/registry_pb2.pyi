@@ -1,0 +1,103 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
+    WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
+    WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+WORKER_ROLE_UNSPECIFIED: WorkerRole
+WORKER_ROLE_PREFILL: WorkerRole
+WORKER_ROLE_DECODE: WorkerRole
+
+class WorkerInfo(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "config_fingerprint", "model_fingerprint", "layout_fingerprint", "transports", "local_prefill_tokens", "max_sequence_tokens", "pid", "device")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    role: WorkerRole
+    address: str
+    model: str
+    config_fingerprint: str
+    model_fingerprint: str
+    layout_fingerprint: str
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    local_prefill_tokens: int
+    max_sequence_tokens: int
+    pid: int
+    device: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., config_fingerprint: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., local_prefill_tokens: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+
+class PoolStatus(_message.Message):
+    __slots__ = ("total_blocks", "free_blocks", "reserved_blocks", "receiving_blocks", "live_blocks", "quarantined_blocks", "block_size", "unused_slots")
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LIVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    total_blocks: int
+    free_blocks: int
+    reserved_blocks: int
+    receiving_blocks: int
+    live_blocks: int
+    quarantined_blocks: int
+    block_size: int
+    unused_slots: int
+    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., receiving_blocks: _Optional[int] = ..., live_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., unused_slots: _Optional[int] = ...) -> None: ...
+
+class WorkerLoad(_message.Message):
+    __slots__ = ("engine_steps", "running_seqs", "waiting_seqs", "queued_prompt_tokens", "pool", "live_transfers", "draining", "preemptions")
+    ENGINE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_SEQS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_SEQS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    LIVE_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    engine_steps: int
+    running_seqs: int
+    waiting_seqs: int
+    queued_prompt_tokens: int
+    pool: PoolStatus
+    live_transfers: int
+    draining: bool
+    preemptions: int
+    def __init__(self, engine_steps: _Optional[int] = ..., running_seqs: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., live_transfers: _Optional[int] = ..., draining: bool = ..., preemptions: _Optional[int] = ...) -> None: ...
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("info", "load")
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    info: WorkerInfo
+    load: WorkerLoad
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
+
+class RegisterResponse(_message.Message):
+    __slots__ = ("lease_seconds", "drain")
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    lease_seconds: float
+    drain: bool
+    def __init__(self, lease_seconds: _Optional[float] = ..., drain: bool = ...) -> None: ...
