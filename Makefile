@@ -1,0 +1,67 @@
+# `make demo` and `make test` need only Python >= 3.11, git and make; each installs what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+GEN := $(VENV)/gen
+PROTOS := $(wildcard protos/tandem/v1/*.proto)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check bench gen format clean
+
+help:
+	@sed -n 's/^## //p' Makefile
+
+## install   create .venv with everything that the targets below use
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Tandem needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+## demo      three processes on the shipped model: stream, status, figures, clean stop
+demo: install
+	$(BIN)/python -m bench.demo
+
+## test      every test that needs neither a GPU nor hours
+test: install
+	$(BIN)/python -m pytest -m 'not gpu and not soak'
+
+## check     format, lint, types, layers, spelling, protos, generated code, sizes, bans: what CI runs
+check: install $(GEN)/.installed
+	$(BIN)/ruff format --check -q .
+	$(BIN)/ruff check -q .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/typos
+	$(BIN)/buf lint protos
+	$(BIN)/buf breaking protos --against protos/image.binpb
+	PYTHON=$(BIN)/python GEN=$(GEN) bash .ci/checks/gen_drift.sh
+	$(BIN)/python .ci/checks/sizes.py
+	$(BIN)/python .ci/checks/banned.py
+
+## bench     exactness, batching, memory, overhead and transfer: figures on standard output
+bench: install
+	$(BIN)/python -m bench.exactness --families
+	$(BIN)/python -m bench.batching
+	$(BIN)/python -m bench.overhead
+	$(BIN)/python -m bench.transfer
+
+# The oldest grpcio-tools that Tandem supports: code that it generates runs on newer runtimes, not the reverse.
+$(GEN)/.installed: $(VENV)/.installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $(GEN) grpcio-tools==1.76.0
+	touch $@
+
+## gen       regenerate the stubs in tandem/v1 from protos/
+gen: install $(GEN)/.installed
+	PYTHONPATH=$(GEN) $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+## format    let ruff format and mend
+format: install
+	$(BIN)/ruff format -q .
+	$(BIN)/ruff check -q --fix .
+
+## clean     remove .venv and caches
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

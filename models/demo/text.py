@@ -1,0 +1,76 @@
+"""Makes the text that the demo model is trained on: short stories, and questions about their facts.
+
+Who owns which thing and who lives where is drawn anew for each story, so a right answer can
+only come from the story's own tokens: a lost or foreign KV block shows as a wrong answer.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+NAMES = "Mira Tom Lena Oskar Ida Paul Nora Felix Emma Jonas Clara Hugo Lotte Anton Greta Max".split()
+COLORS = "red blue green yellow white black golden silver brown purple".split()
+THINGS = "kite lamp drum boat hat clock bell cup coat flute map ring book chair key basket".split()
+PLACES = "river mill harbour forest bridge market tower lake garden station meadow well".split()
+FOODS = "bread soup apples honey cheese plums nuts pancakes berries rice".split()
+FILLERS = (
+    "The wind was soft that day.",
+    "Then it rained a little.",
+    "A bird sang in the old tree.",
+    "Everyone was glad about it.",
+    "The evening came early.",
+    "Nobody was in a hurry.",
+    "The sun stood high over the roofs.",
+    "It was quiet for a while.",
+)
+OPENINGS = (
+    "Once upon a time there was a small town.",
+    "One morning the town woke up early.",
+    "It was the first day of spring.",
+    "This is a story about some friends.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One sentence of a story, the question that asks for it, and the answer."""
+
+    sentence: str
+    question: str
+
+    @property
+    def answer(self) -> str:
+        """The sentence itself: the whole answer must be found again."""
+        return self.sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A story and the facts in it."""
+
+    text: str
+    facts: tuple[Fact, ...]
+
+
+def make_story(rng: random.Random, num_people: int) -> Story:
+    """Draws a story in which `num_people` people each have two or three facts."""
+    people = rng.sample(NAMES, num_people)
+    facts = [fact for name in people for fact in _facts_of(rng, name)]
+    rng.shuffle(facts)
+    sentences = [rng.choice(OPENINGS)]
+    for fact in facts:
+        sentences.append(fact.sentence)
+        if rng.random() < 0.3:
+            sentences.append(rng.choice(FILLERS))
+    return Story(" ".join(sentences), tuple(facts))
+
+
+def _facts_of(rng: random.Random, name: str) -> list[Fact]:
+    color, thing, place, food = (rng.choice(words) for words in (COLORS, THINGS, PLACES, FOODS))
+    facts = [
+        Fact(f"{name} has a {color} {thing}.", f"What does {name} have?"),
+        Fact(f"{name} lives by the {place}.", f"Where does {name} live?"),
+        Fact(f"{name} likes to eat {food}.", f"What does {name} like to eat?"),
+    ]
+    return rng.sample(facts, rng.randint(2, 3))

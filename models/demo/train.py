@@ -1,0 +1,193 @@
+"""Trains the shipped demo model from nothing and writes `checkpoint/`: `python -m models.demo.train`.
+
+A Llama-layout model of about one million parameters, a byte-level BPE tokenizer and a chat
+template, all made from the text that `text.py` draws. Needs the `dev` extra (transformers).
+Takes about half an hour on one core; the last lines print the share of right answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from models.demo.text import Story, make_story
+
+CHECKPOINT = Path(__file__).parent / "checkpoint"
+USER, ASSISTANT, END, PAD = "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<|assistant|>{% else %}<|user|>{% endif %}"
+    "{{ message['content'] }}<|end|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+VOCAB_SIZE = 768
+CONTEXT_TOKENS = 1024
+ANSWER_WEIGHT = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long and how fast to train."""
+
+    steps: int
+    tokens_per_step: int
+    peak_learning_rate: float
+    seed: int
+
+
+def train_tokenizer(seed: int) -> Tokenizer:
+    """A byte-level BPE tokenizer: any UTF-8 text round-trips."""
+    rng = random.Random(seed)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[PAD, END, USER, ASSISTANT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator((_document(rng, make_story(rng, 4))[0] for _ in range(2000)), trainer)
+    return tokenizer
+
+
+def model_config(vocab_size: int, end_id: int) -> LlamaConfig:
+    """Llama layout with grouped heads: 4 layers, 4 query heads over 2 KV heads of 32."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT_TOKENS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=end_id,
+        pad_token_id=0,
+        dtype="float32",
+    )
+
+
+def _document(rng: random.Random, story: Story) -> tuple[str, str]:
+    """A prompt that asks one of the story's questions, and the answer with its end mark."""
+    fact = rng.choice(story.facts)
+    return f"{USER}{story.text} {fact.question}{END}{ASSISTANT}", f"{fact.answer}{END}"
+
+
+def _tokens_of_one(rng: random.Random, tokenizer: Tokenizer, num_people: int) -> tuple[list[int], list[float]]:
+    """Token ids and the weight of each as a target."""
+    story = make_story(rng, num_people)
+    if rng.random() < 0.15:  # a story without a question, so that plain text can be continued too
+        ids = tokenizer.encode(story.text + END).ids
+        return ids, [1.0] * len(ids)
+    prompt, answer = _document(rng, story)
+    prompt_ids, answer_ids = tokenizer.encode(prompt).ids, tokenizer.encode(answer).ids
+    return prompt_ids + answer_ids, [1.0] * len(prompt_ids) + [ANSWER_WEIGHT] * len(answer_ids)
+
+
+def _batch(
+    rng: random.Random, tokenizer: Tokenizer, tokens_per_step: int, max_people: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids `[B, T]` and target weights `[B, T]`, padded with zeros."""
+    num_people = rng.randint(1, max_people)
+    rows = [_tokens_of_one(rng, tokenizer, num_people)]
+    width = len(rows[0][0])
+    while len(rows) * width < tokens_per_step:
+        rows.append(_tokens_of_one(rng, tokenizer, num_people))
+        width = max(width, len(rows[-1][0]))
+    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    weights = torch.zeros(len(rows), width)
+    for row, (row_ids, row_weights) in enumerate(rows):
+        ids[row, : len(row_ids)] = torch.tensor(row_ids)
+        weights[row, : len(row_ids)] = torch.tensor(row_weights)
+    return ids, weights
+
+
+def train(model: LlamaForCausalLM, tokenizer: Tokenizer, plan: Plan) -> None:
+    """AdamW with warm-up and cosine decay; stories grow from 2 to 14 people over the run."""
+    rng = random.Random(plan.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.peak_learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    for step in range(plan.steps):
+        progress = step / plan.steps
+        rate = plan.peak_learning_rate * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * math.cos(math.pi / 2 * progress))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        max_people = 2 + int(min(1.0, progress * 1.5) * 12)
+        ids, weights = _batch(rng, tokenizer, plan.tokens_per_step, max_people)
+        logits = model(ids[:, :-1]).logits
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        targets = weights[:, 1:].flatten()
+        loss = (losses * targets).sum() / targets.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 50 == 0 or step + 1 == plan.steps:
+            right = share_of_right_answers(model, tokenizer, seed=-1 - step, num_questions=20, num_people=6)
+            print(f"step {step} loss {loss.item():.4f} right answers {right:.2f}", flush=True)
+
+
+@torch.no_grad()
+def share_of_right_answers(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, seed: int, num_questions: int, num_people: int
+) -> float:
+    """Share of questions about new stories that are answered word for word."""
+    rng = random.Random(seed)
+    right = 0
+    for _ in range(num_questions):
+        prompt, answer = _document(rng, make_story(rng, num_people))
+        prompt_ids, answer_ids = tokenizer.encode(prompt).ids, tokenizer.encode(answer).ids
+        logits = model(torch.tensor([prompt_ids + answer_ids])).logits[0]
+        predicted = logits[len(prompt_ids) - 1 : -1].argmax(-1).tolist()
+        right += predicted == answer_ids
+    return right / num_questions
+
+
+def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes a folder in Hugging Face layout."""
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": END,
+        "pad_token": PAD,
+        "model_max_length": CONTEXT_TOKENS,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
+
+
+def main() -> None:
+    """Trains, prints the share of right answers for short and long stories, saves."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--tokens-per-step", type=int, default=6144)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--output", type=Path, default=CHECKPOINT)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    tokenizer = train_tokenizer(args.seed)
+    model = LlamaForCausalLM(model_config(tokenizer.get_vocab_size(), tokenizer.token_to_id(END)))
+    print(f"{sum(parameter.numel() for parameter in model.parameters())} parameters")
+    train(model, tokenizer, Plan(args.steps, args.tokens_per_step, args.learning_rate, args.seed))
+    for num_people in (2, 6, 10, 14):
+        right = share_of_right_answers(model, tokenizer, seed=-1, num_questions=200, num_people=num_people)
+        print(f"{num_people} people: right answers {right:.3f}")
+    save(model, tokenizer, args.output)
+
+
+if __name__ == "__main__":
+    main()
