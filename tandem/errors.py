@@ -24,6 +24,7 @@ Messages carry ids and numbers, never prompts. The table from class to gRPC stat
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
 
 class Reason(enum.StrEnum):
@@ -173,3 +174,46 @@ class CheckpointError(TandemError):
 
 class InternalError(TandemError):
     """Our own bug; the message says where."""
+
+
+_CLASSES: tuple[type[TandemError], ...] = (
+    InvalidRequest,
+    UnsupportedOption,
+    ModelNotFound,
+    Overloaded,
+    Unavailable,
+    DeadlineExceeded,
+    TransferError,
+    TicketRefused,
+    ChecksumMismatch,
+    HandshakeMismatch,
+    FrameError,
+    PeerLost,
+    ConfigError,
+    CheckpointError,
+    InternalError,
+)
+_BY_REASON: Mapping[str, type[TandemError]] = {
+    **{each.reason.value: each for each in _CLASSES},
+    Reason.WORKER_LOST.value: Unavailable,
+    Reason.DRAINING.value: Unavailable,
+}
+
+
+def rebuild_error(reason: str, message: str, *, field: str = "", retry_after_s: float = 1.0) -> TandemError:
+    """The error that another process raised, of the same class, from what came over the wire.
+
+    A reason that this version does not know becomes an InternalError.
+    """
+    cls = _BY_REASON.get(reason, InternalError)
+    error = cls.__new__(cls)  # not __init__: `message` already holds what it would add
+    TandemError.__init__(error, message)
+    if isinstance(error, InvalidRequest | UnsupportedOption | HandshakeMismatch):
+        error.field = field
+    elif isinstance(error, Overloaded):
+        error.retry_after_s = retry_after_s
+    elif isinstance(error, ConfigError):
+        error.option = field
+    elif isinstance(error, Unavailable):
+        error.reason = Reason(reason)
+    return error

@@ -1,0 +1,160 @@
+"""A model folder in Hugging Face layout, as far as it can be known without torch.
+
+Reads config.json and generation_config.json; never opens weights. Every problem is a
+CheckpointError that names the file and the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tandem.errors import CheckpointError
+from tandem.types import TokenId
+
+DEMO = "demo"
+"""The model that is shipped with the source."""
+
+_DEMO_PATH = Path(__file__).resolve().parent.parent / "models" / "demo" / "checkpoint"
+_FINGERPRINTED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_FACTOR_ROPES = frozenset({"linear", "dynamic", "yarn"})
+"""Rope scalings whose factor stretches the context; llama3's max_position_embeddings already holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What router and workers must know of a model before its weights are read."""
+
+    name: str
+    path: Path
+    family: str
+    """config.json's `model_type`."""
+    vocab_size: int
+    context_tokens: int
+    eos_token_ids: frozenset[TokenId]
+    generation_defaults: Mapping[str, float | int]
+    """Of temperature, top_p, top_k, min_p, repetition_penalty those that the checkpoint sets."""
+    config_fingerprint: str
+    """Hash of config, generation config, tokenizer and chat template files."""
+
+
+def resolve_model(model: str) -> Path:
+    """The checkpoint folder that `--model` names. Raises CheckpointError."""
+    path = _DEMO_PATH if model == DEMO else Path(model)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder")
+    return path
+
+
+def read_checkpoint(model: str) -> CheckpointInfo:
+    """Reads the folder that `--model` names. Raises CheckpointError with file and key."""
+    path = resolve_model(model)
+    config = _Document.read(path / "config.json")
+    generation = _Document.read(path / "generation_config.json", optional=True)
+    return CheckpointInfo(
+        name=DEMO if model == DEMO else path.resolve().name,
+        path=path,
+        family=config.string("model_type"),
+        vocab_size=config.integer("vocab_size", low=1),
+        context_tokens=_context_tokens(config),
+        eos_token_ids=_eos_token_ids(generation) or _eos_token_ids(config),
+        generation_defaults=_generation_defaults(generation),
+        config_fingerprint=_fingerprint(path),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """One JSON file whose keys are checked as they are read."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: Path, *, optional: bool = False) -> _Document:
+        if optional and not path.exists():
+            return cls(path, {})
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: no such file") from error
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: not readable as JSON ({type(error).__name__})") from error
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path}: not a JSON object")
+        return cls(path, values)
+
+    def error(self, key: str, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {key}: {problem}")
+
+    def string(self, key: str) -> str:
+        value = self.values.get(key)
+        if not isinstance(value, str) or not value:
+            raise self.error(key, "must be text")
+        return value
+
+    def integer(self, key: str, low: int) -> int:
+        value = self.values.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise self.error(key, f"must be a whole number of at least {low}")
+        return value
+
+    def number(self, key: str) -> float | int | None:
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise self.error(key, "must be a finite number")
+        return value
+
+
+def _context_tokens(config: _Document) -> int:
+    trained = config.integer("max_position_embeddings", low=1)
+    rope = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise config.error("rope_scaling", "must be an object")
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind not in _FACTOR_ROPES:
+        return trained
+    scaling = _Document(config.path, rope)
+    original = rope.get("original_max_position_embeddings")
+    if kind == "yarn" and original is not None:
+        trained = scaling.integer("original_max_position_embeddings", low=1)
+    return int(trained * (scaling.number("factor") or 1.0))
+
+
+def _eos_token_ids(document: _Document) -> frozenset[TokenId]:
+    value = document.values.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
+        raise document.error("eos_token_id", "must be a token id or a list of them")
+    return frozenset(TokenId(each) for each in ids)
+
+
+def _generation_defaults(generation: _Document) -> Mapping[str, float | int]:
+    found = {key: value for key in _SAMPLING_DEFAULTS if (value := generation.number(key)) is not None}
+    if generation.values.get("do_sample") is False:
+        found["temperature"] = 0.0  # an explicit no; where the key is missing, temperature decides
+    return MappingProxyType(found)
+
+
+def _fingerprint(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in _FINGERPRINTED:
+        file = path / name
+        content = file.read_bytes() if file.exists() else b""
+        digest.update(f"{name}:{len(content)}:".encode() + content)
+    return digest.hexdigest()

@@ -1,0 +1,189 @@
+"""The config tree of each process, frozen; the sole reader of the environment.
+
+Every option is one field here (or in `limits`). `load` takes it from argv, then from
+`TANDEM_<OPTION>`, then its default; a bad value or an unknown `TANDEM_` key raises ConfigError.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from tandem.limits import Limits
+from tandem.option_values import host_port, integer, one_of, seconds, size_bytes, text
+from tandem.options import add_arguments, argv_of, check_known, grouped, load_options, option
+
+__all__ = [
+    "DEFAULT_ADDRESS",
+    "ClientConfig",
+    "DecodeConfig",
+    "Limits",
+    "PrefillConfig",
+    "RouterConfig",
+    "ServeConfig",
+    "WorkerConfig",
+    "add_arguments",
+    "argv_of",
+    "load",
+]
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+T = TypeVar("T")
+
+
+def _model() -> Any:
+    return option("model", "demo", "checkpoint folder in Hugging Face layout, or 'demo'", text(r".+", "a folder"))
+
+
+def _log_format() -> Any:
+    return option("log-format", "text", "text or json", one_of("text", "json"))
+
+
+def _log_level() -> Any:
+    return option("log-level", "info", "least severe level logged", one_of("debug", "info", "warning", "error"))
+
+
+def _lease() -> Any:
+    return option("lease-seconds", 5.0, "how long a silent peer is trusted", seconds(0.2, 600))
+
+
+def _drain_grace() -> Any:
+    return option("drain-grace-seconds", 30.0, "most time given to running requests after SIGTERM", seconds(0, 3600))
+
+
+def _max_receive() -> Any:
+    return option("max-receive-bytes", 8 * 1024 * 1024, "largest gRPC message taken", size_bytes(65536))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """`tandem router`."""
+
+    model: str = _model()
+    listen: str = option("listen", DEFAULT_ADDRESS, "address to serve on", host_port(port_zero=True))
+    max_queued_requests: int = option(
+        "max-queued-requests", 1024, "requests that may wait for admission", integer(0, 1_000_000)
+    )
+    max_queued_tokens: int = option(
+        "max-queued-tokens", 4_194_304, "prompt tokens that may wait for admission", integer(1)
+    )
+    max_active_requests: int = option("max-active-requests", 256, "requests under way at a time", integer(1, 1_000_000))
+    max_retries: int = option(
+        "max-retries", 2, "how often a request is moved to another pair of workers", integer(0, 100)
+    )
+    lease_s: float = _lease()
+    drain_grace_s: float = _drain_grace()
+    max_receive_bytes: int = _max_receive()
+    log_format: str = _log_format()
+    log_level: str = _log_level()
+    limits: Limits = field(default_factory=Limits, metadata=grouped(Limits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What both kinds of workers take."""
+
+    model: str = _model()
+    router: tuple[str, ...] = option(
+        "router", (), "routers to register with; a DNS name stands for all its addresses", host_port()
+    )
+    listen: str = option(
+        "listen", "127.0.0.1:0", "address to serve on; port 0 = any free one", host_port(port_zero=True)
+    )
+    advertise: str | None = option(
+        "advertise", None, "HOST:PORT at which routers reach this worker", host_port(port_zero=True), none_word="auto"
+    )
+    worker_id: str | None = option(
+        "worker-id", None, "stable name", text(r"[\w.-]{1,64}", "1 to 64 of A-Z a-z 0-9 _ . -"), none_word="auto"
+    )
+    device: str = option(
+        "device", "auto", "auto, cpu, cuda or cuda:I", text(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:I")
+    )
+    dtype: str = option(
+        "dtype", "auto", "element type of weights and KV", one_of("auto", "float32", "bfloat16", "float16")
+    )
+    block_size: int = option("block-size", 16, "tokens per KV block", integer(1, 256))
+    kv_blocks: int | None = option("kv-blocks", None, "blocks of the KV pool", integer(1), none_word="auto")
+    kv_memory_bytes: int | None = option(
+        "kv-memory", None, "size of the KV pool, such as 2GiB", size_bytes(), none_word="auto"
+    )
+    chunk_tokens: int = option("chunk-tokens", 512, "prompt tokens computed per step", integer(1, 1_048_576))
+    max_seqs: int = option("max-seqs", 64, "sequences in a batch", integer(1, 65536))
+    transport: str = option(
+        "transport", "auto", "how KV blocks travel", one_of("auto", "shm", "tcp", "cuda_ipc", "nccl")
+    )
+    attention_backend: str = option(
+        "attention-backend", "auto", "attention kernels", one_of("auto", "flash_attn", "triton", "cpu", "reference")
+    )
+    threads: int | None = option("threads", None, "CPU threads of the engine", integer(1, 1024), none_word="auto")
+    lease_s: float = _lease()
+    drain_grace_s: float = _drain_grace()
+    max_receive_bytes: int = _max_receive()
+    log_format: str = _log_format()
+    log_level: str = _log_level()
+    limits: Limits = field(default_factory=Limits, metadata=grouped(Limits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig(WorkerConfig):
+    """`tandem prefill`."""
+
+    overlap: bool = option("overlap", True, "send a chunk's blocks while the next chunk computes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig(WorkerConfig):
+    """`tandem decode`."""
+
+    local_prefill_tokens: int | None = option(
+        "local-prefill-tokens",
+        0,
+        "longest prompt that the decode worker computes itself; 0 = none",
+        integer(0),
+        none_word="unlimited",
+    )
+
+
+_SET_BY_SERVE = ("listen", "router", "advertise", "worker_id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """`tandem serve`: a router and its workers as child processes.
+
+    The three groups share their options; an option that is not given keeps each group's own
+    default. `argv_of(replace(config.decode_worker, router=..., worker_id=...))` is a child's argv.
+    """
+
+    num_prefill: int = option("prefill", 1, "prefill workers", integer(0, 64))
+    num_decode: int = option("decode", 1, "decode workers", integer(1, 64))
+    router: RouterConfig = field(default_factory=RouterConfig, metadata=grouped(RouterConfig))
+    prefill_worker: PrefillConfig = field(
+        default_factory=PrefillConfig, metadata=grouped(PrefillConfig, own=_SET_BY_SERVE)
+    )
+    decode_worker: DecodeConfig = field(default_factory=DecodeConfig, metadata=grouped(DecodeConfig, own=_SET_BY_SERVE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """What the commands that call a server take."""
+
+    target: str = option("target", DEFAULT_ADDRESS, "address of a router", host_port())
+    timeout_s: float = option("timeout-seconds", 300.0, "deadline of one call", seconds(0.001))
+
+
+_ALL: tuple[type[Any], ...] = (RouterConfig, PrefillConfig, DecodeConfig, ServeConfig, ClientConfig)
+
+
+def load(cls: type[T], namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> T:
+    """Reads one process's config. `environ` None = this process's own.
+
+    Raises ConfigError that names the flag or the variable: bad value, unknown `TANDEM_` key.
+    """
+    variables = os.environ if environ is None else environ
+    check_known(variables, _ALL)
+    return load_options(cls, namespace, variables)

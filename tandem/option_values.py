@@ -1,0 +1,98 @@
+"""How an option's text becomes a value: each function here makes a parser with its bounds.
+
+A parser raises ValueError that says what is allowed; `options` adds the option's name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+Parser = Callable[[str], Any]
+"""Text of one option to its value; raises ValueError that says what is allowed."""
+
+
+def text(pattern: str = r".*", meaning: str = "text") -> Parser:
+    """Text that matches `pattern` whole."""
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def parse(value: str) -> str:
+        if not compiled.fullmatch(value):
+            raise ValueError(f"must be {meaning}")
+        return value
+
+    return parse
+
+
+def one_of(*allowed: str) -> Parser:
+    """One of the given words."""
+    return text("|".join(re.escape(word) for word in allowed), "one of " + ", ".join(allowed))
+
+
+def integer(low: int, high: int = 2**31 - 1) -> Parser:
+    """A whole number in `[low, high]`."""
+
+    def parse(value: str) -> int:
+        if not re.fullmatch(r"[+-]?\d{1,12}", value) or not low <= int(value) <= high:
+            raise ValueError(f"must be a whole number from {low} to {high}")
+        return int(value)
+
+    return parse
+
+
+def seconds(low: float, high: float = 86_400.0) -> Parser:
+    """A number of seconds in `[low, high]`."""
+
+    def parse(value: str) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = float("nan")
+        if not low <= number <= high:  # false for NaN too
+            raise ValueError(f"must be a number of seconds from {low:g} to {high:g}")
+        return number
+
+    return parse
+
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
+
+
+def size_bytes(low: int = 1) -> Parser:
+    """Bytes, with an optional unit: `4096`, `512MiB`, `2GiB`, `1GB`."""
+
+    def parse(value: str) -> int:
+        found = re.fullmatch(r"(\d{1,18})(?:\.(\d{1,6}))?\s*([a-z]*?)b?", value.strip().lower())
+        if not found or found[3] not in _UNITS:
+            raise ValueError("must be a size such as 4096, 512MiB or 2GiB")
+        number = (
+            round(float(f"{found[1]}.{found[2]}") * _UNITS[found[3]]) if found[2] else int(found[1]) * _UNITS[found[3]]
+        )
+        if number < low:
+            raise ValueError(f"must be at least {low} bytes")
+        return number
+
+    return parse
+
+
+def host_port(*, port_zero: bool = False) -> Parser:
+    """`HOST:PORT` or `[IPV6]:PORT`; port 0, "any free", only where `port_zero`."""
+
+    def parse(value: str) -> str:
+        found = re.fullmatch(r"(\[[0-9a-fA-F:.%a-z]+\]|[^\s:\[\],/]+):(\d{1,5})", value)
+        if not found or not (0 if port_zero else 1) <= int(found[2]) <= 65535:
+            raise ValueError("must be HOST:PORT")
+        return value
+
+    return parse
+
+
+def boolean(value: str) -> bool:
+    """`true`, `false`, `1`, `0`, `yes`, `no`, `on`, `off`."""
+    word = value.strip().lower()
+    if word in {"1", "true", "yes", "on"}:
+        return True
+    if word in {"0", "false", "no", "off"}:
+        return False
+    raise ValueError("must be true or false")

@@ -1,0 +1,189 @@
+"""Options: how one is declared, read from argv and environment, and written back as argv.
+
+An option is declared once, as a dataclass field made by `option`: name, default, help and
+bounds (in its parser). A field marked by `grouped` holds another such dataclass; options of equal
+name in several groups are one option on the command line. Knows no option by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, TypeVar
+
+from tandem.errors import ConfigError
+from tandem.option_values import Parser, boolean, text
+
+ENV_PREFIX = "TANDEM_"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option as declared."""
+
+    name: str
+    """On the command line, without the dashes."""
+    help: str
+    parse: Parser
+    default: Any
+    none_word: str | None
+    """How None is written, where None is allowed."""
+
+    @property
+    def flag(self) -> str:
+        """`--name`."""
+        return f"--{self.name}"
+
+    @property
+    def variable(self) -> str:
+        """`TANDEM_NAME`."""
+        return ENV_PREFIX + self.name.replace("-", "_").upper()
+
+    @property
+    def dest(self) -> str:
+        """Attribute of the argparse namespace."""
+        return self.name.replace("-", "_")
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is `--name` / `--no-name`."""
+        return isinstance(self.default, bool)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it may be repeated, or given once with commas."""
+        return isinstance(self.default, tuple)
+
+    def value_of(self, source: str, text: str) -> Any:
+        """Parses `text`; raises ConfigError that names `source`, the flag or the variable."""
+        if self.none_word is not None and text == self.none_word:
+            return None
+        try:
+            if self.is_list:
+                return tuple(self.parse(part.strip()) for part in text.split(",") if part.strip())
+            return self.parse(text)
+        except ValueError as error:
+            raise ConfigError(source, f"{error} (got {text!r})") from error
+
+    def argv_of(self, value: Any) -> list[str]:
+        """The arguments that give it this value."""
+        if self.is_switch:
+            return [self.flag if value else f"--no-{self.name}"]
+        if self.is_list:
+            return [self.flag, ",".join(value)] if value else []
+        return [f"{self.flag}={self.none_word if value is None else value}"]
+
+
+def option(
+    name: str, default: Any, description: str, parse: Parser | None = None, *, none_word: str | None = None
+) -> Any:
+    """A dataclass field that is an option. `parse` defaults to any text; `none_word` spells None."""
+    if isinstance(default, bool):
+        parse = boolean
+    declared = Option(name, description, parse or text(), default, none_word)
+    return field(default=default, metadata={"option": declared})
+
+
+def grouped(cls: type[Any], *, own: Iterable[str] = ()) -> Mapping[str, Any]:
+    """Metadata of a field that holds the options of `cls`; fields named in `own` keep their defaults."""
+    return {"group": cls, "own": frozenset(own)}
+
+
+def options_of(cls: type[Any]) -> Iterator[Option]:
+    """Every option of a config class and its groups; names may repeat."""
+    for item in _fields(cls):
+        if "option" in item.metadata:
+            yield item.metadata["option"]
+        elif "group" in item.metadata:
+            own = _own_names(item)
+            yield from (each for each in options_of(item.metadata["group"]) if each.name not in own)
+
+
+def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
+    """Adds each option of `cls` once. Values stay text; `load_options` checks them."""
+    added: set[str] = set()
+    for each in options_of(cls):
+        if each.name in added:
+            continue
+        added.add(each.name)
+        described = f"{each.help} [{_shown_default(each)}; {each.variable}]".replace("%", "%%")
+        if each.is_switch:
+            parser.add_argument(each.flag, action=argparse.BooleanOptionalAction, default=None, help=described)
+        elif each.is_list:
+            parser.add_argument(each.flag, action="append", default=None, help=described, metavar="VALUE")
+        else:
+            parser.add_argument(each.flag, default=None, help=described, metavar="VALUE")
+
+
+def load_options(cls: type[T], namespace: argparse.Namespace, environ: Mapping[str, str]) -> T:
+    """Builds `cls`: argv before environment before default. Raises ConfigError that names the option."""
+    values: dict[str, Any] = {}
+    for item in _fields(cls):
+        if "option" in item.metadata:
+            values[item.name] = _value(item.metadata["option"], namespace, environ)
+        elif "group" in item.metadata:
+            own = _own_names(item)
+            kept = {each.variable for each in options_of(item.metadata["group"]) if each.name in own}
+            narrowed = argparse.Namespace(
+                **{dest: value for dest, value in vars(namespace).items() if dest.replace("_", "-") not in own}
+            )
+            visible = {name: value for name, value in environ.items() if name not in kept}
+            values[item.name] = load_options(item.metadata["group"], narrowed, visible)
+    return cls(**values)
+
+
+def argv_of(config: Any) -> list[str]:
+    """The command line that makes an equal config, whatever the environment says."""
+    arguments: list[str] = []
+    for item in _fields(type(config)):
+        value = getattr(config, item.name)
+        if "option" in item.metadata:
+            arguments += item.metadata["option"].argv_of(value)
+        elif "group" in item.metadata:
+            arguments += argv_of(value)
+    return arguments
+
+
+def _fields(cls: type[Any]) -> tuple[Field[Any], ...]:
+    return fields(cls)
+
+
+def _own_names(item: Field[Any]) -> frozenset[str]:
+    own = item.metadata["own"]
+    return frozenset(
+        member.metadata["option"].name
+        for member in _fields(item.metadata["group"])
+        if "option" in member.metadata and member.name in own
+    )
+
+
+def _value(each: Option, namespace: argparse.Namespace, environ: Mapping[str, str]) -> Any:
+    given = getattr(namespace, each.dest, None)
+    if isinstance(given, bool):
+        return given
+    if isinstance(given, list):
+        return each.value_of(each.flag, ",".join(given))
+    if given is not None:
+        return each.value_of(each.flag, given)
+    if each.variable in environ:
+        return each.value_of(each.variable, environ[each.variable])
+    return each.default
+
+
+def _shown_default(each: Option) -> str:
+    if each.default is None:
+        return each.none_word or "unset"
+    if each.is_list:
+        return ",".join(each.default) or "none"
+    return str(each.default)
+
+
+def check_known(environ: Mapping[str, str], known: Iterable[type[Any]]) -> None:
+    """Raises ConfigError for a `TANDEM_` variable that no option of `known` reads."""
+    names = {each.variable for cls in known for each in options_of(cls)}
+    for name in sorted(environ):
+        if name.startswith(ENV_PREFIX) and name not in names:
+            raise ConfigError(name, "no option of this name")

@@ -1,0 +1,142 @@
+"""The one judge of requests, used at the router and again at every worker.
+
+Knows the caps (`Limits`), the vocabulary and the context; every refusal is an InvalidRequest
+that names the field as inference.proto does. Knows neither protobuf nor how defaults are found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from tandem.errors import InvalidRequest
+from tandem.limits import Limits
+from tandem.types import SamplingParams, SequenceSpec, TextParams
+
+__all__ = ["Limits", "Validator"]
+
+_MAX_TEMPERATURE = 100.0
+_MAX_PENALTY = 100.0
+_MAX_BIAS = 100.0
+_MAX_TIMEOUT_S = 7 * 86_400.0
+_MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Validator:
+    """Judges what is asked of one model."""
+
+    limits: Limits
+    vocab_size: int
+    context_tokens: int
+
+    def validate_request_id(self, request_id: str) -> None:
+        """Size, and no control characters: it goes into logs. Raises InvalidRequest."""
+        if len(request_id.encode()) > self.limits.max_request_id_bytes or not request_id.isprintable():
+            raise InvalidRequest(
+                "request_id", f"must be printable and at most {self.limits.max_request_id_bytes} bytes"
+            )
+
+    def validate_cache_salt(self, cache_salt: str) -> None:
+        """Size. Raises InvalidRequest."""
+        _at_most("cache_salt", len(cache_salt.encode()), self.limits.max_cache_salt_bytes, "bytes")
+
+    def validate_prompt_bytes(self, field: str, num_bytes: int) -> None:
+        """A text prompt before it is tokenized; `field` is `text` or `chat`. Raises InvalidRequest."""
+        if num_bytes == 0:
+            raise InvalidRequest(field, "must not be empty")
+        _at_most(field, num_bytes, self.limits.max_prompt_bytes, "bytes")
+
+    def validate_chat_messages(self, num_messages: int) -> None:
+        """Number of turns. Raises InvalidRequest."""
+        if num_messages == 0:
+            raise InvalidRequest("chat.messages", "must not be empty")
+        _at_most("chat.messages", num_messages, self.limits.max_chat_messages, "messages")
+
+    def validate_prompt_tokens(self, token_ids: Collection[int], field: str = "token_ids.ids") -> None:
+        """A prompt in tokens: not empty, in the vocabulary, leaves room to generate. Raises InvalidRequest."""
+        if not token_ids:
+            raise InvalidRequest("prompt", "must not be empty")
+        _at_most("prompt", len(token_ids), self.limits.max_prompt_tokens, "tokens")
+        if len(token_ids) >= self.context_tokens:
+            raise InvalidRequest(
+                "prompt", f"{len(token_ids)} tokens leave no room in a context of {self.context_tokens}"
+            )
+        self._in_vocabulary(field, token_ids)
+
+    def validate_text(self, text: TextParams) -> None:
+        """Stop strings and the caller's stop ids. Raises InvalidRequest."""
+        _at_most("sampling.stop", len(text.stop), self.limits.max_stop_strings, "strings")
+        for stop in text.stop:
+            if not stop:
+                raise InvalidRequest("sampling.stop", "must not hold an empty string")
+            _at_most("sampling.stop", len(stop.encode()), self.limits.max_stop_bytes, "bytes")
+        _at_most("sampling.stop_token_ids", len(text.stop_token_ids), self.limits.max_stop_token_ids, "ids")
+        self._in_vocabulary("sampling.stop_token_ids", text.stop_token_ids)
+
+    def validate_sampling(self, sampling: SamplingParams) -> None:
+        """Each value alone, and min_tokens against max_tokens. Raises InvalidRequest."""
+        _within("sampling.max_tokens", sampling.max_tokens, 1, self.context_tokens)
+        _within("sampling.min_tokens", sampling.min_tokens, 0, sampling.max_tokens)
+        _within("sampling.temperature", sampling.temperature, 0, _MAX_TEMPERATURE)
+        _within("sampling.top_k", sampling.top_k, 0, 2**32 - 1)
+        _above_zero("sampling.top_p", sampling.top_p, 1)
+        _within("sampling.min_p", sampling.min_p, 0, 1)
+        _above_zero("sampling.repetition_penalty", sampling.repetition_penalty, _MAX_PENALTY)
+        _within("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
+        _within("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
+        _within("sampling.seed", sampling.seed, 0, _MAX_SEED)
+        if sampling.logprobs is not None:
+            _within("sampling.logprobs", sampling.logprobs, 0, self.limits.max_logprobs)
+        _at_most("sampling.logit_bias", len(sampling.logit_bias), self.limits.max_logit_bias, "entries")
+        self._in_vocabulary("sampling.logit_bias", sampling.logit_bias)
+        for bias in sampling.logit_bias.values():
+            _within("sampling.logit_bias", bias, -_MAX_BIAS, _MAX_BIAS)
+
+    def validate_length(self, num_prompt_tokens: int, max_tokens: int, max_sequence_tokens: int | None = None) -> None:
+        """Prompt and completion together against the context and a worker's pool. Raises InvalidRequest."""
+        bounds = [("the model's context", self.context_tokens)]
+        if max_sequence_tokens is not None:
+            bounds.append(("the KV pool", max_sequence_tokens))
+        for name, bound in bounds:
+            if num_prompt_tokens >= bound:
+                raise InvalidRequest("prompt", f"{num_prompt_tokens} tokens leave no room in {name} of {bound}")
+            if num_prompt_tokens + max_tokens > bound:
+                raise InvalidRequest(
+                    "sampling.max_tokens", f"{num_prompt_tokens} + {max_tokens} tokens exceed {name} of {bound}"
+                )
+
+    def validate_sequence(self, spec: SequenceSpec, max_sequence_tokens: int | None = None) -> None:
+        """All of a sequence as a worker got it. Raises InvalidRequest."""
+        self.validate_request_id(spec.request_id)
+        _within("num_prompt_tokens", spec.num_prompt_tokens, 0, len(spec.token_ids))
+        self.validate_prompt_tokens(spec.token_ids[: spec.num_prompt_tokens])
+        self.validate_sampling(spec.sampling)
+        self.validate_length(spec.num_prompt_tokens, spec.sampling.max_tokens, max_sequence_tokens)
+        if spec.num_output_tokens >= spec.sampling.max_tokens:
+            raise InvalidRequest("token_ids.ids", f"all of {spec.sampling.max_tokens} tokens are already there")
+        self._in_vocabulary("token_ids.ids", spec.token_ids[spec.num_prompt_tokens :])
+        self._in_vocabulary("sampling.stop_token_ids", spec.sampling.end_token_ids)
+        _within("index", spec.index, 0, self.limits.max_n - 1)
+        if spec.timeout_s is not None:
+            _within("timeout_seconds", spec.timeout_s, 0, _MAX_TIMEOUT_S)
+
+    def _in_vocabulary(self, field: str, ids: Collection[int]) -> None:
+        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+            raise InvalidRequest(field, f"ids must lie in [0, {self.vocab_size})")
+
+
+def _within(field: str, value: float, low: float, high: float) -> None:
+    if not math.isfinite(value) or not low <= value <= high:
+        raise InvalidRequest(field, f"{value:g} is not in [{low:g}, {high:g}]")
+
+
+def _above_zero(field: str, value: float, high: float) -> None:
+    if not math.isfinite(value) or not 0 < value <= high:
+        raise InvalidRequest(field, f"{value:g} is not in (0, {high:g}]")
+
+
+def _at_most(field: str, count: int, cap: int, unit: str) -> None:
+    if count > cap:
+        raise InvalidRequest(field, f"{count} {unit} exceed the limit of {cap}")
