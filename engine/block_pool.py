@@ -1,0 +1,248 @@
+"""Who holds which KV block: states, reference counts, generations, waste. Knows no tensors.
+
+Blocks walk the table `tandem.lifecycle.BLOCK_MOVES`:
+
+    allocate          FREE → LIVE, or FREE → RESERVED for a hand-off
+    start_receiving   RESERVED → RECEIVING
+    seal              RECEIVING → LIVE        verified whole, the writer has let go
+    release           LIVE → FREE at the last holder · RESERVED → FREE
+                      RECEIVING → QUARANTINED, or → FREE if its writer has stopped
+    writer_stopped    QUARANTINED → FREE · RECEIVING stays with its holder, never to become LIVE
+
+Each call names its blocks in order and either moves all of them or raises InternalError and
+moves none. Not thread-safe: one control loop owns it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from tandem.errors import InternalError, Overloaded
+from tandem.lifecycle import BLOCK_MOVES, BlockState, advance
+from tandem.types import BlockId, PoolCounts
+
+_STATES = tuple(BlockState)
+_FREE, _RESERVED, _RECEIVING, _LIVE, _QUARANTINED = (
+    _STATES.index(state)
+    for state in (
+        BlockState.FREE,
+        BlockState.RESERVED,
+        BlockState.RECEIVING,
+        BlockState.LIVE,
+        BlockState.QUARANTINED,
+    )
+)
+_ALLOWED = tuple(tuple(to in BLOCK_MOVES[state] for to in _STATES) for state in _STATES)
+"""BLOCK_MOVES by number, so that a block's move costs an index and not two hashes."""
+
+
+class PoolExhausted(Overloaded):
+    """Fewer free blocks than asked for; nothing was allocated."""
+
+
+class BlockPool:
+    """The blocks of one KV cache. Free blocks are reused last in, first out."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise InternalError(f"a pool of {num_blocks} blocks of {block_size} tokens")
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._free = [BlockId(block) for block in range(num_blocks - 1, -1, -1)]
+        self._state = bytearray(num_blocks)  # _FREE == 0
+        self._ref_count = array("i", bytes(4 * num_blocks))
+        self._generation = array("q", bytes(8 * num_blocks))
+        self._filled = array("i", bytes(4 * num_blocks))
+        self._writer_gone = bytearray(num_blocks)
+        self._num_in_state = [num_blocks, 0, 0, 0, 0]
+        self._filled_slots = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks, free or not."""
+        return self._num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Token slots of one block."""
+        return self._block_size
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can hand out now."""
+        return len(self._free)
+
+    def state(self, block: BlockId) -> BlockState:
+        """Where the block is now."""
+        return _STATES[self._state[block]]
+
+    def generation(self, block: BlockId) -> int:
+        """How often the block was allocated; never falls."""
+        return self._generation[block]
+
+    def ref_count(self, block: BlockId) -> int:
+        """Holders of the block; 0 if it is free or quarantined."""
+        return self._ref_count[block]
+
+    def is_shared(self, block: BlockId) -> bool:
+        """Whether a holder must copy the block before writing into it."""
+        return self._ref_count[block] > 1
+
+    def allocate(self, num_blocks: int, state: BlockState = BlockState.LIVE) -> tuple[BlockId, ...]:
+        """Takes blocks from the free list, each with one holder: the caller, who releases them.
+
+        `state` is LIVE (computed here) or RESERVED (to be received). Raises PoolExhausted.
+        """
+        code = _STATES.index(state)
+        if num_blocks < 0 or not _ALLOWED[_FREE][code]:
+            raise InternalError(f"allocate {num_blocks} blocks as {state}")
+        if num_blocks > len(self._free):
+            raise PoolExhausted(f"{num_blocks} KV blocks wanted, {len(self._free)} free of {self._num_blocks}")
+        keep = len(self._free) - num_blocks
+        blocks = tuple(reversed(self._free[keep:]))
+        del self._free[keep:]
+        for block in blocks:
+            self._generation[block] += 1
+            self._ref_count[block] = 1
+            self._state[block] = code
+        self._count_move(num_blocks, _FREE, code)
+        return blocks
+
+    def retain(self, blocks: Sequence[BlockId]) -> None:
+        """Adds a holder to each of these LIVE blocks; paired with one more `release`."""
+        self._require(blocks, (_LIVE,), "retain")
+        for block in blocks:
+            self._ref_count[block] += 1
+
+    def release(self, blocks: Sequence[BlockId]) -> None:
+        """Takes one holder away from each block; frees or quarantines it with the last one."""
+        self._require(blocks, (_LIVE, _RESERVED, _RECEIVING), "release")
+        for block in reversed(blocks):  # so that the next allocation gives them in the same order
+            self._ref_count[block] -= 1
+            if self._ref_count[block] > 0:
+                continue
+            if self._state[block] == _RECEIVING and not self._writer_gone[block]:
+                self._move(block, _QUARANTINED)
+            else:
+                self._free_block(block)
+
+    def start_receiving(self, blocks: Sequence[BlockId]) -> None:
+        """A writer has shown its ticket for these RESERVED blocks; bytes may follow."""
+        self._require(blocks, (_RESERVED,), "start_receiving")
+        for block in blocks:
+            self._move(block, _RECEIVING)
+
+    def seal(self, blocks: Sequence[BlockId]) -> None:
+        """Their content was verified and their writer has let go: RECEIVING → LIVE."""
+        self._require(blocks, (_RECEIVING,), "seal")
+        if any(self._writer_gone[block] for block in blocks):
+            raise InternalError("seal of blocks whose writer stopped before they were verified")
+        for block in blocks:
+            self._move(block, _LIVE)
+
+    def writer_stopped(self, blocks: Sequence[BlockId]) -> None:
+        """Nobody can write into these blocks any more and they were never verified.
+
+        QUARANTINED blocks become free. RECEIVING blocks become free when their holder releases
+        them. RESERVED blocks never had a writer: nothing to do.
+        """
+        self._require(blocks, (_QUARANTINED, _RECEIVING, _RESERVED), "writer_stopped")
+        for block in reversed(blocks):
+            if self._state[block] == _QUARANTINED:
+                self._free_block(block)
+            elif self._state[block] == _RECEIVING:
+                self._writer_gone[block] = 1
+
+    def set_filled(self, blocks: Sequence[BlockId], num_tokens: int, from_token: int = 0) -> None:
+        """Accounts that the first `num_tokens` slots of these LIVE blocks, in order, hold tokens.
+
+        Tokens before `from_token` were accounted earlier: a growing sequence gives its whole
+        table, and only the blocks from that token on are visited.
+        """
+        size = self._block_size
+        if not 0 <= from_token <= num_tokens <= len(blocks) * size:
+            raise InternalError(f"set_filled {from_token}..{num_tokens} tokens in {len(blocks)} blocks of {size}")
+        first, end = from_token // size, -(-num_tokens // size)
+        for index in range(first, end):
+            block = blocks[index]
+            if self._state[block] != _LIVE:
+                raise InternalError(f"set_filled of block {block} in state {self.state(block)}")
+            filled = min(size, num_tokens - index * size)
+            self._filled_slots += filled - self._filled[block]
+            self._filled[block] = filled
+
+    def counts(self) -> PoolCounts:
+        """Blocks by state, and the waste."""
+        free, reserved, receiving, live, quarantined = (
+            self._num_in_state[code] for code in (_FREE, _RESERVED, _RECEIVING, _LIVE, _QUARANTINED)
+        )
+        return PoolCounts(
+            total=self._num_blocks,
+            free=free,
+            reserved=reserved,
+            receiving=receiving,
+            live=live,
+            quarantined=quarantined,
+            block_size=self._block_size,
+            unused_slots=live * self._block_size - self._filled_slots,
+        )
+
+    def check_invariants(self) -> None:
+        """Recounts everything, O(N). Raises InternalError naming what is broken."""
+        broken = [
+            name
+            for name, holds in (
+                ("state counts", all(self._state.count(c) == n for c, n in enumerate(self._num_in_state))),
+                ("free list is unique", len(set(self._free)) == len(self._free)),
+                ("free list = FREE blocks", all(self._state[b] == _FREE for b in self._free)),
+                ("free list is complete", len(self._free) == self._num_in_state[_FREE]),
+                ("held <=> ref_count", all(self._is_held(b) == (n > 0) for b, n in enumerate(self._ref_count))),
+                ("only LIVE is shared", all(n <= 1 or self._state[b] == _LIVE for b, n in enumerate(self._ref_count))),
+                ("only LIVE is filled", all(not n or self._state[b] == _LIVE for b, n in enumerate(self._filled))),
+                ("filled slots", sum(self._filled) == self._filled_slots),
+                ("filled <= block_size", all(0 <= n <= self._block_size for n in self._filled)),
+                (
+                    "writer gone only in RECEIVING",
+                    all(not g or self._state[b] == _RECEIVING for b, g in enumerate(self._writer_gone)),
+                ),
+            )
+            if not holds
+        ]
+        if broken:
+            raise InternalError(f"block pool: {'; '.join(broken)}; {self.counts()}")
+
+    def assert_idle(self) -> None:
+        """Raises InternalError unless every block is free."""
+        self.check_invariants()
+        if len(self._free) != self._num_blocks:
+            raise InternalError(f"block pool is not idle: {self.counts()}")
+
+    def _is_held(self, block: int) -> bool:
+        return self._state[block] in (_RESERVED, _RECEIVING, _LIVE)
+
+    def _require(self, blocks: Sequence[BlockId], states: tuple[int, ...], verb: str) -> None:
+        if len(set(blocks)) != len(blocks):
+            raise InternalError(f"{verb} names a block twice")
+        for block in blocks:
+            if not 0 <= block < self._num_blocks or self._state[block] not in states:
+                where = self.state(block) if 0 <= block < self._num_blocks else "nowhere"
+                raise InternalError(f"{verb} of block {block}, which is {where}")
+
+    def _free_block(self, block: BlockId) -> None:
+        self._move(block, _FREE)
+        self._filled_slots -= self._filled[block]
+        self._filled[block] = 0
+        self._writer_gone[block] = 0
+        self._free.append(block)
+
+    def _move(self, block: BlockId, to: int) -> None:
+        state = self._state[block]
+        if not _ALLOWED[state][to]:
+            advance(BLOCK_MOVES, _STATES[state], _STATES[to])  # raises with both names
+        self._state[block] = to
+        self._count_move(1, state, to)
+
+    def _count_move(self, num_blocks: int, state: int, to: int) -> None:
+        self._num_in_state[state] -= num_blocks
+        self._num_in_state[to] += num_blocks

@@ -1,0 +1,27 @@
+"""How a step's token budget is shared among waiting prompts: pure, first come first served.
+
+The head of the line always gets tokens, so each prompt ends after finitely many steps whatever
+comes behind it; what the head leaves over goes to the next ones, so that many short prompts
+share one ragged step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def plan_chunks(remaining_tokens: Sequence[int], budget_tokens: int, max_seqs: int) -> list[int]:
+    """Returns one chunk length per waiting seq, in the order given; 0 = not in this step.
+
+    `remaining_tokens`: tokens each seq still has to compute, oldest first, each > 0.
+    The sum never exceeds `budget_tokens`, and at most `max_seqs` chunks are not empty. All
+    seqs that get tokens stand before all that get none, and only the last may be cut short.
+    """
+    chunks = [0] * len(remaining_tokens)
+    left = budget_tokens
+    for index, remaining in enumerate(remaining_tokens[: max(0, max_seqs)]):
+        if left <= 0:
+            break
+        chunks[index] = min(remaining, left)
+        left -= chunks[index]
+    return chunks

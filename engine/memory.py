@@ -1,0 +1,69 @@
+"""How much memory a KV cache may take, and how many blocks that makes.
+
+Available memory is what the machine or, in a container, the cgroup has left.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tandem.errors import ConfigError
+from tandem.kv_layout import KvLayout
+
+GIB = 1 << 30
+CPU_SHARE, CPU_CAP_BYTES = 0.25, 4 * GIB
+"""A worker on a CPU shares the machine with its peer and with others."""
+GPU_SHARE = 0.85
+"""A GPU is the worker's own; the rest is for activations."""
+
+
+def available_memory_bytes(device: torch.device, root: Path = Path("/")) -> int:
+    """Bytes that can still be taken on `device`; `root` is where /proc and /sys are."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    limits = (_meminfo_available(root / "proc/meminfo"), _cgroup_available(root / "sys/fs/cgroup"))
+    return min((limit for limit in limits if limit is not None), default=CPU_CAP_BYTES)
+
+
+def default_kv_memory_bytes(device: torch.device) -> int:
+    """A modest share of what is available: see the constants."""
+    available = available_memory_bytes(device)
+    if device.type == "cuda":
+        return int(available * GPU_SHARE)
+    return min(int(available * CPU_SHARE), CPU_CAP_BYTES)
+
+
+def blocks_that_fit(layout: KvLayout, memory_bytes: int | None, device: torch.device, max_tokens: int) -> int:
+    """Blocks for a KV cache of `memory_bytes`; None = the default share.
+
+    The default never takes more than `max_tokens` tokens need, so that a tiny model does not
+    fill the machine. Raises ConfigError if not even one block fits.
+    """
+    if memory_bytes is not None:
+        num_blocks = memory_bytes // layout.block_bytes
+    else:
+        num_blocks = min(default_kv_memory_bytes(device) // layout.block_bytes, layout.blocks_for(max_tokens))
+    if num_blocks < 1:
+        raise ConfigError("kv-memory", f"holds no KV block of {layout.block_bytes} bytes")
+    return num_blocks
+
+
+def _meminfo_available(path: Path) -> int | None:
+    if not path.exists():
+        return None
+    for line in path.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_available(folder: Path) -> int | None:
+    """What a cgroup (version 2) leaves; None without one or without a limit."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        current = int((folder / "memory.current").read_text())
+    except OSError:
+        return None
+    return None if limit == "max" else max(0, int(limit) - current)

@@ -1,0 +1,199 @@
+"""The pool's single moves, and what it refuses."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from engine.block_pool import BlockPool, PoolExhausted
+from tandem.errors import InternalError, Overloaded
+from tandem.lifecycle import BlockState
+from tandem.types import BlockId
+
+RESERVED = BlockState.RESERVED
+
+
+def ids(*numbers: int) -> tuple[BlockId, ...]:
+    return tuple(BlockId(number) for number in numbers)
+
+
+def test_blocks_come_in_order_and_released_blocks_come_back_first() -> None:
+    pool = BlockPool(8, 16)
+    assert pool.allocate(3) == ids(0, 1, 2)
+    assert pool.allocate(2) == ids(3, 4)
+    pool.release(ids(0, 1, 2))
+    assert pool.allocate(4) == ids(0, 1, 2, 5)
+
+
+def test_too_large_a_wish_is_refused_as_overload_and_takes_nothing() -> None:
+    pool = BlockPool(4, 16)
+    with pytest.raises(PoolExhausted, match="5 KV blocks wanted, 4 free of 4") as caught:
+        pool.allocate(5)
+    assert isinstance(caught.value, Overloaded)
+    pool.assert_idle()
+
+
+def test_nothing_is_a_fine_wish() -> None:
+    pool = BlockPool(4, 16)
+    assert pool.allocate(0) == ()
+    pool.release(())
+    pool.assert_idle()
+
+
+def test_a_shared_block_is_free_only_after_its_last_holder() -> None:
+    pool = BlockPool(4, 16)
+    blocks = pool.allocate(2)
+    pool.retain(blocks)
+    assert pool.is_shared(blocks[0])
+    pool.release(blocks)
+    assert not pool.is_shared(blocks[0])
+    assert pool.state(blocks[0]) is BlockState.LIVE
+    pool.release(blocks)
+    pool.assert_idle()
+
+
+def test_a_received_block_becomes_live_when_sealed() -> None:
+    pool = BlockPool(4, 16)
+    blocks = pool.allocate(2, RESERVED)
+    pool.start_receiving(blocks)
+    pool.seal(blocks)
+    assert pool.counts().live == 2
+
+
+def test_a_block_released_before_the_first_byte_is_free_at_once() -> None:
+    pool = BlockPool(4, 16)
+    pool.release(pool.allocate(2, RESERVED))
+    pool.assert_idle()
+
+
+def test_a_block_released_under_a_live_writer_is_quarantined_until_the_writer_stops() -> None:
+    pool = BlockPool(2, 16)
+    blocks = pool.allocate(2, RESERVED)
+    pool.start_receiving(blocks)
+    pool.release(blocks)
+    assert pool.counts().quarantined == 2
+    with pytest.raises(PoolExhausted):
+        pool.allocate(1)
+    pool.writer_stopped(blocks)
+    pool.assert_idle()
+
+
+def test_a_block_whose_writer_stopped_first_is_free_once_released() -> None:
+    pool = BlockPool(2, 16)
+    blocks = pool.allocate(2, RESERVED)
+    pool.start_receiving(blocks)
+    pool.writer_stopped(blocks)
+    assert pool.counts().receiving == 2
+    pool.release(blocks)
+    pool.assert_idle()
+    assert pool.allocate(2, RESERVED) == blocks
+    pool.start_receiving(blocks)
+    pool.seal(blocks)
+
+
+def test_a_block_whose_writer_stopped_unverified_never_becomes_live() -> None:
+    pool = BlockPool(2, 16)
+    blocks = pool.allocate(1, RESERVED)
+    pool.start_receiving(blocks)
+    pool.writer_stopped(blocks)
+    with pytest.raises(InternalError, match="stopped before they were verified"):
+        pool.seal(blocks)
+
+
+def test_a_writer_that_never_came_changes_nothing() -> None:
+    pool = BlockPool(2, 16)
+    blocks = pool.allocate(1, RESERVED)
+    pool.writer_stopped(blocks)
+    pool.start_receiving(blocks)
+    pool.seal(blocks)
+    assert pool.counts().live == 1
+
+
+def test_each_allocation_is_a_new_generation() -> None:
+    pool = BlockPool(1, 16)
+    (block,) = pool.allocate(1)
+    assert pool.generation(block) == 1
+    pool.release((block,))
+    assert pool.generation(block) == 1
+    pool.allocate(1)
+    assert pool.generation(block) == 2
+
+
+@pytest.mark.parametrize(
+    ("verb", "state"),
+    [
+        ("release", BlockState.FREE),
+        ("retain", BlockState.RESERVED),
+        ("seal", BlockState.RESERVED),
+        ("start_receiving", BlockState.LIVE),
+        ("writer_stopped", BlockState.LIVE),
+        ("writer_stopped", BlockState.FREE),
+    ],
+)
+def test_a_move_that_the_table_lacks_is_our_bug_and_moves_nothing(verb: str, state: BlockState) -> None:
+    pool = BlockPool(4, 16)
+    good = pool.allocate(1, RESERVED)
+    pool.start_receiving(good)
+    bad = ids(3) if state is BlockState.FREE else pool.allocate(1, state)
+    before = pool.counts()
+    with pytest.raises(InternalError, match=f"{verb} of block {bad[0]}, which is {state}"):
+        getattr(pool, verb)(bad)
+    assert pool.counts() == before
+    pool.check_invariants()
+
+
+def test_one_bad_block_in_a_call_moves_none_of_them() -> None:
+    pool = BlockPool(4, 16)
+    blocks = pool.allocate(2)
+    with pytest.raises(InternalError):
+        pool.release((*blocks, BlockId(3)))
+    assert pool.counts().live == 2
+
+
+@pytest.mark.parametrize("blocks", [(0, 0), (9,), (-1,)])
+def test_unknown_or_repeated_blocks_are_refused(blocks: tuple[int, ...]) -> None:
+    pool = BlockPool(4, 16)
+    pool.allocate(4)
+    with pytest.raises(InternalError):
+        pool.release(ids(*blocks))
+
+
+def test_waste_is_the_unused_slots_of_live_blocks() -> None:
+    pool = BlockPool(8, 16)
+    first, second = pool.allocate(3), pool.allocate(1)
+    reserved = pool.allocate(2, RESERVED)
+    assert pool.counts().unused_slots == 64
+    pool.set_filled(first, 40)
+    pool.set_filled(second, 1)
+    assert pool.counts().unused_slots == 8 + 15
+    pool.set_filled(first, 41, from_token=40)
+    assert pool.counts().unused_slots == 7 + 15
+    pool.release(first)
+    assert pool.counts().unused_slots == 15
+    pool.release(second)
+    pool.release(reserved)
+    pool.assert_idle()
+
+
+def test_filling_more_than_the_blocks_hold_or_a_block_not_live_is_refused() -> None:
+    pool = BlockPool(8, 16)
+    blocks = pool.allocate(1)
+    with pytest.raises(InternalError):
+        pool.set_filled(blocks, 17)
+    with pytest.raises(InternalError):
+        pool.set_filled(pool.allocate(1, RESERVED), 4)
+
+
+def test_an_idle_check_fails_while_a_block_is_held() -> None:
+    pool = BlockPool(4, 16)
+    pool.allocate(1)
+    with pytest.raises(InternalError, match="not idle"):
+        pool.assert_idle()
+
+
+def test_a_hundred_thousand_blocks_come_and_go_in_a_moment() -> None:
+    pool = BlockPool(100_000, 16)
+    started_s = time.process_time()
+    pool.release(pool.allocate(100_000))
+    assert time.process_time() - started_s < 1.0
