@@ -1,0 +1,101 @@
+"""Small checkpoints with random weights, in every shape that the four families come in.
+
+Written by transformers itself, so that loading them tests the real file format. Logits are
+spread widely (a large `initializer_range`), biases and norms are random too: a wrong position,
+mask or bias changes greedy tokens at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB_SIZE = 320
+CONTEXT_TOKENS = 4096
+_INITIALIZER_RANGE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """One shape: a family and what of its config differs from the common tiny one."""
+
+    name: str
+    family: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self) -> Any:
+        """The transformers config."""
+        common: dict[str, Any] = {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": CONTEXT_TOKENS,
+            "initializer_range": _INITIALIZER_RANGE,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
+        return AutoConfig.for_model(self.family, **(common | dict(self.overrides)))
+
+
+TINY_MODELS = (
+    TinyModel("llama", "llama"),
+    TinyModel("llama-biased", "llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    TinyModel("llama-single-kv-head", "llama", {"num_key_value_heads": 1, "head_dim": 24}),
+    TinyModel("mistral", "mistral", {"sliding_window": None, "head_dim": 32}),
+    TinyModel("mistral-windowed", "mistral", {"sliding_window": 37, "num_key_value_heads": 4}),
+    TinyModel("qwen2", "qwen2", {"tie_word_embeddings": True}),
+    TinyModel(
+        "qwen2-windowed",
+        "qwen2",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1},
+    ),
+    TinyModel("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    TinyModel(
+        "qwen3-biased",
+        "qwen3",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+)
+
+
+def build_tiny_model(tiny: TinyModel, seed: int = 0) -> PreTrainedModel:
+    """The model in float32 by transformers, ready to generate."""
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny.config(), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_(0.0, _INITIALIZER_RANGE)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def save_tiny_model(tiny: TinyModel, folder: Path, seed: int = 0, max_shard_size: str = "1GB") -> Path:
+    """Writes the checkpoint, with a tokenizer of one word per id, into `folder`; returns it."""
+    build_tiny_model(tiny, seed).save_pretrained(folder, max_shard_size=max_shard_size)
+    _word_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def _word_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({f"t{index}": index for index in range(VOCAB_SIZE)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer

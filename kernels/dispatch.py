@@ -1,0 +1,80 @@
+"""Which attention back-ends exist, which work here and why the others don't; picks one at start.
+
+A new back-end is one more `_Entry` in `_REGISTRY`, best first: a probe that says what stands in
+the way, and a loader that imports it only when it is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kernels.attention import AttentionBackend
+from tandem.errors import ConfigError
+
+AUTO = "auto"
+"""The name that leaves the choice to `select_backend`."""
+
+_OPTION = "--attention-backend"
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStatus:
+    """What `tandem doctor` says of one back-end; `reason` tells why it is unusable, or what it is."""
+
+    name: str
+    usable: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One back-end: `obstacle` returns why it cannot run on a device with a dtype, or None."""
+
+    name: str
+    summary: str
+    obstacle: Callable[[torch.device, torch.dtype], str | None]
+    load: Callable[[], AttentionBackend]
+
+
+def _reference_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None if dtype.is_floating_point else f"needs a floating-point dtype, not {dtype}"
+
+
+def _load_reference() -> AttentionBackend:
+    from kernels.reference import ReferenceBackend
+
+    return ReferenceBackend()
+
+
+_REGISTRY = (_Entry("reference", "plain torch, any device", _reference_obstacle, _load_reference),)
+
+
+def available_backends(device: torch.device, dtype: torch.dtype = torch.float32) -> list[BackendStatus]:
+    """Every back-end of this version, best first, and whether it runs on `device` with `dtype`."""
+    return [_status(entry, device, dtype) for entry in _REGISTRY]
+
+
+def select_backend(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """The back-end called `name`, or for `auto` the best usable one.
+
+    Raises ConfigError, naming `--attention-backend`, if it is unknown or cannot run here.
+    """
+    usable = [entry for entry in _REGISTRY if entry.obstacle(device, dtype) is None]
+    if name == AUTO and usable:
+        return usable[0].load()
+    for entry in _REGISTRY:
+        if entry.name == name:
+            obstacle = entry.obstacle(device, dtype)
+            if obstacle is not None:
+                raise ConfigError(_OPTION, f"{name} cannot run on {device}: {obstacle}")
+            return entry.load()
+    known = ", ".join([AUTO, *(entry.name for entry in _REGISTRY)])
+    raise ConfigError(_OPTION, f"{name!r} cannot be chosen on {device} with {dtype}; there are {known}")
+
+
+def _status(entry: _Entry, device: torch.device, dtype: torch.dtype) -> BackendStatus:
+    obstacle = entry.obstacle(device, dtype)
+    return BackendStatus(entry.name, obstacle is None, obstacle or entry.summary)

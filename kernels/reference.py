@@ -1,0 +1,142 @@
+"""The `reference` back-end: attention in plain torch on any device. Correct first; the oracle of the others.
+
+Seqs that compute one token share one batched call over gathered, padded blocks; chunks and
+prompts go one by one. Knows nothing of schedules: a step may mix both freely.
+
+Tests: tests/kernels/test_reference.py compares it with attention written out in float64.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.attention import AttentionMetadata
+from kernels.spec import check_attend, check_store
+
+
+class ReferenceBackend:
+    """Implements `kernels.attention.AttentionBackend`; float64 too, so that it can be its own oracle."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """As `--attention-backend` calls it."""
+        return "reference"
+
+    def store_kv(self, k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Writes `k`, `v` `[T, Hkv, D]` into `kv_layer` `[N, 2, Hkv, S, D]` at `slot_mapping` `[T]`, in place."""
+        block_size = check_store(k, v, kv_layer, slot_mapping)["S"]
+        where = (slot_mapping // block_size, slot_mapping % block_size)
+        slots = kv_layer.permute(1, 0, 3, 2, 4)  # [2, N, S, Hkv, D], a view
+        slots[0].index_put_(where, k)
+        slots[1].index_put_(where, v)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_layer: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`. q `[T, H, D]` → `[T, H, D]`; nothing is mutated."""
+        check_attend(q, kv_layer, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables)
+        if metadata.max_query_len == 1:
+            return _attend_singles(q, kv_layer, metadata, tuple(range(len(q))), scale, sliding_window)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        starts = tuple(accumulate(metadata.query_lens_host, initial=0))
+        singles = tuple(i for i, query_len in enumerate(metadata.query_lens_host) if query_len == 1)
+        if singles:
+            rows = torch.tensor([starts[i] for i in singles], device=q.device)  # [B1]
+            out[rows] = _attend_singles(q[rows], kv_layer, metadata, singles, scale, sliding_window)
+        for i, query_len in enumerate(metadata.query_lens_host):
+            span = slice(starts[i], starts[i] + query_len)
+            if query_len > 1 and metadata.seq_lens_host[i] == query_len:
+                out[span] = _attend_chunk(
+                    q[span], k[span].transpose(0, 1), v[span].transpose(0, 1), scale, sliding_window
+                )
+            elif query_len > 1:
+                keys, values = _gather_seq(kv_layer, metadata.block_tables[i], metadata.seq_lens_host[i])
+                out[span] = _attend_chunk(q[span], keys, values, scale, sliding_window)
+        return out
+
+
+def _attend_singles(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    metadata: AttentionMetadata,
+    seqs: tuple[int, ...],
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """One token of each of the seqs numbered `seqs`: q `[B, H, D]` → `[B, H, D]`."""
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv_layer.shape[2:4]
+    whole_batch = len(seqs) == len(metadata.seq_lens_host)
+    lens_host = [metadata.seq_lens_host[i] for i in seqs]
+    max_blocks = -(-max(lens_host) // block_size)
+    index = None if whole_batch else torch.tensor(seqs, device=q.device)
+    tables = metadata.block_tables if index is None else metadata.block_tables[index]
+    lens = metadata.seq_lens if index is None else metadata.seq_lens[index]
+    tables = tables[:, :max_blocks].clamp(min=0)  # padding reads block 0; its slots are cleared below
+
+    kv = kv_layer.index_select(0, tables.reshape(-1))  # [B * M, 2, Hkv, S, D]
+    kv = kv.view(num_seqs, max_blocks, 2, num_kv_heads, block_size, head_dim).permute(2, 0, 3, 1, 4, 5)
+    kv = kv.reshape(2, num_seqs, num_kv_heads, max_blocks * block_size, head_dim)
+    for i, seq_len in enumerate(lens_host):
+        # A slot never written may hold NaN, which a mask does not stop: 0 * NaN is NaN.
+        kv[:, i, :, seq_len:].zero_()
+
+    positions = torch.arange(max_blocks * block_size, device=q.device)  # [M * S]
+    visible = positions < lens[:, None]  # [B, M * S]
+    if sliding_window is not None:
+        visible &= positions >= lens[:, None] - sliding_window
+    # The query heads of one KV head stand where queries do: no KV is repeated.
+    grouped = q.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)  # [B, Hkv, G, D]
+    out = scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=visible[:, None, None], scale=scale)
+    return out.reshape(num_seqs, num_heads, head_dim)
+
+
+def _gather_seq(kv_layer: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one seq from its blocks, each `[Hkv, seq_len, D]`."""
+    num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
+    num_blocks = -(-seq_len // block_size)
+    kv = kv_layer.index_select(0, block_table[:num_blocks]).permute(1, 2, 0, 3, 4)  # [2, Hkv, M, S, D]
+    kv = kv.reshape(2, num_kv_heads, num_blocks * block_size, head_dim)[:, :, :seq_len]
+    return kv[0], kv[1]
+
+
+def _attend_chunk(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, sliding_window: int | None
+) -> torch.Tensor:
+    """One seq's chunk: q `[Q, H, D]` over keys, values `[Hkv, K, D]` → `[Q, H, D]`; q is the last Q of the K."""
+    query_len, seq_len = q.shape[0], keys.shape[1]
+    mask = None
+    if seq_len > query_len or (sliding_window is not None and sliding_window < seq_len):
+        mask = _causal_mask(query_len, seq_len, sliding_window, q.device)
+    out = scaled_dot_product_attention(
+        q.transpose(0, 1)[None],  # [1, H, Q, D]
+        keys[None],
+        values[None],
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != keys.shape[0],
+    )
+    return out[0].transpose(0, 1)
+
+
+def _causal_mask(query_len: int, seq_len: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
+    """True where query i (at position `seq_len - query_len + i`) sees key j: `[query_len, seq_len]`."""
+    query_positions = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
+    key_positions = torch.arange(seq_len, device=device)
+    mask = key_positions <= query_positions
+    if sliding_window is not None:
+        mask &= key_positions > query_positions - sliding_window
+    return mask

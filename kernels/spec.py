@@ -1,0 +1,78 @@
+"""Argument checks at the kernels' door: shape, dtype, device and strides, each by name.
+
+Sizes are symbolic: the first tensor that mentions `D` fixes it, later ones must agree. A
+mismatch is our own bug, so it raises `InternalError`; nothing is cast or copied to fit. One
+check is about a microsecond, cheap enough for every call.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tandem.errors import InternalError
+
+
+class Dims:
+    """Symbolic sizes of one call, bound by the first tensor that mentions them."""
+
+    __slots__ = ("_sizes",)
+
+    def __init__(self, **sizes: int) -> None:
+        self._sizes = sizes
+
+    def check(
+        self, name: str, tensor: torch.Tensor, dims: tuple[str, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Checks `tensor` against `dims`, `dtype`, `device`; its last dimension must be contiguous.
+
+        Raises InternalError naming the argument and what differs.
+        """
+        shape = tensor.shape
+        if len(shape) != len(dims):
+            raise InternalError(f"{name}: shape {list(shape)} does not have dimensions [{', '.join(dims)}]")
+        sizes = self._sizes
+        for dim, size in zip(dims, shape, strict=True):
+            if sizes.setdefault(dim, size) != size:
+                raise InternalError(f"{name}: {dim} is {size}, elsewhere {sizes[dim]}")
+        if tensor.dtype != dtype:
+            raise InternalError(f"{name}: dtype is {tensor.dtype}, expected {dtype}")
+        if tensor.device != device:
+            raise InternalError(f"{name}: device is {tensor.device}, expected {device}")
+        if shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise InternalError(f"{name}: last dimension has stride {tensor.stride(-1)}, expected 1")
+
+    def __getitem__(self, dim: str) -> int:
+        return self._sizes[dim]
+
+
+def check_store(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> Dims:
+    """Checks the arguments of `AttentionBackend.store_kv`; returns the bound sizes."""
+    dims = Dims()
+    device, dtype = kv_layer.device, kv_layer.dtype
+    dims.check("kv_layer", kv_layer, ("N", "2", "Hkv", "S", "D"), dtype, device)
+    dims.check("k", k, ("T", "Hkv", "D"), dtype, device)
+    dims.check("v", v, ("T", "Hkv", "D"), dtype, device)
+    dims.check("slot_mapping", slot_mapping, ("T",), torch.int64, device)
+    return dims
+
+
+def check_attend(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+) -> Dims:
+    """Checks the arguments of `AttentionBackend.attend`; returns the bound sizes."""
+    dims = Dims()
+    device, dtype = kv_layer.device, kv_layer.dtype
+    dims.check("kv_layer", kv_layer, ("N", "2", "Hkv", "S", "D"), dtype, device)
+    dims.check("q", q, ("T", "H", "D"), dtype, device)
+    dims.check("seq_lens", seq_lens, ("B",), torch.int32, device)
+    dims.check("cu_seqlens_q", cu_seqlens_q, ("B+1",), torch.int32, device)
+    dims.check("block_tables", block_tables, ("B", "max_blocks"), torch.int32, device)
+    if dims["B+1"] != dims["B"] + 1:
+        raise InternalError(f"cu_seqlens_q: has {dims['B+1']} entries for {dims['B']} seqs")
+    if dims["H"] % dims["Hkv"]:
+        raise InternalError(f"q: {dims['H']} heads do not divide into {dims['Hkv']} KV heads")
+    return dims

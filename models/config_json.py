@@ -1,0 +1,105 @@
+"""Typed reading of a checkpoint's JSON: every complaint names the file and the key."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from tandem.errors import CheckpointError
+
+
+class ConfigJson:
+    """One JSON object of a file; `prefix` is where it lies within the file."""
+
+    __slots__ = ("_items", "_path", "_prefix")
+
+    def __init__(self, path: Path, items: Mapping[str, object], prefix: str = "") -> None:
+        self._path = path
+        self._items = items
+        self._prefix = prefix
+
+    @classmethod
+    def read(cls, path: Path) -> ConfigJson:
+        """Reads `path`. Raises CheckpointError if it is missing or no JSON object."""
+        try:
+            items = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: file is missing") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
+        if not isinstance(items, dict):
+            raise CheckpointError(f"{path}: is not a JSON object")
+        return cls(path, items)
+
+    def error(self, key: str, problem: str) -> CheckpointError:
+        """The error to raise about `key`."""
+        return CheckpointError(f"{self._path}: {self._prefix}{key}: {problem}")
+
+    def has(self, key: str) -> bool:
+        """Whether `key` is there and not null."""
+        return self._items.get(key) is not None
+
+    def mentions(self, key: str) -> bool:
+        """Whether `key` is there, null or not."""
+        return key in self._items
+
+    def section(self, key: str) -> ConfigJson:
+        """The object under `key`; empty if it is absent or null."""
+        value = self._items.get(key)
+        if value is None:
+            return ConfigJson(self._path, {}, f"{self._prefix}{key}.")
+        if not isinstance(value, dict):
+            raise self.error(key, "is not an object")
+        return ConfigJson(self._path, value, f"{self._prefix}{key}.")
+
+    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        """An integer of at least `minimum`; required if there is no default."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.error(key, f"is {value!r}, not an integer of at least {minimum}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive finite number; required if there is no default."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+            raise self.error(key, f"is {value!r}, not a positive number")
+        return float(value)
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """A boolean."""
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"is {value!r}, not true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string; required if there is no default."""
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, f"is {value!r}, not a string")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings."""
+        value = self._value(key, None)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(key, "is not a list of strings")
+        return tuple(value)
+
+    def text_map(self, key: str) -> dict[str, str]:
+        """An object whose values are strings."""
+        items = self.section(key)._items
+        if not all(isinstance(item, str) for item in items.values()):
+            raise self.error(key, "is not an object of strings")
+        return {name: str(item) for name, item in items.items()}
+
+    def _value(self, key: str, default: object) -> object:
+        value = self._items.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(key, "is missing")
+        return value

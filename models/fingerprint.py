@@ -1,0 +1,38 @@
+"""The hash that two workers compare before KV moves between them: same weights, same dtype, same shape."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from pathlib import Path
+
+import xxhash
+
+from tandem.errors import CheckpointError
+from tandem.kv_layout import DType
+
+_SLICE_BYTES = 64 << 20
+
+
+def fingerprint_files(paths: Iterable[Path], dtype: DType) -> str:
+    """32 hex digits over name, size and bytes of each file, in the given order, and `dtype`.
+
+    Reads the files through the page cache, so it costs one pass over memory after loading.
+    Raises CheckpointError naming a file that cannot be read.
+    """
+    digest = xxhash.xxh3_128(dtype.value.encode())
+    for path in paths:
+        try:
+            size_bytes = path.stat().st_size
+            digest.update(f"\n{path.name} {size_bytes}\n".encode())
+            with (
+                path.open("rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping,
+                memoryview(mapping) as view,
+            ):
+                for start in range(0, size_bytes, _SLICE_BYTES):
+                    with view[start : start + _SLICE_BYTES] as part:
+                        digest.update(part)
+        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    return digest.hexdigest()

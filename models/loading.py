@@ -1,0 +1,140 @@
+"""From a checkpoint folder to a decoder ready to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from kernels.attention import AttentionBackend
+from models.config import CONFIG_FILE, ModelConfig, load_model_config
+from models.decoder import Attention, Decoder, DecoderLayer, HeadShape
+from models.fingerprint import fingerprint_files
+from models.layers import GatedMlp, Linear, RmsNorm
+from models.rope import RotaryEmbedding
+from models.tensor_names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_tensors, layer_prefix
+from models.tensor_store import TensorStore
+from models.weight_files import find_weight_files
+from tandem.errors import ConfigError
+from tandem.kv_layout import DType, KvLayout
+
+AUTO = "auto"
+"""The dtype that the checkpoint was saved as."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A decoder and what must be known of it; `fingerprint` covers config, weights and dtype."""
+
+    config: ModelConfig
+    decoder: Decoder
+    dtype: DType
+    device: torch.device
+    fingerprint: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch names it."""
+        return torch_dtype(self.dtype)
+
+    def kv_layout(self, block_size: int) -> KvLayout:
+        """How this model's KV lies in blocks of `block_size` tokens."""
+        return self.config.kv_layout(block_size, self.dtype)
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """Torch's dtype of that name."""
+    return {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}[dtype]
+
+
+def load_model(path: Path, dtype: str | None, device: torch.device, backend: AttentionBackend) -> LoadedModel:
+    """Loads the folder `path` onto `device`, weights cast to `dtype` (None or `auto`: as saved).
+
+    Raises CheckpointError naming the file, key or tensor at fault, ConfigError for a bad `dtype`.
+    """
+    config = load_model_config(path)
+    files = find_weight_files(path)
+    with TensorStore(files, expected_tensors(config)) as store:
+        chosen = _choose_dtype(dtype, config, store)
+        decoder = _DecoderBuilder(config, store, torch_dtype(chosen), device, backend).build()
+    fingerprint = fingerprint_files((path / CONFIG_FILE, *files.paths), chosen)
+    return LoadedModel(config, decoder, chosen, device, fingerprint)
+
+
+def _choose_dtype(name: str | None, config: ModelConfig, store: TensorStore) -> DType:
+    if name is None or name == AUTO:
+        return config.dtype or store.saved_dtype()
+    if name not in set(DType):
+        raise ConfigError("--dtype", f"{name!r} is not one of {', '.join((AUTO, *DType))}")
+    return DType(name)
+
+
+class _DecoderBuilder:
+    """Takes tensors from an open store and puts the decoder together, one layer at a time."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        store: TensorStore,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: AttentionBackend,
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._backend = backend
+        self._read = partial(store.read, dtype=dtype, device=device)
+        self._read_stacked = partial(store.read_stacked, dtype=dtype, device=device)
+
+    def build(self) -> Decoder:
+        """Reads everything."""
+        config = self._config
+        embedding = self._read(EMBEDDING)
+        return Decoder(
+            embedding=embedding,
+            layers=tuple(self._layer(index) for index in range(config.num_layers)),
+            norm=self._norm(FINAL_NORM),
+            lm_head=Linear(embedding if config.tied else self._read(LM_HEAD)),
+            rope=RotaryEmbedding(config.rope, config.head_dim, self._device),
+        )
+
+    def _layer(self, index: int) -> DecoderLayer:
+        prefix = layer_prefix(index)
+        return DecoderLayer(
+            attention_norm=self._norm(f"{prefix}input_layernorm.weight"),
+            attention=self._attention(f"{prefix}self_attn.", self._config.windows[index]),
+            mlp_norm=self._norm(f"{prefix}post_attention_layernorm.weight"),
+            mlp=self._mlp(f"{prefix}mlp."),
+        )
+
+    def _attention(self, prefix: str, sliding_window: int | None) -> Attention:
+        config = self._config
+        qkv = tuple(f"{prefix}{name}" for name in ("q_proj", "k_proj", "v_proj"))
+        return Attention(
+            qkv=self._linear(qkv, bias=config.qkv_bias),
+            output=self._linear((f"{prefix}o_proj",), bias=config.output_bias),
+            qk_norm=self._qk_norm(prefix) if config.qk_norm else None,
+            heads=HeadShape(config.num_heads, config.num_kv_heads, config.head_dim),
+            sliding_window=sliding_window,
+            backend=self._backend,
+        )
+
+    def _mlp(self, prefix: str) -> GatedMlp:
+        bias = self._config.mlp_bias
+        gate_up = self._linear((f"{prefix}gate_proj", f"{prefix}up_proj"), bias=bias)
+        return GatedMlp(gate_up, self._linear((f"{prefix}down_proj",), bias=bias))
+
+    def _linear(self, names: tuple[str, ...], *, bias: bool) -> Linear:
+        weight = self._read_stacked(tuple(f"{name}.weight" for name in names))
+        return Linear(weight, self._read_stacked(tuple(f"{name}.bias" for name in names)) if bias else None)
+
+    def _norm(self, name: str) -> RmsNorm:
+        return RmsNorm(self._read(name), self._config.rms_norm_eps)
+
+    def _qk_norm(self, prefix: str) -> RmsNorm:
+        """Q's weight for each of its heads, then k's for each of its own: `[H + Hkv, D]`."""
+        q = self._read(f"{prefix}q_norm.weight").expand(self._config.num_heads, -1)
+        k = self._read(f"{prefix}k_norm.weight").expand(self._config.num_kv_heads, -1)
+        return RmsNorm(torch.cat((q, k)), self._config.rms_norm_eps)

@@ -1,0 +1,122 @@
+"""Rotary position embedding as config.json states it, in the old form and the new.
+
+Old: `rope_scaling` beside `rope_theta`; new: `rope_parameters` holding both. Where several say
+the same, transformers 5.23 decides and this follows: `rope_scaling` before `rope_parameters`,
+a `rope_theta` inside before one outside. Knows no tensors; frequencies are in `models/rope.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from models.config_json import ConfigJson
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """All frequencies divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """The base grows with the length once it exceeds `original_context_tokens` (NTK)."""
+
+    factor: float
+    original_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Low frequencies divided by `factor`, high ones kept, those between blended (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Interpolation by parts with an attention temperature (YaRN, arXiv 2309.00071)."""
+
+    factor: float
+    original_context_tokens: int
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    attention_factor: float
+    """Multiplies cos and sin."""
+
+
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Base period and scaling; None is the plain embedding."""
+
+    theta: float
+    scaling: RopeScaling | None
+
+
+def read_rope(config: ConfigJson, context_tokens: int) -> RopeConfig:
+    """Reads the rope keys of config.json. Raises CheckpointError naming the key."""
+    rope = config.section("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
+    for layer_type in ("full_attention", "sliding_attention"):
+        if rope.mentions(layer_type):
+            raise rope.error(layer_type, "rope parameters that differ by layer are not supported")
+    theta = rope.number("rope_theta", config.number("rope_theta", 10_000.0))
+    for section in (config, rope):
+        if section.number("partial_rotary_factor", 1.0) != 1.0:
+            raise section.error("partial_rotary_factor", "only 1.0 is supported")
+    return RopeConfig(theta, _read_scaling(config, rope, context_tokens))
+
+
+def _read_scaling(config: ConfigJson, rope: ConfigJson, context_tokens: int) -> RopeScaling | None:
+    rope_type = rope.text("rope_type", rope.text("type", "default"))
+    # A value outside takes precedence: some checkpoints keep the length of pre-training there.
+    original = config if config.has("original_max_position_embeddings") else rope
+    original_tokens = original.integer("original_max_position_embeddings", context_tokens)
+    match rope_type:
+        case "default":
+            return None
+        case "linear":
+            return LinearScaling(rope.number("factor"))
+        case "dynamic":
+            return DynamicScaling(rope.number("factor"), context_tokens)
+        case "llama3":
+            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+            if high <= low:
+                raise rope.error("high_freq_factor", f"is {high}, not above low_freq_factor {low}")
+            return Llama3Scaling(rope.number("factor"), low, high, original_tokens)
+        case "yarn":
+            return _read_yarn(rope, original_tokens, context_tokens)
+        case _:
+            raise rope.error("rope_type", f"{rope_type!r} is not supported (default, linear, dynamic, llama3, yarn)")
+
+
+def _read_yarn(rope: ConfigJson, original_tokens: int, context_tokens: int) -> YarnScaling:
+    factor = rope.number("factor", context_tokens / original_tokens)
+    if rope.has("attention_factor"):
+        attention_factor = rope.number("attention_factor")
+    elif rope.has("mscale") and rope.has("mscale_all_dim"):
+        attention_factor = _yarn_mscale(factor, rope.number("mscale")) / _yarn_mscale(
+            factor, rope.number("mscale_all_dim")
+        )
+    else:
+        attention_factor = _yarn_mscale(factor, 1.0)
+    return YarnScaling(
+        factor=factor,
+        original_context_tokens=original_tokens,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", default=True),
+        attention_factor=attention_factor,
+    )
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

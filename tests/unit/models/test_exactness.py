@@ -1,0 +1,67 @@
+"""Logits and greedy tokens equal transformers', however prompts are cut and batched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def full_logits(tools, model, token_ids, block_size=16, chunk_tokens=None):
+    driver = tools.driver(model, block_size, 4 + -(-len(token_ids) // block_size))
+    seq = tools.seq(list(token_ids))
+    logits = []
+    while seq.num_computed_tokens < len(token_ids):
+        rest = len(token_ids) - seq.num_computed_tokens
+        logits.append(driver.step([(seq, min(chunk_tokens or rest, rest))]))
+    return torch.cat(logits)
+
+
+@torch.no_grad()
+def transformers_logits(model, token_ids):
+    return model(torch.tensor([token_ids])).logits[0]
+
+
+def test_float32_logits_are_those_of_transformers(tools, tiny_folder):
+    token_ids = tools.random_prompt(130)
+    expected = transformers_logits(tools.load_transformers(tiny_folder), token_ids)
+    assert expected.std() > 1  # spread enough to tell tokens apart
+    logits = full_logits(tools, tools.load(tiny_folder, "float32"), token_ids)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_chunks_give_the_logits_of_the_whole_prompt(tools, tiny_folder):
+    token_ids = tools.random_prompt(130)
+    model = tools.load(tiny_folder, "float32")
+    whole = full_logits(tools, model, token_ids)
+    torch.testing.assert_close(full_logits(tools, model, token_ids, 16, 48), whole, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(full_logits(tools, model, token_ids, 1, 1), whole, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("block_size", "chunk_tokens"), [(1, 64), (16, 64), (64, 512)])
+def test_greedy_tokens_are_those_of_transformers(tools, tiny_folder, block_size, chunk_tokens):
+    prompts = [tools.random_prompt(length) for length in (1, 15, 16, 17, 63, 64, 65, 129)]
+    reference = tools.load_transformers(tiny_folder)
+    expected = [tools.reference_tokens(reference, prompt, 24) for prompt in prompts]
+    driver = tools.driver(tools.load(tiny_folder, "float32"), block_size, 800)
+    assert driver.generate(prompts, 24, chunk_tokens) == expected
+
+
+def test_only_sampled_rows_have_logits(tools, tiny_folder):
+    model = tools.load(tiny_folder, "float32")
+    driver = tools.driver(model, 16, 4)
+    driver.step([(tools.seq(tools.random_prompt(20)), 20)])
+    metadata = driver._metadata([(tools.seq([1], block_table=[0]), 1)], [range(1)])
+    one = torch.zeros(1, dtype=torch.int64)
+    none = model.decoder.forward(one, one, driver._kv_cache, metadata, torch.empty(0, dtype=torch.int64))
+    assert none.shape == (0, model.config.vocab_size)
+
+
+def test_bfloat16_is_as_close_to_float64_as_transformers_is(tools, tiny_folder):
+    token_ids = tools.random_prompt(200)
+    oracle = transformers_logits(tools.load_transformers(tiny_folder, torch.bfloat16).double(), token_ids)
+    theirs = transformers_logits(tools.load_transformers(tiny_folder, torch.bfloat16), token_ids)
+    ours = full_logits(tools, tools.load(tiny_folder, "bfloat16"), token_ids, chunk_tokens=64)
+    assert ours.dtype == torch.float32
+    our_error = (ours.double() - oracle).pow(2).mean().sqrt()
+    their_error = (theirs.double() - oracle).pow(2).mean().sqrt()
+    assert our_error <= 1.2 * their_error
