@@ -49,7 +49,7 @@ class BlockTable(Sequence[BlockId]):
     def __iter__(self) -> Iterator[BlockId]:
         return iter(self._buffer[: self._length].tolist())
 
-    def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> npt.NDArray[np.int32]:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[np.int32]:
         blocks = self._buffer[: self._length]
         if copy or (dtype is not None and np.dtype(dtype) != blocks.dtype):
             return blocks.astype(dtype or np.int32)

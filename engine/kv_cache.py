@@ -21,10 +21,10 @@ TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DT
 class KvCache:
     """Made by `create`; its content is undefined until written. `close` ends it."""
 
-    def __init__(self, layout: KvLayout, num_bytes: torch.Tensor, shared_fd: int | None) -> None:
-        """Takes over `num_bytes`, `[N * block_bytes]` uint8, and the descriptor behind it."""
+    def __init__(self, layout: KvLayout, memory: torch.Tensor, shared_fd: int | None) -> None:
+        """Takes over `memory`, `[N * block_bytes]` uint8, and the descriptor behind it."""
         self._layout = layout
-        self._bytes: torch.Tensor | None = num_bytes
+        self._bytes: torch.Tensor | None = memory
         self._shared_fd = shared_fd
 
     @classmethod
@@ -35,14 +35,14 @@ class KvCache:
         """
         size_bytes = num_blocks * layout.block_bytes
         if shared and device.type != "cpu":
-            raise ConfigError("transport", f"KV on {device} cannot lie in shared memory")
+            raise ConfigError("--transport", f"KV on {device} cannot lie in shared memory")
         try:
             if shared:
                 fd = _open_memory_file(size_bytes)
                 return cls(layout, _map(fd, size_bytes), fd)
             return cls(layout, torch.empty(size_bytes, dtype=torch.uint8, device=device), None)
         except (OSError, RuntimeError) as error:  # torch reports exhausted memory as RuntimeError
-            raise ConfigError("kv-memory", f"{size_bytes} bytes of KV on {device}: {error}") from error
+            raise ConfigError("--kv-memory", f"{size_bytes} bytes of KV on {device}: {error}") from error
 
     @property
     def layout(self) -> KvLayout:

@@ -46,8 +46,19 @@ def blocks_that_fit(layout: KvLayout, memory_bytes: int | None, device: torch.de
     else:
         num_blocks = min(default_kv_memory_bytes(device) // layout.block_bytes, layout.blocks_for(max_tokens))
     if num_blocks < 1:
-        raise ConfigError("kv-memory", f"holds no KV block of {layout.block_bytes} bytes")
+        raise ConfigError("--kv-memory", f"holds no KV block of {layout.block_bytes} bytes")
     return num_blocks
+
+
+def check_memory(layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+    """Raises ConfigError if that many blocks cannot lie in what is available.
+
+    Shared memory is handed out lazily: without this check the worker would be killed much
+    later, when the pool fills.
+    """
+    wanted, available = num_blocks * layout.block_bytes, available_memory_bytes(device)
+    if wanted > available:
+        raise ConfigError("--kv-memory", f"{num_blocks} KV blocks take {wanted} bytes; {available} are available")
 
 
 def _meminfo_available(path: Path) -> int | None:

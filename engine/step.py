@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.types import BlockId, SamplingParams, TokenId, TokenLogprobs
@@ -11,13 +12,13 @@ from tandem.types import BlockId, SamplingParams, TokenId, TokenLogprobs
 class ScheduledSeq:
     """One seq's share of a step: compute KV for `token_ids` at positions from `context_len` on.
 
-    If `sample` is set, a next token is drawn from the last of them. `history` is read only
-    then and only if penalties are on.
+    If `sample` is set, a next token is drawn from the last of them. `block_table` may be the
+    seq's own table, which must not change before the step has returned.
     """
 
     token_ids: tuple[TokenId, ...]
     context_len: int
-    block_table: tuple[BlockId, ...]
+    block_table: Sequence[BlockId]
     sample: SampleSpec | None
 
 

@@ -46,7 +46,7 @@ def test_any_integer_is_a_seed_by_its_low_64_bits() -> None:
 def test_uniforms_lie_in_the_half_open_unit_interval_and_fill_it_evenly() -> None:
     count = 4096
     values = uniforms([3] * count, [0] * count, range(count))
-    assert 0.0 <= values.min()
+    assert values.min() >= 0.0
     assert values.max() < 1.0
     histogram = np.histogram(values, bins=64, range=(0, 1))[0]
     expected = count / 64

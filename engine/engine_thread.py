@@ -1,0 +1,82 @@
+"""The one thread that steps the model, seen from the control loop.
+
+The loop awaits a step; the thread computes it. At most one step runs at a time, and `step`
+never returns, not even cancelled, before the thread has let go of the batch: blocks of
+scheduled seqs may be freed as soon as it has returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from engine.placement import ThreadPlacement, open_engine_executor
+from engine.step import SampledToken, ScheduledSeq
+from tandem.errors import InternalError
+
+
+class Stepper(Protocol):
+    """What the thread runs: the runner, or a fake."""
+
+    def step(self, seqs: Sequence[ScheduledSeq]) -> list[SampledToken | None]:
+        """Computes one step; one result per seq, None where nothing was sampled."""
+        ...
+
+
+class EngineThread:
+    """Owns its executor: the one given, or one that it opens for `placement`."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        placement: ThreadPlacement | None = None,
+        executor: ThreadPoolExecutor | None = None,
+    ) -> None:
+        self._stepper = stepper
+        self._executor = executor or open_engine_executor(placement or ThreadPlacement())
+        self._num_steps = 0
+        self._is_stepping = False
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that ended, failed ones included: a heartbeat that shows a stuck engine."""
+        return self._num_steps
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step is under way."""
+        return self._is_stepping
+
+    async def step(self, seqs: Sequence[ScheduledSeq]) -> list[SampledToken | None]:
+        """Runs one step on the engine thread; raises what it raises.
+
+        A cancelled caller gets CancelledError once the step has ended.
+        """
+        if self._is_stepping:
+            raise InternalError("two steps at a time")
+        self._is_stepping = True
+        future = asyncio.get_running_loop().run_in_executor(self._executor, self._stepper.step, seqs)
+        try:
+            return await _to_the_end(future)
+        finally:
+            self._is_stepping = False
+            self._num_steps += 1
+
+    def close(self) -> None:
+        """Joins the thread, after its current step if there is one. Idempotent."""
+        self._executor.shutdown(wait=True)
+
+
+async def _to_the_end(future: asyncio.Future[list[SampledToken | None]]) -> list[SampledToken | None]:
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        future.exception()  # seen, so that asyncio does not report it as lost
+        raise cancelled
+    return future.result()

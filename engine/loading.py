@@ -1,0 +1,140 @@
+"""From options to an engine ready to step: model, KV cache, block pool, engine thread.
+
+Both workers start here. Loading runs on the engine thread itself (see `engine.placement`).
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from engine.block_pool import BlockPool
+from engine.engine_thread import EngineThread
+from engine.kv_cache import TORCH_DTYPES, KvCache
+from engine.memory import blocks_that_fit, check_memory
+from engine.placement import ThreadPlacement, open_engine_executor
+from engine.runner import Runner
+from kernels.dispatch import select_backend
+from models.config import load_model_config
+from models.loading import LoadedModel, load_model
+from tandem.errors import ConfigError
+from tandem.kv_layout import DType, KvLayout
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What a worker's config says of its engine."""
+
+    model_path: Path
+    device: str = AUTO
+    dtype: str = AUTO
+    block_size: int = 16
+    kv_blocks: int | None = None
+    """Blocks of the pool; None = by memory."""
+    kv_memory_bytes: int | None = None
+    """Size of the pool; None = a modest share of what is available."""
+    max_seqs: int = 64
+    """The default pool is never larger than so many full contexts."""
+    attention_backend: str = AUTO
+    shared_kv: bool = False
+    """Puts the pool into shared memory, for the shm transport."""
+    placement: ThreadPlacement = field(default_factory=ThreadPlacement)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A loaded engine. The worker's loop owns `pool` and drives `thread`; `close` ends all."""
+
+    model: LoadedModel
+    layout: KvLayout
+    kv_cache: KvCache
+    pool: BlockPool
+    thread: EngineThread
+    backend_name: str
+    load_s: float
+    """Seconds that loading took."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The model's: equal on workers that may exchange KV."""
+        return self.model.fingerprint
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Longest sequence, completion included, that context and pool can hold."""
+        return min(self.model.config.context_tokens, self.pool.num_blocks * self.layout.block_size)
+
+    def close(self) -> None:
+        """Joins the thread, then gives the KV memory back. Idempotent."""
+        self.thread.close()
+        self.kv_cache.close()
+
+
+def load_engine(options: EngineOptions) -> Engine:
+    """Blocks until the engine can step. Raises ConfigError and CheckpointError."""
+    started_s = time.monotonic()
+    device = resolve_device(options.device)
+    executor = _open_executor(options.placement)
+    try:
+        backend = select_backend(options.attention_backend, device, _probe_dtype(options))
+        model = executor.submit(load_model, options.model_path, options.dtype, device, backend).result()
+        layout = model.kv_layout(options.block_size)
+        kv_cache = KvCache.create(layout, _num_blocks(options, model, layout), device, shared=options.shared_kv)
+    except BaseException:
+        executor.shutdown()
+        raise
+    return Engine(
+        model=model,
+        layout=layout,
+        kv_cache=kv_cache,
+        pool=BlockPool(kv_cache.num_blocks, options.block_size),
+        thread=EngineThread(Runner(model.decoder, kv_cache), executor=executor),
+        backend_name=backend.name,
+        load_s=time.monotonic() - started_s,
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the GPU if there is one. Raises ConfigError if the named device is not here."""
+    has_gpu = torch.cuda.is_available()
+    if name == AUTO:
+        return torch.device("cuda:0" if has_gpu else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError("--device", f"{name!r} is no device") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError("--device", f"{name} is not here; {torch.cuda.device_count()} GPUs are")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError("--device", f"{name!r} is neither cpu nor cuda")
+    return device
+
+
+def _open_executor(placement: ThreadPlacement) -> ThreadPoolExecutor:
+    try:
+        return open_engine_executor(placement)
+    except OSError as error:
+        raise ConfigError("--threads", f"{placement} is refused: {error}") from error
+
+
+def _probe_dtype(options: EngineOptions) -> torch.dtype:
+    """The dtype that attention will run in, as far as the config tells before weights are read."""
+    if options.dtype in set(DType):
+        return TORCH_DTYPES[DType(options.dtype)]
+    return TORCH_DTYPES[load_model_config(options.model_path).dtype or DType.FLOAT32]
+
+
+def _num_blocks(options: EngineOptions, model: LoadedModel, layout: KvLayout) -> int:
+    """Raises ConfigError if the pool cannot be that large."""
+    if options.kv_blocks is not None and options.kv_memory_bytes is not None:
+        raise ConfigError("--kv-blocks", "and --kv-memory exclude each other")
+    max_tokens = options.max_seqs * model.config.context_tokens
+    num_blocks = options.kv_blocks or blocks_that_fit(layout, options.kv_memory_bytes, model.device, max_tokens)
+    check_memory(layout, num_blocks, model.device)
+    return num_blocks

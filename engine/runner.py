@@ -1,0 +1,53 @@
+"""One engine step: scheduled seqs in, sampled tokens out. Runs on the engine thread only.
+
+Owns nothing: model and KV cache are lent to it. It knows no seq beyond the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from engine.batch import build_batch
+from engine.kv_cache import KvCache
+from engine.sampler import sample
+from engine.step import SampledToken, ScheduledSeq
+from kernels.attention import AttentionMetadata
+
+
+class Forward(Protocol):
+    """The decoder as a step sees it."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        sample_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Stores KV of `[T]` tokens in `kv_cache`; returns logits `[R, V]` float32 of `sample_rows` `[R]`."""
+        ...
+
+
+class Runner:
+    """Steps `decoder` over `kv_cache`."""
+
+    def __init__(self, decoder: Forward, kv_cache: KvCache) -> None:
+        self._decoder = decoder
+        self._kv = kv_cache.tensor  # [N, L, 2, Hkv, S, D]
+        self._block_size = kv_cache.layout.block_size
+
+    def step(self, seqs: Sequence[ScheduledSeq]) -> list[SampledToken | None]:
+        """Computes KV of every scheduled token, in place; samples where a seq asks for it."""
+        if not seqs:
+            return []
+        with torch.inference_mode():
+            batch = build_batch(seqs, self._block_size, self._kv.device)
+            logits = self._decoder.forward(
+                batch.token_ids, batch.positions, self._kv, batch.metadata, batch.sample_rows
+            )  # [R, V]
+            tokens = iter(sample(logits, batch.sample_specs))
+        return [None if seq.sample is None else next(tokens) for seq in seqs]

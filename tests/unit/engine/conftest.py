@@ -1,0 +1,73 @@
+"""A decoder small enough to know by heart: it adds up the tokens it can see in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from engine.kv_cache import KvCache
+from kernels.attention import AttentionMetadata
+from tandem.kv_layout import DType, KvLayout
+from tandem.types import RequestId, SamplingParams, SequenceSpec, TokenId
+
+VOCAB_SIZE = 97
+
+
+class SumDecoder:
+    """The next token is the sum of all tokens so far, modulo the vocabulary.
+
+    It stores each token id in its slot and reads every earlier one back through the block
+    table, so a wrong slot, position, length or table gives a wrong token.
+    """
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        sample_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        block_size = kv_cache.shape[4]
+        slots = kv_cache[:, 0, 0, 0, :, 0]  # [N, S]
+        slots[metadata.slot_mapping // block_size, metadata.slot_mapping % block_size] = token_ids.float()
+        sums = torch.empty(len(token_ids))
+        starts = metadata.cu_seqlens_q.tolist()
+        for seq, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+            assert end - start == metadata.query_lens_host[seq]
+            for token in range(start, end):
+                position = int(positions[token])
+                assert position == metadata.seq_lens_host[seq] - (end - token)
+                blocks = metadata.block_tables[seq, : position // block_size + 1].long()
+                sums[token] = slots[blocks].flatten()[: position + 1].sum()
+        logits = torch.zeros(len(sample_rows), VOCAB_SIZE)
+        logits[torch.arange(len(sample_rows)), (sums[sample_rows] % VOCAB_SIZE).long()] = 5.0
+        return logits
+
+
+@pytest.fixture
+def decoder() -> SumDecoder:
+    return SumDecoder()
+
+
+@pytest.fixture
+def kv_cache() -> Iterator[KvCache]:
+    cache = KvCache.create(KvLayout(1, 1, 4, 2, DType.FLOAT32), 64, torch.device("cpu"))
+    cache.fill_poison()
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def make_spec() -> Callable[..., SequenceSpec]:
+    def make(token_ids: tuple[int, ...] = (1, 2, 3), num_prompt_tokens: int | None = None, **sampling) -> SequenceSpec:
+        return SequenceSpec(
+            request_id=RequestId("request"),
+            token_ids=tuple(TokenId(token_id) for token_id in token_ids),
+            num_prompt_tokens=num_prompt_tokens or len(token_ids),
+            sampling=SamplingParams(**{"max_tokens": 16, "temperature": 0.0, **sampling}),
+        )
+
+    return make
