@@ -1,0 +1,154 @@
+"""A worker announces itself to every router it can find, and keeps doing so.
+
+One task per `--router` name resolves it again and again; one task per address found holds a
+Register stream: info, then heartbeats at a third of the router's lease, carrying the engine's
+step count, since a live event loop proves nothing about its engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from tandem.convert import info_to_proto, load_to_proto
+from tandem.rpc.channel import open_channel
+from tandem.rpc.status import error_from_rpc
+from tandem.telemetry.logging import get_logger
+from tandem.types import WorkerInfo, WorkerLoad
+from tandem.v1 import registry_pb2, registry_pb2_grpc
+
+_log = get_logger(__name__)
+
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 2.0
+_RESOLVE_EVERY_S = 5.0
+_ANSWER_TIMEOUT_S = 5.0
+_BEATS_PER_LEASE = 3
+
+
+class Announcer:
+    """Keeps one Register stream open per router."""
+
+    def __init__(
+        self,
+        routers: tuple[str, ...],
+        info: WorkerInfo,
+        load: Callable[[], WorkerLoad],
+        on_drain: Callable[[], None],
+        *,
+        resolve_every_s: float = _RESOLVE_EVERY_S,
+    ) -> None:
+        """`load` is asked at each heartbeat; `on_drain` is called each time a router asks for it."""
+        self._routers = routers
+        self._info = info
+        self._load = load
+        self._on_drain = on_drain
+        self._resolve_every_s = resolve_every_s
+        self._news = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for router in self._routers:
+                tasks.create_task(self._follow(router), name=f"announce-{router}")
+
+    def announce_now(self) -> None:
+        """Sends a heartbeat to every router at once, such as when draining begins."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _follow(self, router: str) -> None:
+        """Holds a stream per address that `router` resolves to."""
+        streams: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                found = await _resolve(router)
+                for address in found - streams.keys():
+                    streams[address] = asyncio.create_task(self._hold(address), name=f"register-{address}")
+                # An address that left DNS is dropped only once its stream broke: a lookup may be wrong.
+                for address in [each for each in streams if found and each not in found]:
+                    if streams[address].done():
+                        del streams[address]
+                await asyncio.sleep(self._resolve_every_s if found else _FIRST_BACKOFF_S * 5)
+        finally:
+            for task in streams.values():
+                task.cancel()
+            await asyncio.gather(*streams.values(), return_exceptions=True)
+
+    async def _hold(self, address: str) -> None:
+        """Registers again and again."""
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            registered = asyncio.Event()
+            try:
+                async with open_channel(address) as channel:
+                    await self._register(channel, address, registered)
+            except grpc.aio.AioRpcError as error:
+                _log.info("registration ended", router=address, error=error_from_rpc(error).message)
+            except TimeoutError:
+                _log.info("registration unanswered", router=address)
+            backoff_s = _FIRST_BACKOFF_S if registered.is_set() else min(_MAX_BACKOFF_S, backoff_s * 2)
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+
+    async def _register(self, channel: grpc.aio.Channel, address: str, registered: asyncio.Event) -> None:
+        """One stream, from info to its end. Raises AioRpcError, TimeoutError."""
+        call = registry_pb2_grpc.RegistryServiceStub(channel).Register()
+        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+            await call.write(registry_pb2.RegisterRequest(info=info_to_proto(self._info)))
+            await call.write(registry_pb2.RegisterRequest(load=load_to_proto(self._load())))
+            first = await call.read()
+        if not isinstance(first, registry_pb2.RegisterResponse):
+            return
+        registered.set()
+        _log.info("registered", router=address, lease_s=first.lease_seconds)
+        self._heed(first)
+        beat = asyncio.create_task(self._beat(call, first.lease_seconds), name=f"heartbeat-{address}")
+        try:
+            while isinstance(response := await call.read(), registry_pb2.RegisterResponse):
+                self._heed(response)
+        finally:
+            beat.cancel()
+            await asyncio.gather(beat, return_exceptions=True)
+            call.cancel()
+
+    async def _beat(
+        self, call: grpc.aio.StreamStreamCall[registry_pb2.RegisterRequest, object], lease_s: float
+    ) -> None:
+        """Heartbeats; ends the call if the router does not take them."""
+        try:
+            while True:
+                await _first_of(self._news, lease_s / _BEATS_PER_LEASE)
+                async with asyncio.timeout(lease_s):
+                    await call.write(registry_pb2.RegisterRequest(load=load_to_proto(self._load())))
+        except TimeoutError:
+            call.cancel()
+
+    def _heed(self, response: registry_pb2.RegisterResponse) -> None:
+        if response.drain:
+            self._on_drain()
+
+
+async def _first_of(event: asyncio.Event, timeout_s: float) -> None:
+    """Returns at the event, or when the time is up."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return
+
+
+async def _resolve(router: str) -> set[str]:
+    """Addresses of `HOST:PORT`; IPv4 only where there are any, so that a dual-stack name counts once."""
+    host, _, port = router.rpartition(":")
+    try:
+        infos = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        _log.warning("router name does not resolve", router=router, error=str(error))
+        return set()
+    ipv4 = {f"{info[4][0]}:{port}" for info in infos if info[0] == socket.AF_INET}
+    return ipv4 or {f"[{info[4][0]}]:{port}" for info in infos if info[0] == socket.AF_INET6}

@@ -1,0 +1,41 @@
+"""Channels: how every Tandem process dials another, and the transport options of both ends."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+ChannelOptions = list[tuple[str, int]]
+
+MAX_RECEIVE_BYTES = 8 * 1024 * 1024
+"""Largest message taken, where no option says otherwise."""
+_KEEPALIVE_MS = 2000
+
+
+def keepalive_options(keepalive_ms: int = _KEEPALIVE_MS) -> ChannelOptions:
+    """Detects a peer that stopped without closing, in about twice `keepalive_ms`.
+
+    `grpc.keepalive_timeout_ms` has no effect in this library; the ping timeout has.
+    """
+    return [
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.http2.ping_timeout_ms", keepalive_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def open_channel(
+    address: str, *, max_receive_bytes: int = MAX_RECEIVE_BYTES, keepalive_ms: int = _KEEPALIVE_MS
+) -> grpc.aio.Channel:
+    """A channel to `HOST:PORT`; the caller closes it. Connects lazily, never through a proxy."""
+    options = [
+        *keepalive_options(keepalive_ms),
+        ("grpc.max_receive_message_length", max_receive_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),  # a new channel never inherits another's back-off
+    ]
+    return grpc.aio.insecure_channel(address, options=options)

@@ -1,0 +1,114 @@
+"""What stands around every handler: one place where errors become statuses.
+
+A handler ends in one of four ways: it returns, it raises a TandemError (mapped by `status`),
+it is cancelled or its peer is gone (nothing left to say), or it has a bug (INTERNAL with an id
+that the log explains). The call count is what an ordered drain waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from inspect import isasyncgen
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tandem.errors import InternalError, TandemError
+from tandem.rpc.decoding import decode_request
+from tandem.rpc.status import abort_with
+from tandem.telemetry.logging import get_logger
+
+_log = get_logger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class CallGuard(grpc.aio.ServerInterceptor):
+    """Wraps every handler; counts the calls of those that end by themselves.
+
+    `long_lived` names services whose streams end only with the peer; a drain does not wait for them.
+    """
+
+    def __init__(self, long_lived: frozenset[str]) -> None:
+        self._long_lived = long_lived
+        self._num_calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def idle(self) -> None:
+        """Returns when no call is running."""
+        await self._idle.wait()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Called by gRPC once per call."""
+        handler = await continuation(handler_call_details)
+        return None if handler is None else self._wrap(handler, handler_call_details.method)
+
+    def _wrap(self, handler: grpc.RpcMethodHandler[Any, Any], method: str) -> grpc.RpcMethodHandler[Any, Any]:
+        deserialize = handler.request_deserializer
+
+        def decode(raw: bytes) -> Any:
+            return raw if deserialize is None else decode_request(deserialize, raw)
+
+        behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+        async def unary(request: Any, context: Context) -> Any:
+            async with self._guarded(method, context):
+                return await behaviour(request if handler.request_streaming else decode(request), context)
+
+        async def stream(request: Any, context: Context) -> None:
+            async with self._guarded(method, context):
+                result = behaviour(request if handler.request_streaming else decode(request), context)
+                if not isasyncgen(result):
+                    await result
+                    return
+                async with aclosing(result):  # its `finally` runs now, not when it is collected
+                    async for response in result:
+                        await context.write(response)
+
+        make = _MAKERS[(bool(handler.request_streaming), bool(handler.response_streaming))]
+        return make(
+            stream if handler.response_streaming else unary,
+            request_deserializer=decode if handler.request_streaming else None,
+            response_serializer=handler.response_serializer,
+        )
+
+    @asynccontextmanager
+    async def _guarded(self, method: str, context: Context) -> AsyncIterator[None]:
+        counted = method.split("/")[1] not in self._long_lived
+        self._count(+1 if counted else 0)
+        try:
+            yield
+        except TandemError as error:
+            await abort_with(context, error)
+        except grpc.aio.BaseError:
+            raise  # aborted by the handler, or the peer is gone
+        except Exception as error:  # noqa: BLE001
+            error_id = secrets.token_hex(6)
+            _log.exception("handler failed", method=method, error_id=error_id, kind=type(error).__name__)
+            await abort_with(context, InternalError(f"internal error {error_id}"))
+        finally:
+            self._count(-1 if counted else 0)
+
+    def _count(self, change: int) -> None:
+        self._num_calls += change
+        if self._num_calls == 0:
+            self._idle.set()
+        else:
+            self._idle.clear()
+
+
+_MAKERS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}

@@ -1,0 +1,92 @@
+"""A process's outermost frame: event loop, signals, exit code.
+
+The first SIGTERM or SIGINT asks to stop, the second ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+
+import uvloop
+
+from tandem.errors import CheckpointError, ConfigError, TandemError
+from tandem.telemetry.logging import get_logger
+
+_log = get_logger(__name__)
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_BAD_CONFIG = 2
+"""A bad option, environment variable or model folder."""
+
+
+class StopSignal:
+    """Tells a process's main that it should stop."""
+
+    def __init__(self) -> None:
+        self.requested = asyncio.Event()
+        self._on_abort: list[Callable[[], None]] = []
+
+    def on_abort(self, callback: Callable[[], None]) -> None:
+        """Called when the process ends at once; for what would outlive it, such as children."""
+        self._on_abort.append(callback)
+
+    async def wait(self) -> None:
+        """Returns once a stop was asked for."""
+        await self.requested.wait()
+
+    def deliver(self, signum: signal.Signals) -> None:
+        """Takes one signal."""
+        if not self.requested.is_set():
+            _log.info("stopping", signal=signum.name)
+            self.requested.set()
+            return
+        _log.warning("ending at once", signal=signum.name)
+        for callback in self._on_abort:
+            callback()
+        os._exit(128 + signum)
+
+
+def run_process(main: Callable[[StopSignal], Awaitable[None]]) -> int:
+    """Runs `main` on uvloop until it returns; returns the exit code.
+
+    ConfigError and CheckpointError are the operator's to mend: one line on stderr, code 2.
+    """
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_with_signals(main))
+    except TandemError as error:
+        return _report(error)
+    except ExceptionGroup as group:  # from a TaskGroup: the first of ours says what is wrong
+        ours = _leaves(group)
+        if not ours:
+            raise
+        return _report(ours[0])
+    return EXIT_OK
+
+
+def _report(error: TandemError) -> int:
+    print(f"tandem: {error.message}", file=sys.stderr)
+    return EXIT_BAD_CONFIG if isinstance(error, ConfigError | CheckpointError) else EXIT_FAILED
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[TandemError]:
+    found: list[TandemError] = []
+    for each in group.exceptions:
+        if isinstance(each, BaseExceptionGroup):
+            found += _leaves(each)
+        elif isinstance(each, TandemError):
+            found.append(each)
+    return found
+
+
+async def _with_signals(main: Callable[[StopSignal], Awaitable[None]]) -> None:
+    stop = StopSignal()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.deliver, signum)
+    await main(stop)

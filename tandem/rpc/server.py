@@ -1,0 +1,104 @@
+"""The shell of every gRPC server: limits, keepalive, health, reflection, ordered drain.
+
+Life: `start` (NOT_SERVING) → `set_serving(True)` as often as the truth changes → `drain`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+
+from tandem.errors import ConfigError
+from tandem.rpc import health, reflection
+from tandem.rpc.channel import MAX_RECEIVE_BYTES, ChannelOptions, keepalive_options
+from tandem.rpc.interceptors import CallGuard
+from tandem.telemetry.logging import get_logger
+
+_log = get_logger(__name__)
+
+_ANNOUNCE_S = 0.2
+_MAX_STREAMS_PER_CONNECTION = 4096
+_MAX_METADATA_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One service to serve: `Service("tandem.v1.X", lambda server: add_XServicer_to_server(x, server))`."""
+
+    name: str
+    register: Callable[[grpc.aio.Server], None]
+    long_lived: bool = False
+    """Whether its streams end only with the peer, so that a drain must not wait for them."""
+
+
+class RpcServer:
+    """One listening gRPC server."""
+
+    def __init__(
+        self,
+        listen: str,
+        services: Sequence[Service],
+        *,
+        max_receive_bytes: int = MAX_RECEIVE_BYTES,
+        announce_s: float = _ANNOUNCE_S,
+    ) -> None:
+        """`announce_s`: how long NOT_SERVING is told before connections are refused."""
+        self._listen = listen
+        self._services = tuple(services)
+        self._max_receive_bytes = max_receive_bytes
+        self._announce_s = announce_s
+        self._health = health.HealthServicer(service.name for service in services)
+        long_lived = {service.name for service in services if service.long_lived}
+        self._guard = CallGuard(frozenset({health.SERVICE_NAME, *reflection.SERVICE_NAMES, *long_lived}))
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> int:
+        """Listens; returns the port. Raises ConfigError if the address cannot be had."""
+        server = grpc.aio.server(interceptors=(self._guard,), options=self._options())
+        for service in self._services:
+            service.register(server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.add_reflection(server, [*(service.name for service in self._services), health.SERVICE_NAME])
+        try:
+            port = server.add_insecure_port(self._listen)
+        except RuntimeError as error:
+            raise ConfigError("--listen", f"cannot listen on {self._listen}; is the port in use?") from error
+        await server.start()
+        self._server = server
+        return port
+
+    def set_serving(self, serving: bool) -> None:
+        """What health tells, for the process and each service. Without effect once draining."""
+        if serving != self._health.serving:
+            _log.info("serving" if serving else "not serving", listen=self._listen)
+        self._health.set_serving(serving)
+
+    async def drain(self, grace_s: float) -> None:
+        """NOT_SERVING at once; waits for running calls, `grace_s` at most; then stops. Idempotent."""
+        server, self._server = self._server, None
+        self._health.close()
+        if server is None:
+            return
+        try:
+            await asyncio.sleep(self._announce_s)
+            await asyncio.wait_for(self._guard.idle(), grace_s)
+        except TimeoutError:
+            _log.warning("calls still running at the end of the drain", grace_s=grace_s)
+        finally:
+            await server.stop(grace=None)
+
+    def _options(self) -> ChannelOptions:
+        return [
+            *keepalive_options(),
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", self._max_receive_bytes),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+            ("grpc.max_concurrent_streams", _MAX_STREAMS_PER_CONNECTION),
+            ("grpc.http2.min_ping_interval_without_data_ms", 500),
+            ("grpc.http2.max_ping_strikes", 0),  # our own clients ping often, on purpose
+        ]

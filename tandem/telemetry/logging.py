@@ -1,0 +1,115 @@
+"""Structured logs: one event per line, key=value or JSON, on stderr (stdout belongs to `ready`).
+
+Fields carry ids and numbers, never prompts or completions. The current span's trace id is
+added by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any, Literal
+
+from opentelemetry import trace
+
+LogFormat = Literal["text", "json"]
+
+
+class Logger:
+    """Logs events with fields: `log.info("worker registered", worker_id=..., role=...)`."""
+
+    __slots__ = ("_logger",)
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+
+    def debug(self, event: str, **fields: object) -> None:
+        """For whoever is looking for a bug."""
+        self._log(logging.DEBUG, event, fields)
+
+    def info(self, event: str, **fields: object) -> None:
+        """Rare and normal."""
+        self._log(logging.INFO, event, fields)
+
+    def warning(self, event: str, **fields: object) -> None:
+        """Something is wrong, and dealt with."""
+        self._log(logging.WARNING, event, fields)
+
+    def error(self, event: str, **fields: object) -> None:
+        """Something is wrong, and somebody must look."""
+        self._log(logging.ERROR, event, fields)
+
+    def exception(self, event: str, **fields: object) -> None:
+        """As `error`, with the exception that is being handled."""
+        self._log(logging.ERROR, event, fields, with_exception=True)
+
+    def _log(self, level: int, event: str, fields: dict[str, object], *, with_exception: bool = False) -> None:
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, "%s", event, extra={"fields": fields}, exc_info=with_exception)
+
+
+def get_logger(name: str) -> Logger:
+    """The logger of one module: `get_logger(__name__)`."""
+    return Logger(logging.getLogger(name))
+
+
+def configure_logging(process_name: str, log_format: str = "text", level: str = "info") -> None:
+    """Sends all logs of this process to stderr. Called once, by a process's main."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter(process_name) if log_format == "json" else _TextFormatter(process_name))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, process_name: str) -> None:
+        super().__init__()
+        self._process_name = process_name
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = " ".join(f"{key}={_shown(value)}" for key, value in _fields(record).items())
+        line = f"{_timestamp(record)} {record.levelname.lower()} {self._process_name} {record.getMessage()}"
+        line = f"{line} {fields}" if fields else line
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, process_name: str) -> None:
+        super().__init__()
+        self._process_name = process_name
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": _timestamp(record),
+            "level": record.levelname.lower(),
+            "process": self._process_name,
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        line |= _fields(record)
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{whole}.{int(record.msecs):03d}Z"
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    fields: dict[str, object] = dict(getattr(record, "fields", {}))
+    span = trace.get_current_span().get_span_context()
+    if span.is_valid:
+        fields.setdefault("trace_id", trace.format_trace_id(span.trace_id))
+    return fields
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return text if text and text.isprintable() and not set(text) & set(' "=') else json.dumps(text)
