@@ -1,0 +1,159 @@
+"""The step loop: schedule, await the engine, apply, tell the listener. Owns prompts' blocks.
+
+Blocks are taken when the scheduler admits a prompt and given back at one place, `_free`:
+when the prompt is computed, fails or is removed. INVARIANT: blocks of a prompt that the
+engine is computing are freed only after that step returned, else another prompt's KV would
+be written over; `remove` defers it.
+
+Woken by events, never by a timer. Knows no routers and no transfers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from engine.block_pool import BlockPool
+from engine.step import SampledToken, ScheduledSeq
+from prefill_worker.prompt import Prompt
+from prefill_worker.scheduler import BatchLimits, Chunk, PrefillScheduler
+from tandem.clock import Clock
+from tandem.errors import InternalError
+from tandem.telemetry.logging import get_logger
+
+_log = get_logger(__name__)
+
+
+class StepEngine(Protocol):
+    """What computes; `engine.engine_thread.EngineThread` is one."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps made since start."""
+        ...
+
+    async def step(self, batch: Sequence[ScheduledSeq]) -> list[SampledToken | None]:
+        """One result per seq, None where no token was asked for."""
+        ...
+
+
+class StepListener(Protocol):
+    """Hears what became of prompts. Called on the loop; may call `remove` for the prompt it is told of."""
+
+    def chunk_computed(self, prompt: Prompt) -> None:
+        """More of the prompt has KV."""
+        ...
+
+    def first_token_sampled(self, prompt: Prompt, token: SampledToken) -> None:
+        """All of it has KV. Its blocks are given back right after the call: retain what is still needed."""
+        ...
+
+    def step_failed(self, prompt: Prompt, error: InternalError) -> None:
+        """The engine broke on a step that held this prompt; its blocks are gone."""
+        ...
+
+    def step_ended(self) -> None:
+        """After the calls for every prompt of a step."""
+        ...
+
+
+class StepLoop:
+    """Runs prompts of one worker through its engine until each has a first token."""
+
+    def __init__(
+        self, engine: StepEngine, pool: BlockPool, limits: BatchLimits, clock: Clock, listener: StepListener
+    ) -> None:
+        self._engine = engine
+        self._pool = pool
+        self._clock = clock
+        self._listener = listener
+        self._scheduler: PrefillScheduler[Prompt] = PrefillScheduler(limits)
+        self._wake = asyncio.Event()
+        self._in_step: frozenset[Prompt] = frozenset()
+        self._leaving: set[Prompt] = set()
+
+    @property
+    def scheduler(self) -> PrefillScheduler[Prompt]:
+        """For counters only."""
+        return self._scheduler
+
+    @property
+    def stepping(self) -> bool:
+        """Whether the engine computes now."""
+        return bool(self._in_step)
+
+    def add(self, prompt: Prompt) -> None:
+        """Puts a prompt in line. Its blocks must fit into an empty pool."""
+        self._scheduler.add(prompt)
+        self._wake.set()
+
+    def remove(self, prompt: Prompt) -> None:
+        """Forgets a prompt and gives back its blocks, after the current step if that computes it."""
+        self._scheduler.remove(prompt)
+        if prompt in self._in_step:
+            self._leaving.add(prompt)
+        else:
+            self._free(prompt)
+
+    def wake(self) -> None:
+        """Blocks became free elsewhere: plan again."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Steps until cancelled."""
+        while True:
+            plan = self._scheduler.plan(self._pool.num_free)
+            for prompt in plan.admitted:
+                prompt.sequence.add_blocks(self._pool.allocate(prompt.num_blocks))
+            if plan.chunks:
+                await self._step(plan.chunks)
+            else:
+                self._wake.clear()
+                await self._wake.wait()
+
+    async def _step(self, chunks: tuple[Chunk[Prompt], ...]) -> None:
+        for chunk in chunks:
+            if chunk.prompt.started_s is None:
+                chunk.prompt.started_s = self._clock.now_s()
+        self._in_step = frozenset(chunk.prompt for chunk in chunks)
+        failure: InternalError | None = None
+        outputs: Sequence[SampledToken | None] = [None] * len(chunks)
+        try:
+            outputs = await self._engine.step([c.prompt.sequence.scheduled(c.num_tokens) for c in chunks])
+        except Exception as error:  # noqa: BLE001 - whatever broke ends these prompts, not the worker
+            _log.exception("engine step failed")
+            failure = InternalError(f"engine step failed: {type(error).__name__}")
+        finally:
+            self._in_step = frozenset()
+        for chunk, output in zip(chunks, outputs, strict=True):
+            self._settle(chunk, output, failure)
+        self._listener.step_ended()
+
+    def _settle(self, chunk: Chunk[Prompt], output: SampledToken | None, failure: InternalError | None) -> None:
+        prompt = chunk.prompt
+        if prompt in self._leaving:
+            self._leaving.discard(prompt)
+            self._free(prompt)
+        elif failure is not None:
+            self.remove(prompt)
+            self._listener.step_failed(prompt, failure)
+        else:
+            self._advance(chunk, output)
+
+    def _advance(self, chunk: Chunk[Prompt], output: SampledToken | None) -> None:
+        prompt, sequence = chunk.prompt, chunk.prompt.sequence
+        start = sequence.num_computed_tokens
+        sequence.advance(chunk.num_tokens)
+        self._pool.set_filled(sequence.block_table, sequence.num_computed_tokens, from_token=start)
+        if output is None:
+            self._listener.chunk_computed(prompt)
+        else:
+            self._listener.first_token_sampled(prompt, output)
+            self.remove(prompt)
+
+    def _free(self, prompt: Prompt) -> None:
+        blocks = prompt.sequence.take_blocks()
+        if blocks:
+            self._pool.release(blocks)
+            self._wake.set()

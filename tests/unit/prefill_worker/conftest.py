@@ -1,0 +1,271 @@
+"""Fakes of everything around the prefill worker: an engine, a sender, a router; and the worker among them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine.block_pool import BlockPool
+from engine.step import SampledToken, ScheduledSeq
+from kvtransfer.base import TransferReport
+from prefill_worker.handoff import HandoffPolicy
+from prefill_worker.scheduler import BatchLimits
+from prefill_worker.worker import PrefillWorker, WorkerParts
+from tandem.clock import ManualClock
+from tandem.errors import TandemError
+from tandem.first_token import decode_first_token
+from tandem.limits import Limits
+from tandem.types import (
+    BlockId,
+    Handle,
+    RequestId,
+    SamplingParams,
+    SequenceSpec,
+    TokenDelta,
+    TokenId,
+)
+from tandem.validation import Validator
+
+BLOCK_SIZE = 4
+DEADLINE_S = 5.0
+
+
+class Gate:
+    """Open by default; while closed, `passed` waits. Counts who came to it."""
+
+    def __init__(self) -> None:
+        self._is_open = True
+        self._num_permits = 0
+        self._changed = asyncio.Condition()
+        self.num_arrived = 0
+
+    def close(self) -> None:
+        self._is_open = False
+
+    async def open(self) -> None:
+        async with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
+
+    async def let_one_pass(self) -> None:
+        async with self._changed:
+            self._num_permits += 1
+            self._changed.notify_all()
+
+    async def passed(self) -> None:
+        async with self._changed:
+            self.num_arrived += 1
+            self._changed.notify_all()
+            await self._changed.wait_for(lambda: self._is_open or self._num_permits > 0)
+            self._num_permits = max(0, self._num_permits - 1)
+
+    async def reached(self, num: int = 1) -> None:
+        """Returns once `num` callers in all have come to the gate."""
+        async with asyncio.timeout(DEADLINE_S), self._changed:
+            await self._changed.wait_for(lambda: self.num_arrived >= num)
+
+
+class FakeEngine:
+    """Samples the sum of the prompt's last token and its length, as the real one would in a thread."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.num_steps = 0
+        self.batches: list[list[ScheduledSeq]] = []
+        self.error: Exception | None = None
+
+    async def step(self, batch: Sequence[ScheduledSeq]) -> list[SampledToken | None]:
+        self.batches.append(list(batch))
+        await self.gate.passed()
+        self.num_steps += 1
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return [None if seq.sample is None else SampledToken(first_token(seq), None) for seq in batch]
+
+
+def first_token(seq: ScheduledSeq) -> TokenId:
+    return TokenId(seq.token_ids[-1] + seq.context_len + len(seq.token_ids))
+
+
+class FakeHandoff:
+    """Keeps what was pushed; reads its blocks from the first push until the call ends or `abort` returns."""
+
+    def __init__(self, sender: FakeSender, ticket: bytes) -> None:
+        self._sender = sender
+        self.ticket = ticket
+        self.pushes: list[tuple[int, tuple[BlockId, ...]]] = []
+        self.committed: TokenId | None = None
+        self.num_aborts = 0
+
+    async def push(self, first: int, source_blocks: tuple[BlockId, ...]) -> None:
+        self.pushes.append((first, source_blocks))
+        await self._sender.push_gate.passed()
+        self._sender.raise_error("push")
+
+    async def commit(self, first_token_payload: bytes) -> TransferReport:
+        await self._sender.commit_gate.passed()
+        self._sender.raise_error("commit")
+        self.committed = decode_first_token(first_token_payload)
+        num_blocks = sum(len(blocks) for _, blocks in self.pushes)
+        return TransferReport("fake", num_blocks, num_blocks * 100, 0.25)
+
+    async def abort(self) -> None:
+        if self.committed is None:
+            self.num_aborts += 1
+            await self._sender.abort_gate.passed()
+
+
+class FakeSender:
+    """A sender with a gate before each answer and an error to raise in a named call."""
+
+    def __init__(self) -> None:
+        self.open_gate, self.push_gate, self.commit_gate, self.abort_gate = Gate(), Gate(), Gate(), Gate()
+        self.errors: dict[str, Exception] = {}
+        self.handoffs: list[FakeHandoff] = []
+
+    def raise_error(self, call: str) -> None:
+        if call in self.errors:
+            raise self.errors.pop(call)
+
+    async def open(self, ticket: bytes, endpoint: bytes, timeout_s: float) -> FakeHandoff:
+        await self.open_gate.passed()
+        self.raise_error("open")
+        handoff = FakeHandoff(self, ticket)
+        self.handoffs.append(handoff)
+        return handoff
+
+    async def stop(self) -> None:
+        """Nothing to stop."""
+
+
+@dataclass
+class FakeRouter:
+    """Keeps what it was told, by handle, and lets tests wait for it."""
+
+    first_tokens: dict[Handle, TokenDelta] = field(default_factory=dict)
+    times_s: dict[Handle, tuple[float, float]] = field(default_factory=dict)
+    handoffs: dict[Handle, tuple[int, float]] = field(default_factory=dict)
+    errors: dict[Handle, TandemError] = field(default_factory=dict)
+    _told: asyncio.Event = field(default_factory=asyncio.Event)
+
+    __hash__ = object.__hash__
+
+    def prefill_done(self, handle: Handle, delta: TokenDelta, queue_s: float, prefill_s: float) -> None:
+        assert handle not in self.first_tokens
+        self.first_tokens[handle] = delta
+        self.times_s[handle] = (queue_s, prefill_s)
+        self._told.set()
+
+    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
+        assert handle in self.first_tokens
+        self.handoffs[handle] = (num_bytes, seconds)
+        self._told.set()
+
+    def failed(self, handle: Handle, error: TandemError) -> None:
+        assert handle not in self.errors
+        self.errors[handle] = error
+        self._told.set()
+
+    async def hears(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                self._told.clear()
+                await self._told.wait()
+
+
+class Bench:
+    """A prefill worker among its fakes. 16 blocks of 4 tokens, 8 tokens a step."""
+
+    def __init__(self, overlap: bool = True, transfer_timeout_s: float = 30.0) -> None:
+        self.engine = FakeEngine()
+        self.sender = FakeSender()
+        self.router = FakeRouter()
+        self.clock = ManualClock()
+        self.pool = BlockPool(16, BLOCK_SIZE)
+        validator = Validator(Limits(), vocab_size=1000, context_tokens=256)
+        parts = WorkerParts(self.engine, self.pool, self.sender, validator, self.clock)
+        policy = HandoffPolicy(overlap=overlap, transfer_timeout_s=transfer_timeout_s)
+        self.worker = PrefillWorker(parts, BatchLimits(8, 4), policy, max_sequence_tokens=64)
+        self._task = asyncio.create_task(self.worker.run())
+
+    def prefill(self, handle: int, spec: SequenceSpec, router: FakeRouter | None = None) -> Handle:
+        self.worker.prefill(router or self.router, Handle(handle), spec, b"ticket-%d" % handle, b"endpoint")
+        return Handle(handle)
+
+    async def settles(self) -> None:
+        """Everything ended and every block is free."""
+        async with asyncio.timeout(DEADLINE_S):
+            await self.worker.drained()
+        self.worker.check_idle()
+
+    async def close(self) -> None:
+        for gate in (self.engine.gate, *self._sender_gates()):
+            await gate.open()
+        self.worker.router_lost(self.router)
+        await self.settles()
+        assert not self._task.done()
+        self._task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await self._task
+
+    def _sender_gates(self) -> tuple[Gate, ...]:
+        return (self.sender.open_gate, self.sender.push_gate, self.sender.commit_gate, self.sender.abort_gate)
+
+
+def _make_spec(
+    num_tokens: int,
+    *,
+    max_tokens: int = 4,
+    num_output_tokens: int = 0,
+    end_token_ids: frozenset[int] = frozenset(),
+    timeout_s: float | None = None,
+    priority: int = 0,
+) -> SequenceSpec:
+    return SequenceSpec(
+        request_id=RequestId("request"),
+        token_ids=tuple(TokenId(1 + index % 50) for index in range(num_tokens)),
+        num_prompt_tokens=num_tokens - num_output_tokens,
+        sampling=SamplingParams(
+            max_tokens=max_tokens, end_token_ids=frozenset(TokenId(token) for token in end_token_ids)
+        ),
+        timeout_s=timeout_s,
+        priority=priority,
+    )
+
+
+SpecMaker = Callable[..., SequenceSpec]
+
+
+@pytest.fixture
+def make_spec() -> SpecMaker:
+    """Prompts 1, 2, 3, …; the fake engine's first token is the last one plus the number of tokens."""
+    return _make_spec
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    made = Bench()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(**options: object) -> Bench:
+        made.append(Bench(**options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for each in made:
+        await each.close()
+
+
+@pytest.fixture
+def other_router() -> FakeRouter:
+    return FakeRouter()

@@ -1,0 +1,332 @@
+"""The prefill worker among fakes: every way a prompt can go, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tandem.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    PeerLost,
+    Reason,
+    TicketRefused,
+    TransferError,
+    Unavailable,
+)
+from tandem.types import FinishReason
+
+
+async def test_a_prompt_gives_its_first_token_and_then_its_blocks(bench: Any, make_spec: Any) -> None:
+    handle = bench.prefill(1, make_spec(10))
+    await bench.router.hears(lambda: handle in bench.router.handoffs)
+    (handoff,) = bench.sender.handoffs
+    assert bench.router.first_tokens[handle].token_ids == (20,)
+    assert bench.router.first_tokens[handle].offset == 0
+    assert bench.router.handoffs[handle] == (300, 0.25)
+    assert handoff.committed == 20
+    await bench.settles()
+
+
+async def test_the_blocks_go_in_the_order_of_positions_each_once(bench: Any, make_spec: Any) -> None:
+    handle = bench.prefill(1, make_spec(23))
+    await bench.router.hears(lambda: handle in bench.router.handoffs)
+    (handoff,) = bench.sender.handoffs
+    table = tuple(bench.engine.batches[-1][0].block_table)
+    position = 0
+    for first, blocks in handoff.pushes:
+        assert first == position
+        assert blocks == (table or blocks)[first : first + len(blocks)]
+        position += len(blocks)
+    assert position == 6
+
+
+async def test_full_blocks_are_pushed_while_the_next_chunk_computes(bench: Any, make_spec: Any) -> None:
+    bench.engine.gate.close()
+    bench.prefill(1, make_spec(20))
+    await bench.engine.gate.let_one_pass()
+    await bench.sender.push_gate.reached(1)
+    assert bench.sender.handoffs[0].pushes == [(0, bench.engine.batches[0][0].block_table[:2])]
+    assert bench.engine.num_steps == 1
+
+
+async def test_a_block_that_is_not_full_is_not_lent_before_the_end(bench: Any, make_spec: Any) -> None:
+    bench.engine.gate.close()
+    bench.prefill(1, make_spec(5))
+    bench.prefill(2, make_spec(7))
+    await bench.engine.gate.let_one_pass()
+    await bench.engine.gate.reached(2)
+    await bench.sender.push_gate.reached(1)
+    sent = {handoff.ticket: sum(len(blocks) for _, blocks in handoff.pushes) for handoff in bench.sender.handoffs}
+    assert sent == {b"ticket-1": 2, b"ticket-2": 0}
+
+
+async def test_without_overlap_everything_goes_at_the_end(make_bench: Any, make_spec: Any) -> None:
+    bench = make_bench(overlap=False)
+    handle = bench.prefill(1, make_spec(30))
+    await bench.router.hears(lambda: handle in bench.router.handoffs)
+    assert [(first, len(blocks)) for first, blocks in bench.sender.handoffs[0].pushes] == [(0, 8)]
+
+
+async def test_many_prompts_share_steps_and_all_come_back(bench: Any, make_spec: Any) -> None:
+    handles = [bench.prefill(n, make_spec(n)) for n in range(1, 20)]
+    await bench.router.hears(lambda: len(bench.router.handoffs) == len(handles))
+    assert {h: bench.router.first_tokens[h].token_ids[0] for h in handles} == {n: 2 * n for n in handles}
+    assert any(len(batch) > 1 for batch in bench.engine.batches)
+    assert all(sum(len(seq.token_ids) for seq in batch) <= 8 for batch in bench.engine.batches)
+    await bench.settles()
+
+
+async def test_the_first_token_does_not_wait_for_the_transfer(bench: Any, make_spec: Any) -> None:
+    bench.sender.open_gate.close()
+    handle = bench.prefill(1, make_spec(10))
+    await bench.router.hears(lambda: handle in bench.router.first_tokens)
+    assert handle not in bench.router.handoffs
+    assert bench.pool.num_free == 13
+    await bench.sender.open_gate.open()
+    await bench.router.hears(lambda: handle in bench.router.handoffs)
+    await bench.settles()
+
+
+async def test_a_first_token_that_ends_the_sequence_aborts_the_hand_off(bench: Any, make_spec: Any) -> None:
+    handle = bench.prefill(1, make_spec(10, end_token_ids=frozenset({20})))
+    await bench.router.hears(lambda: handle in bench.router.first_tokens)
+    assert bench.router.first_tokens[handle].finish_reason is FinishReason.STOP
+    await bench.settles()
+    assert all(handoff.committed is None for handoff in bench.sender.handoffs)
+    assert bench.router.handoffs == {}
+
+
+async def test_a_first_token_that_reaches_max_tokens_finishes_by_length(bench: Any, make_spec: Any) -> None:
+    handle = bench.prefill(1, make_spec(10, max_tokens=1))
+    await bench.router.hears(lambda: handle in bench.router.first_tokens)
+    assert bench.router.first_tokens[handle].finish_reason is FinishReason.LENGTH
+    await bench.settles()
+
+
+async def test_a_resumed_sequence_continues_at_its_offset(bench: Any, make_spec: Any) -> None:
+    handle = bench.prefill(1, make_spec(10, num_output_tokens=2, max_tokens=4))
+    await bench.router.hears(lambda: handle in bench.router.handoffs)
+    assert bench.router.first_tokens[handle].offset == 2
+    assert bench.engine.batches[-1][0].sample.output_index == 2
+
+
+async def test_times_tell_waiting_from_computing(bench: Any, make_spec: Any) -> None:
+    bench.engine.gate.close()
+    bench.prefill(1, make_spec(8))
+    await bench.engine.gate.reached(1)
+    handle = bench.prefill(2, make_spec(8))
+    bench.clock.advance_s(2.0)
+    await bench.engine.gate.open()
+    await bench.engine.gate.reached(2)
+    await bench.router.hears(lambda: handle in bench.router.first_tokens)
+    assert bench.router.times_s == {1: (0.0, 2.0), 2: (2.0, 0.0)}
+
+
+async def test_a_prompt_waits_until_its_blocks_are_free(bench: Any, make_spec: Any) -> None:
+    bench.sender.commit_gate.close()
+    bench.sender.push_gate.close()
+    first, second = bench.prefill(1, make_spec(60)), bench.prefill(2, make_spec(8))
+    await bench.router.hears(lambda: first in bench.router.first_tokens)
+    assert bench.worker.load().waiting_seqs == 1
+    await bench.sender.push_gate.open()
+    await bench.router.hears(lambda: second in bench.router.first_tokens)
+    await bench.sender.commit_gate.open()
+    await bench.router.hears(lambda: len(bench.router.handoffs) == 2)
+    await bench.settles()
+
+
+@pytest.mark.parametrize("gate", ["open_gate", "push_gate", "commit_gate"])
+async def test_released_while_the_sender_is_busy_gives_everything_back(bench: Any, make_spec: Any, gate: str) -> None:
+    getattr(bench.sender, gate).close()
+    handle = bench.prefill(1, make_spec(20))
+    await getattr(bench.sender, gate).reached(1)
+    bench.worker.release(bench.router, handle)
+    await bench.settles()
+    assert bench.router.handoffs == bench.router.errors == {}
+    assert all(handoff.num_aborts == 1 for handoff in bench.sender.handoffs)
+
+
+async def test_released_while_waiting_is_never_computed(bench: Any, make_spec: Any) -> None:
+    bench.engine.gate.close()
+    bench.prefill(1, make_spec(8))
+    await bench.engine.gate.reached(1)
+    waiting = bench.prefill(2, make_spec(8))
+    bench.worker.release(bench.router, waiting)
+    await bench.engine.gate.open()
+    await bench.settles()
+    assert waiting not in bench.router.first_tokens
+    assert len(bench.engine.batches) == 1
+
+
+async def test_blocks_of_a_running_step_come_back_only_after_it(bench: Any, make_spec: Any) -> None:
+    bench.engine.gate.close()
+    handle = bench.prefill(1, make_spec(8))
+    await bench.engine.gate.reached(1)
+    bench.worker.release(bench.router, handle)
+    assert bench.pool.num_free == 14
+    await bench.engine.gate.open()
+    await bench.settles()
+    assert bench.router.first_tokens == {}
+
+
+async def test_lent_blocks_come_back_only_after_the_sender_has_let_go(bench: Any, make_spec: Any) -> None:
+    bench.sender.push_gate.close()
+    bench.sender.abort_gate.close()
+    handle = bench.prefill(1, make_spec(8))
+    await bench.sender.push_gate.reached(1)
+    bench.worker.release(bench.router, handle)
+    await bench.sender.abort_gate.reached(1)
+    bench.worker.release(bench.router, handle)
+    assert bench.pool.num_free == 14
+    await bench.sender.abort_gate.open()
+    await bench.settles()
+
+
+async def test_release_of_an_unknown_handle_is_nothing(bench: Any) -> None:
+    bench.worker.release(bench.router, 99)
+    bench.worker.check_idle()
+
+
+async def test_a_lost_router_frees_its_own_prompts_and_no_others(bench: Any, make_spec: Any, other_router: Any) -> None:
+    bench.engine.gate.close()
+    for n in range(1, 6):
+        bench.prefill(n, make_spec(12))
+    kept = bench.prefill(1, make_spec(12), router=other_router)
+    await bench.engine.gate.reached(1)
+    bench.worker.router_lost(bench.router)
+    await bench.engine.gate.open()
+    await other_router.hears(lambda: kept in other_router.handoffs)
+    await bench.settles()
+    assert bench.router.first_tokens == bench.router.errors == {}
+
+
+async def test_a_bad_ticket_fails_before_the_prompt_is_computed(bench: Any, make_spec: Any) -> None:
+    bench.engine.gate.close()
+    bench.prefill(1, make_spec(8))
+    await bench.engine.gate.reached(1)
+    bench.sender.errors["open"] = TicketRefused("stale")
+    bad = bench.prefill(2, make_spec(8))
+    await bench.router.hears(lambda: bad in bench.router.errors)
+    assert isinstance(bench.router.errors[bad], TicketRefused)
+    await bench.engine.gate.open()
+    await bench.settles()
+    assert len(bench.engine.batches) == 1
+
+
+@pytest.mark.parametrize("call", ["push", "commit"])
+async def test_a_failing_transfer_is_reported_as_retryable_and_frees_everything(
+    bench: Any, make_spec: Any, call: str
+) -> None:
+    bench.sender.errors[call] = PeerLost("connection reset")
+    handle = bench.prefill(1, make_spec(20))
+    await bench.router.hears(lambda: handle in bench.router.errors)
+    assert bench.router.errors[handle].retryable
+    assert handle not in bench.router.handoffs
+    await bench.settles()
+    assert bench.sender.handoffs[0].num_aborts == 1
+
+
+async def test_a_failing_transfer_and_a_release_in_its_wake_report_once(bench: Any, make_spec: Any) -> None:
+    bench.sender.abort_gate.close()
+    bench.sender.errors["push"] = PeerLost("connection reset")
+    handle = bench.prefill(1, make_spec(8))
+    await bench.sender.abort_gate.reached(1)
+    bench.worker.release(bench.router, handle)
+    await bench.sender.abort_gate.open()
+    await bench.settles()
+    assert bench.router.errors == {}
+
+
+async def test_a_stalled_transfer_fails_at_its_deadline(make_bench: Any, make_spec: Any) -> None:
+    bench = make_bench(transfer_timeout_s=0.01)
+    bench.sender.push_gate.close()
+    handle = bench.prefill(1, make_spec(8))
+    await bench.router.hears(lambda: handle in bench.router.errors)
+    assert isinstance(bench.router.errors[handle], TransferError)
+    await bench.settles()
+
+
+async def test_a_bug_in_the_transfer_is_internal_and_frees_everything(bench: Any, make_spec: Any) -> None:
+    bench.sender.errors["push"] = KeyError("oops")
+    handle = bench.prefill(1, make_spec(8))
+    await bench.router.hears(lambda: handle in bench.router.errors)
+    assert isinstance(bench.router.errors[handle], InternalError)
+    await bench.settles()
+
+
+async def test_a_broken_step_fails_its_prompts_and_the_next_is_served(bench: Any, make_spec: Any) -> None:
+    bench.engine.error = RuntimeError("out of memory")
+    broken = [bench.prefill(n, make_spec(4)) for n in (1, 2)]
+    await bench.router.hears(lambda: len(bench.router.errors) == 2)
+    assert all(bench.router.errors[handle].reason is Reason.INTERNAL for handle in broken)
+    handle = bench.prefill(3, make_spec(4))
+    await bench.router.hears(lambda: handle in bench.router.handoffs)
+    await bench.settles()
+
+
+async def test_a_broken_step_says_nothing_to_a_released_prompt(bench: Any, make_spec: Any) -> None:
+    bench.engine.gate.close()
+    bench.engine.error = RuntimeError("out of memory")
+    handle = bench.prefill(1, make_spec(4))
+    await bench.engine.gate.reached(1)
+    bench.worker.release(bench.router, handle)
+    await bench.engine.gate.open()
+    await bench.settles()
+    assert bench.router.errors == {}
+
+
+async def test_a_prompt_whose_time_runs_out_fails_and_frees_everything(bench: Any, make_spec: Any) -> None:
+    bench.engine.gate.close()
+    handle = bench.prefill(1, make_spec(8, timeout_s=0.01))
+    await bench.router.hears(lambda: handle in bench.router.errors)
+    assert isinstance(bench.router.errors[handle], DeadlineExceeded)
+    await bench.engine.gate.open()
+    await bench.settles()
+
+
+async def test_a_wrong_spec_is_refused_by_field_and_holds_nothing(bench: Any, make_spec: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        bench.prefill(1, make_spec(62, max_tokens=4))
+    assert caught.value.field == "sampling.max_tokens"
+    bench.worker.check_idle()
+
+
+async def test_reserve_is_refused(bench: Any, make_spec: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        bench.worker.reserve(bench.router, 1, make_spec(8), local_prefill=False)
+
+
+async def test_draining_refuses_new_work_and_finishes_what_it_has(bench: Any, make_spec: Any) -> None:
+    bench.engine.gate.close()
+    old = bench.prefill(1, make_spec(20))
+    bench.worker.drain()
+    with pytest.raises(Unavailable) as caught:
+        bench.prefill(2, make_spec(8))
+    assert caught.value.reason is Reason.DRAINING
+    assert bench.worker.load().draining
+    await bench.engine.gate.open()
+    await bench.settles()
+    assert old in bench.router.handoffs
+
+
+async def test_load_counts_what_waits_runs_and_moves(bench: Any, make_spec: Any) -> None:
+    bench.engine.gate.close()
+    for n in range(1, 7):
+        bench.prefill(n, make_spec(8))
+    await bench.engine.gate.reached(1)
+    load = bench.worker.load()
+    assert (load.running_seqs, load.waiting_seqs, load.queued_prompt_tokens) == (4, 2, 48)
+    assert (load.pool.live, load.live_transfers, load.engine_steps) == (8, 6, 0)
+
+
+async def test_many_prompts_cancelled_at_random_moments_leave_nothing(bench: Any, make_spec: Any) -> None:
+    handles = [bench.prefill(n, make_spec(1 + n % 30)) for n in range(1, 60)]
+    for handle in handles[::2]:
+        bench.worker.release(bench.router, handle)
+        await asyncio.sleep(0)
+    await bench.settles()
+    assert set(handles[1::2]) <= set(bench.router.handoffs)
