@@ -28,6 +28,7 @@ __all__ = [
     "add_arguments",
     "argv_of",
     "load",
+    "traces_exporter",
 ]
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -187,3 +188,9 @@ def load(cls: type[T], namespace: argparse.Namespace, environ: Mapping[str, str]
     variables = os.environ if environ is None else environ
     check_known(variables, _ALL)
     return load_options(cls, namespace, variables)
+
+
+def traces_exporter(environ: Mapping[str, str] | None = None) -> str:
+    """Name of the OpenTelemetry trace exporter to use; empty = none. See `telemetry.tracing`."""
+    variables = os.environ if environ is None else environ
+    return variables.get("OTEL_TRACES_EXPORTER", "")

@@ -34,14 +34,17 @@ class CallGuard(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, long_lived: frozenset[str]) -> None:
+        self._finite = _Count()
+        self._all = _Count()
         self._long_lived = long_lived
-        self._num_calls = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     async def idle(self) -> None:
-        """Returns when no call is running."""
-        await self._idle.wait()
+        """Returns when no call is running that ends by itself."""
+        await self._finite.zero.wait()
+
+    async def ended(self) -> None:
+        """Returns when no handler is running."""
+        await self._all.zero.wait()
 
     async def intercept_service(
         self,
@@ -83,27 +86,40 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _guarded(self, method: str, context: Context) -> AsyncIterator[None]:
-        counted = method.split("/")[1] not in self._long_lived
-        self._count(+1 if counted else 0)
+        counts = (self._all,) if method.split("/")[1] in self._long_lived else (self._all, self._finite)
+        for count in counts:
+            count.add(1)
         try:
             yield
         except TandemError as error:
             await abort_with(context, error)
-        except grpc.aio.BaseError:
-            raise  # aborted by the handler, or the peer is gone
+        except grpc.aio.AbortError:
+            raise
+        except grpc.aio.BaseError as error:  # a write found the peer gone: the third way of being cancelled
+            raise asyncio.CancelledError from error
         except Exception as error:  # noqa: BLE001
             error_id = secrets.token_hex(6)
             _log.exception("handler failed", method=method, error_id=error_id, kind=type(error).__name__)
             await abort_with(context, InternalError(f"internal error {error_id}"))
         finally:
-            self._count(-1 if counted else 0)
+            for count in counts:
+                count.add(-1)
 
-    def _count(self, change: int) -> None:
-        self._num_calls += change
-        if self._num_calls == 0:
-            self._idle.set()
+
+class _Count:
+    """A number, and an event that is set while it is zero."""
+
+    def __init__(self) -> None:
+        self.zero = asyncio.Event()
+        self.zero.set()
+        self._value = 0
+
+    def add(self, change: int) -> None:
+        self._value += change
+        if self._value == 0:
+            self.zero.set()
         else:
-            self._idle.clear()
+            self.zero.clear()
 
 
 _MAKERS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]] = {

@@ -6,6 +6,7 @@ Life: `start` (NOT_SERVING) → `set_serving(True)` as often as the truth change
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from tandem.telemetry.logging import get_logger
 _log = get_logger(__name__)
 
 _ANNOUNCE_S = 0.2
+_CLEANUP_S = 2.0
+"""Given to handlers' `finally` after their calls were cancelled."""
 _MAX_STREAMS_PER_CONNECTION = 4096
 _MAX_METADATA_BYTES = 64 * 1024
 
@@ -85,11 +88,15 @@ class RpcServer:
             return
         try:
             await asyncio.sleep(self._announce_s)
-            await asyncio.wait_for(self._guard.idle(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._guard.idle()
         except TimeoutError:
             _log.warning("calls still running at the end of the drain", grace_s=grace_s)
         finally:
             await server.stop(grace=None)
+            with contextlib.suppress(TimeoutError):  # a handler that ignores its cancellation
+                async with asyncio.timeout(_CLEANUP_S):
+                    await self._guard.ended()
 
     def _options(self) -> ChannelOptions:
         return [
