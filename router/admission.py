@@ -1,0 +1,166 @@
+"""Lets a bounded number of requests run, and a bounded number wait.
+
+Waiting requests go by priority, then by arrival. One that would outwait its own deadline is
+refused at once. `AdmissionQueue` is pure; `Admission` lets coroutines wait in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from tandem.clock import Clock, Deadline
+from tandem.errors import Overloaded
+
+_SMOOTHING = 0.2
+"""Weight of the newest interval between two departures."""
+_RETRY_AFTER_BOUNDS_S = (0.1, 60.0)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One request that asks to run. Identity is its key."""
+
+    num_tokens: int
+    priority: int = 0
+    turn: asyncio.Future[None] | None = field(default=None)
+    """Resolved on admission, where somebody waits."""
+
+
+class AdmissionQueue:
+    """Who runs and who waits. Single-threaded; no clock but the times given."""
+
+    def __init__(self, max_active: int, max_queued: int, max_queued_tokens: int) -> None:
+        self._max_active = max_active
+        self._max_queued = max_queued
+        self._max_queued_tokens = max_queued_tokens
+        self._by_priority: dict[int, dict[Entry, None]] = {}
+        self._num_active = 0
+        self._num_queued = 0
+        self._queued_tokens = 0
+        self._interval_s: float | None = None
+        self._last_departure_s: float | None = None
+
+    @property
+    def num_active(self) -> int:
+        """Requests that run."""
+        return self._num_active
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait."""
+        return self._num_queued
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of those that wait."""
+        return self._queued_tokens
+
+    def check_room(self, priority: int) -> None:
+        """Raises Overloaded if not one more request may wait, or run."""
+        if self._num_active >= self._max_active and self._num_queued >= self._max_queued:
+            wait_s = self.expected_wait_s(priority)
+            raise Overloaded(f"{self._num_queued} requests wait already", _retry_after_s(wait_s))
+
+    def enter(self, entry: Entry, patience_s: float | None) -> bool:
+        """True: it runs. False: it waits. Raises Overloaded if it can do neither in `patience_s`."""
+        if self._num_active < self._max_active and not self._num_queued:
+            self._num_active += 1
+            return True
+        self.check_room(entry.priority)
+        wait_s = self.expected_wait_s(entry.priority)
+        # An empty queue takes a prompt of any size: else a large one could never wait.
+        if self._num_queued and self._queued_tokens + entry.num_tokens > self._max_queued_tokens:
+            raise Overloaded(f"{self._queued_tokens} prompt tokens wait already", _retry_after_s(wait_s))
+        if patience_s is not None and wait_s > patience_s:
+            raise Overloaded(
+                f"the wait of about {wait_s:.1f} s exceeds the deadline in {patience_s:.1f} s", _retry_after_s(wait_s)
+            )
+        self._by_priority.setdefault(entry.priority, {})[entry] = None
+        self._num_queued += 1
+        self._queued_tokens += entry.num_tokens
+        return False
+
+    def withdraw(self, entry: Entry) -> bool:
+        """Takes a waiting request out; False if it does not wait any more."""
+        waiting = self._by_priority.get(entry.priority, {})
+        if entry not in waiting:
+            return False
+        del waiting[entry]
+        if not waiting:
+            del self._by_priority[entry.priority]
+        self._num_queued -= 1
+        self._queued_tokens -= entry.num_tokens
+        return True
+
+    def depart(self, now_s: float) -> Entry | None:
+        """A running request ended; returns the one that runs in its place, if any waits."""
+        self._measure(now_s)
+        if not self._num_queued:
+            self._num_active -= 1
+            return None
+        entry = next(iter(self._by_priority[max(self._by_priority)]))
+        self.withdraw(entry)
+        return entry
+
+    def expected_wait_s(self, priority: int) -> float:
+        """How long a newcomer of this priority would wait, by the recent pace; 0 if unknown."""
+        if self._interval_s is None:
+            return 0.0
+        ahead = sum(len(waiting) for level, waiting in self._by_priority.items() if level >= priority)
+        return (ahead + 1) * self._interval_s
+
+    def _measure(self, now_s: float) -> None:
+        """Intervals count only while all places are taken: then they are the pace of service."""
+        if self._last_departure_s is not None and self._num_active >= self._max_active:
+            interval_s = now_s - self._last_departure_s
+            known_s = interval_s if self._interval_s is None else self._interval_s
+            self._interval_s = known_s + _SMOOTHING * (interval_s - known_s)
+        self._last_departure_s = now_s if self._num_queued else None
+
+
+class Admission:
+    """Lets coroutines wait in an AdmissionQueue."""
+
+    def __init__(self, queue: AdmissionQueue, clock: Clock) -> None:
+        self._queue = queue
+        self._clock = clock
+
+    @property
+    def queue(self) -> AdmissionQueue:
+        """For its figures."""
+        return self._queue
+
+    @asynccontextmanager
+    async def slot(self, num_tokens: int, priority: int, deadline: Deadline) -> AsyncIterator[None]:
+        """Holds one place while inside. Raises Overloaded; the caller's own timeout ends the wait."""
+        entry = Entry(num_tokens, priority)
+        if not self._queue.enter(entry, deadline.remaining_s()):
+            await self._wait(entry)
+        try:
+            yield
+        finally:
+            self._depart()
+
+    async def _wait(self, entry: Entry) -> None:
+        entry.turn = asyncio.get_running_loop().create_future()
+        try:
+            await entry.turn
+        except asyncio.CancelledError:
+            # The turn may have come in the same moment; then the place must be passed on.
+            if not self._queue.withdraw(entry):
+                self._depart()
+            raise
+
+    def _depart(self) -> None:
+        entry = self._queue.depart(self._clock.now_s())
+        # A cancelled waiter that was still given the place passes it on in `_wait`.
+        if entry is not None and entry.turn is not None and not entry.turn.done():
+            entry.turn.set_result(None)
+
+
+def _retry_after_s(wait_s: float) -> float:
+    low_s, high_s = _RETRY_AFTER_BOUNDS_S
+    return min(high_s, max(low_s, wait_s))

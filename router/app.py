@@ -1,0 +1,125 @@
+"""The router process, put together: config in, exit code out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from random import Random
+
+from router.admission import Admission, AdmissionQueue
+from router.cluster_servicer import SERVICE_NAME as CLUSTER_SERVICE
+from router.cluster_servicer import ClusterServicer
+from router.generation import Patience
+from router.health import Health
+from router.intake import Intake
+from router.pipeline import Pipeline
+from router.registry import Registry
+from router.registry_servicer import SERVICE_NAME as REGISTRY_SERVICE
+from router.registry_servicer import RegistryServicer
+from router.servicer import SERVICE_NAME as INFERENCE_SERVICE
+from router.servicer import InferenceServicer
+from router.tokenization import Tokenization
+from router.workers import Workers
+from tandem.checkpoint import read_checkpoint
+from tandem.clock import Clock, MonotonicClock
+from tandem.config import RouterConfig
+from tandem.incarnation import new_incarnation
+from tandem.rpc.process import StopSignal, run_process
+from tandem.rpc.server import RpcServer, Service
+from tandem.telemetry.logging import configure_logging
+from tandem.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
+from tandem.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from tandem.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
+
+_TICKS_PER_LEASE = 20
+_LONGEST_TICK_S = 0.25
+_STALL_S = 30.0
+"""An engine with sequences that makes no step for this long is not used (a step of a large
+prompt on a starved CPU may take several seconds)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """One router's parts, wired; what `serve` runs and tests look into."""
+
+    config: RouterConfig
+    tokenization: Tokenization
+    registry: Registry
+    workers: Workers
+    queue: AdmissionQueue
+    pipeline: Pipeline
+    health: Health
+    server: RpcServer
+
+    @classmethod
+    def build(
+        cls,
+        config: RouterConfig,
+        *,
+        clock: Clock | None = None,
+        patience: Patience | None = None,
+        stall_s: float = _STALL_S,
+        rng: Random | None = None,
+    ) -> Router:
+        """Reads the checkpoint and wires the rooms. Raises CheckpointError. Call inside an event loop."""
+        clock = clock or MonotonicClock()
+        checkpoint = read_checkpoint(config.model)
+        tokenization = Tokenization.load(checkpoint.path)
+        registry = Registry(checkpoint.name, checkpoint.config_fingerprint, clock, config.lease_s, stall_s)
+        workers = Workers(registry, new_incarnation(), rng or Random())
+        queue = AdmissionQueue(config.max_active_requests, config.max_queued_requests, config.max_queued_tokens)
+        patience = patience or Patience(max_retries=config.max_retries)
+        pipeline = Pipeline(workers, Admission(queue, clock), tokenization, clock, patience)
+        health = Health(workers, registry, pipeline, min(_LONGEST_TICK_S, config.lease_s / _TICKS_PER_LEASE))
+        intake = Intake(checkpoint, tokenization, config.limits, workers.longest_sequence)
+        inference = InferenceServicer(checkpoint, tokenization, intake, pipeline, config.limits, clock)
+        registrations = RegistryServicer(registry)
+        cluster = ClusterServicer(checkpoint.name, registry, registrations, queue, health)
+        services = (
+            Service(INFERENCE_SERVICE, lambda server: add_InferenceServiceServicer_to_server(inference, server)),
+            Service(CLUSTER_SERVICE, lambda server: add_ClusterServiceServicer_to_server(cluster, server)),
+            Service(
+                REGISTRY_SERVICE,
+                lambda server: add_RegistryServiceServicer_to_server(registrations, server),
+                long_lived=True,
+            ),
+        )
+        server = RpcServer(config.listen, services, max_receive_bytes=config.max_receive_bytes)
+        return cls(config, tokenization, registry, workers, queue, pipeline, health, server)
+
+    async def serve(self, until: Callable[[], Awaitable[None]], on_listening: Callable[[int], None]) -> None:
+        """Serves until `until` returns; then finishes what runs, within the drain's grace."""
+        async with AsyncExitStack() as stack:
+            stack.callback(self.tokenization.close)
+            await stack.enter_async_context(self.workers)
+            on_listening(await self.server.start())
+            health = asyncio.create_task(self.health.run(self.server), name="health")
+            stack.callback(health.cancel)
+            await _first_of(health, until)
+            self.pipeline.begin_drain()
+            await self.server.drain(self.config.drain_grace_s)
+
+
+async def _first_of(health: asyncio.Task[None], until: Callable[[], Awaitable[None]]) -> None:
+    """Returns when `until` does; raises what `health` dies of, for without it leases never end."""
+    stop = asyncio.ensure_future(until())
+    try:
+        await asyncio.wait({health, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if health.done():
+            health.result()
+    finally:
+        stop.cancel()
+
+
+def run(config: RouterConfig) -> int:
+    """Runs the process until SIGTERM; returns its exit code."""
+    configure_logging("router", config.log_format, config.log_level)
+
+    async def main(stop: StopSignal) -> None:
+        router = Router.build(config)
+        host = config.listen.rpartition(":")[0]
+        await router.serve(stop.wait, lambda port: print(f"ready {host}:{port}", flush=True))
+
+    return run_process(main)

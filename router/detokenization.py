@@ -1,0 +1,92 @@
+"""Turns one choice's tokens into text as they come.
+
+The text is that of decoding the completion's tokens at once: bytes of a character still
+incomplete are held back until it is whole, or until `finish`. Built on `DecodeStream`; what
+that does not do is added here: the held tail can be had at the end, ids that it rejects do
+not end the request, and its window stays bounded on endless undecodable or skipped tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from tandem.types import TokenId
+
+MAX_PENDING_TOKENS = 32
+"""No character takes more tokens than this; a longer tail is garbage and is let go."""
+_LONGEST_PARTIAL_CHARACTER_TOKENS = 3
+"""UTF-8 has up to four bytes, so an incomplete character has at most three."""
+
+
+class Detokenizer:
+    """One choice's decoder. Mutable; not to be shared."""
+
+    def __init__(self, tokenizer: Tokenizer, skipped_token_ids: frozenset[TokenId]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped_token_ids
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._context: list[int] = []
+        """Tokens of the last text let go: what precedes decides about spaces."""
+        self._pending: list[int] = []
+        """Tokens whose text is not out yet."""
+
+    def step(self, token_id: TokenId) -> str:
+        """Adds one token; returns the text that it completes, often "" for part of a character."""
+        if token_id in self._skipped:
+            return ""
+        self._pending.append(token_id)
+        text = self._stream_step(token_id)
+        if text is not None:
+            self._context, self._pending = self._pending, []
+            return text
+        if len(self._pending) > MAX_PENDING_TOKENS:
+            return self._let_go()
+        return ""
+
+    def finish(self) -> str:
+        """The text of what is held back, incomplete characters as U+FFFD."""
+        text = self._text_after_context(self._pending)
+        self._context, self._pending = self._pending, []
+        return text
+
+    def _stream_step(self, token_id: int) -> str | None:
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token_id)
+        # The library raises a bare Exception where decoding more tokens changes earlier text.
+        except Exception:  # noqa: BLE001
+            self._stream = DecodeStream(skip_special_tokens=False)
+            self._stream.step(self._tokenizer, token_id)
+            return self._text_after_context(self._pending)
+        return text
+
+    def _let_go(self) -> str:
+        """Lets all pending tokens go but a tail that may be the start of a character."""
+        cut = _clean_cut(self._pending, self._decode)
+        text = self._text_after_context(self._pending[:cut])
+        tail = self._pending[cut:]
+        self._context, self._pending = self._pending[:cut], []
+        self._stream = DecodeStream(skip_special_tokens=False)
+        return text + "".join([self.step(TokenId(token_id)) for token_id in tail])
+
+    def _text_after_context(self, token_ids: Sequence[int]) -> str:
+        """What `token_ids` add to the text of the context before them."""
+        before = self._decode(self._context)
+        whole = self._decode([*self._context, *token_ids])
+        return whole[len(before) :] if whole.startswith(before) else self._decode(token_ids)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+
+def _clean_cut(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int:
+    """Where to cut near the end so that the two parts decode as the whole does, if anywhere."""
+    whole = decode(token_ids)
+    last = len(token_ids) - _LONGEST_PARTIAL_CHARACTER_TOKENS
+    for cut in range(last, last - 8, -1):
+        if decode(token_ids[:cut]) + decode(token_ids[cut:]) == whole:
+            return cut
+    return last

@@ -1,0 +1,199 @@
+"""One request under way: its state, its tokens, and its tries on one pair of workers after another.
+
+Owns what the request holds anywhere: whatever way it ends, every leg is released and the
+outbox told. A replay continues at the next token: workers compute prompt and emitted tokens
+anew, and sampling is a function of position, so nothing is lost or repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from router.admission import Admission
+from router.attempt import Attempt
+from router.choice import Choice
+from router.outbox import Outbox
+from router.placement import Demand, Placement
+from router.request import GenerationRequest
+from router.stream import TokenStream
+from router.timeline import Timeline
+from router.workers import Workers
+from tandem.clock import Clock
+from tandem.errors import DeadlineExceeded, InternalError, Overloaded, Reason, TandemError, Unavailable
+from tandem.lifecycle import REQUEST_MOVES, RequestState, advance
+from tandem.telemetry.logging import get_logger
+from tandem.types import Incarnation, TokenDelta
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a request bears with what."""
+
+    max_retries: int = 2
+    """Further pairs tried after the first."""
+    placement_s: float = 1.0
+    """Wait for a pair of workers to be there."""
+    silence_s: float = 120.0
+    """Longest time without a word about a sequence from its workers."""
+    total_s: float = 3600.0
+    """Deadline of a request that brings none."""
+    overload_backoff_s: float = 0.1
+    """Pause before a full worker is asked again, times the number of tries."""
+
+
+class Generation:
+    """Run `drive` as a task; read `outbox`. A Sink of its attempts."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        choice: Choice,
+        workers: Workers,
+        admission: Admission,
+        clock: Clock,
+        patience: Patience,
+        timeline: Timeline,
+    ) -> None:
+        self._request = request
+        self._choice = choice
+        self._workers = workers
+        self._admission = admission
+        self._clock = clock
+        self._patience = patience
+        self._timeline = timeline
+        self._stream = TokenStream()
+        self._state = RequestState.QUEUED
+        self._outbox = Outbox()
+        self._lost: set[Incarnation] = set()
+        """Workers that were lost under this request: never asked again."""
+        self._disappointing: set[Incarnation] = set()
+        """Workers that failed it but live: asked again only if there are no others."""
+
+    @property
+    def outbox(self) -> Outbox:
+        """What the client has to read."""
+        return self._outbox
+
+    @property
+    def state(self) -> RequestState:
+        """Where the request is."""
+        return self._state
+
+    @property
+    def finished(self) -> bool:
+        """Whether the choice has its last token."""
+        return self._choice.finished
+
+    @property
+    def num_tokens_in_order(self) -> int:
+        """Completion tokens known without a gap."""
+        return self._stream.next_offset
+
+    def push(self, delta: TokenDelta) -> None:
+        """Takes tokens from a worker; they reach the outbox before this returns."""
+        for ready in self._stream.push(delta):
+            if self._choice.finished:
+                return
+            self._timeline.tokens_arrived()
+            self._outbox.put(self._choice.feed(ready))
+
+    async def drive(self) -> None:
+        """The request's whole life. Raises nothing but CancelledError; errors go to the outbox."""
+        try:
+            await self._run()
+            self._move(RequestState.FINISHED)
+            self._outbox.close(self._timeline.summary(len(self._request.prompt), self._choice.num_tokens))
+        except asyncio.CancelledError:
+            self._move(RequestState.CANCELLED)
+            raise
+        except TandemError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001  (the task's root)
+            _log.exception("request failed by a bug", request_id=self._request.request_id)
+            self._fail(InternalError(f"{type(error).__name__} in the router"))
+
+    async def _run(self) -> None:
+        request = self._request
+        try:
+            async with asyncio.timeout(request.deadline.at_most_s(self._patience.total_s)):
+                async with self._admission.slot(len(request.prompt), request.priority, request.deadline):
+                    await self._try_pairs()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the deadline passed while {self._state}, after {self._choice.num_tokens} tokens"
+            ) from error
+
+    async def _try_pairs(self) -> None:
+        """Tries pairs until one brings the sequence to its end. Raises the last failure."""
+        failure: TandemError | None = None
+        for num_tries in range(self._patience.max_retries + 1):
+            placement = await self._place(failure)
+            attempt = Attempt(
+                placement, self._workers, self, self._timeline, self._clock, self._patience.silence_s, self._move
+            )
+            try:
+                await attempt.run(self._request.spec(self._stream.token_ids))
+                return
+            except TandemError as error:
+                if not error.retryable:
+                    raise
+                failure = error
+                self._blame(attempt, placement, error)
+            finally:
+                attempt.release()
+                self._stream.forget_waiting()
+            if isinstance(failure, Overloaded):
+                await asyncio.sleep(self._patience.overload_backoff_s * (num_tries + 1))
+        assert failure is not None
+        raise failure
+
+    async def _place(self, failure: TandemError | None) -> Placement:
+        """A pair, of workers that did not fail this request if there are any. Raises Unavailable."""
+        try:
+            return self._workers.place_now(self._demand(self._lost | self._disappointing))
+        except Unavailable:
+            pass
+        try:
+            return await self._workers.place(self._demand(self._lost), self._patience.placement_s)
+        except Unavailable as error:
+            if failure is None:
+                raise
+            known = f"{failure.message}, after {self._choice.num_tokens} tokens; {error.message}"
+            if isinstance(failure, Unavailable):
+                raise Unavailable(known, failure.reason) from error
+            raise failure from error
+
+    def _demand(self, excluded: set[Incarnation]) -> Demand:
+        request = self._request
+        return Demand(
+            num_tokens=len(request.prompt) + self._stream.next_offset,
+            max_total_tokens=len(request.prompt) + request.sampling.max_tokens,
+            excluded=frozenset(excluded),
+        )
+
+    def _blame(self, attempt: Attempt, placement: Placement, error: TandemError) -> None:
+        culprit = attempt.culprit or placement.decode
+        if error.reason is Reason.WORKER_LOST:
+            self._lost.add(culprit.incarnation)
+        else:
+            # A hand-off that failed does not say which side was at fault.
+            pair = (placement.decode, placement.prefill or placement.decode)
+            self._disappointing.update(each.incarnation for each in pair)
+        _log.warning(
+            "request moves to another pair",
+            request_id=self._request.request_id,
+            culprit=culprit.worker_id,
+            reason=error.reason,
+            error=error.message,
+            num_tokens=self._stream.next_offset,
+        )
+
+    def _move(self, state: RequestState) -> None:
+        self._state = advance(REQUEST_MOVES, self._state, state)
+
+    def _fail(self, error: TandemError) -> None:
+        self._move(RequestState.FAILED)
+        self._outbox.fail(error)

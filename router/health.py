@@ -1,0 +1,40 @@
+"""Whether this router can serve, told to the health service as soon as it changes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from router.pipeline import Pipeline
+from router.registry import Registry
+from router.workers import Workers
+
+
+class HealthSink(Protocol):
+    """Where health is announced."""
+
+    def set_serving(self, serving: bool) -> None:
+        """SERVING or NOT_SERVING."""
+        ...
+
+
+class Health:
+    """Ready = a usable pair of workers stands, and the router does not drain."""
+
+    def __init__(self, workers: Workers, registry: Registry, pipeline: Pipeline, tick_s: float) -> None:
+        self._workers = workers
+        self._registry = registry
+        self._pipeline = pipeline
+        self._tick_s = tick_s
+
+    def obstacle(self) -> str | None:
+        """What keeps this router from serving, for people; None = nothing."""
+        if self._pipeline.draining:
+            return "the router is draining"
+        return self._workers.readiness()
+
+    async def run(self, sink: HealthSink) -> None:
+        """Ticks the registry and announces changes, until cancelled."""
+        while True:
+            self._registry.tick()
+            sink.set_serving(self.obstacle() is None)
+            await self._workers.wait_for_change(self._tick_s)

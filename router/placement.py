@@ -1,0 +1,145 @@
+"""Chooses the pair of workers for a sequence: pure, given what is known of the workers.
+
+Only pairs with equal model and layout fingerprints and a common transport count. Decode is
+chosen first, by power of two choices on free blocks (Mitzenmacher 2001: near the best, and no
+herd on old figures); then the partner with the fewest queued prompt tokens. A short prompt may
+stay on the decode worker. Knows nothing of streams or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from tandem.errors import Unavailable
+from tandem.types import Incarnation, Role, WorkerInfo, WorkerLoad
+
+_MUST_EQUAL = ("model_fingerprint", "layout_fingerprint")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """What placement may know of one worker."""
+
+    info: WorkerInfo
+    load: WorkerLoad | None
+    """Its last heartbeat; None = none yet."""
+    obstacle: str | None = None
+    """Why it takes no new work, such as "draining"; None = it does."""
+    assigned_tokens: int = 0
+    """Tokens that this router gave it since `load` was taken."""
+
+    @property
+    def free_blocks(self) -> int:
+        """Free blocks of its pool, less what was given to it since they were counted."""
+        if self.load is None:
+            return 0
+        return self.load.pool.free - self.assigned_tokens // max(1, self.load.pool.block_size)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that wait there."""
+        return self.assigned_tokens + (0 if self.load is None else self.load.queued_prompt_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a sequence needs of the workers that run it."""
+
+    num_tokens: int
+    """Tokens to compute before the next one: prompt, and what was emitted before a replay."""
+    max_total_tokens: int
+    """Most tokens the sequence can come to."""
+    excluded: frozenset[Incarnation] = frozenset()
+    """Workers that failed this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a sequence runs. `prefill` is None where the decode worker computes the prompt."""
+
+    prefill: WorkerInfo | None
+    decode: WorkerInfo
+
+
+def place(demand: Demand, workers: Sequence[WorkerView], rng: Random) -> Placement:
+    """The pair for `demand`. Raises Unavailable that says what is missing."""
+    prefills = _candidates(Role.PREFILL, demand, workers)
+    decodes = _candidates(Role.DECODE, demand, workers)
+    choices = [each for each in decodes if _is_local(demand, each) or _partners(each, prefills)]
+    if not choices:
+        raise Unavailable(_what_is_missing(demand, workers, prefills, decodes))
+    contenders = rng.sample(choices, 2) if len(choices) > 2 else choices
+    decode = max(contenders, key=lambda view: (view.free_blocks, rng.random()))
+    if _is_local(demand, decode):
+        return Placement(None, decode.info)
+    prefill = min(_partners(decode, prefills), key=lambda view: (view.queued_tokens, rng.random()))
+    return Placement(prefill.info, decode.info)
+
+
+def readiness(workers: Sequence[WorkerView]) -> str | None:
+    """None if a prompt of any length could be placed now, else what is missing."""
+    demand = Demand(num_tokens=1, max_total_tokens=1)
+    prefills = _candidates(Role.PREFILL, demand, workers)
+    decodes = _candidates(Role.DECODE, demand, workers)
+    if any(each.info.local_prefill_tokens is None or _partners(each, prefills) for each in decodes):
+        return None
+    return _what_is_missing(demand, workers, prefills, decodes)
+
+
+def longest_sequence(workers: Iterable[WorkerView]) -> int | None:
+    """Tokens of the longest sequence that any registered decode worker holds; None without one."""
+    lengths = [view.info.max_sequence_tokens for view in workers if view.info.role is Role.DECODE]
+    return max(lengths, default=None)
+
+
+def _candidates(role: Role, demand: Demand, workers: Sequence[WorkerView]) -> list[WorkerView]:
+    return [view for view in workers if view.info.role is role and _refusal(demand, view) is None]
+
+
+def _refusal(demand: Demand, view: WorkerView) -> str | None:
+    """Why this worker cannot serve `demand`, whatever its partner."""
+    if view.obstacle is not None:
+        return view.obstacle
+    if view.info.incarnation in demand.excluded:
+        return "failed this request before"
+    needed = demand.max_total_tokens if view.info.role is Role.DECODE else demand.num_tokens
+    if needed > view.info.max_sequence_tokens:
+        return f"holds {view.info.max_sequence_tokens} tokens of {needed}"
+    return None
+
+
+def _is_local(demand: Demand, decode: WorkerView) -> bool:
+    longest = decode.info.local_prefill_tokens
+    return longest is None or demand.num_tokens <= longest
+
+
+def _partners(decode: WorkerView, prefills: Iterable[WorkerView]) -> list[WorkerView]:
+    return [view for view in prefills if _difference(view.info, decode.info) is None]
+
+
+def _difference(prefill: WorkerInfo, decode: WorkerInfo) -> str | None:
+    """What keeps two workers from being a pair."""
+    for name in _MUST_EQUAL:
+        ours, theirs = getattr(prefill, name), getattr(decode, name)
+        if ours != theirs:
+            return f"{name} differs: {prefill.worker_id} {ours}, {decode.worker_id} {theirs}"
+    if not set(prefill.transports) & set(decode.transports):
+        return (
+            f"no common transport: {prefill.worker_id} {','.join(prefill.transports)}, "
+            f"{decode.worker_id} {','.join(decode.transports)}"
+        )
+    return None
+
+
+def _what_is_missing(
+    demand: Demand, workers: Sequence[WorkerView], prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]
+) -> str:
+    for role, able in ((Role.DECODE, decodes), (Role.PREFILL, prefills)):
+        if able:
+            continue
+        refusals = [f"{view.info.worker_id} {_refusal(demand, view)}" for view in workers if view.info.role is role]
+        return f"no {role} worker can take it: {'; '.join(refusals) or 'none is registered'}"
+    differences = (_difference(prefill.info, decode.info) for decode in decodes for prefill in prefills)
+    return f"no pair of workers fits: {'; '.join(filter(None, differences))}"

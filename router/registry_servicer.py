@@ -1,0 +1,73 @@
+"""RegistryService: each worker's Register stream is its lease."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from router.registry import Registry
+from tandem.convert import info_from_proto, load_from_proto
+from tandem.errors import InvalidRequest
+from tandem.types import Incarnation, WorkerInfo
+from tandem.v1 import registry_pb2, registry_pb2_grpc
+
+SERVICE_NAME = "tandem.v1.RegistryService"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
+    """Feeds the registry; keeps for each stream the event that orders its worker to drain."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._drain: dict[Incarnation, asyncio.Event] = {}
+
+    def tell_drain(self, info: WorkerInfo) -> None:
+        """Sends the order, if the worker's stream stands; else it goes with the next stream."""
+        event = self._drain.get(info.incarnation)
+        if event is not None:
+            event.set()
+
+    async def Register(  # noqa: N802
+        self, request_iterator: AsyncIterator[registry_pb2.RegisterRequest], context: Context
+    ) -> None:
+        """One worker's stream. Raises HandshakeMismatch that names the field, InvalidRequest, Unavailable."""
+        info = await self._introduction(request_iterator)
+        self._registry.register(info)
+        drain = self._drain[info.incarnation] = asyncio.Event()
+        if self._registry.drain_ordered(info):
+            drain.set()
+        await context.write(registry_pb2.RegisterResponse(lease_seconds=self._registry.lease_s))
+        orders = asyncio.create_task(self._send_orders(drain, context), name=f"orders to {info.worker_id}")
+        try:
+            async for request in request_iterator:
+                if request.WhichOneof("message") != "load":
+                    raise InvalidRequest("message", "must be load after the first")
+                self._registry.heartbeat(info, load_from_proto(request.load))
+        finally:
+            orders.cancel()
+            # A newer stream of the same life may have taken over: then the lease is its own.
+            if self._drain.get(info.incarnation) is drain:
+                del self._drain[info.incarnation]
+                self._registry.deregister(info)
+
+    async def _introduction(self, requests: AsyncIterator[registry_pb2.RegisterRequest]) -> WorkerInfo:
+        try:
+            async with asyncio.timeout(self._registry.lease_s):
+                first = await anext(requests, None)
+        except TimeoutError:
+            first = None
+        if first is None or first.WhichOneof("message") != "info":
+            raise InvalidRequest("info", "must be the stream's first message")
+        try:
+            return info_from_proto(first.info)
+        except KeyError as error:
+            raise InvalidRequest("info.role", "is not known to this version") from error
+
+    async def _send_orders(self, drain: asyncio.Event, context: Context) -> None:
+        await drain.wait()
+        await context.write(registry_pb2.RegisterResponse(lease_seconds=self._registry.lease_s, drain=True))

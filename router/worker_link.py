@@ -1,0 +1,252 @@
+"""One stream to one worker, with all of this router's sequences in it.
+
+    connecting ──both hellos──▶ connected ──stream ends──▶ connecting …     until `run` is cancelled
+
+Each sequence is named by a handle and has a listener, told of its messages without awaiting.
+When the stream ends, every listener is told at once; the worker lets go of them all by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias
+
+import grpc.aio
+
+from tandem.convert import delta_from_proto, error_from_failed, sequence_to_proto
+from tandem.errors import InternalError, Reason, TandemError, Unavailable
+from tandem.rpc.channel import open_channel
+from tandem.telemetry.logging import get_logger
+from tandem.types import Handle, Incarnation, SequenceSpec, TokenDelta, WorkerInfo
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+
+_HELLO_TIMEOUT_S = 5.0
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 1.0
+
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse]"
+
+_log = get_logger(__name__)
+
+
+class SequenceListener(Protocol):
+    """Told what becomes of one sequence on one worker. Must not await; after `failed`, nothing more comes."""
+
+    def reserved(self, ticket: bytes, kv_endpoint: bytes) -> None:
+        """Room was made; both are empty where the worker computes the prompt itself."""
+        ...
+
+    def prefill_done(self, delta: TokenDelta, queue_s: float, prefill_s: float) -> None:
+        """The prompt is computed; `delta` is its first token."""
+        ...
+
+    def handoff_done(self, num_bytes: int, seconds: float) -> None:
+        """The decode worker has verified and attached the KV."""
+        ...
+
+    def tokens(self, delta: TokenDelta) -> None:
+        """New tokens, perhaps before `prefill_done`."""
+        ...
+
+    def failed(self, error: TandemError) -> None:
+        """It ended without all its tokens, or the worker was lost (reason WORKER_LOST)."""
+        ...
+
+
+class WorkerLink:
+    """Run `run` as a task; cancelling it ends the link."""
+
+    def __init__(self, info: WorkerInfo, router: Incarnation, on_connected: Callable[[bool], None]) -> None:
+        """`on_connected` is told each time the stream comes to stand or falls."""
+        self._info = info
+        self._router = router
+        self._on_connected = on_connected
+        self._connected = False
+        self._backoff_s = _FIRST_BACKOFF_S
+        self._handles = itertools.count(1)
+        self._listeners: dict[Handle, SequenceListener] = {}
+        self._outgoing: deque[worker_pb2.ConnectRequest] = deque()
+        self._has_outgoing = asyncio.Event()
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Whom it leads to."""
+        return self._info
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences not yet released."""
+        return len(self._listeners)
+
+    def reserve(self, spec: SequenceSpec, listener: SequenceListener, *, local_prefill: bool) -> Handle:
+        """Asks a decode worker to make room. The answer comes to `listener`."""
+        handle = self._new_handle(listener)
+        reserve = worker_pb2.Reserve(handle=handle, sequence=sequence_to_proto(spec), local_prefill=local_prefill)
+        self._send(handle, worker_pb2.ConnectRequest(reserve=reserve))
+        return handle
+
+    def prefill(self, spec: SequenceSpec, listener: SequenceListener, ticket: bytes, kv_endpoint: bytes) -> Handle:
+        """Asks a prefill worker to compute a prompt and push its KV. The answer comes to `listener`."""
+        handle = self._new_handle(listener)
+        prefill = worker_pb2.Prefill(
+            handle=handle, sequence=sequence_to_proto(spec), ticket=ticket, kv_endpoint=kv_endpoint
+        )
+        self._send(handle, worker_pb2.ConnectRequest(prefill=prefill))
+        return handle
+
+    def release(self, handle: Handle) -> None:
+        """Nothing more is wanted of it. Idempotent; the listener hears nothing from now on."""
+        if self._listeners.pop(handle, None) is not None and self._connected:
+            self._enqueue(worker_pb2.ConnectRequest(release=worker_pb2.Release(handle=handle)))
+
+    async def run(self) -> None:
+        """Connects, and connects again, for as long as the worker is registered."""
+        while True:
+            try:
+                await self._connect_once()
+            except (grpc.aio.AioRpcError, Unavailable, TimeoutError) as error:
+                _log.info("worker stream failed", worker_id=self._info.worker_id, error=_shown(error))
+            except asyncio.CancelledError:
+                # grpc.aio raises this, too, where the *worker* ends the stream with CANCELLED.
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+            await asyncio.sleep(self._backoff_s)
+            self._backoff_s = min(_MAX_BACKOFF_S, self._backoff_s * 2)
+
+    async def _connect_once(self) -> None:
+        """One stream's life. Returns when it ended."""
+        async with open_channel(self._info.address) as channel:
+            call = worker_pb2_grpc.WorkerServiceStub(channel).Connect()
+            try:
+                async with asyncio.timeout(_HELLO_TIMEOUT_S):
+                    await self._shake_hands(call)
+                self._backoff_s = _FIRST_BACKOFF_S
+                self._set_connected(connected=True)
+                sender = asyncio.create_task(self._send_queued(call))
+                try:
+                    await self._receive(call)
+                finally:
+                    sender.cancel()
+            finally:
+                call.cancel()
+                self._lose_all()
+
+    async def _shake_hands(self, call: _Call) -> None:
+        """Raises Unavailable if another life of the worker answers, or none."""
+        hello = worker_pb2.RouterHello(router_incarnation=self._router)
+        await call.write(worker_pb2.ConnectRequest(hello=hello))
+        answer = await call.read()
+        if not isinstance(answer, worker_pb2.ConnectResponse):
+            raise Unavailable(f"worker {self._info.worker_id} closed the stream", Reason.WORKER_LOST)
+        if answer.hello.incarnation != self._info.incarnation:
+            raise Unavailable(f"another incarnation answers for {self._info.worker_id}", Reason.WORKER_LOST)
+
+    async def _receive(self, call: _Call) -> None:
+        while True:
+            response = await call.read()
+            if not isinstance(response, worker_pb2.ConnectResponse):
+                return
+            self._dispatch(response)
+
+    async def _send_queued(self, call: _Call) -> None:
+        try:
+            while True:
+                await self._has_outgoing.wait()
+                while self._outgoing:
+                    await call.write(self._outgoing.popleft())
+                self._has_outgoing.clear()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the stream is gone; `_receive` learns of it and ends the connection
+
+    def _dispatch(self, response: worker_pb2.ConnectResponse) -> None:
+        kind = response.WhichOneof("message")
+        if kind == "step_outputs":
+            for output in response.step_outputs.outputs:
+                self._tell(output.handle, _tell_tokens, output)
+        elif kind == "failed":
+            self._fail(Handle(response.failed.handle), error_from_failed(response.failed))
+        elif kind in _TELL:
+            message = getattr(response, kind)
+            self._tell(message.handle, _TELL[kind], message)
+
+    def _tell(self, number: int, tell: Callable[[SequenceListener, Any], None], message: Any) -> None:
+        """Messages for a released sequence are late, and no-ops."""
+        handle = Handle(number)
+        listener = self._listeners.get(handle)
+        if listener is None:
+            return
+        try:
+            tell(listener, message)
+        # A bug met by one sequence must not end the stream that all others live in.
+        except Exception:  # noqa: BLE001
+            _log.exception("a worker's message failed", worker_id=self._info.worker_id, handle=handle)
+            self.release(handle)
+            listener.failed(InternalError("a worker's message could not be handled"))
+
+    def _fail(self, handle: Handle, error: TandemError) -> None:
+        listener = self._listeners.pop(handle, None)
+        if listener is not None:
+            listener.failed(error)
+
+    def _new_handle(self, listener: SequenceListener) -> Handle:
+        handle = Handle(next(self._handles))
+        self._listeners[handle] = listener
+        return handle
+
+    def _send(self, handle: Handle, request: worker_pb2.ConnectRequest) -> None:
+        if self._connected:
+            self._enqueue(request)
+        else:
+            self._fail(handle, self._lost())
+
+    def _enqueue(self, request: worker_pb2.ConnectRequest) -> None:
+        self._outgoing.append(request)
+        self._has_outgoing.set()
+
+    def _lose_all(self) -> None:
+        """The stream is gone: so is everything in it."""
+        self._outgoing.clear()
+        self._set_connected(connected=False)
+        for handle in list(self._listeners):
+            self._fail(handle, self._lost())
+
+    def _lost(self) -> Unavailable:
+        return Unavailable(f"worker {self._info.worker_id} was lost", Reason.WORKER_LOST)
+
+    def _set_connected(self, *, connected: bool) -> None:
+        if self._connected != connected:
+            self._connected = connected
+            self._on_connected(connected)
+
+
+def _shown(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__
+
+
+def _tell_tokens(listener: SequenceListener, message: worker_pb2.SequenceOutput) -> None:
+    listener.tokens(delta_from_proto(message))
+
+
+def _tell_reserved(listener: SequenceListener, message: worker_pb2.Reserved) -> None:
+    listener.reserved(message.ticket, message.kv_endpoint)
+
+
+def _tell_prefill_done(listener: SequenceListener, message: worker_pb2.PrefillDone) -> None:
+    listener.prefill_done(delta_from_proto(message.output), message.queue_seconds, message.prefill_seconds)
+
+
+def _tell_handoff_done(listener: SequenceListener, message: worker_pb2.HandoffDone) -> None:
+    listener.handoff_done(message.transfer_bytes, message.transfer_seconds)
+
+
+_TELL: Mapping[str, Callable[[SequenceListener, Any], None]] = {
+    "reserved": _tell_reserved,
+    "prefill_done": _tell_prefill_done,
+    "handoff_done": _tell_handoff_done,
+}
