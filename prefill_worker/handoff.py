@@ -23,8 +23,8 @@ from tandem.errors import InternalError, TandemError, TransferError
 from tandem.first_token import encode_first_token
 from tandem.types import BlockId, TokenId
 
-TRANSFER_TIMEOUT_S = 30.0
-"""Longest that one push or the commit may take before the hand-off is given up."""
+TRANSFER_TIMEOUT_S = 60.0
+"""Longest that one push or the commit may take; a silent peer is found out much sooner by the sender itself."""
 OPEN_TIMEOUT_S = 5.0
 """Longest that connecting and showing the ticket may take."""
 
