@@ -39,6 +39,7 @@ __all__ = [
     "info_to_proto",
     "load_from_proto",
     "load_to_proto",
+    "logprobs_from_proto",
     "logprobs_to_proto",
     "pool_from_proto",
     "pool_to_proto",
@@ -149,7 +150,7 @@ def delta_from_proto(message: worker_pb2.SequenceOutput) -> TokenDelta:
     return TokenDelta(
         offset=message.offset,
         token_ids=_token_ids(message.token_ids),
-        logprobs=tuple(_logprobs_from_proto(each) for each in message.logprobs),
+        logprobs=tuple(logprobs_from_proto(each) for each in message.logprobs),
         finish_reason=finish_reason_from_proto(message.finish_reason),
     )
 
@@ -163,7 +164,8 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
     )
 
 
-def _logprobs_from_proto(message: inference_pb2.TokenLogprobs) -> TokenLogprobs:
+def logprobs_from_proto(message: inference_pb2.TokenLogprobs) -> TokenLogprobs:
+    """One position's log-probabilities."""
     return TokenLogprobs(
         token_id=TokenId(message.token_id),
         logprob=message.logprob,

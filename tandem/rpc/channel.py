@@ -24,11 +24,9 @@ def keepalive_options(keepalive_ms: int = _KEEPALIVE_MS) -> ChannelOptions:
     ]
 
 
-def open_channel(
-    address: str, *, max_receive_bytes: int = MAX_RECEIVE_BYTES, keepalive_ms: int = _KEEPALIVE_MS
-) -> grpc.aio.Channel:
-    """A channel to `HOST:PORT`; the caller closes it. Connects lazily, never through a proxy."""
-    options = [
+def channel_options(max_receive_bytes: int = MAX_RECEIVE_BYTES, keepalive_ms: int = _KEEPALIVE_MS) -> ChannelOptions:
+    """The transport options of every channel, asynchronous or not."""
+    return [
         *keepalive_options(keepalive_ms),
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", -1),
@@ -38,4 +36,10 @@ def open_channel(
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),  # a new channel never inherits another's back-off
     ]
-    return grpc.aio.insecure_channel(address, options=options)
+
+
+def open_channel(
+    address: str, *, max_receive_bytes: int = MAX_RECEIVE_BYTES, keepalive_ms: int = _KEEPALIVE_MS
+) -> grpc.aio.Channel:
+    """A channel to `HOST:PORT`; the caller closes it. Connects lazily, never through a proxy."""
+    return grpc.aio.insecure_channel(address, options=channel_options(max_receive_bytes, keepalive_ms))
