@@ -34,7 +34,7 @@ class RouterPort(Protocol):
         """The prompt was computed here; its first token."""
         ...
 
-    def deltas(self, outputs: Iterable[tuple[Handle, TokenDelta]]) -> None:
+    def deltas(self, deltas: Iterable[tuple[Handle, TokenDelta]]) -> None:
         """Everything that one step made for this router."""
         ...
 

@@ -21,13 +21,20 @@ from decode_worker.arrival import Arrival
 from engine.block_pool import BlockPool
 from kvtransfer.base import BlockRef, Offer, Receiver
 from tandem.clock import Clock, Deadline
-from tandem.errors import DeadlineExceeded, FrameError, TandemError, TicketRefused, TransferError
+from tandem.errors import FrameError, TandemError, TicketRefused, TransferError
 from tandem.first_token import decode_first_token
 from tandem.lifecycle import TRANSFER_MOVES, BlockState, TransferState, advance
 from tandem.types import BlockId, TokenId
 
-HANDOFF_S = 120.0
-"""Longest from ticket to commit; a backstop: a dead router, peer or deadline ends it sooner."""
+
+@dataclass(frozen=True, slots=True)
+class LandingPolicy:
+    """How long a prefill worker may take. Backstops: a dead router, peer or deadline ends it sooner."""
+
+    ticket_s: float = 15.0
+    """From the ticket to its being shown."""
+    handoff_s: float = 120.0
+    """From the ticket to the commit."""
 
 
 class LandingOwner(Protocol):
@@ -105,22 +112,21 @@ class Landing:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    landing: Landing
     transfer_id: str
-    deadline: Deadline
+    commit_by: Deadline
 
 
 class LandingStrip:
     """The landings of one pool that may still make a sequence, by arrival."""
 
     def __init__(
-        self, pool: BlockPool, receiver: Receiver, clock: Clock, owner: LandingOwner, handoff_s: float = HANDOFF_S
+        self, pool: BlockPool, receiver: Receiver, clock: Clock, owner: LandingOwner, policy: LandingPolicy
     ) -> None:
         self._pool = pool
         self._receiver = receiver
         self._clock = clock
         self._owner = owner
-        self._handoff_s = handoff_s
+        self._policy = policy
         self._entries: dict[Arrival, _Entry] = {}
 
     def __len__(self) -> int:
@@ -134,11 +140,10 @@ class LandingStrip:
         num_blocks = -(-len(arrival.spec.token_ids) // self._pool.block_size)
         block_ids = self._pool.allocate(num_blocks, BlockState.RESERVED)
         landing = Landing(arrival, block_ids, self._pool, self)
-        expires_in_s = arrival.deadline.at_most_s(self._handoff_s)
         refs = tuple(BlockRef(block_id, self._pool.generation(block_id)) for block_id in block_ids)
-        offer = self._receiver.offer(refs, landing, expires_in_s)
-        deadline = Deadline.after(self._clock, expires_in_s)
-        self._entries[arrival] = _Entry(landing, offer.transfer_id, deadline)
+        offer = self._receiver.offer(refs, landing, self._policy.ticket_s)
+        commit_by = Deadline.after(self._clock, self._policy.handoff_s)
+        self._entries[arrival] = _Entry(offer.transfer_id, commit_by)
         return offer
 
     def withdraw(self, arrival: Arrival) -> None:
@@ -148,12 +153,13 @@ class LandingStrip:
             self._receiver.withdraw(entry.transfer_id)
 
     def expire(self) -> None:
-        """Fails hand-offs whose time has run out, in whatever state they are."""
-        for arrival, entry in list(self._entries.items()):
-            if entry.deadline.passed:
-                self.withdraw(arrival)
-                self._owner.landing_failed(arrival, self._expiry_of(arrival))
+        """Fails hand-offs whose time has run out: tickets never shown, writers that do not commit."""
         self._receiver.reap()
+        for arrival, entry in list(self._entries.items()):
+            if entry.commit_by.passed:
+                self.withdraw(arrival)
+                late_s = self._policy.handoff_s
+                self._owner.landing_failed(arrival, TransferError(f"no commit within {late_s:g} s"))
 
     def landed(self, arrival: Arrival, block_ids: tuple[BlockId, ...], first_token: TokenId) -> None:
         """Passes verified blocks on, or frees them if the request has gone meanwhile."""
@@ -171,8 +177,3 @@ class LandingStrip:
     def blocks_freed(self) -> None:
         """Passes it on."""
         self._owner.blocks_freed()
-
-    def _expiry_of(self, arrival: Arrival) -> TandemError:
-        if arrival.deadline.passed:
-            return DeadlineExceeded("the deadline passed while KV was on its way")
-        return TransferError(f"the prefill worker did not commit within {self._handoff_s:g} s")

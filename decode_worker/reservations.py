@@ -1,7 +1,7 @@
 """Who is let in next: the bounded queue before the pool. Pure: no pool, no clock of its own.
 
     queued ─ pop_admissible ─▶ blocks RESERVED under a ticket (landing), or prompt computed here
-       └─ discard | pop_expired ─▶ gone
+       └─ discard ─▶ gone                released, failed, out of time, router lost
 
 In rank order, without overtaking, so that a long prompt is not starved by short ones. The
 first in line is let in once the pool has room for its tokens beside
@@ -11,10 +11,10 @@ first in line is let in once the pool has room for its tokens beside
 INVARIANT: no deadlock between reservations and running sequences. A reservation takes all its
 blocks at once and never asks for more while it holds them, so it never waits for a sequence.
 What it waits for (its hand-off, or its expiry) does not need free blocks here, and ends in
-bounded time; then its blocks are free or belong to a sequence, which can be preempted. A
-running sequence may wait for reservations, but only its own rank stands between it and their
-blocks. Checked by `tests/unit/decode_worker/test_no_deadlock.py`, which plays random arrivals
-against the real pool and lets nothing but expiry end the hand-offs.
+bounded time; then its blocks are free, or belong to a sequence, which can be preempted. So
+what a running sequence waits for never waits for it. Checked by
+`tests/unit/decode_worker/test_no_deadlock.py`: random arrivals and hand-offs that commit, fail
+or stall, on a pool too small for them, until everybody has ended.
 """
 
 from __future__ import annotations
@@ -69,12 +69,6 @@ class ReservationQueue:
         """Takes it out of the line, if it is there."""
         if arrival in self._queue:
             self._queue.remove(arrival)
-
-    def pop_expired(self) -> list[Arrival]:
-        """Takes out all whose deadline has passed."""
-        expired = [arrival for arrival in self._queue if arrival.deadline.passed]
-        self._queue = [arrival for arrival in self._queue if not arrival.deadline.passed]
-        return expired
 
     def pop_admissible(self, room: Room) -> Arrival | None:
         """Takes out the first in line if there is room for it now."""

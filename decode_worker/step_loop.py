@@ -82,7 +82,7 @@ class StepLoop:
             outputs = await self._engine.step([share.scheduled for share in shares])
             self._apply(shares, outputs)
         except Exception as error:  # noqa: BLE001 - the step's root: one bad batch must not stop the others
-            _log.exception("step of %d sequences failed", len(shares))
+            _log.exception("a step failed", num_seqs=len(shares))
             self._fail(shares, error)
 
     def _note_start(self, shares: tuple[Share, ...]) -> None:
