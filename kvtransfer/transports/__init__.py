@@ -1,1 +1,46 @@
-"""Ways to move a block's bytes."""
+"""The ways to move payload, and which of them work on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NamedTuple
+
+import torch
+
+SHM = "shm"
+TCP = "tcp"
+AUTO = "auto"
+
+
+class TransportStatus(NamedTuple):
+    """Whether pools on one device can use a transport; `reason` says why not, else what it does."""
+
+    name: str
+    usable: bool
+    reason: str
+
+
+def available(device: torch.device | str) -> list[TransportStatus]:
+    """Every transport by preference, for pools on `device`."""
+    kind = torch.device(device).type
+    if kind != "cpu":
+        reason = f"pools on {kind} cannot be reached by this version"
+        return [TransportStatus(name, False, reason) for name in (SHM, TCP)]
+    return [_shm_status(), TransportStatus(TCP, True, "payload over the network, received into the blocks")]
+
+
+def usable(device: torch.device | str) -> tuple[str, ...]:
+    """Names of the transports that work for pools on `device`, by preference."""
+    return tuple(status.name for status in available(device) if status.usable)
+
+
+def _shm_status() -> TransportStatus:
+    if sys.platform != "linux":
+        return TransportStatus(SHM, False, f"needs Linux, this is {sys.platform}")
+    try:
+        os.close(os.memfd_create("tandem-probe"))
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return TransportStatus(SHM, False, f"needs memfd and pidfd: {error.strerror}")
+    return TransportStatus(SHM, True, "sender writes into the receiver's memory on the same machine")

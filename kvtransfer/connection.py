@@ -1,0 +1,197 @@
+"""Frames over one stream socket, with heartbeats; every wait on the peer has a deadline.
+
+Owns the socket and one task that writes. Reads happen in the caller's task. Runs on any
+asyncio loop. Knows frames, not what they mean.
+
+Frames are queued by `send` and leave in order; a caller that is cancelled never leaves half
+a frame on the wire. When nothing was sent for a third of the lease, a HEARTBEAT goes out; when
+nothing arrives for a whole lease while somebody reads, the peer is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtransfer.frame import HEADER_BYTES, Frame, FrameType, Header
+from kvtransfer.timing import Timing
+from tandem.errors import FrameError, PeerLost, TransferError
+
+MAX_QUEUED_FRAMES = 65536
+"""A peer that lets this many answers pile up does not read; it is cut off."""
+_SEND_SLICE_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    frame: bytes
+    inline: Sequence[memoryview]
+    sent: asyncio.Future[None] | None
+
+
+class Connection:
+    """`close` must be called once; until then the socket and the writing task live."""
+
+    def __init__(self, sock: socket.socket, timing: Timing) -> None:
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+        self._timing = timing
+        self._loop = asyncio.get_running_loop()
+        self._outbox: deque[_Outgoing] = deque()
+        self._wake = asyncio.Event()
+        self._finishing = False
+        self._broken: TransferError | None = None
+        self._patience_s: float | None = timing.lease_s
+        self._writing: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Lets queued frames and heartbeats go out. Idempotent."""
+        if self._writing is None:
+            self._writing = self._loop.create_task(self._write_outbox(), name="kv-connection-write")
+
+    @property
+    def sock(self) -> socket.socket:
+        """For credentials and descriptors; never for bytes."""
+        return self._sock
+
+    def send(self, frame: Frame, inline: Sequence[memoryview] = ()) -> asyncio.Future[None] | None:
+        """Queues a frame, and payload to follow it. Never waits, never raises on a lost peer.
+
+        Returns a future only if there is payload: done when its memory may be reused; it
+        carries PeerLost if the payload never left.
+        """
+        sent = self._loop.create_future() if inline else None
+        if self._broken is None and len(self._outbox) >= MAX_QUEUED_FRAMES:
+            self._break(PeerLost(f"the peer left {MAX_QUEUED_FRAMES} frames unread"))
+        item = _Outgoing(frame.encode(), inline, sent)
+        if self._broken is not None or self._finishing:
+            _settle(item, self._broken or PeerLost("the connection is closing"))
+            return sent
+        self._outbox.append(item)
+        self._wake.set()
+        return sent
+
+    def end_lease(self) -> None:
+        """From now on silence is no loss: the reader waits for what the peer says last."""
+        self._patience_s = None
+
+    async def receive(self, first: bytes = b"") -> Frame:
+        """The next frame, of which `first` was read before.
+
+        Raises PeerLost, FrameError, HandshakeMismatch (another protocol version).
+        """
+        head = bytearray(HEADER_BYTES)
+        head[: len(first)] = first
+        await self.receive_into(memoryview(head)[len(first) :])
+        header = Header.decode(head)
+        payload = bytearray(header.length)
+        await self.receive_into(memoryview(payload))
+        return header.complete(bytes(payload))
+
+    async def receive_into(self, view: memoryview) -> None:
+        """Fills `view`. Raises PeerLost."""
+        filled = 0
+        while filled < len(view):
+            filled += await self.receive_some(view[filled:])
+
+    async def receive_some(self, view: memoryview) -> int:
+        """Puts at least one byte into `view` and says how many. Raises PeerLost."""
+        try:
+            async with asyncio.timeout(self._patience_s):
+                count = await self._loop.sock_recv_into(self._sock, view)
+        except TimeoutError:
+            raise PeerLost("the peer went silent for longer than its lease") from None
+        except OSError as error:
+            raise self._broken or PeerLost(f"connection failed: {error.strerror}") from error
+        if count == 0:
+            raise self._broken or PeerLost("the peer closed the connection")
+        return count
+
+    async def finish(self) -> None:
+        """Sends what is queued, then tells the peer that nothing follows. Never raises."""
+        self._finishing = True
+        self._wake.set()
+        self.start()
+        if self._writing is not None:
+            await asyncio.wait({self._writing}, timeout=self._timing.stop_s)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+
+    async def close(self) -> None:
+        """Drops what is queued and closes the socket. Idempotent."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.wait({self._writing})
+        self._break(PeerLost("the connection was closed here"))
+        self._sock.close()
+
+    async def _write_outbox(self) -> None:
+        heartbeat = _Outgoing(Frame(FrameType.HEARTBEAT).encode(), (), None)
+        try:
+            while not (self._finishing and not self._outbox):
+                if not self._outbox and not await self._woken():
+                    await self._write(heartbeat)
+                while self._outbox:
+                    await self._write(self._outbox.popleft())
+        except TimeoutError:
+            self._break(PeerLost("the peer does not read"))
+        except OSError as error:
+            self._break(PeerLost(f"connection failed: {error.strerror}"))
+
+    async def _woken(self) -> bool:
+        self._wake.clear()
+        try:
+            async with asyncio.timeout(self._timing.heartbeat_s):
+                await self._wake.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _write(self, item: _Outgoing) -> None:
+        try:
+            await self._send_bytes(memoryview(item.frame))
+            for span in item.inline:
+                await self._send_bytes(span)
+        except BaseException:
+            _settle(item, PeerLost("the connection ended before the payload left"))
+            raise
+        _settle(item, None)
+
+    async def _send_bytes(self, data: memoryview) -> None:
+        for start in range(0, len(data), _SEND_SLICE_BYTES):
+            async with asyncio.timeout(self._timing.lease_s):
+                await self._loop.sock_sendall(self._sock, data[start : start + _SEND_SLICE_BYTES])
+
+    def _break(self, error: TransferError) -> None:
+        """Nothing more is sent; a reader of this connection wakes with `error`."""
+        if self._broken is not None:
+            return
+        self._broken = error
+        for item in self._outbox:
+            _settle(item, error)
+        self._outbox.clear()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+
+def _settle(item: _Outgoing, error: TransferError | None) -> None:
+    if item.sent is None or item.sent.done():
+        return
+    if error is None:
+        item.sent.set_result(None)
+        return
+    item.sent.set_exception(error)
+    item.sent.exception()  # a caller that was cancelled never collects it
+
+
+def expect(frame: Frame, wanted: FrameType) -> Frame:
+    """The frame, if it is of the wanted type. Raises FrameError."""
+    if frame.type is not wanted:
+        raise FrameError(f"{frame.type.name} came where {wanted.name} was due")
+    return frame

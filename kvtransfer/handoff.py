@@ -1,0 +1,209 @@
+"""The sender's side of one offer: pieces, credit, commit, abort.
+
+    opening → open → committing → committed
+       └────────┴────────┴→ ended (refused, failed, withdrawn, aborted, peer lost)
+
+Source blocks are read only inside `_in_flight` work; DRAINED and ABORT are said only when
+that is empty, because they let the receiver free the target blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from kvtransfer.base import TransferReport
+from kvtransfer.frame import MAX_SEQ, Frame, FrameType
+from kvtransfer.lane import Lane
+from kvtransfer.local_pool import LocalPool
+from kvtransfer.messages import (
+    MAX_BLOCKS_PER_WRITE,
+    Commit,
+    Write,
+    decode_error,
+    decode_window,
+    digest_of,
+)
+from kvtransfer.ticket import Ticket
+from kvtransfer.timing import Timing
+from tandem.clock import Clock
+from tandem.errors import FrameError, PeerLost, TransferError
+from tandem.types import BlockId
+
+PIECE_BYTES = 4 * 1024 * 1024
+"""Most payload of one WRITE (at least one block), so that hand-offs take turns on a connection."""
+
+T = TypeVar("T")
+
+
+class FrameSink(Protocol):
+    """Where a hand-off's frames go."""
+
+    def send(self, frame: Frame, inline: Sequence[memoryview] = ()) -> asyncio.Future[None] | None:
+        """Queues a frame; see `Connection.send`."""
+        ...
+
+
+class OutgoingHandoff:
+    """Implements `base.Handoff`; `handle` and `end` are called by its link."""
+
+    def __init__(
+        self, ticket: Ticket, sink: FrameSink, lane: Lane, pool: LocalPool, clock: Clock, timing: Timing
+    ) -> None:
+        self._ticket = ticket
+        self._sink = sink
+        self._lane = lane
+        self._pool = pool
+        self._clock = clock
+        self._timing = timing
+        self._checksums = [0] * len(ticket.blocks)
+        self._window: int | None = None
+        self._unanswered = 0
+        self._num_writes = 0
+        self._num_blocks = 0
+        self._busy_s = 0.0
+        self._committed = False
+        self._error: TransferError | None = None
+        self._drained_due = False
+        self._changed = asyncio.Event()
+        self._in_flight: set[asyncio.Future[Any]] = set()
+
+    @property
+    def number(self) -> int:
+        """The transfer's name on the wire."""
+        return self._ticket.number
+
+    async def show(self) -> None:
+        """Shows the ticket; returns once it is accepted. Raises TransferError."""
+        self._send(FrameType.OPEN, payload=self._ticket.encode())
+        await self._until(lambda: self._window is not None)
+
+    async def push(self, first: int, source_blocks: tuple[BlockId, ...]) -> None:
+        """See `base.Handoff.push`. After a cancelled push, sources are lent until `abort` returns."""
+        started_s = self._clock.now_s()
+        if not 0 <= first <= first + len(source_blocks) <= len(self._checksums):
+            raise TransferError(f"positions {first}:{first + len(source_blocks)} leave the offer")
+        if not all(0 <= block_id < self._pool.num_blocks for block_id in source_blocks):
+            raise TransferError(f"source blocks leave the pool of {self._pool.num_blocks}")
+        for position, piece in self._pieces(first, source_blocks):
+            await self._until(self._has_credit)
+            self._unanswered += 1
+            await self._write(position, piece)
+        self._busy_s += self._clock.now_s() - started_s
+
+    async def commit(self, first_token_payload: bytes) -> TransferReport:
+        """See `base.Handoff.commit`. Repeated, it returns the same report."""
+        started_s = self._clock.now_s()
+        if not self._committed:
+            self._raise_if_ended()
+            commit = Commit(self._num_writes, digest_of(self._checksums), first_token_payload)
+            self._send(FrameType.COMMIT, payload=commit.encode())
+            await self._until(lambda: self._committed)
+            self._busy_s += self._clock.now_s() - started_s
+        num_bytes = self._num_blocks * self._pool.block_bytes
+        return TransferReport(self._lane.name, self._num_blocks, num_bytes, self._busy_s)
+
+    async def abort(self) -> None:
+        """See `base.Handoff.abort`."""
+        if self._committed:
+            return
+        first_time = self.end(TransferError("the hand-off was aborted"))
+        await self.quiet()
+        if first_time:
+            self._send(FrameType.ABORT)
+
+    async def quiet(self) -> None:
+        """Returns once nothing of this hand-off reads sources or writes targets."""
+        while self._in_flight:
+            await asyncio.wait(tuple(self._in_flight))
+
+    def handle(self, frame: Frame) -> None:
+        """Takes the receiver's answer. Raises FrameError on a frame that no receiver says."""
+        match frame.type:
+            case FrameType.OPEN_OK:
+                self._window = decode_window(frame.payload)
+            case FrameType.WRITE_OK:
+                self._unanswered = max(0, self._unanswered - 1)
+            case FrameType.COMMITTED:
+                self._committed = self._error is None
+            case FrameType.REFUSED:
+                self.end(decode_error(frame.payload))
+            case FrameType.FAILED | FrameType.WITHDRAWN:
+                self.end(decode_error(frame.payload))
+                self._say_drained()
+            case FrameType.DRAINED:
+                pass
+            case _:
+                raise FrameError(f"a receiver does not say {frame.type.name}")
+        self._changed.set()
+
+    def end(self, error: TransferError) -> bool:
+        """Nothing is sent any more; waiting calls raise `error`. False if it had ended before."""
+        if self._committed or self._error is not None:
+            return False
+        self._error = error
+        self._changed.set()
+        return True
+
+    async def _write(self, first: int, sources: tuple[BlockId, ...]) -> None:
+        end = first + len(sources)
+        targets = self._ticket.blocks[first:end]
+        num_bytes = len(sources) * self._pool.block_bytes
+        checksums = await self._lend(self._pool.start(lambda: self._lane.place(sources, targets), num_bytes))
+        self._raise_if_ended()
+        self._checksums[first:end] = checksums
+        self._num_blocks += len(sources)
+        seq, self._num_writes = self._num_writes, self._num_writes + 1
+        if seq > MAX_SEQ:
+            raise TransferError("too many writes in one hand-off")
+        write = Frame(FrameType.WRITE, self.number, seq, Write(first, checksums).encode())
+        sent = self._sink.send(write, self._lane.inline(sources))
+        if sent is not None:
+            await self._lend(sent)
+
+    async def _lend(self, work: asyncio.Future[T]) -> T:
+        """Awaits work on borrowed blocks; if the caller is cancelled, the work is still tracked."""
+        self._in_flight.add(work)
+        work.add_done_callback(self._returned)
+        await asyncio.wait({work})
+        return work.result()
+
+    def _returned(self, work: asyncio.Future[T]) -> None:
+        self._in_flight.discard(work)
+        if not work.cancelled():
+            work.exception()  # a cancelled caller never collects it
+        if self._drained_due:
+            self._say_drained()
+
+    def _say_drained(self) -> None:
+        self._drained_due = bool(self._in_flight)
+        if not self._drained_due:
+            self._send(FrameType.DRAINED)
+
+    async def _until(self, ready: Callable[[], bool]) -> None:
+        """Waits for an answer. Raises the hand-off's error, or PeerLost at the deadline."""
+        try:
+            async with asyncio.timeout(self._timing.reply_s):
+                while not ready():
+                    self._raise_if_ended()
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise PeerLost(f"no answer for transfer {self._ticket.transfer_id}") from None
+        self._raise_if_ended()
+
+    def _has_credit(self) -> bool:
+        return self._window is not None and self._unanswered < self._window
+
+    def _raise_if_ended(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _pieces(self, first: int, sources: tuple[BlockId, ...]) -> Iterator[tuple[int, tuple[BlockId, ...]]]:
+        step = min(MAX_BLOCKS_PER_WRITE, max(1, PIECE_BYTES // self._pool.block_bytes))
+        for start in range(0, len(sources), step):
+            yield first + start, sources[start : start + step]
+
+    def _send(self, frame_type: FrameType, payload: bytes = b"") -> None:
+        self._sink.send(Frame(frame_type, self.number, payload=payload))

@@ -1,0 +1,70 @@
+"""One offer as its receiver sees it: what is claimed, verified, and whom to tell. Pure.
+
+States are `lifecycle.TransferState`. The table in `offers` is the only one that moves them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvtransfer.base import HandoffListener
+from kvtransfer.messages import Commit, Write, digest_of
+from kvtransfer.ticket import Ticket
+from tandem.clock import Deadline
+from tandem.errors import ChecksumMismatch, FrameError, TransferError
+from tandem.lifecycle import TRANSFER_MOVES, TransferState, advance
+from tandem.types import BlockId
+
+
+class Writer(Protocol):
+    """Whoever can write into the blocks of an open offer."""
+
+    def stop_writing(self, number: int, error: TransferError) -> bool:
+        """Asks it to stop. True if it cannot write already; else `writer_stopped` must follow."""
+        ...
+
+
+class Incoming:
+    """The receiver's record of one ticket."""
+
+    def __init__(self, ticket: Ticket, listener: HandoffListener, show_by: Deadline) -> None:
+        self.ticket = ticket
+        self.listener = listener
+        self.show_by = show_by
+        self.writer: Writer | None = None
+        self.state = TransferState.OFFERED
+        self._checksums: list[int | None] = [None] * len(ticket.blocks)
+        self._num_writes = 0
+        self._num_verified = 0
+
+    def move(self, to: TransferState) -> None:
+        """Raises InternalError on a move that the table of states does not have."""
+        self.state = advance(TRANSFER_MOVES, self.state, to)
+
+    def claim(self, seq: int, write: Write) -> tuple[BlockId, ...]:
+        """Takes positions for a WRITE, each once. Returns their blocks; raises FrameError."""
+        if seq != self._num_writes:
+            raise FrameError(f"WRITE {seq} came where {self._num_writes} was due")
+        if write.end > len(self._checksums):
+            raise FrameError(f"WRITE of positions {write.first}:{write.end} leaves {len(self._checksums)} blocks")
+        if any(known is not None for known in self._checksums[write.first : write.end]):
+            raise FrameError(f"WRITE of positions {write.first}:{write.end} repeats a block")
+        self._checksums[write.first : write.end] = write.checksums
+        self._num_writes += 1
+        return tuple(ref.block_id for ref in self.ticket.blocks[write.first : write.end])
+
+    def verify(self, write: Write, found: tuple[int, ...]) -> None:
+        """Compares what lies in the blocks with what was announced. Raises ChecksumMismatch."""
+        for position, (announced, actual) in enumerate(zip(write.checksums, found, strict=True), write.first):
+            if announced != actual:
+                raise ChecksumMismatch(f"block at position {position} differs from what was announced")
+        self._num_verified += len(found)
+
+    def check_commit(self, commit: Commit) -> None:
+        """Raises FrameError unless every block is verified, ChecksumMismatch on another digest."""
+        if commit.num_writes != self._num_writes:
+            raise FrameError(f"COMMIT counts {commit.num_writes} writes, {self._num_writes} came")
+        if self._num_verified != len(self._checksums):
+            raise FrameError(f"COMMIT after {self._num_verified} of {len(self._checksums)} blocks")
+        if commit.digest != digest_of([known for known in self._checksums if known is not None]):
+            raise ChecksumMismatch("digest over all blocks differs")

@@ -1,0 +1,127 @@
+"""The sender's side of one connection: its lane, the hand-offs on it, and its orderly end.
+
+    connected → (peer lost | closed here) → hand-offs ended → copies finished → unmapped → BYE
+
+BYE is said only after the peer's memory is unmapped, so that it proves what it says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from kvtransfer.connection import Connection
+from kvtransfer.frame import Frame, FrameType
+from kvtransfer.handoff import OutgoingHandoff
+from kvtransfer.lane import Lane
+from kvtransfer.local_pool import LocalPool
+from kvtransfer.ticket import Ticket
+from kvtransfer.timing import Timing
+from tandem.clock import Clock
+from tandem.errors import FrameError, PeerLost, TicketRefused, TransferError
+from tandem.types import Incarnation
+
+
+class Link:
+    """Owns the connection and the lane. `close` must be called once."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        lane: Lane,
+        peer: Incarnation,
+        peer_blocks: int,
+        pool: LocalPool,
+        clock: Clock,
+        timing: Timing,
+    ) -> None:
+        self._connection = connection
+        self._lane = lane
+        self._peer = peer
+        self._peer_blocks = peer_blocks
+        self._pool = pool
+        self._clock = clock
+        self._timing = timing
+        self._handoffs: dict[int, OutgoingHandoff] = {}
+        self._ended: TransferError | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        self._reading = asyncio.get_running_loop().create_task(self._read(), name="kv-link-read")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether hand-offs can be opened on it."""
+        return self._ended is None
+
+    async def open(self, ticket: Ticket) -> OutgoingHandoff:
+        """Shows the ticket. Raises TransferError; then, or when cancelled, nothing stays open."""
+        self._check(ticket)
+        if self._ended is not None:
+            raise self._ended
+        if ticket.number in self._handoffs:
+            raise TicketRefused(f"transfer {ticket.transfer_id} is open already")
+        handoff = OutgoingHandoff(ticket, self, self._lane, self._pool, self._clock, self._timing)
+        self._handoffs[ticket.number] = handoff
+        try:
+            await handoff.show()
+        except BaseException:
+            await handoff.abort()
+            self._handoffs.pop(ticket.number, None)
+            raise
+        return handoff
+
+    async def close(self) -> None:
+        """Ends every hand-off and the connection, in order. Idempotent."""
+        await asyncio.wait({self._end(PeerLost("the sender closed the connection"))})
+
+    def send(self, frame: Frame, inline: Sequence[memoryview] = ()) -> asyncio.Future[None] | None:
+        """See `Connection.send`. A hand-off's DRAINED is its last word: it is forgotten."""
+        if frame.type is FrameType.DRAINED:
+            self._handoffs.pop(frame.transfer, None)
+        return self._connection.send(frame, inline)
+
+    def _check(self, ticket: Ticket) -> None:
+        if ticket.incarnation != self._peer:
+            raise TicketRefused(f"transfer {ticket.transfer_id} was offered by another incarnation")
+        if ticket.layout_fingerprint != self._pool.fingerprints.layout.fingerprint():
+            raise TicketRefused(f"transfer {ticket.transfer_id} has another layout")
+        if any(ref.block_id >= self._peer_blocks for ref in ticket.blocks):
+            raise TicketRefused(f"transfer {ticket.transfer_id} leaves the peer's {self._peer_blocks} blocks")
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                self._dispatch(await self._connection.receive())
+        except TransferError as error:
+            self._end(error)
+
+    def _dispatch(self, frame: Frame) -> None:
+        if frame.type is FrameType.HEARTBEAT:
+            return
+        if frame.transfer == 0:
+            raise FrameError(f"{frame.type.name} names no transfer")
+        handoff = self._handoffs.get(frame.transfer)
+        if handoff is None:  # late: the hand-off has ended here
+            return
+        handoff.handle(frame)
+        if frame.type in {FrameType.COMMITTED, FrameType.REFUSED, FrameType.DRAINED}:
+            self._handoffs.pop(frame.transfer, None)
+
+    def _end(self, error: TransferError) -> asyncio.Task[None]:
+        """Ends every hand-off now; the task returned lets go of the peer, and is never cancelled."""
+        if self._leaving is None:
+            self._ended = error
+            for handoff in self._handoffs.values():
+                handoff.end(error)
+            self._leaving = asyncio.get_running_loop().create_task(self._let_go(), name="kv-link-leave")
+        return self._leaving
+
+    async def _let_go(self) -> None:
+        self._reading.cancel()
+        await asyncio.wait({self._reading})
+        for handoff in self._handoffs.values():
+            await handoff.quiet()
+        self._handoffs.clear()
+        self._lane.close()
+        self._connection.send(Frame(FrameType.BYE))
+        await self._connection.finish()
+        await self._connection.close()

@@ -1,0 +1,207 @@
+"""The table of offers: the truth about every ticket that was minted and has not ended. Pure.
+
+Mints and checks tickets, moves transfers through `lifecycle.TRANSFER_MOVES`, and tells each
+offer's listener its end exactly once. Knows no sockets: connections show tickets, report
+writes, and are asked through `Writer` to stop.
+
+    show                OFFERED → RECEIVING
+    commit              RECEIVING → COMMITTED | FAILED
+    fail                OFFERED → FAILED; RECEIVING → FAILED, or QUARANTINED while the writer can still write
+    writer_stopped      QUARANTINED → FAILED
+
+Every method is a no-op on an offer that has ended, so late messages change nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from kvtransfer.base import BlockRef, HandoffListener
+from kvtransfer.incoming import Incoming, Writer
+from kvtransfer.messages import Commit, Write
+from kvtransfer.ticket import MAX_BLOCKS, NONCE_BYTES, Ticket, check_shown
+from tandem.clock import Clock, Deadline
+from tandem.errors import InternalError, TicketRefused, TransferError
+from tandem.lifecycle import TransferState
+from tandem.types import BlockId, Incarnation
+
+_WITHDRAWN = "the receiver withdrew the offer"
+
+
+class OfferTable:
+    """Offers by number. INVARIANT: no block is named by two of them (checked by `mint`)."""
+
+    def __init__(self, incarnation: Incarnation, layout_fingerprint: str, num_blocks: int, clock: Clock) -> None:
+        self._incarnation = incarnation
+        self._layout_fingerprint = layout_fingerprint
+        self._num_blocks = num_blocks
+        self._clock = clock
+        self._offers: dict[int, Incoming] = {}
+        self._lent: set[BlockId] = set()
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+    def mint(self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float) -> Ticket:
+        """A new offer. Raises InternalError if the blocks are not the owner's to offer."""
+        block_ids = {ref.block_id for ref in blocks}
+        if not 0 < len(blocks) <= MAX_BLOCKS or len(block_ids) != len(blocks):
+            raise InternalError(f"offer of {len(blocks)} blocks, {len(block_ids)} distinct")
+        if not all(0 <= block_id < self._num_blocks for block_id in block_ids):
+            raise InternalError(f"offer leaves the pool of {self._num_blocks} blocks")
+        if not self._lent.isdisjoint(block_ids):
+            raise InternalError("offer names blocks that another transfer may still write")
+        ticket = Ticket(
+            number=self._new_number(),
+            incarnation=self._incarnation,
+            nonce=secrets.token_bytes(NONCE_BYTES),
+            layout_fingerprint=self._layout_fingerprint,
+            expires_in_ms=max(0, round(expires_in_s * 1000)),
+            blocks=blocks,
+        )
+        self._offers[ticket.number] = Incoming(ticket, listener, Deadline.after(self._clock, expires_in_s))
+        self._lent |= block_ids
+        return ticket
+
+    def show(self, number: int, shown: bytes, writer: Writer) -> None:
+        """Opens the offer for `writer`. Raises TicketRefused, or what its listener refuses with.
+
+        A ticket that is not exactly what was minted leaves the offer as it was.
+        """
+        incoming = self._offers.get(number)
+        if incoming is None:
+            raise TicketRefused(f"transfer {number:016x} is unknown or has ended")
+        check_shown(shown, incoming.ticket)
+        if incoming.state is not TransferState.OFFERED:
+            raise TicketRefused(f"ticket of transfer {number:016x} was shown before")
+        if incoming.show_by.passed:
+            refusal = TicketRefused(f"ticket of transfer {number:016x} has expired")
+            self.fail(number, refusal)
+            raise refusal
+        self._begin(number, incoming, writer)
+
+    def writer_of(self, number: int) -> Writer | None:
+        """Who opened the offer; None before that and after its end."""
+        incoming = self._offers.get(number)
+        return None if incoming is None else incoming.writer
+
+    def is_receiving(self, number: int) -> bool:
+        """Whether bytes may still be taken for it."""
+        incoming = self._offers.get(number)
+        return incoming is not None and incoming.state is TransferState.RECEIVING
+
+    def claim(self, number: int, seq: int, write: Write) -> tuple[BlockId, ...] | None:
+        """Blocks of a WRITE; None if it is late, or wrong: then the offer has failed."""
+        incoming = self._receiving(number)
+        if incoming is None:
+            return None
+        try:
+            return incoming.claim(seq, write)
+        except TransferError as error:
+            self.fail(number, error)
+            return None
+
+    def verify(self, number: int, write: Write, found: tuple[int, ...]) -> bool:
+        """Accepts what lies in a WRITE's blocks; False if it is late, or differs: then it failed."""
+        incoming = self._receiving(number)
+        if incoming is None:
+            return False
+        try:
+            incoming.verify(write, found)
+        except TransferError as error:
+            self.fail(number, error)
+            return False
+        return True
+
+    def commit(self, number: int, commit: Commit) -> None:
+        """Ends it well, or raises the TransferError that it failed with.
+
+        A COMMIT says that the writer has let go, so a failed one leaves nothing to wait for.
+        """
+        incoming = self._receiving(number)
+        if incoming is None:
+            raise TransferError(f"transfer {number:016x} has ended")
+        try:
+            incoming.check_commit(commit)
+        except TransferError as error:
+            self._end_failed(number, incoming, error)
+            raise
+        incoming.move(TransferState.COMMITTED)
+        self._forget(number, incoming)
+        incoming.listener.on_committed(commit.first_token_payload)
+
+    def fail(self, number: int, error: TransferError) -> None:
+        """Ends it badly now; its blocks stay lent until the writer cannot write."""
+        incoming = self._offers.get(number)
+        if incoming is None or incoming.state is TransferState.QUARANTINED:
+            return
+        if incoming.writer is None or incoming.writer.stop_writing(number, error):
+            self._end_failed(number, incoming, error)
+            return
+        incoming.move(TransferState.QUARANTINED)
+        incoming.listener.on_failed(error)
+
+    def writer_stopped(self, number: int) -> None:
+        """The writer has proven that it cannot write any more; the offer has failed before."""
+        incoming = self._offers.get(number)
+        if incoming is None or incoming.state is not TransferState.QUARANTINED:
+            return
+        incoming.move(TransferState.FAILED)
+        self._forget(number, incoming)
+        incoming.listener.on_writer_stopped()
+
+    def withdraw(self, transfer_id: str) -> None:
+        """The request is gone. Unknown ids are no-ops."""
+        try:
+            number = int(transfer_id, 16)
+        except ValueError:
+            return
+        self.fail(number, TransferError(_WITHDRAWN))
+
+    def reap(self) -> None:
+        """Fails every offer whose ticket was not shown in time."""
+        for number, incoming in list(self._offers.items()):
+            if incoming.state is TransferState.OFFERED and incoming.show_by.passed:
+                self.fail(number, TransferError(f"ticket of transfer {number:016x} expired unused"))
+
+    def fail_all(self, error: TransferError) -> None:
+        """Fails every offer."""
+        for number in list(self._offers):
+            self.fail(number, error)
+
+    def check_invariants(self) -> None:
+        """Raises InternalError if lent blocks and offers disagree, or an ended offer is kept."""
+        named = [ref.block_id for incoming in self._offers.values() for ref in incoming.ticket.blocks]
+        if len(named) != len(self._lent) or set(named) != self._lent:
+            raise InternalError(f"{len(self._lent)} blocks are lent, offers name {len(named)}")
+        ended = (TransferState.COMMITTED, TransferState.FAILED)
+        if any(incoming.state in ended for incoming in self._offers.values()):
+            raise InternalError("an ended offer is still in the table")
+
+    def _begin(self, number: int, incoming: Incoming, writer: Writer) -> None:
+        incoming.move(TransferState.RECEIVING)
+        try:
+            incoming.listener.on_receiving()
+        except TransferError as error:
+            self._end_failed(number, incoming, error)
+            raise
+        incoming.writer = writer
+
+    def _receiving(self, number: int) -> Incoming | None:
+        incoming = self._offers.get(number)
+        return incoming if incoming is not None and incoming.state is TransferState.RECEIVING else None
+
+    def _end_failed(self, number: int, incoming: Incoming, error: TransferError) -> None:
+        incoming.move(TransferState.FAILED)
+        self._forget(number, incoming)
+        incoming.listener.on_failed(error)
+        incoming.listener.on_writer_stopped()
+
+    def _forget(self, number: int, incoming: Incoming) -> None:
+        del self._offers[number]
+        self._lent -= {ref.block_id for ref in incoming.ticket.blocks}
+
+    def _new_number(self) -> int:
+        while (number := secrets.randbits(63)) in self._offers or number == 0:
+            pass
+        return number

@@ -1,0 +1,169 @@
+"""The receiving pool's endpoint: listens, runs a session per sender, owns the table of offers.
+
+See `base.Receiver` for the contract. Everything runs on the loop that called `start`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable
+
+from kvtransfer.base import BlockRef, Fingerprints, HandoffListener, Offer, PoolMemory
+from kvtransfer.connection import Connection
+from kvtransfer.endpoint import Endpoint
+from kvtransfer.lane import Landing
+from kvtransfer.local_pool import LocalPool
+from kvtransfer.offers import OfferTable
+from kvtransfer.session import Session
+from kvtransfer.timing import Timing
+from kvtransfer.transports import SHM, TCP, shm, tcp
+from tandem.clock import Clock
+from tandem.errors import ConfigError, TransferError
+
+MAX_SESSIONS = 1024
+"""Senders connected at a time; more are turned away."""
+_ACCEPT_PAUSE_S = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+class KvReceiver:
+    """Implements `base.Receiver` over shm and tcp."""
+
+    def __init__(
+        self,
+        memory: PoolMemory,
+        fingerprints: Fingerprints,
+        clock: Clock,
+        transports: tuple[str, ...],
+        listen_host: str,
+        *,
+        advertise_host: str | None = None,
+        timing: Timing | None = None,
+    ) -> None:
+        """`advertise_host` is what senders connect to, if not `listen_host`. Raises ConfigError."""
+        for name in transports:
+            if name not in {SHM, TCP}:
+                raise ConfigError("transport", f"{name!r} is not one of {SHM}, {TCP}")
+        if SHM in transports and memory.shared_fd is None:
+            raise ConfigError("transport", "shm needs a pool in shared memory")
+        self._pool = LocalPool(memory, fingerprints)
+        self._table = OfferTable(memory.incarnation, fingerprints.layout.fingerprint(), self._pool.num_blocks, clock)
+        self._transports = transports
+        self._listen_host = listen_host
+        self._advertise_host = advertise_host or listen_host
+        self._timing = timing or Timing()
+        self._endpoint = b""
+        self._accepting: dict[asyncio.Task[None], socket.socket] = {}
+        self._sessions: dict[asyncio.Task[None], Session] = {}
+
+    @property
+    def num_live(self) -> int:
+        """Offers that have not ended."""
+        return len(self._table)
+
+    async def start(self) -> None:
+        """Listens on every transport. Raises ConfigError if it cannot."""
+        unix_name, tcp_port = "", 0
+        if SHM in self._transports:
+            unix_name = f"tandem-kv-{secrets.token_hex(16)}"
+            self._accept_on(shm.listen(unix_name), self._shm_landing)
+        if TCP in self._transports:
+            listener = tcp.listen(self._listen_host)
+            tcp_port = listener.getsockname()[1]
+            self._accept_on(listener, lambda _: tcp.TcpLanding())
+        self._endpoint = Endpoint(
+            incarnation=self._pool.incarnation,
+            boot_id=shm.boot_id(),
+            uid=os.getuid(),
+            transports=self._transports,
+            unix_name=unix_name,
+            tcp_host=self._advertise_host if tcp_port else "",
+            tcp_port=tcp_port,
+        ).encode()
+
+    def offer(self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float) -> Offer:
+        """Mints a ticket for exactly these blocks, in this order. Never awaits."""
+        ticket = self._table.mint(blocks, listener, expires_in_s)
+        return Offer(ticket.transfer_id, ticket.encode(), self._endpoint)
+
+    def withdraw(self, transfer_id: str) -> None:
+        """The request is gone: fails the offer. Idempotent; unknown ids are no-ops."""
+        self._table.withdraw(transfer_id)
+
+    def reap(self) -> None:
+        """Fails what has expired."""
+        self._table.reap()
+
+    def check_invariants(self) -> None:
+        """Raises InternalError if the table of offers contradicts itself."""
+        self._table.check_invariants()
+
+    async def stop(self) -> None:
+        """Fails every offer, closes every connection and the endpoint. Idempotent.
+
+        Senders get `Timing.stop_s` to say that they stopped writing; an offer whose sender
+        does not is left without `on_writer_stopped`, as that would not be true.
+        """
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        for listener in self._accepting.values():
+            listener.close()
+        self._accepting.clear()
+        self._table.fail_all(TransferError("the receiver stops"))
+        await asyncio.gather(*(session.finish() for session in self._sessions.values()))
+        await self._end_sessions()
+        if len(self._table):
+            _log.warning("%d transfers end without proof that their writers stopped", len(self._table))
+        self._pool.close()
+
+    async def _end_sessions(self) -> None:
+        tasks = set(self._sessions)
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._timing.stop_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _shm_landing(self, sock: socket.socket) -> Landing:
+        if self._pool.shared_fd is None:
+            raise TransferError("the pool is not in shared memory")
+        return shm.ShmLanding(sock, self._pool.shared_fd)
+
+    def _accept_on(self, listener: socket.socket, landing_for: Callable[[socket.socket], Landing]) -> None:
+        task = asyncio.get_running_loop().create_task(self._accept(listener, landing_for), name="kv-accept")
+        self._accepting[task] = listener
+
+    async def _accept(self, listener: socket.socket, landing_for: Callable[[socket.socket], Landing]) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:  # out of descriptors, or the peer has gone again
+                _log.warning("cannot accept a kv connection: %s", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            self._begin_session(sock, landing_for)
+
+    def _begin_session(self, sock: socket.socket, landing_for: Callable[[socket.socket], Landing]) -> None:
+        try:
+            if len(self._sessions) >= MAX_SESSIONS:
+                raise TransferError(f"{MAX_SESSIONS} senders are connected")
+            session = Session(Connection(sock, self._timing), landing_for(sock), self._pool, self._table)
+        except (TransferError, OSError) as error:
+            _log.warning("refused a kv connection: %s", error)
+            sock.close()
+            return
+        task = asyncio.get_running_loop().create_task(session.run(), name="kv-session")
+        self._sessions[task] = session
+        task.add_done_callback(self._session_ended)
+
+    def _session_ended(self, task: asyncio.Task[None]) -> None:
+        del self._sessions[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a kv session ended by our own bug", exc_info=error)

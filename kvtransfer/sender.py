@@ -1,0 +1,105 @@
+"""The sending pool: one link per receiving pool, hand-offs multiplexed over it.
+
+See `base.Sender` for the contract.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+from kvtransfer.base import Fingerprints, Handoff, PoolMemory
+from kvtransfer.dialing import Dialer
+from kvtransfer.endpoint import Endpoint
+from kvtransfer.link import Link
+from kvtransfer.local_pool import LocalPool
+from kvtransfer.ticket import Ticket
+from kvtransfer.timing import Timing
+from kvtransfer.transports import AUTO, SHM, TCP
+from tandem.clock import Clock
+from tandem.errors import ConfigError, PeerLost, TransferError
+
+T = TypeVar("T")
+
+
+class KvSender:
+    """Implements `base.Sender` over shm and tcp; `transport` is auto, shm or tcp."""
+
+    def __init__(
+        self,
+        memory: PoolMemory,
+        fingerprints: Fingerprints,
+        clock: Clock,
+        transport: str,
+        *,
+        timing: Timing | None = None,
+    ) -> None:
+        """Raises ConfigError on a transport that this version does not have."""
+        if transport not in {AUTO, SHM, TCP}:
+            raise ConfigError("transport", f"{transport!r} is not one of {AUTO}, {SHM}, {TCP}")
+        self._pool = LocalPool(memory, fingerprints)
+        self._timing = timing or Timing()
+        self._dialer = Dialer(self._pool, transport, clock, self._timing)
+        self._links: dict[bytes, asyncio.Task[Link]] = {}
+        self._stopped = False
+
+    async def open(self, ticket: bytes, endpoint: bytes, timeout_s: float) -> Handoff:
+        """See `base.Sender.open`."""
+        shown = Ticket.decode(ticket)
+        Endpoint.decode(endpoint)
+        try:
+            async with asyncio.timeout(timeout_s):
+                link = await self._link(endpoint)
+                return await link.open(shown)
+        except TimeoutError:
+            raise PeerLost(f"transfer {shown.transfer_id} could not be opened in {timeout_s:g} s") from None
+
+    async def stop(self) -> None:
+        """Aborts every hand-off and closes every connection. Idempotent."""
+        self._stopped = True
+        dialing = list(self._links.values())
+        self._links.clear()
+        await asyncio.gather(*(_hang_up(task) for task in dialing))
+        self._pool.close()
+
+    async def _link(self, endpoint: bytes) -> Link:
+        """The open link to the endpoint, dialled once for all who ask at the same time."""
+        if self._stopped:
+            raise TransferError("the sender has stopped")
+        await self._forget_closed()
+        await self._forget_predecessors(endpoint)
+        dialing = self._links.get(endpoint)
+        if dialing is None:
+            work = self._dialer.dial(Endpoint.decode(endpoint))
+            dialing = asyncio.get_running_loop().create_task(work, name="kv-dial")
+            self._links[endpoint] = dialing
+        return await _undisturbed(dialing)
+
+    async def _forget_closed(self) -> None:
+        for endpoint, task in list(self._links.items()):
+            if task.done() and (task.cancelled() or task.exception() or not task.result().is_open):
+                del self._links[endpoint]
+                await _hang_up(task)
+
+    async def _forget_predecessors(self, endpoint: bytes) -> None:
+        """A peer that restarted on the same address is gone: closes its mapping at once."""
+        new = Endpoint.decode(endpoint)
+        for known, task in list(self._links.items()):
+            old = Endpoint.decode(known)
+            same_place = old.tcp_port != 0 and (old.tcp_host, old.tcp_port) == (new.tcp_host, new.tcp_port)
+            if same_place and old.incarnation != new.incarnation:
+                del self._links[known]
+                await _hang_up(task)
+
+
+async def _undisturbed(task: asyncio.Task[T]) -> T:
+    """The task's result; a caller that is cancelled leaves it running for the others."""
+    await asyncio.wait({task})
+    return task.result()
+
+
+async def _hang_up(dialing: asyncio.Task[Link]) -> None:
+    dialing.cancel()
+    await asyncio.wait({dialing})
+    if not dialing.cancelled() and dialing.exception() is None:
+        await dialing.result().close()

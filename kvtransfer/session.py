@@ -1,0 +1,187 @@
+"""The receiver's side of one connection: handshake, frames in, answers out, and its end.
+
+    shake hands → serve frames until BYE, EOF, silence or a bad frame → fail what is open
+        → (peers that write by themselves) wait for BYE or the proof of death → release
+
+Owns the connection. Judges nothing itself: offers live in the table, bytes in the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from kvtransfer.connection import Connection, expect
+from kvtransfer.frame import Frame, FrameType
+from kvtransfer.handshake import Hello, compare
+from kvtransfer.lane import Landing
+from kvtransfer.local_pool import LocalPool
+from kvtransfer.messages import Commit, Write, encode_error, encode_window
+from kvtransfer.offers import OfferTable
+from kvtransfer.transports import shm
+from tandem.errors import FrameError, HandshakeMismatch, PeerLost, TransferError
+from tandem.types import BlockId
+
+WINDOW_WRITES = 16
+"""WRITE frames that a sender may have unanswered."""
+_DISCARD_BYTES = 64 * 1024
+
+_log = logging.getLogger(__name__)
+
+
+class Session:
+    """One sender's connection; is the `Writer` of the offers that it opened."""
+
+    def __init__(self, connection: Connection, landing: Landing, pool: LocalPool, table: OfferTable) -> None:
+        self._connection = connection
+        self._landing = landing
+        self._pool = pool
+        self._table = table
+        self._open: set[int] = set()
+        self._landing_now: int | None = None
+        self._peer_let_go = False
+
+    def stop_writing(self, number: int, error: TransferError) -> bool:
+        """Tells the sender to stop. True unless bytes can still arrive in the blocks."""
+        if not self._peer_let_go:
+            self._connection.send(Frame(FrameType.WITHDRAWN, number, payload=encode_error(error)))
+        return self._peer_let_go or (self._landing.inline and self._landing_now != number)
+
+    async def run(self) -> None:
+        """Serves the connection to its end and closes it; a cancelled run closes it too."""
+        try:
+            await self._shake_hands()
+            await self._release(await self._serve())
+        except TransferError as error:
+            _log.warning("kv handshake over %s failed: %s", self._landing.name, error)
+            await self._connection.finish()
+        finally:
+            self._landing.close()
+            await self._connection.close()
+
+    async def finish(self) -> None:
+        """Sends what is queued and tells the peer that nothing follows, so that it says BYE."""
+        await self._connection.finish()
+
+    async def _shake_hands(self) -> None:
+        ours = self._pool.hello(self._landing.name)
+        try:
+            theirs = Hello.decode(expect(await self._connection.receive(), FrameType.HELLO).payload)
+            compare(ours, theirs)
+        except HandshakeMismatch:
+            self._connection.send(Frame(FrameType.HELLO, payload=ours.encode()))
+            raise
+        hello = Frame(FrameType.HELLO, payload=ours.encode())
+        if self._landing.shared_fd is None:
+            self._connection.send(hello)
+        else:
+            shm.send_with_descriptor(self._connection, hello, self._landing.shared_fd)
+        self._connection.start()
+
+    async def _serve(self) -> TransferError:
+        try:
+            while True:
+                frame = await self._connection.receive()
+                if frame.type is FrameType.BYE:
+                    self._peer_let_go = True
+                    return PeerLost("the sender closed the connection")
+                await self._handle(frame)
+        except TransferError as error:
+            return error
+
+    async def _handle(self, frame: Frame) -> None:
+        match frame.type:
+            case FrameType.HEARTBEAT:
+                pass
+            case FrameType.OPEN:
+                self._show(frame)
+            case FrameType.WRITE:
+                await self._write(frame)
+            case FrameType.COMMIT:
+                self._commit(frame)
+            case FrameType.ABORT:
+                self._aborted(frame.transfer)
+            case FrameType.DRAINED:
+                self._writer_stopped(frame.transfer)
+            case _:
+                raise FrameError(f"a sender does not say {frame.type.name}")
+
+    def _show(self, frame: Frame) -> None:
+        number = frame.transfer
+        try:
+            self._table.show(number, frame.payload, self)
+        except TransferError as error:
+            self._connection.send(Frame(FrameType.REFUSED, number, payload=encode_error(error)))
+            return
+        self._open.add(number)
+        self._connection.send(Frame(FrameType.OPEN_OK, number, payload=encode_window(WINDOW_WRITES)))
+
+    async def _write(self, frame: Frame) -> None:
+        number, write = frame.transfer, Write.decode(frame.payload)
+        blocks = self._table.claim(number, frame.seq, write) if number in self._open else None
+        if self._landing.inline:
+            await self._land(number, blocks or (), len(write.checksums) * self._pool.block_bytes)
+        if blocks is None or not self._table.is_receiving(number):
+            return
+        found = await self._pool.start(lambda: self._pool.checksums(blocks), len(blocks) * self._pool.block_bytes)
+        if self._table.verify(number, write, found):
+            self._connection.send(Frame(FrameType.WRITE_OK, number, frame.seq))
+
+    async def _land(self, number: int, blocks: Sequence[BlockId], num_bytes: int) -> None:
+        """Takes `num_bytes` off the connection: into the blocks while they may be written, else nowhere."""
+        self._landing_now = number
+        try:
+            for span in self._pool.spans(blocks):
+                filled = 0
+                while filled < len(span) and self._table.is_receiving(number):
+                    filled += await self._connection.receive_some(span[filled:])
+                num_bytes -= filled
+        finally:
+            self._landing_now = None
+            if blocks:  # else the number may be another session's
+                self._table.writer_stopped(number)
+        scrap = memoryview(bytearray(min(num_bytes, _DISCARD_BYTES)))
+        while num_bytes:
+            num_bytes -= await self._connection.receive_some(scrap[:num_bytes])
+
+    def _commit(self, frame: Frame) -> None:
+        number, commit = frame.transfer, Commit.decode(frame.payload)
+        try:
+            if number not in self._open:
+                raise TransferError(f"transfer {number:016x} is not open on this connection")
+            self._table.commit(number, commit)
+        except TransferError as error:
+            self._connection.send(Frame(FrameType.FAILED, number, payload=encode_error(error)))
+            return
+        self._open.discard(number)
+        self._connection.send(Frame(FrameType.COMMITTED, number))
+
+    def _aborted(self, number: int) -> None:
+        if number in self._open:
+            self._table.fail(number, TransferError("the sender gave up"))
+        self._writer_stopped(number)
+        self._connection.send(Frame(FrameType.DRAINED, number))
+
+    def _writer_stopped(self, number: int) -> None:
+        if number in self._open:
+            self._open.discard(number)
+            self._table.writer_stopped(number)
+
+    async def _release(self, error: TransferError) -> None:
+        """Fails what is open, then waits until the peer cannot write any more."""
+        for number in tuple(self._open):
+            self._table.fail(number, error)
+        if self._open and not self._landing.inline and not self._peer_let_go:
+            await self._peer_lets_go()
+        for number in tuple(self._open):
+            self._writer_stopped(number)
+
+    async def _peer_lets_go(self) -> None:
+        self._connection.end_lease()
+        await self._connection.finish()
+        try:
+            while (frame := await self._connection.receive()).type is not FrameType.BYE:
+                if frame.type in {FrameType.ABORT, FrameType.DRAINED}:
+                    self._writer_stopped(frame.transfer)
+        except TransferError:
+            await self._landing.peer_dead()

@@ -1,0 +1,93 @@
+"""The right to write into reserved blocks, for one transfer. Pure.
+
+Minted by the receiver, carried by the router unread, shown by the sender. The receiver keeps
+what it minted; a ticket that differs from that in any byte is refused, so nothing in it has
+to be trusted. The nonce makes it unguessable.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from dataclasses import dataclass
+
+from kvtransfer.base import BlockRef
+from tandem.errors import InternalError, TicketRefused
+from tandem.types import BlockId, Incarnation
+
+TICKET_VERSION = 1
+"""1: first version."""
+MAX_BLOCKS = 2**18
+NONCE_BYTES = 16
+_FIXED = struct.Struct("<BQ16s16s16sII")
+_MAX_EXPIRY_MS = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """`number` names the transfer on the wire; `blocks` are its positions 0, 1, … in order."""
+
+    number: int
+    incarnation: Incarnation
+    nonce: bytes
+    layout_fingerprint: str
+    expires_in_ms: int
+    blocks: tuple[BlockRef, ...]
+
+    @property
+    def transfer_id(self) -> str:
+        """The transfer's name outside this package."""
+        return f"{self.number:016x}"
+
+    def encode(self) -> bytes:
+        """Fixed part, then all block ids (u32), then all generations (u64)."""
+        n = len(self.blocks)
+        fixed = _FIXED.pack(
+            TICKET_VERSION,
+            self.number,
+            _hex16("incarnation", self.incarnation),
+            self.nonce,
+            _hex16("layout fingerprint", self.layout_fingerprint),
+            min(self.expires_in_ms, _MAX_EXPIRY_MS),
+            n,
+        )
+        ids = struct.pack(f"<{n}I", *(ref.block_id for ref in self.blocks))
+        return fixed + ids + struct.pack(f"<{n}Q", *(ref.generation for ref in self.blocks))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Ticket:
+        """Raises TicketRefused if the bytes are no ticket."""
+        if len(data) < _FIXED.size:
+            raise TicketRefused(f"ticket of {len(data)} bytes is too short")
+        version, number, incarnation, nonce, layout, expires_in_ms, n = _FIXED.unpack_from(data)
+        if version != TICKET_VERSION:
+            raise TicketRefused(f"ticket has version {version}, not {TICKET_VERSION}")
+        if not 0 < n <= MAX_BLOCKS or len(data) != _FIXED.size + 12 * n:
+            raise TicketRefused(f"ticket of {len(data)} bytes does not hold {n} blocks")
+        ids = struct.unpack_from(f"<{n}I", data, _FIXED.size)
+        generations = struct.unpack_from(f"<{n}Q", data, _FIXED.size + 4 * n)
+        blocks = tuple(BlockRef(BlockId(i), g) for i, g in zip(ids, generations, strict=True))
+        return cls(number, Incarnation(incarnation.hex()), nonce, layout.hex(), expires_in_ms, blocks)
+
+
+def check_shown(shown: bytes, minted: Ticket) -> None:
+    """Raises TicketRefused, naming what differs, unless `shown` is `minted` byte for byte."""
+    ticket = Ticket.decode(shown)
+    if not hmac.compare_digest(ticket.nonce, minted.nonce):
+        raise TicketRefused(f"ticket of transfer {minted.transfer_id} has a wrong nonce")
+    if ticket.incarnation != minted.incarnation:
+        raise TicketRefused(f"ticket of transfer {minted.transfer_id} is of another incarnation")
+    if ticket.blocks != minted.blocks:
+        raise TicketRefused(f"ticket of transfer {minted.transfer_id} names other blocks or generations")
+    if not hmac.compare_digest(shown, minted.encode()):
+        raise TicketRefused(f"ticket of transfer {minted.transfer_id} was altered")
+
+
+def _hex16(what: str, text: str) -> bytes:
+    try:
+        raw = bytes.fromhex(text)
+    except ValueError as error:
+        raise InternalError(f"{what} is not hexadecimal") from error
+    if len(raw) != 16:
+        raise InternalError(f"{what} has {len(raw)} bytes, not 16")
+    return raw
