@@ -16,18 +16,20 @@ bit for bit, alone and in any batch. There is no state; any worker can draw any 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from engine.penalties import adjust, changes_logits
 from engine.philox import uniforms
-from engine.row_scan import first_max, inverse_cdf, largest
+from engine.row_scan import chunk_masses, first_max, inverse_cdf, largest
 from engine.step import SampledToken, SampleSpec
 from engine.truncation import truncate
 from tandem.errors import InternalError
 from tandem.types import TokenId, TokenLogprobs
 
+_TILE_ELEMENTS = 1 << 20
+"""Size of the rows worked on at a time on a CPU: larger intermediates cost page faults, twice the time of the work."""
 _MIN_TEMPERATURE = 1e-30
 """Below it float32 runs out of exponents; the draw is the best token well before."""
 
@@ -65,17 +67,18 @@ def _choose(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
         raise InternalError(f"logits of rows {bad} are not finite")
     token_ids: list[int] = best_id.tolist()
     drawn = [row for row, spec in enumerate(specs) if spec.params.temperature > 0.0]
-    if drawn:
-        every = len(drawn) == len(specs)
-        rows, top = (logits, best) if every else (logits[drawn], best[drawn])
-        for row, token_id in zip(drawn, _draw(rows, top, [specs[row] for row in drawn]), strict=True):
+    for rows in _tiles(drawn, logits):
+        index = torch.tensor(rows, device=logits.device)
+        tokens = _draw(logits.index_select(0, index), best[index], [specs[row] for row in rows])
+        for row, token_id in zip(rows, tokens, strict=True):
             token_ids[row] = token_id
     return token_ids
 
 
 def _draw(logits: torch.Tensor, best: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+    """Overwrites `logits` `[R, V]`, a copy; `best` `[R]` are their maxima."""
     temperatures = torch.tensor([max(spec.params.temperature, _MIN_TEMPERATURE) for spec in specs])
-    scores = (logits - best[:, None]).div_(temperatures.to(logits.device)[:, None])  # [R, V], at most 0
+    scores = logits.sub_(best[:, None]).div_(temperatures.to(logits.device)[:, None])  # [R, V], at most 0
     weights = scores.exp()
     masses = truncate(scores, weights, [spec.params for spec in specs])
     numbers = uniforms(
@@ -89,17 +92,24 @@ def _draw(logits: torch.Tensor, best: torch.Tensor, specs: Sequence[SampleSpec])
 
 def _logprobs(logits: torch.Tensor, token_ids: list[int], specs: Sequence[SampleSpec]) -> dict[int, TokenLogprobs]:
     """Returns, for each row that wants them, the drawn token's log-probability and the best ones'."""
-    wanted = {row: spec.params.logprobs for row, spec in enumerate(specs) if spec.params.logprobs is not None}
-    rows = list(wanted)
-    all_logprobs = logits[rows].log_softmax(-1)  # [r, V]
-    drawn = torch.tensor([token_ids[row] for row in rows], device=logits.device)
-    drawn_logprobs = all_logprobs.gather(1, drawn[:, None])[:, 0].tolist()
-    values, indices = largest(all_logprobs, min(max(1, *wanted.values()), logits.shape[1]))
-    found = zip(rows, drawn_logprobs, values.tolist(), indices.tolist(), strict=True)
-    return {
-        row: TokenLogprobs(TokenId(token_ids[row]), logprob, _ranked(best, ids)[: wanted[row]])
-        for row, logprob, best, ids in found
-    }
+    found: dict[int, TokenLogprobs] = {}
+    for rows in _tiles([row for row, spec in enumerate(specs) if spec.params.logprobs is not None], logits):
+        scores = logits.index_select(0, torch.tensor(rows, device=logits.device))  # [r, V]
+        scores.sub_(first_max(scores)[0][:, None])
+        log_mass = chunk_masses(scores.exp())[:, -1:].log()  # [r, 1] float64
+        drawn = torch.tensor([[token_ids[row]] for row in rows], device=logits.device)
+        drawn_logprobs = (scores.gather(1, drawn) - log_mass)[:, 0].tolist()
+        counts = [specs[row].params.logprobs or 0 for row in rows]
+        values, indices = largest(scores, min(max(1, *counts), scores.shape[1]))
+        best = zip((values - log_mass).tolist(), indices.tolist(), strict=True)
+        for row, count, logprob, (top, ids) in zip(rows, counts, drawn_logprobs, best, strict=True):
+            found[row] = TokenLogprobs(TokenId(token_ids[row]), logprob, _ranked(top, ids)[:count])
+    return found
+
+
+def _tiles(rows: list[int], logits: torch.Tensor) -> Iterator[list[int]]:
+    size = max(1, len(rows) if logits.is_cuda else _TILE_ELEMENTS // logits.shape[1])
+    return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
 def _ranked(logprobs: list[float], token_ids: list[int]) -> tuple[tuple[TokenId, float], ...]:

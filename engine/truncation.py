@@ -56,7 +56,7 @@ def _nucleus_threshold(scores: torch.Tensor, kept_from: torch.Tensor, mass: torc
     lowest = scores.new_empty(len(scores))
     open_rows = torch.arange(len(scores), device=scores.device)
     for width in (*_NUCLEUS_GUESSES, vocab_size):
-        best, _ = largest(scores[open_rows], min(width, vocab_size))  # [r, width], descending
+        best, _ = largest(scores.index_select(0, open_rows), min(width, vocab_size))  # [r, width], descending
         weights = best.exp() * (best >= kept_from[open_rows, None])
         before = weights.cumsum(-1, dtype=torch.float64) - weights  # [r, width] mass of all better tokens
         num_kept = (before < mass[open_rows, None]).sum(-1).clamp_(min=1)  # [r]
@@ -73,4 +73,6 @@ def _keep_from(weights: torch.Tensor, scores: torch.Tensor, threshold: torch.Ten
 
 
 def _take(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    return rows if len(indices) == len(rows) else rows[indices]
+    if len(indices) == len(rows):
+        return rows
+    return rows.index_select(0, torch.tensor(indices, device=rows.device))

@@ -1,0 +1,265 @@
+"""What the sampler draws: greedy, adjusted, truncated, and with which log-probabilities."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from engine.sampler import sample
+from engine.step import SampleSpec
+from tandem.errors import InternalError
+from tandem.types import SamplingParams, TokenId
+
+CHI_SQUARE_P = 1e-6
+"""The seeds are fixed: a test that passes once passes for ever."""
+
+
+def spec(output_index: int = 0, choice_index: int = 0, prompt=(), output=(), **params) -> SampleSpec:
+    return SampleSpec(
+        SamplingParams(**{"max_tokens": 99, **params}), choice_index, output_index, tuple(prompt), tuple(output)
+    )
+
+
+def random_logits(rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def draw(logits: torch.Tensor, specs: list[SampleSpec]) -> list[int]:
+    return [token.token_id for token in sample(logits, specs)]
+
+
+def draw_many(row: torch.Tensor, count: int, **params) -> torch.Tensor:
+    specs = [spec(output_index=index, seed=5, **params) for index in range(count)]
+    return torch.tensor(draw(row.expand(count, -1), specs))
+
+
+def p_value(drawn: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Chi-square goodness of fit; cells expected less than 5 times are pooled."""
+    expected = probabilities.double() * len(drawn)
+    observed = torch.bincount(drawn, minlength=len(probabilities)).double()
+    small = expected < 5
+    expected = torch.cat((expected[~small], expected[small].sum()[None]))
+    observed = torch.cat((observed[~small], observed[small].sum()[None]))
+    if expected[-1] == 0:
+        assert observed[-1] == 0
+        expected, observed = expected[:-1], observed[:-1]
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2).double(), statistic / 2))
+
+
+@pytest.mark.parametrize("vocab_size", [5, 128, 300, 4096])
+def test_temperature_zero_takes_the_best_token(vocab_size: int) -> None:
+    logits = random_logits(7, vocab_size)
+    assert draw(logits, [spec(temperature=0.0)] * 7) == logits.argmax(-1).tolist()
+
+
+def test_the_lowest_of_equally_good_tokens_is_taken() -> None:
+    logits = torch.zeros(3, 1000)
+    logits[1, [130, 131, 900]] = 1.0
+    logits[2, [999, 400]] = 1.0
+    assert draw(logits, [spec(temperature=0.0)] * 3) == [0, 130, 400]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-6])
+def test_a_temperature_near_zero_draws_the_best_token(temperature: float) -> None:
+    logits = random_logits(4, 300)
+    assert draw(logits, [spec(temperature=temperature, seed=n) for n in range(4)]) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_never_drawn_from(temperature: float, bad: float) -> None:
+    logits = random_logits(3, 300)
+    logits[1, 200] = bad
+    with pytest.raises(InternalError, match=r"rows \[1\]"):
+        sample(logits, [spec(temperature=temperature)] * 3)
+
+
+def test_the_logits_stay_as_they_are() -> None:
+    logits = random_logits(2, 300)
+    before = logits.clone()
+    sample(logits, [spec(top_k=5, top_p=0.5, logprobs=3, logit_bias={1: 2.0}, output=(4,), presence_penalty=1.0)] * 2)
+    assert torch.equal(logits, before)
+
+
+def test_no_rows_give_no_tokens() -> None:
+    assert sample(torch.empty(0, 300), []) == []
+
+
+@pytest.mark.parametrize("vocab_size", [50, 700])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_softmax(vocab_size: int, temperature: float) -> None:
+    row = random_logits(1, vocab_size)
+    drawn = draw_many(row, 4000, temperature=temperature)
+    assert p_value(drawn, (row[0] / temperature).softmax(-1)) > CHI_SQUARE_P
+
+
+def test_the_chi_square_test_tells_a_wrong_distribution() -> None:
+    row = random_logits(1, 50)
+    assert p_value(draw_many(row, 4000, temperature=1.1), row[0].softmax(-1)) < CHI_SQUARE_P
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_k": 10_000},
+        {"top_p": 0.3},
+        {"top_p": 0.9},
+        {"top_p": 0.999},
+        {"top_p": 1e-9},
+        {"min_p": 0.1},
+        {"min_p": 1.0},
+        {"top_k": 40, "top_p": 0.8},
+        {"top_k": 40, "top_p": 0.9, "min_p": 0.05, "temperature": 0.7},
+    ],
+)
+@pytest.mark.parametrize("vocab_size", [60, 1999])
+def test_filtered_draws_follow_the_distribution_of_transformers(params: dict[str, float], vocab_size: int) -> None:
+    row = random_logits(1, vocab_size, seed=3)
+    scores = TemperatureLogitsWarper(params.get("temperature", 1.0))(None, row)
+    if "top_k" in params:
+        scores = TopKLogitsWarper(params["top_k"])(None, scores)
+    if "top_p" in params:
+        scores = TopPLogitsWarper(params["top_p"])(None, scores)
+    if "min_p" in params:
+        scores = MinPLogitsWarper(params["min_p"])(None, scores)
+    expected = scores.softmax(-1)[0]
+    drawn = draw_many(row, 3000, **params)
+    assert (expected[drawn] > 0).all(), "a token outside the support was drawn"
+    if (expected > 0).sum() > 1:
+        assert p_value(drawn, expected) > CHI_SQUARE_P
+    likely = (expected > 0.01).nonzero()[:, 0].tolist()
+    assert set(likely) <= set(drawn.tolist())
+
+
+def test_a_nucleus_wider_than_the_first_guesses_is_found_whole() -> None:
+    row = random_logits(1, 6000, seed=1) * 0.1  # nearly even: 0.9 of the mass takes over 5000 tokens
+    expected = TopPLogitsWarper(0.9)(None, row).softmax(-1)[0]
+    drawn = draw_many(row, 2000, top_p=0.9)
+    assert (expected[drawn] > 0).all()
+    assert len(set(drawn.tolist())) > 1200
+
+
+def test_equal_scores_at_the_border_of_a_filter_stay_together() -> None:
+    row = torch.full((1, 200), -50.0)
+    row[0, [10, 20, 30]] = 0.0
+    assert set(draw_many(row, 200, top_k=2).tolist()) == {10, 20, 30}
+    assert set(draw_many(row, 200, top_p=0.5).tolist()) == {10, 20, 30}
+
+
+def test_a_token_without_weight_is_never_drawn() -> None:
+    row = torch.full((1, 300), -torch.inf)
+    row[0, [0, 127, 299]] = torch.tensor([0.0, 1.0, 0.5])
+    assert set(draw_many(row, 500).tolist()) == {0, 127, 299}
+
+
+def test_seed_choice_and_position_decide_the_draw_and_nothing_else() -> None:
+    row = random_logits(1, 5000) * 0.1
+    base = draw(row, [spec(seed=1, output_index=3)])
+    assert draw(row, [spec(seed=1, output_index=3)]) == base
+    others = [spec(seed=2, output_index=3), spec(seed=1, output_index=4), spec(seed=1, output_index=3, choice_index=1)]
+    assert all(draw(row, [other]) != base for other in others)
+
+
+def test_a_repetition_penalty_is_that_of_transformers() -> None:
+    logits = random_logits(4, 300)
+    history = torch.tensor([[5, 9, 9, 120]] * 4)
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(history, logits)
+    specs = [spec(temperature=0.0, repetition_penalty=1.7, prompt=(5, 9), output=(9, 120))] * 4
+    for column in (5, 9, 120):
+        logits[:, column] = 20.0 - column / 100
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(history, logits).argmax(-1).tolist()
+    assert draw(logits, specs) == expected
+
+
+def test_presence_and_frequency_penalties_count_the_completion_only() -> None:
+    logits = torch.zeros(1, 300)
+    logits[0, 7], logits[0, 8], logits[0, 9] = 3.0, 2.0, 1.0
+    assert draw(logits, [spec(temperature=0.0, presence_penalty=1.5, prompt=(7, 7))]) == [7]
+    assert draw(logits, [spec(temperature=0.0, presence_penalty=1.5, output=(7, 7))]) == [8]
+    assert draw(logits, [spec(temperature=0.0, frequency_penalty=0.4, output=(7, 7))]) == [7]
+    assert draw(logits, [spec(temperature=0.0, frequency_penalty=0.6, output=(7, 7))]) == [8]
+
+
+def test_a_bias_moves_single_logits() -> None:
+    logits = random_logits(1, 300)
+    assert draw(logits, [spec(temperature=0.0, logit_bias={TokenId(44): 100.0})]) == [44]
+    best = int(logits.argmax())
+    assert draw(logits, [spec(temperature=0.0, logit_bias={TokenId(best): -100.0})]) != [best]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_end_tokens_cannot_come_before_min_tokens(temperature: float) -> None:
+    row = torch.zeros(1, 300)
+    row[0, 2] = 50.0
+    params = {"temperature": temperature, "min_tokens": 3, "end_token_ids": frozenset({TokenId(2)})}
+    drawn = draw(row.expand(5, -1), [spec(output_index=index, **params) for index in range(5)])
+    assert 2 not in drawn[:3]
+    assert drawn[3:] == [2, 2]
+
+
+def test_logprobs_are_those_of_the_raw_logits_best_first() -> None:
+    logits = random_logits(3, 300)
+    raw = logits.double().log_softmax(-1)
+    params = {"temperature": 0.7, "top_k": 2, "logit_bias": {TokenId(4): 5.0}, "logprobs": 5}
+    for row, token in enumerate(sample(logits, [spec(seed=n, **params) for n in range(3)])):
+        assert token.logprobs is not None
+        assert token.logprobs.token_id == token.token_id
+        assert token.logprobs.logprob == pytest.approx(float(raw[row, token.token_id]), abs=1e-5)
+        values, indices = raw[row].topk(5)
+        assert [token_id for token_id, _ in token.logprobs.top] == indices.tolist()
+        assert [logprob for _, logprob in token.logprobs.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+def test_each_row_gets_the_logprobs_that_it_asked_for() -> None:
+    tokens = sample(random_logits(4, 300), [spec(logprobs=count) for count in (None, 0, 3, 1)])
+    assert tokens[0].logprobs is None
+    assert [len(token.logprobs.top) for token in tokens[1:] if token.logprobs] == [0, 3, 1]
+
+
+def test_more_logprobs_than_the_vocabulary_has_are_all_of_it() -> None:
+    (token,) = sample(random_logits(1, 10), [spec(logprobs=20)])
+    assert token.logprobs is not None
+    assert len(token.logprobs.top) == 10
+
+
+MIXES = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    {"top_p": 0.8},
+    {"min_p": 0.02, "temperature": 1.3},
+    {"top_k": 300},
+    {"repetition_penalty": 1.2, "logit_bias": {TokenId(3): 1.0}},
+    {"temperature": 0.0, "logprobs": 4},
+    {"logprobs": 2, "top_p": 0.99},
+]
+
+
+@pytest.mark.parametrize("vocab_size", [333, 1024, 5003])
+def test_a_row_draws_the_same_alone_and_in_any_batch(vocab_size: int) -> None:
+    count = 45
+    logits = random_logits(count, vocab_size, seed=9)
+    specs = [
+        spec(output_index=n, seed=n % 7, prompt=(1, 2), output=(3, n), **MIXES[n % len(MIXES)]) for n in range(count)
+    ]
+    together = sample(logits, specs)
+    alone = [sample(logits[n : n + 1], specs[n : n + 1])[0] for n in range(count)]
+    assert together == alone
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
+    assert sample(logits[order], [specs[n] for n in order]) == [together[n] for n in order]
+
+
+def test_rows_beyond_one_tile_draw_the_same_too() -> None:
+    logits = random_logits(30, 49157, seed=2)
+    specs = [spec(seed=n, **MIXES[n % len(MIXES)]) for n in range(30)]
+    assert sample(logits, specs) == [sample(logits[n : n + 1], specs[n : n + 1])[0] for n in range(30)]
