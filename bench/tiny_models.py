@@ -7,7 +7,7 @@ mask or bias changes greedy tokens at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,9 @@ TINY_MODELS = (
 def build_tiny_model(tiny: TinyModel, seed: int = 0) -> PreTrainedModel:
     """The model in float32 by transformers, ready to generate."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny.config(), dtype=torch.float32).eval()
+    from_config: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
+    model = from_config(tiny.config(), dtype=torch.float32)
+    model.train(mode=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):

@@ -47,9 +47,9 @@ class Dims:
 
 def check_store(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> Dims:
     """Checks the arguments of `AttentionBackend.store_kv`; returns the bound sizes."""
-    dims = Dims()
+    dims = Dims(KV=2)
     device, dtype = kv_layer.device, kv_layer.dtype
-    dims.check("kv_layer", kv_layer, ("N", "2", "Hkv", "S", "D"), dtype, device)
+    dims.check("kv_layer", kv_layer, ("N", "KV", "Hkv", "S", "D"), dtype, device)
     dims.check("k", k, ("T", "Hkv", "D"), dtype, device)
     dims.check("v", v, ("T", "Hkv", "D"), dtype, device)
     dims.check("slot_mapping", slot_mapping, ("T",), torch.int64, device)
@@ -64,9 +64,9 @@ def check_attend(
     block_tables: torch.Tensor,
 ) -> Dims:
     """Checks the arguments of `AttentionBackend.attend`; returns the bound sizes."""
-    dims = Dims()
+    dims = Dims(KV=2)
     device, dtype = kv_layer.device, kv_layer.dtype
-    dims.check("kv_layer", kv_layer, ("N", "2", "Hkv", "S", "D"), dtype, device)
+    dims.check("kv_layer", kv_layer, ("N", "KV", "Hkv", "S", "D"), dtype, device)
     dims.check("q", q, ("T", "H", "D"), dtype, device)
     dims.check("seq_lens", seq_lens, ("B",), torch.int32, device)
     dims.check("cu_seqlens_q", cu_seqlens_q, ("B+1",), torch.int32, device)

@@ -1,0 +1,145 @@
+"""Rotary embedding follows transformers in each scaling and each form of config.json."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from bench.tiny_models import TinyModel
+from models.config import load_model_config
+from models.rope import RotaryEmbedding
+from tandem.errors import CheckpointError
+
+CPU = torch.device("cpu")
+CONTEXT = 128
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
+SCALINGS = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {"rope_type": "llama3", **LLAMA3},
+    "yarn": {"rope_type": "yarn", **YARN},
+    "yarn-untruncated": {"rope_type": "yarn", **YARN, "truncate": False, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn-mscale": {"rope_type": "yarn", **YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+    "yarn-attention-factor": {"rope_type": "yarn", **YARN, "attention_factor": 1.3},
+    "yarn-inferred-factor": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32},
+}
+
+
+@pytest.fixture
+def write_config(tmp_path):
+    def write(**keys):
+        config = {
+            "model_type": "llama",
+            "vocab_size": 320,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "max_position_embeddings": CONTEXT,
+            **keys,
+        }
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return write
+
+
+def cos_sin_of_both(folder, positions):
+    config = load_model_config(folder)
+    ours = RotaryEmbedding(config.rope, config.head_dim, CPU).cos_sin(positions, torch.float32)
+    theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder))(torch.zeros(1), positions[None])
+    return torch.stack(ours)[:, :, 0], torch.stack(theirs)[:, 0]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_new_form_gives_the_angles_of_transformers(write_config, scaling):
+    ours, theirs = cos_sin_of_both(
+        write_config(rope_parameters={"rope_theta": 50_000.0, **scaling}), torch.arange(CONTEXT)
+    )
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_old_form_gives_the_angles_of_transformers(write_config, scaling):
+    old = {"type": scaling["rope_type"], **{key: value for key, value in scaling.items() if key != "rope_type"}}
+    ours, theirs = cos_sin_of_both(write_config(rope_scaling=old, rope_theta=50_000), torch.arange(CONTEXT))
+    assert torch.equal(ours, theirs)
+
+
+def test_rope_scaling_goes_before_rope_parameters(write_config):
+    folder = write_config(
+        rope_scaling={"rope_type": "linear", "factor": 2.0},
+        rope_parameters={"rope_type": "linear", "factor": 5.0, "rope_theta": 77.0},
+    )
+    ours, theirs = cos_sin_of_both(folder, torch.arange(CONTEXT))
+    assert torch.equal(ours, theirs)
+
+
+def test_absent_rope_keys_mean_the_plain_embedding(write_config):
+    ours, theirs = cos_sin_of_both(write_config(), torch.arange(CONTEXT))
+    assert torch.equal(ours, theirs)
+
+
+def test_dynamic_scaling_of_a_decode_step_beyond_the_context_is_that_of_transformers(write_config):
+    folder = write_config(rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    for position in (CONTEXT - 1, CONTEXT, CONTEXT + 1, 3 * CONTEXT):
+        ours, theirs = cos_sin_of_both(folder, torch.tensor([position]))
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+
+
+def test_dynamic_frequencies_depend_on_the_position_alone(write_config):
+    config = load_model_config(write_config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}))
+    rope = RotaryEmbedding(config.rope, config.head_dim, CPU)
+    together = torch.stack(rope.cos_sin(torch.tensor([5, 200, 300]), torch.float32))
+    alone = torch.stack(rope.cos_sin(torch.tensor([200]), torch.float32))
+    assert torch.equal(together[:, 1:2], alone)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_generation_with_scaling_equals_transformers(tools, checkpoint, scaling):
+    name = f"llama-rope-{json.dumps(scaling)}"
+    rope = {"rope_theta": 10_000.0, **scaling}
+    overrides = {"max_position_embeddings": CONTEXT, "rope_parameters": rope}
+    folder = checkpoint(TinyModel(str(abs(hash(name))), "llama", overrides))
+    prompts = [tools.random_prompt(length) for length in (1, 31, 33, 100)]
+    reference = tools.load_transformers(folder)
+    driver = tools.driver(tools.load(folder), 16, 64)
+    assert driver.generate(prompts, 24, 64) == [tools.reference_tokens(reference, prompt, 24) for prompt in prompts]
+
+
+def test_dynamic_scaling_generates_as_transformers_does_across_the_end_of_the_context(tools, checkpoint):
+    overrides = {"max_position_embeddings": 64, "rope_parameters": {**SCALINGS["dynamic"], "rope_theta": 10_000.0}}
+    folder = checkpoint(TinyModel("llama-dynamic-64", "llama", overrides))
+    driver = tools.driver(tools.load(folder), 16, 64)
+    for length in (40, 64):
+        prompt = tools.random_prompt(length)
+        reference = tools.load_transformers(folder)  # afresh: it keeps the frequencies of longer seqs
+        assert driver.generate([prompt], 48, 32) == [tools.reference_tokens(reference, prompt, 48)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters.low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1}}, "high_freq_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention"),
+        ({"rope_parameters": "yarn"}, "rope_parameters"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_theta": -1}, "rope_theta"),
+        ({"rope_theta": float("inf")}, "rope_theta"),
+    ],
+)
+def test_rope_that_is_not_understood_is_refused_by_key(write_config, keys, named):
+    with pytest.raises(CheckpointError, match=rf"config\.json: .*{named}"):
+        load_model_config(write_config(**keys))
