@@ -1,0 +1,48 @@
+"""Prompts computed and decoded in one worker give transformers' tokens, however steps are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tandem.types import SequenceSpec, TokenId
+
+LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 65, 100)
+MAX_TOKENS = 20
+
+MakeSpec = Callable[..., SequenceSpec]
+Reference = Callable[[SequenceSpec], list[TokenId]]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("chunk_tokens", [16, 512])
+async def test_a_ragged_batch_gives_the_reference_tokens(
+    open_bench: Any, make_spec: MakeSpec, reference: Reference, block_size: int, chunk_tokens: int
+) -> None:
+    specs = [make_spec(length, MAX_TOKENS) for length in LENGTHS]
+    num_blocks = sum(-(-(length + MAX_TOKENS + 32) // block_size) for length in LENGTHS) + 16
+    async with open_bench(block_size, num_blocks, chunk_tokens=chunk_tokens) as bench:
+        assert await bench.complete(specs) == [reference(spec) for spec in specs]
+        assert bench.worker.load().preemptions == 0
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+async def test_a_pool_that_is_far_too_small_gives_the_same_tokens(
+    open_bench: Any, make_spec: MakeSpec, reference: Reference, block_size: int
+) -> None:
+    lengths = (17, 18, 19, 20, 21, 22)
+    specs = [make_spec(length, 120) for length in lengths]
+    num_blocks = (22 + 120) // block_size + 40 // block_size
+    async with open_bench(block_size, num_blocks, chunk_tokens=16) as bench:
+        assert await bench.complete(specs) == [reference(spec) for spec in specs]
+        assert bench.worker.load().preemptions > 0
+
+
+async def test_fewer_seats_than_sequences_give_the_same_tokens(
+    open_bench: Any, make_spec: MakeSpec, reference: Reference
+) -> None:
+    specs = [make_spec(length, MAX_TOKENS) for length in LENGTHS]
+    async with open_bench(max_seqs=3) as bench:
+        assert await bench.complete(specs) == [reference(spec) for spec in specs]
