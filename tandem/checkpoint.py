@@ -29,7 +29,14 @@ _FINGERPRINTED = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING_DEFAULTS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_p": (1e-6, 1),
+    "top_k": (0, 2**31),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-6, 100),
+}
+"""What is taken from generation_config.json, and its bounds: a bad default would fail every request."""
 _FACTOR_ROPES = frozenset({"linear", "dynamic", "yarn"})
 """Rope scalings whose factor stretches the context; llama3's max_position_embeddings already holds it."""
 
@@ -64,13 +71,14 @@ def read_checkpoint(model: str) -> CheckpointInfo:
     path = resolve_model(model)
     config = _Document.read(path / "config.json")
     generation = _Document.read(path / "generation_config.json", optional=True)
+    vocab_size = config.integer("vocab_size", low=1)
     return CheckpointInfo(
         name=DEMO if model == DEMO else path.resolve().name,
         path=path,
         family=config.string("model_type"),
-        vocab_size=config.integer("vocab_size", low=1),
+        vocab_size=vocab_size,
         context_tokens=_context_tokens(config),
-        eos_token_ids=_eos_token_ids(generation) or _eos_token_ids(config),
+        eos_token_ids=_eos_token_ids(generation, vocab_size) or _eos_token_ids(config, vocab_size),
         generation_defaults=_generation_defaults(generation),
         config_fingerprint=_fingerprint(path),
     )
@@ -136,11 +144,11 @@ def _context_tokens(config: _Document) -> int:
     return int(trained * (scaling.number("factor") or 1.0))
 
 
-def _eos_token_ids(document: _Document) -> frozenset[TokenId]:
+def _eos_token_ids(document: _Document, vocab_size: int) -> frozenset[TokenId]:
     value = document.values.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
-        raise document.error("eos_token_id", "must be a token id or a list of them")
+    if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < vocab_size for each in ids):
+        raise document.error("eos_token_id", f"must be a token id below {vocab_size}, or a list of them")
     return frozenset(TokenId(each) for each in ids)
 
 
@@ -148,6 +156,10 @@ def _generation_defaults(generation: _Document) -> Mapping[str, float | int]:
     found = {key: value for key in _SAMPLING_DEFAULTS if (value := generation.number(key)) is not None}
     if generation.values.get("do_sample") is False:
         found["temperature"] = 0.0  # an explicit no; where the key is missing, temperature decides
+    for key, value in found.items():
+        low, high = _SAMPLING_DEFAULTS[key]
+        if not low <= value <= high or (key == "top_k" and value != int(value)):
+            raise generation.error(key, f"{value} is not in [{low:g}, {high:g}]")
     return MappingProxyType(found)
 
 

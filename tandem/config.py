@@ -28,6 +28,7 @@ __all__ = [
     "add_arguments",
     "argv_of",
     "load",
+    "quiet_grpc",
     "traces_exporter",
 ]
 
@@ -194,3 +195,8 @@ def traces_exporter(environ: Mapping[str, str] | None = None) -> str:
     """Name of the OpenTelemetry trace exporter to use; empty = none. See `telemetry.tracing`."""
     variables = os.environ if environ is None else environ
     return variables.get("OTEL_TRACES_EXPORTER", "")
+
+
+def quiet_grpc() -> None:
+    """Keeps gRPC's own informational lines off stderr, unless `GRPC_VERBOSITY` asks for them."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

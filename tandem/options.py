@@ -73,7 +73,7 @@ class Option:
         if self.is_switch:
             return [self.flag if value else f"--no-{self.name}"]
         if self.is_list:
-            return [self.flag, ",".join(value)] if value else []
+            return [f"{self.flag}={','.join(value)}"]
         return [f"{self.flag}={self.none_word if value is None else value}"]
 
 
@@ -137,18 +137,22 @@ def load_options(cls: type[T], namespace: argparse.Namespace, environ: Mapping[s
 
 def argv_of(config: Any) -> list[str]:
     """The command line that makes an equal config, whatever the environment says."""
-    arguments: list[str] = []
-    for item in _fields(type(config)):
-        value = getattr(config, item.name)
-        if "option" in item.metadata:
-            arguments += item.metadata["option"].argv_of(value)
-        elif "group" in item.metadata:
-            arguments += argv_of(value)
-    return arguments
+    return _argv(config, frozenset())
 
 
 def _fields(cls: type[Any]) -> tuple[Field[Any], ...]:
     return fields(cls)
+
+
+def _argv(config: Any, hidden: frozenset[str]) -> list[str]:
+    arguments: list[str] = []
+    for item in _fields(type(config)):
+        value = getattr(config, item.name)
+        if "group" in item.metadata:
+            arguments += _argv(value, _own_names(item))
+        elif "option" in item.metadata and item.metadata["option"].name not in hidden:
+            arguments += item.metadata["option"].argv_of(value)
+    return arguments
 
 
 def _own_names(item: Field[Any]) -> frozenset[str]:

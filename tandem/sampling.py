@@ -64,7 +64,8 @@ def _refuse_not_built(message: inference_pb2.SamplingParams, limits: Limits) -> 
             raise UnsupportedOption(f"sampling.{name}")
     constraint = message.WhichOneof("constraint")
     if constraint is not None:
-        size = getattr(message, constraint).ByteSize() if constraint == "choice" else len(getattr(message, constraint))
+        value = getattr(message, constraint)
+        size = value.ByteSize() if constraint == "choice" else len(value.encode())
         if size > limits.max_schema_bytes:
             raise InvalidRequest(
                 f"sampling.{constraint}", f"{size} bytes exceed the limit of {limits.max_schema_bytes}"

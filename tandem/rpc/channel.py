@@ -9,6 +9,8 @@ ChannelOptions = list[tuple[str, int]]
 MAX_RECEIVE_BYTES = 8 * 1024 * 1024
 """Largest message taken, where no option says otherwise."""
 _KEEPALIVE_MS = 2000
+CONNECT_TIMEOUT_S = 5.0
+"""Given to one attempt to connect, handshake included; a refusal is known at once."""
 
 
 def keepalive_options(keepalive_ms: int = _KEEPALIVE_MS) -> ChannelOptions:
@@ -24,14 +26,18 @@ def keepalive_options(keepalive_ms: int = _KEEPALIVE_MS) -> ChannelOptions:
     ]
 
 
-def channel_options(max_receive_bytes: int = MAX_RECEIVE_BYTES, keepalive_ms: int = _KEEPALIVE_MS) -> ChannelOptions:
+def channel_options(
+    max_receive_bytes: int = MAX_RECEIVE_BYTES,
+    keepalive_ms: int = _KEEPALIVE_MS,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+) -> ChannelOptions:
     """The transport options of every channel, asynchronous or not."""
     return [
         *keepalive_options(keepalive_ms),
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", int(connect_timeout_s * 1000)),  # despite its name, only that
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),  # a new channel never inherits another's back-off

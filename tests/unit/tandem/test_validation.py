@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tandem.errors import InvalidRequest
+from tandem.limits import Limits
+from tandem.types import RequestId, SamplingParams, SequenceSpec, TextParams, TokenId
+from tandem.validation import Validator
+
+VOCAB_SIZE = 100
+CONTEXT_TOKENS = 64
+VALIDATOR = Validator(Limits(max_stop_strings=2, max_stop_bytes=4, max_logit_bias=2), VOCAB_SIZE, CONTEXT_TOKENS)
+
+
+def sequence(num_prompt: int = 10, num_output: int = 0, **sampling: Any) -> SequenceSpec:
+    return SequenceSpec(
+        request_id=RequestId("r-1"),
+        token_ids=tuple(TokenId(i) for i in range(num_prompt + num_output)),
+        num_prompt_tokens=num_prompt,
+        sampling=SamplingParams(**{"max_tokens": 8, **sampling}),
+    )
+
+
+def field_at_fault(spec: SequenceSpec, max_sequence_tokens: int | None = None) -> str:
+    with pytest.raises(InvalidRequest) as refused:
+        VALIDATOR.validate_sequence(spec, max_sequence_tokens)
+    return refused.value.field
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 1e-6},
+        {"top_p": 1e-6, "min_p": 1.0, "top_k": 2**32 - 1},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 0.01},
+        {"seed": 2**64 - 1, "logprobs": 20},
+        {"logit_bias": {TokenId(0): -100.0, TokenId(99): 100.0}},
+        {"min_tokens": 8},
+        {"max_tokens": 54},
+    ],
+)
+def test_a_good_sequence_passes(values: dict[str, Any]) -> None:
+    VALIDATOR.validate_sequence(sequence(**values), max_sequence_tokens=64)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+)
+def test_a_value_that_is_no_finite_number_is_refused(name: str, bad: float) -> None:
+    assert field_at_fault(sequence(**{name: bad})) == f"sampling.{name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", 55),
+        ("max_tokens", 2**32 - 1),
+        ("min_tokens", 9),
+        ("temperature", -0.1),
+        ("temperature", 101.0),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("min_p", -0.01),
+        ("min_p", 1.01),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("seed", -1),
+        ("logprobs", 21),
+        ("logit_bias", {TokenId(100): 1.0}),
+        ("logit_bias", {TokenId(1): 100.5}),
+        ("logit_bias", {TokenId(1): math.nan}),
+        ("logit_bias", dict.fromkeys((TokenId(1), TokenId(2), TokenId(3)), 1.0)),
+    ],
+)
+def test_a_value_out_of_its_bounds_is_refused_by_name(name: str, value: object) -> None:
+    assert field_at_fault(sequence(**{name: value})) == f"sampling.{name}"
+
+
+@pytest.mark.parametrize(
+    ("spec", "max_sequence_tokens", "field"),
+    [
+        (sequence(num_prompt=0), None, "prompt"),
+        (sequence(num_prompt=64), None, "prompt"),
+        (sequence(num_prompt=65), None, "prompt"),
+        (sequence(num_prompt=32), 32, "prompt"),
+        (sequence(num_prompt=30, max_tokens=3), 32, "sampling.max_tokens"),
+        (replace(sequence(), token_ids=(TokenId(100),), num_prompt_tokens=1), None, "token_ids.ids"),
+        (replace(sequence(), token_ids=(TokenId(-1),), num_prompt_tokens=1), None, "token_ids.ids"),
+        (replace(sequence(), token_ids=(TokenId(1), TokenId(100)), num_prompt_tokens=1), None, "token_ids.ids"),
+        (replace(sequence(), num_prompt_tokens=11), None, "num_prompt_tokens"),
+        (sequence(num_output=8), None, "token_ids.ids"),
+        (replace(sequence(), request_id=RequestId("x" * 257)), None, "request_id"),
+        (replace(sequence(), request_id=RequestId("a\nb")), None, "request_id"),
+        (replace(sequence(), index=16), None, "index"),
+        (replace(sequence(), timeout_s=math.nan), None, "timeout_seconds"),
+        (replace(sequence(), timeout_s=-1.0), None, "timeout_seconds"),
+        (sequence(end_token_ids=frozenset({TokenId(100)})), None, "sampling.stop_token_ids"),
+    ],
+)
+def test_a_bad_sequence_is_refused_by_field(spec: SequenceSpec, max_sequence_tokens: int | None, field: str) -> None:
+    assert field_at_fault(spec, max_sequence_tokens) == field
+
+
+def test_a_resumed_sequence_passes() -> None:
+    VALIDATOR.validate_sequence(sequence(num_output=7))
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        (TextParams(stop=("a", "b", "c")), "sampling.stop"),
+        (TextParams(stop=("",)), "sampling.stop"),
+        (TextParams(stop=("ééé",)), "sampling.stop"),
+        (TextParams(stop_token_ids=frozenset({TokenId(100)})), "sampling.stop_token_ids"),
+        (TextParams(stop_token_ids=frozenset(map(TokenId, range(257)))), "sampling.stop_token_ids"),
+    ],
+)
+def test_bad_stops_are_refused(text: TextParams, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        VALIDATOR.validate_text(text)
+
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("num_bytes", [0, Limits().max_prompt_bytes + 1])
+def test_an_empty_or_oversize_text_is_refused(num_bytes: int) -> None:
+    with pytest.raises(InvalidRequest, match="text"):
+        VALIDATOR.validate_prompt_bytes("text", num_bytes)
+
+
+@pytest.mark.parametrize("num_messages", [0, Limits().max_chat_messages + 1])
+def test_an_empty_or_oversize_chat_is_refused(num_messages: int) -> None:
+    with pytest.raises(InvalidRequest, match=r"chat\.messages"):
+        VALIDATOR.validate_chat_messages(num_messages)
+
+
+def test_a_long_cache_salt_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="cache_salt"):
+        VALIDATOR.validate_cache_salt("s" * 257)
