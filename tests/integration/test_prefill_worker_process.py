@@ -1,0 +1,108 @@
+"""`python -m prefill_worker` as its own process, driven over gRPC as a router would."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bench.tiny_models import TINY_MODELS, save_tiny_model
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(TINY_MODELS[0], tmp_path_factory.mktemp("model"))
+
+
+@asynccontextmanager
+async def process(model: Path, *options: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "prefill_worker", "--model", str(model), "--threads", "1", "--kv-blocks", "64"),
+        *options,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        yield child
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.communicate()
+
+
+async def address_of(child: asyncio.subprocess.Process) -> str:
+    assert child.stdout is not None
+    async with asyncio.timeout(DEADLINE_S):
+        word, address = (await child.stdout.readline()).decode().split()
+    assert word == "ready"
+    return address
+
+
+def prefill_message(handle: int, num_tokens: int = 20, max_tokens: int = 4) -> worker_pb2.ConnectRequest:
+    sequence = worker_pb2.Sequence(
+        request_id="r",
+        token_ids=[1 + index for index in range(num_tokens)],
+        num_prompt_tokens=num_tokens,
+        sampling=worker_pb2.ResolvedSampling(max_tokens=max_tokens, top_p=1.0, repetition_penalty=1.0),
+    )
+    prefill = worker_pb2.Prefill(handle=handle, sequence=sequence, ticket=b"not a ticket", kv_endpoint=b"nowhere")
+    return worker_pb2.ConnectRequest(prefill=prefill)
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[Callable[[worker_pb2.ConnectRequest], object]]:
+    """A router's stream; gives what sends a message and reads the next answer."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Connect()
+        await call.write(worker_pb2.ConnectRequest(hello=worker_pb2.RouterHello(router_incarnation="0" * 32)))
+        assert (await call.read()).hello.incarnation
+
+        async def ask(message: worker_pb2.ConnectRequest) -> worker_pb2.ConnectResponse:
+            await call.write(message)
+            async with asyncio.timeout(DEADLINE_S):
+                return await call.read()
+
+        yield ask
+        call.cancel()
+
+
+async def test_it_serves_answers_and_leaves_with_code_0_on_sigterm(model: Path) -> None:
+    async with process(model) as child:
+        address = await address_of(child)
+        async with grpc.aio.insecure_channel(address) as channel:
+            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert health.status == health_pb2.HealthCheckResponse.SERVING
+        async with connected(address) as ask:
+            refused = await ask(prefill_message(1, max_tokens=100_000))
+            assert (refused.failed.handle, refused.failed.field) == (1, "sampling.max_tokens")
+            failed = await ask(prefill_message(2))
+            assert failed.failed.handle == 2
+            assert failed.failed.retryable
+            once = await ask(prefill_message(3, max_tokens=1))
+            assert once.WhichOneof("message") in {"failed", "prefill_done"}
+        child.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await child.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"), [(("--chunk-tokens", "0"), "chunk-tokens"), (("--transport", "nccl"), "transport")]
+)
+async def test_a_bad_option_ends_with_code_2_and_its_name(model: Path, options: tuple[str, ...], named: str) -> None:
+    async with process(model, *options) as child:
+        async with asyncio.timeout(DEADLINE_S):
+            _, errors = await child.communicate()
+        assert child.returncode == 2
+        assert named in errors.decode()
