@@ -1,0 +1,84 @@
+"""A step's tensors, against a plain walk over its seqs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.batch import build_batch
+from engine.block_table import BlockTable
+from engine.step import SampleSpec, ScheduledSeq
+from tandem.errors import InternalError
+from tandem.types import BlockId, SamplingParams, TokenId
+
+CPU = torch.device("cpu")
+SAMPLE = SampleSpec(SamplingParams(max_tokens=1), 0, 0)
+
+
+def scheduled(tokens, context_len, blocks, sample: SampleSpec | None = SAMPLE) -> ScheduledSeq:
+    return ScheduledSeq(
+        tuple(TokenId(t) for t in tokens), context_len, BlockTable([BlockId(b) for b in blocks]), sample
+    )
+
+
+def test_a_chunk_and_a_decode_step_lie_end_to_end() -> None:
+    seqs = [scheduled([10, 11, 12], 3, [7, 5], sample=None), scheduled([20], 4, [2, 0])]
+    batch = build_batch(seqs, 4, CPU)
+    assert batch.token_ids.tolist() == [10, 11, 12, 20]
+    assert batch.positions.tolist() == [3, 4, 5, 4]
+    assert batch.metadata.slot_mapping.tolist() == [31, 20, 21, 0]
+    assert batch.metadata.cu_seqlens_q.tolist() == [0, 3, 4]
+    assert batch.metadata.seq_lens.tolist() == [6, 5]
+    assert batch.metadata.block_tables.tolist() == [[7, 5], [2, 0]]
+    assert (batch.metadata.query_lens_host, batch.metadata.seq_lens_host) == ((3, 1), (6, 5))
+    assert batch.sample_rows.tolist() == [3]
+    assert batch.sample_specs == (SAMPLE,)
+
+
+def test_dtypes_are_those_of_the_attention_contract() -> None:
+    batch = build_batch([scheduled([1], 0, [3])], 16, CPU)
+    metadata = batch.metadata
+    int32 = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables)
+    assert {tensor.dtype for tensor in int32} == {torch.int32}
+    int64 = (batch.token_ids, batch.positions, batch.sample_rows, metadata.slot_mapping)
+    assert {tensor.dtype for tensor in int64} == {torch.int64}
+    assert all(tensor.is_contiguous() for tensor in (*int32, *int64))
+
+
+def test_blocks_beyond_this_step_are_left_out() -> None:
+    batch = build_batch([scheduled([1], 0, [3, 9, 8]), scheduled([1, 2], 3, [4, 6])], 4, CPU)
+    assert batch.metadata.block_tables.tolist() == [[3, -1], [4, 6]]
+
+
+def test_a_step_that_samples_nothing_has_no_rows() -> None:
+    batch = build_batch([scheduled([1, 2], 0, [3], sample=None)], 4, CPU)
+    assert batch.sample_rows.shape == (0,)
+    assert batch.sample_rows.dtype == torch.int64
+
+
+def test_a_table_too_short_for_its_tokens_is_refused() -> None:
+    with pytest.raises(InternalError, match="1 blocks for 8 token slots"):
+        build_batch([scheduled([1, 2], 3, [3])], 4, CPU)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20), st.booleans()), min_size=1, max_size=6),
+    st.sampled_from([1, 3, 16]),
+)
+def test_each_token_has_its_position_and_its_slot(shapes: list[tuple[int, int, bool]], block_size: int) -> None:
+    seqs, expected, rows, next_block = [], [], [], 0
+    for query_len, context_len, sampled in shapes:
+        num_blocks = -(-(query_len + context_len) // block_size)
+        blocks = list(range(next_block, next_block + num_blocks))[::-1]
+        next_block += num_blocks
+        positions = range(context_len, context_len + query_len)
+        expected += [(p + 100, p, blocks[p // block_size] * block_size + p % block_size) for p in positions]
+        seqs.append(scheduled([p + 100 for p in positions], context_len, blocks, SAMPLE if sampled else None))
+        rows += [len(expected) - 1] if sampled else []
+    batch = build_batch(seqs, block_size, CPU)
+    slots = batch.metadata.slot_mapping.tolist()
+    assert list(zip(batch.token_ids.tolist(), batch.positions.tolist(), slots, strict=True)) == expected
+    assert len(set(slots)) == len(slots)
+    assert batch.sample_rows.tolist() == rows

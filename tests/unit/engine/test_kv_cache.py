@@ -1,0 +1,137 @@
+"""Memory of the pool: shape, sharing, poison, closing; and how much of it to take."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.kv_cache import KvCache
+from engine.memory import GIB, available_memory_bytes, blocks_that_fit, check_memory
+from tandem.errors import ConfigError
+from tandem.kv_layout import DType, KvLayout
+
+CPU = torch.device("cpu")
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, block_size=4, head_dim=8, dtype=DType.BFLOAT16)
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="memory files are Linux's")
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_block_is_one_contiguous_span_of_bytes(dtype: DType, shared: bool) -> None:
+    layout = KvLayout(2, 3, 4, 8, dtype)
+    cache = KvCache.create(layout, 5, CPU, shared=shared)
+    assert cache.tensor.shape == (5, 2, 2, 3, 4, 8)
+    assert cache.tensor.is_contiguous()
+    assert cache.blocks_view.shape == (5, layout.block_bytes)
+    cache.tensor.zero_()
+    cache.tensor[3] = 1.0
+    assert [bool(row.any()) for row in cache.blocks_view] == [False, False, False, True, False]
+    assert cache.num_blocks == 5
+    cache.close()
+
+
+def test_memory_of_its_own_has_no_descriptor() -> None:
+    assert KvCache.create(LAYOUT, 2, CPU).shared_fd is None
+
+
+@linux_only
+def test_a_peer_with_the_descriptor_writes_into_the_same_bytes() -> None:
+    cache = KvCache.create(LAYOUT, 4, CPU, shared=True)
+    assert cache.shared_fd is not None
+    with mmap.mmap(cache.shared_fd, 4 * LAYOUT.block_bytes) as peer:
+        cache.blocks_view.zero_()
+        peer[LAYOUT.block_bytes] = 77
+        assert int(cache.blocks_view[1, 0]) == 77
+        cache.blocks_view[2, 5] = 9
+        assert peer[2 * LAYOUT.block_bytes + 5] == 9
+    cache.close()
+
+
+@linux_only
+def test_shared_memory_can_neither_grow_nor_shrink() -> None:
+    cache = KvCache.create(LAYOUT, 4, CPU, shared=True)
+    fd = cache.shared_fd
+    assert fd is not None
+    for size in (0, 8 * LAYOUT.block_bytes):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    cache.close()
+
+
+@linux_only
+def test_closing_gives_the_descriptor_and_the_mapping_back() -> None:
+    cache = KvCache.create(LAYOUT, 4, CPU, shared=True)
+    fd = cache.shared_fd
+    assert fd is not None
+    assert "tandem-kv" in Path("/proc/self/maps").read_text()
+    cache.close()
+    cache.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert "tandem-kv" not in Path("/proc/self/maps").read_text()
+    with pytest.raises(ValueError, match="closed"):
+        _ = cache.tensor
+
+
+@linux_only
+def test_a_view_that_outlives_closing_can_still_be_read() -> None:
+    cache = KvCache.create(LAYOUT, 4, CPU, shared=True)
+    view = cache.blocks_view
+    view.fill_(7)
+    cache.close()
+    assert int(view[3, 0]) == 7
+
+
+def test_poison_is_nan_everywhere() -> None:
+    cache = KvCache.create(LAYOUT, 4, CPU)
+    cache.fill_poison()
+    assert bool(cache.tensor.isnan().all())
+
+
+def test_memory_that_is_not_there_is_a_matter_of_configuration() -> None:
+    with pytest.raises(ConfigError, match="--kv-memory"):
+        KvCache.create(LAYOUT, 1 << 50, CPU)
+    with pytest.raises(ConfigError, match="--kv-memory"):
+        check_memory(LAYOUT, 1 << 50, CPU)
+    check_memory(LAYOUT, 1, CPU)
+
+
+def test_a_size_in_bytes_is_kept_to() -> None:
+    assert blocks_that_fit(LAYOUT, 10 * LAYOUT.block_bytes + 1, CPU, max_tokens=1) == 10
+    with pytest.raises(ConfigError, match="--kv-memory"):
+        blocks_that_fit(LAYOUT, LAYOUT.block_bytes - 1, CPU, max_tokens=1)
+
+
+def test_by_default_a_small_model_takes_no_more_than_its_contexts_need() -> None:
+    assert blocks_that_fit(LAYOUT, None, CPU, max_tokens=30) == 8
+
+
+def test_by_default_a_large_model_takes_a_modest_share() -> None:
+    layout = KvLayout(80, 64, 16, 128, DType.FLOAT32)
+    num_blocks = blocks_that_fit(layout, None, CPU, max_tokens=10**9)
+    assert num_blocks * layout.block_bytes <= min(4 * GIB, available_memory_bytes(CPU))
+
+
+def make_root(root: Path, limit: str | None) -> Path:
+    (root / "proc").mkdir()
+    (root / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\n")
+    if limit is not None:
+        (root / "sys/fs/cgroup").mkdir(parents=True)
+        (root / "sys/fs/cgroup/memory.max").write_text(f"{limit}\n")
+        (root / "sys/fs/cgroup/memory.current").write_text("1000000\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(None, 5_120_000), ("max", 5_120_000), ("3000000", 2_000_000), ("999", 0)]
+)
+def test_available_memory_is_the_machines_or_the_containers(tmp_path: Path, limit: str | None, expected: int) -> None:
+    assert available_memory_bytes(CPU, make_root(tmp_path, limit)) == expected

@@ -1,0 +1,133 @@
+"""From a checkpoint folder to the reference's tokens, and what is refused on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.loading import Engine, EngineOptions, load_engine, resolve_device
+from engine.placement import ThreadPlacement
+from engine.sequence import Sequence
+from tandem.errors import CheckpointError, ConfigError
+from tandem.kv_layout import DType
+from tandem.types import SequenceSpec
+
+NUM_NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=160,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    path = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(config).float().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def options(checkpoint: Path) -> EngineOptions:
+    return EngineOptions(
+        model_path=checkpoint, device="cpu", dtype="float32", placement=ThreadPlacement(threads=1), max_seqs=4
+    )
+
+
+async def complete(engine: Engine, spec: SequenceSpec, chunk_tokens: int) -> list[int]:
+    seq = Sequence(spec)
+    while not seq.is_finished:
+        num_tokens = min(seq.num_remaining_tokens, chunk_tokens)
+        seq.add_blocks(engine.pool.allocate(seq.blocks_wanted(num_tokens, engine.layout.block_size)))
+        (token,) = await engine.thread.step([seq.scheduled(num_tokens)])
+        seq.advance(num_tokens)
+        if token is not None:
+            seq.append_token(token.token_id)
+    engine.pool.release(seq.take_blocks())
+    return list(seq.token_ids)[spec.num_prompt_tokens :]
+
+
+@pytest.mark.parametrize(("block_size", "chunk_tokens", "shared"), [(1, 64, False), (4, 3, True), (16, 7, False)])
+async def test_the_engine_gives_the_tokens_of_transformers(
+    options: EngineOptions,
+    make_spec: Callable[..., SequenceSpec],
+    block_size: int,
+    chunk_tokens: int,
+    shared: bool,
+) -> None:
+    prompt = tuple(range(3, 36))
+    reference = LlamaForCausalLM.from_pretrained(options.model_path, dtype=torch.float32)
+    expected = reference.generate(
+        torch.tensor([prompt]), do_sample=False, min_new_tokens=NUM_NEW_TOKENS, max_new_tokens=NUM_NEW_TOKENS
+    )[0, len(prompt) :].tolist()
+    engine = load_engine(replace(options, block_size=block_size, shared_kv=shared))
+    try:
+        engine.kv_cache.fill_poison()
+        spec = make_spec(prompt, max_tokens=NUM_NEW_TOKENS)
+        assert await complete(engine, spec, chunk_tokens) == expected
+        engine.pool.assert_idle()
+    finally:
+        engine.close()
+
+
+async def test_an_engine_says_what_it_is_and_steps_on_its_thread(options, make_spec) -> None:
+    engine = load_engine(options)
+    try:
+        assert engine.layout.dtype is DType.FLOAT32
+        assert engine.pool.num_blocks == engine.kv_cache.num_blocks == 4 * 128 // 16
+        assert engine.max_sequence_tokens == 128
+        assert len(engine.fingerprint) >= 32
+        assert engine.load_s > 0
+        seq = Sequence(make_spec((1, 2, 3)))
+        seq.add_blocks(engine.pool.allocate(1))
+        (token,) = await engine.thread.step([seq.scheduled(3)])
+        assert token is not None
+        assert engine.thread.num_steps == 1
+    finally:
+        engine.close()
+        engine.close()
+
+
+def test_a_small_pool_bounds_the_longest_sequence(options: EngineOptions) -> None:
+    engine = load_engine(replace(options, kv_blocks=3))
+    assert engine.max_sequence_tokens == 48
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "option"),
+    [
+        ({"kv_blocks": 4, "kv_memory_bytes": 4096}, "--kv-blocks"),
+        ({"kv_blocks": 1 << 50}, "--kv-memory"),
+        ({"kv_memory_bytes": 1}, "--kv-memory"),
+        ({"device": "tpu"}, "--device"),
+        ({"device": "meta"}, "--device"),
+        ({"device": "cuda:99"}, "--device"),
+        ({"dtype": "float8"}, "--dtype"),
+        ({"attention_backend": "abacus"}, "--attention-backend"),
+        ({"placement": ThreadPlacement(cpus=frozenset({4000}))}, "--threads"),
+    ],
+)
+def test_a_bad_option_is_refused_by_name(options: EngineOptions, changes: dict[str, object], option: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_engine(replace(options, **changes))
+    assert caught.value.option == option
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(options: EngineOptions, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        load_engine(replace(options, model_path=tmp_path))
+
+
+def test_auto_is_a_device_that_is_here() -> None:
+    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
