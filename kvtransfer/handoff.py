@@ -57,7 +57,8 @@ class OutgoingHandoff:
         self._pool = pool
         self._clock = clock
         self._timing = timing
-        self._checksums = [0] * len(ticket.blocks)
+        self._checksums: list[int | None] = [None] * len(ticket.blocks)
+        self._claimed = bytearray(len(ticket.blocks))
         self._window: int | None = None
         self._unanswered = 0
         self._num_writes = 0
@@ -82,10 +83,7 @@ class OutgoingHandoff:
     async def push(self, first: int, source_blocks: tuple[BlockId, ...]) -> None:
         """See `base.Handoff.push`. After a cancelled push, sources are lent until `abort` returns."""
         started_s = self._clock.now_s()
-        if not 0 <= first <= first + len(source_blocks) <= len(self._checksums):
-            raise TransferError(f"positions {first}:{first + len(source_blocks)} leave the offer")
-        if not all(0 <= block_id < self._pool.num_blocks for block_id in source_blocks):
-            raise TransferError(f"source blocks leave the pool of {self._pool.num_blocks}")
+        self._claim(first, source_blocks)
         for position, piece in self._pieces(first, source_blocks):
             await self._until(self._has_credit)
             self._unanswered += 1
@@ -97,7 +95,8 @@ class OutgoingHandoff:
         started_s = self._clock.now_s()
         if not self._committed:
             self._raise_if_ended()
-            commit = Commit(self._num_writes, digest_of(self._checksums), first_token_payload)
+            digest = digest_of([known for known in self._checksums if known is not None])
+            commit = Commit(self._num_writes, digest, first_token_payload)
             self._send(FrameType.COMMIT, payload=commit.encode())
             await self._until(lambda: self._committed)
             self._busy_s += self._clock.now_s() - started_s
@@ -145,6 +144,17 @@ class OutgoingHandoff:
         self._error = error
         self._changed.set()
         return True
+
+    def _claim(self, first: int, sources: tuple[BlockId, ...]) -> None:
+        """Each position is written once: a second copy would spoil what may be verified already."""
+        end = first + len(sources)
+        if not 0 <= first <= end <= len(self._claimed):
+            raise TransferError(f"positions {first}:{end} leave the offer of {len(self._claimed)} blocks")
+        if not all(0 <= block_id < self._pool.num_blocks for block_id in sources):
+            raise TransferError(f"source blocks leave the pool of {self._pool.num_blocks}")
+        if any(self._claimed[first:end]):
+            raise TransferError(f"positions {first}:{end} were pushed before")
+        self._claimed[first:end] = b"\1" * len(sources)
 
     async def _write(self, first: int, sources: tuple[BlockId, ...]) -> None:
         end = first + len(sources)
