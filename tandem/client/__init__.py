@@ -1,0 +1,37 @@
+"""Calling a Tandem server from Python: `AsyncClient` for asyncio, `Client` for everything else.
+
+Both speak plain dataclasses and raise the exceptions of `tandem.errors`; nobody above this
+package sees protobuf or grpc.
+"""
+
+from tandem.client.aio import AsyncClient
+from tandem.client.request import GenerateOptions, Message, SamplingOptions
+from tandem.client.results import (
+    Choice,
+    ClusterStatus,
+    Completion,
+    GenerationUpdate,
+    ServedModel,
+    Timings,
+    Tokenization,
+    Usage,
+    WorkerStatus,
+)
+from tandem.client.sync import Client
+
+__all__ = [
+    "AsyncClient",
+    "Choice",
+    "Client",
+    "ClusterStatus",
+    "Completion",
+    "GenerateOptions",
+    "GenerationUpdate",
+    "Message",
+    "SamplingOptions",
+    "ServedModel",
+    "Timings",
+    "Tokenization",
+    "Usage",
+    "WorkerStatus",
+]

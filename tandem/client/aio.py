@@ -1,0 +1,168 @@
+"""The client for asyncio: one channel to a router, used by any number of tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Self, Unpack
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tandem.client import response
+from tandem.client.request import GenerateOptions, Message, detokenize_request, generate_request, tokenize_request
+from tandem.client.results import ClusterStatus, Completion, GenerationUpdate, ServedModel, Tokenization
+from tandem.config import DEFAULT_ADDRESS
+from tandem.errors import DeadlineExceeded, Unavailable
+from tandem.rpc.channel import CONNECT_TIMEOUT_S, MAX_RECEIVE_BYTES, channel_options
+from tandem.rpc.status import error_from_rpc
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+CALL_TIMEOUT_S = 10.0
+"""For calls that do not generate, where the caller names no time."""
+RETRY_S = 0.1
+"""Between two looks at a server that is not ready."""
+
+
+class AsyncClient:
+    """Calls one router. Raises the exceptions of `tandem.errors`; connects at the first call.
+
+    `timeout_s` of a generating call is the request's deadline, which the server enforces too;
+    None = none. A server that cannot be reached is Unavailable after `connect_timeout_s`.
+    """
+
+    def __init__(self, target: str = DEFAULT_ADDRESS, *, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        self._target = target
+        options = channel_options(MAX_RECEIVE_BYTES, connect_timeout_s=connect_timeout_s)
+        self._channel = grpc.aio.insecure_channel(target, options=options)
+        self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._cluster = cluster_pb2_grpc.ClusterServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancels what is under way and closes the channel."""
+        await self._channel.close()
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncGenerator[GenerationUpdate, None]:
+        """Streams what follows `prompt`, or else `token_ids` or `messages`.
+
+        Closing the iterator early cancels the request.
+        """
+        request = generate_request(prompt, options)
+        async with _translated():
+            call = self._inference.Generate(request, timeout=timeout_s)
+            try:
+                async for message in call:
+                    yield response.update(message)
+            finally:
+                call.cancel()  # without effect on a call that has ended
+
+    async def complete(
+        self,
+        prompt: str | None = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion:
+        """Generates everything, then returns. Cancelling the task cancels the request."""
+        request = generate_request(prompt, options)
+        async with _translated():
+            return response.completion(
+                await self._inference.Complete(inference_pb2.CompleteRequest(generate=request), timeout=timeout_s)
+            )
+
+    async def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        model: str = "",
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> Tokenization:
+        """The token ids of a text, or of a conversation as the chat template renders it."""
+        request = tokenize_request(text, messages, model)
+        async with _translated():
+            return response.tokenization(await self._inference.Tokenize(request, timeout=timeout_s))
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        model: str = "",
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> str:
+        """The text of token ids."""
+        request = detokenize_request(token_ids, skip_special_tokens, model)
+        async with _translated():
+            return str((await self._inference.Detokenize(request, timeout=timeout_s)).text)
+
+    async def model(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ServedModel:
+        """What is served, and within which limits."""
+        async with _translated():
+            return response.served_model(
+                await self._inference.GetModel(inference_pb2.GetModelRequest(), timeout=timeout_s)
+            )
+
+    async def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ClusterStatus:
+        """Every worker, pool, queue and transfer that the router knows of."""
+        async with _translated():
+            return response.cluster_status(
+                await self._cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=timeout_s)
+            )
+
+    async def drain(self, worker_id: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Asks one worker to take no new work, finish what it has, and leave."""
+        async with _translated():
+            await self._cluster.Drain(cluster_pb2.DrainRequest(worker_id=worker_id), timeout=timeout_s)
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Returns once the server is SERVING; waits for one that is not there yet.
+
+        Raises DeadlineExceeded after `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    if await self._watch_until_serving():
+                        return
+                    await asyncio.sleep(RETRY_S)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self._target} is not ready after {timeout_s:g} s") from error
+
+    async def _watch_until_serving(self) -> bool:
+        """False if the server went away or ended the watch, as one that drains does."""
+        call = self._health.Watch(health_pb2.HealthCheckRequest())
+        try:
+            async with _translated():
+                async for message in call:
+                    if message.status == health_pb2.HealthCheckResponse.SERVING:
+                        return True
+        except Unavailable:
+            pass
+        finally:
+            call.cancel()
+        return False
+
+
+@contextlib.asynccontextmanager
+async def _translated() -> AsyncIterator[None]:
+    """The one place where this client's gRPC errors become ours."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from error

@@ -1,0 +1,139 @@
+"""What a caller says, as the request that goes on the wire. Checks nothing that the server checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import google.protobuf.message
+
+from tandem.errors import InvalidRequest
+from tandem.v1 import inference_pb2
+
+
+class Message(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    """`system`, `user`, `assistant`, or what the model's template knows."""
+    content: str
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How tokens are chosen; what is left out is decided by the served model. See inference.proto."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    n: int
+    beam_width: int
+    length_penalty: float
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    include_stop: bool
+    ignore_eos: bool
+    logprobs: int
+    prompt_logprobs: int
+    logit_bias: Mapping[int, float]
+    skip_special_tokens: bool
+    json_schema: str
+    regex: str
+    grammar: str
+    choice: Sequence[str]
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """Everything that a generating call takes besides a text prompt and its deadline."""
+
+    token_ids: Sequence[int]
+    """The prompt as ids, taken as they are."""
+    messages: Sequence[Message]
+    """The prompt as a conversation, for the model's chat template."""
+    request_id: str
+    """Echoed everywhere; the server mints one if it is left out."""
+    model: str
+    priority: int
+    cache_salt: str
+
+
+_REQUEST_FIELDS = ("request_id", "model", "priority", "cache_salt")
+
+
+def generate_request(text: str | None, options: GenerateOptions) -> inference_pb2.GenerateRequest:
+    """The request for exactly one of `text`, `token_ids`, `messages`.
+
+    Raises InvalidRequest if there is another number of prompts, an unknown option, or a value
+    that does not fit its field's type or width.
+    """
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    request = inference_pb2.GenerateRequest()
+    _set_prompt(request, text, given.pop("token_ids", None), given.pop("messages", None))
+    for name in _REQUEST_FIELDS:
+        if name in given:
+            _set(request, name, given.pop(name), name)
+    for name, value in given.items():
+        if name not in SamplingOptions.__annotations__:
+            raise InvalidRequest(f"sampling.{name}", "no such option")
+        fitting = inference_pb2.ChoiceConstraint(choices=value) if name == "choice" else value
+        _set(request.sampling, name, fitting, f"sampling.{name}")
+    return request
+
+
+def tokenize_request(text: str | None, messages: Sequence[Message] | None, model: str) -> inference_pb2.TokenizeRequest:
+    """The request for exactly one of the two. Raises InvalidRequest."""
+    if (text is None) == (messages is None):
+        raise InvalidRequest("input", "give exactly one of text, messages")
+    request = inference_pb2.TokenizeRequest(model=model)
+    if messages is not None:
+        _set(request, "chat", _chat(messages), "chat")
+    else:
+        _set(request, "text", text, "text")
+    return request
+
+
+def detokenize_request(
+    token_ids: Sequence[int], skip_special_tokens: bool, model: str
+) -> inference_pb2.DetokenizeRequest:
+    """The request. Raises InvalidRequest if an id is negative or too wide."""
+    request = inference_pb2.DetokenizeRequest(model=model, skip_special_tokens=skip_special_tokens)
+    _set(request, "token_ids", token_ids, "token_ids")
+    return request
+
+
+def _set_prompt(
+    request: inference_pb2.GenerateRequest,
+    text: str | None,
+    token_ids: Sequence[int] | None,
+    messages: Sequence[Message] | None,
+) -> None:
+    if sum(each is not None for each in (text, token_ids, messages)) != 1:
+        raise InvalidRequest("prompt", "give exactly one of prompt, token_ids, messages")
+    if text is not None:
+        _set(request, "text", text, "prompt.text")
+    elif token_ids is not None:
+        _set(request.token_ids, "ids", token_ids, "prompt.token_ids")
+        request.token_ids.SetInParent()  # an empty prompt is the server's to refuse
+    elif messages is not None:
+        _set(request, "chat", _chat(messages), "prompt.chat")
+
+
+def _chat(messages: Sequence[Message]) -> inference_pb2.Chat:
+    try:
+        return inference_pb2.Chat(messages=[inference_pb2.ChatMessage(**message) for message in messages])
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest("prompt.chat.messages", str(error)) from error
+
+
+def _set(message: google.protobuf.message.Message, name: str, value: Any, path: str) -> None:
+    """Sets one field; by MergeFrom, since that is one way for scalars, lists, maps and messages."""
+    try:
+        message.MergeFrom(type(message)(**{name: value}))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(path, str(error)) from error

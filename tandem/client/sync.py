@@ -1,0 +1,159 @@
+"""The client for threads and scripts: gRPC's own blocking stubs, no event loop. Thread-safe."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Generator, Iterator, Sequence
+from typing import Self, Unpack
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tandem.client import response
+from tandem.client.aio import CALL_TIMEOUT_S, RETRY_S
+from tandem.client.request import GenerateOptions, Message, detokenize_request, generate_request, tokenize_request
+from tandem.client.results import ClusterStatus, Completion, GenerationUpdate, ServedModel, Tokenization
+from tandem.config import DEFAULT_ADDRESS
+from tandem.errors import DeadlineExceeded, Unavailable
+from tandem.rpc.channel import CONNECT_TIMEOUT_S, MAX_RECEIVE_BYTES, channel_options
+from tandem.rpc.status import error_from_rpc
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+
+class Client:
+    """Calls one router. Raises the exceptions of `tandem.errors`; connects at the first call.
+
+    `timeout_s` of a generating call is the request's deadline, which the server enforces too;
+    None = none. A server that cannot be reached is Unavailable after `connect_timeout_s`.
+    """
+
+    def __init__(self, target: str = DEFAULT_ADDRESS, *, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        self._target = target
+        options = channel_options(MAX_RECEIVE_BYTES, connect_timeout_s=connect_timeout_s)
+        self._channel = grpc.insecure_channel(target, options=options)
+        self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._cluster = cluster_pb2_grpc.ClusterServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancels what is under way and closes the channel."""
+        self._channel.close()
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generator[GenerationUpdate, None, None]:
+        """Streams what follows `prompt`, or else `token_ids` or `messages`.
+
+        Closing the iterator early cancels the request.
+        """
+        request = generate_request(prompt, options)
+        with _translated():
+            call = self._inference.Generate(request, timeout=timeout_s)
+            try:
+                for message in call:
+                    yield response.update(message)
+            finally:
+                call.cancel()  # without effect on a call that has ended
+
+    def complete(
+        self,
+        prompt: str | None = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion:
+        """Generates everything, then returns."""
+        request = generate_request(prompt, options)
+        with _translated():
+            return response.completion(
+                self._inference.Complete(inference_pb2.CompleteRequest(generate=request), timeout=timeout_s)
+            )
+
+    def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        model: str = "",
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> Tokenization:
+        """The token ids of a text, or of a conversation as the chat template renders it."""
+        request = tokenize_request(text, messages, model)
+        with _translated():
+            return response.tokenization(self._inference.Tokenize(request, timeout=timeout_s))
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        model: str = "",
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> str:
+        """The text of token ids."""
+        request = detokenize_request(token_ids, skip_special_tokens, model)
+        with _translated():
+            return str(self._inference.Detokenize(request, timeout=timeout_s).text)
+
+    def model(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ServedModel:
+        """What is served, and within which limits."""
+        with _translated():
+            return response.served_model(self._inference.GetModel(inference_pb2.GetModelRequest(), timeout=timeout_s))
+
+    def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ClusterStatus:
+        """Every worker, pool, queue and transfer that the router knows of."""
+        with _translated():
+            return response.cluster_status(self._cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=timeout_s))
+
+    def drain(self, worker_id: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Asks one worker to take no new work, finish what it has, and leave."""
+        with _translated():
+            self._cluster.Drain(cluster_pb2.DrainRequest(worker_id=worker_id), timeout=timeout_s)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Returns once the server is SERVING; waits for one that is not there yet.
+
+        Raises DeadlineExceeded after `timeout_s`.
+        """
+        ends_at_s = time.monotonic() + timeout_s
+        while (left_s := ends_at_s - time.monotonic()) > 0:
+            with contextlib.suppress(Unavailable, DeadlineExceeded):
+                if self._watch_until_serving(left_s):
+                    return
+            time.sleep(min(RETRY_S, max(0.0, ends_at_s - time.monotonic())))
+        raise DeadlineExceeded(f"{self._target} is not ready after {timeout_s:g} s")
+
+    def _watch_until_serving(self, timeout_s: float) -> bool:
+        """False if the server ended the watch, as one that drains does."""
+        call = self._health.Watch(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        try:
+            with _translated():
+                return any(message.status == health_pb2.HealthCheckResponse.SERVING for message in call)
+        finally:
+            call.cancel()
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """The one place where this client's gRPC errors become ours."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        failed = grpc.aio.AioRpcError(error.code(), grpc.aio.Metadata(), _aio_metadata(error), error.details())
+        raise error_from_rpc(failed) from error
+
+
+def _aio_metadata(error: grpc.RpcError) -> grpc.aio.Metadata:
+    return grpc.aio.Metadata(*((each.key, each.value) for each in error.trailing_metadata() or ()))

@@ -1,0 +1,67 @@
+from typing import Any
+
+import pytest
+
+from tandem.client.request import SamplingOptions, detokenize_request, generate_request, tokenize_request
+from tandem.errors import InvalidRequest
+from tandem.v1 import inference_pb2
+
+
+def test_every_sampling_field_of_the_api_is_an_option_and_the_reverse() -> None:
+    assert set(SamplingOptions.__annotations__) == set(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+
+
+def test_unset_options_stay_unset_and_zero_is_set() -> None:
+    request = generate_request("p", {"temperature": 0.0})
+    assert request.text == "p"
+    assert request.sampling.HasField("temperature")
+    assert not request.sampling.HasField("max_tokens")
+
+
+def test_lists_maps_and_constraints_reach_their_fields() -> None:
+    request = generate_request(
+        None, {"token_ids": [1, 2], "stop": ["x"], "logit_bias": {4: -1.0}, "choice": ["yes", "no"], "priority": -2}
+    )
+    assert list(request.token_ids.ids) == [1, 2]
+    assert list(request.sampling.stop) == ["x"]
+    assert dict(request.sampling.logit_bias) == {4: -1.0}
+    assert list(request.sampling.choice.choices) == ["yes", "no"]
+    assert request.priority == -2
+
+
+def test_an_empty_prompt_is_left_for_the_server_to_refuse() -> None:
+    assert generate_request("", {}).WhichOneof("prompt") == "text"
+    assert generate_request(None, {"token_ids": []}).WhichOneof("prompt") == "token_ids"
+    assert generate_request(None, {"messages": []}).WhichOneof("prompt") == "chat"
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "field"),
+    [
+        (None, {}, "prompt"),
+        ("p", {"token_ids": [1]}, "prompt"),
+        (None, {"token_ids": [-1]}, "prompt.token_ids"),
+        (None, {"messages": [{"role": "user", "text": "x"}]}, "prompt.chat.messages"),
+        ("bad \ud800 surrogate", {}, "prompt.text"),
+        ("p", {"top_k": -1}, "sampling.top_k"),
+        ("p", {"temperature": "hot"}, "sampling.temperature"),
+        ("p", {"heat": 1}, "sampling.heat"),
+        ("p", {"priority": 2**40}, "priority"),
+    ],
+)
+def test_what_does_not_fit_the_wire_is_refused_by_name(text: str | None, options: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        generate_request(text, options)
+    assert caught.value.field == field
+
+
+def test_tokenize_takes_exactly_one_input() -> None:
+    with pytest.raises(InvalidRequest):
+        tokenize_request(None, None, "")
+    messages = tokenize_request(None, [{"role": "user", "content": "hi"}], "demo").chat.messages
+    assert messages[0].content == "hi"
+
+
+def test_detokenize_refuses_a_negative_id() -> None:
+    with pytest.raises(InvalidRequest):
+        detokenize_request([-1], True, "")
