@@ -26,8 +26,11 @@ from prefill_worker.scheduler import BatchLimits
 from prefill_worker.step_loop import StepEngine, StepLoop
 from tandem.clock import Clock
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Reason, TandemError, Unavailable
+from tandem.telemetry.logging import get_logger
 from tandem.types import FinishReason, Handle, SequenceSpec, TokenDelta, WorkerLoad
 from tandem.validation import Validator
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +196,8 @@ class PrefillWorker:
         self._fail(prompt, DeadlineExceeded(f"prompt of request {prompt.sequence.spec.request_id} ran out of time"))
 
     def _fail(self, prompt: Prompt, error: TandemError) -> None:
+        request_id = prompt.sequence.spec.request_id
+        _log.warning("prompt failed", request_id=request_id, reason=error.reason, error=error.message)
         prompt.router.failed(prompt.handle, error)
         self._end(prompt)
 
@@ -206,5 +211,9 @@ class PrefillWorker:
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if not (self._live or self._handoffs or self._steps.stepping):
-            self._idle.set()
+        if self._idle.is_set() or self._live or self._handoffs or self._steps.stepping:
+            return
+        pool = self._parts.pool
+        if pool.num_free != pool.num_blocks:  # INVARIANT: nobody is left who could give them back
+            _log.error("blocks are held by nobody", num_blocks=pool.num_blocks - pool.num_free)
+        self._idle.set()

@@ -203,7 +203,7 @@ class Bench:
         self.worker.check_idle()
 
     async def close(self) -> None:
-        for gate in (self.engine.gate, *self._sender_gates()):
+        for gate in self.gates:
             await gate.open()
         self.worker.router_lost(self.router)
         await self.settles()
@@ -211,6 +211,11 @@ class Bench:
         self._task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await self._task
+
+    @property
+    def gates(self) -> tuple[Gate, ...]:
+        """Whatever can hold a prompt up."""
+        return (self.engine.gate, *self._sender_gates())
 
     def _sender_gates(self) -> tuple[Gate, ...]:
         return (self.sender.open_gate, self.sender.push_gate, self.sender.commit_gate, self.sender.abort_gate)
@@ -240,7 +245,7 @@ def _make_spec(
 SpecMaker = Callable[..., SequenceSpec]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_spec() -> SpecMaker:
     """Prompts 1, 2, 3, …; the fake engine's first token is the last one plus the number of tokens."""
     return _make_spec
@@ -251,6 +256,12 @@ async def bench() -> AsyncIterator[Bench]:
     made = Bench()
     yield made
     await made.close()
+
+
+@pytest.fixture(scope="session")
+def bench_type() -> type[Bench]:
+    """For tests that run a loop of their own."""
+    return Bench
 
 
 @pytest.fixture
