@@ -5,7 +5,6 @@ The only place of the router that reads client protobufs; `tandem.validation` ju
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Callable, Mapping
 
@@ -19,8 +18,6 @@ from tandem.limits import Limits
 from tandem.types import RequestId, TokenId
 from tandem.v1 import inference_pb2
 from tandem.validation import Validator
-
-_TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Intake:
@@ -67,7 +64,7 @@ class Intake:
             text=text,
             deadline=deadline,
             priority=message.priority,
-            traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
+            traceparent=traceparent,
         )
 
     async def tokenize(self, message: inference_pb2.TokenizeRequest) -> tuple[TokenId, ...]:

@@ -88,9 +88,14 @@ def readiness(workers: Sequence[WorkerView]) -> str | None:
     return _what_is_missing(demand, workers, prefills, decodes)
 
 
-def longest_sequence(workers: Iterable[WorkerView]) -> int | None:
-    """Tokens of the longest sequence that any registered decode worker holds; None without one."""
-    lengths = [view.info.max_sequence_tokens for view in workers if view.info.role is Role.DECODE]
+def longest_sequence(workers: Sequence[WorkerView]) -> int | None:
+    """Tokens of the longest sequence that any registered pair holds; None without a decode worker."""
+    prefills = [view for view in workers if view.info.role is Role.PREFILL]
+    lengths: list[int] = []
+    for decode in (view for view in workers if view.info.role is Role.DECODE):
+        own = decode.info.max_sequence_tokens
+        partners = [each.info.max_sequence_tokens for each in _partners(decode, prefills)]
+        lengths.append(own if decode.info.local_prefill_tokens is None or not partners else min(own, max(partners)))
     return max(lengths, default=None)
 
 
@@ -104,9 +109,8 @@ def _refusal(demand: Demand, view: WorkerView) -> str | None:
         return view.obstacle
     if view.info.incarnation in demand.excluded:
         return "failed this request before"
-    needed = demand.max_total_tokens if view.info.role is Role.DECODE else demand.num_tokens
-    if needed > view.info.max_sequence_tokens:
-        return f"holds {view.info.max_sequence_tokens} tokens of {needed}"
+    if demand.max_total_tokens > view.info.max_sequence_tokens:
+        return f"holds sequences of {view.info.max_sequence_tokens} tokens, not {demand.max_total_tokens}"
     return None
 
 

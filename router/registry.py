@@ -18,7 +18,7 @@ from typing import Protocol
 from router.placement import WorkerView
 from tandem.clock import Clock
 from tandem.errors import HandshakeMismatch, InvalidRequest, Unavailable
-from tandem.types import Incarnation, Role, WorkerId, WorkerInfo, WorkerLoad
+from tandem.types import Incarnation, WorkerId, WorkerInfo, WorkerLoad
 
 _REMEMBERED_INCARNATIONS = 1024
 
@@ -220,5 +220,5 @@ def _check_complete(info: WorkerInfo) -> None:
     for name in ("worker_id", "incarnation", "address", "model_fingerprint", "layout_fingerprint"):
         if not getattr(info, name):
             raise InvalidRequest(f"info.{name}", "must not be empty")
-    if info.role is Role.DECODE and info.max_sequence_tokens < 1:
+    if info.max_sequence_tokens < 1:
         raise InvalidRequest("info.max_sequence_tokens", "must be positive")

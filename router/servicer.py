@@ -19,10 +19,10 @@ from tandem.checkpoint import CheckpointInfo
 from tandem.clock import Clock, Deadline
 from tandem.convert import finish_reason_to_proto, logprobs_to_proto
 from tandem.limits import Limits
+from tandem.telemetry.tracing import traceparent_from_metadata
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 SERVICE_NAME = "tandem.v1.InferenceService"
-_TRACEPARENT = "traceparent"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -50,7 +50,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Streams one completion. A slow reader only makes later messages bigger."""
         timeline = Timeline(self._clock)
         self._pipeline.check_open(request.priority)
-        resolved = await self._intake.read(request, self._deadline(context), _traceparent(context))
+        resolved = await self._intake.read(
+            request, self._deadline(context), _traceparent(context)
+        )
         async with self._pipeline.start(resolved, timeline) as outbox:
             while True:
                 message = await outbox.get()
@@ -64,7 +66,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """The same, gathered."""
         timeline = Timeline(self._clock)
         self._pipeline.check_open(request.generate.priority)
-        resolved = await self._intake.read(request.generate, self._deadline(context), _traceparent(context))
+        resolved = await self._intake.read(
+            request.generate, self._deadline(context), _traceparent(context)
+        )
         async with self._pipeline.start(resolved, timeline) as outbox:
             message = await outbox.get_all()
         assert message.summary is not None
@@ -115,10 +119,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 def _traceparent(context: Context) -> str:
-    for key, value in context.invocation_metadata() or ():
-        if key == _TRACEPARENT and isinstance(value, str):
-            return value
-    return ""
+    return traceparent_from_metadata(tuple(context.invocation_metadata() or ()))
 
 
 def _response(request_id: str, message: Message) -> inference_pb2.GenerateResponse:
