@@ -1,0 +1,163 @@
+"""Real hand-offs into a decode worker: from a prefill worker over shm and tcp, and from a writer that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+
+from bench.tiny_models import CONTEXT_TOKENS, VOCAB_SIZE
+from engine.loading import Engine
+from kvtransfer.base import Fingerprints, PoolMemory
+from kvtransfer.sender import KvSender
+from prefill_worker.handoff import HandoffPolicy
+from prefill_worker.scheduler import BatchLimits
+from prefill_worker.worker import PrefillWorker
+from prefill_worker.worker import WorkerParts as PrefillParts
+from tandem.clock import MonotonicClock
+from tandem.errors import TransferError
+from tandem.incarnation import new_incarnation
+from tandem.limits import Limits
+from tandem.types import Handle, SequenceSpec, TokenId
+from tandem.validation import Validator
+
+BLOCK_SIZE = 8
+LENGTHS = (1, 7, 8, 9, 24, 25, 100)
+
+MakeSpec = Callable[..., SequenceSpec]
+Reference = Callable[[SequenceSpec], list[TokenId]]
+
+# A prefill worker's process that opens one hand-off, says so, and then does nothing for ever.
+IDLE_WRITER = """
+import asyncio, sys
+import torch
+from kvtransfer.base import Fingerprints, PoolMemory
+from kvtransfer.sender import KvSender
+from tandem.clock import MonotonicClock
+from tandem.kv_layout import DType, KvLayout
+from tandem.types import BlockId, Incarnation
+
+async def main(transport, ticket, endpoint, model, *dims):
+    layout = KvLayout(*map(int, dims), DType.FLOAT32)
+    memory = PoolMemory(torch.zeros(4, layout.block_bytes, dtype=torch.uint8), None, Incarnation("e" * 32))
+    sender = KvSender(memory, Fingerprints(model, layout), MonotonicClock(), transport)
+    handoff = await sender.open(bytes.fromhex(ticket), bytes.fromhex(endpoint), 20.0)
+    await handoff.push(0, (BlockId(0),))
+    print("opened", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@asynccontextmanager
+async def open_prefill(engine: Engine, transport: str) -> AsyncIterator[PrefillWorker]:
+    clock = MonotonicClock()
+    memory = PoolMemory(engine.kv_cache.blocks_view, engine.kv_cache.shared_fd, new_incarnation())
+    sender = KvSender(memory, Fingerprints(engine.fingerprint, engine.layout), clock, transport)
+    validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
+    parts = PrefillParts(engine.thread, engine.pool, sender, validator, clock)
+    worker = PrefillWorker(parts, BatchLimits(chunk_tokens=32, max_seqs=8), HandoffPolicy(), engine.max_sequence_tokens)
+    running = asyncio.create_task(worker.run())
+    try:
+        yield worker
+        await asyncio.wait_for(worker.drained(), 20)
+        worker.check_idle()
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        await sender.stop()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("num_blocks", [200, 44], ids=["roomy pool", "pool that preempts"])
+async def test_handed_over_sequences_give_the_reference_tokens(
+    open_bench: Any,
+    load_tiny_engine: Callable[..., Engine],
+    make_spec: MakeSpec,
+    reference: Reference,
+    transport: str,
+    num_blocks: int,
+) -> None:
+    specs = {Handle(length): make_spec(length, 80) for length in LENGTHS}
+    prefill_engine = load_tiny_engine(BLOCK_SIZE, 64)
+    async with open_bench(BLOCK_SIZE, num_blocks) as bench, open_prefill(prefill_engine, transport) as prefill:
+        router, started = bench.router, set()
+        for handle, spec in specs.items():
+            bench.worker.reserve(router, handle, spec, False)
+        while len(started) < len(specs):
+            await router.until(lambda: router.tickets.keys() - started)
+            for handle in router.tickets.keys() - started:
+                started.add(handle)
+                prefill.prefill(router, handle, specs[handle], *router.tickets[handle])
+        await router.until(lambda: router.errors or router.ended >= set(specs))
+        assert not router.errors
+        assert router.tokens == {handle: reference(spec) for handle, spec in specs.items()}
+        assert (bench.worker.load().preemptions > 0) == (num_blocks == 44)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_killed_writer_fails_its_sequence_and_its_blocks_come_back(
+    open_bench: Any, make_spec: MakeSpec, reference: Reference, transport: str
+) -> None:
+    async with open_bench(BLOCK_SIZE, 64) as bench:
+        unlucky, spec = make_spec(30, 8), make_spec(9, 8)
+        async with opened_by_child(bench, Handle(1), unlucky, transport) as child:
+            assert bench.worker.load().pool.receiving == 4
+            child.kill()
+            await bench.router.until(lambda: bench.router.errors)
+        assert isinstance(bench.router.errors[Handle(1)], TransferError)
+        await everything_free(bench)
+        bench.worker.reserve(bench.router, Handle(2), spec, True)
+        await bench.router.until(lambda: bench.router.ended)
+        assert bench.router.tokens[Handle(2)] == reference(spec)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_released_under_a_live_writer_its_blocks_wait_until_it_is_dead(
+    open_bench: Any, make_spec: MakeSpec, transport: str
+) -> None:
+    async with open_bench(BLOCK_SIZE, 64) as bench:
+        async with opened_by_child(bench, Handle(1), make_spec(30, 8), transport) as child:
+            bench.worker.release(bench.router, Handle(1))
+            pool = bench.worker.load().pool
+            assert pool.quarantined + pool.free == pool.total
+            child.kill()
+        await everything_free(bench)
+        assert not bench.router.errors
+
+
+@asynccontextmanager
+async def opened_by_child(
+    bench: Any, handle: Handle, spec: SequenceSpec, transport: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Reserves, and lets a child process show the ticket and write one block."""
+    bench.worker.reserve(bench.router, handle, spec, False)
+    await bench.router.until(lambda: handle in bench.router.tickets)
+    ticket, endpoint = bench.router.tickets[handle]
+    layout = bench.engine.layout
+    dims = (layout.num_layers, layout.num_kv_heads, layout.block_size, layout.head_dim)
+    words = (transport, ticket.hex(), endpoint.hex(), bench.engine.fingerprint, *map(str, dims))
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", IDLE_WRITER, *words), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        assert await asyncio.wait_for(child.stdout.readline(), 60) == b"opened\n"
+        yield child
+    finally:
+        with suppress(ProcessLookupError):
+            child.kill()
+        await child.communicate()
+
+
+async def everything_free(bench: Any) -> None:
+    """Waits, turn by turn of the loop, until no block is held."""
+    async with asyncio.timeout(10):
+        while bench.engine.pool.num_free < bench.engine.pool.num_blocks:
+            await asyncio.sleep(0)

@@ -1,0 +1,124 @@
+"""`python -m decode_worker` as its own process, driven over gRPC as a router would."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tandem.convert import sequence_to_proto
+from tandem.types import SequenceSpec, TokenId
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+
+DEADLINE_S = 60.0
+
+MakeSpec = Callable[..., SequenceSpec]
+Reference = Callable[[SequenceSpec], list[TokenId]]
+
+
+@asynccontextmanager
+async def process(model: Path, *options: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "decode_worker", "--model", str(model), "--threads", "1"),
+        *("--kv-blocks", "64", "--dtype", "float32", *options),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        yield child
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.communicate()
+
+
+async def address_of(child: asyncio.subprocess.Process) -> str:
+    assert child.stdout is not None
+    async with asyncio.timeout(DEADLINE_S):
+        word, address = (await child.stdout.readline()).decode().split()
+    assert word == "ready"
+    return address
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[Any]:
+    """A router's stream, hellos exchanged."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Connect()
+        await call.write(worker_pb2.ConnectRequest(hello=worker_pb2.RouterHello(router_incarnation="0" * 32)))
+        assert (await call.read()).hello.incarnation
+        yield call
+        call.cancel()
+
+
+def reserve(handle: int, spec: SequenceSpec) -> worker_pb2.ConnectRequest:
+    message = worker_pb2.Reserve(handle=handle, sequence=sequence_to_proto(spec), local_prefill=True)
+    return worker_pb2.ConnectRequest(reserve=message)
+
+
+async def completion(call: Any) -> list[int]:
+    """Reads one sequence to its end."""
+    tokens: list[int] = []
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            answer = await call.read()
+            assert not answer.HasField("failed"), answer.failed.message
+            outputs = [answer.prefill_done.output] if answer.HasField("prefill_done") else []
+            for output in [*outputs, *answer.step_outputs.outputs]:
+                assert output.offset == len(tokens)
+                tokens.extend(output.token_ids)
+                if output.finish_reason:
+                    return tokens
+
+
+async def test_it_serves_and_leaves_with_code_0_on_sigterm(
+    tiny_llama: Path, make_spec: MakeSpec, reference: Reference
+) -> None:
+    spec = make_spec(40, 12)
+    async with process(tiny_llama) as child:
+        address = await address_of(child)
+        async with grpc.aio.insecure_channel(address) as channel:
+            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert health.status == health_pb2.HealthCheckResponse.SERVING
+        async with connected(address) as call:
+            await call.write(reserve(1, spec))
+            assert await completion(call) == reference(spec)
+        child.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await child.wait() == 0
+
+
+async def test_sigterm_lets_a_running_sequence_finish(
+    tiny_llama: Path, make_spec: MakeSpec, reference: Reference
+) -> None:
+    spec = make_spec(40, 400)
+    async with process(tiny_llama) as child, connected(await address_of(child)) as call:
+        await call.write(reserve(1, spec))
+        assert (await call.read()).HasField("reserved")
+        child.send_signal(signal.SIGTERM)
+        assert await completion(call) == reference(spec)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await child.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"), [(("--block-size", "0"), "block-size"), (("--transport", "nccl"), "transport")]
+)
+async def test_a_bad_option_ends_with_code_2_and_its_name(
+    tiny_llama: Path, options: tuple[str, ...], named: str
+) -> None:
+    async with process(tiny_llama, *options) as child:
+        async with asyncio.timeout(DEADLINE_S):
+            _, errors = await child.communicate()
+        assert child.returncode == 2
+        assert named in errors.decode()
