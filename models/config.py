@@ -10,7 +10,7 @@ from pathlib import Path
 
 from models.config_json import ConfigJson
 from models.family import FAMILIES, Bias, Family, Windows
-from models.rope_config import RopeConfig, read_rope
+from models.rope_config import RopeConfig, read_rope, stretched_context
 from tandem.kv_layout import DType, KvLayout
 
 CONFIG_FILE = "config.json"
@@ -34,6 +34,7 @@ class ModelConfig:
     intermediate_size: int
     rms_norm_eps: float
     context_tokens: int
+    """Longest sequence, as far as rope scaling stretches it."""
     rope: RopeConfig
     tied: bool
     """The output projection is the embedding."""
@@ -56,7 +57,8 @@ def load_model_config(path: Path) -> ModelConfig:
     config = ConfigJson.read(path / CONFIG_FILE)
     family = _read_family(config)
     num_layers = config.integer("num_hidden_layers")
-    context_tokens = config.integer("max_position_embeddings")
+    max_position_embeddings = config.integer("max_position_embeddings")
+    rope = read_rope(config, max_position_embeddings)
     num_heads, num_kv_heads, head_dim = _read_heads(config, family)
     return ModelConfig(
         family=family.name,
@@ -68,8 +70,8 @@ def load_model_config(path: Path) -> ModelConfig:
         head_dim=head_dim,
         intermediate_size=config.integer("intermediate_size"),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        context_tokens=context_tokens,
-        rope=read_rope(config, context_tokens),
+        context_tokens=stretched_context(rope.scaling, max_position_embeddings),
+        rope=rope,
         tied=config.flag("tie_word_embeddings", default=False),
         qkv_bias=_read_bias(config, family.qkv_bias, "attention_bias"),
         output_bias=_read_bias(config, family.output_bias, "attention_bias"),

@@ -62,7 +62,18 @@ class RopeConfig:
     scaling: RopeScaling | None
 
 
-def read_rope(config: ConfigJson, context_tokens: int) -> RopeConfig:
+def stretched_context(scaling: RopeScaling | None, max_position_embeddings: int) -> int:
+    """Tokens that the scaled embedding reaches; llama3's `max_position_embeddings` is already that."""
+    match scaling:
+        case LinearScaling(factor=factor) | DynamicScaling(factor=factor):
+            return int(max_position_embeddings * factor)
+        case YarnScaling(factor=factor, original_context_tokens=original):
+            return int(original * factor)
+        case _:
+            return max_position_embeddings
+
+
+def read_rope(config: ConfigJson, max_position_embeddings: int) -> RopeConfig:
     """Reads the rope keys of config.json. Raises CheckpointError naming the key."""
     rope = config.section("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
     for layer_type in ("full_attention", "sliding_attention"):
@@ -72,34 +83,34 @@ def read_rope(config: ConfigJson, context_tokens: int) -> RopeConfig:
     for section in (config, rope):
         if section.number("partial_rotary_factor", 1.0) != 1.0:
             raise section.error("partial_rotary_factor", "only 1.0 is supported")
-    return RopeConfig(theta, _read_scaling(config, rope, context_tokens))
+    return RopeConfig(theta, _read_scaling(config, rope, max_position_embeddings))
 
 
-def _read_scaling(config: ConfigJson, rope: ConfigJson, context_tokens: int) -> RopeScaling | None:
+def _read_scaling(config: ConfigJson, rope: ConfigJson, max_position_embeddings: int) -> RopeScaling | None:
     rope_type = rope.text("rope_type", rope.text("type", "default"))
     # A value outside takes precedence: some checkpoints keep the length of pre-training there.
     original = config if config.has("original_max_position_embeddings") else rope
-    original_tokens = original.integer("original_max_position_embeddings", context_tokens)
+    original_tokens = original.integer("original_max_position_embeddings", max_position_embeddings)
     match rope_type:
         case "default":
             return None
         case "linear":
             return LinearScaling(rope.number("factor"))
         case "dynamic":
-            return DynamicScaling(rope.number("factor"), context_tokens)
+            return DynamicScaling(rope.number("factor"), max_position_embeddings)
         case "llama3":
             low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
             if high <= low:
                 raise rope.error("high_freq_factor", f"is {high}, not above low_freq_factor {low}")
             return Llama3Scaling(rope.number("factor"), low, high, original_tokens)
         case "yarn":
-            return _read_yarn(rope, original_tokens, context_tokens)
+            return _read_yarn(rope, original_tokens, max_position_embeddings)
         case _:
             raise rope.error("rope_type", f"{rope_type!r} is not supported (default, linear, dynamic, llama3, yarn)")
 
 
-def _read_yarn(rope: ConfigJson, original_tokens: int, context_tokens: int) -> YarnScaling:
-    factor = rope.number("factor", context_tokens / original_tokens)
+def _read_yarn(rope: ConfigJson, original_tokens: int, max_position_embeddings: int) -> YarnScaling:
+    factor = rope.number("factor", max_position_embeddings / original_tokens)
     if rope.has("attention_factor"):
         attention_factor = rope.number("attention_factor")
     elif rope.has("mscale") and rope.has("mscale_all_dim"):

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from bench.tiny_models import TinyModel
 from models.config import load_model_config
 from models.rope import RotaryEmbedding
+from tandem.checkpoint import read_checkpoint
 from tandem.errors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -80,6 +81,18 @@ def test_rope_scaling_goes_before_rope_parameters(write_config):
     )
     ours, theirs = cos_sin_of_both(folder, torch.arange(CONTEXT))
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", sorted(SCALINGS.keys() - {"yarn-inferred-factor"}))
+def test_context_is_the_one_that_the_router_reads(write_config, name):
+    folder = write_config(rope_parameters=SCALINGS[name])
+    assert load_model_config(folder).context_tokens == read_checkpoint(str(folder)).context_tokens
+
+
+def test_a_scaling_stretches_the_context_by_its_factor(write_config):
+    expected = {"default": 128, "linear": 384, "dynamic": 256, "llama3": 128, "yarn": 128, "yarn-inferred-factor": 128}
+    found = {name: load_model_config(write_config(rope_parameters=SCALINGS[name])).context_tokens for name in expected}
+    assert found == expected
 
 
 def test_absent_rope_keys_mean_the_plain_embedding(write_config):

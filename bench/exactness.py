@@ -1,0 +1,137 @@
+"""Are the tokens those of transformers? `python -m bench.exactness --model DIR`, or `--families`.
+
+Greedy, float32, prompts that sit on and beside every block and chunk border, 16 at a time, for
+each block size and chunk budget: token ids must be equal. Then bfloat16: the error of the
+logits against float64 may be at most 1.2 times that of transformers. Exits 1 if any differ.
+`--families` makes the random checkpoints of `bench.tiny_models` and checks them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.exactness_reference import Reference
+from bench.exactness_system import SYSTEMS, Settings
+from bench.logit_error import MAX_RATIO, measure_logit_error
+from bench.tiny_models import TINY_MODELS, save_tiny_model
+from models.config import load_model_config
+from tandem.checkpoint import resolve_model
+
+BLOCK_SIZES = (1, 16, 64)
+CHUNK_BUDGETS = (64, 512)
+MAX_TOKENS = 64
+LONGEST_PROMPT = 3000
+TOGETHER = 16
+"""Prompts given to the system at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts and the completions that transformers gives them."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    expected: tuple[list[int], ...]
+
+
+def border_lengths(longest: int) -> list[int]:
+    """Prompt lengths on and beside the borders of blocks and chunks, and the ends of the range."""
+    borders = {multiple * size for size in (*BLOCK_SIZES[1:], *CHUNK_BUDGETS) for multiple in (1, 2, 3)}
+    borders |= {1, 2048, longest}
+    lengths = {border + beside for border in borders for beside in (-1, 0, 1)}
+    return sorted(length for length in lengths if 1 <= length <= longest)
+
+
+def make_workload(folder: Path, reference: Reference, longest: int, seed: int) -> Workload:
+    """Random prompts of every border length that the model's context admits."""
+    config = load_model_config(folder)
+    rng = random.Random(seed)
+    lengths = border_lengths(min(longest, config.context_tokens - MAX_TOKENS))
+    rng.shuffle(lengths)  # so that each batch mixes long and short
+    prompts = tuple(tuple(rng.randrange(config.vocab_size) for _ in range(length)) for length in lengths)
+    return Workload(prompts, tuple(reference.generate(prompt, MAX_TOKENS) for prompt in prompts))
+
+
+def check_system(name: str, folder: Path, settings: Settings, work: Workload) -> list[tuple[int, int]]:
+    """Runs the workload; returns (prompt number, first wrong token) of each completion that differs."""
+    completions: list[list[int]] = []
+    with SYSTEMS[name](folder, settings) as system:
+        for start in range(0, len(work.prompts), TOGETHER):
+            completions += system.generate(work.prompts[start : start + TOGETHER], MAX_TOKENS)
+    differing = []
+    for number, (ours, theirs) in enumerate(zip(completions, work.expected, strict=True)):
+        if ours != theirs:
+            pairs = enumerate(zip(ours, theirs, strict=False))
+            differing.append((number, next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))))
+    return differing
+
+
+def check_checkpoint(label: str, folder: Path, systems: Sequence[str], longest: int, seed: int) -> bool:
+    """Checks one checkpoint in every setting, printing a line for each; True if all is exact."""
+    reference = Reference(folder)
+    work = make_workload(folder, reference, longest, seed)
+    exact = True
+    settings = [Settings(block_size, chunk) for block_size in BLOCK_SIZES for chunk in CHUNK_BUDGETS]
+    for name in systems:
+        for setting in settings:
+            differing = check_system(name, folder, setting, work)
+            exact = exact and not differing
+            _print_line(label, name, setting, f"{len(work.prompts) - len(differing)}/{len(work.prompts)} prompts equal")
+            for number, token in differing:
+                prompt, expected = work.prompts[number], work.expected[number]
+                gap = reference.margin((*prompt, *expected[:token]))
+                print(
+                    f"    prompt of {len(prompt)} tokens differs at token {token}; the reference's margin is {gap:.2e}"
+                )
+    error = measure_logit_error(folder, seed)
+    print(
+        f"{label:24} bfloat16 logits: error {error.ours:.3e}, transformers {error.theirs:.3e}, ratio {error.ratio:.2f}"
+    )
+    return exact and error.ratio <= MAX_RATIO
+
+
+def _print_line(label: str, system: str, settings: Settings, result: str) -> None:
+    print(f"{label:24} {system:8} block {settings.block_size:2} chunk {settings.chunk_tokens:3}  {result}", flush=True)
+
+
+@contextmanager
+def _checkpoints(model: str | None) -> Iterator[list[tuple[str, Path]]]:
+    """Label and folder of each checkpoint; the random ones live as long as the context."""
+    if model is not None:
+        yield [(model, resolve_model(model))]
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield [(tiny.name, save_tiny_model(tiny, Path(folder) / tiny.name)) for tiny in TINY_MODELS]
+
+
+def main() -> int:
+    """Parses arguments, checks, returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", help="checkpoint folder, or demo")
+    which.add_argument("--families", action="store_true", help="random checkpoints of all four families")
+    parser.add_argument("--system", action="append", choices=sorted(SYSTEMS), help="what to check; default: all")
+    parser.add_argument("--longest", type=int, default=LONGEST_PROMPT, help="longest prompt in tokens")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    with _checkpoints(args.model) as checkpoints:
+        results = [
+            check_checkpoint(label, folder, args.system or sorted(SYSTEMS), args.longest, args.seed)
+            for label, folder in checkpoints
+        ]
+    print(f"{sum(results)} of {len(results)} checkpoints are exact")
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""How far bfloat16 logits lie from the truth, ours and those of transformers.
+
+The truth is the model with the same bfloat16 weights computed in float64.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.exactness_reference import load_transformers
+from engine.batch import build_batch
+from engine.kv_cache import KvCache
+from engine.step import ScheduledSeq
+from kernels.dispatch import AUTO, select_backend
+from models.config import load_model_config
+from models.loading import load_model
+from tandem.types import BlockId, TokenId
+
+MAX_RATIO = 1.2
+_NUM_TOKENS = 256
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LogitError:
+    """Root mean square of (logits - truth) over all positions of one text."""
+
+    ours: float
+    theirs: float
+
+    @property
+    def ratio(self) -> float:
+        """Ours in units of theirs."""
+        return self.ours / self.theirs
+
+
+def measure_logit_error(folder: Path, seed: int) -> LogitError:
+    """Random tokens through all three."""
+    config = load_model_config(folder)
+    rng = random.Random(seed)
+    token_ids = [rng.randrange(config.vocab_size) for _ in range(min(_NUM_TOKENS, config.context_tokens))]
+    theirs = load_transformers(folder, torch.bfloat16)
+    with torch.no_grad():
+        their_logits = theirs(torch.tensor([token_ids])).logits[0]
+        truth = theirs.double()(torch.tensor([token_ids])).logits[0]  # [T, V]
+    return LogitError(_rms(_our_logits(folder, token_ids) - truth), _rms(their_logits - truth))
+
+
+def _our_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
+    """Logits `[T, V]` of every position, the prompt in one step."""
+    device = torch.device("cpu")
+    model = load_model(folder, "bfloat16", device, select_backend(AUTO, device, torch.bfloat16))
+    layout = model.kv_layout(_BLOCK_SIZE)
+    kv_cache = KvCache.create(layout, layout.blocks_for(len(token_ids)), device)
+    try:
+        table = tuple(BlockId(block) for block in range(kv_cache.num_blocks))
+        seq = ScheduledSeq(tuple(TokenId(token_id) for token_id in token_ids), 0, table, None)
+        batch = build_batch([seq], _BLOCK_SIZE, device)
+        rows = torch.arange(len(token_ids))
+        return model.decoder.forward(batch.token_ids, batch.positions, kv_cache.tensor, batch.metadata, rows)
+    finally:
+        kv_cache.close()
+
+
+def _rms(difference: torch.Tensor) -> float:
+    return float(difference.double().pow(2).mean().sqrt())
