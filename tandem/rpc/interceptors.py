@@ -95,6 +95,11 @@ class CallGuard(grpc.aio.ServerInterceptor):
             await abort_with(context, error)
         except grpc.aio.AbortError:
             raise
+        except asyncio.CancelledError:
+            if _call_was_cancelled():
+                raise
+            _log.exception("handler leaked a cancellation", method=method)  # the caller would wait for ever
+            await abort_with(context, InternalError("a step of the call was cancelled"))
         except grpc.aio.BaseError as error:  # a write found the peer gone: the third way of being cancelled
             raise asyncio.CancelledError from error
         except Exception as error:  # noqa: BLE001
@@ -104,6 +109,11 @@ class CallGuard(grpc.aio.ServerInterceptor):
         finally:
             for count in counts:
                 count.add(-1)
+
+
+def _call_was_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class _Count:

@@ -56,7 +56,7 @@ class RpcServer:
         self._announce_s = announce_s
         self._health = health.HealthServicer(service.name for service in services)
         long_lived = {service.name for service in services if service.long_lived}
-        self._guard = CallGuard(frozenset({health.SERVICE_NAME, *reflection.SERVICE_NAMES, *long_lived}))
+        self._guard = CallGuard(frozenset({*reflection.SERVICE_NAMES, *long_lived}))
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> int:

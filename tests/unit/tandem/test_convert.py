@@ -65,6 +65,10 @@ DELTAS: st.SearchStrategy[TokenDelta] = st.builds(
     logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
     finish_reason=st.none() | st.sampled_from(FinishReason),
 )
+INFO_NAMES = (
+    *("worker_id", "incarnation", "address", "model", "device"),
+    *("config_fingerprint", "model_fingerprint", "layout_fingerprint"),
+)
 INFOS: st.SearchStrategy[WorkerInfo] = st.builds(
     WorkerInfo,
     **cast(
