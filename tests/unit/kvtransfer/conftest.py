@@ -15,9 +15,14 @@ import pytest
 import torch
 
 from kvtransfer.base import BlockRef, Fingerprints, Offer, PoolMemory
+from kvtransfer.connection import Connection
+from kvtransfer.endpoint import Endpoint
+from kvtransfer.frame import Frame, FrameType
+from kvtransfer.handshake import Hello, fingerprint_fields
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
+from kvtransfer.transports import shm, tcp
 from tandem.clock import ManualClock
 from tandem.errors import TransferError
 from tandem.kv_layout import DType, KvLayout
@@ -111,7 +116,9 @@ class Pair:
 
 
 @asynccontextmanager
-async def _paired(transport: str, timing: Timing = QUICK, offered: tuple[str, ...] | None = None) -> AsyncIterator[Pair]:
+async def _paired(
+    transport: str, timing: Timing = QUICK, offered: tuple[str, ...] | None = None
+) -> AsyncIterator[Pair]:
     clock = ManualClock()
     source, target = SharedPool(), SharedPool()
     names = offered or (("shm", "tcp") if transport == "auto" else (transport,))
@@ -165,3 +172,61 @@ def prints() -> Fingerprints:
 @pytest.fixture
 def quick() -> Timing:
     return QUICK
+
+
+class RawSender:
+    """Speaks the wire by hand, so that it can say what no sender of ours would."""
+
+    def __init__(self, connection: Connection, rows: memoryview | None) -> None:
+        self.connection = connection
+        self.rows = rows
+
+    def say(self, kind: FrameType, number: int = 0, payload: bytes = b"", seq: int = 0, inline: bytes = b"") -> None:
+        self.connection.send(Frame(kind, number, seq, payload), [memoryview(inline)] if inline else ())
+
+    async def hear(self) -> Frame:
+        while (frame := await self.connection.receive()).type is FrameType.HEARTBEAT:
+            pass
+        return frame
+
+    async def ask(self, *args, **kwargs) -> Frame:
+        self.say(*args, **kwargs)
+        return await self.hear()
+
+    async def open(self, offer: Offer) -> int:
+        number = int(offer.transfer_id, 16)
+        assert (await self.ask(FrameType.OPEN, number, offer.ticket)).type is FrameType.OPEN_OK
+        return number
+
+
+@asynccontextmanager
+async def _raw(offer: Offer, transport: str, hello: Hello | None = None) -> AsyncIterator[RawSender]:
+    endpoint = Endpoint.decode(offer.endpoint)
+    if transport == "shm":
+        sock = await shm.dial(endpoint.unix_name)
+    else:
+        sock = await tcp.dial(endpoint.tcp_host, endpoint.tcp_port)
+    connection, mapping = Connection(sock, QUICK), None
+    try:
+        connection.start()
+        hello = hello or Hello(Incarnation("ab" * 16), transport, 16, fingerprint_fields(PRINTS))
+        connection.send(Frame(FrameType.HELLO, payload=hello.encode()))
+        if transport == "shm":
+            _, descriptor = await shm.receive_with_descriptor(connection)
+            mapping = mmap.mmap(descriptor, 16 * LAYOUT.block_bytes)
+            os.close(descriptor)
+        else:
+            assert (await connection.receive()).type is FrameType.HELLO
+        yield RawSender(connection, mapping)
+    finally:
+        if mapping is not None:
+            mapping.close()
+            connection.send(Frame(FrameType.BYE))
+            await connection.finish()
+        await connection.close()
+
+
+@pytest.fixture
+def raw() -> Callable:
+    """`async with raw(offer, "tcp") as peer`: a sender that speaks the wire by hand."""
+    return _raw

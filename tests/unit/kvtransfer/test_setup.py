@@ -1,0 +1,50 @@
+"""What can be asked for, and what is refused by name before anything runs."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvtransfer.receiver import KvReceiver
+from kvtransfer.sender import KvSender
+from kvtransfer.transports import available, usable
+from tandem.clock import ManualClock
+from tandem.errors import ConfigError, InternalError
+
+
+def test_transports_work_for_pools_in_host_memory():
+    assert usable("cpu") == ("shm", "tcp")
+    assert all(status.reason for status in available("cpu"))
+
+
+def test_transports_say_why_they_do_not_work():
+    assert usable("cuda:0") == ()
+    assert "cuda" in available("cuda:0")[0].reason
+
+
+def test_unknown_transports_are_refused_by_name(make_pool, prints):
+    memory = make_pool().memory
+    with pytest.raises(ConfigError, match=r"transport: 'nccl'"):
+        KvSender(memory, prints, ManualClock(), "nccl")
+    with pytest.raises(ConfigError, match=r"transport: 'pigeon'"):
+        KvReceiver(memory, prints, ManualClock(), ("tcp", "pigeon"), "127.0.0.1")
+
+
+def test_shm_needs_a_pool_in_shared_memory(make_pool, prints):
+    memory = dataclasses.replace(make_pool().memory, shared_fd=None)
+    with pytest.raises(ConfigError, match="shm needs a pool in shared memory"):
+        KvReceiver(memory, prints, ManualClock(), ("shm",), "127.0.0.1")
+
+
+async def test_an_address_that_cannot_be_listened_on_is_named(make_pool, prints):
+    receiver = KvReceiver(make_pool().memory, prints, ManualClock(), ("tcp",), "203.0.113.7")
+    with pytest.raises(ConfigError, match=r"cannot listen on '203\.0\.113\.7'"):
+        await receiver.start()
+    await receiver.stop()
+
+
+def test_a_misshapen_pool_is_our_own_bug(make_pool, prints):
+    memory = make_pool().memory
+    for blocks in (memory.blocks.view(torch.int8), memory.blocks[:, :128], memory.blocks.view(32, 128)):
+        with pytest.raises(InternalError):
+            KvSender(dataclasses.replace(memory, blocks=blocks), prints, ManualClock(), "tcp")
