@@ -40,6 +40,7 @@ check: install $(GEN)/.installed
 	PYTHON=$(BIN)/python GEN=$(GEN) bash .ci/checks/gen_drift.sh
 	$(BIN)/python .ci/checks/sizes.py
 	$(BIN)/python .ci/checks/banned.py
+	$(BIN)/python .ci/checks/file_map.py
 
 ## bench     exactness, batching, memory, overhead and transfer: figures on standard output
 bench: install

@@ -1,4 +1,4 @@
-"""`tandem serve` as a child process: started, waited for, stopped. For benchmarks and end-to-end tests."""
+"""`tandem serve` as a child process: started, waited for, looked at, stopped. For benchmarks and end-to-end tests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
+from tandem.client import Client
+from tandem.types import Role, WorkerLoad
+
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
+POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +91,37 @@ def _read(stream: IO[str], take: Callable[[str], object]) -> None:
     for line in stream:
         take(line)
     take("")
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+    """Whether the condition comes true within the time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def becomes_idle(client: Client, timeout_s: float = 5.0) -> bool:
+    """Whether, within the time, every worker reports anew that every block is free and nothing waits or runs."""
+    asked_s = time.monotonic()
+
+    def idle() -> bool:
+        status = client.status()
+        return status.active_requests == status.queued_requests == 0 and all(
+            worker.heartbeat_age_s < time.monotonic() - asked_s and _holds_nothing(worker.load)
+            for worker in status.workers
+        )
+
+    return eventually(idle, timeout_s)
+
+
+def _holds_nothing(load: WorkerLoad) -> bool:
+    return load.pool.free == load.pool.total and load.waiting_seqs == load.running_seqs == load.live_transfers == 0
+
+
+def pid_of(client: Client, role: Role) -> int:
+    """Process id of the one worker with this role."""
+    (pid,) = [worker.info.pid for worker in client.status().workers if worker.info.role == role]
+    return pid

@@ -1,6 +1,6 @@
 """Makes the text that the demo model is trained on: short stories, and questions about their facts.
 
-Who owns which thing and who lives where is drawn anew for each story, so a right answer can
+Who has which things and visits which places is drawn anew for each story, so a right answer can
 only come from the story's own tokens: a lost or foreign KV block shows as a wrong answer.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 NAMES = "Mira Tom Lena Oskar Ida Paul Nora Felix Emma Jonas Clara Hugo Lotte Anton Greta Max".split()
 COLORS = "red blue green yellow white black golden silver brown purple".split()
-THINGS = "kite lamp drum boat hat clock bell cup coat flute map ring book chair key basket".split()
-PLACES = "river mill harbour forest bridge market tower lake garden station meadow well".split()
+THINGS = "kites lamps drums boats hats clocks bells cups coats flutes maps rings books chairs keys baskets".split()
+PLACES = "rivers mills harbours forests bridges markets towers lakes gardens stations meadows wells".split()
 FOODS = "bread soup apples honey cheese plums nuts pancakes berries rice".split()
 FILLERS = (
     "The wind was soft that day.",
@@ -54,7 +54,7 @@ class Story:
 
 
 def make_story(rng: random.Random, num_people: int) -> Story:
-    """Draws a story in which `num_people` people each have two or three facts."""
+    """Draws a story, a sentence a line, in which `num_people` people each have two or three facts."""
     people = rng.sample(NAMES, num_people)
     facts = [fact for name in people for fact in _facts_of(rng, name)]
     rng.shuffle(facts)
@@ -63,14 +63,14 @@ def make_story(rng: random.Random, num_people: int) -> Story:
         sentences.append(fact.sentence)
         if rng.random() < 0.3:
             sentences.append(rng.choice(FILLERS))
-    return Story(" ".join(sentences), tuple(facts))
+    return Story("\n".join(sentences), tuple(facts))
 
 
 def _facts_of(rng: random.Random, name: str) -> list[Fact]:
     color, thing, place, food = (rng.choice(words) for words in (COLORS, THINGS, PLACES, FOODS))
     facts = [
-        Fact(f"{name} has a {color} {thing}.", f"What does {name} have?"),
-        Fact(f"{name} lives by the {place}.", f"Where does {name} live?"),
-        Fact(f"{name} likes to eat {food}.", f"What does {name} like to eat?"),
+        Fact(f"{name} has {color} {thing}.", f"What does {name} have?"),
+        Fact(f"{name} visits {place}.", f"What does {name} visit?"),
+        Fact(f"{name} eats {food}.", f"What does {name} eat?"),
     ]
     return rng.sample(facts, rng.randint(2, 3))

@@ -112,7 +112,7 @@ async def test_a_killed_writer_fails_its_sequence_and_its_blocks_come_back(
             child.kill()
             await bench.router.until(lambda: bench.router.errors)
         assert isinstance(bench.router.errors[Handle(1)], TransferError)
-        await everything_free(bench)
+        await everything_free(bench, make_spec)
         bench.worker.reserve(bench.router, Handle(2), spec, True)
         await bench.router.until(lambda: bench.router.ended)
         assert bench.router.tokens[Handle(2)] == reference(spec)
@@ -128,7 +128,7 @@ async def test_released_under_a_live_writer_its_blocks_wait_until_it_is_dead(
             pool = bench.worker.load().pool
             assert pool.quarantined + pool.free == pool.total
             child.kill()
-        await everything_free(bench)
+        await everything_free(bench, make_spec)
         assert not bench.router.errors
 
 
@@ -156,8 +156,9 @@ async def opened_by_child(
         await child.communicate()
 
 
-async def everything_free(bench: Any) -> None:
-    """Waits, turn by turn of the loop, until no block is held."""
-    async with asyncio.timeout(10):
-        while bench.engine.pool.num_free < bench.engine.pool.num_blocks:
-            await asyncio.sleep(0)
+async def everything_free(bench: Any, make_spec: MakeSpec) -> None:
+    """Waits for every block: a sequence that needs them all is let in only then."""
+    whole_pool = Handle(99)
+    bench.worker.reserve(bench.router, whole_pool, make_spec(64 * BLOCK_SIZE - 1, 1), False)
+    await bench.router.until(lambda: whole_pool in bench.router.tickets)
+    bench.worker.release(bench.router, whole_pool)

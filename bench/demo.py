@@ -1,0 +1,86 @@
+"""`make demo`: three processes on the shipped model, a few streamed answers, status, figures, a clean stop."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from dataclasses import dataclass
+
+from bench.cluster import serve
+from models.demo.text import make_story
+from tandem.cli.status import format_status
+from tandem.client import Client, Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One streamed answer and what it took."""
+
+    answer: str
+    timings: Timings
+    num_tokens: int
+
+
+def ask(client: Client, question: str) -> Turn:
+    """Streams the answer to the terminal."""
+    pieces: list[str] = []
+    timings, num_tokens = None, 0
+    for update in client.generate(messages=[{"role": "user", "content": question}], max_tokens=40, temperature=0.0):
+        print(update.text, end="", flush=True)
+        pieces.append(update.text)
+        if update.usage is not None:
+            timings, num_tokens = update.timings, update.usage.completion_tokens
+    print()
+    if timings is None:
+        raise RuntimeError("the stream ended without usage and timings")
+    return Turn("".join(pieces), timings, num_tokens)
+
+
+def tell(client: Client) -> None:
+    """A story goes on: plain text, sampled with a seed."""
+    print("\n— a story, sampled with seed 1")
+    opening = "Once upon a time there was a small town."
+    print(opening, end="", flush=True)
+    for update in client.generate(opening, max_tokens=60, temperature=0.7, seed=1):
+        print(update.text, end="", flush=True)
+    print()
+
+
+def question_and_answer(client: Client, seed: int, num_people: int) -> bool:
+    """Asks for one fact of a new story; whether the answer is right."""
+    rng = random.Random(seed)
+    story = make_story(rng, num_people)
+    fact = rng.choice(story.facts)
+    print(f"\n— a story about {num_people} people, and a question\n{story.text}\n  {fact.question}\n  ", end="")
+    turn = ask(client, f"{story.text}\n{fact.question}")
+    right = turn.answer == fact.answer
+    timings = turn.timings
+    print(
+        f"  [{'right' if right else 'wrong: ' + fact.answer}] first token {timings.first_token_s * 1e3:.1f} ms"
+        f" (queue {timings.queue_s * 1e3:.1f}, prefill {timings.prefill_s * 1e3:.1f});"
+        f" hand-off {timings.transfer_bytes / 1024:.0f} KiB in {timings.transfer_s * 1e3:.1f} ms;"
+        f" {turn.num_tokens} tokens in {timings.total_s * 1e3:.1f} ms"
+    )
+    return right
+
+
+def main() -> int:
+    """Runs the demo; 0 if every answer was right and the processes stopped cleanly."""
+    print("starting router, one prefill worker and one decode worker on the demo model …", flush=True)
+    began_s = time.monotonic()
+    with serve("demo", "--prefill", "1", "--decode", "1") as cluster:
+        with Client(cluster.target) as client:
+            client.wait_ready(timeout_s=60)
+            print(f"ready at {cluster.target} after {time.monotonic() - began_s:.1f} s")
+            right = [question_and_answer(client, seed, people) for seed, people in ((1, 2), (2, 6), (3, 10))]
+            tell(client)
+            print("\n— tandem status")
+            print(format_status(client.status()))
+        code = cluster.stop()
+    print(f"\nstopped with exit code {code}; {sum(right)} of {len(right)} answers right")
+    return 0 if code == 0 and all(right) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

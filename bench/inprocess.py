@@ -1,0 +1,66 @@
+"""The engine alone, in this process: no router, no hand-off, no gRPC. The floor that serving is held against."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from engine.loading import Engine
+from engine.sequence import Sequence
+from engine.step import SampledToken
+from tandem.types import RequestId, SamplingParams, SequenceSpec, TokenId
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTimes:
+    """What one batch took."""
+
+    first_token_s: float
+    """From the call to the first token of the last prompt, all prompts in steps of `chunk_tokens`."""
+    step_s: tuple[float, ...]
+    """Each decode step of the whole batch."""
+    token_ids: tuple[tuple[TokenId, ...], ...]
+    """The completions."""
+
+
+def run_batch(engine: Engine, prompts: SequenceOf[SequenceOf[int]], max_tokens: int, chunk_tokens: int) -> EngineTimes:
+    """Greedy, end-of-text ignored: computes every prompt, then decodes all of them together."""
+    return asyncio.run(_run(engine, prompts, max_tokens, chunk_tokens))
+
+
+async def _run(engine: Engine, prompts: SequenceOf[SequenceOf[int]], max_tokens: int, chunk_tokens: int) -> EngineTimes:
+    seqs = [_sequence(number, prompt, max_tokens) for number, prompt in enumerate(prompts)]
+    began_s = time.perf_counter()
+    for seq in seqs:
+        while not seq.num_output_tokens:
+            await _step(engine, [seq], min(chunk_tokens, seq.num_remaining_tokens))
+    first_token_s = time.perf_counter() - began_s
+    step_s = []
+    while not seqs[0].is_finished:
+        began_s = time.perf_counter()
+        await _step(engine, seqs, 1)
+        step_s.append(time.perf_counter() - began_s)
+    for seq in seqs:
+        engine.pool.release(seq.take_blocks())
+    completions = tuple(tuple(seq.token_ids[seq.spec.num_prompt_tokens :]) for seq in seqs)
+    return EngineTimes(first_token_s, tuple(step_s), completions)
+
+
+def _sequence(number: int, prompt: SequenceOf[int], max_tokens: int) -> Sequence:
+    token_ids = tuple(TokenId(token_id) for token_id in prompt)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return Sequence(SequenceSpec(RequestId(f"bench-{number}"), token_ids, len(token_ids), sampling))
+
+
+async def _step(engine: Engine, seqs: SequenceOf[Sequence], num_tokens: int) -> None:
+    for seq in seqs:
+        wanted = seq.blocks_wanted(num_tokens, engine.pool.block_size)
+        if wanted:
+            seq.add_blocks(engine.pool.allocate(wanted))
+    outputs: list[SampledToken | None] = await engine.thread.step([seq.scheduled(num_tokens) for seq in seqs])
+    for seq, sampled in zip(seqs, outputs, strict=True):
+        seq.advance(num_tokens)
+        if sampled is not None:
+            seq.append_token(sampled.token_id)

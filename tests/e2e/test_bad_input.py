@@ -1,0 +1,129 @@
+"""Each wrong request: the right status and field, nothing lost, and the next request is served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from bench.cluster import Cluster
+from tandem.client import Client
+from tandem.errors import InvalidRequest, ModelNotFound, TandemError, UnsupportedOption
+from tandem.v1 import inference_pb2
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def the_next_request_is_served(client: Client) -> Iterator[None]:
+    yield
+    assert client.complete("Once", max_tokens=3, temperature=0.0, ignore_eos=True).usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ({"prompt": ""}, {}, "prompt"),
+        ({"token_ids": ()}, {}, "token_ids"),
+        ({"token_ids": (5, 768)}, {}, "token_ids"),
+        ({"token_ids": (4_294_967_295,)}, {}, "token_ids"),
+        ({"token_ids": (5,) * 1024}, {}, "prompt"),
+        ({"token_ids": (5,) * 1000}, {"max_tokens": 25}, "max_tokens"),
+        ({"token_ids": (5,)}, {"max_tokens": 4_294_967_295}, "max_tokens"),
+        ({"token_ids": (5,)}, {"max_tokens": 0}, "max_tokens"),
+        ({"token_ids": (5,)}, {"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+        ({"token_ids": (5,)}, {"temperature": -0.1}, "temperature"),
+        ({"token_ids": (5,)}, {"temperature": NAN}, "temperature"),
+        ({"token_ids": (5,)}, {"temperature": INF}, "temperature"),
+        ({"token_ids": (5,)}, {"top_p": 0.0}, "top_p"),
+        ({"token_ids": (5,)}, {"top_p": 1.5}, "top_p"),
+        ({"token_ids": (5,)}, {"top_p": NAN}, "top_p"),
+        ({"token_ids": (5,)}, {"min_p": -0.5}, "min_p"),
+        ({"token_ids": (5,)}, {"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"token_ids": (5,)}, {"presence_penalty": 3.0}, "presence_penalty"),
+        ({"token_ids": (5,)}, {"frequency_penalty": NAN}, "frequency_penalty"),
+        ({"token_ids": (5,)}, {"logprobs": 1000}, "logprobs"),
+        ({"token_ids": (5,)}, {"logit_bias": {5: 1000.0}}, "logit_bias"),
+        ({"token_ids": (5,)}, {"logit_bias": {100_000: 1.0}}, "logit_bias"),
+        ({"token_ids": (5,)}, {"stop": [""]}, "stop"),
+        ({"token_ids": (5,)}, {"stop": ["x"] * 1000}, "stop"),
+        ({"token_ids": (5,)}, {"stop_token_ids": [100_000]}, "stop_token_ids"),
+        ({"token_ids": (5,)}, {"n": 0}, "n"),
+        ({"messages": []}, {}, "chat"),
+        ({"token_ids": (5,), "request_id": "x" * 100_000}, {}, "request_id"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(
+    client: Client, prompt: dict[str, Any], options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        client.complete(**prompt, **options)
+
+    assert field in refused.value.field
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"n": 2}, "n"),
+        ({"beam_width": 4}, "beam_width"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"json_schema": "{}"}, "json_schema"),
+        ({"regex": "a+"}, "regex"),
+        ({"grammar": "start: A"}, "grammar"),
+        ({"choice": ["a", "b"]}, "choice"),
+    ],
+)
+def test_an_option_not_yet_built_is_refused_by_name(client: Client, options: dict[str, Any], field: str) -> None:
+    with pytest.raises(UnsupportedOption) as refused:
+        client.complete("Once", **options)
+
+    assert field in refused.value.field
+
+
+def test_an_unknown_model_is_not_found(client: Client) -> None:
+    with pytest.raises(ModelNotFound):
+        client.complete("Once", model="nobody")
+
+
+def test_no_error_repeats_the_prompt(client: Client) -> None:
+    with pytest.raises(TandemError) as refused:
+        client.complete("a secret word", temperature=-1.0)
+
+    assert "secret" not in str(refused.value)
+
+
+def _call(cluster: Cluster, payload: bytes) -> grpc.RpcError:
+    """Sends raw bytes to Generate; the error that comes back."""
+    with grpc.insecure_channel(cluster.target) as channel:
+        call = channel.unary_stream(
+            "/tandem.v1.InferenceService/Generate",
+            request_serializer=lambda raw: raw,
+            response_deserializer=inference_pb2.GenerateResponse.FromString,
+        )
+        with pytest.raises(grpc.RpcError) as refused:
+            list(call(payload, timeout=30))
+        return refused.value
+
+
+def test_invalid_utf8_and_garbage_are_refused_before_any_work(demo_cluster: Cluster) -> None:
+    text_field = bytes([3 << 3 | 2, 2, 0xC3, 0x28])
+
+    for payload in (text_field, b"\xff" * 64):
+        assert _call(demo_cluster, payload).code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+def test_an_oversize_message_is_refused(demo_cluster: Cluster) -> None:
+    request = inference_pb2.GenerateRequest(text="x" * (16 * 1024 * 1024))
+
+    assert _call(demo_cluster, request.SerializeToString()).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_missing_prompt_is_refused(demo_cluster: Cluster) -> None:
+    error = _call(demo_cluster, inference_pb2.GenerateRequest(model="demo").SerializeToString())
+
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "prompt" in error.details()

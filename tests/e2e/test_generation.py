@@ -1,0 +1,177 @@
+"""Right answers through three real processes, on the demo model."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.cluster import serve
+from models.demo.text import Story, make_story
+from tandem.checkpoint import resolve_model
+from tandem.client import Client
+from tandem.types import FinishReason
+
+END_TOKEN = "<|end|>"
+
+
+@pytest.fixture(scope="module")
+def reference() -> AutoModelForCausalLM:
+    """The demo model in transformers."""
+    return AutoModelForCausalLM.from_pretrained(resolve_model("demo"), dtype=torch.float32)
+
+
+def greedy_reference(model: AutoModelForCausalLM, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def test_every_fact_of_a_story_is_found_again(client: Client, story: Story) -> None:
+    answers = [
+        client.complete(messages=[{"role": "user", "content": f"{story.text}\n{fact.question}"}], temperature=0.0)
+        for fact in story.facts
+    ]
+
+    assert [answer.text for answer in answers] == [fact.answer for fact in story.facts]
+    assert all(answer.choices[0].finish_reason is FinishReason.STOP for answer in answers)
+    assert all(answer.timings.transfer_bytes > 0 for answer in answers)
+
+
+def test_sixteen_ragged_prompts_at_once_bring_the_reference_tokens(
+    client: Client, reference: AutoModelForCausalLM
+) -> None:
+    rng = random.Random(5)
+    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 500, 511, 512, 513]
+    prompts = [tuple(rng.randrange(4, 700) for _ in range(length)) for length in lengths]
+
+    with ThreadPoolExecutor(len(prompts)) as callers:
+        done = list(
+            callers.map(
+                lambda prompt: client.complete(token_ids=prompt, max_tokens=48, temperature=0.0, ignore_eos=True),
+                prompts,
+            )
+        )
+
+    for prompt, completion in zip(prompts, done, strict=True):
+        assert list(completion.choices[0].token_ids) == greedy_reference(reference, prompt, 48), len(prompt)
+
+
+def test_the_same_seed_brings_the_same_tokens_alone_and_in_a_crowd(client: Client, story: Story) -> None:
+    def once(seed: int) -> tuple[int, ...]:
+        done = client.complete(story.text, max_tokens=40, temperature=1.5, seed=seed, ignore_eos=True)
+        return done.choices[0].token_ids
+
+    alone = [once(seed) for seed in range(8)]
+    with ThreadPoolExecutor(8) as callers:
+        crowd = list(callers.map(once, range(8)))
+
+    assert crowd == alone
+    assert len(set(alone)) == 8
+
+
+def test_a_stream_and_a_complete_call_bring_the_same(client: Client, story: Story) -> None:
+    options = {"max_tokens": 50, "temperature": 0.8, "seed": 3, "logprobs": 2}
+
+    updates = list(client.generate(story.text, **options))
+    done = client.complete(story.text, **options).choices[0]
+
+    assert "".join(update.text for update in updates) == done.text
+    assert tuple(token for update in updates for token in update.token_ids) == done.token_ids
+    assert tuple(each for update in updates for each in update.logprobs) == done.logprobs
+    assert [update.finish_reason for update in updates[:-1]] == [None] * (len(updates) - 1)
+
+
+def test_a_stop_string_that_straddles_tokens_ends_the_text_before_it(client: Client, story: Story) -> None:
+    whole = client.complete(story.text, max_tokens=40, temperature=0.0, ignore_eos=True).text
+    stop = whole[7:12]
+
+    kept = client.complete(story.text, max_tokens=40, temperature=0.0, ignore_eos=True, stop=[stop], include_stop=True)
+    cut = client.complete(story.text, max_tokens=40, temperature=0.0, ignore_eos=True, stop=[stop])
+
+    assert cut.text == whole[: whole.index(stop)]
+    assert kept.text == cut.text + stop
+    assert cut.choices[0].matched_stop == stop
+    assert cut.choices[0].finish_reason is FinishReason.STOP
+
+
+def test_a_short_request_sent_after_a_long_one_ends_first(client: Client, story: Story) -> None:
+    ended: list[str] = []
+    started = threading.Event()
+
+    def long() -> None:
+        for _ in client.generate(story.text, max_tokens=400, temperature=0.0, ignore_eos=True):
+            started.set()
+        ended.append("long")
+
+    def short() -> None:
+        started.wait(30)
+        client.complete(story.text, max_tokens=4, temperature=0.0, ignore_eos=True)
+        ended.append("short")
+
+    threads = [threading.Thread(target=long), threading.Thread(target=short)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert ended == ["short", "long"]
+
+
+def test_one_token_needs_no_hand_off(client: Client, story: Story) -> None:
+    done = client.complete(story.text, max_tokens=1, temperature=0.0)
+
+    assert done.usage.completion_tokens == 1
+    assert done.choices[0].finish_reason is FinishReason.LENGTH
+
+
+def test_min_tokens_keeps_the_end_away(client: Client, story: Story) -> None:
+    fact = story.facts[0]
+    messages = [{"role": "user", "content": f"{story.text}\n{fact.question}"}]
+
+    free = client.complete(messages=messages, temperature=0.0)
+    kept = client.complete(messages=messages, temperature=0.0, min_tokens=30, max_tokens=40)
+
+    assert free.usage.completion_tokens < 30 <= kept.usage.completion_tokens
+
+
+def test_text_survives_a_round_trip_through_the_tokenizer(client: Client) -> None:
+    text = "Grüße, 世界! 👩‍🚀\n\ttabs and nothing else"
+
+    tokens = client.tokenize(text)
+
+    assert client.detokenize(tokens.token_ids) == text
+
+
+def test_special_tokens_are_shown_on_request(client: Client, story: Story) -> None:
+    messages = [{"role": "user", "content": f"{story.text}\n{story.facts[0].question}"}]
+
+    hidden = client.complete(messages=messages, temperature=0.0)
+    shown = client.complete(messages=messages, temperature=0.0, skip_special_tokens=False)
+
+    assert shown.text == hidden.text + END_TOKEN
+
+
+def test_an_unlimited_local_prefill_answers_the_same(client: Client) -> None:
+    rng = random.Random(6)
+    prompt = make_story(rng, 8).text
+    options = {"max_tokens": 60, "temperature": 0.9, "seed": 11, "ignore_eos": True}
+
+    with serve("demo", "--prefill", "0", "--decode", "1", "--local-prefill-tokens", "unlimited") as colocated:
+        with Client(colocated.target) as other:
+            other.wait_ready(timeout_s=30)
+            alone = other.complete(prompt, **options)
+        assert colocated.stop() == 0
+    apart = client.complete(prompt, **options)
+
+    assert alone.choices[0].token_ids == apart.choices[0].token_ids
+    assert alone.timings.transfer_bytes == 0

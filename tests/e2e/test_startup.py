@@ -1,0 +1,130 @@
+"""What cannot be served is refused at the start, in one line, with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.cluster import Cluster, eventually
+from tandem.checkpoint import resolve_model
+from tandem.client import Client
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "tandem.cli.main", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A copy of the demo checkpoint, to be broken."""
+    return Path(shutil.copytree(resolve_model("demo"), tmp_path / "broken"))
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    done = run("serve", "--model", str(tmp_path / "nowhere"))
+
+    assert done.returncode == 2
+    assert "nowhere" in done.stderr
+
+
+def test_a_corrupt_weights_file_is_named(checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+
+    done = run("decode", "--model", str(checkpoint), "--router", "127.0.0.1:1")
+
+    assert done.returncode == 2
+    assert "model.safetensors" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_worker_that_cannot_start_ends_serve(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_bytes(b"no tensors here")
+
+    done = run("serve", "--model", str(checkpoint), "--listen", "127.0.0.1:0")
+
+    assert done.returncode == 2
+    assert "model.safetensors" in done.stderr
+
+
+def test_an_unknown_architecture_is_named(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["model_type"], config["architectures"] = "mamba", ["MambaForCausalLM"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+
+    done = run("prefill", "--model", str(checkpoint), "--router", "127.0.0.1:1")
+
+    assert done.returncode == 2
+    assert "mamba" in done.stderr.lower()
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+
+        done = run("router", "--listen", address)
+
+    assert done.returncode == 2
+    assert address in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("serve", "--block-size", "0"), "--block-size"),
+        (("serve", "--transport", "pigeon"), "--transport"),
+        (("serve", "--kv-memory", "lots"), "--kv-memory"),
+        (("serve", "--listen", "nowhere"), "--listen"),
+        (("serve", "--dtype", "int3"), "--dtype"),
+        (("decode", "--local-prefill-tokens", "-1"), "--local-prefill-tokens"),
+        (("serve", "--attention-backend", "flash_attn"), "--attention-backend"),
+    ],
+)
+def test_a_bad_option_is_named(arguments: tuple[str, ...], named: str) -> None:
+    done = run(*arguments)
+
+    assert done.returncode == 2
+    assert named in done.stderr
+
+
+def test_workers_whose_block_layouts_differ_are_no_pair(demo_cluster: Cluster, client: Client) -> None:
+    """A router that only has an unequal pair says why it cannot serve."""
+    router = subprocess.Popen(
+        [sys.executable, "-m", "tandem.cli.main", "router", "--model", "demo", "--listen", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert router.stdout is not None
+    target = router.stdout.readline().split()[1]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tandem.cli.main", role, "--router", target, "--block-size", size],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for role, size in (("prefill", "16"), ("decode", "32"))
+    ]
+    try:
+        with Client(target) as unequal:
+            assert eventually(lambda: len(unequal.status().workers) == 2, 30)
+            status = unequal.status()
+            assert not status.ready
+            assert "layout" in status.not_ready_reason
+    finally:
+        for process in (*workers, router):
+            process.terminate()
+        for process in (*workers, router):
+            process.wait(30)
+        router.stdout.close()

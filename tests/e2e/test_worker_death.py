@@ -1,0 +1,123 @@
+"""`kill -9` of either worker with requests in every stage; cancels and deadlines in every stage."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+
+from bench.cluster import becomes_idle, pid_of, serve
+from tandem.client import Client
+from tandem.errors import DeadlineExceeded, TandemError
+from tandem.types import Role
+
+NUM_CALLERS = 24
+STATUS_WITHIN_S = 5.0
+OUTPUT_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one call ended."""
+
+    token_ids: tuple[int, ...]
+    error: TandemError | None
+    ended_s: float
+
+
+@pytest.fixture(scope="module")
+def fragile() -> Iterator[Client]:
+    """A cluster of its own, small enough that two dozen requests fill every stage."""
+    options = ("--prefill", "1", "--decode", "1", "--max-seqs", "4", "--chunk-tokens", "128", "--kv-blocks", "400")
+    with serve("demo", *options) as cluster, Client(cluster.target) as client:
+        client.wait_ready(timeout_s=30)
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(fragile: Client) -> Iterator[None]:
+    yield
+    fragile.wait_ready(timeout_s=30)
+    assert becomes_idle(fragile, 15), fragile.status()
+
+
+def prompt_of(caller: int) -> tuple[int, ...]:
+    rng = random.Random(caller)
+    return tuple(rng.randrange(4, 700) for _ in range(rng.choice((20, 200, 900))))
+
+
+def call(client: Client, caller: int, begun: threading.Semaphore) -> Outcome:
+    token_ids: list[int] = []
+    error = None
+    try:
+        for update in client.generate(
+            token_ids=prompt_of(caller), max_tokens=OUTPUT_TOKENS, temperature=1.0, seed=caller, ignore_eos=True
+        ):
+            token_ids += update.token_ids
+            if len(token_ids) == len(update.token_ids):
+                begun.release()
+    except TandemError as raised:
+        error = raised
+    return Outcome(tuple(token_ids), error, time.monotonic())
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_every_caller_gets_its_tokens_or_a_status_in_time_and_the_worker_comes_back(
+    fragile: Client, role: Role
+) -> None:
+    expected = {
+        caller: fragile.complete(
+            token_ids=prompt_of(caller), max_tokens=OUTPUT_TOKENS, temperature=1.0, seed=caller, ignore_eos=True
+        )
+        .choices[0]
+        .token_ids
+        for caller in range(NUM_CALLERS)
+    }
+    pid = pid_of(fragile, role)
+    begun = threading.Semaphore(0)
+
+    with ThreadPoolExecutor(NUM_CALLERS) as callers:
+        futures: list[Future[Outcome]] = [callers.submit(call, fragile, caller, begun) for caller in range(NUM_CALLERS)]
+        for _ in range(3):
+            assert begun.acquire(timeout=30)  # some decode, others prefill or wait
+        os.kill(pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        outcomes = [future.result(timeout=60) for future in futures]
+
+    for caller, outcome in enumerate(outcomes):
+        if outcome.error is None:
+            assert outcome.token_ids == expected[caller]
+        else:
+            assert outcome.ended_s - killed_s < STATUS_WITHIN_S, outcome.error
+            assert outcome.token_ids == expected[caller][: len(outcome.token_ids)]
+    assert any(outcome.error is not None for outcome in outcomes)
+    fragile.wait_ready(timeout_s=30)
+    again = fragile.complete(token_ids=prompt_of(0), max_tokens=OUTPUT_TOKENS, temperature=1.0, seed=0, ignore_eos=True)
+    assert again.choices[0].token_ids == expected[0]
+    assert pid_of(fragile, role) != pid
+
+
+@pytest.mark.parametrize("tokens_before_leaving", [0, 1, 5])
+def test_a_client_that_leaves_holds_nothing(fragile: Client, tokens_before_leaving: int) -> None:
+    stream = fragile.generate(token_ids=(7,) * 900, max_tokens=100, temperature=0.0, ignore_eos=True)
+    for _ in range(tokens_before_leaving):
+        next(stream)
+
+    stream.close()
+
+    assert becomes_idle(fragile, 3.0), fragile.status()
+
+
+@pytest.mark.parametrize("timeout_s", [0.001, 0.02, 0.05, 0.1, 0.2])
+def test_a_deadline_ends_a_request_in_whatever_stage_it_is(fragile: Client, timeout_s: float) -> None:
+    with pytest.raises(DeadlineExceeded):
+        fragile.complete(token_ids=(7,) * 500, max_tokens=520, temperature=0.0, ignore_eos=True, timeout_s=timeout_s)
+
+    assert becomes_idle(fragile, 3.0), fragile.status()
