@@ -23,8 +23,10 @@ from router.app import Router
 from router.generation import Patience
 from tandem.checkpoint import read_checkpoint
 from tandem.config import RouterConfig
+from tandem.convert import info_to_proto
 from tandem.errors import TandemError
 from tandem.incarnation import new_incarnation
+from tandem.limits import Limits
 from tandem.rpc.announcer import Announcer
 from tandem.rpc.channel import open_channel
 from tandem.rpc.router_session import RouterSession
@@ -45,7 +47,7 @@ from tandem.types import (
     WorkerLoad,
 )
 from tandem.v1 import inference_pb2 as pb
-from tandem.v1 import inference_pb2_grpc
+from tandem.v1 import inference_pb2_grpc, registry_pb2, registry_pb2_grpc
 from tandem.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 
 EOS = TokenId(256)
@@ -240,16 +242,23 @@ class FakeWorker:
 
     async def start(self, router_address: str) -> None:
         """Serves and announces itself."""
+        port = await self._serve("127.0.0.1:0")
+        self.info = replace(self.info, address=f"127.0.0.1:{port}")
+        self.announce(router_address)
+
+    async def serve_again(self) -> None:
+        """On the same address, in the same life."""
+        await self._serve(self.info.address)
+
+    async def _serve(self, listen: str) -> int:
         servicer = WorkerServicer(self, self.info.incarnation)
         service = Service(
             "tandem.v1.WorkerService",
             lambda server: add_WorkerServiceServicer_to_server(servicer, server),
             long_lived=True,
         )
-        self._server = RpcServer("127.0.0.1:0", [service], announce_s=0)
-        port = await self._server.start()
-        self.info = replace(self.info, address=f"127.0.0.1:{port}")
-        self.announce(router_address)
+        self._server = RpcServer(listen, [service], announce_s=0)
+        return await self._server.start()
 
     def announce(self, router_address: str) -> None:
         """Keeps a registration."""
@@ -283,13 +292,28 @@ class FakeWorker:
 class FakeCluster:
     """One router and its fake workers."""
 
-    def __init__(self, router: Router, port: int, model: str, stack: AsyncExitStack) -> None:
+    def __init__(self, router: Router, model: str, stack: AsyncExitStack) -> None:
         self.router = router
-        self.address = f"127.0.0.1:{port}"
         self.workers: dict[str, FakeWorker] = {}
+        self.stop = asyncio.Event()
         self._model = model
         self._stack = stack
+
+    async def start(self) -> None:
+        """Serves until `stop` is set."""
+        port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.serving = asyncio.create_task(self.router.serve(self._stopped, port.set_result))
+        self.address = f"127.0.0.1:{await port}"
         self.channel: grpc.aio.Channel = open_channel(self.address)
+
+    async def end(self) -> None:
+        """Stops the router."""
+        await self.channel.close()
+        self.stop.set()
+        await self.serving
+
+    async def _stopped(self) -> None:
+        await self.stop.wait()
 
     @property
     def inference(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:
@@ -342,6 +366,18 @@ class FakeCluster:
             token_ids=pb.TokenIds(ids=prompt), sampling=pb.SamplingParams(**({"max_tokens": 8} | sampling))
         )
         return self.inference.Generate(request, timeout=timeout_s)
+
+    def register(
+        self, info: WorkerInfo
+    ) -> grpc.aio.StreamStreamCall[registry_pb2.RegisterRequest, registry_pb2.RegisterResponse]:
+        """Begins a Register stream by hand."""
+        first = registry_pb2.RegisterRequest(info=info_to_proto(info))
+
+        async def requests() -> AsyncIterator[registry_pb2.RegisterRequest]:
+            yield first
+            await self.stop.wait()
+
+        return registry_pb2_grpc.RegistryServiceStub(self.channel).Register(requests())
 
     @staticmethod
     def completion(prompt: Iterable[int], length: int) -> list[int]:
@@ -412,6 +448,18 @@ def _byte_alphabet() -> list[str]:
 
 
 @pytest.fixture
+def patience() -> type[Patience]:
+    """How long requests bear with what."""
+    return Patience
+
+
+@pytest.fixture
+def limits() -> type[Limits]:
+    """Caps on requests."""
+    return Limits
+
+
+@pytest.fixture
 async def launch(checkpoint: Path) -> AsyncIterator[Launch]:
     """Starts routers; afterwards every worker must be idle, and all is stopped."""
     clusters: list[FakeCluster] = []
@@ -420,20 +468,9 @@ async def launch(checkpoint: Path) -> AsyncIterator[Launch]:
         async def start(*, patience: Patience | None = None, stall_s: float = 30.0, **options: Any) -> FakeCluster:
             config = RouterConfig(**{"model": str(checkpoint), "listen": "127.0.0.1:0", "drain_grace_s": 0.0} | options)
             router = Router.build(config, patience=patience, stall_s=stall_s, rng=Random(1))
-            stop, port = asyncio.Event(), asyncio.get_running_loop().create_future()
-
-            async def wait() -> None:
-                await stop.wait()
-
-            serving = asyncio.create_task(router.serve(wait, port.set_result))
-            cluster = FakeCluster(router, await port, config.model, stack)
-
-            async def end() -> None:
-                await cluster.channel.close()
-                stop.set()
-                await serving
-
-            stack.push_async_callback(end)
+            cluster = FakeCluster(router, config.model, stack)
+            await cluster.start()
+            stack.push_async_callback(cluster.end)
             clusters.append(cluster)
             return cluster
 

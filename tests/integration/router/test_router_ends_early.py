@@ -1,0 +1,86 @@
+"""Cancel and deadline in every stage: both workers let go, the router forgets the request."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from tandem.errors import DeadlineExceeded
+
+PROMPT = (72, 105)
+STAGES = ("reserve", "prefill", "first", "attach", "handoff_word", "decode")
+
+
+async def reach(cluster: Any, stage: str, **options: Any) -> tuple[Any, Any, Any]:
+    """A generation that stands still in `stage`, and its two workers."""
+    prefill, decode = await cluster.add_pair()
+    for worker in (prefill, decode):
+        worker.hold(stage, "decode")
+    call = cluster.generate(*PROMPT, **options)
+    reached = decode if stage in {"reserve", "decode"} else prefill
+    await cluster.until(lambda: not reached.idle)
+    return call, prefill, decode
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_cancelled_request_frees_both_workers(cluster: Any, stage: str) -> None:
+    call, prefill, decode = await reach(cluster, stage)
+    call.cancel()
+    await cluster.until(lambda: cluster.idle)
+    assert decode.num_releases == 1
+    assert prefill.num_releases == (0 if stage == "reserve" else 1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_request_whose_deadline_passes_frees_both_workers(cluster: Any, stage: str) -> None:
+    call, _, decode = await reach(cluster, stage, timeout_s=0.3)
+    _, code, _ = await cluster.error_of(call)
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+    await cluster.until(lambda: cluster.idle)
+    assert decode.specs[0].timeout_s <= 0.3
+
+
+async def test_the_routers_own_deadline_says_where_the_request_stood(launch: Any, patience: Any) -> None:
+    cluster = await launch(patience=patience(total_s=0.3))
+    call, _, _ = await reach(cluster, "decode", timeout_s=None)
+    error, code, tokens = await cluster.error_of(call)
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert isinstance(error, DeadlineExceeded)
+    assert "while decoding, after 1 tokens" in error.message
+    assert tokens == cluster.completion(PROMPT, 1)
+
+
+async def test_a_client_that_leaves_while_waiting_for_admission_holds_no_place(launch: Any) -> None:
+    cluster = await launch(max_active_requests=1)
+    first, prefill, decode = await reach(cluster, "decode")
+    second = cluster.generate(1, 2)
+    await cluster.until(lambda: cluster.router.queue.num_queued == 1)
+    second.cancel()
+    await cluster.until(lambda: cluster.router.queue.num_queued == 0)
+    for worker in (prefill, decode):
+        worker.let_go()
+    assert await cluster.read_tokens(first) == cluster.completion(PROMPT, 8)
+    assert await cluster.read_tokens(cluster.generate(3)) == cluster.completion((3,), 8)
+
+
+async def test_a_client_that_leaves_while_the_router_writes_frees_both_workers(cluster: Any) -> None:
+    await cluster.add_pair()
+    call = cluster.generate(*PROMPT, max_tokens=200)
+    await call.read()
+    call.cancel()
+    await cluster.until(lambda: cluster.idle)
+
+
+async def test_a_thousand_cancels_leave_nothing_behind(cluster: Any) -> None:
+    _, decode = await cluster.add_pair()
+    for _ in range(20):
+        calls = [cluster.generate(number) for number in range(50)]
+        await asyncio.sleep(0)
+        for call in calls:
+            call.cancel()
+    await cluster.until(lambda: cluster.idle)
+    assert await cluster.read_tokens(cluster.generate(*PROMPT)) == cluster.completion(PROMPT, 8)
+    await cluster.until(lambda: decode.idle)

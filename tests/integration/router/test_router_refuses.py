@@ -1,0 +1,158 @@
+"""Bad input, overload, and workers that do not fit: the right status and field, and nothing lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+
+from tandem.errors import HandshakeMismatch, InvalidRequest, ModelNotFound, Overloaded, UnsupportedOption
+from tandem.rpc.status import error_from_rpc
+from tandem.types import Role
+from tandem.v1 import inference_pb2 as pb
+
+PROMPT = (72, 105)
+NAN = float("nan")
+
+BAD_REQUESTS: list[tuple[pb.GenerateRequest, str]] = [
+    (pb.GenerateRequest(), "prompt"),
+    (pb.GenerateRequest(text=""), "text"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds()), "prompt"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[260])), "token_ids.ids"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1])), "token_ids.ids"),
+    (pb.GenerateRequest(chat=pb.Chat()), "chat.messages"),
+    (pb.GenerateRequest(text="x" * 512), "prompt"),
+    (pb.GenerateRequest(text="x" * 256), "prompt"),
+    (pb.GenerateRequest(text="x" * 5000), "text"),
+    (pb.GenerateRequest(text="hi", request_id="x" * 300), "request_id"),
+    (pb.GenerateRequest(text="hi", sampling=pb.SamplingParams(max_tokens=255)), "sampling.max_tokens"),
+    (pb.GenerateRequest(text="hi", sampling=pb.SamplingParams(max_tokens=0)), "sampling.max_tokens"),
+    (pb.GenerateRequest(text="hi", sampling=pb.SamplingParams(max_tokens=2**32 - 1)), "sampling.max_tokens"),
+    (pb.GenerateRequest(text="hi", sampling=pb.SamplingParams(temperature=-1)), "sampling.temperature"),
+    (pb.GenerateRequest(text="hi", sampling=pb.SamplingParams(temperature=NAN)), "sampling.temperature"),
+    (pb.GenerateRequest(text="hi", sampling=pb.SamplingParams(top_p=0)), "sampling.top_p"),
+    (pb.GenerateRequest(text="hi", sampling=pb.SamplingParams(logprobs=21)), "sampling.logprobs"),
+    (pb.GenerateRequest(text="hi", sampling=pb.SamplingParams(stop=[""])), "sampling.stop"),
+    (pb.GenerateRequest(text="hi", sampling=pb.SamplingParams(stop_token_ids=[9999])), "sampling.stop_token_ids"),
+    (pb.GenerateRequest(text="hi", sampling=pb.SamplingParams(n=0)), "sampling.n"),
+]
+
+
+@pytest.mark.parametrize(("request_", "field"), BAD_REQUESTS)
+async def test_a_bad_request_names_its_field_and_harms_nobody(
+    launch: Any, limits: Any, request_: pb.GenerateRequest, field: str
+) -> None:
+    cluster = await launch(limits=limits(max_prompt_bytes=4096))
+    _, decode = await cluster.add_pair()
+    error, code, _ = await cluster.error_of(cluster.inference.Generate(request_))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert isinstance(error, InvalidRequest)
+    assert error.field == field
+    assert not decode.specs
+    assert await cluster.read_tokens(cluster.generate(*PROMPT)) == cluster.completion(PROMPT, 8)
+
+
+@pytest.mark.parametrize(
+    "option", [{"n": 2}, {"beam_width": 2}, {"length_penalty": 1.0}, {"prompt_logprobs": 1}, {"regex": "a+"}]
+)
+async def test_what_is_not_built_is_refused_by_name(cluster: Any, option: dict[str, Any]) -> None:
+    error, code, _ = await cluster.error_of(cluster.generate(*PROMPT, **option))
+    assert code is grpc.StatusCode.UNIMPLEMENTED
+    assert isinstance(error, UnsupportedOption)
+    assert error.field == f"sampling.{next(iter(option))}"
+
+
+async def test_another_model_is_not_found(cluster: Any) -> None:
+    call = cluster.inference.Generate(pb.GenerateRequest(text="hi", model="other"))
+    error, code, _ = await cluster.error_of(call)
+    assert code is grpc.StatusCode.NOT_FOUND
+    assert isinstance(error, ModelNotFound)
+
+
+async def test_text_that_is_not_utf8_is_refused_by_field_and_the_router_lives_on(cluster: Any) -> None:
+    await cluster.add_pair()
+    raw = pb.GenerateRequest(text="AB").SerializeToString().replace(b"AB", b"\xff\xfe")
+    method = cluster.channel.unary_stream("/tandem.v1.InferenceService/Generate")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await method(raw).read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error_from_rpc(caught.value).field == "text"
+    assert await cluster.read_tokens(cluster.generate(*PROMPT)) == cluster.completion(PROMPT, 8)
+
+
+async def test_an_oversize_message_is_refused_and_the_router_lives_on(launch: Any) -> None:
+    cluster = await launch(max_receive_bytes=65536)
+    await cluster.add_pair()
+    call = cluster.inference.Generate(pb.GenerateRequest(text="x" * 70000))
+    _, code, _ = await cluster.error_of(call)
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await cluster.read_tokens(cluster.generate(*PROMPT)) == cluster.completion(PROMPT, 8)
+
+
+@pytest.mark.parametrize("text", ["\x00", "a\x00b", "\ufffd", "\u200d👩‍👩‍👧", "<eos>"])
+async def test_odd_text_is_just_text(cluster: Any, text: str) -> None:
+    await cluster.add_pair()
+    tokenized = await cluster.inference.Tokenize(pb.TokenizeRequest(text=text))
+    request = pb.GenerateRequest(text=text, sampling=pb.SamplingParams(max_tokens=4))
+    tokens = await cluster.read_tokens(cluster.inference.Generate(request))
+    assert tokens == cluster.completion(tokenized.token_ids, 4)
+    back = pb.DetokenizeRequest(token_ids=tokenized.token_ids, skip_special_tokens=False)
+    assert (await cluster.inference.Detokenize(back)).text == text
+
+
+async def test_detokenize_refuses_ids_beyond_the_vocabulary(cluster: Any) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await cluster.inference.Detokenize(pb.DetokenizeRequest(token_ids=[260]))
+    assert error_from_rpc(caught.value).field == "token_ids"
+
+
+async def test_a_full_queue_sheds_with_a_time_to_come_back(launch: Any) -> None:
+    cluster = await launch(max_active_requests=1, max_queued_requests=1)
+    prefill, decode = await cluster.add_pair()
+    decode.hold("decode")
+    running, waiting = cluster.generate(1), cluster.generate(2)
+    await cluster.until(lambda: cluster.router.queue.num_queued == 1)
+    error, code, _ = await cluster.error_of(cluster.generate(3))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_s > 0
+    decode.let_go()
+    assert await cluster.read_tokens(running) == cluster.completion((1,), 8)
+    assert await cluster.read_tokens(waiting) == cluster.completion((2,), 8)
+    assert prefill.num_releases == decode.num_releases == 2
+
+
+async def test_without_workers_the_status_says_what_is_missing(cluster: Any) -> None:
+    error, code, _ = await cluster.error_of(cluster.generate(*PROMPT))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert error.message == "no decode worker can take it: none is registered"
+
+
+@pytest.mark.parametrize("field", ["model_fingerprint", "layout_fingerprint"])
+async def test_a_pair_that_differs_is_not_used_and_the_field_is_named(cluster: Any, field: str) -> None:
+    await cluster.add(Role.PREFILL, "p")
+    await cluster.add(Role.DECODE, "d", **{field: "other"})
+    error, code, _ = await cluster.error_of(cluster.generate(*PROMPT))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert field in error.message
+
+
+@pytest.mark.parametrize("field", ["model", "config_fingerprint"])
+async def test_a_worker_of_another_model_is_refused_by_field(cluster: Any, field: str) -> None:
+    call = cluster.register(cluster.worker_info(Role.DECODE, "d", address="127.0.0.1:1", **{field: "other"}))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    error = error_from_rpc(caught.value)
+    assert isinstance(error, HandshakeMismatch)
+    assert error.field == field
+    assert not cluster.router.registry.views()
+
+
+@pytest.mark.parametrize("field", ["worker_id", "incarnation", "address", "layout_fingerprint"])
+async def test_a_worker_that_leaves_out_a_field_is_refused_by_it(cluster: Any, field: str) -> None:
+    info = cluster.worker_info(Role.DECODE, "d", **({"address": "127.0.0.1:1"} | {field: ""}))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await cluster.register(info).read()
+    assert error_from_rpc(caught.value).field == f"info.{field}"
