@@ -15,7 +15,7 @@ from tandem.convert import delta_to_proto
 from tandem.types import FinishReason, Handle, TokenDelta, TokenId, TokenLogprobs
 from tandem.v1 import worker_pb2
 
-_MAX_TOKENS_PER_MESSAGE = 16384
+MAX_TOKENS_PER_MESSAGE = 16384
 _TOKENS_PER_LOGPROB = 4
 """What one reported alternative weighs against a bare token, in encoded bytes."""
 
@@ -98,7 +98,7 @@ class _MergedDelta:
         if not self._token_ids and self._finish_reason is None:
             return
         weight = 1 + _TOKENS_PER_LOGPROB * (1 + len(self._logprobs[0].top)) if self._logprobs else 1
-        step = max(1, _MAX_TOKENS_PER_MESSAGE // weight)
+        step = max(1, MAX_TOKENS_PER_MESSAGE // weight)
         for start in range(0, max(1, len(self._token_ids)), step):
             token_ids = tuple(islice(self._token_ids, start, start + step))
             last = start + step >= len(self._token_ids)
@@ -118,7 +118,7 @@ def _step_outputs(pending: dict[Handle, _Pending]) -> Iterator[worker_pb2.Connec
     weight = 0
     for handle, each in pending.items():
         for number, (piece_weight, delta) in enumerate(each.tokens.pieces()):
-            if outputs and (number > 0 or weight + piece_weight > _MAX_TOKENS_PER_MESSAGE):
+            if outputs and (number > 0 or weight + piece_weight > MAX_TOKENS_PER_MESSAGE):
                 yield worker_pb2.ConnectResponse(step_outputs=worker_pb2.StepOutputs(outputs=outputs))
                 outputs, weight = [], 0
             outputs.append(delta_to_proto(handle, delta))

@@ -22,6 +22,8 @@ from tandem.telemetry.logging import get_logger
 _log = get_logger(__name__)
 
 _ANNOUNCE_S = 0.2
+_FLUSH_S = 0.25
+"""Between the end of the last handler and the end of connections: its status is still under way."""
 _CLEANUP_S = 2.0
 """Given to handlers' `finally` after their calls were cancelled."""
 _MAX_STREAMS_PER_CONNECTION = 4096
@@ -93,7 +95,7 @@ class RpcServer:
         except TimeoutError:
             _log.warning("calls still running at the end of the drain", grace_s=grace_s)
         finally:
-            await server.stop(grace=None)
+            await server.stop(grace=_FLUSH_S)
             with contextlib.suppress(TimeoutError):  # a handler that ignores its cancellation
                 async with asyncio.timeout(_CLEANUP_S):
                     await self._guard.ended()

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+
+from tandem.telemetry.logging import configure_logging, get_logger
+
+
+@pytest.fixture(autouse=True)
+def _root_logger_is_put_back() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_text_lines_hold_event_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("router")
+    get_logger("tests").info("request done", request_id="r 1", tokens=3, seconds=0.25, empty="", line="a\nb")
+
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert ' info router request done request_id="r 1" tokens=3 seconds=0.25 empty="" line="a\\nb"' in captured.err
+
+
+def test_json_lines_are_json_with_the_exception_and_the_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("decode", "json")
+    with TracerProvider().get_tracer("tests").start_as_current_span("generate") as span:
+        try:
+            raise ValueError("bad")
+        except ValueError:
+            get_logger("tests").exception("step failed", request_id="r-1")
+
+    line = json.loads(capsys.readouterr().err)
+    assert (line["level"], line["process"], line["event"]) == ("error", "decode", "step failed")
+    assert line["request_id"] == "r-1"
+    assert line["trace_id"] == trace.format_trace_id(span.get_span_context().trace_id)
+    assert "ValueError: bad" in line["exception"]
+
+
+def test_levels_below_the_configured_one_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("router", level="warning")
+    log = get_logger("tests")
+    log.debug("a")
+    log.info("b")
+    log.warning("c")
+    log.error("d")
+
+    assert [line.split()[-1] for line in capsys.readouterr().err.splitlines()] == ["c", "d"]
