@@ -24,6 +24,8 @@ from tandem.v1 import registry_pb2, registry_pb2_grpc
 
 _log = get_logger(__name__)
 
+RegisterCall = grpc.aio.StreamStreamCall[registry_pb2.RegisterRequest, object]
+
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 _RESOLVE_EVERY_S = 5.0
@@ -90,14 +92,14 @@ class Announcer:
                     await self._register(channel, address, registered)
             except grpc.aio.AioRpcError as error:
                 _log.info("registration ended", router=address, error=error_from_rpc(error).message)
-            except TimeoutError:
-                _log.info("registration unanswered", router=address)
+            except (TimeoutError, asyncio.InvalidStateError) as error:  # the latter: written to an ended call
+                _log.info("registration broke off", router=address, kind=type(error).__name__)
             backoff_s = _FIRST_BACKOFF_S if registered.is_set() else min(_MAX_BACKOFF_S, backoff_s * 2)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
 
     async def _register(self, channel: grpc.aio.Channel, address: str, registered: asyncio.Event) -> None:
         """One stream, from info to its end. Raises AioRpcError, TimeoutError."""
-        call = registry_pb2_grpc.RegistryServiceStub(channel).Register()
+        call: RegisterCall = registry_pb2_grpc.RegistryServiceStub(channel).Register()
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
             await call.write(registry_pb2.RegisterRequest(info=info_to_proto(self._info)))
             await call.write(registry_pb2.RegisterRequest(load=load_to_proto(self._load())))
@@ -107,26 +109,31 @@ class Announcer:
         registered.set()
         _log.info("registered", router=address, lease_s=first.lease_seconds)
         self._heed(first)
-        beat = asyncio.create_task(self._beat(call, first.lease_seconds), name=f"heartbeat-{address}")
+        tasks = {
+            asyncio.create_task(self._listen(call), name=f"router-{address}"),
+            asyncio.create_task(self._beat(call, first.lease_seconds), name=f"heartbeat-{address}"),
+        }
         try:
-            while isinstance(response := await call.read(), registry_pb2.RegisterResponse):
-                self._heed(response)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
-            beat.cancel()
-            await asyncio.gather(beat, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             call.cancel()
 
-    async def _beat(
-        self, call: grpc.aio.StreamStreamCall[registry_pb2.RegisterRequest, object], lease_s: float
-    ) -> None:
-        """Heartbeats; ends the call if the router does not take them."""
-        try:
-            while True:
-                await _first_of(self._news, lease_s / _BEATS_PER_LEASE)
-                async with asyncio.timeout(lease_s):
-                    await call.write(registry_pb2.RegisterRequest(load=load_to_proto(self._load())))
-        except TimeoutError:
-            call.cancel()
+    async def _listen(self, call: RegisterCall) -> None:
+        """Until the router ends the stream."""
+        while isinstance(response := await call.read(), registry_pb2.RegisterResponse):
+            self._heed(response)
+
+    async def _beat(self, call: RegisterCall, lease_s: float) -> None:
+        """Heartbeats. Raises TimeoutError if the router does not take one within the lease."""
+        while True:
+            await _first_of(self._news, lease_s / _BEATS_PER_LEASE)
+            async with asyncio.timeout(lease_s):
+                await call.write(registry_pb2.RegisterRequest(load=load_to_proto(self._load())))
 
     def _heed(self, response: registry_pb2.RegisterResponse) -> None:
         if response.drain:
@@ -146,8 +153,9 @@ async def _resolve(router: str) -> set[str]:
     """Addresses of `HOST:PORT`; IPv4 only where there are any, so that a dual-stack name counts once."""
     host, _, port = router.rpartition(":")
     try:
-        infos = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
+        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+            infos = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:  # TimeoutError is one
         _log.warning("router name does not resolve", router=router, error=str(error))
         return set()
     ipv4 = {f"{info[4][0]}:{port}" for info in infos if info[0] == socket.AF_INET}
