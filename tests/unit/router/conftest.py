@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from router.placement import WorkerView
+from tandem.clock import ManualClock
+from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
+
+LOAD = WorkerLoad(0, 0, 0, 0, PoolCounts(64, 64, 0, 0, 0, 0, 16, 0), 0, draining=False)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def load() -> Callable[..., WorkerLoad]:
+    """An idle worker's heartbeat with changes; `free` is of its pool."""
+
+    def make(free: int = 64, **changes: Any) -> WorkerLoad:
+        return replace(LOAD, pool=replace(LOAD.pool, free=free, live=64 - free), **changes)
+
+    return make
+
+
+@pytest.fixture
+def info() -> Callable[..., WorkerInfo]:
+    """A worker that fits every other one, with changes."""
+
+    def make(role: Role, name: str, **changes: Any) -> WorkerInfo:
+        made = WorkerInfo(
+            worker_id=WorkerId(name),
+            incarnation=Incarnation(f"{name}-life-1"),
+            role=role,
+            address="127.0.0.1:1",
+            model="tiny",
+            config_fingerprint="config",
+            model_fingerprint="weights",
+            layout_fingerprint="layout",
+            transports=("shm", "tcp"),
+            local_prefill_tokens=0,
+            max_sequence_tokens=256,
+            pid=1,
+            device="fake",
+        )
+        return replace(made, **changes)
+
+    return make
+
+
+@pytest.fixture
+def view(info: Callable[..., WorkerInfo]) -> Callable[..., WorkerView]:
+    """A usable worker as placement sees it."""
+
+    def make(role: Role, name: str, load: WorkerLoad = LOAD, obstacle: str | None = None, **changes: Any) -> WorkerView:
+        return WorkerView(info(role, name, **changes), load, obstacle)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Tokenizer:
+    """Byte b is token b; 256 is the special token <eos>."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    alphabet = [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_tokenizer() -> Tokenizer:
+    """Llama 2's kind: words begin with ▁, unknown characters fall back to bytes."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁Hi", "▁you", "a", "b"]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer

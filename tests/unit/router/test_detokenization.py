@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from router.detokenization import MAX_PENDING_TOKENS, Detokenizer
+from tandem.types import TokenId
+
+EOS = TokenId(256)
+
+
+def stream(tokenizer: Tokenizer, token_ids: list[int], skipped: frozenset[TokenId] = frozenset()) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, skipped)
+    return [*(detokenizer.step(TokenId(each)) for each in token_ids), detokenizer.finish()]
+
+
+@given(st.text())
+def test_text_comes_out_as_it_went_in(byte_tokenizer: Tokenizer, text: str) -> None:
+    assert "".join(stream(byte_tokenizer, list(text.encode()))) == text
+
+
+@given(st.binary(max_size=80))
+def test_any_bytes_give_what_decoding_them_at_once_gives(byte_tokenizer: Tokenizer, raw: bytes) -> None:
+    whole = byte_tokenizer.decode(list(raw), skip_special_tokens=False)
+    assert "".join(stream(byte_tokenizer, list(raw))) == whole == raw.decode(errors="replace")
+
+
+@given(st.text(alphabet="aé€😀", max_size=12))
+def test_a_character_is_held_back_until_it_is_whole(byte_tokenizer: Tokenizer, text: str) -> None:
+    detokenizer = Detokenizer(byte_tokenizer, frozenset())
+    for char in text:
+        *parts, last = char.encode()
+        assert all(detokenizer.step(TokenId(part)) == "" for part in parts)
+        assert detokenizer.step(TokenId(last)) == char
+
+
+def test_bytes_that_never_make_a_character_are_let_go_after_a_while(byte_tokenizer: Tokenizer) -> None:
+    length = 5 * MAX_PENDING_TOKENS
+    pieces = stream(byte_tokenizer, [0x80] * length)
+    assert sum(map(bool, pieces[:-1])) >= 4
+    assert "".join(pieces) == "\ufffd" * length
+
+
+@given(st.binary(min_size=100, max_size=140).map(lambda raw: bytes(byte | 0x80 for byte in raw)))
+def test_long_garbage_loses_no_text(byte_tokenizer: Tokenizer, raw: bytes) -> None:
+    assert "".join(stream(byte_tokenizer, [*raw, *b"end"])).endswith("end")
+
+
+def test_skipped_tokens_have_no_text_and_do_not_pile_up(byte_tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(byte_tokenizer, frozenset({EOS}))
+    assert [detokenizer.step(each) for each in (TokenId(0xC3), *[EOS] * 1000, TokenId(0xA9))] == [*[""] * 1001, "é"]
+
+
+def test_special_tokens_may_be_kept(byte_tokenizer: Tokenizer) -> None:
+    assert "".join(stream(byte_tokenizer, [72, EOS])) == "H<eos>"
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_no_text(byte_tokenizer: Tokenizer) -> None:
+    assert "".join(stream(byte_tokenizer, [72, 9999, 105])) == "Hi"
+
+
+@given(st.lists(st.sampled_from([257, 258, 259, 260, 261, 0x61 + 1]), max_size=20))
+def test_spaces_between_words_are_those_of_the_whole_text(sentencepiece_tokenizer: Tokenizer, ids: list[int]) -> None:
+    assert "".join(stream(sentencepiece_tokenizer, ids)) == sentencepiece_tokenizer.decode(ids)
+
+
+# A byte that is no character garbles the ASCII bytes beside it when all are decoded at once, so: none.
+@given(st.lists(st.integers(129, 261), max_size=60))
+def test_byte_fallback_never_raises_and_keeps_every_letter(sentencepiece_tokenizer: Tokenizer, ids: list[int]) -> None:
+    text = "".join(stream(sentencepiece_tokenizer, ids))
+    whole = sentencepiece_tokenizer.decode(ids)
+    assert [char for char in text if char in "Hiyou"] == [char for char in whole if char in "Hiyou"]

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+
+from router.placement import Demand, WorkerView, longest_sequence, place, readiness
+from tandem.errors import Unavailable
+from tandem.types import Incarnation, Role
+
+DEMAND = Demand(num_tokens=10, max_total_tokens=20)
+P, D = Role.PREFILL, Role.DECODE
+
+
+def names(workers: list[WorkerView], demand: Demand = DEMAND, tries: int = 50) -> Counter[tuple[str | None, str]]:
+    rng = Random(1)
+    found = [place(demand, workers, rng) for _ in range(tries)]
+    return Counter((each.prefill and each.prefill.worker_id, each.decode.worker_id) for each in found)
+
+
+def test_the_prefill_worker_with_the_fewest_queued_tokens_is_taken(view: Any, load: Any) -> None:
+    workers = [view(P, "busy", load(queued_prompt_tokens=9)), view(P, "idle"), view(D, "d")]
+    assert set(names(workers)) == {("idle", "d")}
+
+
+def test_of_two_decode_workers_the_one_with_more_free_blocks_is_taken(view: Any, load: Any) -> None:
+    workers = [view(P, "p"), view(D, "full", load(free=1)), view(D, "free", load(free=2))]
+    assert set(names(workers)) == {("p", "free")}
+
+
+def test_of_many_decode_workers_the_fullest_is_never_taken_and_the_others_share(view: Any, load: Any) -> None:
+    workers = [view(P, "p"), *(view(D, f"d{free}", load(free=free)) for free in (1, 2, 3, 4))]
+    taken = names(workers, tries=400)
+    assert ("p", "d1") not in taken
+    assert taken["p", "d4"] > taken["p", "d3"] > taken["p", "d2"] > 0
+
+
+def test_equal_workers_share_the_work(view: Any) -> None:
+    taken = names([view(P, "p0"), view(P, "p1"), view(D, "d0"), view(D, "d1")], tries=400)
+    assert len(taken) == 4
+    assert min(taken.values()) > 60
+
+
+def test_work_given_since_the_last_heartbeat_counts(view: Any, info: Any, load: Any) -> None:
+    just_used = WorkerView(info(D, "used"), load(), assigned_tokens=17)
+    assert set(names([view(P, "p"), just_used, view(D, "fresh")])) == {("p", "fresh")}
+
+
+def test_a_short_prompt_stays_on_the_decode_worker_that_may_compute_it(view: Any) -> None:
+    workers = [view(P, "p"), view(D, "d", local_prefill_tokens=10)]
+    assert set(names(workers)) == {(None, "d")}
+    assert set(names(workers, Demand(11, 20))) == {("p", "d")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"model_fingerprint": "x"}, "model_fingerprint differs: p weights, d x"),
+        ({"layout_fingerprint": "x"}, "layout_fingerprint differs: p layout, d x"),
+        ({"transports": ("nccl",)}, "no common transport: p shm,tcp, d nccl"),
+        ({"obstacle": "is draining"}, "no decode worker can take it: d is draining"),
+        ({"max_sequence_tokens": 19}, "no decode worker can take it: d holds sequences of 19 tokens, not 20"),
+    ],
+)
+def test_what_keeps_a_pair_from_serving_is_said(view: Any, changes: dict[str, Any], missing: str) -> None:
+    with pytest.raises(Unavailable, match=missing):
+        names([view(P, "p"), view(D, "d", **changes)])
+
+
+def test_workers_that_failed_the_request_are_not_taken_again(view: Any) -> None:
+    workers = [view(P, "p"), view(D, "d0"), view(D, "d1")]
+    demand = Demand(10, 20, frozenset({Incarnation("d0-life-1")}))
+    assert set(names(workers, demand)) == {("p", "d1")}
+
+
+def test_ready_needs_a_pair_or_a_decode_worker_that_computes_any_prompt(view: Any) -> None:
+    assert readiness([]) == "no decode worker can take it: none is registered"
+    assert readiness([view(P, "p")]) is not None
+    assert readiness([view(D, "d", local_prefill_tokens=64)]) is not None
+    assert readiness([view(D, "d", local_prefill_tokens=None)]) is None
+    assert readiness([view(P, "p"), view(D, "d")]) is None
+
+
+def test_the_longest_sequence_is_that_of_the_best_pair(view: Any) -> None:
+    assert longest_sequence([view(P, "p")]) is None
+    small, large = view(D, "d0", max_sequence_tokens=100), view(D, "d1", max_sequence_tokens=300)
+    assert longest_sequence([view(P, "p", max_sequence_tokens=200), small, large]) == 200
+    assert longest_sequence([view(D, "d", max_sequence_tokens=300, local_prefill_tokens=None)]) == 300
