@@ -212,7 +212,6 @@ async def test_the_receiver_stopping_fails_what_is_open(paired, recorder, transp
         await pair.receiver.stop()
         assert recorder.calls == ["receiving", "failed", "writer_stopped"]
         with pytest.raises(TransferError):
-            await handoff.push(0, (0, 1, 2))
             await handoff.commit(b"")
 
 

@@ -1,0 +1,237 @@
+"""A hand-off whose other side is a real process that is killed, stopped or rude."""
+
+import asyncio
+import mmap
+import os
+import secrets
+import signal
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtransfer.base import BlockRef, Fingerprints, PoolMemory
+from kvtransfer.receiver import KvReceiver
+from kvtransfer.sender import KvSender
+from kvtransfer.timing import Timing
+from tandem.clock import MonotonicClock
+from tandem.errors import PeerLost, TransferError
+from tandem.kv_layout import DType, KvLayout
+
+PRINTS = Fingerprints("model-a", KvLayout(2, 1, 4, 8, DType.BFLOAT16))
+TIMING = Timing(lease_s=1.0, reply_s=2.0, stop_s=0.5)
+PEER = Path(__file__).with_name("kv_peer_process.py")
+PATIENCE_S = 40.0
+TRANSPORTS = ["shm", "tcp"]
+
+
+class Peer:
+    """The other process, by its lines."""
+
+    def __init__(self, process):
+        self.process = process
+
+    async def line(self):
+        async with asyncio.timeout(PATIENCE_S):
+            return (await self.process.stdout.readline()).decode().strip()
+
+    def tell(self, line=""):
+        self.process.stdin.write(f"{line}\n".encode())
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+
+@asynccontextmanager
+async def running(*args):
+    environment = os.environ | {"PYTHONPATH": str(PEER.parents[2]), "OMP_NUM_THREADS": "1"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(PEER), *args, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment
+    )
+    try:
+        yield Peer(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        process.stdin.close()
+        async with asyncio.timeout(PATIENCE_S):
+            await process.communicate()
+
+
+class Listener:
+    def __init__(self):
+        self.calls = []
+        self.error = None
+        self._changed = asyncio.Event()
+
+    def _add(self, call):
+        self.calls.append(call)
+        self._changed.set()
+
+    def on_receiving(self):
+        self._add("receiving")
+
+    def on_committed(self, first_token_payload):
+        self._add("committed")
+
+    def on_failed(self, error):
+        self.error = error
+        self._add("failed")
+
+    def on_writer_stopped(self):
+        self._add("writer_stopped")
+
+    async def until(self, call):
+        async with asyncio.timeout(PATIENCE_S):
+            while call not in self.calls:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@pytest.fixture
+def memory():
+    fd = os.memfd_create("survivor-pool")
+    os.ftruncate(fd, 16 * 256)
+    mapping = mmap.mmap(fd, 16 * 256)
+    blocks = torch.frombuffer(mapping, dtype=torch.uint8).view(16, 256)
+    yield PoolMemory(blocks, fd, secrets.token_hex(16))
+    os.close(fd)
+
+
+@asynccontextmanager
+async def caught_in_the_middle(memory, transport, role="send"):
+    """A receiver here, and a sender process that has written half of block 3."""
+    receiver = KvReceiver(memory, PRINTS, MonotonicClock(), (transport,), "127.0.0.1", timing=TIMING)
+    await receiver.start()
+    listener = Listener()
+    try:
+        async with running(role, transport, "1.0") as peer:
+            offer = receiver.offer((BlockRef(3, 7), BlockRef(1, 7)), listener, 30.0)
+            peer.tell(f"{offer.ticket.hex()} {offer.endpoint.hex()}")
+            assert await peer.line() == "half written"
+            yield receiver, listener, peer, offer
+    finally:
+        await receiver.stop()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_sender_killed_in_the_middle_of_a_block_frees_it(memory, transport):
+    async with caught_in_the_middle(memory, transport) as (receiver, listener, peer, _):
+        assert listener.calls == ["receiving"]
+        peer.signal(signal.SIGKILL)
+        await listener.until("writer_stopped")
+        assert listener.calls == ["receiving", "failed", "writer_stopped"]
+        assert isinstance(listener.error, PeerLost)
+        assert receiver.num_live == 0
+        assert bytes(memory.blocks[3].tolist())[128:] == bytes(128)
+
+
+async def test_blocks_withdrawn_under_a_copying_process_wait_for_its_copy(memory):
+    async with caught_in_the_middle(memory, "shm") as (receiver, listener, peer, offer):
+        receiver.withdraw(offer.transfer_id)
+        assert listener.calls == ["receiving", "failed"]
+        assert receiver.num_live == 1
+        peer.tell()
+        assert (await peer.line()).startswith("push ended")
+        await listener.until("writer_stopped")
+        assert receiver.num_live == 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_stopped_sender_is_lost_within_its_lease(memory, transport):
+    async with caught_in_the_middle(memory, transport) as (receiver, listener, peer, _):
+        peer.signal(signal.SIGSTOP)
+        await listener.until("failed")
+        assert isinstance(listener.error, PeerLost)
+        if transport == "shm":  # it may still write when it wakes up
+            assert receiver.num_live == 1
+            peer.signal(signal.SIGKILL)
+        await listener.until("writer_stopped")
+        assert receiver.num_live == 0
+
+
+async def test_a_stopped_sender_that_wakes_finishes_its_copy_and_lets_go(memory):
+    async with caught_in_the_middle(memory, "shm") as (receiver, listener, peer, _):
+        peer.signal(signal.SIGSTOP)
+        await listener.until("failed")
+        peer.signal(signal.SIGCONT)
+        peer.tell()
+        assert (await peer.line()).startswith("push ended")
+        await listener.until("writer_stopped")
+        assert receiver.num_live == 0
+
+
+async def test_a_dropped_socket_of_a_living_process_proves_nothing(memory):
+    async with caught_in_the_middle(memory, "shm", "rude") as (receiver, listener, peer, _):
+        peer.tell()
+        assert await peer.line() == "dropped"
+        await listener.until("failed")
+        assert receiver.num_live == 1
+        peer.signal(signal.SIGKILL)
+        await listener.until("writer_stopped")
+        assert receiver.num_live == 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_receiver_stop_does_not_claim_that_a_stopped_sender_let_go(memory, transport):
+    async with caught_in_the_middle(memory, transport) as (receiver, listener, peer, _):
+        peer.signal(signal.SIGSTOP)
+        await receiver.stop()
+        assert "failed" in listener.calls
+        assert ("writer_stopped" in listener.calls) == (transport == "tcp")
+
+
+@asynccontextmanager
+async def sending_to(memory, transport):
+    sender = KvSender(memory, PRINTS, MonotonicClock(), transport, timing=TIMING)
+    try:
+        yield sender
+    finally:
+        await sender.stop()
+
+
+async def _finish(handoff):
+    await handoff.push(1, (1,))
+    await handoff.commit(b"")
+
+
+def _peer_mappings():
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:test-pool")
+
+
+async def _open(sender, peer):
+    ticket, endpoint = map(bytes.fromhex, (await peer.line()).split())
+    handoff = await sender.open(ticket, endpoint, 10.0)
+    assert await peer.line() == "receiving"
+    return handoff
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_receiver_killed_or_stopped_fails_the_sender_within_the_lease(memory, transport, number):
+    async with sending_to(memory, transport) as sender, running("receive", transport, "1.0") as peer:
+        handoff = await _open(sender, peer)
+        await handoff.push(0, (0,))
+        peer.signal(number)
+        with pytest.raises(TransferError):
+            await asyncio.wait_for(_finish(handoff), 5)
+        await handoff.abort()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_restarted_receiver_is_served_and_the_old_mapping_is_gone(memory, transport):
+    async with sending_to(memory, transport) as sender:
+        async with running("receive", transport, "1.0") as old:
+            lost = await _open(sender, old)
+            old.signal(signal.SIGKILL)
+            await old.process.wait()
+            with pytest.raises(TransferError):
+                await lost.commit(b"")
+        async with running("receive", transport, "1.0") as new:
+            handoff = await _open(sender, new)
+            assert _peer_mappings() == (1 if transport == "shm" else 0)
+            await handoff.push(0, (0, 1))
+            await handoff.commit(b"\x2a")
+            assert await new.line() == "committed 2a"
