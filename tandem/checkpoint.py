@@ -138,9 +138,10 @@ def _context_tokens(config: _Document) -> int:
     if kind not in _FACTOR_ROPES:
         return trained
     scaling = _Document(config.path, rope)
-    original = rope.get("original_max_position_embeddings")
-    if kind == "yarn" and original is not None:
-        trained = scaling.integer("original_max_position_embeddings", low=1)
+    if kind == "yarn":
+        key = "original_max_position_embeddings"  # outside of the rope section it takes precedence
+        holder = next((each for each in (config, scaling) if each.values.get(key) is not None), None)
+        trained = trained if holder is None else holder.integer(key, low=1)
     return int(trained * (scaling.number("factor") or 1.0))
 
 

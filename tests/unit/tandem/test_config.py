@@ -102,8 +102,8 @@ def test_a_bad_value_names_its_option(flag: str, text: str) -> None:
 
 
 def test_an_unknown_key_in_the_environment_is_named() -> None:
-    with pytest.raises(ConfigError, match="TANDEM_BLOK_SIZE"):
-        read(DecodeConfig, TANDEM_BLOK_SIZE="16")
+    with pytest.raises(ConfigError, match="TANDEM_BLOCK_SIZES"):
+        read(DecodeConfig, TANDEM_BLOCK_SIZES="16")
 
 
 def test_another_commands_key_and_other_programs_keys_are_fine() -> None:
@@ -143,7 +143,7 @@ def test_the_address_of_serve_reaches_no_worker_by_the_environment_either() -> N
     assert config.decode_worker.worker_id is None
 
 
-def test_a_childs_argv_makes_the_same_config_whatever_the_environment_says() -> None:
+def test_the_argv_of_a_child_makes_the_same_config_whatever_the_environment_says() -> None:
     config = replace(
         read(ServeConfig, "--local-prefill-tokens", "unlimited", "--max-prompt-tokens", "9").decode_worker,
         router=("127.0.0.1:1",),
