@@ -1,14 +1,15 @@
-"""Which cores, how many threads and what priority each worker of `tandem serve` gets. Pure.
+"""Which cores, how many threads and what priority each worker of `tandem serve` gets.
 
 Measured on two cores, decoding beside an endless prefill (inter-token p99): one core each,
 pinned, 17 ms; both with two threads 952 ms, since OpenMP threads spin at barriers for peers that
 the other process keeps off the core; the same with prefill at nice 5, 29 ms; at nice 19 prefill
-starves. Hence: never more threads than cores of one's own, and a mild nice only where cores must
-be shared.
+starves. Hence: never more threads than cores of one's own, and a mild nice only where cores must be
+shared.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,13 @@ class CorePlan:
     decode: tuple[CoreShare, ...]
 
 
+def usable_cores() -> tuple[int, ...]:
+    """The cores that this process may run on; everything below is pure."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
 def plan_cores(cores: Sequence[int], num_prefill: int, num_decode: int, threads: int | None) -> CorePlan:
     """Splits `cores` (at least one) among the workers; `threads` per worker overrides the split's size.
 
@@ -47,6 +55,12 @@ def plan_cores(cores: Sequence[int], num_prefill: int, num_decode: int, threads:
     if num_workers > len(cores):
         return _dealt(cores, num_prefill, num_decode)
     return _disjoint(cores, num_prefill, num_decode, threads)
+
+
+def share_all_cores(cores: Sequence[int], num_prefill: int, num_decode: int, threads: int | None) -> CorePlan:
+    """For workers that compute elsewhere, on GPUs: nobody is pinned, nobody yields."""
+    own = CoreShare(tuple(cores), threads or max(1, len(cores) // (num_prefill + num_decode)))
+    return CorePlan((own,) * num_prefill, (own,) * num_decode)
 
 
 def _disjoint(cores: Sequence[int], num_prefill: int, num_decode: int, threads: int | None) -> CorePlan:
