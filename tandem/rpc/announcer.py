@@ -1,7 +1,7 @@
 """A worker announces itself to every router it can find, and keeps doing so.
 
 One task per `--router` name resolves it again and again; one task per address found holds a
-Register stream: info, then heartbeats at a third of the router's lease, carrying the engine's
+Register stream: info, then heartbeats, at least three per lease, carrying the engine's
 step count, since a live event loop proves nothing about its engine.
 """
 
@@ -31,6 +31,8 @@ _MAX_BACKOFF_S = 2.0
 _RESOLVE_EVERY_S = 5.0
 _ANSWER_TIMEOUT_S = 5.0
 _BEATS_PER_LEASE = 3
+_BEAT_S = 0.25
+"""At least so often, so that placement and status see pools as they are, not as they were."""
 
 
 class Announcer:
@@ -131,7 +133,7 @@ class Announcer:
     async def _beat(self, call: RegisterCall, lease_s: float) -> None:
         """Heartbeats. Raises TimeoutError if the router does not take one within the lease."""
         while True:
-            await _first_of(self._news, lease_s / _BEATS_PER_LEASE)
+            await _first_of(self._news, min(_BEAT_S, lease_s / _BEATS_PER_LEASE))
             async with asyncio.timeout(lease_s):
                 await call.write(registry_pb2.RegisterRequest(load=load_to_proto(self._load())))
 
