@@ -57,30 +57,40 @@ async def play(open_bench: Any, make_spec: Any, completion: Any, num_blocks: int
         for number, each in enumerate(crowd):
             spec = make_spec(each.num_prompt_tokens, each.max_tokens, salt=number, priority=each.priority)
             specs[bench.reserve(number, spec, local_prefill=each.fate == "local")] = spec
-        router, met, first = bench.router, set(), {}
-        for turn in range(TURNS):
-            for handle in router.tickets.keys() - met:
-                met.add(handle)
-                token = meet_fate(bench, router.tickets[handle], crowd[handle].fate, specs[handle])
-                first |= {} if token is None else {handle: [token]}
-            if len(router.ended) + len(router.errors) + only_first(specs, first) == len(specs):
-                break
-            if turn % 100 == 99:  # all that can end by itself has ended: time passes for the rest
-                bench.clock.advance_s(HANDOFF_S / 2)
-                bench.worker.tick()
-                for transfer_id, offer in bench.receiver.offers.items():
-                    if offer.is_over and offer.is_shown:
-                        bench.receiver.writer_stops(transfer_id)
-            await asyncio.sleep(0)
-        else:
-            raise AssertionError(f"stuck: {bench.worker.load()}")
+        first = await play_prefill_workers(bench, specs, crowd)
         for transfer_id in bench.receiver.offers:
             bench.receiver.writer_stops(transfer_id)
         for handle, spec in specs.items():
             if crowd[handle].fate in {"local", "commits"}:
-                assert first.get(handle, []) + router.tokens.get(handle, []) == completion(spec)
+                assert first.get(handle, []) + bench.router.tokens.get(handle, []) == completion(spec)
             else:
-                assert handle in router.errors
+                assert handle in bench.router.errors
+
+
+async def play_prefill_workers(
+    bench: Any, specs: dict[Handle, SequenceSpec], crowd: list[Arriving]
+) -> dict[Handle, list[TokenId]]:
+    """Lets each granted hand-off meet its fate until everybody has ended; returns the first tokens."""
+    router, met, first = bench.router, set(), {}
+    for turn in range(TURNS):
+        for handle in router.tickets.keys() - met:
+            met.add(handle)
+            token = meet_fate(bench, router.tickets[handle], crowd[handle].fate, specs[handle])
+            first |= {} if token is None else {handle: [token]}
+        if len(router.ended) + len(router.errors) + only_first(specs, first) == len(specs):
+            return first
+        if turn % 100 == 99:  # all that can end by itself has ended
+            let_time_pass(bench)
+        await asyncio.sleep(0)
+    raise AssertionError(f"stuck: {bench.worker.load()}")
+
+
+def let_time_pass(bench: Any) -> None:
+    bench.clock.advance_s(HANDOFF_S / 2)
+    bench.worker.tick()
+    for transfer_id, offer in bench.receiver.offers.items():
+        if offer.is_over and offer.is_shown:
+            bench.receiver.writer_stops(transfer_id)
 
 
 def meet_fate(bench: Any, ticket: str, fate: str, spec: SequenceSpec) -> TokenId | None:
