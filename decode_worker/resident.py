@@ -15,6 +15,8 @@ class Resident:
     def __init__(self, arrival: Arrival) -> None:
         """A sequence whose prompt is computed here; it holds no blocks yet."""
         self.arrival = arrival
+        self.rank: Rank = arrival.rank
+        """Its place in line."""
         self.sequence = Sequence(arrival.spec)
         self.started_s: float | None = None
         """When its first tokens were scheduled; None before."""
@@ -33,11 +35,6 @@ class Resident:
         resident.sequence.advance(len(arrival.spec.token_ids))
         resident.sequence.append_token(first_token)
         return resident
-
-    @property
-    def rank(self) -> Rank:
-        """Its place in line."""
-        return self.arrival.rank
 
     @property
     def num_tokens(self) -> int:

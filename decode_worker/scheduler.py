@@ -110,13 +110,11 @@ class _Planner(Generic[S]):
         self._free_blocks = free_blocks
         self._limits = limits
         self._preempted: list[S] = []
+        self._victims: list[S] | None = None
 
     def plan(self) -> StepPlan[S]:
-        admitted = self._admit()
-        wanted = self._share()
-        scheduled = self._secure(wanted)
-        decodes = [item for item in scheduled if _remaining(item[0]) == 1]
-        chunks = [item for item in scheduled if _remaining(item[0]) > 1]
+        admitted = self._admit() if self._waiting else []
+        decodes, chunks = self._secure(self._share())
         return StepPlan(tuple(admitted), tuple(self._preempted), (*decodes, *chunks))
 
     def _admit(self) -> list[S]:
@@ -137,42 +135,53 @@ class _Planner(Generic[S]):
         headroom = self._limits.headroom_blocks(len(self._running) + 1)
         return spare >= self._limits.blocks_for(seq.num_tokens) + headroom
 
-    def _share(self) -> list[tuple[S, int]]:
-        """Tokens that each running sequence would compute if blocks were no matter, in rank order."""
-        prompts = [_remaining(seq) for seq in self._running if _remaining(seq) > 1]
+    def _share(self) -> list[tuple[S, int, bool]]:
+        """Tokens that each would compute if blocks were no matter, and whether it is a chunk; in rank order."""
+        remaining = [seq.num_tokens - seq.num_computed_tokens for seq in self._running]
+        prompts = [num_tokens for num_tokens in remaining if num_tokens > 1]
         chunks = iter(plan_chunks(prompts, self._limits.chunk_tokens, len(prompts)))
-        return [(seq, next(chunks) if _remaining(seq) > 1 else 1) for seq in self._running]
+        return [
+            (seq, next(chunks), True) if num_tokens > 1 else (seq, 1, False)
+            for seq, num_tokens in zip(self._running, remaining, strict=True)
+        ]
 
-    def _secure(self, wanted: list[tuple[S, int]]) -> list[tuple[S, int]]:
-        """Gives out blocks in rank order, preempting from the other end."""
-        # Victims leave at the end of this list: in the end, exactly the holders behind some rank.
-        holders = sorted((seq for seq in (*self._running, *self._waiting) if seq.num_blocks), key=_rank)
-        scheduled = []
-        for seq, num_wanted in wanted:
+    def _secure(self, wanted: list[tuple[S, int, bool]]) -> tuple[list[tuple[S, int]], list[tuple[S, int]]]:
+        """Gives out blocks in rank order, preempting from the other end; returns decodes and chunks."""
+        decodes: list[tuple[S, int]] = []
+        chunks: list[tuple[S, int]] = []
+        for seq, num_wanted, is_chunk in wanted:
             if self._preempted and seq.rank >= self._preempted[-1].rank:
                 break  # preempted, or behind a victim whose blocks it must not take
-            num_tokens = self._grow(seq, num_wanted, holders)
+            num_tokens = self._grow(seq, num_wanted)
             if num_tokens > 0:
-                scheduled.append((seq, num_tokens))
-        return scheduled
+                (chunks if is_chunk else decodes).append((seq, num_tokens))
+        return decodes, chunks
 
-    def _grow(self, seq: S, num_wanted: int, holders: list[S]) -> int:
+    def _grow(self, seq: S, num_wanted: int) -> int:
         """Takes blocks for up to `num_wanted` more tokens; returns for how many there is room."""
-        end = seq.num_computed_tokens + num_wanted
-        num_needed = self._limits.blocks_for(end) - seq.num_blocks
-        while num_needed > self._free_blocks and holders and holders[-1].rank > seq.rank:
-            victim = holders.pop()
-            self._preempted.append(victim)
-            self._free_blocks += victim.num_blocks
-        num_taken = max(0, min(num_needed, self._free_blocks))
+        num_computed, num_blocks = seq.num_computed_tokens, seq.num_blocks
+        end = num_computed + num_wanted
+        num_needed = self._limits.blocks_for(end) - num_blocks
+        if num_needed <= 0:
+            return num_wanted
+        while num_needed > self._free_blocks and self._preempt_behind(seq):
+            pass
+        num_taken = min(num_needed, self._free_blocks)
         self._free_blocks -= num_taken
-        room = (seq.num_blocks + num_taken) * self._limits.block_size
-        return min(end, room) - seq.num_computed_tokens
+        return min(end, (num_blocks + num_taken) * self._limits.block_size) - num_computed
+
+    def _preempt_behind(self, seq: S) -> bool:
+        """Takes the blocks of the last-ranked holder, if that ranks behind `seq`."""
+        if self._victims is None:
+            holders = [s for s in (*self._running, *self._waiting) if s.num_blocks]
+            self._victims = sorted(holders, key=_rank)
+        if not self._victims or self._victims[-1].rank <= seq.rank:
+            return False
+        victim = self._victims.pop()
+        self._preempted.append(victim)
+        self._free_blocks += victim.num_blocks
+        return True
 
 
 def _rank(seq: Schedulable) -> Rank:
     return seq.rank
-
-
-def _remaining(seq: Schedulable) -> int:
-    return seq.num_tokens - seq.num_computed_tokens

@@ -217,7 +217,7 @@ class DecodeWorker:
     def _look_again(self) -> None:
         """Lets in whom there is room for, and wakes the step loop."""
         self._look_pending = False
-        while (arrival := self._queue.pop_admissible(self._room())) is not None:
+        while len(self._queue) and (arrival := self._queue.pop_admissible(self._room())) is not None:
             try:
                 self._let_in(arrival)
             except TandemError as error:
