@@ -239,3 +239,63 @@ async def test_stop_leaves_no_tasks_descriptors_or_mappings(paired, make_recorde
 def _held() -> tuple[int, int]:
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     return len(os.listdir("/proc/self/fd")), maps.count("memfd:test-pool")
+
+
+async def _busy_copying(handoff):
+    """As if a copy were under way on the pool's thread, until the future is set."""
+    copy = asyncio.get_running_loop().create_future()
+    copying = asyncio.create_task(handoff._lend(copy))
+    await asyncio.sleep(0)
+    return copy, copying
+
+
+async def _another_handoff(pair, listener):
+    """A whole hand-off on the same connection: what was said before it has been heard on both sides."""
+    handoff = await pair.open(pair.offer(listener, (8,)))
+    await handoff.push(0, (8,))
+    await handoff.commit(b"")
+
+
+async def test_a_sender_says_drained_only_after_its_copy_has_ended(paired, make_recorder):
+    async with paired("shm") as pair:
+        listener = make_recorder()
+        offer = pair.offer(listener)
+        handoff = await pair.open(offer)
+        copy, copying = await _busy_copying(handoff)
+        pair.receiver.withdraw(offer.transfer_id)
+        await _another_handoff(pair, make_recorder())
+        assert listener.calls == ["receiving", "failed"]
+        copy.set_result(None)
+        await listener.until("writer_stopped")
+        await copying
+
+
+async def test_abort_waits_for_a_copy_whose_push_was_cancelled(paired, make_recorder):
+    async with paired("shm") as pair:
+        listener = make_recorder()
+        handoff = await pair.open(pair.offer(listener))
+        copy, copying = await _busy_copying(handoff)
+        copying.cancel()
+        aborting = asyncio.create_task(handoff.abort())
+        await _another_handoff(pair, make_recorder())
+        assert not aborting.done()
+        assert listener.calls == ["receiving"]
+        copy.set_result(None)
+        await aborting
+        await listener.until("writer_stopped")
+
+
+async def test_stop_unmaps_only_after_a_copy_has_ended(paired, make_recorder):
+    async with paired("shm") as pair:
+        listener = make_recorder()
+        handoff = await pair.open(pair.offer(listener))
+        copy, copying = await _busy_copying(handoff)
+        stopping = asyncio.create_task(pair.sender.stop())
+        with pytest.raises(TransferError):
+            await handoff._until(lambda: False)
+        assert listener.calls == ["receiving"]
+        assert not stopping.done()
+        copy.set_result(None)
+        await stopping
+        await copying
+        await listener.until("writer_stopped")
