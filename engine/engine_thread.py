@@ -44,11 +44,6 @@ class EngineThread:
         """Steps that ended, failed ones included: a heartbeat that shows a stuck engine."""
         return self._num_steps
 
-    @property
-    def is_stepping(self) -> bool:
-        """Whether a step is under way."""
-        return self._is_stepping
-
     async def step(self, seqs: Sequence[ScheduledSeq]) -> list[SampledToken | None]:
         """Runs one step on the engine thread; raises what it raises.
 

@@ -49,19 +49,16 @@ def inverse_cdf(weights: torch.Tensor, masses: torch.Tensor, uniforms: torch.Ten
     """Returns `[R]`: the first index whose cumulative weight exceeds `uniform * total`.
 
     `weights` `[R, V]` ≥ 0 with a positive sum, `masses` = `chunk_masses(weights)`, `uniforms`
-    `[R]` float64 in [0, 1). An index of weight 0 is never returned.
+    `[R]` float64, multiples of 2^-53 in [0, 1). An index of weight 0 is never returned.
     """
-    target = _below(uniforms * masses[:, -1], masses[:, -1])  # [R]
+    target = uniforms * masses[:, -1]  # [R], less than the total: uniforms end at 1 - 2^-53
     chunk = torch.searchsorted(masses, target[:, None], right=True)[:, 0]  # [R]
     before = torch.where(chunk > 0, masses.gather(1, (chunk - 1).clamp_(min=0)[:, None])[:, 0], 0.0)  # [R]
     inside = _pick(_in_chunks(weights, 0.0), chunk).double().cumsum(-1)  # [R, CHUNK]
-    residual = _below(target - before, inside[:, -1])  # [R]
+    # The chunk's own sum was float32: rounding may put the target beyond `inside`.
+    below_end = torch.nextafter(inside[:, -1], torch.zeros_like(before))
+    residual = torch.minimum(target - before, below_end)  # [R]
     return chunk * CHUNK + torch.searchsorted(inside, residual[:, None], right=True)[:, 0]
-
-
-def _below(values: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Keeps values under their ends, where rounding alone can put them; the last positive weight takes them."""
-    return torch.minimum(values, torch.nextafter(ends, torch.zeros_like(ends)))
 
 
 def _in_chunks(rows: torch.Tensor, padding: float) -> torch.Tensor:

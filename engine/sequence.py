@@ -12,7 +12,6 @@ It decides nothing: the worker's scheduler calls it, and frees what `take_blocks
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from engine.block_table import BlockTable
@@ -126,11 +125,6 @@ class Sequence:
         self._token_ids.append(token_id)
         self._finish_reason = finish_reason_after(self.spec.sampling, token_id, self.num_output_tokens)
         return self._finish_reason
-
-    def resume_tokens(self, token_ids: Iterable[TokenId]) -> None:
-        """Adds tokens that were sampled and announced elsewhere, one after the other."""
-        for token_id in token_ids:
-            self.append_token(token_id)
 
     def _sample_spec(self) -> SampleSpec:
         return SampleSpec(

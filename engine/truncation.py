@@ -38,8 +38,7 @@ def truncate(scores: torch.Tensor, weights: torch.Tensor, params: Sequence[Sampl
         return masses
     if by_p:
         top_p = torch.tensor([params[row].top_p for row in by_p], dtype=torch.float64, device=scores.device)
-        nucleus = _nucleus_threshold(_take(scores, by_p), threshold[by_p], top_p * masses[by_p, -1])
-        threshold[by_p] = torch.maximum(threshold[by_p], nucleus)
+        threshold[by_p] = _nucleus_threshold(_take(scores, by_p), top_p * masses[by_p, -1])
     if by_min_p:
         min_p = torch.tensor([params[row].min_p for row in by_min_p], device=scores.device)
         threshold[by_min_p] = torch.maximum(threshold[by_min_p], min_p.log())  # the best weight is exp(0)
@@ -47,17 +46,18 @@ def truncate(scores: torch.Tensor, weights: torch.Tensor, params: Sequence[Sampl
     return chunk_masses(weights)
 
 
-def _nucleus_threshold(scores: torch.Tensor, kept_from: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+def _nucleus_threshold(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     """Returns `[R]`: the lowest score of the smallest set of best tokens that has at least `mass`.
 
-    Tokens below `kept_from` `[R]` have weight 0 already. `mass` `[R]` is float64.
+    `mass` `[R]` is float64. Where top-k left fewer tokens, `mass` is less than theirs, so the
+    nucleus lies within them; a token that rounding adds has weight 0 already.
     """
     vocab_size = scores.shape[1]
     lowest = scores.new_empty(len(scores))
     open_rows = torch.arange(len(scores), device=scores.device)
     for width in (*_NUCLEUS_GUESSES, vocab_size):
         best, _ = largest(scores.index_select(0, open_rows), min(width, vocab_size))  # [r, width], descending
-        weights = best.exp() * (best >= kept_from[open_rows, None])
+        weights = best.exp()
         before = weights.cumsum(-1, dtype=torch.float64) - weights  # [r, width] mass of all better tokens
         num_kept = (before < mass[open_rows, None]).sum(-1).clamp_(min=1)  # [r]
         lowest[open_rows] = best.gather(1, num_kept[:, None] - 1)[:, 0]

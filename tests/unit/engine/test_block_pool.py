@@ -157,6 +157,7 @@ def test_unknown_or_repeated_blocks_are_refused(blocks: tuple[int, ...]) -> None
     pool.allocate(4)
     with pytest.raises(InternalError):
         pool.release(ids(*blocks))
+    assert pool.counts().live == 4
 
 
 def test_waste_is_the_unused_slots_of_live_blocks() -> None:
