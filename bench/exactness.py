@@ -1,7 +1,8 @@
 """Are the tokens those of transformers? `python -m bench.exactness --model DIR`, or `--families`.
 
 Greedy, float32, prompts that sit on and beside every block and chunk border, 16 at a time, for
-each block size and chunk budget: token ids must be equal. Then bfloat16: the error of the
+each block size and chunk budget, by the engine alone, disaggregated over each transport, and
+colocated (real processes): token ids must be equal. Then bfloat16: the error of the
 logits against float64 may be at most 1.2 times that of transformers. Exits 1 if any differ.
 `--families` makes the random checkpoints of `bench.tiny_models` and checks them all.
 """
@@ -20,12 +21,14 @@ from pathlib import Path
 import torch
 
 from bench.exactness_reference import Reference
-from bench.exactness_system import SYSTEMS, Settings
+from bench.exactness_served import SERVED_SYSTEMS
+from bench.exactness_system import ENGINE_SYSTEMS, Settings
 from bench.logit_error import MAX_RATIO, measure_logit_error
 from bench.tiny_models import TINY_MODELS, save_tiny_model
 from models.config import load_model_config
 from tandem.checkpoint import resolve_model
 
+SYSTEMS = {**ENGINE_SYSTEMS, **SERVED_SYSTEMS}
 BLOCK_SIZES = (1, 16, 64)
 CHUNK_BUDGETS = (64, 512)
 MAX_TOKENS = 64
@@ -99,7 +102,7 @@ def check_checkpoint(label: str, folder: Path, systems: Sequence[str], longest: 
 
 
 def _print_line(label: str, system: str, settings: Settings, result: str) -> None:
-    print(f"{label:24} {system:8} block {settings.block_size:2} chunk {settings.chunk_tokens:3}  {result}", flush=True)
+    print(f"{label:24} {system:9} block {settings.block_size:2} chunk {settings.chunk_tokens:3}  {result}", flush=True)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """What is checked for exactness: anything that continues prompts greedily.
 
-`SYSTEMS` holds one factory per way of running the model; a served one is one more entry.
+`ENGINE_SYSTEMS` runs the engine in this process; `exactness_served` has the served ones.
 """
 
 from __future__ import annotations
@@ -99,4 +99,4 @@ def open_engine(folder: Path, settings: Settings) -> Iterator[System]:
         kv_cache.close()
 
 
-SYSTEMS: dict[str, Callable[[Path, Settings], AbstractContextManager[System]]] = {"engine": open_engine}
+ENGINE_SYSTEMS: dict[str, Callable[[Path, Settings], AbstractContextManager[System]]] = {"engine": open_engine}
