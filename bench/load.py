@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from contextlib import aclosing
 
 import uvloop
 
@@ -22,43 +23,47 @@ from tandem.errors import TandemError
 
 def run(target: str, options: LoadOptions, timeout_s: float) -> LoadReport:
     """Runs one load test against the router at `target`. Raises TandemError if it cannot be reached."""
+
+    async def main() -> LoadReport:
+        async with AsyncClient(target) as client:
+            return await measure(client, options, timeout_s, MonotonicClock())
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(measure(target, options, timeout_s))
+        return runner.run(main())
 
 
-async def measure(target: str, options: LoadOptions, timeout_s: float) -> LoadReport:
-    """As `run`, on the running loop."""
-    async with AsyncClient(target) as client:
-        model = await client.model()
-        planned = plan(options, model.vocab_size, model.context_tokens, model.eos_token_ids)
-        load = _Load(client, MonotonicClock(), timeout_s)
-        for request in warm_up(options, planned):
-            await load.send(request)
-        load.samples.clear()
-        started_s = load.clock.now_s()
-        if options.concurrency is None:
-            await load.open_loop(planned)
-        else:
-            await load.closed_loop(planned, options.concurrency)
-        return LoadReport(options, model.model, load.clock.now_s() - started_s, tuple(load.samples))
+async def measure(client: AsyncClient, options: LoadOptions, timeout_s: float, clock: Clock) -> LoadReport:
+    """One load test through `client`; a request that fails is counted, not raised."""
+    model = await client.model()
+    planned = plan(options, model.vocab_size, model.context_tokens, model.eos_token_ids)
+    load = _Load(client, clock, timeout_s)
+    for request in warm_up(options, planned):
+        await load.send(request)
+    load.samples.clear()
+    started_s = clock.now_s()
+    if options.concurrency is None:
+        await load.open_loop(planned)
+    else:
+        await load.closed_loop(planned, options.concurrency)
+    return LoadReport(options, model.model, clock.now_s() - started_s, tuple(load.samples))
 
 
 class _Load:
     """One run: what is sent, and what was seen of it."""
 
     def __init__(self, client: AsyncClient, clock: Clock, timeout_s: float) -> None:
-        self.clock = clock
         self.samples: list[Sample] = []
         self._client = client
+        self._clock = clock
         self._timeout_s = timeout_s
 
     async def open_loop(self, planned: Sequence[PlannedRequest]) -> None:
         """Sends each request at its time, whatever became of the others."""
-        begin_s = self.clock.now_s()
+        begin_s = self._clock.now_s()
         async with asyncio.TaskGroup() as tasks:
             for request in planned:
                 due_s = begin_s + request.at_s
-                await asyncio.sleep(max(0.0, due_s - self.clock.now_s()))
+                await asyncio.sleep(max(0.0, due_s - self._clock.now_s()))
                 tasks.create_task(self.send(request, due_s))
 
     async def closed_loop(self, planned: Sequence[PlannedRequest], concurrency: int) -> None:
@@ -75,19 +80,21 @@ class _Load:
 
     async def send(self, request: PlannedRequest, due_s: float | None = None) -> None:
         """Sends one request and records it; latencies count from `due_s`, or else from now."""
-        begin_s = self.clock.now_s() if due_s is None else due_s
+        begin_s = self._clock.now_s() if due_s is None else due_s
         arrivals: list[tuple[float, int]] = []
         error = ""
+        updates = self._client.generate(
+            token_ids=request.token_ids,
+            max_tokens=request.max_tokens,
+            seed=request.seed,
+            ignore_eos=True,
+            timeout_s=self._timeout_s,
+        )
         try:
-            async for update in self._client.generate(
-                token_ids=request.token_ids,
-                max_tokens=request.max_tokens,
-                seed=request.seed,
-                ignore_eos=True,
-                timeout_s=self._timeout_s,
-            ):
-                if update.token_ids:
-                    arrivals.append((self.clock.now_s() - begin_s, len(update.token_ids)))
+            async with aclosing(updates):
+                async for update in updates:
+                    if update.token_ids:
+                        arrivals.append((self._clock.now_s() - begin_s, len(update.token_ids)))
         except TandemError as failure:
             error = failure.reason.value
         self.samples.append(
@@ -95,7 +102,7 @@ class _Load:
                 at_s=request.at_s,
                 prompt_tokens=len(request.token_ids),
                 arrivals=tuple(arrivals),
-                e2e_s=self.clock.now_s() - begin_s,
+                e2e_s=self._clock.now_s() - begin_s,
                 error=error,
             )
         )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import subprocess
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import IO, Protocol
 
 _LINE_LIMIT_BYTES = 1024 * 1024
 _READY = "ready "
@@ -37,9 +37,13 @@ class Child(Protocol):
 
 
 class ProcessChild:
-    """A real one. stderr goes to `sink` line by line; stdout is read for the ready line only."""
+    """A real one. stderr goes to `sink` line by line; stdout is read for the ready line only.
 
-    def __init__(self, process: asyncio.subprocess.Process, sink: Callable[[str], None]) -> None:
+    By Popen rather than by the loop: it uses vfork, which a process with gRPC's threads survives
+    unharmed; uvloop's fork runs gRPC's handlers, which complain on stderr.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], sink: Callable[[str], None]) -> None:
         self._process = process
         self._sink = sink
         self._last_words = ""
@@ -47,15 +51,15 @@ class ProcessChild:
         self._readers = asyncio.gather(self._read_stdout(), self._read_stderr())
 
     @classmethod
-    async def start(cls, command: Sequence[str], sink: Callable[[str], None]) -> ProcessChild:
-        """Starts it in a session of its own, so that a terminal's ctrl-C reaches the supervisor only."""
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+    def start(cls, command: Sequence[str], sink: Callable[[str], None]) -> ProcessChild:
+        """Starts it, inside a running loop, in a session of its own: a terminal's ctrl-C is not for it."""
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
             start_new_session=True,
-            limit=_LINE_LIMIT_BYTES,
         )
         return cls(process, sink)
 
@@ -71,37 +75,43 @@ class ProcessChild:
     async def wait(self) -> int:
         """Its exit code once it has ended and all it wrote was passed on; negative = a signal."""
         await asyncio.shield(self._readers)
-        return await self._process.wait()
+        return await asyncio.to_thread(self._process.wait)  # at once: its pipes are closed
 
     def terminate(self) -> None:
         """Asks it to drain. A no-op once it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+        self._process.terminate()
 
     def kill(self) -> None:
         """Ends it at once. A no-op once it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._process.kill()
 
     async def _read_stdout(self) -> None:
-        assert self._process.stdout is not None
-        while line := await _next_line(self._process.stdout):
+        async for line in _lines(self._process.stdout):
             if line.startswith(_READY) and not self._ready.done():
                 self._ready.set_result(line.removeprefix(_READY).strip())
         if not self._ready.done():
             self._ready.set_result(None)
 
     async def _read_stderr(self) -> None:
-        assert self._process.stderr is not None
-        while line := await _next_line(self._process.stderr):
+        async for line in _lines(self._process.stderr):
             self._last_words = line.strip() or self._last_words
-            self._sink(line.rstrip("\n"))
+            self._sink(line)
 
 
-async def _next_line(stream: asyncio.StreamReader) -> str:
-    """The next line with its end; "" at the end of the stream."""
-    while True:
-        try:
-            return (await stream.readline()).decode(errors="replace")
-        except ValueError:  # longer than the limit: readline has dropped it
-            continue
+async def _lines(pipe: IO[bytes] | None) -> AsyncIterator[str]:
+    """Lines without their ends, until the pipe ends; one longer than the limit is dropped."""
+    assert pipe is not None
+    stream = asyncio.StreamReader(limit=_LINE_LIMIT_BYTES)
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+    try:
+        while True:
+            try:
+                line = await stream.readline()
+            except ValueError:  # longer than the limit
+                continue
+            if not line:
+                return
+            yield line.decode(errors="replace").rstrip("\n")
+    finally:
+        transport.close()

@@ -24,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `tandem ARG…`; returns the exit code."""
     namespace = _parser().parse_args(argv)
     try:
-        return int(namespace.run(namespace))
+        code = int(namespace.run(namespace))
+        sys.stdout.flush()  # here, where a reader that has gone can still be dealt with
+        return code
     except TandemError as error:
         print(f"tandem: {error.message}", file=sys.stderr)
         return EXIT_BAD_CONFIG if isinstance(error, ConfigError | CheckpointError) else EXIT_FAILED

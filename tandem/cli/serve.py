@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -66,17 +65,6 @@ async def _serve(config: ServeConfig, stop: StopSignal) -> None:
         await server.stop()
 
 
-@dataclass(frozen=True, slots=True)
-class _Keeper:
-    """A supervisor and what its child may take to end."""
-
-    supervisor: Supervisor
-    stop_grace_s: float
-
-    async def stop(self) -> None:
-        await self.supervisor.stop(self.stop_grace_s)
-
-
 class _Server:
     """The children, in the order in which they start and stop."""
 
@@ -85,18 +73,17 @@ class _Server:
         self._tasks = tasks
         self._stop = stop
         self._cores = usable_cores()
-        self._router: _Keeper | None = None
+        self._router: Supervisor | None = None
         self._router_listen = config.router.listen
-        self._workers: list[_Keeper] = []
+        self._workers: list[Supervisor] = []
 
     async def start(self) -> None:
         """Returns once the ready line is printed; a child's failure ends the task group instead."""
-        self._router = _Keeper(self._supervise("router", self._start_router), self._router_spec().stop_grace_s)
-        self._router_listen = await self._router.supervisor.address()  # a restart must have the same port
+        self._router = self._supervise(self._router_spec(), self._start_router)
+        self._router_listen = await self._router.address()  # a restart must have the same port
         address = fleet.local_address(self._router_listen)
         for spec in fleet.worker_specs(self._config, self._cores, address, on_gpu=_computes_on_gpu(self._config)):
-            supervisor = self._supervise(spec.name, partial(self._start_child, spec))
-            self._workers.append(_Keeper(supervisor, spec.stop_grace_s))
+            self._workers.append(self._supervise(spec, partial(self._start_child, spec)))
         async with AsyncClient(address) as client:
             await client.wait_ready(START_TIMEOUT_S)
         print(f"ready {self._router_listen}", flush=True)
@@ -109,30 +96,30 @@ class _Server:
 
     def kill(self) -> None:
         """Ends every child at once."""
-        for keeper in (self._router, *self._workers):
-            if keeper is not None:
-                keeper.supervisor.kill()
+        for supervisor in (self._router, *self._workers):
+            if supervisor is not None:
+                supervisor.kill()
 
-    def _supervise(self, name: str, start: Callable[[], Awaitable[Child]]) -> Supervisor:
-        supervisor = Supervisor(name, start, RestartPolicy(MonotonicClock()))
-        self._tasks.create_task(self._keep(supervisor), name=f"keep-{name}")
+    def _supervise(self, spec: ChildSpec, start: Callable[[], Child]) -> Supervisor:
+        supervisor = Supervisor(spec.name, start, RestartPolicy(MonotonicClock()), spec.stop_grace_s)
+        self._tasks.create_task(self._keep(supervisor), name=f"keep-{spec.name}")
         return supervisor
 
     async def _keep(self, supervisor: Supervisor) -> None:
         await supervisor.run()
-        if supervisor.name == "router":  # stopped, or told to leave by somebody: no use without it
+        if supervisor is self._router:  # stopped, or told to leave by somebody: no use without it
             self._stop.requested.set()
 
     def _router_spec(self) -> ChildSpec:
         return fleet.router_spec(self._config, self._cores, self._router_listen)
 
-    async def _start_router(self) -> ProcessChild:
-        return await self._start_child(self._router_spec())
+    def _start_router(self) -> Child:
+        return self._start_child(self._router_spec())
 
-    async def _start_child(self, spec: ChildSpec) -> ProcessChild:
+    def _start_child(self, spec: ChildSpec) -> Child:
         command = launch_command(spec.module, spec.arguments, spec.cores, spec.nice)
         prefix = "" if self._config.router.log_format == "json" else f"{spec.name:<9} | "
-        return await ProcessChild.start(command, lambda line: print(f"{prefix}{line}", file=sys.stderr, flush=True))
+        return ProcessChild.start(command, lambda line: print(f"{prefix}{line}", file=sys.stderr, flush=True))
 
 
 def _computes_on_gpu(config: ServeConfig) -> bool:

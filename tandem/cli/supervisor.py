@@ -9,7 +9,7 @@ Knows neither what the child is nor how it is started; whether to restart is `Re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from tandem.cli.child import Child
 from tandem.cli.restart import RestartPolicy, Verdict
@@ -25,8 +25,9 @@ _OWN_PREFIX = "tandem: "
 class Supervisor:
     """One child's keeper. `run` is a task of the caller's; the other calls come from other tasks."""
 
-    def __init__(self, name: str, start: Callable[[], Awaitable[Child]], policy: RestartPolicy) -> None:
+    def __init__(self, name: str, start: Callable[[], Child], policy: RestartPolicy, stop_grace_s: float) -> None:
         self.name = name
+        self._stop_grace_s = stop_grace_s
         self._start = start
         self._policy = policy
         self._child: Child | None = None
@@ -53,15 +54,15 @@ class Supervisor:
         finally:
             self._ended.set()
 
-    async def stop(self, grace_s: float) -> None:
-        """Asks the child to drain, kills it after `grace_s`, returns when it has ended. Idempotent."""
+    async def stop(self) -> None:
+        """Asks the child to drain, kills it after its grace, returns when it has ended. Idempotent."""
         self._stopping.set()
         if self._child is not None:
             self._child.terminate()
         try:
-            await asyncio.wait_for(self._ended.wait(), grace_s)
+            await asyncio.wait_for(self._ended.wait(), self._stop_grace_s)
         except TimeoutError:
-            _log.warning("killing a child that does not end", child=self.name, grace_s=grace_s)
+            _log.warning("killing a child that does not end", child=self.name, grace_s=self._stop_grace_s)
             self.kill()
             await self._ended.wait()
 
@@ -72,10 +73,8 @@ class Supervisor:
             self._child.kill()
 
     async def _one_life(self) -> int:
-        child = await self._start()
+        child = self._start()
         self._child = child
-        if self._stopping.is_set():  # told to stop while it was being started
-            child.terminate()
         try:
             address = await child.ready()
             if address is not None:
