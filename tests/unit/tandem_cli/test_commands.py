@@ -91,9 +91,9 @@ def test_what_argparse_refuses_is_exit_code_two(argv: list[str], capsys: pytest.
 def test_a_bad_environment_variable_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TANDEM_BLOK_SIZE", "16")
+    monkeypatch.setenv("TANDEM_PAGE_SIZE", "16")
     assert main(["status"]) == 2
-    assert "TANDEM_BLOK_SIZE" in capsys.readouterr().err
+    assert "TANDEM_PAGE_SIZE" in capsys.readouterr().err
 
 
 def test_every_sampling_option_has_a_flag() -> None:
@@ -154,7 +154,7 @@ def test_doctor_works_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "needs torch" in capsys.readouterr().out
 
 
-def test_serve_ends_with_the_childs_reason_when_it_refuses_its_model(tmp_path: Path) -> None:
+def test_serve_ends_with_the_reason_of_a_child_that_refuses_its_model(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tandem.cli.main", "serve", "--model", str(tmp_path), "--listen", "127.0.0.1:0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2

@@ -19,7 +19,7 @@ def serve(*argv: str) -> ServeConfig:
     return config
 
 
-def test_a_childs_arguments_give_it_the_options_of_serve() -> None:
+def test_the_arguments_of_a_child_give_it_the_options_of_serve() -> None:
     config = serve("--model", "m", "--block-size", "32", "--prefill", "1", "--decode", "2", "--no-overlap")
     prefill, *decodes = fleet.worker_specs(config, (0, 1, 2, 3), "127.0.0.1:7", on_gpu=False)
     first: PrefillConfig = parsed(PrefillConfig, *prefill.arguments)

@@ -103,7 +103,9 @@ async def test_a_killed_child_is_started_again(nursery: Nursery, running: asynci
     assert not running.done()
 
 
-async def test_refused_options_end_it_with_the_childs_words(nursery: Nursery, running: asyncio.Task[None]) -> None:
+async def test_refused_options_end_it_with_the_words_of_the_child(
+    nursery: Nursery, running: asyncio.Task[None]
+) -> None:
     (await nursery.next_child()).exit(2)
     with pytest.raises(ConfigError) as caught:
         await asyncio.wait_for(running, DEADLINE_S)
