@@ -50,9 +50,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Streams one completion. A slow reader only makes later messages bigger."""
         timeline = Timeline(self._clock)
         self._pipeline.check_open(request.priority)
-        resolved = await self._intake.read(
-            request, self._deadline(context), _traceparent(context)
-        )
+        resolved = await self._intake.read(request, self._deadline(context), _traceparent(context))
         async with self._pipeline.start(resolved, timeline) as outbox:
             while True:
                 message = await outbox.get()
@@ -66,9 +64,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """The same, gathered."""
         timeline = Timeline(self._clock)
         self._pipeline.check_open(request.generate.priority)
-        resolved = await self._intake.read(
-            request.generate, self._deadline(context), _traceparent(context)
-        )
+        resolved = await self._intake.read(request.generate, self._deadline(context), _traceparent(context))
         async with self._pipeline.start(resolved, timeline) as outbox:
             message = await outbox.get_all()
         assert message.summary is not None

@@ -36,11 +36,11 @@ async def test_a_cancelled_request_frees_both_workers(cluster: Any, stage: str) 
 
 @pytest.mark.parametrize("stage", STAGES)
 async def test_a_request_whose_deadline_passes_frees_both_workers(cluster: Any, stage: str) -> None:
-    call, _, decode = await reach(cluster, stage, timeout_s=0.3)
+    call, _, decode = await reach(cluster, stage, timeout_s=1.0)
     _, code, _ = await cluster.error_of(call)
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
     await cluster.until(lambda: cluster.idle)
-    assert decode.specs[0].timeout_s <= 0.3
+    assert decode.specs[0].timeout_s < 1.1  # gRPC rounds it up on the wire
 
 
 async def test_the_routers_own_deadline_says_where_the_request_stood(launch: Any, patience: Any) -> None:

@@ -35,8 +35,8 @@ async def ending(process: Process) -> tuple[int | None, str]:
     return process.returncode, stderr.decode()
 
 
-async def test_it_says_where_it_listens_and_ends_well_on_sigterm(checkpoint: Path) -> None:
-    async with router("--model", str(checkpoint), "--listen", "127.0.0.1:0") as process:
+async def test_it_says_where_it_listens_and_ends_well_on_sigterm(byte_checkpoint: Path) -> None:
+    async with router("--model", str(byte_checkpoint), "--listen", "127.0.0.1:0") as process:
         assert process.stdout is not None
         async with asyncio.timeout(TIMEOUT_S):
             line = (await process.stdout.readline()).decode()
@@ -63,17 +63,17 @@ async def test_a_bad_option_ends_it_with_code_2_and_its_name(argv: tuple[str, ..
         assert named in stderr
 
 
-async def test_a_port_in_use_ends_it_with_code_2(checkpoint: Path) -> None:
+async def test_a_port_in_use_ends_it_with_code_2(byte_checkpoint: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        async with router("--model", str(checkpoint), "--listen", listen) as process:
+        async with router("--model", str(byte_checkpoint), "--listen", listen) as process:
             code, stderr = await ending(process)
             assert code == 2
             assert "--listen" in stderr
 
 
-async def test_a_broken_tokenizer_ends_it_with_code_2_and_the_file(checkpoint: Path, tmp_path: Path) -> None:
-    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+async def test_a_broken_tokenizer_ends_it_with_code_2_and_the_file(byte_checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(byte_checkpoint, tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer.json").write_text("{}")
     async with router("--model", str(tmp_path), "--listen", "127.0.0.1:0") as process:
         code, stderr = await ending(process)

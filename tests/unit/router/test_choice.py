@@ -53,7 +53,7 @@ def test_the_callers_stop_id_is_named(byte_tokenizer: Tokenizer) -> None:
     assert made.feed(delta(b"ab", 0, FinishReason.STOP)).matched_stop == 98
 
 
-@given(st.text(alphabet="abé", max_size=20), st.sampled_from(["ab", "é", "ba", "aé"]), st.data())
+@given(st.text(alphabet="xyé", max_size=20), st.sampled_from(["xy", "é", "yx", "xé"]), st.data())
 def test_text_tokens_and_end_do_not_depend_on_how_tokens_were_grouped(
     byte_tokenizer: Tokenizer, text: str, stop: str, data: st.DataObject
 ) -> None:
