@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers.utils import logging
 
 from bench.exactness_reference import Reference
 from bench.exactness_served import SERVED_SYSTEMS
@@ -127,6 +128,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    logging.disable_progress_bar()
     with _checkpoints(args.model) as checkpoints:
         results = [
             check_checkpoint(label, folder, args.system or sorted(SYSTEMS), args.longest, args.seed)

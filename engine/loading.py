@@ -21,6 +21,7 @@ from engine.runner import Runner
 from kernels.dispatch import select_backend
 from models.config import load_model_config
 from models.loading import LoadedModel, load_model
+from tandem.config import WorkerConfig
 from tandem.errors import ConfigError
 from tandem.kv_layout import DType, KvLayout
 
@@ -45,6 +46,22 @@ class EngineOptions:
     shared_kv: bool = False
     """Puts the pool into shared memory, for the shm transport."""
     placement: ThreadPlacement = field(default_factory=ThreadPlacement)
+
+    @classmethod
+    def of_worker(cls, config: WorkerConfig, model_path: Path, *, shared_kv: bool) -> EngineOptions:
+        """As a worker's options say."""
+        return cls(
+            model_path=model_path,
+            device=config.device,
+            dtype=config.dtype,
+            block_size=config.block_size,
+            kv_blocks=config.kv_blocks,
+            kv_memory_bytes=config.kv_memory_bytes,
+            max_seqs=config.max_seqs,
+            attention_backend=config.attention_backend,
+            shared_kv=shared_kv,
+            placement=ThreadPlacement(threads=config.threads),
+        )
 
 
 @dataclass(frozen=True, slots=True)

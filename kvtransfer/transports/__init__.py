@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from tandem.errors import ConfigError
+
 SHM = "shm"
 TCP = "tcp"
 AUTO = "auto"
@@ -33,6 +35,16 @@ def available(device: torch.device | str) -> list[TransportStatus]:
 def usable(device: torch.device | str) -> tuple[str, ...]:
     """Names of the transports that work for pools on `device`, by preference."""
     return tuple(status.name for status in available(device) if status.usable)
+
+
+def choose(choice: str, device: torch.device | str) -> tuple[str, ...]:
+    """`auto` or one name as the transports to offer, best first. Raises ConfigError if none of them works here."""
+    statuses = available(device)
+    names = tuple(status.name for status in statuses if status.usable and choice in (AUTO, status.name))
+    if not names:
+        reasons = "; ".join(f"{status.name}: {status.reason}" for status in statuses if not status.usable)
+        raise ConfigError("--transport", f"{choice} does not work with KV on {device}; {reasons}")
+    return names
 
 
 def _shm_status() -> TransportStatus:

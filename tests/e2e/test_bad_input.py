@@ -25,9 +25,9 @@ def the_next_request_is_served(client: Client) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("prompt", "options", "field"),
     [
-        ({"prompt": ""}, {}, "prompt"),
-        ({"token_ids": ()}, {}, "token_ids"),
-        ({"token_ids": (5, 768)}, {}, "token_ids"),
+        ({"prompt": ""}, {}, "text"),
+        ({"token_ids": ()}, {}, "prompt"),
+        ({"token_ids": (5, 5000)}, {}, "token_ids"),
         ({"token_ids": (4_294_967_295,)}, {}, "token_ids"),
         ({"token_ids": (5,) * 1024}, {}, "prompt"),
         ({"token_ids": (5,) * 1000}, {"max_tokens": 25}, "max_tokens"),

@@ -50,7 +50,7 @@ def nothing_leaks(fragile: Client) -> Iterator[None]:
 
 def prompt_of(caller: int) -> tuple[int, ...]:
     rng = random.Random(caller)
-    return tuple(rng.randrange(4, 700) for _ in range(rng.choice((20, 200, 900))))
+    return tuple(rng.randrange(4, 600) for _ in range(rng.choice((20, 200, 900))))
 
 
 def call(client: Client, caller: int, begun: threading.Semaphore) -> Outcome:

@@ -1,0 +1,92 @@
+"""One life of a worker process around its core: serve, register, drain. The same for both roles.
+
+    serve (NOT_SERVING) → register → `ready HOST:PORT` → SERVING
+    SIGTERM             → NOT_SERVING, no new work → what was begun ends → streams end
+
+Knows nothing of engines and transfers: the workers' `app` builds those, and closes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from tandem.config import WorkerConfig
+from tandem.rpc.address import advertised_address
+from tandem.rpc.announcer import Announcer
+from tandem.rpc.process import StopSignal
+from tandem.rpc.server import RpcServer, Service
+from tandem.rpc.worker_service import SERVICE_NAME, WorkerCore, WorkerServicer
+from tandem.telemetry.logging import get_logger
+from tandem.types import Incarnation, WorkerInfo, WorkerLoad
+from tandem.v1 import worker_pb2_grpc
+
+_log = get_logger(__name__)
+
+
+class ServedCore(WorkerCore, Protocol):
+    """A worker core that runs, reports and can be drained."""
+
+    async def run(self) -> None:
+        """Steps until cancelled."""
+        ...
+
+    def drain(self) -> None:
+        """Takes no new work from now on. Idempotent."""
+        ...
+
+    async def drained(self) -> None:
+        """Returns once nothing is held any more."""
+        ...
+
+    def load(self) -> WorkerLoad:
+        """How it fares now."""
+        ...
+
+
+class WorkerProcess:
+    """Serves one core to routers until it is told to stop."""
+
+    def __init__(self, config: WorkerConfig, core: ServedCore, incarnation: Incarnation) -> None:
+        self._config = config
+        self._core = core
+        register = partial(worker_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerServicer(core, incarnation))
+        service = Service(SERVICE_NAME, register, long_lived=True)
+        self._server = RpcServer(config.listen, [service], max_receive_bytes=config.max_receive_bytes)
+
+    async def run(self, info_at: Callable[[str], WorkerInfo], stop: StopSignal) -> None:
+        """Serves until a stop is asked for. `info_at` describes the worker, given its address.
+
+        Raises ConfigError if the address cannot be had.
+        """
+        port = await self._server.start()
+        info = info_at(advertised_address(self._config.listen, self._config.advertise, port))
+        announcer = Announcer(self._config.router, info, self._core.load, self._refuse_new_work)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = (
+                    tasks.create_task(self._core.run(), name="step-loop"),
+                    tasks.create_task(announcer.run(), name="announcer"),
+                )
+                self._server.set_serving(True)
+                print(f"ready {info.address}", flush=True)
+                await stop.wait()
+                await self._drain(announcer)
+                for task in background:
+                    task.cancel()
+        finally:
+            await self._server.drain(grace_s=0)
+
+    def _refuse_new_work(self) -> None:
+        self._core.drain()
+        self._server.set_serving(False)
+
+    async def _drain(self, announcer: Announcer) -> None:
+        self._refuse_new_work()
+        announcer.announce_now()
+        try:
+            await asyncio.wait_for(self._core.drained(), self._config.drain_grace_s)
+        except TimeoutError:
+            _log.warning("work still held at the end of the drain", grace_s=self._config.drain_grace_s)
