@@ -13,7 +13,7 @@ import argparse
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +128,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    logging.disable_progress_bar()
+    disable_progress_bar: Callable[[], None] = logging.disable_progress_bar
+    disable_progress_bar()
     with _checkpoints(args.model) as checkpoints:
         results = [
             check_checkpoint(label, folder, args.system or sorted(SYSTEMS), args.longest, args.seed)

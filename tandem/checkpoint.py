@@ -135,7 +135,7 @@ def _context_tokens(config: _Document) -> int:
     if not isinstance(rope, dict):
         raise config.error("rope_scaling", "must be an object")
     kind = rope.get("rope_type", rope.get("type"))
-    if kind not in _FACTOR_ROPES:
+    if kind not in _FACTOR_ROPES or rope.get("factor") is None:  # yarn infers a factor that leads here
         return trained
     scaling = _Document(config.path, rope)
     if kind == "yarn":
