@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from bench.cluster import serve
 from models.demo.text import make_story
-from tandem.cli.status import format_status
+from tandem.cli.status import render
 from tandem.client import Client, Timings
 
 
@@ -76,7 +76,7 @@ def main() -> int:
             right = [question_and_answer(client, seed, people) for seed, people in ((1, 2), (2, 6), (3, 10))]
             tell(client)
             print("\n— tandem status")
-            print(format_status(client.status()))
+            print(render(client.status()))
         code = cluster.stop()
     print(f"\nstopped with exit code {code}; {sum(right)} of {len(right)} answers right")
     return 0 if code == 0 and all(right) else 1

@@ -1,6 +1,6 @@
 """Makes the text that the demo model is trained on: short stories, and questions about their facts.
 
-Who has which things and visits which places is drawn anew for each story, so a right answer can
+Who is given which things and shown which places is drawn anew for each story, so a right answer can
 only come from the story's own tokens: a lost or foreign KV block shows as a wrong answer.
 """
 
@@ -69,8 +69,8 @@ def make_story(rng: random.Random, num_people: int) -> Story:
 def _facts_of(rng: random.Random, name: str) -> list[Fact]:
     color, thing, place, food = (rng.choice(words) for words in (COLORS, THINGS, PLACES, FOODS))
     facts = [
-        Fact(f"{name} has {color} {thing}.", f"What does {name} have?"),
-        Fact(f"{name} visits {place}.", f"What does {name} visit?"),
-        Fact(f"{name} eats {food}.", f"What does {name} eat?"),
+        Fact(f"They gave {name} {color} {thing}.", f"What did they give {name}?"),
+        Fact(f"They showed {name} {place}.", f"What did they show {name}?"),
+        Fact(f"They served {name} {food}.", f"What did they serve {name}?"),
     ]
     return rng.sample(facts, rng.randint(2, 3))
