@@ -26,7 +26,7 @@ demo: install
 
 ## test      every test that needs neither a GPU nor hours
 test: install
-	$(BIN)/python -m pytest -m 'not gpu and not soak'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not gpu and not soak'
 
 ## check     format, lint, types, layers, spelling, protos, generated code, sizes, bans: what CI runs
 check: install $(GEN)/.installed
@@ -47,6 +47,7 @@ bench: install
 	$(BIN)/python -m bench.exactness --families
 	$(BIN)/python -m bench.batching
 	$(BIN)/python -m bench.overhead
+	$(BIN)/python -m bench.release
 	$(BIN)/python -m bench.transfer
 
 # The oldest grpcio-tools that Tandem supports: code that it generates runs on newer runtimes, not the reverse.

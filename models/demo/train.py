@@ -94,7 +94,7 @@ def aim_first_layer(model: LlamaForCausalLM) -> None:
     With rotary embedding, constant q and k score `sum_i sharpness * cos(theta_i * (distance - offset))`.
     """
     attention: Any = model.model.layers[0].self_attn  # torch types submodules as tensors or modules
-    head_dim = model.config.head_dim
+    head_dim = int(model.config.head_dim or 0)
     theta: Any = model.model.rotary_emb.inv_freq  # [D / 2]
     size = math.sqrt(HEAD_SHARPNESS)
     attention.k_proj.bias[: head_dim // 2] = size  # [D]: first halves of the rotated pairs, of the first KV head

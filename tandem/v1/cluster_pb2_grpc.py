@@ -59,7 +59,8 @@ class ClusterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Asks one worker to take no new work, finish what it has, and leave.
+        """Asks one worker to take no new work and finish what it has. It stays
+        listed as draining until its process is stopped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
