@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO
 
@@ -23,7 +23,7 @@ POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A served model: the supervisor's process and the router's address."""
+    """A running command: its process and the address that it serves on; for `tandem serve`, the router's."""
 
     process: subprocess.Popen[str]
     target: str
@@ -41,19 +41,20 @@ class Cluster:
             raise
 
 
-def command(model: str, options: Sequence[str]) -> list[str]:
-    """The command line of `tandem serve` on a free loopback port."""
-    return [
-        *(sys.executable, "-m", "tandem.cli.main", "serve"),
-        *("--model", model, "--listen", "127.0.0.1:0", *options),
-    ]
+def serve(model: str, *options: str) -> contextlib.AbstractContextManager[Cluster]:
+    """`tandem serve` on a free loopback port, until the block ends."""
+    return run_command("serve", "--model", model, "--listen", "127.0.0.1:0", *options)
 
 
 @contextlib.contextmanager
-def serve(model: str, *options: str) -> Iterator[Cluster]:
-    """Serves `model` until the block ends. Raises RuntimeError with the log if it does not get ready."""
+def run_command(*arguments: str) -> Iterator[Cluster]:
+    """Any `tandem` command that says `ready HOST:PORT`. Raises RuntimeError with the log if it does not get ready."""
     process = subprocess.Popen(
-        command(model, options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, "-m", "tandem.cli.main", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -84,7 +85,7 @@ def _wait_ready(process: subprocess.Popen[str], lines: queue.Queue[str], log: li
         line = ""
     if line.startswith("ready "):
         return line.split()[1]
-    raise RuntimeError(f"tandem serve (pid {process.pid}) did not get ready:\n" + "".join(log))
+    raise RuntimeError(f"tandem (pid {process.pid}) did not get ready:\n" + "".join(log))
 
 
 def _read(stream: IO[str], take: Callable[[str], object]) -> None:

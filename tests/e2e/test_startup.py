@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import Cluster, eventually
+from bench.cluster import eventually, run_command
 from tandem.checkpoint import resolve_model
 from tandem.client import Client
+from tandem.errors import Unavailable
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -98,33 +99,17 @@ def test_a_bad_option_is_named(arguments: tuple[str, ...], named: str) -> None:
     assert named in done.stderr
 
 
-def test_workers_whose_block_layouts_differ_are_no_pair(demo_cluster: Cluster, client: Client) -> None:
+def test_workers_whose_block_layouts_differ_are_no_pair() -> None:
     """A router that only has an unequal pair says why it cannot serve."""
-    router = subprocess.Popen(
-        [sys.executable, "-m", "tandem.cli.main", "router", "--model", "demo", "--listen", "127.0.0.1:0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert router.stdout is not None
-    target = router.stdout.readline().split()[1]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tandem.cli.main", role, "--router", target, "--block-size", size],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for role, size in (("prefill", "16"), ("decode", "32"))
-    ]
-    try:
-        with Client(target) as unequal:
-            assert eventually(lambda: len(unequal.status().workers) == 2, 30)
-            status = unequal.status()
-            assert not status.ready
-            assert "layout" in status.not_ready_reason
-    finally:
-        for process in (*workers, router):
-            process.terminate()
-        for process in (*workers, router):
-            process.wait(30)
-        router.stdout.close()
+    with (
+        run_command("router", "--model", "demo", "--listen", "127.0.0.1:0") as router,
+        run_command("prefill", "--router", router.target, "--block-size", "16"),
+        run_command("decode", "--router", router.target, "--block-size", "32"),
+        Client(router.target) as unequal,
+    ):
+        assert eventually(lambda: [worker.connected for worker in unequal.status().workers] == [True] * 2, 30)
+        status = unequal.status()
+        assert not status.ready
+        assert "layout" in status.not_ready_reason
+        with pytest.raises(Unavailable, match="layout"):
+            unequal.complete("Once", max_tokens=2)

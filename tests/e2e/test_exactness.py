@@ -1,0 +1,45 @@
+"""Four families through real processes: the reference's tokens, whatever the settings.
+
+A cover of (family, way, block size, chunk budget); `python -m bench.exactness --families` runs the
+whole grid.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.exactness import check_system, make_workload
+from bench.exactness_reference import Reference
+from bench.exactness_system import Settings
+from bench.logit_error import MAX_RATIO, measure_logit_error
+from bench.tiny_models import TINY_MODELS, save_tiny_model
+
+MODELS = {tiny.name: tiny for tiny in TINY_MODELS}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("model", "ways"),
+    [
+        ("llama-single-kv-head", [("shm", 16, 64), ("tcp", 1, 512), ("colocated", 64, 64)]),
+        ("mistral-windowed", [("shm", 1, 64), ("tcp", 64, 64), ("colocated", 16, 512)]),
+        ("qwen2", [("shm", 64, 512), ("tcp", 16, 512), ("colocated", 1, 64)]),
+        ("qwen3-biased", [("shm", 16, 512), ("tcp", 16, 64), ("colocated", 64, 512)]),
+    ],
+)
+def test_served_tokens_are_those_of_transformers(model: str, ways: list[tuple[str, int, int]], tmp_path: Path) -> None:
+    folder = save_tiny_model(MODELS[model], tmp_path / model)
+    work = make_workload(folder, Reference(folder), longest=3000, seed=3)
+
+    for way, block_size, chunk_tokens in ways:
+        differing = check_system(way, folder, Settings(block_size, chunk_tokens), work)
+        assert differing == [], (way, block_size, chunk_tokens)
+
+
+@pytest.mark.parametrize("model", ["llama", "mistral-windowed", "qwen2", "qwen3"])
+def test_bfloat16_logits_lie_as_near_to_the_truth_as_those_of_transformers(model: str, tmp_path: Path) -> None:
+    folder = save_tiny_model(MODELS[model], tmp_path / model)
+
+    assert measure_logit_error(folder, seed=3).ratio <= MAX_RATIO
