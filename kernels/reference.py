@@ -8,6 +8,7 @@ Tests: tests/kernels/test_reference.py compares it with attention written out in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -15,6 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.attention import AttentionMetadata
 from kernels.spec import check_attend, check_store
+
+_MAX_PADDING = 1.25
+_SHORT_TOKENS = 64
+"""Up to here padding costs less than another call."""
 
 
 class ReferenceBackend:
@@ -47,14 +52,15 @@ class ReferenceBackend:
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`. q `[T, H, D]` → `[T, H, D]`; nothing is mutated."""
         check_attend(q, kv_layer, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables)
-        if metadata.max_query_len == 1:
+        singles = tuple(i for i, query_len in enumerate(metadata.query_lens_host) if query_len == 1)
+        groups = _of_like_length(singles, metadata.seq_lens_host)
+        if groups and len(groups[0]) == len(metadata.query_lens_host):
             return _attend_singles(q, kv_layer, metadata, tuple(range(len(q))), scale, sliding_window)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         starts = tuple(accumulate(metadata.query_lens_host, initial=0))
-        singles = tuple(i for i, query_len in enumerate(metadata.query_lens_host) if query_len == 1)
-        if singles:
-            rows = torch.tensor([starts[i] for i in singles], device=q.device)  # [B1]
-            out[rows] = _attend_singles(q[rows], kv_layer, metadata, singles, scale, sliding_window)
+        for group in groups:
+            rows = torch.tensor([starts[i] for i in group], device=q.device)  # [B1]
+            out[rows] = _attend_singles(q[rows], kv_layer, metadata, group, scale, sliding_window)
         for i, query_len in enumerate(metadata.query_lens_host):
             span = slice(starts[i], starts[i] + query_len)
             if query_len > 1 and metadata.seq_lens_host[i] == query_len:
@@ -65,6 +71,16 @@ class ReferenceBackend:
                 keys, values = _gather_seq(kv_layer, metadata.block_tables[i], metadata.seq_lens_host[i])
                 out[span] = _attend_chunk(q[span], keys, values, scale, sliding_window)
         return out
+
+
+def _of_like_length(seqs: Sequence[int], lens: Sequence[int]) -> list[tuple[int, ...]]:
+    """Splits seqs into groups to be padded to their longest, which is at most `_MAX_PADDING` times their shortest."""
+    groups: list[list[int]] = []
+    for i in sorted(seqs, key=lens.__getitem__):
+        if not groups or lens[i] > max(_MAX_PADDING * lens[groups[-1][0]], _SHORT_TOKENS):
+            groups.append([])
+        groups[-1].append(i)
+    return [tuple(group) for group in groups]
 
 
 def _attend_singles(
