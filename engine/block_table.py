@@ -41,10 +41,11 @@ class BlockTable(Sequence[BlockId]):
     @overload
     def __getitem__(self, index: slice) -> tuple[BlockId, ...]: ...
     def __getitem__(self, index: int | slice) -> BlockId | tuple[BlockId, ...]:
-        blocks = self._buffer[: self._length]
         if isinstance(index, slice):
-            return tuple(blocks[index].tolist())
-        return BlockId(int(blocks[index]))
+            return tuple(self._buffer[: self._length][index].tolist())
+        if not -self._length <= index < self._length:
+            raise IndexError(index)
+        return BlockId(int(self._buffer.item(index if index >= 0 else self._length + index)))
 
     def __iter__(self) -> Iterator[BlockId]:
         return iter(self._buffer[: self._length].tolist())
