@@ -24,6 +24,9 @@ from models.loading import LoadedModel, load_model
 from tandem.config import WorkerConfig
 from tandem.errors import ConfigError
 from tandem.kv_layout import DType, KvLayout
+from tandem.telemetry.logging import get_logger
+
+_log = get_logger(__name__)
 
 AUTO = "auto"
 
@@ -106,7 +109,7 @@ def load_engine(options: EngineOptions) -> Engine:
     except BaseException:
         executor.shutdown()
         raise
-    return Engine(
+    engine = Engine(
         model=model,
         layout=layout,
         kv_cache=kv_cache,
@@ -115,6 +118,17 @@ def load_engine(options: EngineOptions) -> Engine:
         backend_name=backend.name,
         load_s=time.monotonic() - started_s,
     )
+    _log.info(
+        "engine loaded",
+        device=device,
+        dtype=layout.dtype,
+        attention=backend.name,
+        attention_asked=options.attention_backend,
+        kv_blocks=kv_cache.num_blocks,
+        kv_bytes=kv_cache.num_blocks * layout.block_bytes,
+        seconds=round(engine.load_s, 2),
+    )
+    return engine
 
 
 def resolve_device(name: str) -> torch.device:

@@ -80,11 +80,6 @@ class OfferTable:
             raise refusal
         self._begin(number, incoming, writer)
 
-    def writer_of(self, number: int) -> Writer | None:
-        """Who opened the offer; None before that and after its end."""
-        incoming = self._offers.get(number)
-        return None if incoming is None else incoming.writer
-
     def is_receiving(self, number: int) -> bool:
         """Whether bytes may still be taken for it."""
         incoming = self._offers.get(number)

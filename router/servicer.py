@@ -19,7 +19,7 @@ from tandem.checkpoint import CheckpointInfo
 from tandem.clock import Clock, Deadline
 from tandem.convert import finish_reason_to_proto, logprobs_to_proto
 from tandem.limits import Limits
-from tandem.telemetry.tracing import traceparent_from_metadata
+from tandem.telemetry.trace_context import traceparent_from_metadata
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 SERVICE_NAME = "tandem.v1.InferenceService"

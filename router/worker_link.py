@@ -76,11 +76,6 @@ class WorkerLink:
         """Whom it leads to."""
         return self._info
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences not yet released."""
-        return len(self._listeners)
-
     def reserve(self, spec: SequenceSpec, listener: SequenceListener, *, local_prefill: bool) -> Handle:
         """Asks a decode worker to make room. The answer comes to `listener`."""
         handle = self._new_handle(listener)

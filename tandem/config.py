@@ -29,7 +29,6 @@ __all__ = [
     "argv_of",
     "load",
     "quiet_grpc",
-    "traces_exporter",
 ]
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -189,12 +188,6 @@ def load(cls: type[T], namespace: argparse.Namespace, environ: Mapping[str, str]
     variables = os.environ if environ is None else environ
     check_known(variables, _ALL)
     return load_options(cls, namespace, variables)
-
-
-def traces_exporter(environ: Mapping[str, str] | None = None) -> str:
-    """Name of the OpenTelemetry trace exporter to use; empty = none. See `telemetry.tracing`."""
-    variables = os.environ if environ is None else environ
-    return variables.get("OTEL_TRACES_EXPORTER", "")
 
 
 def quiet_grpc() -> None:

@@ -1,1 +1,1 @@
-"""Structured logging and tracing."""
+"""Structured logging and trace context."""

@@ -10,11 +10,9 @@ import json
 import logging
 import sys
 import time
-from typing import Any, Literal
+from typing import Any
 
 from opentelemetry import trace
-
-LogFormat = Literal["text", "json"]
 
 
 class Logger:
