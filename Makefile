@@ -6,7 +6,7 @@ GEN := $(VENV)/gen
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench gen format clean
+.PHONY: help install demo test check bench exact gen format clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -42,13 +42,13 @@ check: install $(GEN)/.installed
 	$(BIN)/python .ci/checks/banned.py
 	$(BIN)/python .ci/checks/file_map.py
 
-## bench     exactness, batching, memory, overhead and transfer: figures on standard output
+## bench     batching, memory, overhead, release, transfer: records figures, renders docs/performance.md
 bench: install
+	$(BIN)/python -m bench.record
+
+## exact     token ids against transformers: every family, transport, block size and chunk budget (half an hour)
+exact: install
 	$(BIN)/python -m bench.exactness --families
-	$(BIN)/python -m bench.batching
-	$(BIN)/python -m bench.overhead
-	$(BIN)/python -m bench.release
-	$(BIN)/python -m bench.transfer
 
 # The oldest grpcio-tools that Tandem supports: code that it generates runs on newer runtimes, not the reverse.
 $(GEN)/.installed: $(VENV)/.installed
