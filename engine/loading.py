@@ -132,10 +132,9 @@ def load_engine(options: EngineOptions) -> Engine:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the GPU if there is one. Raises ConfigError if the named device is not here."""
-    has_gpu = torch.cuda.is_available()
+    """`auto` is the CPU: no transport reaches a GPU's pool yet. Raises ConfigError if the named device is not here."""
     if name == AUTO:
-        return torch.device("cuda:0" if has_gpu else "cpu")
+        return torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:

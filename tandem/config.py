@@ -102,7 +102,10 @@ class WorkerConfig:
         "worker-id", None, "stable name", text(r"[\w.-]{1,64}", "1 to 64 of A-Z a-z 0-9 _ . -"), none_word="auto"
     )
     device: str = option(
-        "device", "auto", "auto, cpu, cuda or cuda:I", text(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:I")
+        "device",
+        "auto",
+        "auto, cpu, cuda or cuda:I; auto is cpu while no transport reaches a GPU's pool",
+        text(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:I"),
     )
     dtype: str = option(
         "dtype", "auto", "element type of weights and KV", one_of("auto", "float32", "bfloat16", "float16")

@@ -12,7 +12,6 @@ import asyncio
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from tandem.cli import fleet
 from tandem.cli.child import Child, ProcessChild
@@ -30,7 +29,6 @@ from tandem.telemetry.logging import configure_logging
 
 START_TIMEOUT_S = 600.0
 """A large checkpoint on a slow disk takes minutes."""
-_GPU_CONTROL = Path("/dev/nvidiactl")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -123,6 +121,5 @@ class _Server:
 
 
 def _computes_on_gpu(config: ServeConfig) -> bool:
-    """As the workers will decide; told by the driver's device file, since torch is not to be imported here."""
-    device = config.decode_worker.device
-    return device.startswith("cuda") or (device == "auto" and _GPU_CONTROL.exists())
+    """As the workers will decide: `auto` is the CPU (`engine.loading.resolve_device`)."""
+    return config.decode_worker.device.startswith("cuda")

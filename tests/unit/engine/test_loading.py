@@ -130,4 +130,4 @@ def test_a_folder_that_is_no_checkpoint_is_refused(options: EngineOptions, tmp_p
 
 
 def test_auto_is_a_device_that_is_here() -> None:
-    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert resolve_device("auto").type == "cpu"

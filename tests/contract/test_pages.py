@@ -1,0 +1,38 @@
+"""Pages that people rely on say what the code says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tandem.cli.main import main
+from tandem.errors import Reason
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_error_reason_is_explained() -> None:
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    explained = set(re.findall(r"^\| `[A-Z_]+` \| `([A-Z_]+)` \|", page, flags=re.MULTILINE))
+
+    assert explained == {reason.value for reason in Reason}
+
+
+def test_every_option_in_readme_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--help"])
+    known = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
+    table = (ROOT / "README.md").read_text().split("| option |")[1].split("\n\n")[0]
+    named = set(re.findall(r"`(--[a-z-]+)`", table))
+
+    assert named
+    assert named <= known
+
+
+def test_every_linked_page_exists() -> None:
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
