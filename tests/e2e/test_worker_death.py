@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from bench.cluster import becomes_idle, pid_of, serve
+from bench.cluster import becomes_idle, eventually, pid_of, serve
 from tandem.client import Client
 from tandem.errors import DeadlineExceeded, TandemError
 from tandem.types import Role
@@ -121,3 +121,48 @@ def test_a_deadline_ends_a_request_in_whatever_stage_it_is(fragile: Client, time
         fragile.complete(token_ids=(7,) * 500, max_tokens=520, temperature=0.0, ignore_eos=True, timeout_s=timeout_s)
 
     assert becomes_idle(fragile, 3.0), fragile.status()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_worker_that_stands_still_costs_its_callers_no_more_than_a_status_in_time(
+    fragile: Client, role: Role
+) -> None:
+    pid = pid_of(fragile, role)
+    begun = threading.Semaphore(0)
+
+    with ThreadPoolExecutor(NUM_CALLERS) as callers:
+        futures = [callers.submit(call, fragile, caller, begun) for caller in range(NUM_CALLERS)]
+        for _ in range(3):
+            assert begun.acquire(timeout=30)
+        os.kill(pid, signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        try:
+            outcomes = [future.result(timeout=60) for future in futures]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    assert failed
+    assert all(outcome.ended_s - stopped_s < STATUS_WITHIN_S for outcome in failed)
+
+
+def test_with_a_second_decode_worker_nobody_notices_that_one_was_killed() -> None:
+    """Streams go on at the next token: nothing lost, nothing repeated, sampled requests included."""
+    with serve("demo", "--prefill", "1", "--decode", "2") as cluster, Client(cluster.target) as client:
+        client.wait_ready(timeout_s=30)
+        assert eventually(lambda: len(client.status().workers) == 3, 30)
+        expected = [call(client, caller, threading.Semaphore(0)).token_ids for caller in range(8)]
+        begun = threading.Semaphore(0)
+
+        with ThreadPoolExecutor(8) as callers:
+            futures = [callers.submit(call, client, caller, begun) for caller in range(8)]
+            for _ in range(6):
+                assert begun.acquire(timeout=30)
+            workers = [worker for worker in client.status().workers if worker.info.role is Role.DECODE]
+            busiest = max(workers, key=lambda worker: worker.load.pool.live)
+            os.kill(busiest.info.pid, signal.SIGKILL)
+            outcomes = [future.result(timeout=60) for future in futures]
+
+        assert [outcome.error for outcome in outcomes] == [None] * 8
+        assert [outcome.token_ids for outcome in outcomes] == expected
+        assert any("moves to another pair" in line for line in cluster.log)
