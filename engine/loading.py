@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from engine.allocator import keep_freed_memory
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineThread
 from engine.kv_cache import TORCH_DTYPES, KvCache
@@ -99,6 +100,7 @@ class Engine:
 def load_engine(options: EngineOptions) -> Engine:
     """Blocks until the engine can step. Raises ConfigError and CheckpointError."""
     started_s = time.monotonic()
+    keep_freed_memory()
     device = resolve_device(options.device)
     executor = _open_executor(options.placement)
     try:
