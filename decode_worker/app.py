@@ -16,6 +16,7 @@ from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
 from engine.loading import Engine, EngineOptions, load_engine, resolve_device
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
+from kvtransfer.timing import Timing
 from kvtransfer.transports import SHM, choose
 from tandem.checkpoint import CheckpointInfo, read_checkpoint
 from tandem.clock import MonotonicClock
@@ -94,6 +95,7 @@ def _new_receiver(
         transports,
         listen_host=_host_of(config.listen),
         advertise_host=_host_of(advertised),
+        timing=Timing(lease_s=config.lease_s),
     )
 
 

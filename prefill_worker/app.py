@@ -14,6 +14,7 @@ from functools import partial
 from engine.loading import Engine, EngineOptions, load_engine
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.sender import KvSender
+from kvtransfer.timing import Timing
 from kvtransfer.transports import choose
 from prefill_worker.handoff import HandoffPolicy
 from prefill_worker.scheduler import BatchLimits
@@ -43,7 +44,7 @@ async def serve(config: PrefillConfig, stop: StopSignal) -> None:
     try:
         transports = choose(config.transport, engine.model.device)
         incarnation = new_incarnation()
-        sender = _new_sender(config.transport, engine, incarnation)
+        sender = _new_sender(config, engine, incarnation)
         worker = _new_worker(config, checkpoint, engine, sender)
         describe = partial(_describe, config, checkpoint, engine, transports, incarnation)
         try:
@@ -79,9 +80,10 @@ def _describe(
     )
 
 
-def _new_sender(transport: str, engine: Engine, incarnation: Incarnation) -> KvSender:
+def _new_sender(config: PrefillConfig, engine: Engine, incarnation: Incarnation) -> KvSender:
     memory = PoolMemory(engine.kv_cache.blocks_view, engine.kv_cache.shared_fd, incarnation)
-    return KvSender(memory, Fingerprints(engine.fingerprint, engine.layout), MonotonicClock(), transport)
+    fingerprints = Fingerprints(engine.fingerprint, engine.layout)
+    return KvSender(memory, fingerprints, MonotonicClock(), config.transport, timing=Timing(lease_s=config.lease_s))
 
 
 def _new_worker(config: PrefillConfig, checkpoint: CheckpointInfo, engine: Engine, sender: KvSender) -> PrefillWorker:

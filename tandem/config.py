@@ -49,7 +49,9 @@ def _log_level() -> Any:
 
 
 def _lease() -> Any:
-    return option("lease-seconds", 5.0, "how long a silent peer is trusted", seconds(0.2, 600))
+    return option(
+        "lease-seconds", 5.0, "how long a silent peer is trusted; the same for all processes", seconds(0.2, 600)
+    )
 
 
 def _drain_grace() -> Any:

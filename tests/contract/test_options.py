@@ -1,0 +1,30 @@
+"""No option does nothing: each field of a process's config is read by that process's code."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from tandem.config import DecodeConfig, PrefillConfig, RouterConfig
+
+ROOT = Path(__file__).parents[2]
+WORKER_ROOMS = ("engine", "tandem/rpc")
+
+
+@pytest.mark.parametrize(
+    ("config", "rooms"),
+    [
+        (RouterConfig, ("router",)),
+        (PrefillConfig, ("prefill_worker", *WORKER_ROOMS)),
+        (DecodeConfig, ("decode_worker", *WORKER_ROOMS)),
+    ],
+)
+def test_every_option_is_read(config: type, rooms: tuple[str, ...]) -> None:
+    code = "\n".join(path.read_text() for room in rooms for path in (ROOT / room).glob("*.py"))
+
+    unread = [field.name for field in dataclasses.fields(config) if not re.search(rf"config\.{field.name}\b", code)]
+
+    assert unread == []
