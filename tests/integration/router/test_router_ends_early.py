@@ -20,8 +20,11 @@ async def reach(cluster: Any, stage: str, **options: Any) -> tuple[Any, Any, Any
     for worker in (prefill, decode):
         worker.hold(stage, "decode")
     call = cluster.generate(*PROMPT, **options)
-    reached = decode if stage in {"reserve", "decode"} else prefill
-    await cluster.until(lambda: not reached.idle)
+    if stage == "decode":
+        await cluster.until(lambda: decode.offsets == [1])  # the first token came from the prefill worker
+    else:
+        reached = decode if stage == "reserve" else prefill
+        await cluster.until(lambda: not reached.idle)
     return call, prefill, decode
 
 
@@ -44,7 +47,7 @@ async def test_a_request_whose_deadline_passes_frees_both_workers(cluster: Any, 
 
 
 async def test_the_routers_own_deadline_says_where_the_request_stood(launch: Any, patience: Any) -> None:
-    cluster = await launch(patience=patience(total_s=0.3))
+    cluster = await launch(patience=patience(total_s=1.0))
     call, _, _ = await reach(cluster, "decode", timeout_s=None)
     error, code, tokens = await cluster.error_of(call)
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
