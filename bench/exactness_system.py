@@ -18,7 +18,7 @@ from engine.chunking import plan_chunks
 from engine.kv_cache import KvCache
 from engine.runner import Runner
 from engine.sequence import Sequence as Seq
-from kernels.dispatch import AUTO, select_backend
+from kernels.dispatch import AUTO, select_kernels
 from models.loading import load_model
 from tandem.types import RequestId, SamplingParams, SequenceSpec, TokenId
 
@@ -87,7 +87,7 @@ def _make_seq(number: int, prompt: Sequence[int], max_tokens: int) -> Seq:
 def open_engine(folder: Path, settings: Settings) -> Iterator[System]:
     """The engine alone: no worker, no hand-off. Its pool starts poisoned, so that a stray read shows."""
     device = torch.device("cpu")
-    model = load_model(folder, "float32", device, select_backend(AUTO, device, torch.float32))
+    model = load_model(folder, "float32", device, select_kernels(AUTO, device, torch.float32))
     layout = model.kv_layout(settings.block_size)
     num_blocks = MAX_SEQS * layout.blocks_for(min(model.config.context_tokens, 4096))
     kv_cache = KvCache.create(layout, num_blocks, device)

@@ -15,7 +15,7 @@ from bench.exactness_reference import load_transformers
 from engine.batch import build_batch
 from engine.kv_cache import KvCache
 from engine.step import ScheduledSeq
-from kernels.dispatch import AUTO, select_backend
+from kernels.dispatch import AUTO, select_kernels
 from models.config import load_model_config
 from models.loading import load_model
 from tandem.types import BlockId, TokenId
@@ -53,7 +53,7 @@ def measure_logit_error(folder: Path, seed: int) -> LogitError:
 def _our_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
     """Logits `[T, V]` of every position, the prompt in one step."""
     device = torch.device("cpu")
-    model = load_model(folder, "bfloat16", device, select_backend(AUTO, device, torch.bfloat16))
+    model = load_model(folder, "bfloat16", device, select_kernels(AUTO, device, torch.bfloat16))
     layout = model.kv_layout(_BLOCK_SIZE)
     kv_cache = KvCache.create(layout, layout.blocks_for(len(token_ids)), device)
     try:

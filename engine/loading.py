@@ -19,7 +19,7 @@ from engine.kv_cache import TORCH_DTYPES, KvCache
 from engine.memory import blocks_that_fit, check_memory
 from engine.placement import ThreadPlacement, open_engine_executor
 from engine.runner import Runner
-from kernels.dispatch import select_backend
+from kernels.dispatch import select_kernels
 from models.config import load_model_config
 from models.loading import LoadedModel, load_model
 from tandem.config import WorkerConfig
@@ -104,8 +104,8 @@ def load_engine(options: EngineOptions) -> Engine:
     device = resolve_device(options.device)
     executor = _open_executor(options.placement)
     try:
-        backend = select_backend(options.attention_backend, device, _probe_dtype(options))
-        model = executor.submit(load_model, options.model_path, options.dtype, device, backend).result()
+        kernels = select_kernels(options.attention_backend, device, _probe_dtype(options))
+        model = executor.submit(load_model, options.model_path, options.dtype, device, kernels).result()
         layout = model.kv_layout(options.block_size)
         kv_cache = KvCache.create(layout, _num_blocks(options, model, layout), device, shared=options.shared_kv)
     except BaseException:
@@ -117,14 +117,15 @@ def load_engine(options: EngineOptions) -> Engine:
         kv_cache=kv_cache,
         pool=BlockPool(kv_cache.num_blocks, options.block_size),
         thread=EngineThread(Runner(model.decoder, kv_cache), executor=executor),
-        backend_name=backend.name,
+        backend_name=kernels.name,
         load_s=time.monotonic() - started_s,
     )
     _log.info(
         "engine loaded",
         device=device,
         dtype=layout.dtype,
-        attention=backend.name,
+        attention=kernels.name,
+        operations=kernels.operations.name,
         attention_asked=options.attention_backend,
         kv_blocks=kv_cache.num_blocks,
         kv_bytes=kv_cache.num_blocks * layout.block_bytes,

@@ -45,16 +45,24 @@ class AttentionMetadata:
         return max(self.seq_lens_host)
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """What is the same for every call of one layer."""
+
+    scale: float
+    """Factor on q·k, usually `head_dim ** -0.5`."""
+    sliding_window: int | None = None
+    """w: a query sees its last w positions, itself included."""
+    soft_cap: float | None = None
+    """c: scaled scores s become `c * tanh(s / c)` before the mask (Gemma 2)."""
+
+
 class AttentionBackend(Protocol):
     """One way to compute attention. Stateless: all state is in the arguments."""
 
     @property
     def name(self) -> str:
         """As `--attention-backend` calls it."""
-        ...
-
-    def store_kv(self, k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Writes `k`, `v` `[T, Hkv, D]` into `kv_layer` `[N, 2, Hkv, S, D]` (a strided view), in place."""
         ...
 
     def attend(
@@ -64,12 +72,12 @@ class AttentionBackend(Protocol):
         v: torch.Tensor,
         kv_layer: torch.Tensor,
         metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
+        params: AttentionParams,
     ) -> torch.Tensor:
-        """Returns `[T, H, D]` for `q` `[T, H, D]`; KV of this step is already stored.
+        """Returns `[T, H, D]`, contiguous, for `q` `[T, H, D]`; KV of this step is already in `kv_layer`.
 
-        `k`, `v` `[T, Hkv, D]` are this step's own, for back-ends that read fresh prompts from
-        contiguous memory. `sliding_window` w: a query sees its last w positions, itself included.
+        `kv_layer` `[N, 2, Hkv, S, D]` is a strided view of the pool. `k`, `v` `[T, Hkv, D]` are
+        this step's own, for back-ends that read fresh prompts from the ragged batch. q, k and v may be views
+        with any stride over T; their heads are contiguous.
         """
         ...

@@ -1,6 +1,6 @@
-"""Which attention back-ends exist, which work here and why the others don't; picks one at start.
+"""Which kernels exist, which work here and why the others don't; picks one set at start.
 
-A new back-end is one more `_Entry` in `_REGISTRY`, best first: a probe that says what stands in
+A new set is one more `_Entry` in `_REGISTRY`, best first: a probe that says what stands in
 the way, and a loader that imports it only when it is chosen.
 """
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.attention import AttentionBackend
+from kernels.operations import Kernels
 from tandem.errors import ConfigError
 
 AUTO = "auto"
-"""The name that leaves the choice to `select_backend`."""
+"""The name that leaves the choice to `select_kernels`."""
 
 _OPTION = "--attention-backend"
 
@@ -36,29 +36,30 @@ class _Entry:
     name: str
     summary: str
     obstacle: Callable[[torch.device, torch.dtype], str | None]
-    load: Callable[[], AttentionBackend]
+    load: Callable[[], Kernels]
 
 
 def _reference_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if dtype.is_floating_point else f"needs a floating-point dtype, not {dtype}"
 
 
-def _load_reference() -> AttentionBackend:
+def _load_reference() -> Kernels:
     from kernels.reference import ReferenceBackend
+    from kernels.reference_operations import ReferenceOperations
 
-    return ReferenceBackend()
+    return Kernels(ReferenceBackend(), ReferenceOperations())
 
 
 _REGISTRY = (_Entry("reference", "plain torch, any device", _reference_obstacle, _load_reference),)
 
 
 def available_backends(device: torch.device, dtype: torch.dtype = torch.float32) -> list[BackendStatus]:
-    """Every back-end of this version, best first, and whether it runs on `device` with `dtype`."""
+    """Every set of this version, best first, and whether it runs on `device` with `dtype`."""
     return [_status(entry, device, dtype) for entry in _REGISTRY]
 
 
-def select_backend(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """The back-end called `name`, or for `auto` the best usable one.
+def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The kernels called `name`, or for `auto` the best usable one.
 
     Raises ConfigError, naming `--attention-backend`, if it is unknown or cannot run here.
     """

@@ -14,8 +14,8 @@ from itertools import accumulate
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.attention import AttentionMetadata
-from kernels.spec import check_attend, check_store
+from kernels.attention import AttentionMetadata, AttentionParams
+from kernels.spec import check_attend
 
 _MAX_PADDING = 1.25
 _SHORT_TOKENS = 64
@@ -32,14 +32,6 @@ class ReferenceBackend:
         """As `--attention-backend` calls it."""
         return "reference"
 
-    def store_kv(self, k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Writes `k`, `v` `[T, Hkv, D]` into `kv_layer` `[N, 2, Hkv, S, D]` at `slot_mapping` `[T]`, in place."""
-        block_size = check_store(k, v, kv_layer, slot_mapping)["S"]
-        where = (slot_mapping // block_size, slot_mapping % block_size)
-        slots = kv_layer.permute(1, 0, 3, 2, 4)  # [2, N, S, Hkv, D], a view
-        slots[0].index_put_(where, k)
-        slots[1].index_put_(where, v)
-
     def attend(
         self,
         q: torch.Tensor,
@@ -47,29 +39,26 @@ class ReferenceBackend:
         v: torch.Tensor,
         kv_layer: torch.Tensor,
         metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
+        params: AttentionParams,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`. q `[T, H, D]` → `[T, H, D]`; nothing is mutated."""
         check_attend(q, kv_layer, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables)
         singles = tuple(i for i, query_len in enumerate(metadata.query_lens_host) if query_len == 1)
         groups = _of_like_length(singles, metadata.seq_lens_host)
         if groups and len(groups[0]) == len(metadata.query_lens_host):
-            return _attend_singles(q, kv_layer, metadata, tuple(range(len(q))), scale, sliding_window)
+            return _attend_singles(q, kv_layer, metadata, tuple(range(len(q))), params)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         starts = tuple(accumulate(metadata.query_lens_host, initial=0))
         for group in groups:
             rows = torch.tensor([starts[i] for i in group], device=q.device)  # [B1]
-            out[rows] = _attend_singles(q[rows], kv_layer, metadata, group, scale, sliding_window)
+            out[rows] = _attend_singles(q[rows], kv_layer, metadata, group, params)
         for i, query_len in enumerate(metadata.query_lens_host):
             span = slice(starts[i], starts[i] + query_len)
             if query_len > 1 and metadata.seq_lens_host[i] == query_len:
-                out[span] = _attend_chunk(
-                    q[span], k[span].transpose(0, 1), v[span].transpose(0, 1), scale, sliding_window
-                )
+                out[span] = _attend_chunk(q[span], k[span].transpose(0, 1), v[span].transpose(0, 1), params)
             elif query_len > 1:
                 keys, values = _gather_seq(kv_layer, metadata.block_tables[i], metadata.seq_lens_host[i])
-                out[span] = _attend_chunk(q[span], keys, values, scale, sliding_window)
+                out[span] = _attend_chunk(q[span], keys, values, params)
         return out
 
 
@@ -88,8 +77,7 @@ def _attend_singles(
     kv_layer: torch.Tensor,
     metadata: AttentionMetadata,
     seqs: tuple[int, ...],
-    scale: float,
-    sliding_window: int | None,
+    params: AttentionParams,
 ) -> torch.Tensor:
     """One token of each of the seqs numbered `seqs`: q `[B, H, D]` → `[B, H, D]`."""
     num_seqs, num_heads, head_dim = q.shape
@@ -111,11 +99,11 @@ def _attend_singles(
 
     positions = torch.arange(max_blocks * block_size, device=q.device)  # [M * S]
     visible = positions < lens[:, None]  # [B, M * S]
-    if sliding_window is not None:
-        visible &= positions >= lens[:, None] - sliding_window
+    if params.sliding_window is not None:
+        visible &= positions >= lens[:, None] - params.sliding_window
     # The query heads of one KV head stand where queries do: no KV is repeated.
     grouped = q.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)  # [B, Hkv, G, D]
-    out = scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=visible[:, None, None], scale=scale)
+    out = _softmax_attention(grouped, kv[0], kv[1], visible[:, None, None], params)
     return out.reshape(num_seqs, num_heads, head_dim)
 
 
@@ -128,24 +116,31 @@ def _gather_seq(kv_layer: torch.Tensor, block_table: torch.Tensor, seq_len: int)
     return kv[0], kv[1]
 
 
-def _attend_chunk(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, sliding_window: int | None
-) -> torch.Tensor:
+def _attend_chunk(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> torch.Tensor:
     """One seq's chunk: q `[Q, H, D]` over keys, values `[Hkv, K, D]` → `[Q, H, D]`; q is the last Q of the K."""
     query_len, seq_len = q.shape[0], keys.shape[1]
     mask = None
-    if seq_len > query_len or (sliding_window is not None and sliding_window < seq_len):
-        mask = _causal_mask(query_len, seq_len, sliding_window, q.device)
-    out = scaled_dot_product_attention(
-        q.transpose(0, 1)[None],  # [1, H, Q, D]
-        keys[None],
-        values[None],
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=q.shape[1] != keys.shape[0],
-    )
+    if seq_len > query_len or params.soft_cap is not None or (params.sliding_window or seq_len) < seq_len:
+        mask = _causal_mask(query_len, seq_len, params.sliding_window, q.device)
+    out = _softmax_attention(q.transpose(0, 1)[None], keys[None], values[None], mask, params)  # [1, H, Q, D]
     return out[0].transpose(0, 1)
+
+
+def _softmax_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, params: AttentionParams
+) -> torch.Tensor:
+    """Q `[B, H, Q, D]` over `[B, Hkv, K, D]`; `mask` is true where a query sees a key, None = causal, Q = K."""
+    grouped = q.shape[1] != keys.shape[1]
+    if params.soft_cap is None:
+        return scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, is_causal=mask is None, scale=params.scale, enable_gqa=grouped
+        )
+    if grouped:
+        keys, values = (side.repeat_interleave(q.shape[1] // side.shape[1], 1) for side in (keys, values))
+    scores = torch.tanh(q @ keys.mT * (params.scale / params.soft_cap)) * params.soft_cap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1) @ values
 
 
 def _causal_mask(query_len: int, seq_len: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.operations import QkNorm
 from tandem.errors import InternalError
 
 
@@ -45,14 +46,29 @@ class Dims:
         return self._sizes[dim]
 
 
-def check_store(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> Dims:
-    """Checks the arguments of `AttentionBackend.store_kv`; returns the bound sizes."""
+def check_rotate_and_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    qk_norm: QkNorm | None,
+    kv_layer: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> Dims:
+    """Checks the arguments of `Operations.rotate_and_store`; returns the bound sizes."""
     dims = Dims(KV=2)
     device, dtype = kv_layer.device, kv_layer.dtype
     dims.check("kv_layer", kv_layer, ("N", "KV", "Hkv", "S", "D"), dtype, device)
-    dims.check("k", k, ("T", "Hkv", "D"), dtype, device)
-    dims.check("v", v, ("T", "Hkv", "D"), dtype, device)
+    dims.check("qkv", qkv, ("T", "H+2Hkv", "D"), dtype, device)
+    for name, side in (("cos", cos), ("sin", sin)):
+        dims.check(name, side, ("T", "D/2"), torch.float32, device)
     dims.check("slot_mapping", slot_mapping, ("T",), torch.int64, device)
+    if qk_norm is not None:
+        dims.check("q_weight", qk_norm.q_weight, ("D",), dtype, device)
+        dims.check("k_weight", qk_norm.k_weight, ("D",), dtype, device)
+    if 2 * dims["D/2"] != dims["D"]:
+        raise InternalError(f"cos: D/2 is {dims['D/2']} for D {dims['D']}")
+    if (dims["H+2Hkv"] - 2 * dims["Hkv"]) % dims["Hkv"]:
+        raise InternalError(f"qkv: {dims['H+2Hkv']} heads do not divide into {dims['Hkv']} KV heads and their queries")
     return dims
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from kernels.attention import AttentionBackend, AttentionMetadata
-from models.layers import GatedMlp, Linear, RmsNorm
-from models.rope import RotaryEmbedding, rotate
+from kernels.attention import AttentionMetadata, AttentionParams
+from kernels.operations import Kernels, LinearMap, QkNorm
+from models.layers import GatedMlp, RmsNorm
+from models.rope import RotaryEmbedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +30,23 @@ class HeadShape:
 class Attention:
     """Projections, rotation and attention of one layer."""
 
-    __slots__ = ("_backend", "_heads", "_output", "_qk_norm", "_qkv", "_scale", "_sliding_window")
+    __slots__ = ("_heads", "_kernels", "_output", "_params", "_qk_norm", "_qkv")
 
     def __init__(
         self,
-        qkv: Linear,
-        output: Linear,
-        qk_norm: RmsNorm | None,
+        qkv: LinearMap,
+        output: LinearMap,
+        qk_norm: QkNorm | None,
         heads: HeadShape,
         sliding_window: int | None,
-        backend: AttentionBackend,
+        kernels: Kernels,
     ) -> None:
         self._qkv = qkv  # [(H + 2 * Hkv) * D, E]
         self._output = output  # [E, H * D]
-        self._qk_norm = qk_norm  # weight [H + Hkv, D]
+        self._qk_norm = qk_norm
         self._heads = heads
-        self._scale = heads.head_dim**-0.5
-        self._sliding_window = sliding_window
-        self._backend = backend
+        self._params = AttentionParams(heads.head_dim**-0.5, sliding_window)
+        self._kernels = kernels
 
     def __call__(
         self,
@@ -59,13 +59,15 @@ class Attention:
         """X `[T, E]` → `[T, E]`; writes this step's K and V into `kv_layer` `[N, 2, Hkv, S, D]`."""
         num_heads, num_rotated = self._heads.num_heads, self._heads.num_heads + self._heads.num_kv_heads
         qkv = self._qkv(x).view(len(x), -1, self._heads.head_dim)  # [T, H + 2 * Hkv, D]
-        qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]  # [T, H + Hkv, D], [T, Hkv, D]
-        if self._qk_norm is not None:
-            qk = self._qk_norm(qk)
-        qk = rotate(qk, cos, sin)
-        q, k = qk[:, :num_heads], qk[:, num_heads:]  # [T, H, D], [T, Hkv, D]
-        self._backend.store_kv(k, v, kv_layer, metadata.slot_mapping)
-        attended = self._backend.attend(q, k, v, kv_layer, metadata, self._scale, self._sliding_window)
+        self._kernels.operations.rotate_and_store(qkv, cos, sin, self._qk_norm, kv_layer, metadata.slot_mapping)
+        attended = self._kernels.attention.attend(
+            qkv[:, :num_heads],
+            qkv[:, num_heads:num_rotated],
+            qkv[:, num_rotated:],
+            kv_layer,
+            metadata,
+            self._params,
+        )  # [T, H, D]
         return self._output(attended.reshape(len(x), -1))
 
 
@@ -89,7 +91,7 @@ class Decoder:
         embedding: torch.Tensor,
         layers: tuple[DecoderLayer, ...],
         norm: RmsNorm,
-        lm_head: Linear,
+        lm_head: LinearMap,
         rope: RotaryEmbedding,
     ) -> None:
         self._embedding = embedding  # [V, E]
@@ -113,10 +115,13 @@ class Decoder:
         (R may be 0). All on the model's device.
         """
         hidden = F.embedding(token_ids, self._embedding)  # [T, E]
-        cos, sin = self._rope.cos_sin(positions, hidden.dtype)
+        cos, sin = self._rope.cos_sin(positions)
+        delta: torch.Tensor | None = None  # what the previous layer has yet to add
         for index, layer in enumerate(self._layers):
-            attended = layer.attention(layer.attention_norm(hidden), cos, sin, kv_cache[:, index], metadata)
-            hidden = hidden + attended
-            hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
-        sampled = self._norm(hidden[sample_rows])  # [R, E]
-        return self._lm_head(sampled).to(torch.float32)
+            norm = layer.attention_norm
+            normed = norm(hidden) if delta is None else norm.add(delta, hidden)
+            attended = layer.attention(normed, cos, sin, kv_cache[:, index], metadata)
+            delta = layer.mlp(layer.mlp_norm.add(attended, hidden))
+        sampled = hidden[sample_rows]  # [R, E]
+        normed = self._norm(sampled) if delta is None else self._norm.add(delta[sample_rows], sampled)
+        return self._lm_head(normed).to(torch.float32)

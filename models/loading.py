@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from kernels.attention import AttentionBackend
+from kernels.operations import Kernels, LinearMap, QkNorm
 from models.config import CONFIG_FILE, ModelConfig, load_model_config
 from models.decoder import Attention, Decoder, DecoderLayer, HeadShape
 from models.fingerprint import fingerprint_files
-from models.layers import GatedMlp, Linear, RmsNorm
+from models.layers import GatedMlp, RmsNorm
 from models.rope import RotaryEmbedding
 from models.tensor_names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_tensors, layer_prefix
 from models.tensor_store import TensorStore
@@ -49,7 +49,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}[dtype]
 
 
-def load_model(path: Path, dtype: str | None, device: torch.device, backend: AttentionBackend) -> LoadedModel:
+def load_model(path: Path, dtype: str | None, device: torch.device, kernels: Kernels) -> LoadedModel:
     """Loads the folder `path` onto `device`, weights cast to `dtype` (None or `auto`: as saved).
 
     Raises CheckpointError naming the file, key or tensor at fault, ConfigError for a bad `dtype`.
@@ -58,7 +58,7 @@ def load_model(path: Path, dtype: str | None, device: torch.device, backend: Att
     files = find_weight_files(path)
     with TensorStore(files, expected_tensors(config)) as store:
         chosen = _choose_dtype(dtype, config, store)
-        decoder = _DecoderBuilder(config, store, torch_dtype(chosen), device, backend).build()
+        decoder = _DecoderBuilder(config, store, torch_dtype(chosen), device, kernels).build()
     fingerprint = fingerprint_files((path / CONFIG_FILE, *files.paths), chosen)
     return LoadedModel(config, decoder, chosen, device, fingerprint)
 
@@ -80,11 +80,12 @@ class _DecoderBuilder:
         store: TensorStore,
         dtype: torch.dtype,
         device: torch.device,
-        backend: AttentionBackend,
+        kernels: Kernels,
     ) -> None:
         self._config = config
         self._device = device
-        self._backend = backend
+        self._kernels = kernels
+        self._operations = kernels.operations
         self._read = partial(store.read, dtype=dtype, device=device)
         self._read_stacked = partial(store.read_stacked, dtype=dtype, device=device)
 
@@ -96,7 +97,7 @@ class _DecoderBuilder:
             embedding=embedding,
             layers=tuple(self._layer(index) for index in range(config.num_layers)),
             norm=self._norm(FINAL_NORM),
-            lm_head=Linear(embedding if config.tied else self._read(LM_HEAD)),
+            lm_head=self._operations.linear(embedding if config.tied else self._read(LM_HEAD), None),
             rope=RotaryEmbedding(config.rope, config.head_dim, self._device),
         )
 
@@ -118,23 +119,22 @@ class _DecoderBuilder:
             qk_norm=self._qk_norm(prefix) if config.qk_norm else None,
             heads=HeadShape(config.num_heads, config.num_kv_heads, config.head_dim),
             sliding_window=sliding_window,
-            backend=self._backend,
+            kernels=self._kernels,
         )
 
     def _mlp(self, prefix: str) -> GatedMlp:
         bias = self._config.mlp_bias
         gate_up = self._linear((f"{prefix}gate_proj", f"{prefix}up_proj"), bias=bias)
-        return GatedMlp(gate_up, self._linear((f"{prefix}down_proj",), bias=bias))
+        return GatedMlp(gate_up, self._linear((f"{prefix}down_proj",), bias=bias), self._operations)
 
-    def _linear(self, names: tuple[str, ...], *, bias: bool) -> Linear:
+    def _linear(self, names: tuple[str, ...], *, bias: bool) -> LinearMap:
         weight = self._read_stacked(tuple(f"{name}.weight" for name in names))
-        return Linear(weight, self._read_stacked(tuple(f"{name}.bias" for name in names)) if bias else None)
+        stacked_bias = self._read_stacked(tuple(f"{name}.bias" for name in names)) if bias else None
+        return self._operations.linear(weight, stacked_bias)
 
     def _norm(self, name: str) -> RmsNorm:
-        return RmsNorm(self._read(name), self._config.rms_norm_eps)
+        return RmsNorm(self._read(name), self._config.rms_norm_eps, self._operations)
 
-    def _qk_norm(self, prefix: str) -> RmsNorm:
-        """Q's weight for each of its heads, then k's for each of its own: `[H + Hkv, D]`."""
-        q = self._read(f"{prefix}q_norm.weight").expand(self._config.num_heads, -1)
-        k = self._read(f"{prefix}k_norm.weight").expand(self._config.num_kv_heads, -1)
-        return RmsNorm(torch.cat((q, k)), self._config.rms_norm_eps)
+    def _qk_norm(self, prefix: str) -> QkNorm:
+        weights = (self._read(f"{prefix}{name}.weight") for name in ("q_norm", "k_norm"))  # [D] each
+        return QkNorm(*weights, self._config.rms_norm_eps)

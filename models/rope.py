@@ -1,4 +1,4 @@
-"""Rotary position embedding: cos and sin of the angles at given positions, and the rotation.
+"""Rotary position embedding: cos and sin of the angles at given positions.
 
 Every frequency is a function of the position alone, so KV that was cached once stays valid
 whatever joins the batch, however a prompt is cut into chunks, wherever a seq is resumed.
@@ -20,7 +20,7 @@ from models.rope_config import DynamicScaling, LinearScaling, Llama3Scaling, Rop
 
 
 class RotaryEmbedding:
-    """Angles of one model. Float32 throughout, cast at the end, as transformers does."""
+    """Angles of one model. Float32 throughout, as in transformers."""
 
     __slots__ = ("_attention_factor", "_dynamic", "_exponents", "_frequencies", "_theta")
 
@@ -33,15 +33,14 @@ class RotaryEmbedding:
         self._dynamic = scaling if isinstance(scaling, DynamicScaling) else None
         self._attention_factor = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
 
-    def cos_sin(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cos and sin, each `[T, 1, D]` of `dtype`, for `positions` `[T]`."""
+    def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cos and sin, each `[T, D / 2]` float32, for `positions` `[T]`."""
         frequencies = self._frequencies if self._dynamic is None else self._dynamic_frequencies(positions)
         angles = positions[:, None].to(torch.float32) * frequencies  # [T, D / 2]
-        angles = torch.cat((angles, angles), dim=-1)[:, None]  # [T, 1, D]
         cos, sin = angles.cos(), angles.sin()
         if self._attention_factor != 1.0:
             cos, sin = cos * self._attention_factor, sin * self._attention_factor
-        return cos.to(dtype), sin.to(dtype)
+        return cos, sin
 
     def _dynamic_frequencies(self, positions: torch.Tensor) -> torch.Tensor:
         """Frequencies of each position's own length: `[T, D / 2]`."""
@@ -53,13 +52,6 @@ class RotaryEmbedding:
         theta = self._theta * growth ** (head_dim / (head_dim - 2))  # [T]
         scaled = 1.0 / theta[:, None] ** self._exponents
         return torch.where(lengths[:, None] > original, scaled, self._frequencies)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns each head of x `[T, heads, D]`; element i pairs with i + D / 2."""
-    half = x.shape[-1] // 2
-    quarter_turn = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + quarter_turn * sin
 
 
 def _frequencies(config: RopeConfig, exponents: torch.Tensor) -> torch.Tensor:

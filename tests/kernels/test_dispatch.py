@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.dispatch import available_backends, select_backend
+from kernels.dispatch import available_backends, select_kernels
 from tandem.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("name", ["auto", "reference"])
 def test_reference_runs_everywhere(name):
-    assert select_backend(name, CPU, torch.bfloat16).name == "reference"
+    assert select_kernels(name, CPU, torch.bfloat16).name == "reference"
 
 
 def test_the_list_gives_each_backend_a_reason():
@@ -24,10 +24,10 @@ def test_the_list_gives_each_backend_a_reason():
 
 def test_an_unknown_name_is_a_bad_option_that_lists_the_known():
     with pytest.raises(ConfigError, match=r"--attention-backend: 'warp'.*auto, reference"):
-        select_backend("warp", CPU, torch.float32)
+        select_kernels("warp", CPU, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["auto", "reference"])
 def test_a_dtype_that_nothing_computes_is_a_bad_option(name):
     with pytest.raises(ConfigError, match="--attention-backend"):
-        select_backend(name, CPU, torch.int8)
+        select_kernels(name, CPU, torch.int8)

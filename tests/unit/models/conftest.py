@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.tiny_models import TINY_MODELS, TinyModel, save_tiny_model
 from kernels.attention import AttentionMetadata
+from kernels.operations import Kernels
 from kernels.reference import ReferenceBackend
+from kernels.reference_operations import ReferenceOperations
 from models.loading import LoadedModel, load_model
 
 CPU = torch.device("cpu")
@@ -94,7 +96,7 @@ class PagedDriver:
 
 
 def load(folder: Path, dtype: str | None = None) -> LoadedModel:
-    return load_model(folder, dtype, CPU, ReferenceBackend())
+    return load_model(folder, dtype, CPU, Kernels(ReferenceBackend(), ReferenceOperations()))
 
 
 def load_transformers(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

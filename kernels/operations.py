@@ -1,0 +1,88 @@
+"""The door of every operation that is not attention: linear maps, norms, rotation with KV store, gated activation.
+
+Dimensions as in `kernels.attention`; E hidden. One implementation per device (`reference`, `cpu`,
+`triton`); all state is in the arguments or in what `linear` returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kernels.attention import AttentionBackend
+
+
+class LinearMap(Protocol):
+    """A weight in the form in which its implementation reads it fastest."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """X `[T, in]` → `[T, out]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QkNorm:
+    """RMSNorm of each head of q and of k before the rotation (Qwen3)."""
+
+    q_weight: torch.Tensor
+    """`[D]`."""
+    k_weight: torch.Tensor
+    """`[D]`."""
+    eps: float
+
+
+class Operations(Protocol):
+    """What a decoder layer does besides attention. Sums of squares and angles are taken in float32 or wider."""
+
+    @property
+    def name(self) -> str:
+        """As the log and `tandem doctor` call it."""
+        ...
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
+        """Packs `weight` `[out, in]` once, for `x @ weight.T + bias`; `bias` `[out]`."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Root mean square norm (arXiv 1910.07467) of x `[T, E]`, times `weight` `[E]` → `[T, E]`."""
+        ...
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Adds x `[T, E]` to `residual` `[T, E]` in place; returns `rms_norm` of the sum."""
+        ...
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        qk_norm: QkNorm | None,
+        kv_layer: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Norms (if asked) and rotates q and k within `qkv` `[T, H + 2 * Hkv, D]`, in place; stores k and v.
+
+        Element i of a head pairs with i + D / 2. `cos`, `sin` `[T, D / 2]` float32. KV goes into
+        `kv_layer` `[N, 2, Hkv, S, D]` (a strided view) at `slot_mapping` `[T]` int64,
+        `block_id * S + offset`; a negative slot is skipped.
+        """
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up` for `gate_up` `[T, 2 * I]`, gate first → `[T, I]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """All that a model calls: attention and operations for one device, chosen together at start."""
+
+    attention: AttentionBackend
+    operations: Operations
+
+    @property
+    def name(self) -> str:
+        """As `--attention-backend` calls it."""
+        return self.attention.name

@@ -1,0 +1,88 @@
+"""The `reference` operations: plain torch on any device, the oracle of the fast ones.
+
+Each follows transformers in kind and order, so that float32 results agree to the last bits and
+bfloat16 rounds in the same places.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from kernels.operations import LinearMap, QkNorm
+from kernels.spec import check_rotate_and_store
+
+
+class ReferenceOperations:
+    """Implements `kernels.operations.Operations`; float64 too."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """As the log calls it."""
+        return "reference"
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
+        """See `Operations.linear`; keeps the weight as it is."""
+        return _PlainLinear(weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `Operations.rms_norm`; any number of leading dimensions."""
+        wide = x if x.dtype == torch.float64 else x.to(torch.float32)
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * normed.to(x.dtype)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `Operations.add_rms_norm`."""
+        return self.rms_norm(residual.add_(x), weight, eps)
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        qk_norm: QkNorm | None,
+        kv_layer: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """See `Operations.rotate_and_store`."""
+        dims = check_rotate_and_store(qkv, cos, sin, qk_norm, kv_layer, slot_mapping)
+        num_kv_heads, block_size = dims["Hkv"], dims["S"]
+        q, k, v = qkv.split((qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)  # [T, heads, D]
+        cos, sin = (torch.cat((side, side), dim=-1)[:, None].to(qkv.dtype) for side in (cos, sin))  # [T, 1, D]
+        for heads, weight in ((q, qk_norm and qk_norm.q_weight), (k, qk_norm and qk_norm.k_weight)):
+            normed = heads if qk_norm is None or weight is None else self.rms_norm(heads, weight, qk_norm.eps)
+            heads.copy_(_rotate(normed, cos, sin))
+        stored = slot_mapping >= 0
+        slots = slot_mapping[stored]
+        where = (slots // block_size, slots % block_size)
+        by_slot = kv_layer.permute(1, 0, 3, 2, 4)  # [2, N, S, Hkv, D], a view
+        by_slot[0].index_put_(where, k[stored])
+        by_slot[1].index_put_(where, v[stored])
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `Operations.silu_mul`."""
+        gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
+        return F.silu(gate) * up
+
+
+class _PlainLinear:
+    """The weight as it came."""
+
+    __slots__ = ("_bias", "_weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = weight  # [out, in]
+        self._bias = bias  # [out]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """X `[T, in]` → `[T, out]`."""
+        return F.linear(x, self._weight, self._bias)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turns each head of x `[T, heads, D]`; cos, sin `[T, 1, D]`."""
+    half = x.shape[-1] // 2
+    quarter_turn = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + quarter_turn * sin

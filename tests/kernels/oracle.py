@@ -1,0 +1,99 @@
+"""Attention written out in float64, one query at a time: what every back-end is compared with."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from kernels.attention import AttentionMetadata, AttentionParams
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""Bound on the error of one output element, absolute and relative, of normal inputs."""
+
+LENS = {
+    "decode": [(1, 1), (1, 7), (1, 16), (1, 17), (1, 33)],
+    "fresh prompts": [(5, 5), (16, 16), (33, 33)],
+    "chunks": [(4, 20), (16, 32), (3, 50)],
+    "mixed": [(1, 9), (12, 12), (1, 32), (7, 40), (1, 1)],
+}
+
+
+class Case:
+    """A batch over a shuffled pool; slots that hold no token are NaN, `-1` pads the tables."""
+
+    def __init__(self, lens, block_size, heads=(4, 2), head_dim=8, dtype=torch.float32, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        num_heads, num_kv_heads = heads
+        self.lens = lens
+        query_lens, seq_lens = zip(*lens, strict=True)
+        counts = [-(-seq_len // block_size) for seq_len in seq_lens]
+        ids = list(range(sum(counts) + 3))
+        random.Random(seed).shuffle(ids)
+        self.tables = [[ids.pop() for _ in range(count)] for count in counts]
+        width = max(counts) + 1
+        self.keys, self.values = (
+            [torch.randn(n, num_kv_heads, head_dim, generator=generator, dtype=torch.float64) for n in seq_lens]
+            for _ in range(2)
+        )
+        pool = torch.full((sum(counts) + 3, 2, 2, num_kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
+        self.kv_layer = pool[:, 1]  # a strided view, as a layer of the pool is
+        slots = [[table[p // block_size] * block_size + p % block_size for p in range(n)] for table, n in self._each()]
+        self.k, self.v = (
+            torch.cat([t[-q:] for t, q in zip(side, query_lens, strict=True)]).to(dtype)
+            for side in (self.keys, self.values)
+        )
+        self.q = torch.randn(sum(query_lens), num_heads, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+        self.metadata = AttentionMetadata(
+            cu_seqlens_q=torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            block_tables=torch.tensor([t + [-1] * (width - len(t)) for t in self.tables], dtype=torch.int32),
+            slot_mapping=torch.tensor([slot for row, q in zip(slots, query_lens, strict=True) for slot in row[-q:]]),
+            query_lens_host=query_lens,
+            seq_lens_host=seq_lens,
+        )
+        for side, tensors in enumerate((self.keys, self.values)):
+            for (table, seq_len), tensor in zip(self._each(), tensors, strict=True):
+                for p in range(seq_len):
+                    self.kv_layer[table[p // block_size], side, :, p % block_size] = tensor[p].to(dtype)
+
+    def _each(self):
+        return zip(self.tables, (seq_len for _, seq_len in self.lens), strict=True)
+
+    def to(self, device):
+        """The same case on another device."""
+        names = ("cu_seqlens_q", "seq_lens", "block_tables", "slot_mapping")
+        moved = {name: getattr(self.metadata, name).to(device) for name in names}
+        self.metadata = replace(self.metadata, **moved)
+        self.q, self.k, self.v, self.kv_layer = (x.to(device) for x in (self.q, self.k, self.v, self.kv_layer))
+        return self
+
+    def attend(self, backend, window=None, soft_cap=None):
+        params = AttentionParams(self.q.shape[-1] ** -0.5, window, soft_cap)
+        return backend.attend(self.q, self.k, self.v, self.kv_layer, self.metadata, params)
+
+    def oracle(self, window=None, soft_cap=None):
+        """Softmax of each query over the keys that it sees, in float64."""
+        group = self.q.shape[1] // self.keys[0].shape[1]
+        rows = iter(self.q.double().cpu())
+        out = []
+        for (query_len, seq_len), keys, values in zip(self.lens, self.keys, self.values, strict=True):
+            rounded = [side.to(self.q.dtype).double().repeat_interleave(group, 1) for side in (keys, values)]
+            for position in range(seq_len - query_len, seq_len):
+                seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
+                scores = torch.einsum("hd,khd->hk", next(rows), rounded[0][seen]) / math.sqrt(self.q.shape[-1])
+                if soft_cap is not None:
+                    scores = soft_cap * torch.tanh(scores / soft_cap)
+                out.append(torch.einsum("hk,khd->hd", scores.softmax(-1), rounded[1][seen]))
+        return torch.stack(out)
+
+    def check(self, backend, window=None, soft_cap=None):
+        """`backend` is within its dtype's bound of the oracle."""
+        out = self.attend(backend, window, soft_cap)
+        assert out.shape == self.q.shape
+        assert out.dtype == self.q.dtype
+        tolerance = TOLERANCES[self.q.dtype]
+        torch.testing.assert_close(out.double().cpu(), self.oracle(window, soft_cap), atol=tolerance, rtol=tolerance)
