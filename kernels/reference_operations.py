@@ -49,11 +49,14 @@ class ReferenceOperations:
         """See `Operations.rotate_and_store`."""
         dims = check_rotate_and_store(qkv, cos, sin, qk_norm, kv_layer, slot_mapping)
         num_kv_heads, block_size = dims["Hkv"], dims["S"]
-        q, k, v = qkv.split((qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)  # [T, heads, D]
+        k_start, v_start = qkv.shape[1] - 2 * num_kv_heads, qkv.shape[1] - num_kv_heads
+        q, k, v = qkv[:, :k_start], qkv[:, k_start:v_start], qkv[:, v_start:]  # [T, heads, D] each
         cos, sin = (torch.cat((side, side), dim=-1)[:, None].to(qkv.dtype) for side in (cos, sin))  # [T, 1, D]
-        for heads, weight in ((q, qk_norm and qk_norm.q_weight), (k, qk_norm and qk_norm.k_weight)):
-            normed = heads if qk_norm is None or weight is None else self.rms_norm(heads, weight, qk_norm.eps)
-            heads.copy_(_rotate(normed, cos, sin))
+        if qk_norm is not None:
+            q.copy_(self.rms_norm(q, qk_norm.q_weight, qk_norm.eps))
+            k.copy_(self.rms_norm(k, qk_norm.k_weight, qk_norm.eps))
+        q.copy_(_rotate(q, cos, sin))
+        k.copy_(_rotate(k, cos, sin))
         stored = slot_mapping >= 0
         slots = slot_mapping[stored]
         where = (slots // block_size, slots % block_size)

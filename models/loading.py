@@ -136,5 +136,5 @@ class _DecoderBuilder:
         return RmsNorm(self._read(name), self._config.rms_norm_eps, self._operations)
 
     def _qk_norm(self, prefix: str) -> QkNorm:
-        weights = (self._read(f"{prefix}{name}.weight") for name in ("q_norm", "k_norm"))  # [D] each
-        return QkNorm(*weights, self._config.rms_norm_eps)
+        q_weight, k_weight = (self._read(f"{prefix}{name}.weight") for name in ("q_norm", "k_norm"))  # [D] each
+        return QkNorm(q_weight, k_weight, self._config.rms_norm_eps)
