@@ -1,0 +1,116 @@
+"""Renders `docs/performance.md` from `bench/results/*.json`: `python -m bench.page`. No figure is typed by hand.
+
+One section per result file; a file that is not there has no section. Pure but for `main`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "performance.md"
+
+Record = dict[str, Any]
+"""`{"date", "machine", "results"}`, as every benchmark writes it."""
+
+
+def render(records: dict[str, Record]) -> str:
+    """The page; `records` by the stem of their file."""
+    parts = [
+        "# Performance\n",
+        "Rendered by `python -m bench.page` from `bench/results/`; nothing here is typed by hand.",
+        "Absolute times drift from run to run and from machine to machine; ratios within one section hold.",
+        "What was tried and did not help is in [bench/LOG.md](../bench/LOG.md).\n",
+    ]
+    for stem, section in SECTIONS.items():
+        if stem in records:
+            record = records[stem]
+            machine = ", ".join(f"{key} {value}" for key, value in record["machine"].items())
+            parts += [*section(record["results"]), f"Taken {record['date']} on {machine}.\n"]
+    return "\n".join(parts)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """In Markdown."""
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _serving(results: dict[str, Any]) -> list[str]:
+    batching, overhead = results["batching"], results["overhead"]
+    shape = overhead["shape"]
+    return [
+        "## Continuous batching (`python -m bench.batching`)\n",
+        f"{batching['requests']} requests, exponential output lengths (mean {batching['mean_output_tokens']:.0f}), "
+        f"batches of {batching['batch_size']}, demo model.\n",
+        table(
+            ("", "tokens/s"),
+            [
+                ("continuous", f"{batching['continuous_tokens_per_s']:.0f}"),
+                ("static batches of the same size", f"{batching['static_tokens_per_s']:.0f}"),
+                ("ratio", f"{batching['continuous_over_static']:.2f}"),
+            ],
+        ),
+        f"Unused slots in live blocks at block size 16: mean {batching['unused_slots_mean']:.1%}, "
+        f"at most {batching['unused_slots_max']:.1%} in {batching['samples']} samples of the pool's own accounting.\n",
+        "## What router and hand-off add (`python -m bench.overhead`)\n",
+        f"{shape['streams']} streams of {shape['prompt_tokens']} + {shape['output_tokens']} tokens, demo model, "
+        f"{overhead['threads']} compute thread.\n",
+        table(
+            ("median, ms", "engine alone", "served", "added"),
+            [
+                _added("per token", overhead["engine_step_ms"], overhead["served_inter_token_ms"]),
+                _added("to the first token", overhead["engine_first_token_ms"], overhead["served_first_token_ms"]),
+            ],
+        ),
+        f"The hand-off moved {overhead['transfer_bytes'] / 1024:.0f} KiB in {overhead['transfer_ms']:.2f} ms.\n",
+        "## From a release to all blocks free (`python -m bench.release`)\n",
+        table(
+            ("stage", "median, ms", "slowest, ms"),
+            [(each["stage"], f"{each['median_ms']:.2f}", f"{each['max_ms']:.2f}") for each in results["release"]],
+        ),
+        "## Moving blocks between two processes (`python -m bench.transfer`)\n",
+        "Copied or received, then read back and compared by checksum.\n",
+        table(
+            ("transport", "block, KiB", "median, GB/s", "best, GB/s"),
+            [
+                (
+                    each["transport"],
+                    f"{each['block_bytes'] / 1024:.0f}",
+                    f"{each['median_gb_per_s']:.2f}",
+                    f"{each['best_gb_per_s']:.2f}",
+                )
+                for each in results["transfer"]["results"]
+            ],
+        ),
+    ]
+
+
+def _added(name: str, engine_ms: float, served_ms: float) -> tuple[str, ...]:
+    return (name, f"{engine_ms:.2f}", f"{served_ms:.2f}", f"{served_ms - engine_ms:.2f}")
+
+
+SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "cpu": _serving,
+}
+"""By the stem of the result file, in the order of the page."""
+
+
+def read_records() -> dict[str, Record]:
+    """All results that are there."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def main() -> int:
+    """Writes the page."""
+    PAGE.write_text(render(read_records()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
