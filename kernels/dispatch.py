@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels import triton
 from kernels.operations import Kernels
 from tandem.errors import ConfigError
 
@@ -50,7 +51,10 @@ def _load_reference() -> Kernels:
     return Kernels(ReferenceBackend(), ReferenceOperations())
 
 
-_REGISTRY = (_Entry("reference", "plain torch, any device", _reference_obstacle, _load_reference),)
+_REGISTRY = (
+    _Entry("triton", "compiled Triton kernels, CUDA devices", triton.obstacle, triton.load),
+    _Entry("reference", "plain torch, any device", _reference_obstacle, _load_reference),
+)
 
 
 def available_backends(device: torch.device, dtype: torch.dtype = torch.float32) -> list[BackendStatus]:

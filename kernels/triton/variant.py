@@ -1,0 +1,50 @@
+"""One compilation of a Triton kernel, written down so that it can be built where there is no GPU.
+
+Each kernel module lists its own with `compile_variants(arch)`; `arch` is 80 for sm_80, 90 for
+sm_90. A variant has the types and alignments that a launch with real tensors would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.compiler import ASTSource
+
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+"""Triton's name of a pointer to each dtype that the kernels take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kernel with everything that its machine code depends on, except the device."""
+
+    kernel: Any
+    """What `triton.jit` returned."""
+    signature: Mapping[str, str]
+    """Type of each run-time argument by name: `*bf16`, `*i32`, `i32`, `i64`, `fp32`."""
+    constexprs: Mapping[str, object]
+    """Value of each compile-time argument by name."""
+    num_warps: int
+    num_stages: int
+    label: str
+    """What a report calls it: `prefill bf16 D=128 64x64`."""
+    aligned: frozenset[str] = frozenset()
+    """Run-time integers that are multiples of 16 in every launch that matters; pointers always are."""
+
+    def source(self) -> ASTSource:
+        """For `triton.compile(source, target, options)`."""
+        names = self.kernel.arg_names
+        signature = {name: self.signature.get(name, "constexpr") for name in names}
+        attrs = {
+            (index,): [["tt.divisibility", 16]]
+            for index, name in enumerate(names)
+            if name in self.aligned or signature[name].startswith("*")
+        }
+        return ASTSource(self.kernel, signature, dict(self.constexprs), attrs)
+
+    def options(self) -> dict[str, int]:
+        """Compile options, as a launch gives them."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
