@@ -1,0 +1,129 @@
+"""The compiled library: opened once, beside torch's OpenMP runtime, with the highest tier that the machine runs.
+
+A tier is one set of instructions that all kernels were compiled for. Why there is no library here, or
+which tier it runs, is a value (`obstacle`, `usable_tiers`), not an exception: the service works without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch  # noqa: F401 - maps its OpenMP runtime
+
+from kernels.cpu import build
+from tandem.errors import InternalError
+
+TIERS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
+"""Lowest first; each has all instructions of those before it. `tandem_machine_tier` counts in this order."""
+
+_OPENMP = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
+_REBUILD = "python -m kernels.cpu.build"
+
+
+class _Unavailable(Exception):
+    """The library cannot be used; the message says why and what would help."""
+
+
+class Library:
+    """The kernels of one tier. Instances share the one opened library and hold nothing else."""
+
+    __slots__ = ("tier",)
+
+    def __init__(self, tier: str | None = None) -> None:
+        """`tier` None takes the highest. Raises InternalError if it cannot run here."""
+        usable = usable_tiers()
+        if tier is None and usable:
+            tier = usable[-1]
+        if tier is None or tier not in usable:
+            raise InternalError(f"tier {tier} of the native kernels cannot run here: {obstacle() or usable}")
+        self.tier = tier
+
+    def bind(self, name: str, *argtypes: Any, keeps_gil: bool = False) -> Callable[..., None]:
+        """The tier's function `tandem_<name>`, which returns nothing. Raises InternalError if there is none.
+
+        Calls release the GIL, unless `keeps_gil`: for work of a few microseconds, where another thread
+        that takes the GIL in between costs more than it gains.
+        """
+        handle: ctypes.CDLL = _open()[1 if keeps_gil else 0]
+        try:
+            function = handle[f"tandem_{name}_{self.tier}"]
+        except AttributeError as error:
+            raise InternalError(f"the native kernels have no {name} in tier {self.tier}; {_REBUILD}") from error
+        function.argtypes = argtypes
+        function.restype = None
+        bound: Callable[..., None] = function
+        return bound
+
+
+def obstacle() -> str | None:
+    """Why no native kernel can run in this process, or None."""
+    try:
+        _open()
+    except _Unavailable as error:
+        return str(error)
+    return None
+
+
+def usable_tiers() -> tuple[str, ...]:
+    """The tiers that were compiled and that processor and system allow, lowest first; empty without a library."""
+    try:
+        handle = _open()[0]
+    except _Unavailable:
+        return ()
+    built = _text(handle, "tandem_built_tiers").split()
+    allowed = TIERS[: handle.tandem_machine_tier() + 1]
+    return tuple(tier for tier in allowed if tier in built)
+
+
+def max_threads() -> int:
+    """Threads that a kernel called from this thread would use: what torch set for it."""
+    return int(_open()[0].tandem_max_threads())
+
+
+def openmp_runtimes() -> tuple[str, ...]:
+    """Paths of the OpenMP runtimes that are mapped into this process. Two of them spin against each other."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return ()
+    return tuple(sorted({line.split(maxsplit=5)[5] for line in lines if _OPENMP.search(line)}))
+
+
+@cache
+def _open() -> tuple[ctypes.CDLL, ctypes.PyDLL]:
+    """The library, as called without the GIL and as called with it. Raises _Unavailable."""
+    if not build.LIBRARY.exists():
+        raise _Unavailable(f"not built at install, for want of a C++ compiler or by its error; try {_REBUILD}")
+    try:
+        # Opened again, for all: our library names no runtime and finds its functions here.
+        ctypes.CDLL(_openmp_of_torch(), mode=ctypes.RTLD_GLOBAL)
+        handle = ctypes.CDLL(str(build.LIBRARY))
+        built_from = _text(handle, "tandem_sources")
+    except (OSError, AttributeError) as error:
+        raise _Unavailable(f"{build.LIBRARY.name} cannot be opened: {error}; try {_REBUILD}") from error
+    if built_from != build.source_hash():
+        raise _Unavailable(f"{build.LIBRARY.name} was built from other sources; run {_REBUILD}")
+    return handle, ctypes.PyDLL(str(build.LIBRARY))
+
+
+def _openmp_of_torch() -> str:
+    """Path of the runtime that torch uses. Raises _Unavailable if that is not clear."""
+    runtimes = openmp_runtimes()
+    # Another package may have brought its own as well.
+    brought = [path for path in runtimes if "/torch/" in path or "/torch.libs/" in path] or runtimes
+    if len(brought) != 1:
+        raise _Unavailable(f"needs the OpenMP runtime that torch brings; mapped are: {', '.join(brought) or 'none'}")
+    return brought[0]
+
+
+def _text(handle: ctypes.CDLL, name: str) -> str:
+    """Calls a function that returns a string."""
+    function = handle[name]
+    function.restype = ctypes.c_char_p
+    text: bytes = function()
+    return text.decode()
