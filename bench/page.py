@@ -95,8 +95,18 @@ def _added(name: str, engine_ms: float, served_ms: float) -> tuple[str, ...]:
     return (name, f"{engine_ms:.2f}", f"{served_ms:.2f}", f"{served_ms - engine_ms:.2f}")
 
 
+def _growth(results: dict[str, Any]) -> list[str]:
+    return [
+        "## How cost grows (`python -m bench.growth`)\n",
+        f"Single steps of a 135M model (bfloat16, random weights), kernels `{results['kernels']}`, "
+        f"{results['threads']} threads; block size 16 where none is given.\n",
+        "![step time against batch, context and block size; prompt rate against length](images/growth.svg)\n",
+    ]
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "cpu": _serving,
+    "growth": _growth,
 }
 """By the stem of the result file, in the order of the page."""
 
