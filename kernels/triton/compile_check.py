@@ -1,0 +1,179 @@
+"""Builds every Triton kernel ahead of time, with no GPU: `python -m kernels.triton.compile_check`.
+
+Each kernel module's `compile_variants(arch)` is compiled by Triton itself for sm_80 and sm_90, and
+the machine code's own resource table is read. Fails, naming the variant, on anything kept in local
+memory (spills), on shared memory or registers beyond a block's limit, on a kernel that does not
+compile, and on a kernel that has no variant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+import kernels.triton
+from kernels.triton.variant import Variant
+
+SHARED_LIMIT_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
+"""What one block may ask for, by architecture (CUDA programming guide, technical specifications)."""
+_REGISTERS_PER_BLOCK = 65536
+_WARP_THREADS = 32
+_REGISTER_UNIT = 8
+"""Registers of a thread are handed out in multiples of this."""
+_RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What one variant takes on one architecture; `error` is the compiler's last word if it refused."""
+
+    label: str
+    arch: int
+    registers: int = 0
+    """Of one thread."""
+    shared_bytes: int = 0
+    """Of one block, asked for at launch."""
+    spilled_bytes: int = 0
+    """Of one thread, in local memory."""
+    num_warps: int = 0
+    error: str = ""
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Why it must not be shipped."""
+        if self.error:
+            return (f"does not compile: {self.error}",)
+        held = -(-self.registers // _REGISTER_UNIT) * _REGISTER_UNIT * _WARP_THREADS * self.num_warps
+        limit = SHARED_LIMIT_BYTES[self.arch]
+        complaints = (
+            (self.spilled_bytes > 0, f"spills {self.spilled_bytes} bytes per thread"),
+            (self.shared_bytes > limit, f"wants {self.shared_bytes} bytes of shared memory, the limit is {limit}"),
+            (held > _REGISTERS_PER_BLOCK, f"wants {held} registers, a block has {_REGISTERS_PER_BLOCK}"),
+        )
+        return tuple(text for is_so, text in complaints if is_so)
+
+    def __str__(self) -> str:
+        verdict = "ok" if not self.faults else "; ".join(self.faults)
+        return (
+            f"sm_{self.arch} {self.registers:>3} registers {self.shared_bytes:>6} B shared {self.spilled_bytes:>4} B "
+            f"spilled {self.num_warps:>2} warps  {self.label}: {verdict}"
+        )
+
+
+def shipped_modules() -> list[str]:
+    """Names of every module of the package but this one."""
+    own = Path(__file__).stem
+    names = (each.name for each in pkgutil.iter_modules(kernels.triton.__path__))
+    return [f"kernels.triton.{name}" for name in sorted(names) if name != own]
+
+
+def variants_of(modules: Iterable[ModuleType], archs: Sequence[int]) -> list[tuple[int, Variant]]:
+    """All that is shipped, each with its architecture."""
+    return [
+        (arch, variant)
+        for module in modules
+        if hasattr(module, "compile_variants")
+        for arch in archs
+        for variant in module.compile_variants(arch)
+    ]
+
+
+def kernels_without_variant(modules: Iterable[ModuleType], variants: Iterable[Variant]) -> list[str]:
+    """Kernels that nothing would build: in no variant, and called by no other kernel."""
+    functions = {function.__name__: function for module in modules for function in _own_kernels(module)}
+    built = {variant.kernel.__name__ for variant in variants}
+    return sorted(
+        name
+        for name in functions.keys() - built
+        if not any(re.search(rf"\b{name}\(", each.src) for other, each in functions.items() if other != name)
+    )
+
+
+def build(variant: Variant, arch: int) -> Build:
+    """Compiles one variant, or takes it from Triton's cache."""
+    # Fusing multiply and add is what a launch does by default; unsaid, triton 3.9 warns.
+    options = {**variant.options(), "enable_fp_fusion": True}
+    try:
+        compiled = triton.compile(variant.source(), GPUTarget("cuda", arch, _WARP_THREADS), options)
+    except Exception as error:  # noqa: BLE001 - a build's root: the compiler's errors have no common base
+        return Build(variant.label, arch, error=(str(error).strip() or repr(error)).splitlines()[-1])
+    registers, spilled_bytes = _read_resources(compiled.asm["cubin"])
+    return Build(variant.label, arch, registers, compiled.metadata.shared, spilled_bytes, compiled.metadata.num_warps)
+
+
+def build_all(variants: Sequence[tuple[int, Variant]], jobs: int) -> list[Build]:
+    """In `jobs` processes, in the order given. Forked, so that variants need not be pickled."""
+    global _shared_variants  # noqa: PLW0603
+    _shared_variants = variants
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(_build_shared, range(len(variants))))
+
+
+_shared_variants: Sequence[tuple[int, Variant]] = ()
+
+
+def _build_shared(index: int) -> Build:
+    arch, variant = _shared_variants[index]
+    return build(variant, arch)
+
+
+def _read_resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread and its bytes of local memory: frame and static."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = [tuple(map(int, numbers)) for numbers in _RESOURCES.findall(report)]
+    return max(registers for registers, _, _ in found), sum(stack + local for _, stack, local in found)
+
+
+def _own_kernels(module: ModuleType) -> list[JITFunction]:
+    functions = (each for each in vars(module).values() if isinstance(each, JITFunction))
+    return [function for function in functions if function.fn.__module__ == module.__name__]
+
+
+def main() -> int:
+    """Prints a line per build; exit code 1 if one has a fault."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", help="only these (every module of kernels.triton)")
+    parser.add_argument("--arch", type=int, nargs="+", choices=sorted(SHARED_LIMIT_BYTES), default=[80, 90])
+    parser.add_argument("--match", default="", help="only variants whose label has this regular expression")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--cache", type=Path, help="where compiled kernels are kept (Triton's own place)")
+    args = parser.parse_args()
+    if knobs.runtime.interpret:
+        parser.error("TRITON_INTERPRET is set: nothing would be compiled")
+    if args.cache is not None:
+        knobs.cache.dir = str(args.cache)
+    began_s = time.monotonic()
+    modules = [importlib.import_module(name) for name in args.modules or shipped_modules()]
+    every = variants_of(modules, args.arch)
+    builds = build_all([pair for pair in every if re.search(args.match, pair[1].label)], args.jobs)
+    missing = kernels_without_variant(modules, [variant for _, variant in every])
+    print(*builds, *(f"{name}: has no variant" for name in missing), sep="\n")
+    faulty = sum(bool(each.faults) for each in builds) + len(missing)
+    print(f"{len(builds)} builds in {time.monotonic() - began_s:.0f} s, {faulty} with faults")
+    return 1 if faulty or not builds else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
