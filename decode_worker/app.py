@@ -14,8 +14,9 @@ from functools import partial
 from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
 from engine.loading import Engine, EngineOptions, load_engine, resolve_device
-from kvtransfer.base import Fingerprints, PoolMemory
+from kvtransfer.base import Fingerprints, PoolMemory, Receiver
 from kvtransfer.receiver import KvReceiver
+from kvtransfer.staged import stage_receiver
 from kvtransfer.timing import Timing
 from kvtransfer.transports import SHM, choose
 from tandem.checkpoint import CheckpointInfo, read_checkpoint
@@ -83,12 +84,12 @@ def _describe(
 
 def _new_receiver(
     config: DecodeConfig, engine: Engine, transports: tuple[str, ...], incarnation: Incarnation
-) -> KvReceiver:
-    memory = PoolMemory(engine.kv_cache.blocks_view, engine.kv_cache.shared_fd, incarnation)
+) -> Receiver:
+    memory = PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, incarnation)
     fingerprints = Fingerprints(engine.fingerprint, engine.layout)
     # Senders reach the KV endpoint at the host where routers reach the worker.
     advertised = advertised_address(config.listen, config.advertise, 1)
-    return KvReceiver(
+    receiver = KvReceiver(
         memory,
         fingerprints,
         MonotonicClock(),
@@ -97,13 +98,14 @@ def _new_receiver(
         advertise_host=_host_of(advertised),
         timing=Timing(lease_s=config.lease_s),
     )
+    return stage_receiver(receiver, engine.kv_cache.mirror)
 
 
 def _host_of(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
-def _new_worker(config: DecodeConfig, checkpoint: CheckpointInfo, engine: Engine, receiver: KvReceiver) -> DecodeWorker:
+def _new_worker(config: DecodeConfig, checkpoint: CheckpointInfo, engine: Engine, receiver: Receiver) -> DecodeWorker:
     validator = Validator(config.limits, checkpoint.vocab_size, checkpoint.context_tokens)
     parts = WorkerParts(engine.thread, engine.pool, receiver, validator, MonotonicClock())
     limits = StepLimits(config.block_size, config.max_seqs, config.chunk_tokens)

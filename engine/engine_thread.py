@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from engine.placement import ThreadPlacement, open_engine_executor
 from engine.step import SampledToken, ScheduledSeq
 from tandem.errors import InternalError
+
+T = TypeVar("T")
 
 
 class Stepper(Protocol):
@@ -54,7 +56,7 @@ class EngineThread:
         self._is_stepping = True
         future = asyncio.get_running_loop().run_in_executor(self._executor, self._stepper.step, seqs)
         try:
-            return await _to_the_end(future)
+            return await to_the_end(future)
         finally:
             self._is_stepping = False
             self._num_steps += 1
@@ -64,7 +66,8 @@ class EngineThread:
         self._executor.shutdown(wait=True)
 
 
-async def _to_the_end(future: asyncio.Future[list[SampledToken | None]]) -> list[SampledToken | None]:
+async def to_the_end(future: asyncio.Future[T]) -> T:
+    """The result of work on a thread; a cancelled caller gets CancelledError, but only once the work has ended."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:

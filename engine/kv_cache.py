@@ -1,48 +1,59 @@
 """The tensor that holds every KV block of a pool, on a device or in shared memory.
 
-Owns memory and its file descriptor. Knows nothing of who holds which block.
+Owns memory, and the mirror in host memory that stands for a pool that transports cannot
+reach. Knows nothing of who holds which block.
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
-import tempfile
-
 import torch
 
+from engine.host_memory import HostMemory
+from engine.mirror import PoolMirror
 from tandem.errors import ConfigError
 from tandem.kv_layout import DType, KvLayout
+from tandem.telemetry.logging import get_logger
 
 TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
+
+_log = get_logger(__name__)
 
 
 class KvCache:
     """Made by `create`; its content is undefined until written. `close` ends it."""
 
-    def __init__(self, layout: KvLayout, memory: torch.Tensor, shared_fd: int | None) -> None:
-        """Takes over `memory`, `[N * block_bytes]` uint8, and the descriptor behind it."""
+    def __init__(self, layout: KvLayout, host: HostMemory, device_bytes: torch.Tensor | None) -> None:
+        """Takes over `host`, and the pool `[N * block_bytes]` uint8 that it mirrors; None = it is the pool itself."""
         self._layout = layout
-        self._bytes: torch.Tensor | None = memory
-        self._shared_fd = shared_fd
+        self._host = host
+        self._bytes: torch.Tensor | None = host.bytes if device_bytes is None else device_bytes
+        self._mirror = None if device_bytes is None else PoolMirror(self.blocks_view, self.host_blocks)
 
     @classmethod
-    def create(cls, layout: KvLayout, num_blocks: int, device: torch.device, *, shared: bool = False) -> KvCache:
-        """Allocates N blocks; `shared` puts them into a sealed memory file that peers may map.
+    def create(
+        cls,
+        layout: KvLayout,
+        num_blocks: int,
+        device: torch.device,
+        *,
+        shared: bool = False,
+        mirrored: bool = False,
+    ) -> KvCache:
+        """Allocates N blocks; `shared` puts what transports reach into a sealed memory file that peers may map.
 
-        Raises ConfigError if the device cannot share or has not so much memory.
+        A pool that is not in host memory is mirrored there; `mirrored` asks for it on a CPU too.
+        Raises ConfigError if there is not so much memory.
         """
         size_bytes = num_blocks * layout.block_bytes
-        if shared and device.type != "cpu":
-            raise ConfigError("--transport", f"KV on {device} cannot lie in shared memory")
+        mirrored = mirrored or device.type != "cpu"
         try:
-            if shared:
-                fd = _open_memory_file(size_bytes)
-                return cls(layout, _map(fd, size_bytes), fd)
-            return cls(layout, torch.empty(size_bytes, dtype=torch.uint8, device=device), None)
+            pool = torch.empty(size_bytes, dtype=torch.uint8, device=device) if mirrored else None
+            host = HostMemory.allocate(size_bytes, shared=shared)
         except (OSError, RuntimeError) as error:  # torch reports exhausted memory as RuntimeError
             raise ConfigError("--kv-memory", f"{size_bytes} bytes of KV on {device}: {error}") from error
+        if device.type == "cuda" and not host.pin():
+            _log.warning("host mirror is not pinned, hand-offs are slower", size_bytes=size_bytes)
+        return cls(layout, host, pool)
 
     @property
     def layout(self) -> KvLayout:
@@ -65,51 +76,33 @@ class KvCache:
         return self._open_bytes().view(-1, self._layout.block_bytes)
 
     @property
+    def host_blocks(self) -> torch.Tensor:
+        """`[N, block_bytes]` uint8 in host memory, what transports reach: the pool itself or its mirror."""
+        return self._host.bytes.view(-1, self._layout.block_bytes)
+
+    @property
+    def mirror(self) -> PoolMirror | None:
+        """Copies between the pool and `host_blocks`; None where they are the same."""
+        return self._mirror
+
+    @property
     def shared_fd(self) -> int | None:
-        """Descriptor of the memory file, owned by this cache; None if it is not shared."""
-        return self._shared_fd
+        """Descriptor of the memory file that `host_blocks` lie in, owned by this cache; None if it is not shared."""
+        return self._host.shared_fd
 
     def fill_poison(self) -> None:
-        """Writes NaN everywhere, so that a test catches whoever reads a slot never written."""
+        """Writes NaN everywhere, mirror included, so that a test catches whoever reads a slot never written."""
         self.tensor.fill_(torch.nan)
+        self.host_blocks.view(TORCH_DTYPES[self._layout.dtype]).fill_(torch.nan)
 
     def close(self) -> None:
-        """Gives memory and descriptor back. Idempotent.
-
-        The mapping goes with its last view: unmapping under a view that somebody still holds
-        would turn a late read into a crash.
-        """
+        """Gives memory and descriptor back, after copies under way. Idempotent."""
+        if self._mirror is not None:
+            self._mirror.close()
         self._bytes = None
-        if self._shared_fd is not None:
-            os.close(self._shared_fd)
-            self._shared_fd = None
+        self._host.close()
 
     def _open_bytes(self) -> torch.Tensor:
         if self._bytes is None:
             raise ValueError("the KV cache is closed")
         return self._bytes
-
-
-def _open_memory_file(size_bytes: int) -> int:
-    """A memory file of fixed size: a peer that maps it can never be struck by its shrinking."""
-    if not hasattr(os, "memfd_create"):  # not Linux: an unlinked file serves the same end, unsealed
-        with tempfile.TemporaryFile() as file:
-            os.ftruncate(file.fileno(), size_bytes)
-            return os.dup(file.fileno())
-    fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, size_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _map(fd: int, size_bytes: int) -> torch.Tensor:
-    """Returns `[size_bytes]` uint8 over the file; the tensor keeps the mapping alive."""
-    try:
-        return torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)
-    except OSError:
-        os.close(fd)
-        raise

@@ -48,7 +48,9 @@ class EngineOptions:
     """The default pool is never larger than so many full contexts."""
     attention_backend: str = AUTO
     shared_kv: bool = False
-    """Puts the pool into shared memory, for the shm transport."""
+    """Puts the pool, or its mirror, into shared memory, for the shm transport."""
+    mirrored_kv: bool = False
+    """Mirrors the pool in host memory on a CPU too, as on a GPU: for tests."""
     placement: ThreadPlacement = field(default_factory=ThreadPlacement)
 
     @classmethod
@@ -104,10 +106,13 @@ def load_engine(options: EngineOptions) -> Engine:
     device = resolve_device(options.device)
     executor = _open_executor(options.placement)
     try:
+        if device.type == "cuda":
+            executor.submit(torch.cuda.set_device, device).result()  # the thread's own: kernels launch on it
         kernels = select_kernels(options.attention_backend, device, _probe_dtype(options))
         model = executor.submit(load_model, options.model_path, options.dtype, device, kernels).result()
         layout = model.kv_layout(options.block_size)
-        kv_cache = KvCache.create(layout, _num_blocks(options, model, layout), device, shared=options.shared_kv)
+        num_blocks = _num_blocks(options, model, layout)
+        kv_cache = KvCache.create(layout, num_blocks, device, shared=options.shared_kv, mirrored=options.mirrored_kv)
     except BaseException:
         executor.shutdown()
         raise
@@ -129,24 +134,29 @@ def load_engine(options: EngineOptions) -> Engine:
         attention_asked=options.attention_backend,
         kv_blocks=kv_cache.num_blocks,
         kv_bytes=kv_cache.num_blocks * layout.block_bytes,
+        kv_mirrored=kv_cache.mirror is not None,
         seconds=round(engine.load_s, 2),
     )
     return engine
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the CPU: no transport reaches a GPU's pool yet. Raises ConfigError if the named device is not here."""
+    """`auto` is the first GPU, or the CPU where there is none. Raises ConfigError if the named device is not here."""
+    num_gpus = torch.cuda.device_count()
     if name == AUTO:
-        return torch.device("cpu")
+        return torch.device("cuda", 0) if num_gpus else torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError("--device", f"{name!r} is no device") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError("--device", f"{name} is not here; {torch.cuda.device_count()} GPUs are")
     if device.type not in ("cpu", "cuda"):
         raise ConfigError("--device", f"{name!r} is neither cpu nor cuda")
-    return device
+    if device.type == "cpu":
+        return device
+    index = device.index or 0  # one name for one device: tensors say cuda:0, never cuda
+    if index >= num_gpus:
+        raise ConfigError("--device", f"{name} is not here; {num_gpus} GPUs are")
+    return torch.device("cuda", index)
 
 
 def _open_executor(placement: ThreadPlacement) -> ThreadPoolExecutor:

@@ -1,6 +1,7 @@
 """How much memory a KV cache may take, and how many blocks that makes.
 
-Available memory is what the machine or, in a container, the cgroup has left.
+Available memory is what the GPU has left, and what the machine or, in a container, the cgroup
+has: a pool on a GPU takes both, since a mirror in host memory is as large (`engine.mirror`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from tandem.errors import ConfigError
 from tandem.kv_layout import KvLayout
 
 GIB = 1 << 30
+_HOST = torch.device("cpu")
 CPU_SHARE, CPU_CAP_BYTES = 0.25, 4 * GIB
 """A worker on a CPU shares the machine with its peer and with others."""
-GPU_SHARE = 0.85
-"""A GPU is the worker's own; the rest is for activations."""
+GPU_SHARE = 0.4
+"""So that a prefill and a decode worker that look at the same time fit on one GPU, with activations."""
 
 
 def available_memory_bytes(device: torch.device, root: Path = Path("/")) -> int:
@@ -29,10 +31,10 @@ def available_memory_bytes(device: torch.device, root: Path = Path("/")) -> int:
 
 def default_kv_memory_bytes(device: torch.device) -> int:
     """A modest share of what is available: see the constants."""
-    available = available_memory_bytes(device)
+    host_share = int(available_memory_bytes(_HOST) * CPU_SHARE)
     if device.type == "cuda":
-        return int(available * GPU_SHARE)
-    return min(int(available * CPU_SHARE), CPU_CAP_BYTES)
+        return min(int(available_memory_bytes(device) * GPU_SHARE), host_share)
+    return min(host_share, CPU_CAP_BYTES)
 
 
 def blocks_that_fit(layout: KvLayout, memory_bytes: int | None, device: torch.device, max_tokens: int) -> int:
@@ -56,9 +58,13 @@ def check_memory(layout: KvLayout, num_blocks: int, device: torch.device) -> Non
     Shared memory is handed out lazily: without this check the worker would be killed much
     later, when the pool fills.
     """
-    wanted, available = num_blocks * layout.block_bytes, available_memory_bytes(device)
-    if wanted > available:
-        raise ConfigError("--kv-memory", f"{num_blocks} KV blocks take {wanted} bytes; {available} are available")
+    wanted = num_blocks * layout.block_bytes
+    for where in {device, _HOST}:
+        available = available_memory_bytes(where)
+        if wanted > available:
+            raise ConfigError(
+                "--kv-memory", f"{num_blocks} KV blocks take {wanted} bytes of {where}; {available} are available"
+            )
 
 
 def _meminfo_available(path: Path) -> int | None:

@@ -41,7 +41,10 @@ class Runner:
         self._block_size = kv_cache.layout.block_size
 
     def step(self, seqs: Sequence[ScheduledSeq]) -> list[SampledToken | None]:
-        """Computes KV of every scheduled token, in place; samples where a seq asks for it."""
+        """Computes KV of every scheduled token, in place; samples where a seq asks for it.
+
+        KV is written when it returns, on a GPU too: other streams may read it (`engine.mirror`).
+        """
         if not seqs:
             return []
         with torch.inference_mode():
@@ -50,4 +53,6 @@ class Runner:
                 batch.token_ids, batch.positions, self._kv, batch.metadata, batch.sample_rows
             )  # [R, V]
             tokens = iter(sample(logits, batch.sample_specs))
+            if self._kv.is_cuda and not batch.sample_specs:  # else tokens on the host have waited for all of it
+                torch.cuda.current_stream(self._kv.device).synchronize()
         return [None if seq.sample is None else next(tokens) for seq in seqs]

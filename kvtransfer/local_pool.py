@@ -31,7 +31,7 @@ class LocalPool:
         """Raises ConfigError if the pool is not in host memory, InternalError if misshapen."""
         blocks = memory.blocks
         if blocks.device.type != "cpu":
-            raise ConfigError("transport", f"no transport reaches a pool on {blocks.device} yet")
+            raise ConfigError("transport", f"no transport reaches blocks on {blocks.device}; give those of its mirror")
         expected = fingerprints.layout.block_bytes
         if blocks.dtype != torch.uint8 or blocks.ndim != 2 or blocks.shape[1] != expected:
             raise InternalError(f"pool is {blocks.dtype} {tuple(blocks.shape)}, not uint8 [N, {expected}]")

@@ -12,8 +12,9 @@ import os
 from functools import partial
 
 from engine.loading import Engine, EngineOptions, load_engine
-from kvtransfer.base import Fingerprints, PoolMemory
+from kvtransfer.base import Fingerprints, PoolMemory, Sender
 from kvtransfer.sender import KvSender
+from kvtransfer.staged import stage_sender
 from kvtransfer.timing import Timing
 from kvtransfer.transports import choose
 from prefill_worker.handoff import HandoffPolicy
@@ -80,13 +81,15 @@ def _describe(
     )
 
 
-def _new_sender(config: PrefillConfig, engine: Engine, incarnation: Incarnation) -> KvSender:
-    memory = PoolMemory(engine.kv_cache.blocks_view, engine.kv_cache.shared_fd, incarnation)
+def _new_sender(config: PrefillConfig, engine: Engine, incarnation: Incarnation) -> Sender:
+    memory = PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, incarnation)
     fingerprints = Fingerprints(engine.fingerprint, engine.layout)
-    return KvSender(memory, fingerprints, MonotonicClock(), config.transport, timing=Timing(lease_s=config.lease_s))
+    timing = Timing(lease_s=config.lease_s)
+    sender = KvSender(memory, fingerprints, MonotonicClock(), config.transport, timing=timing)
+    return stage_sender(sender, engine.kv_cache.mirror)
 
 
-def _new_worker(config: PrefillConfig, checkpoint: CheckpointInfo, engine: Engine, sender: KvSender) -> PrefillWorker:
+def _new_worker(config: PrefillConfig, checkpoint: CheckpointInfo, engine: Engine, sender: Sender) -> PrefillWorker:
     validator = Validator(config.limits, checkpoint.vocab_size, checkpoint.context_tokens)
     parts = WorkerParts(engine.thread, engine.pool, sender, validator, MonotonicClock())
     limits = BatchLimits(config.chunk_tokens, config.max_seqs)

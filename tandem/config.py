@@ -106,7 +106,7 @@ class WorkerConfig:
     device: str = option(
         "device",
         "auto",
-        "auto, cpu, cuda or cuda:I; auto is cpu while no transport reaches a GPU's pool",
+        "auto, cpu, cuda or cuda:I; auto is the first GPU, if there is one",
         text(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:I"),
     )
     dtype: str = option(

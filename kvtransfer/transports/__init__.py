@@ -24,12 +24,14 @@ class TransportStatus(NamedTuple):
 
 
 def available(device: torch.device | str) -> list[TransportStatus]:
-    """Every transport by preference, for pools on `device`."""
+    """Every transport by preference, for pools on `device`; one on a GPU is reached through its mirror."""
     kind = torch.device(device).type
-    if kind != "cpu":
+    if kind not in ("cpu", "cuda"):
         reason = f"pools on {kind} cannot be reached by this version"
         return [TransportStatus(name, False, reason) for name in (SHM, TCP)]
-    return [_shm_status(), TransportStatus(TCP, True, "payload over the network, received into the blocks")]
+    statuses = (_shm_status(), TransportStatus(TCP, True, "payload over the network, received into the blocks"))
+    through = "" if kind == "cpu" else ", through a copy of the pool in host memory"
+    return [status._replace(reason=status.reason + through * status.usable) for status in statuses]
 
 
 def usable(device: torch.device | str) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from tandem.cli import fleet
 from tandem.cli.child import Child, ProcessChild
@@ -121,5 +122,6 @@ class _Server:
 
 
 def _computes_on_gpu(config: ServeConfig) -> bool:
-    """As the workers will decide: `auto` is the CPU (`engine.loading.resolve_device`)."""
-    return config.decode_worker.device.startswith("cuda")
+    """As the workers will decide (`engine.loading.resolve_device`), told from device files: no torch here."""
+    device = config.decode_worker.device
+    return device.startswith("cuda") or (device == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))

@@ -20,6 +20,7 @@ from engine.loading import Engine, EngineOptions, load_engine
 from engine.placement import ThreadPlacement
 from kvtransfer.base import Fingerprints, PoolMemory, Receiver
 from kvtransfer.receiver import KvReceiver
+from kvtransfer.staged import stage_receiver
 from kvtransfer.transports import SHM, TCP
 from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
@@ -80,7 +81,7 @@ def load_tiny_engine(tiny_llama: Path) -> Iterator[Callable[..., Engine]]:
     """Loads engines and closes them after the test. Their KV is NaN wherever nothing was written."""
     engines: list[Engine] = []
 
-    def load(block_size: int, num_blocks: int, *, shared_kv: bool = False) -> Engine:
+    def load(block_size: int, num_blocks: int, *, shared_kv: bool = False, mirrored_kv: bool = False) -> Engine:
         options = EngineOptions(
             model_path=tiny_llama,
             device="cpu",
@@ -89,6 +90,7 @@ def load_tiny_engine(tiny_llama: Path) -> Iterator[Callable[..., Engine]]:
             kv_blocks=num_blocks,
             attention_backend="reference",
             shared_kv=shared_kv,
+            mirrored_kv=mirrored_kv,
             placement=ThreadPlacement(threads=1),
         )
         engines.append(load_engine(options))
@@ -166,15 +168,18 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
 
     @asynccontextmanager
     async def opened(
-        block_size: int = 16, num_blocks: int = 64, max_seqs: int = 16, chunk_tokens: int = 64
+        block_size: int = 16,
+        num_blocks: int = 64,
+        max_seqs: int = 16,
+        chunk_tokens: int = 64,
+        *,
+        mirrored_kv: bool = False,
     ) -> AsyncIterator[Bench]:
-        engine = load_tiny_engine(block_size, num_blocks, shared_kv=True)
-        receiver: Receiver = KvReceiver(
-            PoolMemory(engine.kv_cache.blocks_view, engine.kv_cache.shared_fd, new_incarnation()),
-            Fingerprints(engine.fingerprint, engine.layout),
-            MonotonicClock(),
-            (SHM, TCP),
-            "127.0.0.1",
+        engine = load_tiny_engine(block_size, num_blocks, shared_kv=True, mirrored_kv=mirrored_kv)
+        memory = PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, new_incarnation())
+        prints = Fingerprints(engine.fingerprint, engine.layout)
+        receiver: Receiver = stage_receiver(
+            KvReceiver(memory, prints, MonotonicClock(), (SHM, TCP), "127.0.0.1"), engine.kv_cache.mirror
         )
         validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
         worker = DecodeWorker(

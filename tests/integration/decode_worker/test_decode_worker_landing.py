@@ -14,6 +14,7 @@ from bench.tiny_models import CONTEXT_TOKENS, VOCAB_SIZE
 from engine.loading import Engine
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.sender import KvSender
+from kvtransfer.staged import stage_sender
 from prefill_worker.handoff import HandoffPolicy
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker
@@ -57,8 +58,9 @@ asyncio.run(main(*sys.argv[1:]))
 @asynccontextmanager
 async def open_prefill(engine: Engine, transport: str) -> AsyncIterator[PrefillWorker]:
     clock = MonotonicClock()
-    memory = PoolMemory(engine.kv_cache.blocks_view, engine.kv_cache.shared_fd, new_incarnation())
-    sender = KvSender(memory, Fingerprints(engine.fingerprint, engine.layout), clock, transport)
+    memory = PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, new_incarnation())
+    prints = Fingerprints(engine.fingerprint, engine.layout)
+    sender = stage_sender(KvSender(memory, prints, clock, transport), engine.kv_cache.mirror)
     validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
     parts = PrefillParts(engine.thread, engine.pool, sender, validator, clock)
     worker = PrefillWorker(parts, BatchLimits(chunk_tokens=32, max_seqs=8), HandoffPolicy(), engine.max_sequence_tokens)
@@ -74,7 +76,11 @@ async def open_prefill(engine: Engine, transport: str) -> AsyncIterator[PrefillW
         await sender.stop()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("transport", "mirrored_kv"),
+    [("shm", False), ("tcp", False), ("shm", True), ("tcp", True)],
+    ids=["shm", "tcp", "shm through mirrors", "tcp through mirrors"],
+)
 @pytest.mark.parametrize("num_blocks", [200, 44], ids=["roomy pool", "pool that preempts"])
 async def test_handed_over_sequences_give_the_reference_tokens(
     open_bench: Any,
@@ -82,11 +88,15 @@ async def test_handed_over_sequences_give_the_reference_tokens(
     make_spec: MakeSpec,
     reference: Reference,
     transport: str,
+    mirrored_kv: bool,
     num_blocks: int,
 ) -> None:
     specs = {Handle(length): make_spec(length, 80) for length in LENGTHS}
-    prefill_engine = load_tiny_engine(BLOCK_SIZE, 64)
-    async with open_bench(BLOCK_SIZE, num_blocks) as bench, open_prefill(prefill_engine, transport) as prefill:
+    prefill_engine = load_tiny_engine(BLOCK_SIZE, 64, mirrored_kv=mirrored_kv)
+    async with (
+        open_bench(BLOCK_SIZE, num_blocks, mirrored_kv=mirrored_kv) as bench,
+        open_prefill(prefill_engine, transport) as prefill,
+    ):
         router, started = bench.router, set()
         for handle, spec in specs.items():
             bench.worker.reserve(router, handle, spec, False)

@@ -129,5 +129,12 @@ def test_a_folder_that_is_no_checkpoint_is_refused(options: EngineOptions, tmp_p
         load_engine(replace(options, model_path=tmp_path))
 
 
-def test_auto_is_a_device_that_is_here() -> None:
-    assert resolve_device("auto").type == "cpu"
+@pytest.mark.parametrize(
+    ("num_gpus", "name", "expected"),
+    [(0, "auto", "cpu"), (2, "auto", "cuda:0"), (2, "cpu", "cpu"), (2, "cuda", "cuda:0"), (2, "cuda:1", "cuda:1")],
+)
+def test_auto_is_the_first_gpu_if_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, name: str, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert str(resolve_device(name)) == expected

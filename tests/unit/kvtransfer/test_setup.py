@@ -17,9 +17,20 @@ def test_transports_work_for_pools_in_host_memory():
     assert all(status.reason for status in available("cpu"))
 
 
+def test_pools_on_a_gpu_are_reached_through_their_mirror():
+    assert usable("cuda:0") == usable("cpu")
+    assert all("in host memory" in status.reason for status in available("cuda:0"))
+
+
 def test_transports_say_why_they_do_not_work():
-    assert usable("cuda:0") == ()
-    assert "cuda" in available("cuda:0")[0].reason
+    assert usable("meta") == ()
+    assert "meta" in available("meta")[0].reason
+
+
+def test_bytes_outside_host_memory_are_refused(make_pool, prints):
+    memory = dataclasses.replace(make_pool().memory, blocks=torch.empty(16, prints.layout.block_bytes, device="meta"))
+    with pytest.raises(ConfigError, match="mirror"):
+        KvSender(memory, prints, ManualClock(), "tcp")
 
 
 def test_unknown_transports_are_refused_by_name(make_pool, prints):
