@@ -45,7 +45,7 @@ async def test_half_a_pair_is_not_serving_and_the_status_says_why(cluster: Any) 
 
 
 async def test_a_silent_worker_is_forgotten_after_its_lease_and_comes_back(launch: Any) -> None:
-    cluster = await launch(lease_s=0.3)
+    cluster = await launch(lease_s=1.0)
     _, decode = await cluster.add_pair()
     await decode.fall_silent()
     silent = cluster.register(decode.info)
@@ -94,7 +94,7 @@ async def test_draining_an_unknown_worker_is_refused_by_field(cluster: Any) -> N
 
 
 async def test_an_engine_that_stands_still_with_work_is_not_used_and_its_requests_move(launch: Any) -> None:
-    cluster = await launch(stall_s=0.3, lease_s=0.5)
+    cluster = await launch(stall_s=0.5, lease_s=2.0)
     _, stuck = await cluster.add_pair()
     stuck.pause_at(3)
     call = cluster.generate(*PROMPT)
