@@ -55,8 +55,12 @@ class Attention:
         sin: torch.Tensor,
         kv_layer: torch.Tensor,
         metadata: AttentionMetadata,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """X `[T, E]` → `[T, E]`; writes this step's K and V into `kv_layer` `[N, 2, Hkv, S, D]`."""
+        """X `[T, E]` → `[T, E]`, or `[R, E]` for `rows` `[R]` alone; writes K and V of all T into `kv_layer`.
+
+        `kv_layer` is `[N, 2, Hkv, S, D]`.
+        """
         num_heads, num_rotated = self._heads.num_heads, self._heads.num_heads + self._heads.num_kv_heads
         qkv = self._qkv(x).view(len(x), -1, self._heads.head_dim)  # [T, H + 2 * Hkv, D]
         self._kernels.operations.rotate_and_store(qkv, cos, sin, self._qk_norm, kv_layer, metadata.slot_mapping)
@@ -68,7 +72,8 @@ class Attention:
             metadata,
             self._params,
         )  # [T, H, D]
-        return self._output(attended.reshape(len(x), -1))
+        attended = attended.reshape(len(x), -1)  # [T, H * D]
+        return self._output(attended if rows is None else attended[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +122,18 @@ class Decoder:
         hidden = F.embedding(token_ids, self._embedding)  # [T, E]
         cos, sin = self._rope.cos_sin(positions)
         delta: torch.Tensor | None = None  # what the previous layer has yet to add
-        for index, layer in enumerate(self._layers):
-            norm = layer.attention_norm
-            normed = norm(hidden) if delta is None else norm.add(delta, hidden)
-            attended = layer.attention(normed, cos, sin, kv_cache[:, index], metadata)
+        for layer, kv_layer in zip(self._layers[:-1], kv_cache.unbind(1), strict=False):
+            normed = _add_norm(layer.attention_norm, delta, hidden)
+            attended = layer.attention(normed, cos, sin, kv_layer, metadata)
             delta = layer.mlp(layer.mlp_norm.add(attended, hidden))
-        sampled = hidden[sample_rows]  # [R, E]
-        normed = self._norm(sampled) if delta is None else self._norm.add(delta[sample_rows], sampled)
-        return self._lm_head(normed).to(torch.float32)
+        # After the last layer's KV only the sampled rows matter.
+        last, rows = self._layers[-1], None if len(sample_rows) == len(hidden) else sample_rows
+        normed = _add_norm(last.attention_norm, delta, hidden)
+        attended = last.attention(normed, cos, sin, kv_cache[:, -1], metadata, rows)  # [R, E]
+        hidden = hidden if rows is None else hidden[rows]
+        delta = last.mlp(last.mlp_norm.add(attended, hidden))
+        return self._lm_head(self._norm.add(delta, hidden)).to(torch.float32)
+
+
+def _add_norm(norm: RmsNorm, delta: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+    return norm(hidden) if delta is None else norm.add(delta, hidden)
