@@ -46,6 +46,16 @@ class Dims:
         return self._sizes[dim]
 
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""What fused kernels compute; the reference takes float64 too."""
+
+
+def check_float(name: str, tensor: torch.Tensor) -> None:
+    """Raises InternalError unless the dtype is one of `FLOATS`."""
+    if tensor.dtype not in FLOATS:
+        raise InternalError(f"{name}: dtype is {tensor.dtype}, expected one of {', '.join(map(str, FLOATS))}")
+
+
 def check_rotate_and_store(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -91,4 +101,21 @@ def check_attend(
         raise InternalError(f"cu_seqlens_q: has {dims['B+1']} entries for {dims['B']} seqs")
     if dims["H"] % dims["Hkv"]:
         raise InternalError(f"q: {dims['H']} heads do not divide into {dims['Hkv']} KV heads")
+    return dims
+
+
+def check_blocks(pool: torch.Tensor, staging: torch.Tensor, block_ids: torch.Tensor) -> Dims:
+    """Checks blocks to be copied between `pool` and `staging`, bytes each; returns the bound sizes."""
+    dims = Dims()
+    dims.check("pool", pool, ("N", "block_bytes"), torch.uint8, pool.device)
+    dims.check("block_ids", block_ids, ("M",), torch.int64, pool.device)
+    dims.check("staging", staging, ("M", "block_bytes"), torch.uint8, pool.device)
+    return dims
+
+
+def check_block_pairs(pool: torch.Tensor, pairs: torch.Tensor) -> Dims:
+    """Checks (source, target) pairs of blocks within `pool`, bytes; returns the bound sizes."""
+    dims = Dims(pair=2)
+    dims.check("pool", pool, ("N", "block_bytes"), torch.uint8, pool.device)
+    dims.check("pairs", pairs, ("M", "pair"), torch.int64, pool.device)
     return dims

@@ -1,0 +1,110 @@
+"""RMSNorm, alone or with the residual sum before it: one program per row, the row in registers.
+
+Sums are float32 and the result is rounded once, so an element is within one rounding of its
+dtype, plus E * 2^-24 relative, of the exact norm. The residual sum is rounded to its dtype
+first: the norm is that of what is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.spec import check_float, check_rms_norm
+from kernels.triton.variant import POINTERS, Variant
+from tandem.errors import InternalError
+
+MAX_WIDTH = 16384
+"""Elements of a row that one program holds."""
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `Operations.rms_norm`: x `[T, E]` with any stride over T → `[T, E]`, contiguous."""
+    check_rms_norm(x, weight)
+    width = _width(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        block, num_warps = _tile(width)
+        _rms_norm[(x.shape[0],)](
+            x, x, weight, out, x.stride(0), 0, width, eps, BLOCK=block, HAS_RESIDUAL=False, num_warps=num_warps
+        )
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `Operations.add_rms_norm`: adds x to `residual` in place, both `[T, E]` with any stride over T."""
+    check_rms_norm(x, weight, residual)
+    width = _width(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        block, num_warps = _tile(width)
+        strides = x.stride(0), residual.stride(0)
+        _rms_norm[(x.shape[0],)](
+            x, residual, weight, out, *strides, width, eps, BLOCK=block, HAS_RESIDUAL=True, num_warps=num_warps
+        )
+    return out
+
+
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """A narrow and the widest row of each kind; alike on every `arch`."""
+    for dtype, width, has_residual in (
+        (torch.bfloat16, 576, True),
+        (torch.bfloat16, 4096, False),
+        (torch.bfloat16, MAX_WIDTH, True),
+        (torch.float32, MAX_WIDTH, True),
+    ):
+        block, num_warps = _tile(width)
+        pointers = dict.fromkeys(("x", "residual", "weight", "out"), POINTERS[dtype])
+        yield Variant(
+            kernel=_rms_norm,
+            signature={**pointers, "x_stride": "i32", "residual_stride": "i32", "width": "i32", "eps": "fp32"},
+            constexprs={"BLOCK": block, "HAS_RESIDUAL": has_residual},
+            num_warps=num_warps,
+            num_stages=1,
+            label=f"{'add_' if has_residual else ''}rms_norm {POINTERS[dtype][1:]} E={width}",
+            aligned=frozenset(("x_stride", "residual_stride", "width")),
+        )
+
+
+def _width(x: torch.Tensor) -> int:
+    check_float("x", x)
+    width = x.shape[1]
+    if width > MAX_WIDTH:
+        raise InternalError(f"x: E is {width}, at most {MAX_WIDTH} fit")
+    return width
+
+
+def _tile(width: int) -> tuple[int, int]:
+    """Elements and warps of a program: about 16 elements a thread, as far as 16 warps reach."""
+    block: int = triton.next_power_of_2(width)
+    return block, min(16, max(1, block // 512))
+
+
+@triton.jit
+def _rms_norm(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    x_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        stream = residual + row * residual_stride + columns
+        summed = (values + tl.load(stream, mask=inside, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
+        tl.store(stream, summed, mask=inside)
+        values = summed.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / width + eps)
+    normed = values * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, normed.to(out.dtype.element_ty), mask=inside)

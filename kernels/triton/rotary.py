@@ -1,0 +1,157 @@
+"""q/k norm, rotary embedding (arXiv 2104.09864) and KV store by slot, in one launch.
+
+A program owns some neighbouring heads of one token, whatever they are: heads of q and k are
+normed and turned in place, heads of k and v stored. Computed in float32 and rounded once: an
+element is within one rounding of its dtype, plus D * 2^-24 relative to its head's largest, of
+the exact result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.operations import QkNorm
+from kernels.spec import check_float, check_rotate_and_store
+from kernels.triton.variant import POINTERS, Variant
+
+_TILE_PAIRS = 512
+_NUM_WARPS = 4
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    qk_norm: QkNorm | None,
+    kv_layer: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """See `Operations.rotate_and_store`; `qkv`, `cos` and `sin` may have any strides over their first dimensions.
+
+    Two tokens must not have the same slot, and no slot may lie beyond the pool: neither is looked for.
+    """
+    check_float("kv_layer", kv_layer)
+    dims = check_rotate_and_store(qkv, cos, sin, qk_norm, kv_layer, slot_mapping)
+    num_tokens, num_heads, half = dims["T"], dims["H+2Hkv"], dims["D/2"]
+    if not num_tokens:
+        return
+    pairs, heads = _tile(half, num_heads)
+    _rotate_and_store[(num_tokens, triton.cdiv(num_heads, heads))](
+        qkv,
+        cos,
+        sin,
+        qkv if qk_norm is None else qk_norm.q_weight,
+        qkv if qk_norm is None else qk_norm.k_weight,
+        kv_layer,
+        slot_mapping,
+        *(qkv.stride(0), qkv.stride(1), cos.stride(0), sin.stride(0)),
+        *kv_layer.stride()[:4],
+        *(dims["S"], num_heads, dims["Hkv"]),
+        0.0 if qk_norm is None else qk_norm.eps,
+        HALF=half,
+        PAIRS=pairs,
+        HEADS=heads,
+        HAS_NORM=qk_norm is not None,
+        num_warps=_NUM_WARPS,
+    )
+
+
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """Head sizes with and without padding, with and without norm; alike on every `arch`."""
+    for dtype, head_dim, has_norm in (
+        (torch.bfloat16, 64, False),
+        (torch.bfloat16, 80, False),
+        (torch.bfloat16, 128, True),
+        (torch.bfloat16, 256, True),
+        (torch.float32, 128, True),
+    ):
+        pairs, heads = _tile(head_dim // 2, 48)
+        pointers = dict.fromkeys(("qkv", "q_weight", "k_weight", "kv_layer"), POINTERS[dtype])
+        strides = ("qkv_stride", "head_stride", "cos_stride", "sin_stride")
+        kv_strides = ("block_stride", "side_stride", "kv_head_stride", "slot_stride")
+        yield Variant(
+            kernel=_rotate_and_store,
+            signature={
+                **pointers,
+                **dict.fromkeys(("cos", "sin"), "*fp32"),
+                "slot_mapping": "*i64",
+                **dict.fromkeys((*strides, *kv_strides, "block_size", "num_heads", "num_kv_heads"), "i32"),
+                "eps": "fp32",
+            },
+            constexprs={"HALF": head_dim // 2, "PAIRS": pairs, "HEADS": heads, "HAS_NORM": has_norm},
+            num_warps=_NUM_WARPS,
+            num_stages=1,
+            label=f"rotate_and_store {POINTERS[dtype][1:]} D={head_dim}{' norm' if has_norm else ''}",
+            aligned=frozenset((*strides[:2], *kv_strides)),
+        )
+
+
+def _tile(half: int, num_heads: int) -> tuple[int, int]:
+    """Pairs of elements (padded) and heads of a program."""
+    pairs: int = triton.next_power_of_2(half)
+    return pairs, min(triton.next_power_of_2(num_heads), max(1, _TILE_PAIRS // pairs))
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    kv_layer: tl.tensor,
+    slot_mapping: tl.tensor,
+    qkv_stride: tl.tensor,
+    head_stride: tl.tensor,
+    cos_stride: tl.tensor,
+    sin_stride: tl.tensor,
+    block_stride: tl.tensor,
+    side_stride: tl.tensor,
+    kv_head_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    block_size: tl.tensor,
+    num_heads: tl.tensor,
+    num_kv_heads: tl.tensor,
+    eps: tl.tensor,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS] of q, then k, then v
+    pair = tl.arange(0, PAIRS)
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    first_k = num_heads - 2 * num_kv_heads
+    first_v = num_heads - num_kv_heads
+
+    inside = (head < num_heads)[:, None] & (pair < HALF)[None, :]  # [HEADS, PAIRS]
+    lower = qkv + token * qkv_stride + head[:, None] * head_stride + pair[None, :]
+    x = tl.load(lower, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(lower + HALF, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos + token * cos_stride + pair, mask=pair < HALF, other=0.0)[None, :]
+    s = tl.load(sin + token * sin_stride + pair, mask=pair < HALF, other=0.0)[None, :]
+    normed_x, normed_y = x, y
+    if HAS_NORM:
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + eps)[:, None]  # [HEADS, 1]
+        weight = tl.where((head < first_k)[:, None], q_weight, k_weight) + pair[None, :]
+        normed_x = x * scale * tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+        normed_y = y * scale * tl.load(weight + HALF, mask=inside, other=0.0).to(tl.float32)
+    turns = (head < first_v)[:, None]
+    x = tl.where(turns, normed_x * c - normed_y * s, x).to(dtype)
+    y = tl.where(turns, normed_y * c + normed_x * s, y).to(dtype)
+    tl.store(lower, x, mask=inside & turns)
+    tl.store(lower + HALF, y, mask=inside & turns)
+
+    slot = tl.load(slot_mapping + token)
+    stored = inside & (head >= first_k)[:, None] & (slot >= 0)
+    is_v = (head >= first_v).to(tl.int32)
+    kv_head = head - first_k - is_v * num_kv_heads  # [HEADS]
+    where = kv_layer + (slot // block_size) * block_stride + (slot % block_size) * slot_stride
+    where += (is_v * side_stride + kv_head * kv_head_stride)[:, None] + pair[None, :]
+    tl.store(where, x, mask=stored)
+    tl.store(where + HALF, y, mask=stored)
