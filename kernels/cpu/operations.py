@@ -1,0 +1,226 @@
+"""The `cpu` operations: packed weights, and small operations fused in C++ (`src/operations.cpp`).
+
+A decode step calls these hundreds of times, a microsecond or two each. So each first asks, as cheaply
+as Python can, whether all is as expected, and only if not `kernels.spec` looks again and says what is
+wrong. A short call keeps the GIL: another thread that takes it meanwhile may keep it for milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_float, c_int64, c_void_p
+
+import torch
+
+from kernels.cpu.library import Library
+from kernels.cpu.linear import open_linear
+from kernels.operations import LinearMap, QkNorm
+from kernels.spec import Dims, check_rotate_and_store
+from tandem.errors import InternalError
+
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+"""What the native kernels compute in, and how their names call it."""
+
+_SHORT_TOKENS = 16
+"""Up to so many tokens a call keeps the GIL: it returns within tens of microseconds."""
+
+
+class _Calls:
+    """The native functions of one dtype, and of one way to treat the GIL."""
+
+    __slots__ = ("add_rms_norm", "rms_norm", "rotate_and_store", "silu_mul")
+
+    def __init__(self, library: Library, suffix: str, *, keeps_gil: bool) -> None:
+        def bind(name: str, *argtypes: object) -> Callable[..., None]:
+            return library.bind(f"{name}_{suffix}", *argtypes, keeps_gil=keeps_gil)
+
+        address, size = c_void_p, c_int64
+        self.rms_norm = bind("rms_norm", address, size, address, address, size, size, c_float)
+        self.add_rms_norm = bind("add_rms_norm", address, size, address, size, address, address, size, size, c_float)
+        self.silu_mul = bind("silu_mul", address, size, address, size, size)
+        self.rotate_and_store = bind("rotate_and_store", address, address, address, address, address, c_float)
+
+
+class CpuOperations:
+    """Implements `kernels.operations.Operations` for float32 and bfloat16 on the CPU.
+
+    Keeps the last step's `cos`, `sin` and `slot_mapping`, which its layers share, to check them once. For one thread.
+    """
+
+    __slots__ = ("_long", "_rotation", "_short", "_tier")
+
+    def __init__(self, library: Library) -> None:
+        self._tier = library.tier
+        self._short = {dtype: _Calls(library, suffix, keeps_gil=True) for dtype, suffix in DTYPES.items()}
+        self._long = {dtype: _Calls(library, suffix, keeps_gil=False) for dtype, suffix in DTYPES.items()}
+        self._rotation: _Rotation | None = None
+
+    @property
+    def name(self) -> str:
+        """As the log calls it; tells the tier."""
+        return f"cpu-{self._tier}"
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
+        """See `Operations.linear`; what is returned may hold a packed copy instead of `weight`."""
+        return open_linear(weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `Operations.rms_norm`. Rounded once, at the end."""
+        shape, dtype = x.shape, x.dtype
+        if not (_is_rows(x, shape) and _is_weight(weight, shape[1], dtype)):
+            raise _refusal(x=(x, ("T", "E")), weight=(weight, ("E",)))
+        out = torch.empty_like(x)
+        call = (self._short if shape[0] <= _SHORT_TOKENS else self._long)[dtype].rms_norm
+        call(x.data_ptr(), x.stride()[0], weight.data_ptr(), out.data_ptr(), *shape, eps)
+        return out
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `Operations.add_rms_norm`. The sum is rounded to its dtype before the norm, the norm once at the end."""
+        shape, dtype = x.shape, x.dtype
+        if not (
+            _is_rows(x, shape)
+            and residual.shape == shape
+            and residual.dtype is dtype
+            and _is_rows(residual, shape)
+            and _is_weight(weight, shape[1], dtype)
+        ):
+            raise _refusal(x=(x, ("T", "E")), residual=(residual, ("T", "E")), weight=(weight, ("E",)))
+        out = torch.empty_like(x)
+        call = (self._short if shape[0] <= _SHORT_TOKENS else self._long)[dtype].add_rms_norm
+        call(
+            *(x.data_ptr(), x.stride()[0], residual.data_ptr(), residual.stride()[0]),
+            *(weight.data_ptr(), out.data_ptr(), *shape, eps),
+        )
+        return out
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        qk_norm: QkNorm | None,
+        kv_layer: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """See `Operations.rotate_and_store`. Rounded once, after norm and rotation."""
+        rotation = self._rotation
+        if rotation is None or not rotation.fits(qkv, cos, sin, kv_layer, slot_mapping):
+            check_rotate_and_store(qkv, cos, sin, None, kv_layer, slot_mapping)
+            if qkv.dtype not in DTYPES or not qkv.is_cpu:
+                raise _refusal(qkv=(qkv, ("T", "H+2Hkv", "D")))
+            rotation = self._rotation = _Rotation(qkv, cos, sin, kv_layer, slot_mapping)
+        calls = (self._short if rotation.num_tokens <= _SHORT_TOKENS else self._long)[rotation.dtype]
+        if qk_norm is None:
+            calls.rotate_and_store(qkv.data_ptr(), kv_layer.data_ptr(), rotation.address, None, None, 0.0)
+            return
+        q_weight, k_weight = qk_norm.q_weight, qk_norm.k_weight
+        if not (
+            _is_weight(q_weight, rotation.head_dim, rotation.dtype)
+            and _is_weight(k_weight, rotation.head_dim, rotation.dtype)
+        ):
+            check_rotate_and_store(qkv, cos, sin, qk_norm, kv_layer, slot_mapping)
+            raise _refusal(q_weight=(q_weight, ("D",)), k_weight=(k_weight, ("D",)))
+        calls.rotate_and_store(
+            *(qkv.data_ptr(), kv_layer.data_ptr(), rotation.address),
+            *(q_weight.data_ptr(), k_weight.data_ptr(), qk_norm.eps),
+        )
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `Operations.silu_mul`. Rounded once, at the end."""
+        shape, dtype = gate_up.shape, gate_up.dtype
+        if not _is_rows(gate_up, shape) or shape[1] % 2:
+            raise _refusal(gate_up=(gate_up, ("T", "2I")))
+        tokens, width = shape[0], shape[1] // 2
+        out = torch.empty(tokens, width, dtype=dtype)
+        call = (self._short if tokens <= _SHORT_TOKENS else self._long)[dtype].silu_mul
+        call(gate_up.data_ptr(), gate_up.stride()[0], out.data_ptr(), tokens, width)
+        return out
+
+
+class _RotateShape(ctypes.Structure):
+    """`RotateShape` of `src/operations.cpp`, field by field."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("tokens", "heads", "kv_heads", "head_dim", "block_size")),
+        *((name, c_int64) for name in ("qkv_token", "qkv_head", "cos_token", "sin_token")),
+        *((name, c_int64) for name in ("kv_block", "kv_side", "kv_head", "kv_slot")),
+        *((name, c_void_p) for name in ("cos", "sin", "slots")),
+    )
+
+
+class _Rotation:
+    """Checked arguments of one step's `rotate_and_store`, and the struct made of them.
+
+    `address` points into `_struct`, whose pointers point into the tensors: all live as long as this does.
+    """
+
+    __slots__ = (
+        *("_cos", "_kv_shape", "_kv_strides", "_qkv_shape", "_qkv_strides", "_sin", "_slot_mapping", "_struct"),
+        *("address", "dtype", "head_dim", "num_tokens"),
+    )
+
+    def __init__(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv_layer: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        self._cos, self._sin, self._slot_mapping = cos, sin, slot_mapping
+        self._qkv_shape, self._qkv_strides = qkv.shape, qkv.stride()
+        self._kv_shape, self._kv_strides = kv_layer.shape, kv_layer.stride()
+        self.dtype = qkv.dtype
+        self.num_tokens, self.head_dim = qkv.shape[0], qkv.shape[2]
+        num_kv_heads, block_size = kv_layer.shape[2:4]
+        num_heads = qkv.shape[1] - 2 * num_kv_heads
+        kv_block, kv_side, kv_head, kv_slot, _ = kv_layer.stride()
+        self._struct = _RotateShape(
+            *(self.num_tokens, num_heads, num_kv_heads, self.head_dim, block_size),
+            *(*qkv.stride()[:2], cos.stride(0), sin.stride(0), kv_block, kv_side, kv_head, kv_slot),
+            *(cos.data_ptr(), sin.data_ptr(), slot_mapping.data_ptr()),
+        )
+        self.address = ctypes.addressof(self._struct)
+
+    def fits(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv_layer: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> bool:
+        """Whether these are another layer's arguments of the same step."""
+        return (
+            self._cos is cos
+            and self._sin is sin
+            and self._slot_mapping is slot_mapping
+            and qkv.stride() == self._qkv_strides
+            and qkv.shape == self._qkv_shape
+            and qkv.dtype is self.dtype
+            and kv_layer.stride() == self._kv_strides
+            and kv_layer.shape == self._kv_shape
+            and kv_layer.dtype is self.dtype
+        )
+
+
+def _is_rows(x: torch.Tensor, shape: torch.Size) -> bool:
+    """Whether x is a matrix on the CPU with contiguous rows, of a dtype that we have."""
+    return len(shape) == 2 and x.stride()[1] == 1 and x.is_cpu and x.dtype in DTYPES
+
+
+def _is_weight(weight: torch.Tensor, width: int, dtype: torch.dtype) -> bool:
+    """Whether it is a vector on the CPU of that width and dtype."""
+    return weight.numel() == width and weight.dtype is dtype and weight.is_contiguous() and weight.is_cpu
+
+
+def _refusal(**arguments: tuple[torch.Tensor, tuple[str, ...]]) -> InternalError:
+    """Names the first argument, with its dimensions, that is not as the others or not what these kernels compute."""
+    first, _ = next(iter(arguments.values()))
+    dims = Dims()
+    for name, (tensor, names) in arguments.items():
+        dims.check(name, tensor, names, first.dtype, first.device)
+    name = next(iter(arguments))
+    what = f"{first.dtype} {list(first.shape)} on {first.device}"
+    return InternalError(f"{name}: {what}; the native kernels compute float32 and bfloat16 on the CPU, in even halves")
