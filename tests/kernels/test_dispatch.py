@@ -23,7 +23,7 @@ def test_the_list_gives_each_backend_a_reason():
 
 
 def test_an_unknown_name_is_a_bad_option_that_lists_the_known():
-    with pytest.raises(ConfigError, match=r"--attention-backend: 'warp'.*auto, triton, .*reference"):
+    with pytest.raises(ConfigError, match=r"--attention-backend: 'warp'.*auto, flash_attn, triton, .*reference"):
         select_kernels("warp", CPU, torch.float32)
 
 

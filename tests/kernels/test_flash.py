@@ -1,0 +1,190 @@
+"""The flash-attn back-end: which seqs go where, what is passed on, and that the parts make the whole."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+
+import pytest
+import torch
+
+from kernels import flash, triton
+from kernels.attention import AttentionMetadata, AttentionParams
+from kernels.dispatch import available_backends
+from kernels.flash import FlashAttention, Run, Source, plan_runs
+from kernels.reference import ReferenceBackend
+from tests.kernels.oracle import LENS, Case
+
+FRESH, PAGED = Source.FRESH, Source.PAGED
+needs_flash = pytest.mark.skipif(
+    not torch.cuda.is_available() or flash.obstacle(torch.device("cuda", 0), torch.bfloat16) is not None,
+    reason="needs a CUDA device and the package flash-attn",
+)
+
+
+class FakeFlash:
+    """flash-attn's two functions, with its own rules, computed by the reference; notes who was called."""
+
+    def __init__(self):
+        self.calls = []
+
+    def flash_attn_varlen_func(self, q, k, v, cu_q, cu_k, max_q, max_k, *, block_table=None, **options):
+        lens = [cu.diff().tolist() for cu in (cu_q, cu_k)]
+        assert (max(lens[0]), max(lens[1])) == (max_q, max_k)
+        if block_table is None:
+            self.calls.append("ragged")
+            block_table, kv_layer = self._as_blocks(k, v, lens[1])
+        else:
+            self.calls.append("paged")
+            kv_layer = self._pool(k, v)
+        return self._attend(q, kv_layer, lens, block_table, options)
+
+    def flash_attn_with_kvcache(self, q, k_cache, v_cache, *, cache_seqlens, block_table, **options):
+        self.calls.append("decode")
+        kv_layer = self._pool(k_cache, v_cache)
+        lens = [[1] * len(q), cache_seqlens.tolist()]
+        return self._attend(q[:, 0], kv_layer, lens, block_table, options)[:, None]
+
+    def _pool(self, k, v):
+        assert k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
+        assert k.stride(-1) == v.stride(-1) == 1
+        return torch.stack((k, v), 1).transpose(2, 3)  # [N, 2, Hkv, S, D]
+
+    def _as_blocks(self, k, v, lens):
+        block = max(lens)
+        pool = torch.full((len(lens), 2, k.shape[1], block, k.shape[2]), torch.nan, dtype=k.dtype)
+        for i, (keys, values) in enumerate(zip(k.split(lens), v.split(lens), strict=True)):
+            pool[i, 0, :, : lens[i]], pool[i, 1, :, : lens[i]] = keys.transpose(0, 1), values.transpose(0, 1)
+        return torch.arange(len(lens), dtype=torch.int32)[:, None], pool
+
+    def _attend(self, q, kv_layer, lens, block_table, options):
+        before, after = options["window_size"]
+        assert options["causal"]
+        assert after == 0
+        cu_q = torch.tensor([0, *lens[0]], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        seq_lens = torch.tensor(lens[1], dtype=torch.int32)
+        slots = torch.zeros(len(q), dtype=torch.int64)
+        metadata = AttentionMetadata(cu_q, seq_lens, block_table, slots, tuple(lens[0]), tuple(lens[1]))
+        window = None if before < 0 else before + 1
+        params = AttentionParams(options["softmax_scale"], window, options["softcap"] or None)
+        gathered = self._keys(kv_layer, metadata)
+        return ReferenceBackend().attend(q, *gathered, kv_layer, metadata, params)
+
+    @staticmethod
+    def _keys(kv_layer, metadata):
+        """The k and v that the reference wants of fresh prompts: the last `query_len` of each seq."""
+        sides = [[], []]
+        for table, query_len, seq_len in zip(
+            metadata.block_tables, metadata.query_lens_host, metadata.seq_lens_host, strict=True
+        ):
+            kv = kv_layer[table.clamp(min=0)].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, seq_len - query_len : seq_len]
+            for side, rows in zip(sides, kv, strict=True):
+                side.append(rows)
+        return [torch.cat(side) for side in sides]
+
+
+class Noting(ReferenceBackend):
+    """The back-end for the rest; notes how many seqs it was given."""
+
+    def __init__(self):
+        self.batches = []
+
+    def attend(self, q, k, v, kv_layer, metadata, params):
+        self.batches.append(len(metadata.query_lens_host))
+        return super().attend(q, k, v, kv_layer, metadata, params)
+
+
+@pytest.mark.parametrize(
+    ("lens", "runs"),
+    [
+        ([(1, 9), (1, 1), (1, 300)], [Run(PAGED, 0, 3)]),
+        ([(5, 5), (1, 1), (7, 7)], [Run(FRESH, 0, 3)]),
+        ([(4, 9), (20, 20), (30, 30), (1, 8)], [Run(PAGED, 0, 1), Run(FRESH, 1, 3), Run(PAGED, 3, 4)]),
+        ([(20, 20), (4, 9)], [Run(FRESH, 0, 1), Run(PAGED, 1, 2)]),
+        ([(9, 9), (4, 9), (3, 3), (1, 7)], [Run(PAGED, 0, 4)]),
+        ([(0, 0), (0, 0)], [Run(PAGED, 0, 2)]),
+    ],
+    ids=["decode", "prompts", "mixed", "prompt first", "too short to part", "empty rows"],
+)
+def test_seqs_go_where_their_keys_are(lens, runs):
+    query_lens, seq_lens = zip(*lens, strict=True)
+    assert plan_runs(query_lens, seq_lens, min_fresh_tokens=10) == runs
+
+
+@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("kind", LENS)
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_the_parts_make_the_whole(monkeypatch, kind, block_size, window, soft_cap):
+    monkeypatch.setattr(flash, "MIN_FRESH_TOKENS", 1)
+    library, other = FakeFlash(), Noting()
+    Case(LENS[kind], block_size).check(FlashAttention(library, other), window, soft_cap)
+    assert bool(other.batches) == (kind != "fresh prompts" and block_size == 16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "block_size", "calls", "batches"),
+    [
+        ("fresh prompts", 16, ["ragged"], []),
+        ("decode", 256, ["decode"], []),
+        ("chunks", 256, ["paged"], []),
+        ("decode", 16, [], [5]),
+        ("mixed", 16, ["ragged", "ragged"], [1, 2]),
+        ("mixed", 256, ["decode", "ragged", "paged", "ragged"], []),
+    ],
+)
+def test_each_run_is_one_call(monkeypatch, kind, block_size, calls, batches):
+    monkeypatch.setattr(flash, "MIN_FRESH_TOKENS", 1)
+    library, other = FakeFlash(), Noting()
+    Case(LENS[kind], block_size).attend(FlashAttention(library, other))
+    assert (library.calls, other.batches) == (calls, batches)
+
+
+def test_heads_that_flash_attn_would_pad_or_refuse_go_elsewhere():
+    for head_dim in (12, 264):
+        library, other = FakeFlash(), Noting()
+        Case(LENS["fresh prompts"], 16, head_dim=head_dim).check(FlashAttention(library, other))
+        assert (library.calls, other.batches) == ([], [3])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "version", "reason"),
+    [
+        (torch.float32, "2.8.3", "float32"),
+        (torch.bfloat16, None, "not installed"),
+        (torch.bfloat16, "2.5.9", "2.6"),
+        (torch.bfloat16, "3.0.0", "2.6"),
+        (torch.bfloat16, "2.8.3.post1", "cannot be imported"),
+    ],
+)
+def test_it_says_what_stands_in_the_way(monkeypatch, dtype, version, reason):
+    def find(_name):
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", find)
+    monkeypatch.setattr(triton, "obstacle", lambda *_: None)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert reason in (flash.obstacle(torch.device("cuda", 0), dtype) or "")
+
+
+def test_it_needs_what_triton_needs():
+    assert "CUDA device" in (flash.obstacle(torch.device("cpu"), torch.bfloat16) or "")
+
+
+def test_it_is_the_first_choice():
+    assert available_backends(torch.device("cpu"))[0].name == "flash_attn"
+
+
+@pytest.mark.gpu
+@needs_flash
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("kind", LENS)
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_a_gpu_agrees_with_the_oracle(monkeypatch, kind, block_size, window, dtype):
+    monkeypatch.setattr(flash, "MIN_FRESH_TOKENS", 1)
+    backend = flash.load().attention
+    for head_dim, soft_cap in ((64, None), (80, None), (128, 20.0), (256, None)):
+        Case(LENS[kind], block_size, (8, 2), head_dim, dtype).to("cuda").check(backend, window, soft_cap)
