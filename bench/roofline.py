@@ -116,38 +116,40 @@ def sampling_cost(rows: int, vocab_size: int) -> Cost:
 # Phases.
 
 
-def step_costs(config: ModelConfig, lens: Lens, rows: int, dtype: torch.dtype) -> dict[str, Cost]:
-    """One step over a ragged batch whose last `rows` logits are wanted: `linear`, `attention`, `lm_head`."""
-    tokens = sum(query_len for query_len, _ in lens)
+def step_costs(config: ModelConfig, lens: Lens, dtype: torch.dtype) -> dict[str, Cost]:
+    """One step over a ragged batch that samples each seq's last token: `linear`, `attention`, `lm_head`.
+
+    Of the last layer only KV is needed for all tokens, the rest for the sampled ones alone.
+    """
+    tokens, rows, layers = sum(query_len for query_len, _ in lens), len(lens), config.num_layers
     hidden, heads = config.hidden_size, (config.num_heads, config.num_kv_heads)
     query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer_weights = hidden * (2 * query_size + 2 * kv_size) + 3 * hidden * config.intermediate_size
-    attention = total(
-        {
-            str(layer): attention_cost(lens, heads, config.head_dim, dtype, window)
-            for layer, window in enumerate(config.windows)
-        }
-    )
-    activations = 2 * tokens * query_size * config.num_layers * dtype.itemsize  # q and the result
-    stored = 2 * tokens * kv_size * config.num_layers * dtype.itemsize  # this step's KV, written before it is read
-    kv = Cost(attention.num_bytes - activations + stored, attention.flops, dtype)
-    linear = Cost(layer_weights * dtype.itemsize, 2 * tokens * layer_weights, dtype) * config.num_layers
-    lm_head = config.vocab_size * hidden
+    kv_weights, lm_head = 2 * hidden * kv_size, config.vocab_size * hidden
+    weights = kv_weights + 2 * hidden * query_size + 3 * hidden * config.intermediate_size
+    multiplied = tokens * (weights * (layers - 1) + kv_weights) + rows * (weights - kv_weights)
+    sampled = [(1, seq_len) for _, seq_len in lens]
+    attended = [
+        attention_cost(sampled if layer == layers - 1 else lens, heads, config.head_dim, dtype, window)
+        for layer, window in enumerate(config.windows)
+    ]
+    queries = 2 * (tokens * (layers - 1) + rows) * query_size  # q and the result, which stay in the cache
+    kv_bytes = sum(each.num_bytes for each in attended) - queries * dtype.itemsize
+    kv_bytes += 2 * tokens * kv_size * layers * dtype.itemsize  # written, before it is read
     return {
-        "linear": linear,
-        "attention": kv,
+        "linear": Cost(weights * layers * dtype.itemsize, 2 * multiplied, dtype),
+        "attention": Cost(kv_bytes, sum(each.flops for each in attended), dtype),
         "lm_head": Cost(lm_head * dtype.itemsize, 2 * rows * lm_head, dtype),
     }
 
 
 def decode_step_costs(config: ModelConfig, batch: int, context: int, dtype: torch.dtype) -> dict[str, Cost]:
     """One decode step of `batch` seqs with `context` tokens of KV each, the new token included."""
-    return step_costs(config, [(1, context)] * batch, batch, dtype)
+    return step_costs(config, [(1, context)] * batch, dtype)
 
 
 def prefill_costs(config: ModelConfig, prompts: int, tokens: int, dtype: torch.dtype) -> dict[str, Cost]:
     """`prompts` fresh prompts of `tokens` each in one step, as if no chunk budget read weights again."""
-    return step_costs(config, [(tokens, tokens)] * prompts, prompts, dtype)
+    return step_costs(config, [(tokens, tokens)] * prompts, dtype)
 
 
 def decode_step_cost(config: ModelConfig, batch: int, context: int, dtype: torch.dtype) -> Cost:

@@ -109,10 +109,8 @@ def kernels_without_variant(modules: Iterable[ModuleType], variants: Iterable[Va
 
 def build(variant: Variant, arch: int) -> Build:
     """Compiles one variant, or takes it from Triton's cache."""
-    # Fusing multiply and add is what a launch does by default; unsaid, triton 3.9 warns.
-    options = {**variant.options(), "enable_fp_fusion": True}
     try:
-        compiled = triton.compile(variant.source(), GPUTarget("cuda", arch, _WARP_THREADS), options)
+        compiled = triton.compile(variant.source(), GPUTarget("cuda", arch, _WARP_THREADS), variant.options())
     except Exception as error:  # noqa: BLE001 - a build's root: the compiler's errors have no common base
         return Build(variant.label, arch, error=(str(error).strip() or repr(error)).splitlines()[-1])
     registers, spilled_bytes = _read_resources(compiled.asm["cubin"])

@@ -81,6 +81,14 @@ def test_a_decode_step_of_one_seq_reads_all_weights_and_its_kv():
     assert cost.limit_s(CEILINGS) == cost.num_bytes / 50e9
 
 
+def test_the_last_layer_is_counted_for_the_sampled_token_only():
+    layer, kv, rest = 576 * (2 * 576 + 2 * 192) + 3 * 576 * 1536, 2 * 576 * 192, 2 * 576 * 576 + 3 * 576 * 1536
+    costs = prefill_costs(config(), 2, 10, BF16)
+    assert costs["linear"].flops == 2 * (20 * (29 * layer + kv) + 2 * rest)
+    assert costs["attention"].flops == 4 * 64 * 9 * 2 * (29 * 55 + 10)
+    assert costs["lm_head"].flops == 2 * 2 * 49152 * 576
+
+
 def test_a_batch_shares_the_weights_and_not_the_kv():
     one, many = (decode_step_costs(config(), batch, 256, BF16) for batch in (1, 16))
     assert many["linear"].num_bytes == one["linear"].num_bytes
