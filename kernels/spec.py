@@ -56,6 +56,27 @@ def check_float(name: str, tensor: torch.Tensor) -> None:
         raise InternalError(f"{name}: dtype is {tensor.dtype}, expected one of {', '.join(map(str, FLOATS))}")
 
 
+def check_rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> Dims:
+    """Checks the arguments of `Operations.rms_norm`, or with `residual` of `add_rms_norm`; returns the bound sizes."""
+    dims = Dims()
+    check_float("x", x)
+    dims.check("x", x, ("T", "E"), x.dtype, x.device)
+    if residual is not None:
+        dims.check("residual", residual, ("T", "E"), x.dtype, x.device)
+    dims.check("weight", weight, ("E",), x.dtype, x.device)
+    return dims
+
+
+def check_silu_mul(gate_up: torch.Tensor) -> Dims:
+    """Checks the argument of `Operations.silu_mul`; returns the bound sizes."""
+    dims = Dims()
+    check_float("gate_up", gate_up)
+    dims.check("gate_up", gate_up, ("T", "2I"), gate_up.dtype, gate_up.device)
+    if dims["2I"] % 2:
+        raise InternalError(f"gate_up: {dims['2I']} columns do not divide into gate and up")
+    return dims
+
+
 def check_rotate_and_store(
     qkv: torch.Tensor,
     cos: torch.Tensor,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.spec import check_float, check_silu_mul
+from kernels.spec import check_silu_mul
 from kernels.triton.variant import POINTERS, Variant
 
 _BLOCK = 1024
@@ -20,9 +20,8 @@ _NUM_WARPS = 4
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `Operations.silu_mul`: `gate_up` `[T, 2 * I]` with any stride over T → `[T, I]`, contiguous."""
-    check_silu_mul(gate_up)
-    check_float("gate_up", gate_up)
-    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    dims = check_silu_mul(gate_up)
+    num_tokens, width = dims["T"], dims["2I"] // 2
     out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         grid = (num_tokens, triton.cdiv(width, _BLOCK))

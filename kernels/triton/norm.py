@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.spec import check_float, check_rms_norm
+from kernels.spec import Dims, check_rms_norm
 from kernels.triton.variant import POINTERS, Variant
 from tandem.errors import InternalError
 
@@ -23,8 +23,7 @@ MAX_WIDTH = 16384
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `Operations.rms_norm`: x `[T, E]` with any stride over T → `[T, E]`, contiguous."""
-    check_rms_norm(x, weight)
-    width = _width(x)
+    width = _width(check_rms_norm(x, weight))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         block, num_warps = _tile(width)
@@ -36,8 +35,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `Operations.add_rms_norm`: adds x to `residual` in place, both `[T, E]` with any stride over T."""
-    check_rms_norm(x, weight, residual)
-    width = _width(x)
+    width = _width(check_rms_norm(x, weight, residual))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         block, num_warps = _tile(width)
@@ -69,9 +67,8 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         )
 
 
-def _width(x: torch.Tensor) -> int:
-    check_float("x", x)
-    width = x.shape[1]
+def _width(dims: Dims) -> int:
+    width = dims["E"]
     if width > MAX_WIDTH:
         raise InternalError(f"x: E is {width}, at most {MAX_WIDTH} fit")
     return width
