@@ -1,0 +1,250 @@
+"""Attention of one token per seq over its paged keys, split over the keys (Flash-Decoding).
+
+A program owns one KV head of one seq and a run of its keys, a split; the query heads that share
+the KV head are the rows of one tile, so keys are read once for all of them. Where a seq has
+several splits, a second kernel merges their results by their log-sum-exp.
+
+INVARIANT: how a seq is split depends on its own length alone, so its result does not depend on
+who shares the step. The host knows only bounds, so that a captured graph serves any lengths.
+
+Seqs that compute more than one token are left to `kernels.triton.prefill`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention import AttentionMetadata, AttentionParams
+from kernels.triton.configs import arch_of, attention_config
+from kernels.triton.tile import (
+    UNSEEN,
+    dot_precision,
+    fold,
+    load_tile,
+    padded_head_dim,
+    pool_rows,
+    score_factors,
+    scores,
+)
+from kernels.triton.variant import FP_FUSION, POINTERS, Variant
+
+MIN_SPLIT = 512
+"""Keys of a split, unless the seq has more than MIN_SPLIT * MAX_SPLITS: then they get longer."""
+MAX_SPLITS = 32
+"""Splits of a seq at most; bounds the workspace."""
+_SPLIT_STEP = 128
+"""Splits start and grow by this: a multiple of every tile."""
+_SPLITTING = {"MIN_SPLIT": MIN_SPLIT, "MAX_SPLITS": MAX_SPLITS, "STEP": _SPLIT_STEP}
+_MERGE_WARPS = 4
+
+
+@triton.jit
+def _splits_of(
+    seq_len, window, WINDOWED: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, STEP: tl.constexpr
+):
+    """`(begin, split_len, num_splits)` of a seq: first key, keys per split, how many; one for an empty seq."""
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(seq_len - window, 0) // STEP * STEP
+    even = tl.cdiv(tl.cdiv(seq_len - begin, MAX_SPLITS), STEP) * STEP
+    split_len = tl.maximum(even, MIN_SPLIT)
+    return begin, split_len, tl.maximum(tl.cdiv(seq_len - begin, split_len), 1)
+
+
+@triton.jit(do_not_specialize=["max_splits", "stride_table"])
+def decode_kernel(
+    q, kv_layer, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
+    max_splits, num_kv_heads, group,
+    stride_qt, stride_qh, stride_block, stride_side, stride_head, stride_slot, stride_table,
+    window, cap_factor, factor,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Grid `[Hkv * ceil(G / BLOCK_M), B, max_splits]`; a program beyond its seq's splits returns at once.
+
+    Writes `out` where the seq has one split, else `partial_out` `[B, H, max_splits, D]` and
+    `partial_lse` `[B, H, max_splits]`, float32.
+    """
+    kv_head = tl.program_id(0) % num_kv_heads
+    seq = tl.program_id(1)
+    split = tl.program_id(2)
+    token = tl.load(cu_seqlens_q + seq)
+    seq_len = tl.load(seq_lens + seq)
+    begin, split_len, num_splits = _splits_of(seq_len, window, WINDOWED, MIN_SPLIT, MAX_SPLITS, STEP)
+    if tl.load(cu_seqlens_q + seq + 1) - token != 1 or split >= num_splits:
+        return
+    rows = tl.program_id(0) // num_kv_heads * BLOCK_M + tl.arange(0, BLOCK_M)
+    heads = kv_head * group + rows  # [M]
+    valid = rows < group
+    q_base = q + token.to(tl.int64) * stride_qt
+    q_tile = load_tile(q_base, heads * stride_qh, valid, True, HEAD_DIM, BLOCK_D)
+
+    largest = tl.full([BLOCK_M], UNSEEN, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    pool = kv_layer + tl.cast(kv_head, tl.int64) * stride_head
+    table = block_tables + tl.cast(seq, tl.int64) * stride_table
+    begin += split * split_len
+    for first in range(begin, tl.minimum(begin + split_len, seq_len), BLOCK_N):
+        keys_at = first + tl.arange(0, BLOCK_N)
+        stored = keys_at < seq_len
+        seen = stored
+        if WINDOWED:
+            seen = stored & (keys_at >= seq_len - window)
+        key_rows = pool_rows(table, keys_at, stored, stride_block, stride_slot, BLOCK_SIZE)
+        keys = load_tile(pool, key_rows, stored, True, HEAD_DIM, BLOCK_D)
+        s = tl.where(seen[None, :], scores(q_tile, keys, cap_factor, CAPPED, PRECISION), UNSEEN)
+        values = load_tile(pool + stride_side, key_rows, stored, True, HEAD_DIM, BLOCK_D)
+        largest, total, acc = fold(s, values, factor, largest, total, acc, PRECISION)
+
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # an empty seq gets zeros
+    columns = tl.arange(0, BLOCK_D)
+    stored = valid[:, None] & (columns < HEAD_DIM)[None, :]
+    num_heads = num_kv_heads * group
+    if num_splits == 1:
+        out_rows = token.to(tl.int64) * num_heads + heads
+        pointers = out + out_rows[:, None] * HEAD_DIM + columns[None, :]
+        tl.store(pointers, acc.to(out.dtype.element_ty), mask=stored)
+    else:
+        partial_rows = (seq.to(tl.int64) * num_heads + heads) * max_splits + split
+        tl.store(partial_out + partial_rows[:, None] * HEAD_DIM + columns[None, :], acc, mask=stored)
+        tl.store(partial_lse + partial_rows, largest + tl.log2(total), mask=valid)
+
+
+@triton.jit(do_not_specialize=["max_splits"])
+def merge_kernel(
+    partial_out, partial_lse, out, cu_seqlens_q, seq_lens, max_splits, num_heads, window,
+    WINDOWED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Grid `[B, H]`: adds the splits of one head of one seq, each weighted by its share of the softmax's sum."""
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    token = tl.load(cu_seqlens_q + seq)
+    _, _, num_splits = _splits_of(tl.load(seq_lens + seq), window, WINDOWED, MIN_SPLIT, MAX_SPLITS, STEP)
+    if tl.load(cu_seqlens_q + seq + 1) - token != 1 or num_splits == 1:
+        return
+    splits = tl.arange(0, MAX_SPLITS)
+    used = splits < num_splits
+    columns = tl.arange(0, BLOCK_D)
+    rows = (seq.to(tl.int64) * num_heads + head) * max_splits + splits
+    lse = tl.load(partial_lse + rows, mask=used, other=UNSEEN)
+    weights = tl.exp2(lse - tl.max(lse, 0))
+    weights = weights / tl.sum(weights, 0)
+    parts = load_tile(partial_out, rows * HEAD_DIM, used, True, HEAD_DIM, BLOCK_D)
+    merged = tl.sum(weights[:, None] * parts, 0)
+    out_row = token.to(tl.int64) * num_heads + head
+    tl.store(out + out_row * HEAD_DIM + columns, merged.to(out.dtype.element_ty), mask=columns < HEAD_DIM)
+
+
+def max_splits_for(max_seq_len: int, sliding_window: int | None) -> int:
+    """Most splits that a seq of up to `max_seq_len` tokens can have."""
+    seen = max_seq_len if sliding_window is None else min(max_seq_len, sliding_window + _SPLIT_STEP - 1)
+    return min(MAX_SPLITS, max(1, -(-seen // MIN_SPLIT)))
+
+
+def decode(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    metadata: AttentionMetadata,
+    params: AttentionParams,
+    out: torch.Tensor,
+) -> None:
+    """Attends for every seq that computes one token; writes their rows of `out` `[T, H, D]`, contiguous.
+
+    Of the lengths on the host only the longest matters, as a bound: a graph captured with it may be
+    replayed with any shorter ones on the device. Arguments are checked by the caller.
+    """
+    _, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv_layer.shape[2:4]
+    num_seqs = len(metadata.query_lens_host)
+    group = num_heads // num_kv_heads
+    config = attention_config("decode", head_dim, q.dtype, arch_of(q.device))
+    max_splits = max_splits_for(metadata.max_seq_len, params.sliding_window)
+    merged = max_splits > 1
+    workspace = (num_seqs, num_heads, max_splits) if merged else (0, 0, 0)
+    partial_out = torch.empty((*workspace, head_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(workspace, dtype=torch.float32, device=q.device)
+    window = params.sliding_window or 0
+    cap_factor, factor = score_factors(params)
+    decode_kernel[(num_kv_heads * -(-group // config.block_m), num_seqs, max_splits)](
+        q, kv_layer, out, partial_out, partial_lse, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables,
+        max_splits, num_kv_heads, group,
+        q.stride(0), q.stride(1), *kv_layer.stride()[:4], metadata.block_tables.stride(0),
+        window, cap_factor, factor,
+        WINDOWED=params.sliding_window is not None, CAPPED=params.soft_cap is not None,
+        PRECISION=dot_precision(q.dtype), HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_SIZE=block_size, **_SPLITTING,
+        num_warps=config.num_warps, num_stages=config.num_stages, **FP_FUSION,
+    )  # fmt: skip
+    if merged:
+        merge_kernel[(num_seqs, num_heads)](
+            partial_out, partial_lse, out, metadata.cu_seqlens_q, metadata.seq_lens, max_splits, num_heads, window,
+            WINDOWED=params.sliding_window is not None, HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
+            **_SPLITTING, num_warps=_MERGE_WARPS, num_stages=1, **FP_FUSION,
+        )  # fmt: skip
+
+
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """Every head_dim and dtype with its shipped tiles; masks and other block sizes where they are common."""
+    for head_dim in (64, 80, 96, 128, 256):
+        for dtype in POINTERS:
+            yield _decode_variant(arch, head_dim, dtype, block_size=16, edges=False)
+    for head_dim, block_size in ((128, 1), (256, 256)):
+        yield _decode_variant(arch, head_dim, torch.bfloat16, block_size, edges=True)
+    for head_dim in (64, 80, 128, 256):
+        yield _merge_variant(head_dim)
+
+
+def _decode_variant(arch: int, head_dim: int, dtype: torch.dtype, block_size: int, *, edges: bool) -> Variant:
+    """`edges`: with sliding window and soft cap."""
+    config = attention_config("decode", head_dim, dtype, arch)
+    sizes = ("max_splits", "num_kv_heads", "group", "stride_table", "window")
+    strides = ("stride_qt", "stride_qh", "stride_side", "stride_head", "stride_slot")
+    return Variant(
+        kernel=decode_kernel,
+        signature={
+            **dict.fromkeys(("q", "kv_layer", "out"), POINTERS[dtype]),
+            **dict.fromkeys(("partial_out", "partial_lse"), "*fp32"),
+            **dict.fromkeys(("cu_seqlens_q", "seq_lens", "block_tables"), "*i32"),
+            **dict.fromkeys((*sizes, *strides), "i32"),
+            "stride_block": "i64",
+            **dict.fromkeys(("cap_factor", "factor"), "fp32"),
+        },
+        constexprs={
+            "WINDOWED": edges,
+            "CAPPED": edges,
+            "PRECISION": dot_precision(dtype),
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": padded_head_dim(head_dim),
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_SIZE": block_size,
+            **_SPLITTING,
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        label=f"decode {dtype} D={head_dim} S={block_size}{' windowed capped' if edges else ''}",
+        aligned=frozenset((*strides, "stride_block")),
+    )
+
+
+def _merge_variant(head_dim: int) -> Variant:
+    return Variant(
+        kernel=merge_kernel,
+        signature={
+            **dict.fromkeys(("partial_out", "partial_lse"), "*fp32"),
+            "out": "*bf16",
+            **dict.fromkeys(("cu_seqlens_q", "seq_lens"), "*i32"),
+            **dict.fromkeys(("max_splits", "num_heads", "window"), "i32"),
+        },
+        constexprs={"WINDOWED": True, "HEAD_DIM": head_dim, "BLOCK_D": padded_head_dim(head_dim), **_SPLITTING},
+        num_warps=_MERGE_WARPS,
+        num_stages=1,
+        label=f"decode merge D={head_dim}",
+    )

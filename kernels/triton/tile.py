@@ -1,0 +1,80 @@
+"""What prefill and decode do with one tile of keys: load it, score it, fold it into the softmax.
+
+The softmax is online and in base 2 (FlashAttention-2, arXiv 2307.08691, algorithm 1): each row
+keeps the largest scaled score so far, the sum of weights relative to it and the weighted sum of
+values.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention import AttentionParams
+
+UNSEEN = tl.constexpr(-1.0e30)
+"""Score of a masked key. Finite, so that a row which sees nothing of a tile has no inf - inf; what such
+a tile adds is wiped out by a factor of 2 ** (UNSEEN - score) = 0 once the row sees a key, as each does."""
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How matrix products treat their inputs: float32 as three products of TF32, which keeps 2 ** -21."""
+    return "tf32x3" if dtype == torch.float32 else "ieee"
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Width of a tile: a power of 2, at least the 16 that a matrix product needs."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def score_factors(params: AttentionParams) -> tuple[float, float]:
+    """`(cap_factor, factor)` for `scores` and `fold`: what q·k and what a score is multiplied by, in base 2."""
+    if params.soft_cap is None:
+        return 0.0, params.scale * math.log2(math.e)
+    return 2 * params.scale / params.soft_cap * math.log2(math.e), params.soft_cap * math.log2(math.e)
+
+
+@triton.jit
+def pool_rows(block_table, positions, stored, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr):
+    """Offset in the pool of each of a seq's positions; int64, for a pool has more than 2 ** 31 elements."""
+    blocks = tl.load(block_table + positions // BLOCK_SIZE, mask=stored, other=0)
+    return blocks.to(tl.int64) * stride_block + (positions % BLOCK_SIZE) * stride_slot
+
+
+@triton.jit
+def load_tile(base, rows, stored, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The D elements at each of `rows` as a tile `[rows, BLOCK_D]`; zero if not `stored`, where NaN may lie."""
+    columns = tl.arange(0, BLOCK_D)
+    pointers = base + rows[:, None] + columns[None, :]
+    if HEAD_DIM == BLOCK_D:
+        if MASKED:
+            return tl.load(pointers, mask=stored[:, None], other=0.0)
+        else:
+            return tl.load(pointers)
+    elif MASKED:
+        return tl.load(pointers, mask=stored[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
+    else:
+        return tl.load(pointers, mask=(columns < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def scores(q, keys, cap_factor, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
+    """Dot products `[M, N]`; with a soft cap their tanh, as 1 - 2 / (e ** 2x + 1)."""
+    s = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    if CAPPED:
+        s = 1.0 - 2.0 / (tl.exp2(s * cap_factor) + 1.0)
+    return s
+
+
+@triton.jit
+def fold(s, values, factor, largest, total, acc, PRECISION: tl.constexpr):
+    """One step of the online softmax: scores `[M, N]`, values `[N, D]` → new `largest`, `total` `[M]`, `acc`."""
+    now_largest = tl.maximum(largest, tl.max(s, 1) * factor)
+    weights = tl.exp2(s * factor - now_largest[:, None])
+    shrink = tl.exp2(largest - now_largest)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
+    return now_largest, total, acc
