@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from functools import partial
 
 from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from engine.graphs import MAX_CAPTURED_SEQS
 from engine.loading import Engine, EngineOptions, load_engine, resolve_device
 from kvtransfer.base import Fingerprints, PoolMemory, Receiver
 from kvtransfer.receiver import KvReceiver
@@ -41,7 +43,9 @@ async def serve(config: DecodeConfig, stop: StopSignal) -> None:
     """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
     checkpoint = read_checkpoint(config.model)
     transports = choose(config.transport, resolve_device(config.device))
-    options = EngineOptions.of_worker(config, checkpoint.path, shared_kv=SHM in transports)
+    options = replace(
+        EngineOptions.of_worker(config, checkpoint.path, shared_kv=SHM in transports), graph_seqs=_graph_seqs(config)
+    )
     engine = await asyncio.to_thread(load_engine, options)
     try:
         incarnation = new_incarnation()
@@ -55,6 +59,11 @@ async def serve(config: DecodeConfig, stop: StopSignal) -> None:
             await receiver.stop()
     finally:
         engine.close()
+
+
+def _graph_seqs(config: DecodeConfig) -> int:
+    wanted = MAX_CAPTURED_SEQS if config.cuda_graph_seqs is None else config.cuda_graph_seqs
+    return min(config.max_seqs, wanted)
 
 
 def _describe(

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from engine.step import SampleSpec, ScheduledSeq
+from engine.upload import upload
 from kernels.attention import AttentionMetadata
 from tandem.errors import InternalError
 
@@ -49,19 +50,22 @@ def build_batch(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.dev
     slots = block_tables[rows, positions // block_size] * np.int64(block_size) + positions % block_size  # [T]
     sampled = [index for index, seq in enumerate(seqs) if seq.sample is not None]
     sample_rows = cu_seqlens_q[1:][sampled].astype(np.int64) - 1  # [R]
+    longs = (np.array(token_ids, dtype=np.int64), positions, sample_rows, slots)
+    ints = (cu_seqlens_q, seq_lens.astype(np.int32), block_tables)
+    tokens, at, sampled_at, slot_mapping, starts, lens, tables = upload((*longs, *ints), device)
     metadata = AttentionMetadata(
-        cu_seqlens_q=_to(cu_seqlens_q, device),
-        seq_lens=_to(seq_lens.astype(np.int32), device),
-        block_tables=_to(block_tables, device),
-        slot_mapping=_to(slots, device),
+        cu_seqlens_q=starts,
+        seq_lens=lens,
+        block_tables=tables,
+        slot_mapping=slot_mapping,
         query_lens_host=tuple(query_lens.tolist()),
         seq_lens_host=tuple(seq_lens.tolist()),
     )
     return Batch(
-        token_ids=_to(np.array(token_ids, dtype=np.int64), device),
-        positions=_to(positions, device),
+        token_ids=tokens,
+        positions=at,
         metadata=metadata,
-        sample_rows=_to(sample_rows, device),
+        sample_rows=sampled_at,
         sample_specs=tuple(seq.sample for seq in seqs if seq.sample is not None),
     )
 
@@ -78,7 +82,3 @@ def _pad_tables(seqs: Sequence[ScheduledSeq], seq_lens: Ints, block_size: int) -
             raise InternalError(f"{len(seq.block_table)} blocks for {count * block_size} token slots")
         row[:count] = np.asarray(seq.block_table, dtype=np.int32)[:count]
     return tables
-
-
-def _to(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device)  # no copy on the CPU

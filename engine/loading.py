@@ -14,7 +14,9 @@ import torch
 
 from engine.allocator import keep_freed_memory
 from engine.block_pool import BlockPool
+from engine.capture import CudaCapturer
 from engine.engine_thread import EngineThread
+from engine.graphs import CAPTURABLE, DecodeGraphs, batch_sizes, context_bounds
 from engine.kv_cache import TORCH_DTYPES, KvCache
 from engine.memory import blocks_that_fit, check_memory
 from engine.placement import ThreadPlacement, open_engine_executor
@@ -51,6 +53,8 @@ class EngineOptions:
     """Puts the pool, or its mirror, into shared memory, for the shm transport."""
     mirrored_kv: bool = False
     """Mirrors the pool in host memory on a CPU too, as on a GPU: for tests."""
+    graph_seqs: int = 0
+    """Largest decode batch that is captured as a CUDA graph, where device and kernels allow it; 0 = none."""
     placement: ThreadPlacement = field(default_factory=ThreadPlacement)
 
     @classmethod
@@ -113,6 +117,7 @@ def load_engine(options: EngineOptions) -> Engine:
         layout = model.kv_layout(options.block_size)
         num_blocks = _num_blocks(options, model, layout)
         kv_cache = KvCache.create(layout, num_blocks, device, shared=options.shared_kv, mirrored=options.mirrored_kv)
+        graphs = executor.submit(_capture_graphs, options, model, kv_cache, kernels.name).result()
     except BaseException:
         executor.shutdown()
         raise
@@ -121,7 +126,7 @@ def load_engine(options: EngineOptions) -> Engine:
         layout=layout,
         kv_cache=kv_cache,
         pool=BlockPool(kv_cache.num_blocks, options.block_size),
-        thread=EngineThread(Runner(model.decoder, kv_cache), executor=executor),
+        thread=EngineThread(Runner(model.decoder, kv_cache, graphs), executor=executor),
         backend_name=kernels.name,
         load_s=time.monotonic() - started_s,
     )
@@ -171,6 +176,21 @@ def _probe_dtype(options: EngineOptions) -> torch.dtype:
     if options.dtype in set(DType):
         return TORCH_DTYPES[DType(options.dtype)]
     return TORCH_DTYPES[load_model_config(options.model_path).dtype or DType.FLOAT32]
+
+
+def _capture_graphs(
+    options: EngineOptions, model: LoadedModel, kv_cache: KvCache, kernels_name: str
+) -> DecodeGraphs | None:
+    """On the engine thread; None where there is nothing to capture."""
+    if model.device.type != "cuda" or kernels_name not in CAPTURABLE or not options.graph_seqs:
+        return None
+    max_seq_len = min(model.config.context_tokens, kv_cache.num_blocks * kv_cache.layout.block_size)
+    sizes, bounds = batch_sizes(options.graph_seqs), context_bounds(max_seq_len)
+    capturer = CudaCapturer(model.device)
+    graphs = DecodeGraphs(model.decoder, kv_cache.tensor, model.config.vocab_size, sizes, bounds)
+    with torch.inference_mode():
+        graphs.capture(capturer)
+    return graphs
 
 
 def _num_blocks(options: EngineOptions, model: LoadedModel, layout: KvLayout) -> int:

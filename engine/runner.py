@@ -6,37 +6,23 @@ Owns nothing: model and KV cache are lent to it. It knows no seq beyond the step
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from engine.batch import build_batch
+from engine.forward import Forward
+from engine.graphs import DecodeGraphs
 from engine.kv_cache import KvCache
 from engine.sampler import sample
 from engine.step import SampledToken, ScheduledSeq
-from kernels.attention import AttentionMetadata
-
-
-class Forward(Protocol):
-    """The decoder as a step sees it."""
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        sample_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """Stores KV of `[T]` tokens in `kv_cache`; returns logits `[R, V]` float32 of `sample_rows` `[R]`."""
-        ...
 
 
 class Runner:
-    """Steps `decoder` over `kv_cache`."""
+    """Steps `decoder` over `kv_cache`; decode steps through `graphs`, where those serve them."""
 
-    def __init__(self, decoder: Forward, kv_cache: KvCache) -> None:
+    def __init__(self, decoder: Forward, kv_cache: KvCache, graphs: DecodeGraphs | None = None) -> None:
         self._decoder = decoder
+        self._graphs = graphs
         self._kv = kv_cache.tensor  # [N, L, 2, Hkv, S, D]
         self._block_size = kv_cache.layout.block_size
 
@@ -49,9 +35,11 @@ class Runner:
             return []
         with torch.inference_mode():
             batch = build_batch(seqs, self._block_size, self._kv.device)
-            logits = self._decoder.forward(
-                batch.token_ids, batch.positions, self._kv, batch.metadata, batch.sample_rows
-            )  # [R, V]
+            logits = None if self._graphs is None else self._graphs.run(batch)
+            if logits is None:
+                logits = self._decoder.forward(
+                    batch.token_ids, batch.positions, self._kv, batch.metadata, batch.sample_rows
+                )  # [R, V]
             tokens = iter(sample(logits, batch.sample_specs))
             if self._kv.is_cuda and not batch.sample_specs:  # else tokens on the host have waited for all of it
                 torch.cuda.current_stream(self._kv.device).synchronize()

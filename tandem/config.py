@@ -152,6 +152,13 @@ class DecodeConfig(WorkerConfig):
         integer(0),
         none_word="unlimited",
     )
+    cuda_graph_seqs: int | None = option(
+        "cuda-graphs",
+        None,
+        "largest decode batch run as CUDA graphs; 0 = none, auto = max-seqs up to 256",
+        integer(0, 1024),
+        none_word="auto",
+    )
 
 
 _SET_BY_SERVE = ("listen", "router", "advertise", "worker_id")

@@ -1,0 +1,179 @@
+"""Decode steps as CUDA graphs: one launch instead of hundreds, at batch sizes padded to those captured.
+
+    capture   at start, for each shape (num_seqs, max_seq_len), largest first, into one memory pool
+    run       copies a step's inputs into the static ones, fills the rest with empty rows, replays
+
+An empty row has seq_len 0 and slot -1: it reads no block and writes none. Lengths on the host
+are those of the shape, a bound; kernels take each seq's own from the device, so only kernels
+that do can be captured (`CAPTURABLE`). A few bounds are enough: they size grids and workspaces.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from dataclasses import dataclass
+
+import torch
+
+from engine.batch import Batch
+from engine.capture import Captured, Capturer
+from engine.forward import Forward
+from kernels.attention import AttentionMetadata
+from tandem.telemetry.logging import get_logger
+
+_log = get_logger(__name__)
+
+CAPTURABLE = frozenset({"flash_attn", "triton"})
+"""Kernels that never look at the device from the host."""
+MAX_CAPTURED_SEQS = 256
+"""Larger batches compute long enough to hide their launches."""
+_SPACING = ((2, 1), (4, 2), (8, 4), (64, 8), (128, 16), (256, 32))
+"""`(up to, step)`: from 16 on, less than a third of the rows is padding. 64 beyond the last."""
+_CONTEXT_BOUNDS = (2048, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShape:
+    """What is fixed in one graph."""
+
+    num_seqs: int
+    """Rows, padding included."""
+    max_seq_len: int
+    """No seq is longer."""
+
+
+def batch_sizes(largest: int) -> tuple[int, ...]:
+    """Batch sizes to capture, ascending, up to `largest` itself; none for 0."""
+    sizes = {largest} if largest else set()
+    size = 1
+    while size < largest:
+        sizes.add(size)
+        size += next((step for limit, step in _SPACING if size < limit), 64)
+    return tuple(sorted(sizes))
+
+
+def context_bounds(max_seq_len: int) -> tuple[int, ...]:
+    """Bounds on the longest seq to capture for, ascending, up to `max_seq_len` itself."""
+    return (*(bound for bound in _CONTEXT_BOUNDS if bound < max_seq_len), max_seq_len)
+
+
+class StaticInputs:
+    """The tensors that graphs were recorded with; empty rows to begin with."""
+
+    def __init__(self, num_seqs: int, max_blocks: int, device: torch.device) -> None:
+        """For up to B = `num_seqs` seqs of up to `max_blocks` blocks."""
+        self.token_ids = torch.zeros(num_seqs, dtype=torch.int64, device=device)  # [B]
+        self.positions = torch.zeros(num_seqs, dtype=torch.int64, device=device)  # [B]
+        self.sample_rows = torch.arange(num_seqs, device=device)  # [B], never changes
+        self._cu_seqlens_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)  # [B + 1], never changes
+        self._seq_lens = torch.zeros(num_seqs, dtype=torch.int32, device=device)  # [B]
+        self._slot_mapping = torch.full((num_seqs,), -1, dtype=torch.int64, device=device)  # [B]
+        self._block_tables = torch.full((num_seqs, max_blocks), -1, dtype=torch.int32, device=device)  # [B, M]
+
+    def metadata(self, shape: GraphShape, block_size: int) -> AttentionMetadata:
+        """Of the first rows, as the kernels see them under capture."""
+        rows, width = shape.num_seqs, -(-shape.max_seq_len // block_size)
+        return AttentionMetadata(
+            cu_seqlens_q=self._cu_seqlens_q[: rows + 1],
+            seq_lens=self._seq_lens[:rows],
+            block_tables=self._block_tables[:rows, :width],
+            slot_mapping=self._slot_mapping[:rows],
+            query_lens_host=(1,) * rows,
+            seq_lens_host=(shape.max_seq_len,) * rows,
+        )
+
+    def load(self, batch: Batch, num_rows: int) -> None:
+        """Puts a decode step into the first rows and empties the others up to `num_rows`."""
+        metadata, used = batch.metadata, len(batch.token_ids)
+        self.token_ids[:used].copy_(batch.token_ids)
+        self.positions[:used].copy_(batch.positions)
+        self._seq_lens[:used].copy_(metadata.seq_lens)
+        self._slot_mapping[:used].copy_(metadata.slot_mapping)
+        self._block_tables[:used, : metadata.block_tables.shape[1]].copy_(metadata.block_tables)
+        if used < num_rows:  # their tokens, positions and tables are old, but valid and not looked at
+            self._seq_lens[used:num_rows].zero_()
+            self._slot_mapping[used:num_rows].fill_(-1)
+
+
+class DecodeGraphs:
+    """Runs decode steps of `decoder` over `kv_cache` `[N, L, 2, Hkv, S, D]`, both lent."""
+
+    def __init__(
+        self,
+        decoder: Forward,
+        kv_cache: torch.Tensor,
+        vocab_size: int,
+        sizes: tuple[int, ...],
+        bounds: tuple[int, ...],
+    ) -> None:
+        """`sizes` and `bounds`, ascending, make the shapes; nothing is captured yet."""
+        self._decoder = decoder
+        self._kv = kv_cache
+        self._block_size = kv_cache.shape[4]
+        self._sizes = sizes
+        self._bounds = bounds
+        self._inputs = StaticInputs(sizes[-1], -(-bounds[-1] // self._block_size), kv_cache.device)
+        self._logits = torch.zeros(sizes[-1], vocab_size, dtype=torch.float32, device=kv_cache.device)  # [B, V]
+        self._graphs: dict[GraphShape, Captured] = {}
+
+    def capture(self, capturer: Capturer) -> None:
+        """Records every shape. Those that do not fit into memory are left to ordinary steps, like all if one breaks."""
+        started_s, num_refused = time.monotonic(), 0
+        for size in reversed(self._sizes):
+            for bound in reversed(self._bounds):
+                shape = GraphShape(size, bound)
+                try:
+                    self._graphs[shape] = self._record(capturer, shape)
+                except torch.OutOfMemoryError:
+                    num_refused += 1
+                except RuntimeError as error:  # a kernel that cannot be recorded: slower, not wrong
+                    self._graphs.clear()
+                    _log.warning("decode steps run without graphs", shape=shape, error=str(error))
+                    return
+        _log.info(
+            "decode graphs captured",
+            graphs=len(self._graphs),
+            refused_for_memory=num_refused,
+            largest_batch=max((shape.num_seqs for shape in self._graphs), default=0),
+            context_bounds=self._bounds,
+            bytes=capturer.num_bytes,
+            seconds=round(time.monotonic() - started_s, 2),
+        )
+
+    def run(self, batch: Batch) -> torch.Tensor | None:
+        """Computes a decode step; None if no graph serves it, and nothing has been done then.
+
+        Returns logits `[B, V]` float32, one row per seq, valid until the next call.
+        """
+        num_seqs = len(batch.metadata.query_lens_host)
+        if batch.metadata.max_query_len != 1 or len(batch.sample_specs) != num_seqs:
+            return None
+        shape = self._shape_for(num_seqs, batch.metadata.max_seq_len)
+        graph = None if shape is None else self._graphs.get(shape)
+        if shape is None or graph is None:
+            return None
+        self._inputs.load(batch, shape.num_seqs)
+        graph.replay()
+        return self._logits[:num_seqs]
+
+    def _shape_for(self, num_seqs: int, max_seq_len: int) -> GraphShape | None:
+        """The smallest shape that holds them."""
+        size, bound = bisect.bisect_left(self._sizes, num_seqs), bisect.bisect_left(self._bounds, max_seq_len)
+        if size == len(self._sizes) or bound == len(self._bounds):
+            return None
+        return GraphShape(self._sizes[size], self._bounds[bound])
+
+    def _record(self, capturer: Capturer, shape: GraphShape) -> Captured:
+        inputs, rows = self._inputs, shape.num_seqs
+        metadata = inputs.metadata(shape, self._block_size)
+
+        def step() -> None:
+            # Copied out, so that the graph's own logits are free for the next capture.
+            self._logits[:rows].copy_(
+                self._decoder.forward(
+                    inputs.token_ids[:rows], inputs.positions[:rows], self._kv, metadata, inputs.sample_rows[:rows]
+                )
+            )
+
+        return capturer.capture(step)
