@@ -1,0 +1,180 @@
+// Attention over a paged KV cache: cuts a ragged batch into units and runs them on all threads.
+
+#include "attention_batch.h"
+#include "attention_decode.h"
+#include "attention_prefill.h"
+
+extern "C" int omp_get_max_threads(void);
+
+namespace {
+
+// Of the calling thread: units and decode's partial results. Of each computing thread: scratch.
+thread_local Arena plan_arena;
+thread_local Arena work_arena;
+
+constexpr int64_t kUnitsPerThread = 4;
+constexpr int64_t kFewestRows = 64;
+
+// Rows of a prefill unit and KV heads of a decode unit: fewer where threads would be left without work.
+struct Cut {
+  int64_t rows, kv_heads;
+};
+
+struct Counts {
+  int64_t prefill_units = 0, decode_units = 0, partials = 0, split_seqs = 0;
+};
+
+struct Plan {
+  Unit* units;
+  int64_t num_units;
+  int32_t* pending;
+  float* partials;
+};
+
+inline int64_t query_len(const AttendArgs& a, int64_t seq) { return a.starts[seq + 1] - a.starts[seq]; }
+inline int64_t decode_keys(const AttendArgs& a, int64_t seq) {
+  return a.window ? least(a.window, a.seq_lens[seq]) : a.seq_lens[seq];
+}
+inline int64_t num_shares(int64_t keys) { return (keys + share_of(keys) - 1) / share_of(keys); }
+
+inline Counts count_units(const AttendArgs& a, const Cut& cut) {
+  Counts counts;
+  const int64_t group = a.num_heads / a.num_kv_heads;
+  for (int64_t seq = 0; seq < a.num_seqs; ++seq) {
+    const int64_t len = query_len(a, seq);
+    if (len != 1) {
+      counts.prefill_units += (len * group + cut.rows - 1) / cut.rows * a.num_kv_heads;
+      continue;
+    }
+    const int64_t shares = num_shares(decode_keys(a, seq));
+    counts.decode_units += shares * ((a.num_kv_heads + cut.kv_heads - 1) / cut.kv_heads);
+    if (shares > 1) counts.partials += shares, ++counts.split_seqs;
+  }
+  return counts;
+}
+
+template <typename T>
+Cut choose_cut(const AttendArgs& a, int64_t threads) {
+  Cut cut{Prefill<T>::most_rows(a), a.num_kv_heads};
+  if (threads == 1) return cut;
+  while (cut.rows > kFewestRows && count_units(a, cut).prefill_units < kUnitsPerThread * threads)
+    cut.rows = round_up(cut.rows / 2, 32);
+  while (cut.kv_heads > 1 && count_units(a, cut).decode_units < threads) cut.kv_heads = (cut.kv_heads + 1) / 2;
+  return cut;
+}
+
+inline Unit* add_prefill(const AttendArgs& a, const Cut& cut, int64_t seq, Unit* to) {
+  const int64_t group = a.num_heads / a.num_kv_heads, rows = query_len(a, seq) * group;
+  const int64_t context = a.seq_lens[seq] - query_len(a, seq);
+  for (int64_t begin = 0; begin < rows; begin += cut.rows)
+    for (int64_t head = 0; head < a.num_kv_heads; ++head, ++to) {
+      const int64_t end = least(rows, begin + cut.rows), seen = context + (begin + end) / 2 / group;
+      *to = Unit{};
+      to->seq = int32_t(seq), to->kv_head = int32_t(head);
+      to->begin = int32_t(begin), to->end = int32_t(end);
+      to->cost = (end - begin) * (a.window ? least(seen, a.window) : seen);
+    }
+  return to;
+}
+
+inline Unit* add_decode(const AttendArgs& a, const Cut& cut, int64_t seq, const Counts& used, Unit* to) {
+  const int64_t keys = decode_keys(a, seq), share = share_of(keys), shares = num_shares(keys);
+  const int64_t first = a.seq_lens[seq] - keys;
+  for (int64_t part = 0; part < shares; ++part)
+    for (int64_t head = 0; head < a.num_kv_heads; head += cut.kv_heads, ++to) {
+      *to = Unit{};
+      to->seq = int32_t(seq);
+      to->kv_head = int32_t(head), to->kv_head_end = int32_t(least(a.num_kv_heads, head + cut.kv_heads));
+      to->begin = int32_t(first + part * share), to->end = int32_t(first + least(keys, (part + 1) * share));
+      to->part = int32_t(part), to->num_parts = int32_t(shares);
+      to->partial = used.partials, to->split = used.split_seqs;
+    }
+  return to;
+}
+
+int by_falling_cost(const void* a, const void* b) {
+  const int64_t x = static_cast<const Unit*>(a)->cost, y = static_cast<const Unit*>(b)->cost;
+  return x > y ? -1 : x < y;
+}
+
+// Prefill units first, the longest ahead, so that the last to finish are short.
+template <typename T>
+Plan make_plan(const AttendArgs& a, int64_t threads) {
+  const Cut cut = choose_cut<T>(a, threads);
+  const Counts counts = count_units(a, cut);
+  Plan plan;
+  plan.num_units = counts.prefill_units + counts.decode_units;
+  const auto carve = [&](char* base) {
+    Carver carver{base};
+    plan.units = carver.take<Unit>(plan.num_units);
+    plan.pending = carver.take<int32_t>(counts.split_seqs * a.num_kv_heads);
+    plan.partials = carver.take<float>(counts.partials * Decode<T>::partial_size(a));
+    return carver.at;
+  };
+  carve(plan_arena.reserve(carve(nullptr) - static_cast<char*>(nullptr)));
+  Unit* to = plan.units;
+  for (int64_t seq = 0; seq < a.num_seqs; ++seq)
+    if (query_len(a, seq) > 1) to = add_prefill(a, cut, seq, to);
+  if (to > plan.units) qsort(plan.units, size_t(to - plan.units), sizeof(Unit), by_falling_cost);
+  Counts used;
+  for (int64_t seq = 0; seq < a.num_seqs; ++seq) {
+    if (query_len(a, seq) != 1) continue;
+    to = add_decode(a, cut, seq, used, to);
+    const int64_t shares = num_shares(decode_keys(a, seq));
+    if (shares == 1) continue;
+    for (int64_t head = 0; head < a.num_kv_heads; ++head)
+      plan.pending[used.split_seqs * a.num_kv_heads + head] = int32_t(shares);
+    used.partials += shares, ++used.split_seqs;
+  }
+  return plan;
+}
+
+template <typename T>
+void attend(const AttendArgs& a) {
+  const int64_t threads = omp_get_max_threads();
+  const Plan plan = make_plan<T>(a, threads);
+  int64_t next = 0;
+  const auto work = [&] {
+    Prefill<T> prefill(a);
+    Decode<T> decode(a, plan.partials, plan.pending);
+    begin_tiles();
+    for (;;) {
+      const int64_t i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
+      if (i >= plan.num_units) break;
+      const Unit& unit = plan.units[i];
+      if (unit.num_parts) decode.run(unit, work_arena);
+      else prefill.run(unit, work_arena);
+    }
+    end_tiles();
+  };
+  if (threads == 1 || plan.num_units <= 1) return work();
+#pragma omp parallel
+  work();
+}
+
+}  // namespace
+
+// Out of q [T, H, D] and the blocks of one layer: out [T, H, D]. The shape has passed `tandem_attend_check`.
+TANDEM_EXPORT(void, tandem_attend_f32)(const void* q, const void* kv, void* out, const AttendShape* shape) {
+  attend<float>(AttendArgs{*shape, q, kv, out});
+}
+TANDEM_EXPORT(void, tandem_attend_bf16)(const void* q, const void* kv, void* out, const AttendShape* shape) {
+  attend<Bf16>(AttendArgs{*shape, q, kv, out});
+}
+
+// What is wrong with a step's lengths and tables: *fault becomes 0 nothing, 1 starts, 2 seq_lens,
+// 3 block_tables; *seq the first seq that has it.
+TANDEM_EXPORT(void, tandem_attend_check)(const AttendShape* shape, int64_t* fault, int64_t* seq) {
+  const AttendShape& s = *shape;
+  *fault = s.starts[0] != 0 || s.starts[s.num_seqs] != s.num_tokens;
+  for (*seq = 0; *seq < s.num_seqs && !*fault; *seq += !*fault) {
+    const int64_t query_len = s.starts[*seq + 1] - s.starts[*seq], seq_len = s.seq_lens[*seq];
+    const int64_t blocks = (seq_len + s.block_size - 1) / s.block_size;
+    if (query_len < 0) *fault = 1;
+    else if (seq_len < query_len) *fault = 2;
+    else if (blocks > s.max_blocks) *fault = 3;
+    const int32_t* table = s.block_tables + *seq * s.table_stride;
+    for (int64_t i = 0; i < blocks && !*fault; ++i)
+      if (table[i] < 0 || table[i] >= s.num_blocks) *fault = 3;
+  }
+}

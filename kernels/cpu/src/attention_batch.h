@@ -1,0 +1,92 @@
+// What one attention call gets, how it is cut into units of work, and each thread's scratch memory.
+//
+// Dimensions as in kernels/attention.py. A unit is what one thread computes alone; which thread gets
+// which unit is left to chance, so no result depends on it.
+
+#pragma once
+
+#include <stdlib.h>
+
+#include "simd.h"
+
+namespace {
+
+// What the layers of one step share; the same struct stands in kernels/cpu/attention.py. Strides count elements.
+struct AttendShape {
+  int64_t num_seqs, num_tokens, num_heads, num_kv_heads, head_dim, block_size, num_blocks, max_blocks;
+  int64_t q_stride, table_stride, block_stride, side_stride, head_stride, slot_stride;
+  int64_t window;               // 0 = none
+  const int32_t* starts;        // [B + 1]: first token of each seq
+  const int32_t* seq_lens;      // [B]
+  const int32_t* block_tables;  // [B, max_blocks]
+  float scale;
+  float soft_cap;  // 0 = none
+};
+
+struct AttendArgs : AttendShape {
+  const void* q;   // [T, H, D], heads contiguous
+  const void* kv;  // [N, 2, Hkv, S, D], dims contiguous
+  void* out;       // [T, H, D], contiguous
+};
+
+constexpr float kLog2E = 1.44269504088896341f;
+// Stands for minus infinity in maxima and masked scores: differences of it stay numbers.
+constexpr float kHidden = -1e30f;
+constexpr float kHiddenBelow = -1e29f;
+
+struct Unit {
+  int32_t seq;
+  int32_t kv_head, kv_head_end;
+  int32_t begin, end;       // prefill: rows (query, head of the group); decode: positions of keys
+  int32_t part, num_parts;  // decode: which share of the keys; 0 of 0 for prefill
+  int64_t partial, split;   // decode: index of the seq's first partial result, and of the seq among those split
+  int64_t cost;             // prefill: keys times rows
+};
+
+TANDEM_INLINE int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+TANDEM_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+TANDEM_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Grows only; lives as long as its thread. Contents are lost when it grows.
+struct Arena {
+  char* base = nullptr;
+  int64_t size = 0;
+
+  ~Arena() { free(base); }
+
+  char* reserve(int64_t bytes) {
+    if (bytes > size) {
+      free(base);
+      size = round_up(bytes, 1 << 16);
+      base = static_cast<char*>(aligned_alloc(4096, size_t(size)));
+      if (base == nullptr) abort();  // no exceptions here, and nothing sensible to return
+    }
+    return base;
+  }
+};
+
+// Takes 64-byte aligned arrays off a buffer; from null on it measures how much they need.
+struct Carver {
+  char* at;
+
+  template <typename T>
+  T* take(int64_t count) {
+    T* taken = reinterpret_cast<T*>(at);
+    at += round_up(count * int64_t(sizeof(T)), 64);
+    return taken;
+  }
+};
+
+// Keys of `count` positions from `first` on, of KV head 0: to[i] is a row [D].
+template <typename T>
+void key_rows(const AttendArgs& a, int64_t seq, int64_t first, int64_t count, const T** to) {
+  const int32_t* table = a.block_tables + seq * a.table_stride;
+  const T* kv = static_cast<const T*>(a.kv);
+  int64_t block = first / a.block_size, slot = first % a.block_size;
+  for (int64_t i = 0; i < count; ++block, slot = 0) {
+    const T* row = kv + table[block] * a.block_stride + slot * a.slot_stride;
+    for (; slot < a.block_size && i < count; ++slot, ++i, row += a.slot_stride) to[i] = row;
+  }
+}
+
+}  // namespace

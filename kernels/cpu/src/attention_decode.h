@@ -1,0 +1,258 @@
+// Decode attention: one query token of a seq against its blocks, read in place.
+//
+// A unit is a share of one seq's keys for some KV heads (flash-decoding). The cut depends on the seq's
+// length alone; whoever finishes a seq's last share merges the shares in order. So a result depends
+// neither on the batch nor on the number of threads.
+//
+// Weights are kept as [tokens, kGroup]: kGroup query heads of one KV head, a power of two, in
+// neighbouring lanes. Maxima and totals then go lane by lane, and across lanes once per kTokens.
+
+#pragma once
+
+#include "attention_batch.h"
+#include "attention_math.h"
+
+namespace {
+
+constexpr int64_t kTokens = 64;
+
+// Keys in one share of a seq that sees `keys` keys: a quarter, but 128 to 512.
+inline int64_t share_of(int64_t keys) { return least(512, most(128, round_up((keys + 3) / 4, kTokens))); }
+
+template <typename T>
+class Decode {
+  static constexpr bool kExact = sizeof(T) == 4;
+  static constexpr int kWide = kLanes == 16 ? 4 : 2;  // vectors of dims whose sums stay in registers at once
+  static constexpr int64_t kStats = 2;
+
+  const AttendArgs& a_;
+  const int64_t dims_, width_, group_;  // D; padded to whole vectors; G
+  float* partials_;                     // [partial, H, width + kStats]: sums, maximum, total
+  int32_t* pending_;                    // [split seq, Hkv]: shares not yet finished
+  const Unit* unit_ = nullptr;
+  // Scratch.
+  const T** rows_;  // [kTokens] of K, KV head 0
+  float* weights_;  // [kTokens, 4]
+  float* queries_;  // [H, width]
+  float* sums_;     // [H, width]
+  float* maxima_;   // [H, kLanes]: of a run of heads at the first one's place, repeating every kGroup lanes
+  float* totals_;   // [H, kLanes]: likewise, yet to be summed over the repeats
+
+  char* carve(char* base) {
+    Carver carver{base};
+    rows_ = carver.take<const T*>(kTokens);
+    weights_ = carver.take<float>((kTokens + kLanes) * 4);
+    queries_ = carver.take<float>(a_.num_heads * width_);
+    sums_ = carver.take<float>(a_.num_heads * width_);
+    maxima_ = carver.take<float>(a_.num_heads * kLanes);
+    totals_ = carver.take<float>(a_.num_heads * kLanes);
+    return carver.at;
+  }
+
+ public:
+  Decode(const AttendArgs& a, float* partials, int32_t* pending)
+      : a_(a),
+        dims_(a.head_dim),
+        width_(round_up(a.head_dim, kLanes)),
+        group_(a.num_heads / a.num_kv_heads),
+        partials_(partials),
+        pending_(pending) {}
+
+  // Floats of one partial result.
+  static int64_t partial_size(const AttendArgs& a) { return a.num_heads * (round_up(a.head_dim, kLanes) + kStats); }
+
+  void run(const Unit& unit, Arena& arena) {
+    unit_ = &unit;
+    carve(arena.reserve(carve(nullptr) - static_cast<char*>(nullptr)));
+    for (int64_t head = first_head(); head < end_head(); ++head) start_head(head);
+    for (int64_t first = unit.begin; first < unit.end; first += kTokens) {
+      const int64_t count = least(kTokens, unit.end - first);
+      key_rows(a_, unit.seq, first, count, rows_);
+      for (int64_t kv_head = unit.kv_head; kv_head < unit.kv_head_end; ++kv_head) update_group(kv_head, count);
+    }
+    if (unit.num_parts == 1)
+      write_whole();
+    else
+      write_share();
+  }
+
+ private:
+  int64_t first_head() const { return unit_->kv_head * group_; }
+  int64_t end_head() const { return unit_->kv_head_end * group_; }
+  float* partial(int64_t part, int64_t head) const {
+    return partials_ + ((unit_->partial + part) * a_.num_heads + head) * (width_ + kStats);
+  }
+
+  void start_head(int64_t head) {
+    const T* query = static_cast<const T*>(a_.q) + a_.starts[unit_->seq] * a_.q_stride + head * dims_;
+    for (int64_t d = 0; d < dims_; d += kLanes) {
+      store(queries_ + head * width_ + d, load_n(query + d, int(least(kLanes, dims_ - d))));
+      store(sums_ + head * width_ + d, F32{});
+    }
+    store(maxima_ + head * kLanes, splat(kHidden));
+    store(totals_ + head * kLanes, F32{});
+  }
+
+  // Lanes of the run of heads that begins with number g of the group.
+  int run_lanes(int64_t g) const { return group_ - g >= 3 ? 4 : group_ - g >= 2 ? 2 : 1; }
+
+  void update_group(int64_t kv_head, int64_t count) {
+    for (int64_t g = 0; g < group_; g += run_lanes(g)) {
+      const int64_t head = kv_head * group_ + g, left = group_ - g;
+      if (left >= 4) update_heads<4, 4>(kv_head, head, count);
+      else if (left == 3) update_heads<4, 3>(kv_head, head, count);
+      else if (left == 2) update_heads<2, 2>(kv_head, head, count);
+      else update_heads<1, 1>(kv_head, head, count);
+    }
+  }
+
+  // kHeads heads of one KV head, in kGroup lanes.
+  template <int kGroup, int kHeads>
+  void update_heads(int64_t kv_head, int64_t head, int64_t count) {
+    const int64_t keys = kv_head * a_.head_stride, values = keys + a_.side_stride;
+    score<kGroup, kHeads>(keys, head, count);
+    float decay[kLanes];
+    store(decay, softmax<kGroup>(head, count));
+    int64_t d = 0;
+    for (; d + kWide * kLanes <= dims_; d += kWide * kLanes)
+      add_values<kGroup, kHeads, kWide, false>(values, head, d, count, decay);
+    for (; d + kLanes <= dims_; d += kLanes) add_values<kGroup, kHeads, 1, false>(values, head, d, count, decay);
+    if (d < dims_) add_values<kGroup, kHeads, 1, true>(values, head, d, count, decay);
+  }
+
+  template <int kGroup, int kHeads>
+  void score(int64_t offset, int64_t head, int64_t count) {
+    constexpr int kAtOnce = kLanes / kGroup;
+    const float* queries = queries_ + head * width_;
+    for (int64_t t = 0; t < count; t += kAtOnce) {
+      const T* rows[kAtOnce];
+      for (int i = 0; i < kAtOnce; ++i) rows[i] = rows_[least(t + i, count - 1)] + offset;
+      F32 sum[kLanes] = {};
+      int64_t d = 0;
+      for (; d + kLanes <= dims_; d += kLanes) {
+        F32 query[kHeads];
+        for (int g = 0; g < kHeads; ++g) query[g] = load(queries + g * width_ + d);
+#pragma GCC unroll 16
+        for (int i = 0; i < kAtOnce; ++i) {
+          const F32 key = load(rows[i] + d);
+#pragma GCC unroll 4
+          for (int g = 0; g < kHeads; ++g) sum[i * kGroup + g] = fma(key, query[g], sum[i * kGroup + g]);
+        }
+      }
+      if (d < dims_)
+#pragma GCC unroll 16
+        for (int i = 0; i < kAtOnce; ++i) {
+          const F32 key = load_n(rows[i] + d, int(dims_ - d));
+#pragma GCC unroll 4
+          for (int g = 0; g < kHeads; ++g)
+            sum[i * kGroup + g] = fma(key, load(queries + g * width_ + d), sum[i * kGroup + g]);
+        }
+      store(weights_ + t * kGroup, sums(sum));
+    }
+  }
+
+  // Scores become weights in place; returns the factor, lane by lane, for what was summed before.
+  template <int kGroup>
+  F32 softmax(int64_t head, int64_t count) {
+    const int64_t size = count * kGroup, whole = round_up(size, kLanes);
+    if (a_.soft_cap != 0)
+      for (int64_t i = 0; i < whole; i += kLanes)
+        store(weights_ + i, tanh_of(load(weights_ + i) * (a_.scale / a_.soft_cap)) * a_.soft_cap);
+    for (int64_t i = size; i < whole; ++i) weights_[i] = kHidden;
+    const float factor = (a_.soft_cap != 0 ? 1.0f : a_.scale) * kLog2E;
+    F32 top = load(weights_);
+    for (int64_t i = kLanes; i < whole; i += kLanes) top = max(load(weights_ + i), top);
+    const F32 before = load(maxima_ + head * kLanes);
+    top = max(before, highest_of_groups<kGroup>(top) * factor);
+    const F32 decay = exp2_of<kExact>(before - top);
+    F32 total = load(totals_ + head * kLanes) * decay;
+    for (int64_t i = 0; i < whole; i += kLanes) {
+      const F32 score = load(weights_ + i);
+      const F32 weight = exp2_of<kExact>(fma(score, splat(factor), -top));
+      const F32 kept = score > kHiddenBelow ? weight : F32{};
+      store(weights_ + i, kept);
+      total += kept;
+    }
+    store(maxima_ + head * kLanes, top);
+    store(totals_ + head * kLanes, total);
+    return decay;
+  }
+
+  template <int kGroup, int kHeads, int kVectors, bool kTail>
+  void add_values(int64_t offset, int64_t head, int64_t d, int64_t count, const float* decay) {
+    float* sums = sums_ + head * width_ + d;
+    const int rest = int(dims_ - d);
+    F32 sum[kHeads][kVectors];
+    for (int g = 0; g < kHeads; ++g)
+      for (int j = 0; j < kVectors; ++j) sum[g][j] = load(sums + g * width_ + j * kLanes) * decay[g];
+    for (int64_t t = 0; t < count; ++t) {
+      const T* row = rows_[t] + offset + d;
+      F32 value[kVectors];
+      for (int j = 0; j < kVectors; ++j) value[j] = kTail ? load_n(row, rest) : load(row + j * kLanes);
+      for (int g = 0; g < kHeads; ++g) {
+        const F32 weight = splat(weights_[t * kGroup + g]);
+        for (int j = 0; j < kVectors; ++j) sum[g][j] = fma(weight, value[j], sum[g][j]);
+      }
+    }
+    for (int g = 0; g < kHeads; ++g)
+      for (int j = 0; j < kVectors; ++j) store(sums + g * width_ + j * kLanes, sum[g][j]);
+  }
+
+  // Maximum (in units of log2) and total of one head, from the lanes of its run.
+  void read_stats(int64_t head, float* maximum, float* total) const {
+    const int64_t g = head % group_;
+    int64_t start = 0;
+    while (start + run_lanes(start) <= g) start += run_lanes(start);
+    const int64_t at = (head - g + start) * kLanes;
+    *maximum = maxima_[at + g - start];
+    *total = 0;
+    for (int64_t lane = g - start; lane < kLanes; lane += run_lanes(start)) *total += totals_[at + lane];
+  }
+
+  void write_head(int64_t head, float total) {
+    const float share = 1.0f / total;
+    const float* sums = sums_ + head * width_;
+    T* to = static_cast<T*>(a_.out) + (int64_t(a_.starts[unit_->seq]) * a_.num_heads + head) * dims_;
+    for (int64_t d = 0; d < dims_; d += kLanes) store_n(to + d, load(sums + d) * share, int(least(kLanes, dims_ - d)));
+  }
+
+  void write_whole() {
+    for (int64_t head = first_head(); head < end_head(); ++head) {
+      float maximum, total;
+      read_stats(head, &maximum, &total);
+      write_head(head, total);
+    }
+  }
+
+  // Leaves the share's result to whoever finishes last, and that is perhaps this unit.
+  void write_share() {
+    for (int64_t head = first_head(); head < end_head(); ++head) {
+      float* to = partial(unit_->part, head);
+      memcpy(to, sums_ + head * width_, width_ * sizeof(float));
+      read_stats(head, to + width_, to + width_ + 1);
+    }
+    for (int64_t kv_head = unit_->kv_head; kv_head < unit_->kv_head_end; ++kv_head)
+      if (__atomic_sub_fetch(pending_ + unit_->split * a_.num_kv_heads + kv_head, 1, __ATOMIC_ACQ_REL) == 0)
+        for (int64_t g = 0; g < group_; ++g) merge_head(kv_head * group_ + g);
+  }
+
+  // The shares' sums, brought to their common maximum, added in order.
+  void merge_head(int64_t head) {
+    float top = kHidden, total = 0;
+    for (int64_t i = 0; i < unit_->num_parts; ++i) {
+      const float maximum = partial(i, head)[width_];
+      top = maximum > top ? maximum : top;
+    }
+    float* sums = sums_ + head * width_;
+    memset(sums, 0, width_ * sizeof(float));
+    for (int64_t i = 0; i < unit_->num_parts; ++i) {
+      const float* from = partial(i, head);
+      const F32 share = exp2_of<kExact>(splat(from[width_] - top));
+      total += share[0] * from[width_ + 1];
+      for (int64_t d = 0; d < width_; d += kLanes) store(sums + d, fma(load(from + d), share, load(sums + d)));
+    }
+    write_head(head, total);
+  }
+};
+
+}  // namespace

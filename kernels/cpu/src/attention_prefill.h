@@ -1,0 +1,279 @@
+// Prefill attention: chunks and prompts against the paged cache, after FlashAttention-2 (arXiv 2307.08691).
+//
+// A unit is a run of query rows of one seq and KV head; row r is query r / G, head r % G of the group,
+// so K and V are read once for the whole group. It walks over blocks of kKeys positions, packs their
+// keys and values into scratch once, and updates each tile of kTile rows by an online softmax.
+// Blocks start at multiples of kKeys whatever the unit, and each row has its own lane: a row's result
+// depends on its own query, keys and window, not on where units or chunks are cut.
+
+#pragma once
+
+#include "attention_pairs.h"
+
+namespace {
+
+constexpr int64_t kKeys = 256;
+constexpr int64_t kTokenStep = 32;  // keys of a tile are padded to a multiple of this, with zeros
+
+template <typename T>
+class Prefill {
+  using Form = typename FormOf<T>::Form;
+  using Element = typename Form::Element;
+  static constexpr bool kExact = sizeof(T) == 4;
+  static constexpr int kTile = Form::kTile, kVectors = Form::kVectors;
+
+  const AttendArgs& a_;
+  const int64_t dims_, depth_, out_dims_, group_;  // D; padded as K wants it; padded as V wants it; G
+  // Of the unit.
+  int64_t seq_, head_, begin_, end_, context_;
+  // Scratch.
+  const T** rows_;      // [kKeys] of K or V
+  T* zeros_;            // [D]
+  Element* keys_;       // [kKeys, depth]
+  Element* values_;     // pairs: [out_dims, kKeys], else [kKeys, out_dims]
+  float* scores_;       // [kKeys, kTile], then the weights
+  float* staging_;      // [kTile, words]
+  uint32_t* queries_;   // per tile [words, kTile]
+  float* sums_;         // per tile [out_dims, kTile], the output before division
+  float* maxima_;       // per tile [kTile], in units of log2
+  float* totals_;       // per tile [kTile]
+  int32_t* positions_;  // per tile [kTile]
+
+  int64_t words() const { return Form::kPairs ? depth_ / 2 : depth_; }
+  int64_t tiles() const { return (end_ - begin_ + kTile - 1) / kTile; }
+  int64_t position(int64_t row) const { return context_ + row / group_; }
+  int64_t first_position(int64_t tile) const { return position(begin_ + tile * kTile); }
+  int64_t last_position(int64_t tile) const { return position(least(begin_ + (tile + 1) * kTile, end_) - 1); }
+  int64_t first_key(int64_t position) const { return a_.window ? most(0, position - a_.window + 1) : 0; }
+
+  char* carve(char* base, int64_t rows) {
+    Carver carver{base};
+    const int64_t tiles = (rows + kTile - 1) / kTile;
+    rows_ = carver.take<const T*>(kKeys);
+    zeros_ = carver.take<T>(dims_);
+    keys_ = carver.take<Element>(kKeys * depth_);
+    values_ = carver.take<Element>(kKeys * out_dims_);
+    scores_ = carver.take<float>(kKeys * kTile);
+    staging_ = carver.take<float>(kTile * words());
+    queries_ = carver.take<uint32_t>(tiles * words() * kTile);
+    sums_ = carver.take<float>(tiles * out_dims_ * kTile);
+    maxima_ = carver.take<float>(tiles * kTile);
+    totals_ = carver.take<float>(tiles * kTile);
+    positions_ = carver.take<int32_t>(tiles * kTile);
+    return carver.at;
+  }
+
+ public:
+  explicit Prefill(const AttendArgs& a)
+      : a_(a),
+        dims_(a.head_dim),
+        depth_(round_up(a.head_dim, Form::kDimStep)),
+        out_dims_(round_up(a.head_dim, 16)),
+        group_(a.num_heads / a.num_kv_heads) {}
+
+  // As many rows as keep a unit's sums (256 KiB) and the rest of its scratch within a second-level cache.
+  static int64_t most_rows(const AttendArgs& a) {
+    return most(2 * kTile, 65536 / round_up(a.head_dim, 16) / kTile * kTile);
+  }
+
+  void run(const Unit& unit, Arena& arena) {
+    seq_ = unit.seq, head_ = unit.kv_head, begin_ = unit.begin, end_ = unit.end;
+    context_ = a_.seq_lens[seq_] - (a_.starts[seq_ + 1] - a_.starts[seq_]);
+    carve(arena.reserve(carve(nullptr, end_ - begin_) - static_cast<char*>(nullptr)), end_ - begin_);
+    memset(static_cast<void*>(zeros_), 0, dims_ * sizeof(T));
+    for (int64_t tile = 0; tile < tiles(); ++tile) start_tile(tile);
+    const int64_t keys_end = position(end_ - 1) + 1;
+    for (int64_t first = first_key(position(begin_)) / kKeys * kKeys; first < keys_end; first += kKeys) {
+      const int64_t count = least(kKeys, keys_end - first);
+      pack_block(first, count);
+      for (int64_t tile = 0; tile < tiles(); ++tile) update_tile(tile, first, count);
+    }
+    for (int64_t tile = 0; tile < tiles(); ++tile) finish_tile(tile);
+  }
+
+ private:
+  const T* query(int64_t row) const {
+    return static_cast<const T*>(a_.q) + (a_.starts[seq_] + row / group_) * a_.q_stride +
+           (head_ * group_ + row % group_) * dims_;
+  }
+  T* output(int64_t row) const {
+    return static_cast<T*>(a_.out) +
+           ((a_.starts[seq_] + row / group_) * a_.num_heads + head_ * group_ + row % group_) * dims_;
+  }
+
+  // Packs the tile's queries, a column per row; rows past the end are zeros at the last row's position.
+  void start_tile(int64_t tile) {
+    memset(staging_, 0, kTile * words() * 4);
+    int32_t* positions = positions_ + tile * kTile;
+    for (int lane = 0; lane < kTile; ++lane) {
+      const int64_t row = begin_ + tile * kTile + lane;
+      positions[lane] = int32_t(position(least(row, end_ - 1)));
+      if (row < end_) copy_row(reinterpret_cast<Element*>(staging_ + lane * words()), query(row));
+    }
+    float* to = reinterpret_cast<float*>(queries_ + tile * words() * kTile);
+    for (int j = 0; j < kTile; j += kLanes)
+      for (int64_t word = 0; word < words(); word += kLanes) {
+        const int count = int(least(kLanes, words() - word));
+        F32 square[kLanes];
+        for (int i = 0; i < kLanes; ++i) square[i] = load_n(staging_ + (j + i) * words() + word, count);
+        transpose(square);
+        for (int i = 0; i < count; ++i) store(to + (word + i) * kTile + j, square[i]);
+      }
+    memset(sums_ + tile * out_dims_ * kTile, 0, out_dims_ * kTile * sizeof(float));
+    for (int j = 0; j < kTile; j += kLanes) {
+      store(maxima_ + tile * kTile + j, splat(kHidden));
+      store(totals_ + tile * kTile + j, F32{});
+    }
+  }
+
+  void copy_row(Element* to, const T* from) const {
+    if constexpr (sizeof(Element) == sizeof(T)) {
+      memcpy(static_cast<void*>(to), from, dims_ * sizeof(T));
+    } else {
+      int64_t d = 0;
+      for (; d + kLanes <= dims_; d += kLanes) store(to + d, load(from + d));
+      if (d < dims_) store_n(to + d, load_n(from + d, int(dims_ - d)), int(dims_ - d));
+    }
+  }
+
+  void copy_padded(Element* to, const T* from, int64_t width) const {
+    copy_row(to, from);
+    if (width > dims_) memset(static_cast<void*>(to + dims_), 0, (width - dims_) * sizeof(Element));
+  }
+
+  // Keys and values of `count` positions into scratch; zeros up to the next multiple of kTokenStep.
+  void pack_block(int64_t first, int64_t count) {
+    const int64_t padded = round_up(count, kTokenStep), head = head_ * a_.head_stride;
+    key_rows(a_, seq_, first, count, rows_);
+    for (int64_t i = 0; i < padded; ++i) rows_[i] = i < count ? rows_[i] + head : zeros_;
+    for (int64_t i = 0; i < padded; ++i) copy_padded(keys_ + i * depth_, rows_[i], depth_);
+    for (int64_t i = 0; i < count; ++i) rows_[i] += a_.side_stride;
+    if constexpr (Form::kPairs)
+      transpose_values(padded);
+    else
+      for (int64_t i = 0; i < padded; ++i) copy_padded(values_ + i * out_dims_, rows_[i], out_dims_);
+  }
+
+  // values_ [out_dims, kKeys] from rows_: words of two tokens each, then squares of words turned over.
+  void transpose_values(int64_t tokens) {
+    for (int64_t t = 0; t < tokens; t += 2 * kLanes)
+      for (int64_t d = 0; d < out_dims_; d += kLanes) {
+        const int count = int(most(0, least(kLanes, dims_ - d)));
+        F32 square[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          const U32 even = bit_cast<U32>(load_n(rows_[t + 2 * i] + d, count)) >> 16;
+          square[i] = bit_cast<F32>(bit_cast<U32>(load_n(rows_[t + 2 * i + 1] + d, count)) | even);
+        }
+        transpose(square);
+        for (int i = 0; i < kLanes; ++i) store(reinterpret_cast<float*>(values_ + (d + i) * kKeys + t), square[i]);
+      }
+  }
+
+  void update_tile(int64_t tile, int64_t first, int64_t count) {
+    const int64_t last = last_position(tile);
+    if (first > last || first + count <= first_key(first_position(tile))) return;
+    const int64_t tokens = round_up(least(count, last + 1 - first), kTokenStep);
+    const uint32_t* queries = queries_ + tile * words() * kTile;
+    if constexpr (Form::kPairs)
+      Form::scores(keys_, tokens, depth_, queries, scores_);
+    else
+      Form::scores(keys_, tokens, depth_, reinterpret_cast<const float*>(queries), scores_);
+    if (a_.soft_cap != 0) cap(tokens);
+    const float factor = (a_.soft_cap != 0 ? 1.0f : a_.scale) * kLog2E;
+    if (first + tokens - 1 <= first_position(tile) && first >= first_key(last))
+      softmax<false>(tile, first, tokens, factor);
+    else
+      softmax<true>(tile, first, tokens, factor);
+    float* sums = sums_ + tile * out_dims_ * kTile;
+    if constexpr (Form::kPairs)
+      Form::add_values(values_, kKeys, tokens, out_dims_, reinterpret_cast<const uint32_t*>(scores_), sums);
+    else
+      Form::add_values(values_, tokens, out_dims_, scores_, sums);
+  }
+
+  void cap(int64_t tokens) {
+    const float inner = a_.scale / a_.soft_cap;
+    for (float* s = scores_; s < scores_ + tokens * kTile; s += kLanes) store(s, tanh_of(load(s) * inner) * a_.soft_cap);
+  }
+
+  // Scores become weights 2^(score * factor - maximum), in place; what was summed before is scaled to match.
+  template <bool kMasked>
+  void softmax(int64_t tile, int64_t first, int64_t tokens, float factor) {
+    F32 top[kVectors], decay[kVectors];
+    bool decays = false;
+    for (int j = 0; j < kVectors; ++j) {
+      float* at = maxima_ + tile * kTile + j * kLanes;
+      float* scores = scores_ + j * kLanes;
+      if constexpr (kMasked) hide(positions_ + tile * kTile + j * kLanes, first, tokens, scores);
+      F32 highest[2] = {load(scores), load(scores + kTile)};
+      for (int64_t t = 2; t < tokens; t += 2)
+        for (int i = 0; i < 2; ++i) highest[i] = max(load(scores + (t + i) * kTile), highest[i]);
+      const F32 before = load(at);
+      top[j] = max(before, max(highest[0], highest[1]) * factor);
+      decay[j] = exp2_of<kExact>(before - top[j]);
+      decays |= memcmp(&before, &top[j], sizeof before) != 0;
+      store(at, top[j]);
+    }
+    if (decays) scale_sums(tile, decay);
+    for (int j = 0; j < kVectors; ++j) {
+      float* at = totals_ + tile * kTile + j * kLanes;
+      store(at, fma(load(at), decay[j], weigh<kMasked>(scores_ + j * kLanes, tokens, top[j], factor)));
+    }
+  }
+
+  // One vector of columns; returns their sums.
+  template <bool kMasked>
+  static F32 weigh(float* scores, int64_t tokens, F32 top, float factor) {
+    F32 total[2] = {};
+    for (int64_t t = 0; t < tokens; t += 2) {
+      F32 weight[2];
+      for (int i = 0; i < 2; ++i) {
+        const F32 score = load(scores + (t + i) * kTile);
+        weight[i] = exp2_of<kExact>(fma(score, splat(factor), -top));
+        if constexpr (kMasked) weight[i] = score > kHiddenBelow ? weight[i] : F32{};
+        total[i] += weight[i];
+      }
+      if constexpr (Form::kPairs) {
+        const U32 even = (bit_cast<U32>(weight[0]) + 0x8000) >> 16;
+        const U32 odd = (bit_cast<U32>(weight[1]) + 0x8000) & 0xffff0000;
+        store(scores + t / 2 * kTile, bit_cast<F32>(even | odd));
+      } else {
+        for (int i = 0; i < 2; ++i) store(scores + (t + i) * kTile, weight[i]);
+      }
+    }
+    return total[0] + total[1];
+  }
+
+  void hide(const int32_t* positions, int64_t first, int64_t tokens, float* scores) const {
+    I32 highest;
+    memcpy(&highest, positions, sizeof highest);
+    const I32 lowest = a_.window ? highest - int32_t(a_.window) : splat_int(-1);
+    for (int64_t t = 0; t < tokens; ++t, scores += kTile) {
+      const I32 key = splat_int(int32_t(first + t));
+      store(scores, ((key <= highest) & (key > lowest)) ? load(scores) : splat(kHidden));
+    }
+  }
+
+  void scale_sums(int64_t tile, const F32* decay) {
+    float* sums = sums_ + tile * out_dims_ * kTile;
+    for (int64_t d = 0; d < dims_; ++d)
+      for (int j = 0; j < kVectors; ++j, sums += kLanes) store(sums, load(sums) * decay[j]);
+  }
+
+  // Divides by the totals and turns [dims, kTile] into rows of the output.
+  void finish_tile(int64_t tile) {
+    const float* sums = sums_ + tile * out_dims_ * kTile;
+    for (int j = 0; j < kTile; j += kLanes) {
+      const F32 share = 1.0f / load(totals_ + tile * kTile + j);
+      for (int64_t d = 0; d < dims_; d += kLanes) {
+        F32 square[kLanes];
+        for (int i = 0; i < kLanes; ++i) square[i] = load(sums + (d + i) * kTile + j) * share;
+        transpose(square);
+        const int64_t row = begin_ + tile * kTile + j, rows = least(kLanes, end_ - row);
+        for (int64_t i = 0; i < rows; ++i) store_n(output(row + i) + d, square[i], int(least(kLanes, dims_ - d)));
+      }
+    }
+  }
+};
+
+}  // namespace
