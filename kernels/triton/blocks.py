@@ -114,6 +114,6 @@ def _copy_words(
         source_row = tl.load(source_ids + row * id_stride)
     if TARGET_BY_ID:
         target_row = tl.load(target_ids + row * id_stride)
-    copied = (words < width) & (source_row >= 0) & (target_row >= 0)
-    values = tl.load(source + source_row * source_stride + words, mask=copied)
-    tl.store(target + target_row * target_stride + words, values, mask=copied)
+    if (source_row >= 0) & (target_row >= 0):
+        values = tl.load(source + source_row * source_stride + words, mask=words < width)
+        tl.store(target + target_row * target_stride + words, values, mask=words < width)

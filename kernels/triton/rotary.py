@@ -148,10 +148,11 @@ def _rotate_and_store(
     tl.store(lower + HALF, y, mask=inside & turns)
 
     slot = tl.load(slot_mapping + token)
-    stored = inside & (head >= first_k)[:, None] & (slot >= 0)
-    is_v = (head >= first_v).to(tl.int32)
-    kv_head = head - first_k - is_v * num_kv_heads  # [HEADS]
-    where = kv_layer + (slot // block_size) * block_stride + (slot % block_size) * slot_stride
-    where += (is_v * side_stride + kv_head * kv_head_stride)[:, None] + pair[None, :]
-    tl.store(where, x, mask=stored)
-    tl.store(where + HALF, y, mask=stored)
+    if slot >= 0:
+        is_v = (head >= first_v).to(tl.int32)
+        kv_head = head - first_k - is_v * num_kv_heads  # [HEADS]
+        where = kv_layer + (slot // block_size) * block_stride + (slot % block_size) * slot_stride
+        stored = where + (is_v * side_stride + kv_head * kv_head_stride)[:, None] + pair[None, :]
+        is_kv = (head >= first_k)[:, None]
+        tl.store(stored, x, mask=inside & is_kv)
+        tl.store(stored + HALF, y, mask=inside & is_kv)

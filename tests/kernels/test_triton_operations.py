@@ -1,0 +1,254 @@
+"""The Triton operations against float64, interpreted on the CPU or compiled on a GPU.
+
+A bound is one rounding of the dtype plus what float32 loses on the way.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.operations import QkNorm
+from tandem.errors import InternalError
+
+pytest.importorskip("triton")
+
+from kernels.triton.norm import MAX_WIDTH
+from kernels.triton.operations import TritonOperations
+
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the same tests")),
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+]
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-23}
+DTYPES = list(ROUNDING)
+FLOAT32_LOSS = 2**-19
+OPERATIONS = TritonOperations()
+EPS = 1e-5
+
+
+def normal(*shape, dtype=torch.float32, seed=0, device="cpu"):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+
+def rows_of(tensor):
+    """The same rows as a view into wider ones, with NaN between them."""
+    wide = torch.full((tensor.shape[0], tensor.shape[1] + 24), torch.nan, dtype=tensor.dtype, device=tensor.device)
+    view = wide[:, 8:-16]
+    view.copy_(tensor)
+    return wide, view
+
+
+def assert_rounded(got, want, scale=None):
+    """`got` is `want` (float64) within one rounding, and `FLOAT32_LOSS` of `scale` or of itself."""
+    want = want.to(got.device)
+    assert got.shape == want.shape
+    # The interpreter truncates to bfloat16.
+    rounding = ROUNDING[got.dtype] * (2 if got.dtype == torch.bfloat16 and not got.is_cuda else 1)
+    bound = rounding * want.abs() + FLOAT32_LOSS * (want.abs() if scale is None else scale)
+    if got.dtype == torch.float16:
+        bound += 2**-24  # its smallest step
+    beyond = ~((got.double() - want).abs() <= bound)  # NaN is beyond too
+    assert not beyond.any(), f"{got[beyond][0]} is not {want[beyond][0]}"
+
+
+def norm_oracle(x, weight):
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "width"), [(0, 8), (1, 8), (15, 576), (17, 1000), (2, MAX_WIDTH)])
+def test_rms_norm_rounds_once(tokens, width, dtype, device):
+    _, x = rows_of(normal(tokens, width, dtype=dtype, device=device))
+    weight = normal(width, dtype=dtype, seed=1, device=device)
+    got = OPERATIONS.rms_norm(x, weight, EPS)
+    assert got.is_contiguous()
+    assert_rounded(got, norm_oracle(x, weight))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "width"), [(0, 8), (1, 1000), (16, 8), (17, 576), (257, 8)])
+def test_add_rms_norm_changes_the_residual_alone_and_norms_what_it_stored(tokens, width, dtype, device):
+    _, x = rows_of(normal(tokens, width, dtype=dtype, device=device))
+    wide, residual = rows_of(normal(tokens, width, dtype=dtype, seed=1, device=device))
+    weight = normal(width, dtype=dtype, seed=2, device=device)
+    before, summed = x.clone(), x.double() + residual.double()
+    got = OPERATIONS.add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(x, before)
+    assert_rounded(residual, summed)
+    assert_rounded(got, norm_oracle(residual, weight))
+    assert wide[:, :8].isnan().all()
+    assert wide[:, -16:].isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_zeros_norms_to_zeros(dtype, device):
+    zeros = torch.zeros(2, 64, dtype=dtype, device=device)
+    assert torch.equal(OPERATIONS.rms_norm(zeros, torch.ones(64, dtype=dtype, device=device), EPS), zeros)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "width"), [(0, 8), (1, 8), (15, 1000), (16, 1536), (97, 3)])
+def test_silu_mul_rounds_once(tokens, width, dtype, device):
+    _, gate_up = rows_of(normal(tokens, 2 * width, dtype=dtype, device=device) * 8)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    got = OPERATIONS.silu_mul(gate_up)
+    assert got.is_contiguous()
+    assert_rounded(got, gate * torch.sigmoid(gate) * up)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter
+@pytest.mark.parametrize("device", DEVICES)
+def test_silu_of_far_gates_is_zero_or_the_gate(device):
+    gate_up = torch.tensor([[-1e4, -100.0, 0.0, 100.0, 1e4, 2.0, 2.0, 2.0, 2.0, 2.0]], device=device)
+    assert OPERATIONS.silu_mul(gate_up).tolist() == [[0.0, pytest.approx(0, abs=1e-40), 0.0, 200.0, 2e4]]
+
+
+class Rotation:
+    """A ragged batch about to be rotated and stored into one layer of a pool that is NaN everywhere."""
+
+    def __init__(self, tokens, heads, head_dim, block_size, dtype, device, normed):
+        num_heads, num_kv_heads = heads
+        self.heads = heads
+        all_heads = num_heads + 2 * num_kv_heads
+        wide = torch.full((tokens, all_heads * head_dim + 8), torch.nan, dtype=dtype, device=device)
+        self.wide = wide
+        self.qkv = wide[:, :-8].unflatten(-1, (all_heads, head_dim))  # rows strided, heads contiguous
+        self.qkv.copy_(normal(tokens, all_heads, head_dim, dtype=dtype, device=device))
+        angles = normal(tokens, head_dim // 2, seed=1).double() * 3
+        self.cos, self.sin = angles.cos().float().to(device), angles.sin().float().to(device)
+        weights = (normal(head_dim, dtype=dtype, seed=seed, device=device) for seed in (2, 3))
+        self.qk_norm = QkNorm(*weights, EPS) if normed else None
+        num_blocks = tokens // block_size + 3
+        self.pool = torch.full(
+            (num_blocks, 2, 2, num_kv_heads, block_size, head_dim), torch.nan, dtype=dtype, device=device
+        )
+        slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(4))[:tokens]
+        slots[3::5] = -1
+        self.slots = slots.to(device)
+
+    def run(self):
+        OPERATIONS.rotate_and_store(self.qkv, self.cos, self.sin, self.qk_norm, self.pool[:, 1], self.slots)
+
+    def check(self):
+        """`qkv` is turned within rounding; the pool has exactly its K and V; nothing else has changed."""
+        want, scale = self.oracle()
+        v_before = self.qkv[:, -self.heads[1] :].clone()
+        self.run()
+        assert_rounded(self.qkv, want, scale)
+        assert torch.equal(self.qkv[:, -self.heads[1] :], v_before)
+        assert torch.equal(self.pool.nan_to_num(7e3), self.expected_pool().nan_to_num(7e3))
+        assert self.wide[:, -8:].isnan().all()
+
+    def oracle(self):
+        """`qkv` after the call, in float64, and the scale of each element's rounding."""
+        num_heads, num_kv_heads = self.heads
+        wide = self.qkv.double()
+        turned, v = wide[:, :-num_kv_heads], wide[:, -num_kv_heads:]
+        if self.qk_norm is not None:
+            q, k = turned[:, :num_heads], turned[:, num_heads:]
+            turned = torch.cat((norm_oracle(q, self.qk_norm.q_weight), norm_oracle(k, self.qk_norm.k_weight)), 1)
+        cos, sin = self.cos.double()[:, None], self.sin.double()[:, None]
+        x, y = turned.chunk(2, dim=-1)
+        want = torch.cat((torch.cat((x * cos - y * sin, y * cos + x * sin), -1), v), 1)
+        pair = (x.abs() + y.abs()).repeat(1, 1, 2)
+        return want, torch.cat((pair, torch.zeros_like(v)), 1)
+
+    def expected_pool(self):
+        """The pool once every token's K and V, as they are in `qkv`, are in their slots."""
+        num_kv_heads, block_size = self.heads[1], self.pool.shape[4]
+        pool = torch.full_like(self.pool, torch.nan)
+        for row, slot in zip(self.qkv, self.slots.tolist(), strict=True):
+            if slot >= 0:
+                sides = row[-2 * num_kv_heads :].unflatten(0, (2, num_kv_heads))
+                pool[slot // block_size, 1, :, :, slot % block_size] = sides
+        return pool
+
+
+ROTATIONS = [  # tokens, (H, Hkv), D, S
+    (0, (4, 2), 64, 16),
+    (1, (9, 3), 64, 16),
+    (15, (1, 1), 8, 1),
+    (16, (2, 1), 80, 64),
+    (17, (16, 1), 96, 16),
+    (17, (28, 4), 128, 256),
+    (5, (6, 3), 256, 16),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("shape", ROTATIONS, ids=str)
+def test_rotation_rounds_once_and_stores_what_it_wrote_and_nothing_else(shape, normed, dtype, device):
+    Rotation(*shape, dtype, device, normed).check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rotation_of_a_long_batch(device):
+    Rotation(257, (2, 2), 8, 16, torch.bfloat16, device, normed=True).check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_linear_is_the_weight_as_it_came(device):
+    x, weight, bias = (normal(*shape, device=device) for shape in ((5, 8), (3, 8), (3,)))
+    torch.testing.assert_close(OPERATIONS.linear(weight, bias)(x), x @ weight.T + bias)
+    torch.testing.assert_close(OPERATIONS.linear(weight, None)(x), x @ weight.T)
+
+
+def test_wrong_arguments_are_refused_by_name():
+    x, weight = torch.zeros(3, 8), torch.ones(8)
+    refusals = {
+        "x: dtype is torch.float64": lambda: OPERATIONS.rms_norm(x.double(), weight.double(), EPS),
+        "weight: dtype": lambda: OPERATIONS.rms_norm(x, weight.bfloat16(), EPS),
+        "weight: E is 7": lambda: OPERATIONS.rms_norm(x, weight[:7], EPS),
+        "x: last dimension has stride": lambda: OPERATIONS.rms_norm(torch.zeros(8, 3).T, weight, EPS),
+        "x: E is 16385, at most": lambda: OPERATIONS.rms_norm(torch.zeros(1, 16385), torch.ones(16385), EPS),
+        "residual: T is 2": lambda: OPERATIONS.add_rms_norm(x, x[:2], weight, EPS),
+        "gate_up: 7 columns": lambda: OPERATIONS.silu_mul(x[:, :7]),
+        "gate_up: shape": lambda: OPERATIONS.silu_mul(x[None]),
+        "gate_up: dtype": lambda: OPERATIONS.silu_mul(x.double()),
+    }
+    for message, call in refusals.items():
+        with pytest.raises(InternalError, match=f"^{message}"):
+            call()
+
+
+def test_rotation_refuses_float64_by_name():
+    case = Rotation(3, (4, 2), 8, 16, torch.float32, "cpu", normed=False)
+    case.pool = case.pool.double()
+    with pytest.raises(InternalError, match=r"^kv_layer: dtype is torch.float64"):
+        case.run()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_graph_captures_every_operation():
+    x, weight = normal(5, 64, dtype=torch.bfloat16, device="cuda"), torch.ones(64, dtype=torch.bfloat16, device="cuda")
+    residual = x.clone()
+    case = Rotation(5, (4, 2), 64, 16, torch.bfloat16, "cuda", normed=True)
+
+    def work():
+        case.run()
+        normed = OPERATIONS.rms_norm(x, weight, EPS)
+        return OPERATIONS.silu_mul(OPERATIONS.add_rms_norm(normed, residual, weight, EPS))
+
+    original = case.qkv.clone()
+    work()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = work()
+    residual.copy_(x)
+    case.qkv.copy_(original)
+    graph.replay()
+    replayed, rotated = got.clone(), case.qkv.clone()
+    residual.copy_(x)
+    case.qkv.copy_(original)
+    assert torch.equal(replayed, work())
+    assert torch.equal(rotated, case.qkv)
