@@ -52,7 +52,8 @@ def inverse_cdf(weights: torch.Tensor, masses: torch.Tensor, uniforms: torch.Ten
     `[R]` float64, multiples of 2^-53 in [0, 1). An index of weight 0 is never returned.
     """
     target = uniforms * masses[:, -1]  # [R], less than the total: uniforms end at 1 - 2^-53
-    chunk = torch.searchsorted(masses, target[:, None], right=True)[:, 0]  # [R]
+    # Never beyond the last chunk, but for a row of NaN: that one is found out later, and must not index out of range.
+    chunk = torch.searchsorted(masses, target[:, None], right=True)[:, 0].clamp_(max=masses.shape[1] - 1)  # [R]
     before = torch.where(chunk > 0, masses.gather(1, (chunk - 1).clamp_(min=0)[:, None])[:, 0], 0.0)  # [R]
     inside = _pick(_in_chunks(weights, 0.0), chunk).double().cumsum(-1)  # [R, CHUNK]
     # The chunk's own sum was float32: rounding may put the target beyond `inside`.

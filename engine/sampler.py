@@ -16,8 +16,10 @@ bit for bit, alone and in any batch. There is no state; any worker can draw any 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from engine.penalties import adjust, changes_logits
@@ -25,6 +27,7 @@ from engine.philox import uniforms
 from engine.row_scan import chunk_masses, first_max, inverse_cdf, largest
 from engine.step import SampledToken, SampleSpec
 from engine.truncation import truncate
+from engine.upload import upload
 from tandem.errors import InternalError
 from tandem.types import TokenId, TokenLogprobs
 
@@ -61,33 +64,39 @@ def _adjusted(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor
 
 
 def _choose(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-    best, best_id = first_max(logits)  # [R], [R]
-    if not bool(torch.isfinite(best).all()):
-        bad = (~torch.isfinite(best)).nonzero()[:, 0].tolist()
-        raise InternalError(f"logits of rows {bad} are not finite")
-    token_ids: list[int] = best_id.tolist()
+    best, chosen = first_max(logits)  # [R], [R]
     drawn = [row for row, spec in enumerate(specs) if spec.params.temperature > 0.0]
     for rows in _tiles(drawn, logits):
-        index = torch.tensor(rows, device=logits.device)
-        tokens = _draw(logits.index_select(0, index), best[index], [specs[row] for row in rows])
-        for row, token_id in zip(rows, tokens, strict=True):
-            token_ids[row] = token_id
-    return token_ids
+        _draw(logits, best, chosen, rows, [specs[row] for row in rows])
+    # Maxima and tokens come to the host together: each trip waits for a GPU. Both are exact in float64.
+    maxima, token_ids = torch.stack((best.double(), chosen.double())).tolist()
+    bad = [row for row, maximum in enumerate(maxima) if not math.isfinite(maximum)]
+    if bad:
+        raise InternalError(f"logits of rows {bad} are not finite")
+    return [int(token_id) for token_id in token_ids]
 
 
-def _draw(logits: torch.Tensor, best: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-    """Overwrites `logits` `[R, V]`, a copy; `best` `[R]` are their maxima."""
-    temperatures = torch.tensor([max(spec.params.temperature, _MIN_TEMPERATURE) for spec in specs])
-    scores = logits.sub_(best[:, None]).div_(temperatures.to(logits.device)[:, None])  # [R, V], at most 0
-    weights = scores.exp()
-    masses = truncate(scores, weights, [spec.params for spec in specs])
+def _draw(
+    logits: torch.Tensor, best: torch.Tensor, chosen: torch.Tensor, rows: Sequence[int], specs: Sequence[SampleSpec]
+) -> None:
+    """Writes a token for each of `rows` of `logits` into `chosen` `[R]`; `best` `[R]` are all rows' maxima.
+
+    A row without a finite maximum gets any number.
+    """
+    temperatures = [max(spec.params.temperature, _MIN_TEMPERATURE) for spec in specs]
     numbers = uniforms(
         [spec.params.seed for spec in specs],
         [spec.choice_index for spec in specs],
         [spec.output_index for spec in specs],
     )
-    token_ids: list[int] = inverse_cdf(weights, masses, torch.from_numpy(numbers).to(logits.device)).tolist()
-    return token_ids
+    index, divisors, targets = upload(
+        (np.array(rows, dtype=np.int64), np.array(temperatures, dtype=np.float32), numbers), logits.device
+    )
+    scores = logits.index_select(0, index)  # [r, V], a copy
+    scores.sub_(best[index, None]).div_(divisors[:, None])  # at most 0
+    weights = scores.exp()
+    masses = truncate(scores, weights, [spec.params for spec in specs])
+    chosen[index] = inverse_cdf(weights, masses, targets)
 
 
 def _logprobs(logits: torch.Tensor, token_ids: list[int], specs: Sequence[SampleSpec]) -> dict[int, TokenLogprobs]:
