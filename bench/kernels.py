@@ -1,8 +1,9 @@
 """Every kernel of this machine against its peers and the machine's own ceilings: `python -m bench.kernels`.
 
-Prints a table and writes `bench/results/kernels-<device>.json`. All that is compared is measured
-in the same run: our kernel sets that run here, torch's attention, flash-attn where it is
-installed, matrix products and copies. `--device cuda` on a machine without a GPU says so and writes nothing.
+Prints tables and writes `bench/results/kernels-<device>.json`. All that is compared is measured in
+the same run: our kernel sets that run here, torch's attention, flash-attn where it is installed,
+matrix products and copies. `--device cuda` on a machine without a GPU says so and writes nothing.
+What fails is named in the record and fails the command; the rest is measured all the same.
 """
 
 from __future__ import annotations
@@ -10,20 +11,25 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from bench.attention_batch import AttentionBatch, largest_difference
 from bench.attention_peers import peer_calls
-from bench.ceilings import measure_ceilings
+from bench.ceilings import Ceilings, measure_ceilings
+from bench.decode_share import StepShares, document, measure_shares, triton_sampling
+from bench.gpu import describe_gpu
+from bench.kernel_aims import attention_aims, step_aims
 from bench.kernel_shapes import CPU_ATTENTION, CUDA_ATTENTION, SHAPE_8B, SHAPE_135M, AttentionShape
+from bench.launch_gaps import measure_gaps
 from bench.measurement import HEADER, Measurement
-from bench.operation_calls import OperationCalls, linear_calls, small_calls
+from bench.operation_calls import linear_calls, small_calls
 from bench.record import write_record
-from bench.timing import time_s
+from bench.timing import captured_s, time_s
 from kernels.dispatch import available_backends, select_kernels
 from kernels.operations import Kernels
 
@@ -31,90 +37,125 @@ _MAX_DIFFERENCE = 0.05
 """Of one element of attention's result between two back-ends in bfloat16."""
 _CPU_TOKENS = (1, 16, 64, 512)
 _CUDA_TOKENS = (1, 32, 256, 4096)
+_STEPS = ((1, 2048), (32, 2048), (128, 1024), (256, 1024))
+"""`(batch, context)` of the decode steps that are taken apart on a GPU."""
+_BUDGET_S = 0.15
+_DTYPE = torch.bfloat16
+
+_Result = TypeVar("_Result")
 
 
-def kernel_sets(device: torch.device, dtype: torch.dtype) -> dict[str, Kernels]:
-    """Ours that run here. The reference gathers all KV: on a GPU it is only there to be right."""
-    names = [status.name for status in available_backends(device, dtype) if status.usable]
-    if device.type == "cuda":
-        names = [name for name in names if name != "reference"]
-    return {name: select_kernels(name, device, dtype) for name in names}
+class Run:
+    """One run on one device: what was measured, and what failed."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rows: list[Measurement] = []
+        self.shares: list[StepShares] = []
+        self.failures: list[str] = []
+        self.sets = kernel_sets(device)
 
-def measure_attention(
-    shapes: Sequence[AttentionShape], sets: dict[str, Kernels], dtype: torch.dtype, device: torch.device
-) -> Iterator[Measurement]:
-    """Ours, then the peers, at each shape. Raises RuntimeError if ours differs from the first peer's result."""
-    for shape in shapes:
-        batch = AttentionBatch(shape, dtype, device)
-        own = {name: batch.calls(kernels.attention) for name, kernels in sets.items()}
-        found: dict[str, torch.Tensor] = {}
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device.type == "cuda"
+
+    def measure(self) -> dict[str, Any]:
+        """Everything, printed as it comes; returns the record."""
+        began_s = time.monotonic()
+        ceilings = measure_ceilings(self.device)
+        print(*(f"{name}: {value}" for name, value in asdict(ceilings).items()), sep="\n")
+        machine = describe_gpu(self.device) if self.on_gpu else {}
+        print(*(f"{name}: {value}" for name, value in machine.items()), HEADER, sep="\n", flush=True)
+        for shape in CUDA_ATTENTION if self.on_gpu else CPU_ATTENTION:
+            self._try(f"attention at {shape}", partial(self._measure_attention, shape, ceilings))
+        for tokens in _CUDA_TOKENS if self.on_gpu else _CPU_TOKENS:
+            self._try(f"operations at {tokens}", partial(self._measure_operations, tokens, ceilings))
+        results: dict[str, Any] = {
+            **machine,
+            "ceilings": asdict(ceilings),
+            "dtype": str(_DTYPE),
+            "measurements": [row.document(ceilings) for row in self.rows],
+        }
+        if self.on_gpu:
+            results |= self._measure_steps(ceilings)
+        return {**results, "failures": self.failures, "took_s": time.monotonic() - began_s}
+
+    def _measure_attention(self, shape: AttentionShape, ceilings: Ceilings) -> None:
+        """Ours, then the peers; all must agree with the first."""
+        batch = AttentionBatch(shape, _DTYPE, self.device)
+        own = {name: batch.calls(kernels.attention) for name, kernels in self.sets.items()}
+        first: torch.Tensor | None = None
         for name, calls in [*own.items(), *peer_calls(batch)]:
             try:
                 result = calls[0]()
-                took_s = time_s(calls, device)
+                took_s = time_s(calls, self.device, _BUDGET_S)
             except RuntimeError as error:
                 if name in own:
                     raise
-                print(f"  {name} cannot compute {shape}: {str(error).splitlines()[0]}", file=sys.stderr)
+                print(f"{name} cannot compute {shape}: {str(error).splitlines()[0]}", file=sys.stderr)
                 continue
             assert isinstance(result, torch.Tensor)
-            found[name] = result
-            yield Measurement("decode" if shape.is_decode else "prefill", str(shape), name, took_s, shape.cost(dtype))
-        _check_agreement(shape, found)
+            first = result if first is None else first
+            if not (difference := largest_difference(first, result)) <= _MAX_DIFFERENCE:
+                self._fail(f"{name} at {shape}: differs by {difference:.3g}")
+            kernel = "decode" if shape.is_decode else "prefill"
+            self._add(Measurement(kernel, str(shape), name, took_s, shape.cost(_DTYPE)), ceilings)
 
-
-def measure_operations(
-    sets: dict[str, Kernels], token_counts: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Iterator[Measurement]:
-    """Linear maps and small operations of one layer, by each distinct implementation."""
-    layer = SHAPE_8B if device.type == "cuda" else SHAPE_135M
-    by_name = {kernels.operations.name: kernels.operations for kernels in sets.values()}
-    for tokens in token_counts:
-        for name, operations in by_name.items():
+    def _measure_operations(self, tokens: int, ceilings: Ceilings) -> None:
+        """Linear maps and small operations of one layer, by each distinct implementation."""
+        layer = SHAPE_8B if self.on_gpu else SHAPE_135M
+        for operations in {kernels.operations.name: kernels.operations for kernels in self.sets.values()}.values():
             for make in (linear_calls, small_calls):
-                for each in make(operations, layer, tokens, dtype, device):
-                    yield _measure_operation(each, f"{layer.name}, T {tokens}", name, device)
+                for each in make(operations, layer, tokens, _DTYPE, self.device):
+                    took_s = time_s(each.calls, self.device, _BUDGET_S)
+                    shape = f"{layer.name}, T {tokens}"
+                    self._add(Measurement(each.name, shape, operations.name, took_s, each.cost), ceilings)
+
+    def _measure_steps(self, ceilings: Ceilings) -> dict[str, Any]:
+        """What decode steps are made of, launch gaps, and all aims."""
+        for batch, context in _STEPS:
+            for kernels in self.sets.values():
+                self._try(f"{kernels.name} step of {batch}", partial(self._measure_share, kernels, batch, context))
+        gaps = self._try("launch gaps", lambda: measure_gaps(self.device)) or ()
+        aims = [*attention_aims(self.rows, ceilings, list(self.sets)), *step_aims(self.shares, gaps)]
+        print(*self.shares, *gaps, *aims, sep="\n")
+        return {
+            "decode_steps": [document(each) for each in self.shares],
+            "launch_gaps": [{**asdict(gap), "idle_share": gap.idle_share} for gap in gaps],
+            "aims": [{**asdict(aim), "is_met": aim.is_met} for aim in aims],
+        }
+
+    def _measure_share(self, kernels: Kernels, batch: int, context: int) -> None:
+        sampling = triton_sampling(batch, SHAPE_8B.vocab_size, self.device)
+        self.shares.append(measure_shares(kernels, SHAPE_8B, batch, context, self.device, captured_s, sampling))
+
+    def _add(self, row: Measurement, ceilings: Ceilings) -> None:
+        self.rows.append(row)
+        print(row.row(ceilings), flush=True)
+
+    def _try(self, what: str, work: Callable[[], _Result]) -> _Result | None:
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - one kernel's failure must not hide the others' figures
+            self._fail(f"{what}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            return None
+
+    def _fail(self, what: str) -> None:
+        self.failures.append(what)
+        print(f"FAILED {what}", file=sys.stderr, flush=True)
 
 
-def _measure_operation(operation: OperationCalls, shape: str, by: str, device: torch.device) -> Measurement:
-    return Measurement(operation.name, shape, by, time_s(operation.calls, device, 0.15), operation.cost)
-
-
-def _check_agreement(shape: AttentionShape, found: dict[str, torch.Tensor]) -> None:
-    first, *others = found
-    for name in others:
-        difference = largest_difference(found[first], found[name])
-        if not difference <= _MAX_DIFFERENCE:
-            raise RuntimeError(f"{first} and {name} differ by {difference:.3g} at {shape}")
-
-
-def measure(device: torch.device) -> dict[str, Any]:
-    """Everything for one device, printed as it comes; returns the record."""
-    began_s, dtype = time.monotonic(), torch.bfloat16
-    ceilings = measure_ceilings(device)
-    print(*(f"{name}: {value}" for name, value in asdict(ceilings).items()), sep="\n")
-    sets = kernel_sets(device, dtype)
-    on_gpu = device.type == "cuda"
-    print(HEADER)
-    rows: list[Measurement] = []
-    for each in (
-        *measure_attention(CUDA_ATTENTION if on_gpu else CPU_ATTENTION, sets, dtype, device),
-        *measure_operations(sets, _CUDA_TOKENS if on_gpu else _CPU_TOKENS, dtype, device),
-    ):
-        print(each.row(ceilings), flush=True)
-        rows.append(each)
-    results: dict[str, Any] = {
-        "ceilings": asdict(ceilings),
-        "dtype": str(dtype),
-        "measurements": [row.document(ceilings) for row in rows],
-        "took_s": time.monotonic() - began_s,
-    }
-    return results
+def kernel_sets(device: torch.device) -> dict[str, Kernels]:
+    """Ours that run here. The reference gathers all KV: on a GPU it is only there to be right."""
+    names = [status.name for status in available_backends(device, _DTYPE) if status.usable]
+    if device.type == "cuda":
+        names = [name for name in names if name != "reference"]
+    return {name: select_kernels(name, device, _DTYPE) for name in names}
 
 
 def main() -> int:
-    """Measures and records; exit code 0 also where there is nothing to measure."""
+    """Measures and records; exit code 1 if anything failed, 0 also where there is no GPU to measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, help="compute threads of a CPU; without it, as many as torch takes")
@@ -124,8 +165,10 @@ def main() -> int:
         return 0
     if args.threads:
         torch.set_num_threads(args.threads)
-    write_record(f"kernels-{args.device}", measure(torch.device(args.device)))
-    return 0
+    with torch.inference_mode():
+        results = Run(torch.device(args.device)).measure()
+    write_record(f"kernels-{args.device}", results)
+    return 1 if results["failures"] else 0
 
 
 if __name__ == "__main__":

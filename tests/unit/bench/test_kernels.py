@@ -1,0 +1,124 @@
+"""The kernel benchmark compares what computes the same, and says what failed."""
+
+import pytest
+import torch
+
+from bench import kernels as bench_kernels
+from bench import timing
+from bench.attention_batch import AttentionBatch, largest_difference
+from bench.attention_peers import peer_calls
+from bench.ceilings import Ceilings
+from bench.decode_share import measure_shares
+from bench.kernel_aims import attention_aims, step_aims
+from bench.kernel_shapes import LayerShape, chunk_shape, decode_shape, mixed_shape, prompt_shape
+from bench.kernels import Run
+from bench.launch_gaps import LaunchGap
+from bench.measurement import Measurement
+from bench.roofline import Cost
+from kernels.dispatch import select_kernels
+from kernels.operations import Kernels
+
+CPU = torch.device("cpu")
+HEADS = (4, 2, 16)
+CEILINGS = Ceilings("cuda", 0, read_gb_s=1000.0, copy_gb_s=1000.0, bf16_tflop_s=100.0, f32_tflop_s=10.0)
+LAYER = LayerShape("small", 32, 64, *HEADS, vocab_size=128, num_layers=3)
+
+
+@pytest.fixture
+def one_layer(monkeypatch):
+    """No turnover of memory, no time spent: numbers are not looked at."""
+    monkeypatch.setattr("bench.attention_batch._TURNOVER_BYTES", 1)
+    monkeypatch.setattr("bench.operation_calls._TURNOVER_BYTES", 1)
+    monkeypatch.setattr(bench_kernels, "_BUDGET_S", 0.0)
+    monkeypatch.setattr(timing, "_MIN_RUNS", 1)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        decode_shape(3, 37, HEADS),
+        prompt_shape(2, 20, HEADS, block_size=1),
+        chunk_shape(5, 21, HEADS),
+        mixed_shape((3, 40, 17), HEADS, block_size=32),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("one_layer")
+def test_peers_compute_the_same_batch(shape):
+    batch = AttentionBatch(shape, torch.float32, CPU)
+    own = batch.calls(select_kernels("reference", CPU, torch.float32).attention)[0]()
+    for _, calls in peer_calls(batch):
+        assert largest_difference(own, calls[0]()) < 1e-5
+
+
+def test_layers_take_turns_until_they_outrun_the_cache():
+    batch = AttentionBatch(decode_shape(1, 4096, (8, 8, 128)), torch.bfloat16, CPU)
+    assert batch.num_layers == 12
+    assert len(batch.calls(select_kernels("reference", CPU, torch.bfloat16).attention)) == 12
+
+
+@pytest.mark.usefixtures("one_layer")
+def test_every_part_of_a_decode_step_runs_once_per_layer():
+    counts = []
+
+    def timer(calls):
+        counts.append(len(calls))
+        return 1.0
+
+    kernels = select_kernels("reference", CPU, torch.bfloat16)
+    shares = measure_shares(kernels, LAYER, 2, 20, CPU, timer, lambda: None)
+    assert counts == [4 * 3 + 1, 3, 4 * 3 + 1, 1]
+    assert shares.step_s == 4.0
+    assert shares.small_share == 0.5
+
+
+class Broken:
+    """An attention back-end that raises, or is wrong."""
+
+    name = "broken"
+
+    def __init__(self, raises):
+        self.raises = raises
+
+    def attend(self, q, k, v, kv_layer, metadata, params):
+        if self.raises:
+            raise RuntimeError("no such kernel")
+        return torch.full(q.shape, 3.0, dtype=q.dtype)
+
+
+@pytest.mark.parametrize("raises", [True, False])
+@pytest.mark.usefixtures("one_layer")
+def test_a_kernel_that_fails_or_is_wrong_is_named_and_the_rest_is_measured(raises, monkeypatch, capsys):
+    monkeypatch.setattr(bench_kernels, "CPU_ATTENTION", (decode_shape(1, 16, HEADS), decode_shape(2, 8, HEADS)))
+    monkeypatch.setattr(bench_kernels, "_CPU_TOKENS", (1,))
+    monkeypatch.setattr(bench_kernels, "SHAPE_135M", LAYER)
+    monkeypatch.setattr(bench_kernels, "measure_ceilings", lambda device: CEILINGS)
+    reference = select_kernels("reference", CPU, torch.bfloat16)
+    run = Run(CPU)
+    run.sets = {"broken": Kernels(Broken(raises), reference.operations)}
+    record = run.measure()
+    assert len(record["failures"]) == 2
+    assert {row["kernel"] for row in record["measurements"]} >= {"qkv", "lm_head", "silu_mul"}
+    assert "FAILED" in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so_and_writes_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["kernels", "--device", "cuda"])
+    monkeypatch.setattr(bench_kernels, "write_record", lambda *_: pytest.fail("nothing may be written"))
+    assert bench_kernels.main() == 0
+    assert capsys.readouterr().out == "not measured: no GPU\n"
+
+
+def test_aims_are_met_or_missed_by_our_own_kernels_only():
+    prefill, decode = str(prompt_shape(1, 8192, (32, 8, 128))), str(decode_shape(32, 2048, (32, 8, 128)))
+    rows = [
+        Measurement("prefill", prefill, "ours", 1.0, Cost(1, 70 * 10**12, torch.bfloat16)),
+        Measurement("prefill", prefill, "sdpa", 1.0, Cost(1, 70 * 10**12, torch.bfloat16)),
+        Measurement("decode", decode, "ours", 1.0, Cost(800 * 10**9, 1, torch.bfloat16)),
+        Measurement("decode", str(decode_shape(8, 64, HEADS)), "ours", 1.0, Cost(1, 1, torch.bfloat16)),
+    ]
+    aims = attention_aims(rows, CEILINGS, ["ours"])
+    assert [(round(aim.found, 3), aim.is_met) for aim in aims] == [(0.7, True), (0.8, False)]
+    gaps = step_aims([], [LaunchGap("captured", 1.0, 0.97), LaunchGap("launched one by one", 1.0, 0.2)])
+    assert [aim.is_met for aim in gaps] == [True]
