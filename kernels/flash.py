@@ -208,6 +208,8 @@ def _options(params: AttentionParams) -> dict[str, Any]:
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why this back-end cannot run on `device` with `dtype`, or None."""
+    if device.type != "cuda":
+        return f"needs a CUDA device, not {device.type}"
     needed = triton.obstacle(device, dtype)
     if needed is not None:
         return f"needs Triton's kernels beside it: {needed}"
