@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.sampling import DrawParams
 from kernels.spec import Dims
 from kernels.triton.row_mass import (
     CHUNK,
@@ -51,31 +52,22 @@ from tandem.errors import InternalError
 _NUM_WARPS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class DrawParams:
-    """What the tokens of R rows depend on besides the logits; tensors `[R]` on the logits' device."""
+class TritonSampler:
+    """Implements `kernels.sampling.Sampler`."""
 
-    temperature: torch.Tensor
-    """Float32; 0 takes the best token, the first among equals."""
-    top_k: torch.Tensor
-    """Int32; 0 keeps all."""
-    top_p: torch.Tensor
-    """Float64; 1 keeps all."""
-    min_p: torch.Tensor
-    """Float32; 0 keeps all."""
-    seed: torch.Tensor
-    """Int64 whose 64 bits are the generator's key."""
-    choice_index: torch.Tensor
-    """Int64, less than 2^32: third word of the counter."""
-    output_index: torch.Tensor
-    """Int64: first two words of the counter."""
+    __slots__ = ()
+
+    def draw(self, logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
+        """See `Sampler.draw`."""
+        return draw(logits, params)
+
+    def best_tokens(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `Sampler.best_tokens`."""
+        return best_tokens(logits)
 
 
 def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """Returns one token id per row, `[R]` int64, or -1 where the row holds NaN or has no finite maximum.
-
-    `logits` `[R, V]` float32, any stride over R, stay as they are. Takes about as much memory as they do.
-    """
+    """See `Sampler.draw`. Takes about as much memory as the logits do."""
     sizes = _check_logits(logits)
     for name, dtype in _PARAM_DTYPES.items():
         sizes.check(name, getattr(params, name), ("R",), dtype, logits.device)
@@ -121,10 +113,7 @@ def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
 
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the best token of each row, the first among equals: `[R]` int64, -1 as in `draw`.
-
-    `logits` `[R, V]` float32, any stride over R.
-    """
+    """See `Sampler.best_tokens`."""
     _check_logits(logits)
     rows, vocab_size = logits.shape
     token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -279,7 +268,7 @@ def _truncate_kernel(
 
 
 @triton.jit
-def _uniform_share(total: tl.tensor, seed: tl.tensor, choice_index: tl.tensor, output_index: tl.tensor) -> tl.tensor:
+def uniform_share(total: tl.tensor, seed: tl.tensor, choice_index: tl.tensor, output_index: tl.tensor) -> tl.tensor:
     """`floor(u * total)` for the row's uniform number u, a multiple of 2^-53, as in `engine.philox`: exact."""
     low, high = (output_index & 0xFFFFFFFF).to(tl.uint32), (output_index >> 32).to(tl.uint32)
     first, second, _, _ = tl.philox(seed, low, high, choice_index.to(tl.uint32), tl.zeros((), tl.uint32))
@@ -310,7 +299,7 @@ def _pick_kernel(
     if (token_id >= 0) & (tl.load(temperature + row) > 0):
         chunks = tl.arange(0, CHUNKS)
         weights = tl.load(masses + row * num_chunks + chunks, mask=chunks < num_chunks, other=0)
-        target = _uniform_share(
+        target = uniform_share(
             tl.sum(weights, 0), tl.load(seed + row), tl.load(choice_index + row), tl.load(output_index + row)
         )
         chunk = tl.sum((tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
