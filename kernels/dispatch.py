@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import flash, triton
+from kernels import cpu, flash, triton
 from kernels.operations import Kernels
 from tandem.errors import ConfigError
 
@@ -54,6 +54,7 @@ def _load_reference() -> Kernels:
 _REGISTRY = (
     _Entry("flash_attn", "the package flash-attn, with Triton for the rest", flash.obstacle, flash.load),
     _Entry("triton", "compiled Triton kernels, CUDA devices", triton.obstacle, triton.load),
+    _Entry("cpu", "native C++ kernels, float32 and bfloat16 on the CPU", cpu.obstacle, cpu.load),
     _Entry("reference", "plain torch, any device", _reference_obstacle, _load_reference),
 )
 

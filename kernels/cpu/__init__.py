@@ -1,1 +1,44 @@
 """Native kernels for CPUs: C++ in `src/`, one copy per instruction tier, bound by ctypes."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # not at run time: setup.py imports this package where torch is not installed
+    import torch
+
+    from kernels.operations import Kernels
+
+
+def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why these kernels cannot run on `device` with `dtype`, or None."""
+    from kernels.cpu import library
+    from kernels.cpu.operations import DTYPES
+
+    if device.type != "cpu":
+        return "native code for the CPU only"
+    if dtype not in DTYPES:
+        return f"computes float32 and bfloat16, not {dtype}"
+    reason = library.obstacle()
+    if reason is not None:
+        _warn_once(reason)
+    return reason
+
+
+def load() -> Kernels:
+    """Attention and operations at the highest tier that this machine runs. Raises InternalError if none does."""
+    from kernels.cpu.attention import CpuAttention
+    from kernels.cpu.library import Library
+    from kernels.cpu.operations import CpuOperations
+    from kernels.operations import Kernels
+
+    library = Library()
+    return Kernels(CpuAttention(library), CpuOperations(library))
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    from tandem.telemetry.logging import get_logger
+
+    get_logger(__name__).warning("native CPU kernels are unavailable; plain torch is slower", reason=reason)

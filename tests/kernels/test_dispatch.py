@@ -5,29 +5,55 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.cpu import build, library
 from kernels.dispatch import available_backends, select_kernels
 from tandem.errors import ConfigError
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["auto", "reference"])
-def test_reference_runs_everywhere(name):
-    assert select_kernels(name, CPU, torch.bfloat16).name == "reference"
+@pytest.fixture
+def no_library(monkeypatch, tmp_path):
+    """A machine on which the native kernels could not be built."""
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "_native.so")
+    library._open.cache_clear()
+    yield
+    library._open.cache_clear()
+
+
+def test_auto_takes_the_native_kernels_on_a_cpu():
+    kernels = select_kernels("auto", CPU, torch.bfloat16)
+    assert kernels.name == "cpu"
+    assert kernels.operations.name == f"cpu-{library.usable_tiers()[-1]}"
+
+
+def test_auto_takes_the_reference_where_the_native_kernels_were_not_built(no_library, caplog):
+    assert select_kernels("auto", CPU, torch.bfloat16).name == "reference"
+    with pytest.raises(ConfigError, match=r"cpu cannot run on cpu: not built"):
+        select_kernels("cpu", CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_reference_computes_every_float(dtype):
+    assert select_kernels("reference", CPU, dtype).name == "reference"
+
+
+def test_auto_takes_the_reference_for_what_only_it_computes():
+    assert select_kernels("auto", CPU, torch.float64).name == "reference"
 
 
 def test_the_list_gives_each_backend_a_reason():
     backends = available_backends(CPU)
-    assert [status.name for status in backends if status.usable] == ["reference"]
+    assert [status.name for status in backends if status.usable] == ["cpu", "reference"]
     assert all(status.reason for status in backends)
 
 
 def test_an_unknown_name_is_a_bad_option_that_lists_the_known():
-    with pytest.raises(ConfigError, match=r"--attention-backend: 'warp'.*auto, flash_attn, triton, .*reference"):
+    with pytest.raises(ConfigError, match=r"--attention-backend: 'warp'.*auto, flash_attn, triton, cpu, reference"):
         select_kernels("warp", CPU, torch.float32)
 
 
-@pytest.mark.parametrize("name", ["auto", "reference"])
+@pytest.mark.parametrize("name", ["auto", "cpu", "reference"])
 def test_a_dtype_that_nothing_computes_is_a_bad_option(name):
     with pytest.raises(ConfigError, match="--attention-backend"):
         select_kernels(name, CPU, torch.int8)

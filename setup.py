@@ -1,0 +1,32 @@
+"""What pyproject.toml cannot say: the native CPU kernels are compiled at install, where there is a compiler."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from kernels.cpu import build
+
+
+class BuildNative(build_ext):
+    """Compiles `kernels/cpu/src`. Without a compiler the package installs too, and runs on plain torch."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Says once what stands in the way, if anything does."""
+        try:
+            build.build(Path(self.get_ext_fullpath(ext.name)), Path(self.build_temp) / "kernels-cpu")
+        except build.BuildError as error:
+            self.warn(f"the native CPU kernels are left out, which costs speed: {error}")
+
+    def get_ext_filename(self, ext_name: str) -> str:
+        """The library is no Python module: it is opened by path, by any version."""
+        return str(Path(*ext_name.split(".")[:-1]) / build.LIBRARY.name)
+
+
+# Optional: setuptools does not miss the file if it was not built.
+setup(ext_modules=[Extension("kernels.cpu._native", sources=[], optional=True)], cmdclass={"build_ext": BuildNative})

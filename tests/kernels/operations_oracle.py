@@ -1,0 +1,110 @@
+"""The operations of a decoder layer written out in float64: what every implementation is compared with.
+
+Each rounds only where it stores: a residual in place, and the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.operations import QkNorm
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""Bound on the error of one output element, absolute and relative, of normal inputs, where an implementation
+rounds once: half a unit in the last place of bfloat16 and float16, a few of float32 for what it sums."""
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / rms(x) * weight` over the last dimension, float64."""
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum, rounded to the dtype of `residual`, and its norm in float64."""
+    total = (x.double() + residual.double()).to(residual.dtype)
+    return total, rms_norm(total, weight, eps)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gate * sigmoid(gate) * up`, float64."""
+    gate, up = gate_up.double().chunk(2, -1)
+    return gate * gate.sigmoid() * up
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turns the pairs (i, i + D / 2) of each head of x `[T, heads, D]` by the angles of cos, sin `[T, D / 2]`."""
+    low, high = x.double().chunk(2, -1)
+    cos, sin = cos.double()[:, None], sin.double()[:, None]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+
+@dataclass
+class Rotation:
+    """Arguments of `rotate_and_store` over a pool that is NaN wherever nothing is stored."""
+
+    qkv: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    qk_norm: QkNorm | None
+    pool: torch.Tensor
+    slot_mapping: torch.Tensor
+
+    @classmethod
+    def make(cls, num_tokens, heads, head_dim, block_size, dtype, *, normed=False, seed=0):
+        """`heads` = (query heads, KV heads). Every fifth token has no slot; all tensors are views into larger ones."""
+        generator = torch.Generator().manual_seed(seed)
+        num_heads, num_kv_heads = heads
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        qkv = normal(num_tokens, num_heads + 2 * num_kv_heads + 1, head_dim + 8).to(dtype)[:, 1:, :head_dim]
+        angles = normal(num_tokens, head_dim) * 3
+        cos, sin = (side.to(torch.float32)[:, : head_dim // 2] for side in (angles.cos(), angles.sin()))
+        weights = [1 + 0.2 * normal(head_dim) for _ in range(2)]
+        qk_norm = QkNorm(*(weight.to(dtype) for weight in weights), eps=1e-6) if normed else None
+        num_blocks = -(-num_tokens // block_size) + 2
+        pool = torch.full((num_blocks, 2, 2, num_kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
+        slots = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens]
+        slots[::5] = -1
+        return cls(qkv, cos, sin, qk_norm, pool, slots)
+
+    @property
+    def kv_layer(self) -> torch.Tensor:
+        """A strided view, as a layer of the pool is."""
+        return self.pool[:, 1]
+
+    def to(self, device: torch.device | str) -> Rotation:
+        """The same on another device."""
+        norm = self.qk_norm
+        if norm is not None:
+            norm = QkNorm(norm.q_weight.to(device), norm.k_weight.to(device), norm.eps)
+        moved = (tensor.to(device) for tensor in (self.qkv, self.cos, self.sin))
+        return Rotation(*moved, norm, self.pool.to(device), self.slot_mapping.to(device))
+
+    def check(self, operations, tolerance: float) -> None:
+        """Runs `rotate_and_store`; q, k, v and the pool are within `tolerance` of float64, all else is untouched."""
+        num_kv_heads, block_size = self.kv_layer.shape[2:4]
+        num_heads = self.qkv.shape[1] - 2 * num_kv_heads
+        q, k, v = self.qkv.clone().split((num_heads, num_kv_heads, num_kv_heads), 1)
+        if self.qk_norm is not None:
+            q = rms_norm(q, self.qk_norm.q_weight, self.qk_norm.eps)
+            k = rms_norm(k, self.qk_norm.k_weight, self.qk_norm.eps)
+        expected = torch.cat((rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v.double()), 1)
+        pool = self.pool.clone()
+
+        arguments = (self.qkv, self.cos, self.sin, self.qk_norm, self.kv_layer, self.slot_mapping)
+        operations.rotate_and_store(*arguments)
+        torch.testing.assert_close(self.qkv.double(), expected, atol=tolerance, rtol=tolerance)
+
+        stored = self.qkv[:, num_heads:]  # what was computed is what must lie in the pool
+        for token, slot in enumerate(self.slot_mapping.tolist()):
+            if slot >= 0:
+                keys_values = stored[token].unflatten(0, (2, num_kv_heads))
+                pool[slot // block_size, 1, :, :, slot % block_size] = keys_values
+        torch.testing.assert_close(self.pool, pool, atol=0, rtol=0, equal_nan=True)

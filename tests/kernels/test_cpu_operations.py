@@ -1,0 +1,173 @@
+"""The native operations against float64, at every tier that this machine runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.cpu.library import Library, usable_tiers
+from kernels.cpu.operations import CpuOperations
+from tandem.errors import InternalError
+from tests.kernels import operations_oracle as oracle
+from tests.kernels.operations_oracle import TOLERANCES
+
+DTYPES = (torch.float32, torch.bfloat16)
+TOKENS = (0, 1, 2, 15, 16, 17, 257)
+HEADS = [(1, 1), (2, 1), (9, 3), (8, 1), (16, 1)]
+EPS = 1e-5
+
+
+@pytest.fixture(params=usable_tiers(), scope="module")
+def ops(request):
+    return CpuOperations(Library(request.param))
+
+
+def _close(actual, expected, dtype):
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+def _rows(tokens, width, dtype, seed=0):
+    """`[tokens, width]` with a row stride of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, width + 5, generator=generator).to(dtype)[:, 3 : width + 3]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 8, 40, 576, 1000, 1536])
+def test_norms_are_exact_and_the_residual_is_the_rounded_sum(ops, width, dtype):
+    weight = _rows(1, width, dtype, seed=1)[0]
+    for tokens in TOKENS:
+        x, residual = _rows(tokens, width, dtype, seed=2), _rows(tokens, width, dtype, seed=3)
+        _close(ops.rms_norm(x, weight, EPS), oracle.rms_norm(x, weight, EPS), dtype)
+        total, expected = oracle.add_rms_norm(x, residual, weight, EPS)
+        around = residual._base.clone()
+        out = ops.add_rms_norm(x, residual, weight, EPS)
+        _close(out, expected, dtype)
+        assert out.is_contiguous()
+        assert torch.equal(residual, total)
+        assert torch.equal(residual._base[:, :3], around[:, :3])
+        assert torch.equal(residual._base[:, -2:], around[:, -2:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_gated_activation_is_exact(ops, dtype):
+    for tokens in TOKENS:
+        for width in (1, 8, 40, 1000, 1536):
+            gate_up = 4 * _rows(tokens, 2 * width, dtype)
+            _close(ops.silu_mul(gate_up), oracle.silu_mul(gate_up), dtype)
+
+
+def test_the_gated_activation_holds_at_the_ends(ops):
+    gate = torch.tensor([-torch.inf, -200.0, -89.0, 0.0, 89.0, 200.0, torch.inf, torch.nan] * 5)
+    out = ops.silu_mul(torch.cat((gate, torch.ones(40)))[None])[0, :8]
+    expected = torch.tensor([torch.nan, 0.0, 0.0, 0.0, 89.0, 200.0, torch.inf, torch.nan])
+    torch.testing.assert_close(out, expected, equal_nan=True, atol=1e-30, rtol=1e-6)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [2, 8, 20, 64, 80, 96, 128, 256])
+def test_each_head_dim_is_rotated_and_stored(ops, head_dim, dtype, normed):
+    for tokens in (0, 1, 17):
+        oracle.Rotation.make(tokens, (4, 2), head_dim, 16, dtype, normed=normed).check(ops, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_each_grouping_and_block_size_is_rotated_and_stored(ops, heads, dtype):
+    for block_size in (1, 3, 16, 256):
+        oracle.Rotation.make(35, heads, 64, block_size, dtype, normed=True).check(ops, TOLERANCES[dtype])
+
+
+def test_a_large_batch_is_shared_by_threads(ops):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        x, weight = _rows(1025, 576, torch.float32), _rows(1, 576, torch.float32)[0]
+        _close(ops.rms_norm(x, weight, EPS), oracle.rms_norm(x, weight, EPS), torch.float32)
+        oracle.Rotation.make(1025, (9, 3), 64, 16, torch.float32).check(ops, TOLERANCES[torch.float32])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_layers_of_one_step_and_steps_of_one_shape_are_told_apart(ops):
+    first, second = (oracle.Rotation.make(5, (4, 2), 8, 4, torch.float32, normed=True, seed=seed) for seed in (0, 1))
+    first.check(ops, 3e-6)
+    second.check(ops, 3e-6)
+    second.qkv, second.pool = first.qkv, first.pool
+    second.check(ops, 3e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_map_is_exact(ops, bias, dtype):
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((8, 8), (960, 576), (50, 40)):
+        weight = torch.randn(shape, generator=generator).to(dtype)
+        offset = torch.randn(shape[0], generator=generator).to(dtype) if bias else None
+        linear = ops.linear(weight, offset)
+        for tokens in (0, 1, 4, 17, 70):
+            x = _rows(tokens, shape[1], dtype)
+            expected = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+            bound = 2e-5 if dtype == torch.float32 else 2**-8 * expected.abs().amax().item() if tokens else 0
+            torch.testing.assert_close(linear(x).double(), expected, atol=bound, rtol=2e-5)
+
+
+X, WEIGHT = torch.zeros(3, 8), torch.ones(8)
+REFUSED = {
+    "another dtype": (X.half(), WEIGHT.half(), "x: torch.float16 .* float32 and bfloat16"),
+    "a weight of another dtype": (X, WEIGHT.bfloat16(), "weight: dtype is torch.bfloat16, expected torch.float32"),
+    "a weight of another width": (X, torch.ones(9), "weight: E is 9, elsewhere 8"),
+    "a vector": (WEIGHT, WEIGHT, r"x: shape \[8\] does not have dimensions \[T, E\]"),
+    "rows that are not contiguous": (torch.zeros(8, 3).T, WEIGHT, "x: last dimension has stride 3, expected 1"),
+    "another device": (X.to("meta"), WEIGHT.to("meta"), "x: .* on meta"),
+    "a weight on another device": (X, WEIGHT.to("meta"), "weight: device is meta, expected cpu"),
+}
+
+
+@pytest.mark.parametrize(("x", "weight", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_norm_refuses_by_name(ops, x, weight, message):
+    with pytest.raises(InternalError, match=message):
+        ops.rms_norm(x, weight, EPS)
+    with pytest.raises(InternalError, match=message):
+        ops.add_rms_norm(x, x.clone(), weight, EPS)
+
+
+def test_a_residual_that_does_not_fit_is_refused_by_name(ops):
+    with pytest.raises(InternalError, match="residual: T is 2, elsewhere 3"):
+        ops.add_rms_norm(X, X[:2], WEIGHT, EPS)
+    with pytest.raises(InternalError, match=r"residual: dtype is torch\.bfloat16"):
+        ops.add_rms_norm(X, X.bfloat16(), WEIGHT, EPS)
+
+
+def test_an_activation_that_does_not_fit_is_refused_by_name(ops):
+    with pytest.raises(InternalError, match=r"gate_up: .* even"):
+        ops.silu_mul(torch.zeros(2, 7))
+    with pytest.raises(InternalError, match="gate_up: last dimension has stride 2"):
+        ops.silu_mul(torch.zeros(8, 2).T)
+
+
+ALTERED = {
+    "cos": (lambda case: {"cos": case.cos.bfloat16()}, "cos: dtype"),
+    "slots": (lambda case: {"slot_mapping": case.slot_mapping[:2]}, "slot_mapping: T is 2, elsewhere 5"),
+    "pool": (lambda case: {"pool": case.pool.half(), "qkv": case.qkv.half()}, "qkv: torch.float16"),
+    "heads": (lambda case: {"qkv": case.qkv[:, :7]}, "qkv: 7 heads do not divide"),
+}
+
+
+@pytest.mark.parametrize(("alter", "message"), ALTERED.values(), ids=ALTERED)
+def test_a_rotation_refuses_by_name_also_after_one_that_fitted(ops, alter, message):
+    case = oracle.Rotation.make(5, (4, 2), 8, 4, torch.float32)
+    case.check(ops, 3e-6)
+    for name, value in alter(case).items():
+        setattr(case, name, value)
+    with pytest.raises(InternalError, match=message):
+        ops.rotate_and_store(case.qkv, case.cos, case.sin, None, case.kv_layer, case.slot_mapping)
+
+
+def test_norm_weights_of_another_width_are_refused_by_name(ops):
+    case = oracle.Rotation.make(5, (4, 2), 8, 4, torch.float32, normed=True)
+    norm = oracle.QkNorm(torch.ones(8), torch.ones(9), EPS)
+    with pytest.raises(InternalError, match="k_weight: D is 9, elsewhere 8"):
+        ops.rotate_and_store(case.qkv, case.cos, case.sin, norm, case.kv_layer, case.slot_mapping)
