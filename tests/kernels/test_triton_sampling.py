@@ -136,7 +136,7 @@ def test_many_draws_from_one_row_are_the_engines(device):
 def test_equal_scores_stay_or_go_together(device):
     logits = torch.tensor([3.0, 1.0, 3.0, 2.0, 2.0, 2.0, 1.0, 0.0]).repeat(24, 1)
     specs = [spec(temperature=2.0, top_k=4, seed=i) for i in range(12)]
-    specs += [spec(temperature=2.0, top_p=0.7, seed=i) for i in range(12)]
+    specs += [spec(temperature=2.0, top_p=0.7, seed=i) for i in range(12, 24)]
     got = tokens(logits, specs, device)
     assert got == engine_tokens(logits, specs)
     assert set(got) == {0, 2, 3, 4, 5}
