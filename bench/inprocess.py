@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from engine.chunking import plan_chunks
 from engine.loading import Engine
 from engine.sequence import Sequence
 from engine.step import SampledToken
@@ -18,7 +19,7 @@ class EngineTimes:
     """What one batch took."""
 
     first_token_s: float
-    """From the call to the first token of the last prompt, all prompts in steps of `chunk_tokens`."""
+    """From the call to the first token of the last prompt, all prompts in ragged steps of `chunk_tokens` at most."""
     step_s: tuple[float, ...]
     """Each decode step of the whole batch."""
     token_ids: tuple[tuple[TokenId, ...], ...]
@@ -33,14 +34,14 @@ def run_batch(engine: Engine, prompts: SequenceOf[SequenceOf[int]], max_tokens: 
 async def _run(engine: Engine, prompts: SequenceOf[SequenceOf[int]], max_tokens: int, chunk_tokens: int) -> EngineTimes:
     seqs = [_sequence(number, prompt, max_tokens) for number, prompt in enumerate(prompts)]
     began_s = time.perf_counter()
-    for seq in seqs:
-        while not seq.num_output_tokens:
-            await _step(engine, [seq], min(chunk_tokens, seq.num_remaining_tokens))
+    while waiting := [seq for seq in seqs if not seq.num_output_tokens]:
+        chunks = plan_chunks([seq.num_remaining_tokens for seq in waiting], chunk_tokens, len(waiting))
+        await _step(engine, [(seq, chunk) for seq, chunk in zip(waiting, chunks, strict=True) if chunk])
     first_token_s = time.perf_counter() - began_s
     step_s = []
     while not seqs[0].is_finished:
         began_s = time.perf_counter()
-        await _step(engine, seqs, 1)
+        await _step(engine, [(seq, 1) for seq in seqs])
         step_s.append(time.perf_counter() - began_s)
     for seq in seqs:
         engine.pool.release(seq.take_blocks())
@@ -54,13 +55,14 @@ def _sequence(number: int, prompt: SequenceOf[int], max_tokens: int) -> Sequence
     return Sequence(SequenceSpec(RequestId(f"bench-{number}"), token_ids, len(token_ids), sampling))
 
 
-async def _step(engine: Engine, seqs: SequenceOf[Sequence], num_tokens: int) -> None:
-    for seq in seqs:
+async def _step(engine: Engine, chunks: SequenceOf[tuple[Sequence, int]]) -> None:
+    """One engine step that computes so many tokens of each seq."""
+    for seq, num_tokens in chunks:
         wanted = seq.blocks_wanted(num_tokens, engine.pool.block_size)
         if wanted:
             seq.add_blocks(engine.pool.allocate(wanted))
-    outputs: list[SampledToken | None] = await engine.thread.step([seq.scheduled(num_tokens) for seq in seqs])
-    for seq, sampled in zip(seqs, outputs, strict=True):
+    outputs: list[SampledToken | None] = await engine.thread.step([seq.scheduled(size) for seq, size in chunks])
+    for (seq, num_tokens), sampled in zip(chunks, outputs, strict=True):
         seq.advance(num_tokens)
         if sampled is not None:
             seq.append_token(sampled.token_id)

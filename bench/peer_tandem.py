@@ -1,0 +1,41 @@
+"""Tandem's engine under `bench.peers`: `python -m bench.peer_tandem MODEL_DIR THREADS`. No router, no gRPC."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.inprocess import run_batch
+from bench.peer_job import Job, JobTimes, OpenedEngine, serve_jobs
+from engine.loading import EngineOptions, load_engine
+from engine.placement import ThreadPlacement
+from tandem import __version__
+
+_KV_BYTES = 4 << 30
+
+
+def open_engine(model: Path, threads: int) -> OpenedEngine:
+    """Loads it with the kernels that it chooses by itself."""
+    options = EngineOptions(
+        model_path=model, device="cpu", kv_memory_bytes=_KV_BYTES, placement=ThreadPlacement(threads=threads)
+    )
+    engine = load_engine(options)
+    vocab_size = engine.model.config.vocab_size
+
+    def run(job: Job) -> JobTimes:
+        prompts = job.prompts(vocab_size)
+        budget = job.budget_tokens or job.num_seqs * job.prompt_tokens
+        times = run_batch(engine, prompts, job.decode_steps + 1, budget)
+        return JobTimes(times.first_token_s, list(times.step_s), [tokens[0] for tokens in times.token_ids])
+
+    facts = {
+        "tandem": __version__,
+        "threads": str(threads),
+        "attention": engine.backend_name,
+        "block_size": str(engine.layout.block_size),
+        "dtype": engine.layout.dtype.value,
+    }
+    return OpenedEngine(run, facts)
+
+
+if __name__ == "__main__":
+    serve_jobs(open_engine)

@@ -1,0 +1,52 @@
+"""transformers under `bench.peers`: `python -m bench.peer_transformers MODEL_DIR THREADS`; static batches, sdpa."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from bench.peer_job import Job, JobTimes, OpenedEngine, serve_jobs
+
+
+class TokenClock:
+    """A stopping criterion that never stops: `generate` asks it after every token, and it notes when."""
+
+    def __init__(self) -> None:
+        self.at_s: list[float] = []
+
+    def __call__(self, token_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        """`token_ids` `[B, T]`; False for each seq."""
+        self.at_s.append(time.perf_counter())
+        return torch.zeros(token_ids.shape[0], dtype=torch.bool)
+
+
+def open_engine(model: Path, threads: int) -> OpenedEngine:
+    """Loads it in the checkpoint's own dtype."""
+    torch.set_num_threads(threads)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
+
+    def run(job: Job) -> JobTimes:
+        prompts = torch.tensor(job.prompts(loaded.config.vocab_size))  # [B, T]
+        clock = TokenClock()
+        began_s = time.perf_counter()
+        with torch.inference_mode():
+            token_ids = loaded.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                do_sample=False,
+                max_new_tokens=job.decode_steps + 1,
+                stopping_criteria=[clock],
+            )
+        steps_s = [later - earlier for earlier, later in zip(clock.at_s, clock.at_s[1:], strict=False)]
+        return JobTimes(clock.at_s[0] - began_s, steps_s, token_ids[:, job.prompt_tokens].tolist())
+
+    return OpenedEngine(run, {"transformers": transformers.__version__, "threads": str(threads)})
+
+
+if __name__ == "__main__":
+    serve_jobs(open_engine)

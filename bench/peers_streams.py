@@ -1,0 +1,95 @@
+"""One streamed request as its client saw it, and what streams together say; the client of Tandem's servers."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from tandem.client import AsyncClient
+from tandem.types import TokenId
+
+REQUEST_TIMEOUT_S = 90.0
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Times are the client's, of `time.perf_counter`."""
+
+    sent_s: float
+    arrivals: tuple[tuple[float, int], ...]
+    """When each message with tokens came, and how many it brought."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated."""
+        return sum(count for _, count in self.arrivals)
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.arrivals[0][0] - self.sent_s
+
+    @property
+    def end_s(self) -> float:
+        """When the last token came."""
+        return self.arrivals[-1][0]
+
+    def gaps_s(self, start_s: float = float("-inf"), end_s: float = float("inf")) -> list[float]:
+        """What a reader waited between messages; of those gaps that reach into the window."""
+        times = [at_s for at_s, _ in self.arrivals]
+        return [now - before for before, now in pairwise(times) if now >= start_s and before <= end_s]
+
+
+class StreamClient(Protocol):
+    """A client of one server."""
+
+    async def generate(self, prompt: Prompt, max_tokens: int) -> Stream:
+        """Greedy, end-of-text ignored. Raises if not all tokens come in time."""
+        ...
+
+
+class TandemStreams:
+    """Through gRPC, as users would."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def generate(self, prompt: Prompt, max_tokens: int) -> Stream:
+        """See StreamClient. Raises TandemError."""
+        arrivals: list[tuple[float, int]] = []
+        sent_s = time.perf_counter()
+        updates = self._client.generate(
+            token_ids=[TokenId(token_id) for token_id in prompt],
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            timeout_s=REQUEST_TIMEOUT_S,
+        )
+        async for update in updates:
+            if update.token_ids:
+                arrivals.append((time.perf_counter(), len(update.token_ids)))
+        return checked(Stream(sent_s, tuple(arrivals)), max_tokens)
+
+
+def checked(stream: Stream, max_tokens: int) -> Stream:
+    """Raises RuntimeError if tokens are missing."""
+    if stream.num_tokens != max_tokens:
+        raise RuntimeError(f"the stream ended after {stream.num_tokens} of {max_tokens} tokens")
+    return stream
+
+
+def tokens_per_s(streams: Sequence[Stream]) -> float:
+    """Output tokens of all of them over first sent to last arrived."""
+    span_s = max(stream.end_s for stream in streams) - min(stream.sent_s for stream in streams)
+    return sum(stream.num_tokens for stream in streams) / span_s
+
+
+def fresh_prompts(rng: random.Random, count: int, num_tokens: int, vocab_size: int) -> list[Prompt]:
+    """Random ids that no prefix cache has seen."""
+    return [tuple(rng.randrange(4, vocab_size) for _ in range(num_tokens)) for _ in range(count)]
