@@ -143,6 +143,15 @@ def test_equal_scores_stay_or_go_together(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("params", "num_kept"), [({"top_p": 0.74999}, 2), ({"top_p": 0.75001}, 3), ({"top_k": 3}, 3)])
+def test_a_filter_ends_just_where_it_says(params, num_kept, device):
+    logits = -torch.arange(24.0).roll(7) * torch.tensor(2.0).log()  # weights 1/2, 1/4, 1/8 … from token 7 on
+    specs = [spec(temperature=1.0, seed=i, **params) for i in range(16)]
+    got = tokens(logits.repeat(len(specs), 1), specs, device)
+    assert set(got) == set(range(7, 7 + num_kept))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"temperature": 1e-20}], ids=str)
 def test_the_strictest_filters_leave_the_best_token(params, device):
     logits = normal(3, 300, seed=1)
