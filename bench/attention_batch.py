@@ -25,6 +25,7 @@ class AttentionBatch:
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
+        self.device = device
         self._params = AttentionParams(shape.head_dim**-0.5)
         self._num_layers = _layers(shape.kv_bytes(dtype), device)
         counts = [-(-seq_len // shape.block_size) for _, seq_len in shape.lens]
