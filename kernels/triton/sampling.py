@@ -11,7 +11,7 @@ parameters and its counter. Seven launches (one clears scratch), whatever the pa
     pick        Philox4x32-10 (SC 2011) and the inverse of the cumulative mass
 
 Against `engine.sampler` with the same logits a drawn token differs only where the uniform
-number, or the border of a nucleus, falls within rounding of a border between two tokens: 2^-21
+number, or the border of a nucleus, falls within rounding of a border between two tokens: 2^-19
 of a token's weight (the device's exp) and 2^-25 of the row's mass (`kernels.triton.row_mass`).
 """
 
@@ -169,8 +169,8 @@ class _Scratch:
             best=torch.empty(rows, num_chunks, dtype=torch.float32, device=device),
             best_ids=torch.empty(rows, num_chunks, dtype=torch.int32, device=device),
             masses=torch.empty(rows, num_chunks, dtype=torch.int64, device=device),
-            histogram=zeros[rows:].view(rows, NUM_BINS),
-            shortlist_lens=zeros[:rows],
+            histogram=zeros[: rows * NUM_BINS].view(rows, NUM_BINS),
+            shortlist_lens=zeros[rows * NUM_BINS :],  # aligned whatever R is: one compilation serves all
             shortlist=torch.empty(rows, vocab_size, dtype=torch.float32, device=device),
             thresholds=torch.empty(rows, dtype=torch.float32, device=device),
         )
