@@ -126,7 +126,7 @@ def load_engine(options: EngineOptions) -> Engine:
         layout=layout,
         kv_cache=kv_cache,
         pool=BlockPool(kv_cache.num_blocks, options.block_size),
-        thread=EngineThread(Runner(model.decoder, kv_cache, graphs), executor=executor),
+        thread=EngineThread(Runner(model.decoder, kv_cache, graphs, kernels.sampler), executor=executor),
         backend_name=kernels.name,
         load_s=time.monotonic() - started_s,
     )

@@ -15,14 +15,22 @@ from engine.graphs import DecodeGraphs
 from engine.kv_cache import KvCache
 from engine.sampler import sample
 from engine.step import SampledToken, ScheduledSeq
+from kernels.sampling import Sampler
 
 
 class Runner:
-    """Steps `decoder` over `kv_cache`; decode steps through `graphs`, where those serve them."""
+    """Steps `decoder` over `kv_cache`; decode steps through `graphs`, draws by `sampler`, where there are any."""
 
-    def __init__(self, decoder: Forward, kv_cache: KvCache, graphs: DecodeGraphs | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Forward,
+        kv_cache: KvCache,
+        graphs: DecodeGraphs | None = None,
+        sampler: Sampler | None = None,
+    ) -> None:
         self._decoder = decoder
         self._graphs = graphs
+        self._sampler = sampler
         self._kv = kv_cache.tensor  # [N, L, 2, Hkv, S, D]
         self._block_size = kv_cache.layout.block_size
 
@@ -40,7 +48,7 @@ class Runner:
                 logits = self._decoder.forward(
                     batch.token_ids, batch.positions, self._kv, batch.metadata, batch.sample_rows
                 )  # [R, V]
-            tokens = iter(sample(logits, batch.sample_specs))
+            tokens = iter(sample(logits, batch.sample_specs, self._sampler))
             if self._kv.is_cuda and not batch.sample_specs:  # else tokens on the host have waited for all of it
                 torch.cuda.current_stream(self._kv.device).synchronize()
         return [None if seq.sample is None else next(tokens) for seq in seqs]

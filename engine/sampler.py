@@ -10,6 +10,8 @@ Order of work, as in vLLM and transformers:
  6. one uniform number per row             `engine.philox`, counter = (output index, choice)
  7. inverse of the cumulative distribution in the order of the vocabulary
 
+Steps 3 to 7 are torch on any device, or the kernels' own `Sampler` where they have one.
+
 Rows are worked on together but never look at each other: on a CPU a row's token is the same,
 bit for bit, alone and in any batch. There is no state; any worker can draw any token.
 """
@@ -28,6 +30,7 @@ from engine.row_scan import chunk_masses, first_max, inverse_cdf, largest
 from engine.step import SampledToken, SampleSpec
 from engine.truncation import truncate
 from engine.upload import upload
+from kernels.sampling import DrawParams, Sampler
 from tandem.errors import InternalError
 from tandem.types import TokenId, TokenLogprobs
 
@@ -37,15 +40,16 @@ _MIN_TEMPERATURE = 1e-30
 """Below it float32 runs out of exponents; the draw is the best token well before."""
 
 
-def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[SampledToken]:
-    """Returns one token per row of `logits` `[R, V]` float32, which stay as they are.
+def sample(logits: torch.Tensor, specs: Sequence[SampleSpec], sampler: Sampler | None = None) -> list[SampledToken]:
+    """Returns one token per row of `logits` `[R, V]` float32, which stay as they are; drawn by `sampler`, if any.
 
     Raises InternalError if a row holds NaN or has no finite maximum: nothing may be drawn from
     a broken computation.
     """
     if not specs:
         return []
-    token_ids = _choose(_adjusted(logits, specs), specs)
+    adjusted = _adjusted(logits, specs)
+    token_ids = _choose(adjusted, specs) if sampler is None else _draw_by(sampler, adjusted, specs)
     if all(spec.params.logprobs is None for spec in specs):
         return [SampledToken(TokenId(token_id), None) for token_id in token_ids]
     logprobs = _logprobs(logits, token_ids, specs)
@@ -70,10 +74,42 @@ def _choose(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
         _draw(logits, best, chosen, rows, [specs[row] for row in rows])
     # Maxima and tokens come to the host together: each trip waits for a GPU. Both are exact in float64.
     maxima, token_ids = torch.stack((best.double(), chosen.double())).tolist()
-    bad = [row for row, maximum in enumerate(maxima) if not math.isfinite(maximum)]
-    if bad:
-        raise InternalError(f"logits of rows {bad} are not finite")
+    _check_finite([row for row, maximum in enumerate(maxima) if not math.isfinite(maximum)])
     return [int(token_id) for token_id in token_ids]
+
+
+def _check_finite(bad_rows: list[int]) -> None:
+    if bad_rows:
+        raise InternalError(f"logits of rows {bad_rows} are not finite")
+
+
+def _draw_by(sampler: Sampler, logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+    if all(spec.params.temperature == 0.0 for spec in specs):
+        drawn = sampler.best_tokens(logits)
+    else:
+        drawn = sampler.draw(logits, _draw_params(specs, logits))
+    token_ids: list[int] = drawn.tolist()  # the step's one wait for the device
+    _check_finite([row for row, token_id in enumerate(token_ids) if token_id < 0])
+    return token_ids
+
+
+def _draw_params(specs: Sequence[SampleSpec], logits: torch.Tensor) -> DrawParams:
+    vocab_size = logits.shape[1]
+    params = [spec.params for spec in specs]
+    return DrawParams(
+        *upload(
+            (
+                np.array([p.temperature for p in params], dtype=np.float32),
+                np.array([min(p.top_k, vocab_size) for p in params], dtype=np.int32),
+                np.array([p.top_p for p in params], dtype=np.float64),
+                np.array([p.min_p for p in params], dtype=np.float32),
+                np.array([p.seed & 0xFFFFFFFFFFFFFFFF for p in params], dtype=np.uint64).view(np.int64),
+                np.array([spec.choice_index for spec in specs], dtype=np.int64),
+                np.array([spec.output_index for spec in specs], dtype=np.int64),
+            ),
+            logits.device,
+        )
+    )
 
 
 def _draw(

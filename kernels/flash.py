@@ -238,5 +238,6 @@ def load() -> Kernels:
 
     from kernels.triton.attention import TritonAttention
     from kernels.triton.operations import TritonOperations
+    from kernels.triton.sampling import TritonSampler
 
-    return Kernels(FlashAttention(flash_attn, TritonAttention()), TritonOperations())
+    return Kernels(FlashAttention(flash_attn, TritonAttention()), TritonOperations(), TritonSampler())

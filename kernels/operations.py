@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from kernels.attention import AttentionBackend
+from kernels.sampling import Sampler
 
 
 class LinearMap(Protocol):
@@ -77,10 +78,12 @@ class Operations(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """All that a model calls: attention and operations for one device, chosen together at start."""
+    """All that one device computes with, chosen together at start."""
 
     attention: AttentionBackend
     operations: Operations
+    sampler: Sampler | None = None
+    """Draws tokens in kernels of its own; None leaves it to `engine.sampler`."""
 
     @property
     def name(self) -> str:

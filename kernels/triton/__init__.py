@@ -33,5 +33,6 @@ def load() -> Kernels:
     """Imports Triton and the kernels; call it only where `obstacle` is None."""
     from kernels.triton.attention import TritonAttention
     from kernels.triton.operations import TritonOperations
+    from kernels.triton.sampling import TritonSampler
 
-    return Kernels(TritonAttention(), TritonOperations())
+    return Kernels(TritonAttention(), TritonOperations(), TritonSampler())

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.row_mass import CHUNK, MAX_VOCAB_SIZE
-from kernels.triton.sampling import best_tokens, draw, uniform_share
+from kernels.triton.sampling import TritonSampler, best_tokens, draw, uniform_share
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's on infinities, in the interpreter
 
@@ -225,6 +225,27 @@ def test_rows_may_be_strided_and_may_be_none(device):
     assert tokens(wide[:, 3:80], specs, device) == engine_tokens(normal(4, 77), specs)
     assert draw(wide[:0], draw_params([], device)).shape == (0,)
     assert best_tokens(wide[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_engine_samples_the_same_through_the_kernels(device):
+    specs = [*specs_of_every_kind(3), spec(temperature=0.0), spec(temperature=1.0, seed=2**64 - 5, top_k=2**40)]
+    specs += [spec(temperature=1.0, logit_bias={7: 30.0}), spec(temperature=1.0, logprobs=3, seed=3)]
+    logits = normal(len(specs), 300, seed=7)
+    got, want = sample(logits.to(device), specs, TritonSampler()), sample(logits, specs)
+    assert [drawn.token_id for drawn in got] == [drawn.token_id for drawn in want]
+    assert got[-1].logprobs.logprob == pytest.approx(want[-1].logprobs.logprob)
+    greedy = [spec(temperature=0.0)] * len(specs)
+    assert sample(logits.to(device), greedy, TritonSampler()) == sample(logits, greedy)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_engine_refuses_broken_rows_that_the_kernels_report(temperature, device):
+    logits = torch.zeros(3, 50, device=device)
+    logits[1, 3] = torch.nan
+    with pytest.raises(InternalError, match=r"logits of rows \[1\] are not finite"):
+        sample(logits, [spec(temperature=temperature)] * 3, TritonSampler())
 
 
 @triton.jit
