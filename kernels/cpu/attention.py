@@ -82,9 +82,6 @@ class CpuAttention:
             raise InternalError(f"q: {q.dtype} on {q.device}; the native kernels compute float32 and bfloat16 on CPUs")
         if q.shape[1] > 1 and q.stride(1) != q.shape[2]:
             raise InternalError(f"q: heads have stride {q.stride(1)}, expected {q.shape[2]}")
-        for name, tensor in (("cu_seqlens_q", metadata.cu_seqlens_q), ("seq_lens", metadata.seq_lens)):
-            if not tensor.is_contiguous():
-                raise InternalError(f"{name}: has stride {tensor.stride(0)}, expected 1")
         if params.scale <= 0:
             raise InternalError(f"params: scale is {params.scale}, expected above 0")
         step = _Step(q, kv_layer, metadata, params)

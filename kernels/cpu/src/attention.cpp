@@ -32,8 +32,9 @@ struct Plan {
 };
 
 inline int64_t query_len(const AttendArgs& a, int64_t seq) { return a.starts[seq + 1] - a.starts[seq]; }
+// Keys that decode cuts into shares: those that the seq sees, from a multiple of kTokens on.
 inline int64_t decode_keys(const AttendArgs& a, int64_t seq) {
-  return a.window ? least(a.window, a.seq_lens[seq]) : a.seq_lens[seq];
+  return a.seq_lens[seq] - first_seen(a, a.seq_lens[seq] - 1) / kTokens * kTokens;
 }
 inline int64_t num_shares(int64_t keys) { return (keys + share_of(keys) - 1) / share_of(keys); }
 
@@ -85,7 +86,8 @@ inline Unit* add_decode(const AttendArgs& a, const Cut& cut, int64_t seq, const 
       *to = Unit{};
       to->seq = int32_t(seq);
       to->kv_head = int32_t(head), to->kv_head_end = int32_t(least(a.num_kv_heads, head + cut.kv_heads));
-      to->begin = int32_t(first + part * share), to->end = int32_t(first + least(keys, (part + 1) * share));
+      to->begin = int32_t(most(first + part * share, first_seen(a, a.seq_lens[seq] - 1)));
+      to->end = int32_t(first + least(keys, (part + 1) * share));
       to->part = int32_t(part), to->num_parts = int32_t(shares);
       to->partial = used.partials, to->split = used.split_seqs;
     }
@@ -174,7 +176,7 @@ TANDEM_EXPORT(void, tandem_attend_check)(const AttendShape* shape, int64_t* faul
     else if (seq_len < query_len) *fault = 2;
     else if (blocks > s.max_blocks) *fault = 3;
     const int32_t* table = s.block_tables + *seq * s.table_stride;
-    for (int64_t i = 0; i < blocks && !*fault; ++i)
+    for (int64_t i = first_seen(s, seq_len - query_len) / s.block_size; i < blocks && !*fault; ++i)
       if (table[i] < 0 || table[i] >= s.num_blocks) *fault = 3;
   }
 }

@@ -47,6 +47,11 @@ TANDEM_INLINE int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) 
 TANDEM_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 TANDEM_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// The first key that the query at `position` sees.
+TANDEM_INLINE int64_t first_seen(const AttendShape& s, int64_t position) {
+  return s.window ? most(0, position - s.window + 1) : 0;
+}
+
 // Grows only; lives as long as its thread. Contents are lost when it grows.
 struct Arena {
   char* base = nullptr;

@@ -5,12 +5,13 @@
 // neither on the batch nor on the number of threads.
 //
 // Weights are kept as [tokens, kGroup]: kGroup query heads of one KV head, a power of two, in
-// neighbouring lanes. Maxima and totals then go lane by lane, and across lanes once per kTokens.
+// neighbouring lanes. Maxima and totals then go lane by lane, and across lanes once per kTokens. With
+// AMX tiles (bfloat16, dims in 32s, up to 16 heads to a KV head) the lanes hold the heads of as many
+// KV heads as fit in 16, a set.
 
 #pragma once
 
-#include "attention_batch.h"
-#include "attention_math.h"
+#include "attention_pairs.h"
 
 namespace {
 
@@ -31,18 +32,22 @@ class Decode {
   int32_t* pending_;                    // [split seq, Hkv]: shares not yet finished
   const Unit* unit_ = nullptr;
   // Scratch.
-  const T** rows_;  // [kTokens] of K, KV head 0
-  float* weights_;  // [kTokens, 4]
-  float* queries_;  // [H, width]
-  float* sums_;     // [H, width]
-  float* maxima_;   // [H, kLanes]: of a run of heads at the first one's place, repeating every kGroup lanes
-  float* totals_;   // [H, kLanes]: likewise, yet to be summed over the repeats
+  const T** rows_;   // [kTokens] of K, KV head 0
+  const T** ahead_;  // rows of the next kTokens, to be prefetched
+  float* weights_;   // [kTokens, 4], of a set [kTokens + 16, 16]
+  float* queries_;   // [H, width], of sets per KV head [D / 32 tiles of words]
+  T* copies_;        // [Hkv, 16, D]: keys of a set whose rows do not lie evenly
+  float* sums_;      // [H, width]
+  float* maxima_;    // [H, kLanes]: of a run of heads at the first one's place, repeating every kGroup lanes
+  float* totals_;    // [H, kLanes]: likewise, yet to be summed over the repeats
 
   char* carve(char* base) {
     Carver carver{base};
     rows_ = carver.take<const T*>(kTokens);
-    weights_ = carver.take<float>((kTokens + kLanes) * 4);
-    queries_ = carver.take<float>(a_.num_heads * width_);
+    ahead_ = carver.take<const T*>(kTokens);
+    weights_ = carver.take<float>((kTokens + 16) * 16);
+    queries_ = carver.take<float>(has_sets() ? a_.num_kv_heads * dims_ / 2 * 16 : a_.num_heads * width_);
+    copies_ = carver.take<T>(a_.num_kv_heads * 16 * dims_);
     sums_ = carver.take<float>(a_.num_heads * width_);
     maxima_ = carver.take<float>(a_.num_heads * kLanes);
     totals_ = carver.take<float>(a_.num_heads * kLanes);
@@ -64,11 +69,24 @@ class Decode {
   void run(const Unit& unit, Arena& arena) {
     unit_ = &unit;
     carve(arena.reserve(carve(nullptr) - static_cast<char*>(nullptr)));
+    if (has_sets()) memset(queries_, 0, a_.num_kv_heads * dims_ / 2 * 16 * sizeof(float));
     for (int64_t head = first_head(); head < end_head(); ++head) start_head(head);
-    for (int64_t first = unit.begin; first < unit.end; first += kTokens) {
-      const int64_t count = least(kTokens, unit.end - first);
-      key_rows(a_, unit.seq, first, count, rows_);
-      for (int64_t kv_head = unit.kv_head; kv_head < unit.kv_head_end; ++kv_head) update_group(kv_head, count);
+    int64_t count = count_from(unit.begin);
+    key_rows(a_, unit.seq, unit.begin, count, rows_);
+    for (int64_t first = unit.begin; first < unit.end;) {
+      const int64_t next = first + count, next_count = next < unit.end ? count_from(next) : 0;
+      key_rows(a_, unit.seq, next, next_count, ahead_);
+      if (has_sets())
+        for (int64_t kv_head = unit.kv_head; kv_head < unit.kv_head_end; kv_head += set_size())
+          update_set(kv_head, least(kv_head + set_size(), unit.kv_head_end), first, count, next_count);
+      else
+        for (int64_t kv_head = unit.kv_head; kv_head < unit.kv_head_end; ++kv_head) {
+          prefetch(kv_head, next_count);
+          update_group(kv_head, count);
+        }
+      const T** used = rows_;
+      rows_ = ahead_, ahead_ = used;
+      first = next, count = next_count;
     }
     if (unit.num_parts == 1)
       write_whole();
@@ -77,6 +95,25 @@ class Decode {
   }
 
  private:
+#if defined(__AMX_BF16__)
+  bool has_sets() const { return sizeof(T) == 2 && dims_ % 32 == 0 && group_ <= 16; }
+#else
+  static constexpr bool has_sets() { return false; }
+#endif
+  int64_t set_size() const { return 16 / group_; }  // KV heads of a set
+
+  // Positions up to the next multiple of kTokens.
+  int64_t count_from(int64_t first) const { return least(unit_->end, first / kTokens * kTokens + kTokens) - first; }
+
+  void prefetch(int64_t kv_head, int64_t count) const {
+    const int64_t bytes = dims_ * int64_t(sizeof(T));
+    for (int64_t t = 0; t < count; ++t)
+      for (int64_t side = 0; side < 2; ++side) {
+        const char* row = reinterpret_cast<const char*>(ahead_[t] + kv_head * a_.head_stride + side * a_.side_stride);
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+      }
+  }
+
   int64_t first_head() const { return unit_->kv_head * group_; }
   int64_t end_head() const { return unit_->kv_head_end * group_; }
   float* partial(int64_t part, int64_t head) const {
@@ -86,12 +123,73 @@ class Decode {
   void start_head(int64_t head) {
     const T* query = static_cast<const T*>(a_.q) + a_.starts[unit_->seq] * a_.q_stride + head * dims_;
     for (int64_t d = 0; d < dims_; d += kLanes) {
-      store(queries_ + head * width_ + d, load_n(query + d, int(least(kLanes, dims_ - d))));
+      if (!has_sets()) store(queries_ + head * width_ + d, load_n(query + d, int(least(kLanes, dims_ - d))));
       store(sums_ + head * width_ + d, F32{});
     }
     store(maxima_ + head * kLanes, splat(kHidden));
     store(totals_ + head * kLanes, F32{});
+    if (has_sets()) {
+      const int64_t kv_head = head / group_, lane = (head - first_head()) % (set_size() * group_);
+      uint32_t* to = reinterpret_cast<uint32_t*>(queries_) + kv_head * dims_ / 2 * 16 + lane;
+      for (int64_t word = 0; word < dims_ / 2; ++word) memcpy(to + word * 16, query + 2 * word, 4);
+    }
   }
+
+#if defined(__AMX_BF16__)
+  // The heads of KV heads kv_head … kv_head_end in 16 lanes.
+  void update_set(int64_t kv_head, int64_t kv_head_end, int64_t first, int64_t count, int64_t next_count) {
+    // Tiles begin at multiples of 16: so they stay within blocks whose size is one.
+    const int64_t lead = a_.block_size % 16 == 0 ? first % 16 : 0, head = kv_head * group_;
+    const uint32_t* queries = reinterpret_cast<const uint32_t*>(queries_) + kv_head * dims_ / 2 * 16;
+    for (int64_t t = -lead; t < count;) {
+      const int64_t kv_heads = kv_head_end - kv_head;
+      float* to = weights_ + (t + lead) * 16;
+      const Bf16* keys[4];
+      if (a_.block_size % 16 == 0 && t + 64 <= round_up(count, 16)) {
+        for (int i = 0; i < 4; ++i) keys[i] = even_rows(t + 16 * i, kv_head);
+        tile_scores_of_heads<true>(keys, kv_heads, a_.head_stride, a_.slot_stride, dims_ / 32, queries, to);
+        t += 64;
+      } else if (a_.block_size % 16 == 0) {
+        keys[0] = even_rows(t, kv_head);
+        tile_scores_of_heads<false>(keys, kv_heads, a_.head_stride, a_.slot_stride, dims_ / 32, queries, to);
+        t += 16;
+      } else {
+        keys[0] = copied_rows(t, count, kv_head, kv_head_end);
+        tile_scores_of_heads<false>(keys, kv_heads, 16 * dims_, dims_, dims_ / 32, queries, to);
+        t += 16;
+      }
+    }
+    float* weights = weights_ + lead * 16;
+    alignas(64) float decay[kLanes];
+    store(decay, softmax<16>(weights, head, count));
+    for (; kv_head < kv_head_end; ++kv_head) {
+      prefetch(kv_head, next_count);
+      for (int64_t g = 0; g < group_; g += run_lanes(g)) {
+        const int64_t at = kv_head * group_ + g, lane = at - head, left = group_ - g;
+        if (left >= 4) add_all_values<16, 4>(weights + lane, kv_head, at, count, decay + lane);
+        else if (left == 3) add_all_values<16, 3>(weights + lane, kv_head, at, count, decay + lane);
+        else if (left == 2) add_all_values<16, 2>(weights + lane, kv_head, at, count, decay + lane);
+        else add_all_values<16, 1>(weights + lane, kv_head, at, count, decay + lane);
+      }
+    }
+  }
+
+  // Row t of 16 evenly spaced ones, of which those before row 0 and past the last stand in the same block.
+  const Bf16* even_rows(int64_t t, int64_t kv_head) const {
+    const int64_t present = most(0, t);
+    return reinterpret_cast<const Bf16*>(rows_[present] - (present - t) * a_.slot_stride + kv_head * a_.head_stride);
+  }
+
+  const Bf16* copied_rows(int64_t t, int64_t count, int64_t kv_head, int64_t kv_head_end) {
+    T* to = copies_;
+    for (; kv_head < kv_head_end; ++kv_head)
+      for (int64_t i = t; i < t + 16; ++i, to += dims_)
+        memcpy(static_cast<void*>(to), rows_[least(i, count - 1)] + kv_head * a_.head_stride, dims_ * sizeof(T));
+    return reinterpret_cast<const Bf16*>(copies_);
+  }
+#else
+  void update_set(int64_t, int64_t, int64_t, int64_t, int64_t) {}
+#endif
 
   // Lanes of the run of heads that begins with number g of the group.
   int run_lanes(int64_t g) const { return group_ - g >= 3 ? 4 : group_ - g >= 2 ? 2 : 1; }
@@ -109,15 +207,10 @@ class Decode {
   // kHeads heads of one KV head, in kGroup lanes.
   template <int kGroup, int kHeads>
   void update_heads(int64_t kv_head, int64_t head, int64_t count) {
-    const int64_t keys = kv_head * a_.head_stride, values = keys + a_.side_stride;
-    score<kGroup, kHeads>(keys, head, count);
+    score<kGroup, kHeads>(kv_head * a_.head_stride, head, count);
     float decay[kLanes];
-    store(decay, softmax<kGroup>(head, count));
-    int64_t d = 0;
-    for (; d + kWide * kLanes <= dims_; d += kWide * kLanes)
-      add_values<kGroup, kHeads, kWide, false>(values, head, d, count, decay);
-    for (; d + kLanes <= dims_; d += kLanes) add_values<kGroup, kHeads, 1, false>(values, head, d, count, decay);
-    if (d < dims_) add_values<kGroup, kHeads, 1, true>(values, head, d, count, decay);
+    store(decay, softmax<kGroup>(weights_, head, count));
+    add_all_values<kGroup, kHeads>(weights_, kv_head, head, count, decay);
   }
 
   template <int kGroup, int kHeads>
@@ -153,24 +246,24 @@ class Decode {
 
   // Scores become weights in place; returns the factor, lane by lane, for what was summed before.
   template <int kGroup>
-  F32 softmax(int64_t head, int64_t count) {
+  F32 softmax(float* weights, int64_t head, int64_t count) {
     const int64_t size = count * kGroup, whole = round_up(size, kLanes);
     if (a_.soft_cap != 0)
       for (int64_t i = 0; i < whole; i += kLanes)
-        store(weights_ + i, tanh_of(load(weights_ + i) * (a_.scale / a_.soft_cap)) * a_.soft_cap);
-    for (int64_t i = size; i < whole; ++i) weights_[i] = kHidden;
+        store(weights + i, tanh_of(load(weights + i) * (a_.scale / a_.soft_cap)) * a_.soft_cap);
+    for (int64_t i = size; i < whole; ++i) weights[i] = kHidden;
     const float factor = (a_.soft_cap != 0 ? 1.0f : a_.scale) * kLog2E;
-    F32 top = load(weights_);
-    for (int64_t i = kLanes; i < whole; i += kLanes) top = max(load(weights_ + i), top);
+    F32 top = load(weights);
+    for (int64_t i = kLanes; i < whole; i += kLanes) top = max(load(weights + i), top);
     const F32 before = load(maxima_ + head * kLanes);
     top = max(before, highest_of_groups<kGroup>(top) * factor);
     const F32 decay = exp2_of<kExact>(before - top);
     F32 total = load(totals_ + head * kLanes) * decay;
     for (int64_t i = 0; i < whole; i += kLanes) {
-      const F32 score = load(weights_ + i);
+      const F32 score = load(weights + i);
       const F32 weight = exp2_of<kExact>(fma(score, splat(factor), -top));
       const F32 kept = score > kHiddenBelow ? weight : F32{};
-      store(weights_ + i, kept);
+      store(weights + i, kept);
       total += kept;
     }
     store(maxima_ + head * kLanes, top);
@@ -178,8 +271,20 @@ class Decode {
     return decay;
   }
 
+  // Adds what kHeads heads make of one KV head's values; `weights` and `decay` begin with the first of them.
+  template <int kGroup, int kHeads>
+  void add_all_values(const float* weights, int64_t kv_head, int64_t head, int64_t count, const float* decay) {
+    const int64_t offset = kv_head * a_.head_stride + a_.side_stride;
+    int64_t d = 0;
+    for (; d + kWide * kLanes <= dims_; d += kWide * kLanes)
+      add_values<kGroup, kHeads, kWide, false>(weights, offset, head, d, count, decay);
+    for (; d + kLanes <= dims_; d += kLanes)
+      add_values<kGroup, kHeads, 1, false>(weights, offset, head, d, count, decay);
+    if (d < dims_) add_values<kGroup, kHeads, 1, true>(weights, offset, head, d, count, decay);
+  }
+
   template <int kGroup, int kHeads, int kVectors, bool kTail>
-  void add_values(int64_t offset, int64_t head, int64_t d, int64_t count, const float* decay) {
+  void add_values(const float* weights, int64_t offset, int64_t head, int64_t d, int64_t count, const float* decay) {
     float* sums = sums_ + head * width_ + d;
     const int rest = int(dims_ - d);
     F32 sum[kHeads][kVectors];
@@ -190,7 +295,7 @@ class Decode {
       F32 value[kVectors];
       for (int j = 0; j < kVectors; ++j) value[j] = kTail ? load_n(row, rest) : load(row + j * kLanes);
       for (int g = 0; g < kHeads; ++g) {
-        const F32 weight = splat(weights_[t * kGroup + g]);
+        const F32 weight = splat(weights[t * kGroup + g]);
         for (int j = 0; j < kVectors; ++j) sum[g][j] = fma(weight, value[j], sum[g][j]);
       }
     }
@@ -200,6 +305,11 @@ class Decode {
 
   // Maximum (in units of log2) and total of one head, from the lanes of its run.
   void read_stats(int64_t head, float* maximum, float* total) const {
+    if (has_sets()) {
+      const int64_t lane = (head - first_head()) % (set_size() * group_), at = (head - lane) * kLanes + lane;
+      *maximum = maxima_[at], *total = totals_[at];
+      return;
+    }
     const int64_t g = head % group_;
     int64_t start = 0;
     while (start + run_lanes(start) <= g) start += run_lanes(start);

@@ -44,7 +44,7 @@ class Prefill {
   int64_t position(int64_t row) const { return context_ + row / group_; }
   int64_t first_position(int64_t tile) const { return position(begin_ + tile * kTile); }
   int64_t last_position(int64_t tile) const { return position(least(begin_ + (tile + 1) * kTile, end_) - 1); }
-  int64_t first_key(int64_t position) const { return a_.window ? most(0, position - a_.window + 1) : 0; }
+  int64_t first_key(int64_t position) const { return first_seen(a_, position); }
 
   char* carve(char* base, int64_t rows) {
     Carver carver{base};
@@ -144,10 +144,11 @@ class Prefill {
   // Keys and values of `count` positions into scratch; zeros up to the next multiple of kTokenStep.
   void pack_block(int64_t first, int64_t count) {
     const int64_t padded = round_up(count, kTokenStep), head = head_ * a_.head_stride;
-    key_rows(a_, seq_, first, count, rows_);
-    for (int64_t i = 0; i < padded; ++i) rows_[i] = i < count ? rows_[i] + head : zeros_;
+    const int64_t unseen = most(0, first_key(position(begin_)) - first);  // before the window: perhaps freed
+    key_rows(a_, seq_, first + unseen, count - unseen, rows_ + unseen);
+    for (int64_t i = 0; i < padded; ++i) rows_[i] = i >= unseen && i < count ? rows_[i] + head : zeros_;
     for (int64_t i = 0; i < padded; ++i) copy_padded(keys_ + i * depth_, rows_[i], depth_);
-    for (int64_t i = 0; i < count; ++i) rows_[i] += a_.side_stride;
+    for (int64_t i = unseen; i < count; ++i) rows_[i] += a_.side_stride;
     if constexpr (Form::kPairs)
       transpose_values(padded);
     else
@@ -193,7 +194,8 @@ class Prefill {
 
   void cap(int64_t tokens) {
     const float inner = a_.scale / a_.soft_cap;
-    for (float* s = scores_; s < scores_ + tokens * kTile; s += kLanes) store(s, tanh_of(load(s) * inner) * a_.soft_cap);
+    for (float* at = scores_; at < scores_ + tokens * kTile; at += kLanes)
+      store(at, tanh_of(load(at) * inner) * a_.soft_cap);
   }
 
   // Scores become weights 2^(score * factor - maximum), in place; what was summed before is scaled to match.

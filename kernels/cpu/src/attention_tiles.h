@@ -134,4 +134,39 @@ inline void tile_add_values(const Bf16* values, int64_t row, int64_t tokens, int
   if (dims >= 16) tile_add_values_pass<1>(values, row, tokens, weights, c);
 }
 
+// Decode: scores of 16 tokens, 64 if kFour, for the heads in 16 lanes: C [tokens, 16] = the sum over KV heads
+// of their keys times their queries. A head's queries [dims / 32 tiles] are zero but in its own lanes.
+template <bool kFour>
+void tile_scores_of_heads(const Bf16* const* keys, int64_t kv_heads, int64_t head_stride, int64_t row_stride,
+                          int64_t depth, const uint32_t* queries, float* c) {
+  const int64_t row = row_stride * 2;  // bytes
+  TILE_ZERO(0);
+  if constexpr (kFour) {
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+  }
+  for (int64_t head = 0; head < kv_heads; ++head)
+    for (int64_t d = 0; d < depth; ++d, queries += kTileWords) {
+      const int64_t at = head * head_stride + d * 32;
+      TILE_LOAD(4, queries, kTileBytes);
+      TILE_LOAD(5, keys[0] + at, row);
+      TILE_MULTIPLY(0, 5, 4);
+      if constexpr (kFour) {
+        TILE_LOAD(6, keys[1] + at, row);
+        TILE_MULTIPLY(1, 6, 4);
+        TILE_LOAD(7, keys[2] + at, row);
+        TILE_MULTIPLY(2, 7, 4);
+        TILE_LOAD(5, keys[3] + at, row);
+        TILE_MULTIPLY(3, 5, 4);
+      }
+    }
+  TILE_STORE(0, c, kTileBytes);
+  if constexpr (kFour) {
+    TILE_STORE(1, c + kTileWords, kTileBytes);
+    TILE_STORE(2, c + 2 * kTileWords, kTileBytes);
+    TILE_STORE(3, c + 3 * kTileWords, kTileBytes);
+  }
+}
+
 }  // namespace
