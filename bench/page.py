@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from bench import peers_page
+from bench.markdown import table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -33,12 +36,6 @@ def render(records: dict[str, Record]) -> str:
             machine = ", ".join(f"{key} {value}" for key, value in record["machine"].items())
             parts += [*section(record["results"]), f"Taken {record['date']} on {machine}.\n"]
     return "\n".join(parts)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """In Markdown."""
-    lines = [header, tuple("---" for _ in header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _serving(results: dict[str, Any]) -> list[str]:
@@ -107,6 +104,8 @@ def _growth(results: dict[str, Any]) -> list[str]:
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "cpu": _serving,
     "growth": _growth,
+    "peers": peers_page.section,
+    "peers-0.6b": peers_page.section,
 }
 """By the stem of the result file, in the order of the page."""
 

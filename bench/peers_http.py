@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from bench.peers_process import OPEN_TIMEOUT_S, PeerError, PeerProcess, vllm_environment
-from bench.peers_streams import REQUEST_TIMEOUT_S, Prompt, Stream, checked
+from bench.peers_streams import REQUEST_TIMEOUT_S, Arrivals, OnFirst, Prompt, Stream
 
 _HOST = "127.0.0.1"
 _MODEL = "peer"
@@ -65,8 +65,8 @@ class VllmStreams:
     def __init__(self, server: VllmServer) -> None:
         self._server = server
 
-    async def generate(self, prompt: Prompt, max_tokens: int) -> Stream:
-        """See StreamClient. Raises PeerError, TimeoutError."""
+    async def generate(self, prompt: Prompt, max_tokens: int, on_first: OnFirst | None = None) -> Stream:
+        """See StreamClient. Raises PeerError."""
         body = {
             "model": _MODEL,
             "prompt": list(prompt),
@@ -76,15 +76,14 @@ class VllmStreams:
             "stream": True,
             "return_token_ids": True,
         }
-        arrivals: list[tuple[float, int]] = []
-        payload = json.dumps(body).encode()
-        sent_s = time.perf_counter()
-        async with asyncio.timeout(REQUEST_TIMEOUT_S):
-            async for event in self._post("/v1/completions", payload):
-                now_s = time.perf_counter()
-                if count := len(json.loads(event)["choices"][0]["token_ids"] or ()):
-                    arrivals.append((now_s, count))
-        return checked(Stream(sent_s, tuple(arrivals)), max_tokens)
+        arrivals = Arrivals(on_first)
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                async for event in self._post("/v1/completions", json.dumps(body).encode()):
+                    arrivals.add(len(json.loads(event)["choices"][0]["token_ids"] or ()))
+        except (OSError, EOFError, TimeoutError) as error:
+            raise self._server.process.failure(f"broke a stream off ({error!r})") from error
+        return arrivals.stream(max_tokens)
 
     async def _post(self, path: str, payload: bytes) -> AsyncIterator[bytes]:
         """Yields the data of each event."""

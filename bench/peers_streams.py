@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+from bench.peers_process import PeerError
 from tandem.client import AsyncClient
 from tandem.types import TokenId
 
 REQUEST_TIMEOUT_S = 90.0
 
 Prompt = tuple[int, ...]
+OnFirst = Callable[[], None]
+"""Called when the first token is here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +49,34 @@ class Stream:
         return [now - before for before, now in pairwise(times) if now >= start_s and before <= end_s]
 
 
+class Arrivals:
+    """Notes when tokens come, from now on."""
+
+    def __init__(self, on_first: OnFirst | None) -> None:
+        self._sent_s = time.perf_counter()
+        self._arrivals: list[tuple[float, int]] = []
+        self._on_first = on_first
+
+    def add(self, count: int) -> None:
+        """A message with so many tokens is here; one with none does not count."""
+        if not count:
+            return
+        self._arrivals.append((time.perf_counter(), count))
+        if self._on_first is not None and len(self._arrivals) == 1:
+            self._on_first()
+
+    def stream(self, max_tokens: int) -> Stream:
+        """What was seen. Raises PeerError if tokens are missing."""
+        stream = Stream(self._sent_s, tuple(self._arrivals))
+        if stream.num_tokens != max_tokens:
+            raise PeerError(f"the stream ended after {stream.num_tokens} of {max_tokens} tokens")
+        return stream
+
+
 class StreamClient(Protocol):
     """A client of one server."""
 
-    async def generate(self, prompt: Prompt, max_tokens: int) -> Stream:
+    async def generate(self, prompt: Prompt, max_tokens: int, on_first: OnFirst | None = None) -> Stream:
         """Greedy, end-of-text ignored. Raises if not all tokens come in time."""
         ...
 
@@ -60,10 +87,9 @@ class TandemStreams:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
 
-    async def generate(self, prompt: Prompt, max_tokens: int) -> Stream:
-        """See StreamClient. Raises TandemError."""
-        arrivals: list[tuple[float, int]] = []
-        sent_s = time.perf_counter()
+    async def generate(self, prompt: Prompt, max_tokens: int, on_first: OnFirst | None = None) -> Stream:
+        """See StreamClient. Raises TandemError, PeerError."""
+        arrivals = Arrivals(on_first)
         updates = self._client.generate(
             token_ids=[TokenId(token_id) for token_id in prompt],
             max_tokens=max_tokens,
@@ -72,16 +98,8 @@ class TandemStreams:
             timeout_s=REQUEST_TIMEOUT_S,
         )
         async for update in updates:
-            if update.token_ids:
-                arrivals.append((time.perf_counter(), len(update.token_ids)))
-        return checked(Stream(sent_s, tuple(arrivals)), max_tokens)
-
-
-def checked(stream: Stream, max_tokens: int) -> Stream:
-    """Raises RuntimeError if tokens are missing."""
-    if stream.num_tokens != max_tokens:
-        raise RuntimeError(f"the stream ended after {stream.num_tokens} of {max_tokens} tokens")
-    return stream
+            arrivals.add(len(update.token_ids))
+        return arrivals.stream(max_tokens)
 
 
 def tokens_per_s(streams: Sequence[Stream]) -> float:

@@ -1,0 +1,192 @@
+"""The record of `bench.peers` in words and tables, for the terminal and for `docs/performance.md`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.markdown import table
+
+Document = Mapping[str, Any]
+_MISSING = "–"
+_ENGINES = ("tandem", "vllm", "transformers")
+
+
+def section(results: Document) -> list[str]:
+    """Parts of the page; `results` as `bench.peers` writes them."""
+    settings = results["settings"]
+    return [
+        "## Against the peers (`make peers`, or `python -m bench.peers --vllm-python PATH`)\n",
+        f"Shape {settings['shape']}, random bfloat16 weights, {settings['threads']} threads for each engine in turn on "
+        f"the same cores, greedy, end-of-text ignored, {settings['rounds']} rounds in which engines take turns. "
+        f"{_median_and_best()} `make peers-venv` installs vLLM's CPU build beside the repository.\n",
+        *(f"{_facts(name, facts)}\n" for name, facts in results["engines"].items()),
+        *(f"{name}: not measured: {reason}\n" for name, reason in results["not_measured"].items()),
+        *(
+            f"First greedy tokens that {name} and Tandem choose alike: {share:.0%}.\n"
+            for name, share in results["first_tokens_equal"].items()
+        ),
+        "### The bars\n",
+        bars_table(results["bars"]),
+        "### Decode step, ms\n",
+        _decode_table(results["decode"]),
+        "### Prefill, tokens/s\n",
+        _prefill_table(results["prefill"]),
+        "### Roofline of Tandem's phases\n",
+        _ceilings(results["ceilings"]),
+        _roofline_table(results),
+        *_served(results),
+        *_interference(results),
+    ]
+
+
+def bars_table(bars: Sequence[Document]) -> str:
+    """One line per bar."""
+    return table(("", "bar", "by medians", "by best", ""), [_bar_row(bar) for bar in bars])
+
+
+def _bar_row(bar: Document) -> tuple[str, ...]:
+    verdict = {True: "met", False: "missed", None: "not measured"}[bar["met"]]
+    sign = "≤" if bar["is_upper"] else "≥"
+    return (bar["name"], f"{sign} {bar['limit']:g}", _number(bar["by_median"]), _number(bar["by_best"]), verdict)
+
+
+def _decode_table(documents: Sequence[Document]) -> str:
+    header = ("seqs × context", *_ENGINES, "limit")
+    rows = [
+        (
+            each["workload"],
+            *(_pair(each["step_ms"].get(name), 2) for name in _ENGINES),
+            f"{_limit_ms(each['roofline']):.2f}",
+        )
+        for each in documents
+    ]
+    return table(header, rows)
+
+
+def _prefill_table(documents: Sequence[Document]) -> str:
+    header = ("prompts × tokens", *_ENGINES, "Tandem, vLLM at their default step budgets", "limit")
+    rows = []
+    for each in documents:
+        rates = each["tokens_per_s"]
+        num_tokens = _tokens_of(each["workload"])
+        defaults = ", ".join(_default_rate(rates.get(name)) for name in _ENGINES[:2])
+        limit = num_tokens / _limit_ms(each["roofline"]) * 1e3
+        cells = (_rate(rates.get(name)) for name in _ENGINES)
+        rows.append((each["workload"], *cells, defaults, f"{limit:,.0f}"))
+    return table(header, rows)
+
+
+def _roofline_table(results: Document) -> str:
+    header = ("phase", "MB", "GFLOP", "flop/byte", "bound by", "limit, ms", "share of the limit")
+    phases = [(f"decode {each['workload']}", each["roofline"]) for each in results["decode"]]
+    phases += [(f"prefill {each['workload']}", each["roofline"]) for each in results["prefill"]]
+    rows = [
+        (
+            name,
+            f"{roof['bytes'] / 1e6:,.0f}",
+            f"{roof['flops'] / 1e9:,.2f}",
+            f"{roof['intensity']:.1f}",
+            roof["bound"],
+            f"{_limit_ms(roof):.2f}",
+            _MISSING if roof["share"] is None else f"{roof['share']:.0%}",
+        )
+        for name, roof in phases
+    ]
+    return table(header, rows)
+
+
+def _served(results: Document) -> list[str]:
+    if not results["served"]:
+        return []
+    shape = results["settings"]["served"]
+    rows = [
+        (
+            name,
+            _pair(each["tokens_per_s"], 0),
+            f"{each['gap_ms_p50']:.1f}",
+            _pair(each["alone_ttft_ms"], 1),
+            f"{each['alone_gap_ms_p50']:.1f}",
+            f"{each['client_cpu_share']:.0%}",
+        )
+        for name, each in results["served"].items()
+    ]
+    work = f"{shape['streams']} × ({shape['prompt_tokens']} + {shape['output_tokens']})"
+    header = (
+        *("server", f"output tokens/s, {work}", "gap p50, ms"),
+        *("alone: first token, ms", "alone: gap p50, ms", "client's share of a core"),
+    )
+    return ["### Served, on the same cores as the client\n", table(header, rows)]
+
+
+def _interference(results: Document) -> list[str]:
+    if not results["interference"]:
+        return []
+    shape = results["settings"]["burst"]
+    rows = [
+        (
+            name,
+            *(" / ".join(f"{each[state][rank]:.1f}" for rank in ("p50", "p99", "max")) for state in _STATES),
+            f"{each['p99_ratio']:.2f}",
+            _pair(each["ttft_ms"], 0),
+        )
+        for name, each in results["interference"].items()
+    ]
+    return [
+        "### Interference (`python -m bench.interference`)\n",
+        f"{shape['streams']} streams of {shape['prompt_tokens']} + {shape['output_tokens']} tokens; "
+        f"{shape['burst_prompts']} prompts of {shape['burst_prompt_tokens']} tokens, {shape['burst_spacing_s']} s "
+        "apart. Gaps between messages as p50 / p99 / max in ms.\n",
+        table(("server", "quiet", "in the burst", "p99, times quiet", "long prompts' first token, ms"), rows),
+    ]
+
+
+_STATES = ("quiet_ms", "burst_ms")
+
+
+def _median_and_best() -> str:
+    return "Medians over all rounds, the best in brackets; the limit is the roofline of this machine, measured beside."
+
+
+def _ceilings(ceilings: Document) -> str:
+    return (
+        f"Measured in this run: {ceilings['read_gb_s']:.1f} GB/s read, "
+        f"{ceilings['bf16_tflop_s']:.2f} TFLOP/s bfloat16. Bytes are weights and KV, each once.\n"
+    )
+
+
+def _facts(name: str, facts: Mapping[str, str]) -> str:
+    return f"{name}: " + ", ".join(f"{key} {value}" for key, value in facts.items() if value)
+
+
+def _pair(figures: Document | None, digits: int) -> str:
+    if figures is None:
+        return _MISSING
+    return f"{figures['median']:,.{digits}f} ({figures['best']:,.{digits}f})"
+
+
+def _rate(figures: Document | None) -> str:
+    if figures is None:
+        return _MISSING
+    budget = figures["best_budget"]
+    return _pair(figures, 0) + (f" at {budget}" if budget else "")
+
+
+def _default_rate(figures: Document | None) -> str:
+    if figures is None:
+        return _MISSING
+    budget = figures["default_budget"]
+    return f"{figures['by_budget'][str(budget)]['median']:,.0f} at {budget}"
+
+
+def _limit_ms(roofline: Document) -> float:
+    return max(float(roofline["memory_ms"]), float(roofline["compute_ms"]))
+
+
+def _tokens_of(workload: str) -> int:
+    num_seqs, num_tokens = workload.split(" × ")
+    return int(num_seqs) * int(num_tokens)
+
+
+def _number(value: float | None) -> str:
+    return _MISSING if value is None else f"{value:.2f}"

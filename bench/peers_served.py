@@ -1,0 +1,158 @@
+"""Servers against each other on the same cores: Tandem through gRPC, vLLM through its HTTP server.
+
+All servers are up at once and take turns; vLLM's processes are stopped (SIGSTOP) while they have no
+turn, since its idle worker keeps polling. Client and servers share the cores, as the bars say; the
+client's own share of the time is recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.cluster import serve
+from bench.peers_http import VllmServer, VllmStreams
+from bench.peers_model import CONTEXT_TOKENS
+from bench.peers_streams import StreamClient, TandemStreams, fresh_prompts, tokens_per_s
+from tandem.client import AsyncClient
+
+TANDEM_SERVERS: Mapping[str, tuple[str, ...]] = {
+    "tandem disaggregated": ("--prefill", "1", "--decode", "1"),
+    "tandem colocated": ("--prefill", "0", "--decode", "1", "--local-prefill-tokens", "unlimited"),
+}
+"""Options of `tandem serve`, by the name in the tables."""
+VLLM_SERVER = "vllm"
+_READY_TIMEOUT_S = 60.0
+_SETTLE_S = 0.3
+
+Turn = Callable[[], AbstractAsyncContextManager[StreamClient]]
+"""One server's turn: it runs within the block."""
+Measure = Callable[[str, StreamClient, int], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedShape:
+    """The work of one turn."""
+
+    streams: int = 16
+    prompt_tokens: int = 256
+    output_tokens: int = 64
+    alone_repeats: int = 3
+
+
+@dataclass(slots=True)
+class Served:
+    """One server over all rounds."""
+
+    tokens_per_s: list[float] = field(default_factory=list)
+    """Output tokens of all streams together, one entry per round."""
+    gap_s: list[float] = field(default_factory=list)
+    """Between messages, all streams together."""
+    alone_ttft_s: list[float] = field(default_factory=list)
+    alone_gap_s: list[float] = field(default_factory=list)
+    client_cpu_share: list[float] = field(default_factory=list)
+    """Of one core, while all streams ran: this process's time."""
+
+
+async def measure_turn(client: StreamClient, shape: ServedShape, vocab_size: int, seed: int, into: Served) -> None:
+    """Requests alone, then all streams at once; adds to `into`."""
+    rng = random.Random(seed)
+    for prompt in fresh_prompts(rng, shape.alone_repeats, shape.prompt_tokens, vocab_size):
+        stream = await client.generate(prompt, shape.output_tokens)
+        into.alone_ttft_s.append(stream.ttft_s)
+        into.alone_gap_s += stream.gaps_s()
+    prompts = fresh_prompts(rng, shape.streams, shape.prompt_tokens, vocab_size)
+    began_s, cpu_s = time.perf_counter(), time.process_time()
+    streams = await asyncio.gather(*(client.generate(prompt, shape.output_tokens) for prompt in prompts))
+    into.client_cpu_share.append((time.process_time() - cpu_s) / (time.perf_counter() - began_s))
+    into.tokens_per_s.append(tokens_per_s(streams))
+    into.gap_s += [gap for stream in streams for gap in stream.gaps_s()]
+
+
+async def warm_up(client: StreamClient, vocab_size: int) -> None:
+    """A short batch and a long prompt, not counted."""
+    rng = random.Random(0)
+    prompts = fresh_prompts(rng, 16, 32, vocab_size) + fresh_prompts(rng, 1, 1024, vocab_size)
+    await asyncio.gather(*(client.generate(prompt, 8) for prompt in prompts))
+
+
+@contextlib.asynccontextmanager
+async def tandem_turns(model: Path, options: Sequence[str]) -> AsyncIterator[Turn]:
+    """`tandem serve` until the block ends. Raises RuntimeError if it does not get ready."""
+    with contextlib.ExitStack() as stack:
+        cluster = await asyncio.to_thread(stack.enter_context, serve(str(model), *options))
+        async with AsyncClient(cluster.target) as client:
+            await client.wait_ready(timeout_s=_READY_TIMEOUT_S)
+
+            @contextlib.asynccontextmanager
+            async def turn() -> AsyncIterator[StreamClient]:
+                yield TandemStreams(client)
+
+            yield turn
+
+
+@contextlib.asynccontextmanager
+async def vllm_turns(model: Path, cores: Sequence[int], vllm_python: Path) -> AsyncIterator[Turn]:
+    """vLLM's server until the block ends. Raises PeerError if it does not get ready."""
+    server = await asyncio.to_thread(VllmServer, model, cores, vllm_python, CONTEXT_TOKENS)
+    try:
+        await server.wait_ready()
+        client = VllmStreams(server)
+
+        @contextlib.asynccontextmanager
+        async def turn() -> AsyncIterator[StreamClient]:
+            server.process.resume()
+            try:
+                yield client
+            finally:
+                server.process.pause()
+
+        server.process.pause()
+        yield turn
+    finally:
+        await asyncio.to_thread(server.process.close)
+
+
+async def measure(turns: Mapping[str, Turn], shape: ServedShape, vocab_size: int, rounds: int) -> dict[str, Served]:
+    """By server. Raises what a client raises."""
+    results: dict[str, Served] = {}
+
+    async def one(name: str, client: StreamClient, number: int) -> None:
+        await measure_turn(client, shape, vocab_size, number + 1, results.setdefault(name, Served()))
+
+    await take_turns(turns, rounds, one, vocab_size)
+    return results
+
+
+@contextlib.asynccontextmanager
+async def open_servers(
+    model: Path, tandem: Sequence[str], cores: Sequence[int], vllm_python: Path | None
+) -> AsyncIterator[dict[str, Turn]]:
+    """Servers by name, until the block ends: those of `TANDEM_SERVERS` named in `tandem`, and vLLM's if it is there."""
+    async with contextlib.AsyncExitStack() as stack:
+        turns: dict[str, Turn] = {}
+        if vllm_python is not None:  # first: the others' heartbeats do not disturb its compiler
+            turns[VLLM_SERVER] = await stack.enter_async_context(vllm_turns(model, cores, vllm_python))
+        for name in tandem:
+            turns[name] = await stack.enter_async_context(tandem_turns(model, TANDEM_SERVERS[name]))
+        yield turns
+
+
+async def take_turns(turns: Mapping[str, Turn], rounds: int, measure: Measure, vocab_size: int) -> None:
+    """Warms every server up, then calls `measure(name, client, round)` for each, round after round."""
+    names = list(turns)
+    for number in range(-1, rounds):
+        first = number % len(names)
+        for name in (*names[first:], *names[:first]):
+            async with turns[name]() as client:
+                await asyncio.sleep(_SETTLE_S)  # whoever had the last turn comes to rest
+                if number < 0:
+                    await warm_up(client, vocab_size)
+                else:
+                    await measure(name, client, number)
