@@ -29,10 +29,12 @@ inline void end_tiles() {
 
 struct Pairs {
   using Element = Bf16;
+  using Word = uint32_t;
   static constexpr bool kPairs = true;
   static constexpr int kDimStep = 32;
 
 #if defined(__AMX_BF16__)
+  static constexpr bool kOverlaps = true;
   static constexpr int kVectors = 1;
   static constexpr int kTile = kLanes;
 
@@ -47,6 +49,7 @@ struct Pairs {
     tile_add_values(values, row, tokens, dims, weights, c);
   }
 #else
+  static constexpr bool kOverlaps = false;
   static constexpr int kVectors = 2;
   static constexpr int kTile = kVectors * kLanes;
   static constexpr int kRows = 8;

@@ -13,7 +13,9 @@ namespace {
 
 struct Wide {
   using Element = float;
+  using Word = float;  // 32 bits of a row of K or q
   static constexpr bool kPairs = false;
+  static constexpr bool kOverlaps = false;  // tiles multiply while vectors compute the softmax
   static constexpr int kVectors = 2;
   static constexpr int kTile = kVectors * kLanes;
   static constexpr int kDimStep = 1;

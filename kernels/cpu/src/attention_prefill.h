@@ -19,6 +19,7 @@ template <typename T>
 class Prefill {
   using Form = typename FormOf<T>::Form;
   using Element = typename Form::Element;
+  using Word = typename Form::Word;
   static constexpr bool kExact = sizeof(T) == 4;
   static constexpr int kTile = Form::kTile, kVectors = Form::kVectors;
 
@@ -32,8 +33,9 @@ class Prefill {
   Element* keys_;       // [kKeys, depth]
   Element* values_;     // pairs: [out_dims, kKeys], else [kKeys, out_dims]
   float* scores_;       // [kKeys, kTile], then the weights
+  float* next_scores_;  // likewise of the next tile, if products overlap
   float* staging_;      // [kTile, words]
-  uint32_t* queries_;   // per tile [words, kTile]
+  Word* queries_;       // per tile [words, kTile]
   float* sums_;         // per tile [out_dims, kTile], the output before division
   float* maxima_;       // per tile [kTile], in units of log2
   float* totals_;       // per tile [kTile]
@@ -54,8 +56,9 @@ class Prefill {
     keys_ = carver.take<Element>(kKeys * depth_);
     values_ = carver.take<Element>(kKeys * out_dims_);
     scores_ = carver.take<float>(kKeys * kTile);
+    next_scores_ = carver.take<float>(Form::kOverlaps ? kKeys * kTile : 0);
     staging_ = carver.take<float>(kTile * words());
-    queries_ = carver.take<uint32_t>(tiles * words() * kTile);
+    queries_ = carver.take<Word>(tiles * words() * kTile);
     sums_ = carver.take<float>(tiles * out_dims_ * kTile);
     maxima_ = carver.take<float>(tiles * kTile);
     totals_ = carver.take<float>(tiles * kTile);
@@ -86,7 +89,10 @@ class Prefill {
     for (int64_t first = first_key(position(begin_)) / kKeys * kKeys; first < keys_end; first += kKeys) {
       const int64_t count = least(kKeys, keys_end - first);
       pack_block(first, count);
-      for (int64_t tile = 0; tile < tiles(); ++tile) update_tile(tile, first, count);
+      if constexpr (Form::kOverlaps)
+        this->update_overlapped(first, count);
+      else
+        for (int64_t tile = 0; tile < tiles(); ++tile) update_tile(tile, first, count);
     }
     for (int64_t tile = 0; tile < tiles(); ++tile) finish_tile(tile);
   }
@@ -170,77 +176,146 @@ class Prefill {
       }
   }
 
-  void update_tile(int64_t tile, int64_t first, int64_t count) {
+  // How many of the block's keys the tile needs, in whole steps.
+  int64_t tokens_for(int64_t tile, int64_t first, int64_t count) const {
     const int64_t last = last_position(tile);
-    if (first > last || first + count <= first_key(first_position(tile))) return;
-    const int64_t tokens = round_up(least(count, last + 1 - first), kTokenStep);
-    const uint32_t* queries = queries_ + tile * words() * kTile;
-    if constexpr (Form::kPairs)
-      Form::scores(keys_, tokens, depth_, queries, scores_);
-    else
-      Form::scores(keys_, tokens, depth_, reinterpret_cast<const float*>(queries), scores_);
-    if (a_.soft_cap != 0) cap(tokens);
-    const float factor = (a_.soft_cap != 0 ? 1.0f : a_.scale) * kLog2E;
-    if (first + tokens - 1 <= first_position(tile) && first >= first_key(last))
-      softmax<false>(tile, first, tokens, factor);
-    else
-      softmax<true>(tile, first, tokens, factor);
-    float* sums = sums_ + tile * out_dims_ * kTile;
-    if constexpr (Form::kPairs)
-      Form::add_values(values_, kKeys, tokens, out_dims_, reinterpret_cast<const uint32_t*>(scores_), sums);
-    else
-      Form::add_values(values_, tokens, out_dims_, scores_, sums);
+    if (first > last || first + count <= first_key(first_position(tile))) return 0;
+    return round_up(least(count, last + 1 - first), kTokenStep);
   }
 
-  void cap(int64_t tokens) {
+  bool sees_all(int64_t tile, int64_t first, int64_t tokens) const {
+    return first + tokens - 1 <= first_position(tile) && first >= first_key(last_position(tile));
+  }
+
+  const Word* queries(int64_t tile) const { return queries_ + tile * words() * kTile; }
+  float* sums(int64_t tile) const { return sums_ + tile * out_dims_ * kTile; }
+  float factor() const { return (a_.soft_cap != 0 ? 1.0f : a_.scale) * kLog2E; }
+
+  void update_tile(int64_t tile, int64_t first, int64_t count) {
+    const int64_t tokens = tokens_for(tile, first, count);
+    if (tokens == 0) return;
+    Form::scores(keys_, tokens, depth_, queries(tile), scores_);
+    if (sees_all(tile, first, tokens))
+      softmax<false>(tile, first, tokens);
+    else
+      softmax<true>(tile, first, tokens);
+    add_values(tile, 0, tokens);
+  }
+
+  // What the weights of `tokens` keys make of the values' dims from `dim` on.
+  void add_values(int64_t tile, int64_t dim, int64_t tokens) {
+    if constexpr (Form::kPairs)
+      Form::add_values(values_ + dim * kKeys, kKeys, tokens, out_dims_ - dim, reinterpret_cast<const Word*>(scores_),
+                       sums(tile) + dim * kTile);
+    else
+      Form::add_values(values_, tokens, out_dims_, scores_, sums(tile));
+  }
+
+#if defined(__AMX_BF16__)
+  // All tiles of the unit; while vectors weigh one tile's scores, AMX adds its values and computes the next one's.
+  void update_overlapped(int64_t first, int64_t count) {
+    int64_t tile = next_tile(0, first, count), tokens = 0;
+    if (tile < tiles()) {
+      tokens = tokens_for(tile, first, count);
+      Form::scores(keys_, tokens, depth_, queries(tile), scores_);
+    }
+    while (tile < tiles()) {
+      const int64_t next = next_tile(tile + 1, first, count);
+      const int64_t next_tokens = next < tiles() ? tokens_for(next, first, count) : 0;
+      if (sees_all(tile, first, tokens))
+        overlap<false>(tile, first, tokens, next, next_tokens);
+      else
+        overlap<true>(tile, first, tokens, next, next_tokens);
+      float* used = scores_;
+      scores_ = next_scores_, next_scores_ = used;
+      tile = next, tokens = next_tokens;
+    }
+  }
+
+  int64_t next_tile(int64_t tile, int64_t first, int64_t count) const {
+    while (tile < tiles() && tokens_for(tile, first, count) == 0) ++tile;
+    return tile;
+  }
+
+  template <bool kMasked>
+  void overlap(int64_t tile, int64_t first, int64_t tokens, int64_t next, int64_t next_tokens) {
+    F32 decay;
+    const F32 top = raise_maximum<kMasked>(tile, 0, first, tokens, &decay);
+    tile_open_sums(out_dims_, sums(tile));
+    F32 total = load(totals_ + tile * kTile) * decay;
+    const Word* weights = reinterpret_cast<const Word*>(scores_);
+    for (int64_t t = 0; t < tokens; t += 32) {
+      if (t < next_tokens) tile_scores_of_32(keys_ + t * depth_, depth_, queries(next), next_scores_ + t * kTile);
+      total += weigh<kMasked>(scores_ + t * kTile, scores_ + t / 2 * kTile, 32, top);
+      // Those of the step before: their weights have reached the cache by now.
+      if (t > 0) tile_add_32_values(values_ + t - 32, kKeys, out_dims_, weights + (t - 32) / 2 * kTile);
+    }
+    tile_add_32_values(values_ + tokens - 32, kKeys, out_dims_, weights + (tokens - 32) / 2 * kTile);
+    for (int64_t t = tokens; t < next_tokens; t += 32)
+      tile_scores_of_32(keys_ + t * depth_, depth_, queries(next), next_scores_ + t * kTile);
+    tile_close_sums(out_dims_, sums(tile));
+    store(totals_ + tile * kTile, total);
+    if (out_dims_ > 64) add_values(tile, 64, tokens);
+  }
+#endif
+
+  void cap(float* scores, int64_t tokens) const {
     const float inner = a_.scale / a_.soft_cap;
-    for (float* at = scores_; at < scores_ + tokens * kTile; at += kLanes)
-      store(at, tanh_of(load(at) * inner) * a_.soft_cap);
+    for (int64_t t = 0; t < tokens; ++t, scores += kTile) store(scores, tanh_of(load(scores) * inner) * a_.soft_cap);
   }
 
   // Scores become weights 2^(score * factor - maximum), in place; what was summed before is scaled to match.
   template <bool kMasked>
-  void softmax(int64_t tile, int64_t first, int64_t tokens, float factor) {
-    F32 top[kVectors], decay[kVectors];
-    bool decays = false;
-    for (int j = 0; j < kVectors; ++j) {
-      float* at = maxima_ + tile * kTile + j * kLanes;
-      float* scores = scores_ + j * kLanes;
-      if constexpr (kMasked) hide(positions_ + tile * kTile + j * kLanes, first, tokens, scores);
-      F32 highest[2] = {load(scores), load(scores + kTile)};
-      for (int64_t t = 2; t < tokens; t += 2)
-        for (int i = 0; i < 2; ++i) highest[i] = max(load(scores + (t + i) * kTile), highest[i]);
-      const F32 before = load(at);
-      top[j] = max(before, max(highest[0], highest[1]) * factor);
-      decay[j] = exp2_of<kExact>(before - top[j]);
-      decays |= memcmp(&before, &top[j], sizeof before) != 0;
-      store(at, top[j]);
-    }
-    if (decays) scale_sums(tile, decay);
-    for (int j = 0; j < kVectors; ++j) {
-      float* at = totals_ + tile * kTile + j * kLanes;
-      store(at, fma(load(at), decay[j], weigh<kMasked>(scores_ + j * kLanes, tokens, top[j], factor)));
+  void softmax(int64_t tile, int64_t first, int64_t tokens) {
+    for (int j = 0; j < kTile; j += kLanes) {
+      F32 decay;
+      const F32 top = raise_maximum<kMasked>(tile, j, first, tokens, &decay);
+      float* total = totals_ + tile * kTile + j;
+      store(total, fma(load(total), decay, weigh<kMasked>(scores_ + j, scores_ + j, tokens, top)));
     }
   }
 
-  // One vector of columns; returns their sums.
+  // Caps and masks the scores of columns j to j + kLanes; returns their new maximum and how the old sums decay.
   template <bool kMasked>
-  static F32 weigh(float* scores, int64_t tokens, F32 top, float factor) {
+  F32 raise_maximum(int64_t tile, int64_t j, int64_t first, int64_t tokens, F32* decay) {
+    float* scores = scores_ + j;
+    if (a_.soft_cap != 0) cap(scores, tokens);
+    if constexpr (kMasked) hide(positions_ + tile * kTile + j, first, tokens, scores);
+    F32 highest[4];
+    for (int i = 0; i < 4; ++i) highest[i] = load(scores + i * kTile);
+    for (int64_t t = 4; t < tokens; t += 4)
+      for (int i = 0; i < 4; ++i) highest[i] = max(load(scores + (t + i) * kTile), highest[i]);
+    float* at = maxima_ + tile * kTile + j;
+    const F32 before = load(at);
+    const F32 top = max(before, max(max(highest[0], highest[1]), max(highest[2], highest[3])) * factor());
+    *decay = exp2_of<kExact>(before - top);
+    if (memcmp(&before, &top, sizeof top) != 0) {
+      store(at, top);
+      scale_sums(sums(tile) + j, *decay);
+    }
+    return top;
+  }
+
+  // Weighs one vector of columns; returns its sums. Pairs go to every other row's place, from `to` on.
+  template <bool kMasked>
+  TANDEM_INLINE F32 weigh(const float* scores, float* to, int64_t tokens, F32 top) const {
+    const F32 scale = splat(factor());
     F32 total[2] = {};
+#pragma GCC unroll 2
     for (int64_t t = 0; t < tokens; t += 2) {
       F32 weight[2];
       for (int i = 0; i < 2; ++i) {
         const F32 score = load(scores + (t + i) * kTile);
-        weight[i] = exp2_of<kExact>(fma(score, splat(factor), -top));
+        weight[i] = exp2_of<kExact>(fma(score, scale, -top));
         if constexpr (kMasked) weight[i] = score > kHiddenBelow ? weight[i] : F32{};
         total[i] += weight[i];
       }
       if constexpr (Form::kPairs) {
         const U32 even = (bit_cast<U32>(weight[0]) + 0x8000) >> 16;
         const U32 odd = (bit_cast<U32>(weight[1]) + 0x8000) & 0xffff0000;
-        store(scores + t / 2 * kTile, bit_cast<F32>(even | odd));
+        store(to + t / 2 * kTile, bit_cast<F32>(even | odd));
       } else {
-        for (int i = 0; i < 2; ++i) store(scores + (t + i) * kTile, weight[i]);
+        for (int i = 0; i < 2; ++i) store(to + (t + i) * kTile, weight[i]);
       }
     }
     return total[0] + total[1];
@@ -256,10 +331,8 @@ class Prefill {
     }
   }
 
-  void scale_sums(int64_t tile, const F32* decay) {
-    float* sums = sums_ + tile * out_dims_ * kTile;
-    for (int64_t d = 0; d < dims_; ++d)
-      for (int j = 0; j < kVectors; ++j, sums += kLanes) store(sums, load(sums) * decay[j]);
+  void scale_sums(float* sums, F32 decay) const {
+    for (int64_t d = 0; d < dims_; ++d, sums += kTile) store(sums, load(sums) * decay);
   }
 
   // Divides by the totals and turns [dims, kTile] into rows of the output.

@@ -134,6 +134,55 @@ inline void tile_add_values(const Bf16* values, int64_t row, int64_t tokens, int
   if (dims >= 16) tile_add_values_pass<1>(values, row, tokens, weights, c);
 }
 
+// Scores of 32 tokens like tile_scores, but in tiles 4 to 7 alone: for use between the next two.
+inline void tile_scores_of_32(const Bf16* keys, int64_t dims, const uint32_t* queries, float* c) {
+  const int64_t row = dims * 2;  // bytes
+  TILE_ZERO(6);
+  TILE_ZERO(7);
+  for (int64_t d = 0; d < dims; d += 32, queries += kTileWords) {
+    TILE_LOAD(4, queries, kTileBytes);
+    TILE_LOAD(5, keys + d, row);
+    TILE_MULTIPLY(6, 5, 4);
+    TILE_LOAD(5, keys + 16 * dims + d, row);
+    TILE_MULTIPLY(7, 5, 4);
+  }
+  TILE_STORE(6, c, kTileBytes);
+  TILE_STORE(7, c + kTileWords, kTileBytes);
+}
+
+// tile_add_values for the first 64 of the dims in three parts: sums into tiles 0 to 3, 32 tokens, sums out.
+inline void tile_open_sums(int64_t dims, const float* c) {
+  TILE_LOAD(0, c, kTileBytes);
+  if (dims > 16) TILE_LOAD(1, c + kTileWords, kTileBytes);
+  if (dims > 32) TILE_LOAD(2, c + 2 * kTileWords, kTileBytes);
+  if (dims > 48) TILE_LOAD(3, c + 3 * kTileWords, kTileBytes);
+}
+
+inline void tile_add_32_values(const Bf16* values, int64_t row, int64_t dims, const uint32_t* weights) {
+  TILE_LOAD(4, weights, kTileBytes);
+  TILE_LOAD(5, values, row * 2);
+  TILE_MULTIPLY(0, 5, 4);
+  if (dims > 16) {
+    TILE_LOAD(5, values + 16 * row, row * 2);
+    TILE_MULTIPLY(1, 5, 4);
+  }
+  if (dims > 32) {
+    TILE_LOAD(5, values + 32 * row, row * 2);
+    TILE_MULTIPLY(2, 5, 4);
+  }
+  if (dims > 48) {
+    TILE_LOAD(5, values + 48 * row, row * 2);
+    TILE_MULTIPLY(3, 5, 4);
+  }
+}
+
+inline void tile_close_sums(int64_t dims, float* c) {
+  TILE_STORE(0, c, kTileBytes);
+  if (dims > 16) TILE_STORE(1, c + kTileWords, kTileBytes);
+  if (dims > 32) TILE_STORE(2, c + 2 * kTileWords, kTileBytes);
+  if (dims > 48) TILE_STORE(3, c + 3 * kTileWords, kTileBytes);
+}
+
 // Decode: scores of 16 tokens, 64 if kFour, for the heads in 16 lanes: C [tokens, 16] = the sum over KV heads
 // of their keys times their queries. A head's queries [dims / 32 tiles] are zero but in its own lanes.
 template <bool kFour>
