@@ -1,0 +1,29 @@
+from pathlib import Path
+
+import pytest
+
+from bench import peer_tandem, peer_transformers
+from bench.peer_job import Job
+from bench.peers_model import PEER_SHAPES, write_checkpoint
+
+JOB = Job(num_seqs=3, prompt_tokens=20, decode_steps=2, budget_tokens=32, seed=5)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("smoke")
+    write_checkpoint(PEER_SHAPES["smoke"], folder)
+    return folder
+
+
+def test_engines_do_the_same_work_on_the_same_checkpoint(checkpoint: Path) -> None:
+    ours = peer_tandem.open_engine(checkpoint, 1).run(JOB)
+    theirs = peer_transformers.open_engine(checkpoint, 1).run(JOB)
+    assert len(ours.step_s) == len(theirs.step_s) == JOB.decode_steps
+    assert ours.first_tokens == theirs.first_tokens
+
+
+def test_prompts_are_those_of_the_seed() -> None:
+    assert JOB.prompts(50) == JOB.prompts(50)
+    assert all(4 <= token_id < 50 for prompt in JOB.prompts(50) for token_id in prompt)
+    assert [len(prompt) for prompt in JOB.prompts(50)] == [20] * 3
