@@ -46,6 +46,23 @@ check: install $(GEN)/.installed
 bench: install
 	$(BIN)/python -m bench.record
 
+.PHONY: peers peers-venv
+VLLM_VENV ?= ../vllm-venv
+
+## peers-venv   vLLM's CPU build in an environment of its own, beside the repository (VLLM_VENV=…): 3.5 GB
+peers-venv: $(VLLM_VENV)/.installed
+
+# With its dependencies torch alone: a CPU build where pip offers one. All else is pinned, and no more than is needed.
+$(VLLM_VENV)/.installed: bench/vllm-requirements.txt
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r bench/vllm-requirements.txt
+	touch $@
+
+## peers     Tandem on a CPU against transformers and vLLM in one run (ten minutes): records, renders the page
+peers: install peers-venv
+	$(BIN)/python -m bench.peers --vllm-python $(abspath $(VLLM_VENV))/bin/python
+
 ## exact     token ids against transformers: every family, transport, block size and chunk budget (half an hour)
 exact: install
 	$(BIN)/python -m bench.exactness --families
