@@ -36,7 +36,9 @@ class TritonAttention:
         params: AttentionParams,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`. Never synchronizes; a pure decode step can be captured in a graph."""
-        check_attend(q, kv_layer, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables)
+        dims = check_attend(q, kv_layer, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables)
+        dims.check("k", k, ("T", "Hkv", "D"), q.dtype, q.device)
+        dims.check("v", v, ("T", "Hkv", "D"), q.dtype, q.device)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, H, D]
         if 1 in metadata.query_lens_host:
             decode(q, kv_layer, metadata, params, out)

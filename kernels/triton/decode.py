@@ -22,7 +22,7 @@ from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.triton.configs import arch_of, attention_config
 from kernels.triton.tile import (
     UNSEEN,
-    dot_precision,
+    averaged,
     fold,
     load_tile,
     padded_head_dim,
@@ -61,7 +61,7 @@ def decode_kernel(
     max_splits, num_kv_heads, group,
     stride_qt, stride_qh, stride_block, stride_side, stride_head, stride_slot, stride_table,
     window, cap_factor, factor,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -98,11 +98,11 @@ def decode_kernel(
             seen = stored & (keys_at >= seq_len - window)
         key_rows = pool_rows(table, keys_at, stored, stride_block, stride_slot, BLOCK_SIZE)
         keys = load_tile(pool, key_rows, stored, True, HEAD_DIM, BLOCK_D)
-        s = tl.where(seen[None, :], scores(q_tile, keys, cap_factor, CAPPED, PRECISION), UNSEEN)
+        s = tl.where(seen[None, :], scores(q_tile, keys, cap_factor, CAPPED), UNSEEN)
         values = load_tile(pool + stride_side, key_rows, stored, True, HEAD_DIM, BLOCK_D)
-        largest, total, acc = fold(s, values, factor, largest, total, acc, PRECISION)
+        largest, total, acc = fold(s, values, factor, largest, total, acc)
 
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # an empty seq gets zeros
+    acc = averaged(total, acc)
     columns = tl.arange(0, BLOCK_D)
     stored = valid[:, None] & (columns < HEAD_DIM)[None, :]
     num_heads = num_kv_heads * group
@@ -178,7 +178,7 @@ def decode(
         q.stride(0), q.stride(1), *kv_layer.stride()[:4], metadata.block_tables.stride(0),
         window, cap_factor, factor,
         WINDOWED=params.sliding_window is not None, CAPPED=params.soft_cap is not None,
-        PRECISION=dot_precision(q.dtype), HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
+        HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_SIZE=block_size, **_SPLITTING,
         num_warps=config.num_warps, num_stages=config.num_stages, **FP_FUSION,
     )  # fmt: skip
@@ -219,7 +219,6 @@ def _decode_variant(arch: int, head_dim: int, dtype: torch.dtype, block_size: in
         constexprs={
             "WINDOWED": edges,
             "CAPPED": edges,
-            "PRECISION": dot_precision(dtype),
             "HEAD_DIM": head_dim,
             "BLOCK_D": padded_head_dim(head_dim),
             "BLOCK_M": config.block_m,

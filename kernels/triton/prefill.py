@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 
 from kernels.attention import AttentionMetadata, AttentionParams
-from kernels.triton.configs import arch_of, attention_config
+from kernels.triton.configs import KernelConfig, arch_of, attention_config
 from kernels.triton.tile import (
     UNSEEN,
-    dot_precision,
+    averaged,
     fold,
     load_tile,
     padded_head_dim,
@@ -53,7 +53,7 @@ def _sweep(
     largest, total, acc, q, k_base, v_base, stride_k, stride_v, block_table, stride_block,
     begin, end, limit, rows_at, window, cap_factor, factor,
     PAGED: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Folds in keys `begin … end` of the `limit` that there are; `rows_at` `[M]` counts from the same origin.
@@ -79,14 +79,14 @@ def _sweep(
             v_rows = k_rows
             k_tile_base = k_base
             v_tile_base = v_base
-        s = scores(q, load_tile(k_tile_base, k_rows, stored, MASKED, HEAD_DIM, BLOCK_D), cap_factor, CAPPED, PRECISION)
+        s = scores(q, load_tile(k_tile_base, k_rows, stored, MASKED, HEAD_DIM, BLOCK_D), cap_factor, CAPPED)
         if MASKED:
             seen = (keys_at[None, :] <= rows_at[:, None]) & stored[None, :]
             if WINDOWED:
                 seen &= keys_at[None, :] > rows_at[:, None] - window
             s = tl.where(seen, s, UNSEEN)
         values = load_tile(v_tile_base, v_rows, stored, MASKED, HEAD_DIM, BLOCK_D)
-        largest, total, acc = fold(s, values, factor, largest, total, acc, PRECISION)
+        largest, total, acc = fold(s, values, factor, largest, total, acc)
     return largest, total, acc
 
 
@@ -94,7 +94,7 @@ def _sweep(
 def _sweep_edges_apart(
     largest, total, acc, q, k_base, v_base, stride_k, stride_v, block_table, stride_block,
     first_row, last_row, limit, rows_at, window, cap_factor, factor,
-    PAGED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    PAGED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Folds in all keys that rows `first_row … last_row` see: the window's edge masked, a middle not, the end masked.
@@ -109,18 +109,18 @@ def _sweep_edges_apart(
         largest, total, acc = _sweep(
             largest, total, acc, q, k_base, v_base, stride_k, stride_v, block_table, stride_block,
             begin, middle, limit, rows_at, window, cap_factor, factor,
-            PAGED, True, WINDOWED, CAPPED, PRECISION, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE,
+            PAGED, True, WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE,
         )  # fmt: skip
     middle_end = tl.maximum(tl.minimum(first_row + 1, limit) // BLOCK_N * BLOCK_N, middle)
     largest, total, acc = _sweep(
         largest, total, acc, q, k_base, v_base, stride_k, stride_v, block_table, stride_block,
         middle, middle_end, limit, rows_at, window, cap_factor, factor,
-        PAGED, False, WINDOWED, CAPPED, PRECISION, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE,
+        PAGED, False, WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE,
     )  # fmt: skip
     return _sweep(
         largest, total, acc, q, k_base, v_base, stride_k, stride_v, block_table, stride_block,
         middle_end, end, limit, rows_at, window, cap_factor, factor,
-        PAGED, True, WINDOWED, CAPPED, PRECISION, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE,
+        PAGED, True, WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE,
     )  # fmt: skip
 
 
@@ -131,8 +131,9 @@ def prefill_kernel(
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     stride_block, stride_side, stride_head, stride_slot, stride_table,
     window, cap_factor, factor,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CONTEXT_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid `[num_tiles * Hkv]`; the last tiles of a seq see most keys and go first."""
     kv_head = tl.program_id(0) % num_kv_heads
@@ -162,21 +163,25 @@ def prefill_kernel(
         largest, total, acc, q_tile, pool, pool + stride_side, stride_slot, stride_slot, table, stride_block,
         context_len + first_token, context_len + last_token, context_len, context_len + tokens,
         window, cap_factor, factor,
-        True, WINDOWED, CAPPED, PRECISION, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE,
+        True, WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, CONTEXT_N, BLOCK_SIZE,
     )  # fmt: skip
     largest, total, acc = _sweep_edges_apart(
         largest, total, acc, q_tile, k + first_q * stride_kt + kv_head * stride_kh,
         v + first_q * stride_vt + kv_head * stride_vh, stride_kt, stride_vt, table, stride_block,
         first_token, last_token, query_len, tokens, window, cap_factor, factor,
-        False, WINDOWED, CAPPED, PRECISION, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE,
+        False, WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE,
     )  # fmt: skip
 
-    num_heads = num_kv_heads * group
+    # Worked out anew, in other words than above: the compiler would hold the first results in registers
+    # through all the loops, and spill.
+    rows = first_row + tl.arange(0, BLOCK_M)
+    tokens = (rows + group) // group - 1
+    heads = kv_head * group + rows - tokens * group
+    out_rows = (first_q + tokens) * (num_kv_heads * group) + heads
     columns = tl.arange(0, BLOCK_D)
-    out_rows = (first_q + tokens) * num_heads + heads
     pointers = out + out_rows[:, None] * HEAD_DIM + columns[None, :]
-    stored = valid[:, None] & (columns < HEAD_DIM)[None, :]
-    tl.store(pointers, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
+    stored = (tokens < query_len)[:, None] & (columns < HEAD_DIM)[None, :]
+    tl.store(pointers, averaged(total, acc).to(out.dtype.element_ty), mask=stored)
 
 
 def prefill(
@@ -206,10 +211,15 @@ def prefill(
         *kv_layer.stride()[:4], metadata.block_tables.stride(0),
         params.sliding_window or 0, cap_factor, factor,
         WINDOWED=params.sliding_window is not None, CAPPED=params.soft_cap is not None,
-        PRECISION=dot_precision(q.dtype), HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, CONTEXT_N=_context_tile(config), BLOCK_SIZE=block_size,
         num_warps=config.num_warps, num_stages=config.num_stages, **FP_FUSION,
     )  # fmt: skip
+
+
+def _context_tile(config: KernelConfig) -> int:
+    """Keys of a tile read from the pool: their addresses, one per key, take registers that wide tiles lack."""
+    return min(config.block_n, 64)
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
@@ -241,11 +251,11 @@ def _variant(arch: int, head_dim: int, dtype: torch.dtype, block_size: int, *, e
         constexprs={
             "WINDOWED": edges,
             "CAPPED": edges,
-            "PRECISION": dot_precision(dtype),
             "HEAD_DIM": head_dim,
             "BLOCK_D": padded_head_dim(head_dim),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
+            "CONTEXT_N": _context_tile(config),
             "BLOCK_SIZE": block_size,
         },
         num_warps=config.num_warps,

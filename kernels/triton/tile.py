@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 
@@ -19,10 +18,9 @@ UNSEEN = tl.constexpr(-1.0e30)
 """Score of a masked key. Finite, so that a row which sees nothing of a tile has no inf - inf; what such
 a tile adds is wiped out by a factor of 2 ** (UNSEEN - score) = 0 once the row sees a key, as each does."""
 
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """How matrix products treat their inputs: float32 as three products of TF32, which keeps 2 ** -21."""
-    return "tf32x3" if dtype == torch.float32 else "ieee"
+_EXACT = tl.constexpr("ieee")
+"""Products of float32 are not rounded to TF32. Three products of TF32 would run on the matrix units,
+but hold so many registers that wide heads spill; float32 is served to compare, not to be fast."""
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -61,20 +59,26 @@ def load_tile(base, rows, stored, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, 
 
 
 @triton.jit
-def scores(q, keys, cap_factor, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
+def scores(q, keys, cap_factor, CAPPED: tl.constexpr):
     """Dot products `[M, N]`; with a soft cap their tanh, as 1 - 2 / (e ** 2x + 1)."""
-    s = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    s = tl.dot(q, tl.trans(keys), input_precision=_EXACT)
     if CAPPED:
         s = 1.0 - 2.0 / (tl.exp2(s * cap_factor) + 1.0)
     return s
 
 
 @triton.jit
-def fold(s, values, factor, largest, total, acc, PRECISION: tl.constexpr):
+def fold(s, values, factor, largest, total, acc):
     """One step of the online softmax: scores `[M, N]`, values `[N, D]` → new `largest`, `total` `[M]`, `acc`."""
     now_largest = tl.maximum(largest, tl.max(s, 1) * factor)
     weights = tl.exp2(s * factor - now_largest[:, None])
     shrink = tl.exp2(largest - now_largest)
     total = total * shrink + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=_EXACT)
     return now_largest, total, acc
+
+
+@triton.jit
+def averaged(total, acc):
+    """The weighted mean of the values, `[M, D]` float32; zeros for a row that saw no key."""
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
