@@ -6,7 +6,7 @@ GEN := $(VENV)/gen
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench exact gen format clean
+.PHONY: help install demo test check compile-check bench exact gen format clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -41,6 +41,10 @@ check: install $(GEN)/.installed
 	$(BIN)/python .ci/checks/sizes.py
 	$(BIN)/python .ci/checks/banned.py
 	$(BIN)/python .ci/checks/file_map.py
+
+## compile-check  every Triton kernel and tile for sm_80 and sm_90, no GPU needed: registers, shared memory, spills
+compile-check: install
+	$(BIN)/python -m kernels.triton.compile_check --cache $(VENV)/triton-cache
 
 ## bench     batching, memory, overhead, release, transfer: records figures, renders docs/performance.md
 bench: install
