@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,12 +117,12 @@ def build(variant: Variant, arch: int) -> Build:
     return Build(variant.label, arch, registers, compiled.metadata.shared, spilled_bytes, compiled.metadata.num_warps)
 
 
-def build_all(variants: Sequence[tuple[int, Variant]], jobs: int) -> list[Build]:
-    """In `jobs` processes, in the order given. Forked, so that variants need not be pickled."""
+def build_all(variants: Sequence[tuple[int, Variant]], jobs: int) -> Iterator[Build]:
+    """In `jobs` processes, in the order given, each as soon as it is there. Forked: variants cannot be pickled."""
     global _shared_variants  # noqa: PLW0603
     _shared_variants = variants
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
-        return list(pool.map(_build_shared, range(len(variants))))
+        yield from pool.map(_build_shared, range(len(variants)))
 
 
 _shared_variants: Sequence[tuple[int, Variant]] = ()
@@ -165,12 +165,14 @@ def main() -> int:
     began_s = time.monotonic()
     modules = [importlib.import_module(name) for name in args.modules or shipped_modules()]
     every = variants_of(modules, args.arch)
-    builds = build_all([pair for pair in every if re.search(args.match, pair[1].label)], args.jobs)
     missing = kernels_without_variant(modules, [variant for _, variant in every])
-    print(*builds, *(f"{name}: has no variant" for name in missing), sep="\n")
-    faulty = sum(bool(each.faults) for each in builds) + len(missing)
-    print(f"{len(builds)} builds in {time.monotonic() - began_s:.0f} s, {faulty} with faults")
-    return 1 if faulty or not builds else 0
+    print(*(f"{name}: has no variant\n" for name in missing), sep="", end="")
+    count, faulty = 0, len(missing)
+    for each in build_all([pair for pair in every if re.search(args.match, pair[1].label)], args.jobs):
+        print(each, flush=True)
+        count, faulty = count + 1, faulty + bool(each.faults)
+    print(f"{count} builds in {time.monotonic() - began_s:.0f} s, {faulty} with faults")
+    return 1 if faulty or not count else 0
 
 
 if __name__ == "__main__":
