@@ -57,14 +57,14 @@ def test_each_block_size_is_exact(block_size, device):
 
 
 @on_each_device
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 129])
 def test_lengths_beside_a_tile_s_edge_are_exact(length, device):
     lens = [(length, length), (1, length), (2, length + 1), (length, 2 * length), (length, length + 64)]
     Case(lens, 16, (2, 1), head_dim=64).to(device).check(BACKEND)
 
 
 @on_each_device
-@pytest.mark.parametrize("window", [1, 5, 16, 64, 130, 1000])
+@pytest.mark.parametrize("window", [1, 16, 64, 130, 1000])
 def test_a_query_sees_its_window_and_no_more(window, device):
     lens = [*MIXED, (130, 130), (70, 270), (1, 300), (40, 191), (1, 1100)]
     Case(lens, 16, (2, 1), head_dim=64).to(device).check(BACKEND, window)
@@ -78,8 +78,7 @@ def test_scores_are_capped(soft_cap, window, device):
 
 
 @on_each_device
-@pytest.mark.parametrize("window", [None, 2000])
-@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (80, 2000)])
 def test_long_contexts_are_exact_over_their_splits(head_dim, window, device):
     longest = MIN_SPLIT * MAX_SPLITS + 77  # splits of more than MIN_SPLIT
     lens = [(1, 4095), (1, MIN_SPLIT), (1, MIN_SPLIT + 1), (1, longest), (1, 3)]
