@@ -10,13 +10,14 @@ from engine.loading import EngineOptions, load_engine
 from engine.placement import ThreadPlacement
 from tandem import __version__
 
-_KV_BYTES = 4 << 30
+_KV_BLOCKS = 1536
+"""Of 16 tokens: enough for the largest job, and few enough to be all in use, not fresh from the system, soon."""
 
 
 def open_engine(model: Path, threads: int) -> OpenedEngine:
     """Loads it with the kernels that it chooses by itself."""
     options = EngineOptions(
-        model_path=model, device="cpu", kv_memory_bytes=_KV_BYTES, placement=ThreadPlacement(threads=threads)
+        model_path=model, device="cpu", kv_blocks=_KV_BLOCKS, placement=ThreadPlacement(threads=threads)
     )
     engine = load_engine(options)
     vocab_size = engine.model.config.vocab_size

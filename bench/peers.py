@@ -23,6 +23,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ NO_VLLM = "no vLLM venv given"
 VLLM_SERVER_NAME = "vllm server"
 RECORDED = {"135m": "peers", "0.6b": "peers-0.6b"}
 """Stem of the record, by shape."""
+_CEILINGS_BUDGET_S = 0.3
 _SMOKE_TOKENS = 1500
 """Of a stream of the smoke shape, which would otherwise end before the long prompts come."""
 
@@ -93,6 +95,7 @@ class Comparison:
     def __init__(self, plan: Plan, model: Path) -> None:
         self._plan = plan
         self._model = model
+        self._ceilings: list[Ceilings] = []
         self._results: Results = {}
         self._facts: dict[str, dict[str, str]] = {}
         self._not_measured: dict[str, str] = {}
@@ -101,9 +104,10 @@ class Comparison:
 
     def run(self) -> dict[str, Any]:
         """All parts; returns the record's results. Raises PeerError only if Tandem's own engine fails."""
-        before = self._measure_ceilings()
-        self._run_engines()
-        roof = Roof(_higher(before, self._measure_ceilings()), load_model_config(self._model), torch.bfloat16)
+        if self._plan.rounds:
+            self._run_engines()
+        self._measure_ceilings()
+        roof = Roof(_highest(self._ceilings), load_model_config(self._model), torch.bfloat16)
         served, burst = uvloop.run(self._run_servers())
         decode = decode_documents(WORKLOADS, self._results, roof)
         prefill = prefill_documents(WORKLOADS, self._results, roof)
@@ -121,8 +125,9 @@ class Comparison:
             "bars": [bar.document() for bar in bars(decode, prefill, served, burst)],
         }
 
-    def _measure_ceilings(self) -> Ceilings:
-        return measure_ceilings(torch.device("cpu"), len(self._plan.cores))
+    def _measure_ceilings(self) -> None:
+        """Once more: a machine with neighbours shows its ceilings only now and then."""
+        self._ceilings.append(measure_ceilings(torch.device("cpu"), len(self._plan.cores), _CEILINGS_BUDGET_S))
 
     def _run_engines(self) -> None:
         names = [name for name in BUDGETS if name not in self._not_measured]
@@ -135,6 +140,7 @@ class Comparison:
                 running[:] = [each for each in running if each is not engine]
 
             for number in range(self._plan.rounds):
+                self._measure_ceilings()
                 _say(f"engines, round {number + 1} of {self._plan.rounds}")
                 run_round(running, WORKLOADS, number, self._results, lose)
 
@@ -159,6 +165,8 @@ class Comparison:
 
     async def _run_servers(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Served and interference documents; if vLLM's server fails, those of Tandem alone."""
+        if not self._plan.served_rounds:
+            return {}, {}
         try:
             return await self._measure_servers(self._plan.vllm_python)
         except PeerError as error:
@@ -183,14 +191,14 @@ def _say(what: str) -> None:
     print(f"{what} …", file=sys.stderr, flush=True)
 
 
-def _higher(one: Ceilings, other: Ceilings) -> Ceilings:
-    """The machine's ceiling is what it once reached."""
+def _highest(measured: Sequence[Ceilings]) -> Ceilings:
+    """What the machine once reached, it can."""
     return replace(
-        one,
-        read_gb_s=max(one.read_gb_s, other.read_gb_s),
-        copy_gb_s=max(one.copy_gb_s, other.copy_gb_s),
-        bf16_tflop_s=max(one.bf16_tflop_s, other.bf16_tflop_s),
-        f32_tflop_s=max(one.f32_tflop_s, other.f32_tflop_s),
+        measured[0],
+        read_gb_s=max(each.read_gb_s for each in measured),
+        copy_gb_s=max(each.copy_gb_s for each in measured),
+        bf16_tflop_s=max(each.bf16_tflop_s for each in measured),
+        f32_tflop_s=max(each.f32_tflop_s for each in measured),
     )
 
 
@@ -210,8 +218,8 @@ def main() -> int:
     parser.add_argument("--vllm-python", type=Path, help="python of vLLM's environment, as `make peers-venv` makes it")
     parser.add_argument("--shape", choices=sorted(PEER_SHAPES), default="135m")
     parser.add_argument("--threads", type=int, default=2, help="cores, and threads of each engine")
-    parser.add_argument("--rounds", type=int, default=3, help="of the engines")
-    parser.add_argument("--served-rounds", type=int, default=2, help="of the servers")
+    parser.add_argument("--rounds", type=int, default=3, help="of the engines; 0 = none of them")
+    parser.add_argument("--served-rounds", type=int, default=2, help="of the servers; 0 = none of them")
     parser.add_argument("--no-record", action="store_true", help="only print")
     args = parser.parse_args()
     plan = _plan(args)

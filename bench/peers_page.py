@@ -8,18 +8,22 @@ from typing import Any
 from bench.markdown import table
 
 Document = Mapping[str, Any]
+Reasons = Mapping[str, str]
+"""Why an engine or a server was not measured, by its name."""
 _MISSING = "–"
 _ENGINES = ("tandem", "vllm", "transformers")
+_STATES = ("quiet_ms", "burst_ms")
 
 
 def section(results: Document) -> list[str]:
     """Parts of the page; `results` as `bench.peers` writes them."""
     settings = results["settings"]
     return [
-        "## Against the peers (`make peers`, or `python -m bench.peers --vllm-python PATH`)\n",
-        f"Shape {settings['shape']}, random bfloat16 weights, {settings['threads']} threads for each engine in turn on "
-        f"the same cores, greedy, end-of-text ignored, {settings['rounds']} rounds in which engines take turns. "
-        f"{_median_and_best()} `make peers-venv` installs vLLM's CPU build beside the repository.\n",
+        f"## Against the peers, the {settings['shape']} shape (`make peers`, `python -m bench.peers --help`)\n",
+        f"Random bfloat16 weights, {settings['threads']} threads for each engine on the same cores, greedy, "
+        f"end-of-text ignored; engines take turns, rounds: {settings['rounds']}. Medians over all rounds, the best in "
+        "brackets; the limit is the roofline of this machine, measured in the same run. `make peers-venv` installs "
+        "vLLM's CPU build in an environment beside the repository.\n",
         *(f"{_facts(name, facts)}\n" for name, facts in results["engines"].items()),
         *(f"{name}: not measured: {reason}\n" for name, reason in results["not_measured"].items()),
         *(
@@ -29,9 +33,9 @@ def section(results: Document) -> list[str]:
         "### The bars\n",
         bars_table(results["bars"]),
         "### Decode step, ms\n",
-        _decode_table(results["decode"]),
+        _decode_table(results["decode"], results["not_measured"]),
         "### Prefill, tokens/s\n",
-        _prefill_table(results["prefill"]),
+        _prefill_table(results["prefill"], results["not_measured"]),
         "### Roofline of Tandem's phases\n",
         _ceilings(results["ceilings"]),
         _roofline_table(results),
@@ -51,12 +55,12 @@ def _bar_row(bar: Document) -> tuple[str, ...]:
     return (bar["name"], f"{sign} {bar['limit']:g}", _number(bar["by_median"]), _number(bar["by_best"]), verdict)
 
 
-def _decode_table(documents: Sequence[Document]) -> str:
+def _decode_table(documents: Sequence[Document], missing: Reasons) -> str:
     header = ("seqs × context", *_ENGINES, "limit")
     rows = [
         (
             each["workload"],
-            *(_pair(each["step_ms"].get(name), 2) for name in _ENGINES),
+            *(_pair(each["step_ms"].get(name), 2, _why(name, missing)) for name in _ENGINES),
             f"{_limit_ms(each['roofline']):.2f}",
         )
         for each in documents
@@ -64,7 +68,7 @@ def _decode_table(documents: Sequence[Document]) -> str:
     return table(header, rows)
 
 
-def _prefill_table(documents: Sequence[Document]) -> str:
+def _prefill_table(documents: Sequence[Document], missing: Reasons) -> str:
     header = ("prompts × tokens", *_ENGINES, "Tandem, vLLM at their default step budgets", "limit")
     rows = []
     for each in documents:
@@ -72,7 +76,7 @@ def _prefill_table(documents: Sequence[Document]) -> str:
         num_tokens = _tokens_of(each["workload"])
         defaults = ", ".join(_default_rate(rates.get(name)) for name in _ENGINES[:2])
         limit = num_tokens / _limit_ms(each["roofline"]) * 1e3
-        cells = (_rate(rates.get(name)) for name in _ENGINES)
+        cells = (_rate(rates.get(name), _why(name, missing)) for name in _ENGINES)
         rows.append((each["workload"], *cells, defaults, f"{limit:,.0f}"))
     return table(header, rows)
 
@@ -141,13 +145,6 @@ def _interference(results: Document) -> list[str]:
     ]
 
 
-_STATES = ("quiet_ms", "burst_ms")
-
-
-def _median_and_best() -> str:
-    return "Medians over all rounds, the best in brackets; the limit is the roofline of this machine, measured beside."
-
-
 def _ceilings(ceilings: Document) -> str:
     return (
         f"Measured in this run: {ceilings['read_gb_s']:.1f} GB/s read, "
@@ -159,15 +156,19 @@ def _facts(name: str, facts: Mapping[str, str]) -> str:
     return f"{name}: " + ", ".join(f"{key} {value}" for key, value in facts.items() if value)
 
 
-def _pair(figures: Document | None, digits: int) -> str:
+def _why(name: str, missing: Reasons) -> str:
+    return f"not measured: {missing[name]}" if name in missing else _MISSING
+
+
+def _pair(figures: Document | None, digits: int, otherwise: str = _MISSING) -> str:
     if figures is None:
-        return _MISSING
+        return otherwise
     return f"{figures['median']:,.{digits}f} ({figures['best']:,.{digits}f})"
 
 
-def _rate(figures: Document | None) -> str:
+def _rate(figures: Document | None, otherwise: str) -> str:
     if figures is None:
-        return _MISSING
+        return otherwise
     budget = figures["best_budget"]
     return _pair(figures, 0) + (f" at {budget}" if budget else "")
 

@@ -23,7 +23,7 @@ from bench.peer_job import Job, JobTimes
 
 ROOT = Path(__file__).parents[1]
 OPEN_TIMEOUT_S = 240.0
-JOB_TIMEOUT_S = 180.0
+JOB_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
 _LOG_TAIL = 2000
 
