@@ -17,6 +17,7 @@ from bench.timing import Call
 from kernels.attention import AttentionBackend, AttentionMetadata, AttentionParams
 
 _TURNOVER_BYTES = 192 << 20
+"""KV of all layers, at least."""
 _MAX_LAYERS = 30
 
 
@@ -27,7 +28,7 @@ class AttentionBatch:
         self.shape = shape
         self.device = device
         self._params = AttentionParams(shape.head_dim**-0.5)
-        self._num_layers = _layers(shape.kv_bytes(dtype), device)
+        self._num_layers = min(_MAX_LAYERS, -(-_TURNOVER_BYTES // shape.kv_bytes(dtype)))
         counts = [-(-seq_len // shape.block_size) for _, seq_len in shape.lens]
         ids = random.Random(0).sample(range(sum(counts)), sum(counts))
         starts = tuple(accumulate(counts, initial=0))
@@ -109,11 +110,6 @@ class AttentionBatch:
             positions = torch.arange(seq_len - query_len, seq_len)
             slots.append(torch.tensor(table)[positions // size] * size + positions % size)
         return torch.cat(slots).to(device)
-
-
-def _layers(kv_bytes: int, device: torch.device) -> int:
-    """A GPU's cache is flushed between calls; a CPU's is outrun by as many layers as it takes."""
-    return 1 if device.type == "cuda" else min(_MAX_LAYERS, -(-_TURNOVER_BYTES // kv_bytes))
 
 
 def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from bench.kernel_shapes import LayerShape, decode_shape
 from bench.operation_calls import OperationCalls, linear_calls, small_calls
 from bench.timing import Call
 from kernels.operations import Kernels
+from kernels.sampling import DrawParams
 
 Timer = Callable[[Sequence[Call]], float]
 """Seconds of all calls one after the other."""
@@ -83,7 +85,7 @@ def measure_shares(
 
 def triton_sampling(rows: int, vocab_size: int, device: torch.device) -> Call:
     """Draws with temperature, top-k and top-p: all that a sampled step does."""
-    from kernels.triton.sampling import DrawParams, draw
+    from kernels.triton.sampling import TritonSampler  # needs triton
 
     def full(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((rows,), value, dtype=dtype, device=device)
@@ -98,7 +100,7 @@ def triton_sampling(rows: int, vocab_size: int, device: torch.device) -> Call:
         output_index=full(0, torch.int64),
     )
     logits = torch.randn(rows, vocab_size, device=device) * 3
-    return lambda: draw(logits, params)
+    return partial(TritonSampler().draw, logits, params)
 
 
 def document(shares: StepShares) -> dict[str, Any]:

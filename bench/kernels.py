@@ -39,6 +39,7 @@ _CPU_TOKENS = (1, 16, 64, 512)
 _CUDA_TOKENS = (1, 32, 256, 4096)
 _STEPS = ((1, 2048), (32, 2048), (128, 1024), (256, 1024))
 """`(batch, context)` of the decode steps that are taken apart on a GPU."""
+_LAYOUTS = 6
 _BUDGET_S = 0.15
 _DTYPE = torch.bfloat16
 
@@ -67,7 +68,7 @@ class Run:
         print(*(f"{name}: {value}" for name, value in asdict(ceilings).items()), sep="\n")
         machine = describe_gpu(self.device) if self.on_gpu else {}
         print(*(f"{name}: {value}" for name, value in machine.items()), HEADER, sep="\n", flush=True)
-        for shape in CUDA_ATTENTION if self.on_gpu else CPU_ATTENTION:
+        for shape in self._shapes():
             self._try(f"attention at {shape}", partial(self._measure_attention, shape, ceilings))
         for tokens in _CUDA_TOKENS if self.on_gpu else _CPU_TOKENS:
             self._try(f"operations at {tokens}", partial(self._measure_operations, tokens, ceilings))
@@ -80,6 +81,13 @@ class Run:
         if self.on_gpu:
             results |= self._measure_steps(ceilings)
         return {**results, "failures": self.failures, "took_s": time.monotonic() - began_s}
+
+    def _shapes(self) -> list[AttentionShape]:
+        """Those whose KV fits into the device as often as peers lay it out anew."""
+        if not self.on_gpu:
+            return list(CPU_ATTENTION)
+        _, total_bytes = torch.cuda.mem_get_info(self.device)
+        return [shape for shape in CUDA_ATTENTION if _LAYOUTS * shape.kv_bytes(_DTYPE) < total_bytes]
 
     def _measure_attention(self, shape: AttentionShape, ceilings: Ceilings) -> None:
         """Ours, then the peers; all must agree with the first."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import peers_page
+from bench import kernels_page, peers_page
 from bench.markdown import table
 
 ROOT = Path(__file__).parents[1]
@@ -106,6 +106,8 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "growth": _growth,
     "peers": peers_page.section,
     "peers-0.6b": peers_page.section,
+    "kernels-cpu": kernels_page.section,
+    "kernels-cuda": kernels_page.section,
 }
 """By the stem of the result file, in the order of the page."""
 
