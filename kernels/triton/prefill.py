@@ -152,7 +152,7 @@ def prefill_kernel(
     first_token = first_row // group
     last_token = tl.minimum((first_row + BLOCK_M - 1) // group, query_len - 1)
     first_q = start.to(tl.int64)  # row of the ragged batch
-    q_tile = load_tile(q + first_q * stride_qt, tokens * stride_qt + heads * stride_qh, valid, True, HEAD_DIM, BLOCK_D)
+    q_tile = load_tile(q, (first_q + tokens) * stride_qt + heads * stride_qh, valid, True, HEAD_DIM, BLOCK_D)
 
     largest = tl.full([BLOCK_M], UNSEEN, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
