@@ -1,43 +1,102 @@
-"""Linear maps on the CPU: bfloat16 weights packed once by oneDNN, float32 weights plain.
+"""Linear maps on the CPU: bfloat16 weights packed once, for our own tiles on AMX, else for oneDNN; float32 plain.
 
-oneDNN alone knows the packed layout; the plain weight is not kept here. In float32 its sums err 1.2 to 3 times as
-much as plain torch's, and tokens are to equal those of plain torch.
+A packed weight takes the plain one's place; only its owner knows the layout. Float32 stays with plain torch: oneDNN's
+sums err up to three times as much, and tokens are to equal those of plain torch.
 """
 
 from __future__ import annotations
 
+from ctypes import c_int64, c_void_p
+
 import torch
 from torch.nn import functional as F
 
+from kernels.cpu.library import Library
 from kernels.operations import LinearMap
+from kernels.spec import Dims
 from tandem.errors import InternalError
 
-_PACKED_FOR_TOKENS = 512
+_TILED_TIER = "amx"
+_DEPTH = 32
+"""Inputs of one AMX tile: a weight's must be a multiple."""
+_LINE = 64
+"""Bytes of a cache line, where packed tiles begin."""
+
+_ONEDNN_TOKENS = 512
 """The batch that oneDNN lays weights out for. Measured: as fast as any other at 1 to 16 tokens, fastest from 64 on."""
 
-
-def open_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
-    """Packs `weight` `[out, in]` if oneDNN will; `bias` `[out]`. Raises InternalError if they don't fit each other."""
-    if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-        raise InternalError(f"weight: {list(weight.shape)} with bias {None if bias is None else list(bias.shape)}")
-    packed = _pack(weight)
-    return _PlainLinear(weight, bias) if packed is None else _PackedLinear(packed, bias, weight.shape[0])
+_SHORT_TOKENS = 16
+_SHORT_BYTES = 1 << 22
+"""Up to so many tokens and bytes of weights a call keeps the GIL: it returns within a fifth of a millisecond."""
 
 
-def _pack(weight: torch.Tensor) -> torch.Tensor | None:
-    """The weight in oneDNN's layout, or None where it has none: another dtype, processor or build of torch."""
-    if weight.dtype != torch.bfloat16:
-        return None
+def open_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
+    """The fastest map for `weight` `[out, in]` and `bias` `[out]`. Raises InternalError if they do not fit."""
+    dims = Dims()
+    dims.check("weight", weight, ("out", "in"), weight.dtype, weight.device)
+    if bias is not None:
+        dims.check("bias", bias, ("out",), weight.dtype, weight.device)
+    if weight.dtype == torch.bfloat16:
+        if library.tier == _TILED_TIER and dims["in"] % _DEPTH == 0:
+            return _TiledLinear(library, weight, bias)
+        packed = _pack_for_onednn(weight)
+        if packed is not None:
+            return _OneDnnLinear(packed, bias, dims["out"])
+    return _PlainLinear(weight, bias)
+
+
+class _TiledLinear:
+    """A weight in the order in which `src/linear.cpp` reads it. A token's result does not depend on the others."""
+
+    __slots__ = ("_bias", "_bias_address", "_long", "_num_inputs", "_num_outputs", "_packed", "_short", "_short_tokens")
+
+    def __init__(self, library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._num_outputs, self._num_inputs = weight.shape
+        rows = -(-self._num_outputs // 16) * 16
+        held = torch.empty(rows * self._num_inputs + _LINE // 2, dtype=torch.bfloat16)
+        self._packed = held[-held.data_ptr() % _LINE // 2 :]
+        pack = library.bind("pack_linear_bf16", c_void_p, c_int64, c_void_p, c_int64, c_int64)
+        pack(weight.data_ptr(), weight.stride(0), self._packed.data_ptr(), self._num_outputs, self._num_inputs)
+        self._bias = bias
+        self._bias_address = None if bias is None else bias.data_ptr()
+        argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64)
+        self._short, self._long = (library.bind("linear_bf16", *argtypes, keeps_gil=keeps) for keeps in (True, False))
+        self._short_tokens = _SHORT_TOKENS if 2 * weight.numel() <= _SHORT_BYTES else 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """X `[T, in]`, rows contiguous → `[T, out]`. Sums in float32, rounded once. Raises InternalError by name."""
+        shape = x.shape
+        if (
+            len(shape) != 2
+            or shape[1] != self._num_inputs
+            or x.dtype is not torch.bfloat16
+            or x.stride()[1] != 1
+            or not x.is_cpu
+        ):
+            Dims(**{"in": self._num_inputs}).check("x", x, ("T", "in"), torch.bfloat16, torch.device("cpu"))
+            raise InternalError(f"x: {list(shape)} cannot be multiplied")
+        tokens, outputs = shape[0], self._num_outputs
+        out = torch.empty(tokens, outputs, dtype=torch.bfloat16)
+        call = self._short if tokens <= self._short_tokens else self._long
+        call(
+            *(x.data_ptr(), x.stride()[0], self._packed.data_ptr(), self._bias_address, out.data_ptr()),
+            *(tokens, self._num_inputs, outputs),
+        )
+        return out
+
+
+def _pack_for_onednn(weight: torch.Tensor) -> torch.Tensor | None:
+    """The weight in oneDNN's layout, or None where it has none: another processor or build of torch."""
     try:
         if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return None
-        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_TOKENS)
+        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ONEDNN_TOKENS)
     except (AttributeError, RuntimeError):
         return None
     return packed
 
 
-class _PackedLinear:
+class _OneDnnLinear:
     """A weight as oneDNN wants it."""
 
     __slots__ = ("_bias", "_num_outputs", "_packed")

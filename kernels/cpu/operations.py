@@ -48,10 +48,10 @@ class CpuOperations:
     Keeps the last step's `cos`, `sin` and `slot_mapping`, which its layers share, to check them once. For one thread.
     """
 
-    __slots__ = ("_long", "_rotation", "_short", "_tier")
+    __slots__ = ("_library", "_long", "_rotation", "_short")
 
     def __init__(self, library: Library) -> None:
-        self._tier = library.tier
+        self._library = library
         self._short = {dtype: _Calls(library, suffix, keeps_gil=True) for dtype, suffix in DTYPES.items()}
         self._long = {dtype: _Calls(library, suffix, keeps_gil=False) for dtype, suffix in DTYPES.items()}
         self._rotation: _Rotation | None = None
@@ -59,11 +59,11 @@ class CpuOperations:
     @property
     def name(self) -> str:
         """As the log calls it; tells the tier."""
-        return f"cpu-{self._tier}"
+        return f"cpu-{self._library.tier}"
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.linear`; what is returned may hold a packed copy instead of `weight`."""
-        return open_linear(weight, bias)
+        return open_linear(self._library, weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Operations.rms_norm`. Rounded once, at the end."""

@@ -42,7 +42,8 @@ bool all_bits(uint32_t word, uint32_t bits) { return (word & bits) == bits; }
 
 bool has_avx2(uint64_t states) {
   const uint32_t fma_f16c_avx = 1u << 12 | 1u << 29 | 1u << 28;
-  return (states & kAvxState) == kAvxState && all_bits(cpuid(1, 0).ecx, fma_f16c_avx) && all_bits(cpuid(7, 0).ebx, 1u << 5);
+  if ((states & kAvxState) != kAvxState) return false;
+  return all_bits(cpuid(1, 0).ecx, fma_f16c_avx) && all_bits(cpuid(7, 0).ebx, 1u << 5);
 }
 
 bool has_avx512(uint64_t states) {

@@ -117,7 +117,8 @@ struct RotateShape {
 // One head, in place: (a, b) -> (a cos - b sin, b cos + a sin), a and b its two halves; `scaled` brings the
 // norm's factor and weight. Rounded once.
 template <typename T, bool Normed>
-TANDEM_INLINE void rotate_head(T* head, const float* cos, const float* sin, const T* weight, float scale, int64_t half) {
+TANDEM_INLINE void rotate_head(T* head, const float* cos, const float* sin, const T* weight, float scale,
+                               int64_t half) {
   for (int64_t i = 0; i < half; i += kLanes) {
     const int n = half - i < kLanes ? int(half - i) : kLanes;
     const bool whole = n == kLanes;

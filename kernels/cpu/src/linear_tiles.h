@@ -1,0 +1,133 @@
+// Tiles of a linear map in bfloat16 on AMX: 16 tokens by 16 outputs, summed in float32 over the whole input.
+//
+// Tokens are read as they lie. Weights are packed once: for each 16 outputs [in / 2][16] pairs of inputs, so that
+// they are read in one forward stream. Each sum runs over the inputs in one order, whatever the number of tokens.
+
+#pragma once
+
+#include "simd.h"
+
+#if defined(__AMX_BF16__)
+
+namespace {
+
+constexpr int kTile = 16;                  // tokens, outputs, and pairs of inputs of one tile
+constexpr int kTileWords = kTile * kTile;  // of four bytes
+
+// rows[i][j] <-> rows[j][i].
+TANDEM_INLINE void transpose(__m512i rows[kTile]) {
+  __m512i t[kTile];
+  for (int i = 0; i < kTile; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < kTile; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      rows[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+      rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+    }
+  for (int i = 0; i < kTile; i += 8)
+    for (int j = 0; j < 4; ++j) {
+      t[i + j] = _mm512_shuffle_i32x4(rows[i + j], rows[i + j + 4], 0x88);
+      t[i + j + 4] = _mm512_shuffle_i32x4(rows[i + j], rows[i + j + 4], 0xdd);
+    }
+  for (int j = 0; j < 8; ++j) {
+    rows[j] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88);
+    rows[j + 8] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd);
+  }
+}
+
+// weight [count <= 16, in] -> packed [in / 2][16]; outputs beyond `count` are zero.
+TANDEM_INLINE void pack_outputs(const Bf16* weight, int64_t stride, int count, int64_t in, uint32_t* packed) {
+  for (int64_t k = 0; k < in; k += 2 * kTile) {
+    __m512i rows[kTile];
+    for (int i = 0; i < kTile; ++i)
+      rows[i] = i < count ? _mm512_loadu_si512(weight + i * stride + k) : _mm512_setzero_si512();
+    transpose(rows);
+    for (int i = 0; i < kTile; ++i) _mm512_store_si512(packed + (k / 2 + i) * kTile, rows[i]);
+  }
+}
+
+// Tile registers of this thread, until close_tiles: 0 to 3 hold sums (tokens by outputs, 2 by 2), 4 and 5
+// `low` and `high` <= 16 tokens, 6 and 7 weights.
+TANDEM_INLINE void open_tiles(int low, int high) {
+  struct alignas(64) {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  } config = {};
+  config.palette = 1;
+  for (int i = 0; i < 8; ++i) {
+    config.row_bytes[i] = 64;
+    config.rows[i] = kTile;
+  }
+  config.rows[0] = config.rows[1] = config.rows[4] = uint8_t(low);
+  if (high) config.rows[2] = config.rows[3] = config.rows[5] = uint8_t(high);
+  __asm__ volatile("ldtilecfg %0" ::"m"(config));
+}
+
+TANDEM_INLINE void close_tiles() { _tile_release(); }
+
+// sums [Blocks][Outputs] tiles (Blocks, Outputs 1 or 2) of tokens x, rows `stride` apart, and packed weights, over
+// `count` inputs; adds to what is in sums, if `add`. The next 16 outputs' weights are `next` words further on.
+template <int Blocks, int Outputs>
+TANDEM_INLINE void multiply(const Bf16* x, int64_t stride, const uint32_t* packed, int64_t next, int64_t count,
+                            bool add, float* sums) {
+  const Bf16* more_x = x + kTile * stride;
+  const uint32_t* more = packed + next;
+  // The intrinsics don't tell the compiler that they read and write memory.
+  __asm__ volatile("" ::: "memory");
+  if (add) {
+    _tile_loadd(0, sums, 64);
+    if (Outputs > 1) _tile_loadd(1, sums + kTileWords, 64);
+    if (Blocks > 1) _tile_loadd(2, sums + Outputs * kTileWords, 64);
+    if (Blocks > 1 && Outputs > 1) _tile_loadd(3, sums + 3 * kTileWords, 64);
+  } else {
+    _tile_zero(0);
+    if (Outputs > 1) _tile_zero(1);
+    if (Blocks > 1) _tile_zero(2);
+    if (Blocks > 1 && Outputs > 1) _tile_zero(3);
+  }
+  for (int64_t k = 0; k < count; k += 2 * kTile) {
+    const int64_t at = k / 2 * kTile;
+    _tile_loadd(4, x + k, stride * 2);
+    _tile_loadd(6, packed + at, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if (Outputs > 1) {
+      _tile_loadd(7, more + at, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (Blocks > 1) {
+      _tile_loadd(5, more_x + k, stride * 2);
+      _tile_dpbf16ps(2, 5, 6);
+      if (Outputs > 1) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, 64);
+  if (Outputs > 1) _tile_stored(1, sums + kTileWords, 64);
+  if (Blocks > 1) _tile_stored(2, sums + Outputs * kTileWords, 64);
+  if (Blocks > 1 && Outputs > 1) _tile_stored(3, sums + 3 * kTileWords, 64);
+  __asm__ volatile("" ::: "memory");
+}
+
+// sums [Outputs][16 tokens][16 outputs] -> the first `width` columns of out [count tokens], rows `stride` apart.
+template <int Outputs>
+TANDEM_INLINE void put_tiles(const float* sums, const Bf16* bias, Bf16* out, int64_t stride, int count, int width) {
+  const int low_width = width < kTile ? width : kTile;
+  const F32 low_bias = bias ? load_n(bias, low_width) : F32{};
+  const F32 high_bias = bias && Outputs > 1 ? load_n(bias + kTile, width - kTile) : F32{};
+  for (int i = 0; i < count; ++i) {
+    const F32 low = load(sums + i * kTile) + low_bias;
+    if (Outputs == 1) {
+      store_n(out + i * stride, low, low_width);
+      continue;
+    }
+    const F32 high = load(sums + kTileWords + i * kTile) + high_bias;
+    const __m512i both = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(high), bit_cast<__m512>(low)));
+    _mm512_mask_storeu_epi16(out + i * stride, __mmask32(0xffffffffu >> (2 * kTile - width)), both);
+  }
+}
+
+}  // namespace
+
+#endif  // __AMX_BF16__

@@ -1,0 +1,86 @@
+"""Linear maps on the CPU against float64, at every tier that this machine runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.cpu.library import Library, usable_tiers
+from kernels.cpu.linear import open_linear
+from tandem.errors import InternalError
+from tests.kernels.operations_oracle import TOLERANCES
+
+
+@pytest.fixture(params=usable_tiers(), scope="module")
+def library(request):
+    return Library(request.param)
+
+
+def _normal(*shape, dtype, seed=0):
+    """`shape`, with a row stride of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape[:-1], shape[-1] + 3, generator=generator).to(dtype)[..., 1:-2]
+
+
+def _check(linear, weight, bias, x):
+    out = linear(x)
+    assert out.dtype == weight.dtype
+    assert out.shape == (len(x), len(weight))
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    bound = 2**-22 * weight.shape[1]  # one rounding of float32 per product
+    torch.testing.assert_close(out.double(), expected, atol=bound, rtol=TOLERANCES[weight.dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(8, 8), (1, 32), (17, 64), (33, 32), (50, 40), (960, 576), (70, 1536)], ids=str)
+def test_each_shape_is_exact_for_any_number_of_tokens(library, shape, has_bias, dtype):
+    weight = _normal(*shape, dtype=dtype)
+    bias = _normal(1, shape[0], dtype=dtype)[0] if has_bias else None
+    linear = open_linear(library, weight, bias)
+    for tokens in (0, 1, 2, 15, 16, 17, 32, 33, 70):
+        _check(linear, weight, bias, _normal(tokens, shape[1], dtype=dtype, seed=1))
+
+
+def test_many_tokens_and_threads_are_cut_into_rectangles(library):
+    weight = _normal(336, 992, dtype=torch.bfloat16)
+    linear = open_linear(library, weight, None)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            _check(linear, weight, None, _normal(1061, 992, dtype=torch.bfloat16, seed=1))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif("amx" not in usable_tiers(), reason="needs AMX")
+def test_tiles_give_a_token_the_same_bits_in_any_batch():
+    weight, x = _normal(80, 1600, dtype=torch.bfloat16), _normal(600, 1600, dtype=torch.bfloat16, seed=1)
+    linear = open_linear(Library("amx"), weight, None)
+    whole = linear(x)
+    for first, last in ((0, 1), (5, 6), (0, 16), (17, 50), (100, 600)):
+        assert torch.equal(linear(x[first:last]), whole[first:last])
+
+
+@pytest.mark.skipif("amx" not in usable_tiers(), reason="needs AMX")
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(2, 64), "x: dtype is torch.float32"),
+        (torch.zeros(2, 32, dtype=torch.bfloat16), "x: in is 32, elsewhere 64"),
+        (torch.zeros(64, dtype=torch.bfloat16), r"x: shape \[64\]"),
+        (torch.zeros(64, 2, dtype=torch.bfloat16).T, "x: last dimension has stride 2"),
+        (torch.zeros(2, 64, dtype=torch.bfloat16, device="meta"), "x: device is meta"),
+    ],
+    ids=["dtype", "width", "vector", "stride", "device"],
+)
+def test_tiles_refuse_by_name(x, message):
+    linear = open_linear(Library("amx"), torch.zeros(16, 64, dtype=torch.bfloat16), None)
+    with pytest.raises(InternalError, match=message):
+        linear(x)
+
+
+def test_a_bias_that_does_not_fit_is_refused_by_name(library):
+    with pytest.raises(InternalError, match="bias: out is 7, elsewhere 8"):
+        open_linear(library, torch.zeros(8, 32), torch.zeros(7))

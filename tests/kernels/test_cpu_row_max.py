@@ -1,0 +1,49 @@
+"""The native row maximum finds what torch's own does, and NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.cpu.library import Library, usable_tiers
+from kernels.cpu.row_max import RowMax
+from tandem.errors import InternalError
+
+
+@pytest.fixture(params=usable_tiers(), scope="module")
+def row_max(request):
+    return RowMax(Library(request.param))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_is_the_first_of_the_greatest(row_max, dtype):
+    for rows, width in ((0, 5), (1, 1), (3, 15), (2, 1024), (17, 1025), (5, 49152)):
+        logits = torch.randn(rows, width + 3).to(dtype)[:, 1:-2]
+        if width > 7:
+            logits[:, [5, 7, width - 1]] = 9.0  # equals
+        values, indices = row_max(logits)
+        assert torch.equal(values, logits.float().amax(-1) if rows else values)
+        expected = [int((row == row.max()).nonzero()[0]) for row in logits]
+        assert indices.tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("at", [0, 16, 1000, 1024, 3000])
+def test_nan_wins_over_all(row_max, at, dtype):
+    logits = torch.zeros(1, 3001, dtype=dtype)
+    logits[0, [2, 2999]] = torch.inf
+    logits[0, at] = torch.nan
+    values, indices = row_max(logits)
+    assert values.isnan().all()
+    assert indices.tolist() == [at]
+
+
+def test_a_row_of_nothing_but_minus_infinity_gives_its_first_token(row_max):
+    values, indices = row_max(torch.full((1, 2050), -torch.inf))
+    assert (values.item(), indices.item()) == (-torch.inf, 0)
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(2, 3).half(), torch.zeros(2, 0), torch.zeros(3), torch.zeros(3, 2).T])
+def test_rows_that_do_not_fit_are_refused_by_name(row_max, rows):
+    with pytest.raises(InternalError, match="rows: "):
+        row_max(rows)
