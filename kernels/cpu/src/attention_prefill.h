@@ -13,7 +13,7 @@
 namespace {
 
 constexpr int64_t kKeys = 256;
-constexpr int64_t kTokenStep = 32;  // keys of a tile are padded to a multiple of this, with zeros
+constexpr int64_t kTokenStep = 32;  // keys of a tile are padded to a multiple of this, and masked by it
 
 template <typename T>
 class Prefill {
@@ -183,8 +183,10 @@ class Prefill {
     return round_up(least(count, last + 1 - first), kTokenStep);
   }
 
-  bool sees_all(int64_t tile, int64_t first, int64_t tokens) const {
-    return first + tokens - 1 <= first_position(tile) && first >= first_key(last_position(tile));
+  // How many of those, from the first on and in whole steps, every row of the tile sees.
+  int64_t clear_tokens(int64_t tile, int64_t first, int64_t tokens) const {
+    if (first < first_key(last_position(tile))) return 0;
+    return least(tokens, most(0, first_position(tile) + 1 - first) / kTokenStep * kTokenStep);
   }
 
   const Word* queries(int64_t tile) const { return queries_ + tile * words() * kTile; }
@@ -195,10 +197,7 @@ class Prefill {
     const int64_t tokens = tokens_for(tile, first, count);
     if (tokens == 0) return;
     Form::scores(keys_, tokens, depth_, queries(tile), scores_);
-    if (sees_all(tile, first, tokens))
-      softmax<false>(tile, first, tokens);
-    else
-      softmax<true>(tile, first, tokens);
+    softmax(tile, first, tokens);
     add_values(tile, 0, tokens);
   }
 
@@ -222,10 +221,7 @@ class Prefill {
     while (tile < tiles()) {
       const int64_t next = next_tile(tile + 1, first, count);
       const int64_t next_tokens = next < tiles() ? tokens_for(next, first, count) : 0;
-      if (sees_all(tile, first, tokens))
-        overlap<false>(tile, first, tokens, next, next_tokens);
-      else
-        overlap<true>(tile, first, tokens, next, next_tokens);
+      overlap(tile, first, tokens, next, next_tokens);
       float* used = scores_;
       scores_ = next_scores_, next_scores_ = used;
       tile = next, tokens = next_tokens;
@@ -237,16 +233,16 @@ class Prefill {
     return tile;
   }
 
-  template <bool kMasked>
   void overlap(int64_t tile, int64_t first, int64_t tokens, int64_t next, int64_t next_tokens) {
+    const int64_t clear = clear_tokens(tile, first, tokens);
     F32 decay;
-    const F32 top = raise_maximum<kMasked>(tile, 0, first, tokens, &decay);
+    const F32 top = raise_maximum(tile, 0, first, clear, tokens, &decay);
     tile_open_sums(out_dims_, sums(tile));
     F32 total = load(totals_ + tile * kTile) * decay;
     const Word* weights = reinterpret_cast<const Word*>(scores_);
-    for (int64_t t = 0; t < tokens; t += 32) {
+    for (int64_t t = 0; t < tokens; t += kTokenStep) {
       if (t < next_tokens) tile_scores_of_32(keys_ + t * depth_, depth_, queries(next), next_scores_ + t * kTile);
-      total += weigh<kMasked>(scores_ + t * kTile, scores_ + t / 2 * kTile, 32, top);
+      total += weigh_step(t >= clear, scores_ + t * kTile, scores_ + t / 2 * kTile, top);
       // Those of the step before: their weights have reached the cache by now.
       if (t > 0) tile_add_32_values(values_ + t - 32, kKeys, out_dims_, weights + (t - 32) / 2 * kTile);
     }
@@ -265,22 +261,26 @@ class Prefill {
   }
 
   // Scores become weights 2^(score * factor - maximum), in place; what was summed before is scaled to match.
-  template <bool kMasked>
   void softmax(int64_t tile, int64_t first, int64_t tokens) {
+    const int64_t clear = clear_tokens(tile, first, tokens);
     for (int j = 0; j < kTile; j += kLanes) {
       F32 decay;
-      const F32 top = raise_maximum<kMasked>(tile, j, first, tokens, &decay);
-      float* total = totals_ + tile * kTile + j;
-      store(total, fma(load(total), decay, weigh<kMasked>(scores_ + j, scores_ + j, tokens, top)));
+      const F32 top = raise_maximum(tile, j, first, clear, tokens, &decay);
+      F32 total = load(totals_ + tile * kTile + j) * decay;
+      for (int64_t t = 0; t < tokens; t += kTokenStep) {
+        float* to = scores_ + (Form::kPairs ? t / 2 : t) * kTile + j;
+        total += weigh_step(t >= clear, scores_ + t * kTile + j, to, top);
+      }
+      store(totals_ + tile * kTile + j, total);
     }
   }
 
-  // Caps and masks the scores of columns j to j + kLanes; returns their new maximum and how the old sums decay.
-  template <bool kMasked>
-  F32 raise_maximum(int64_t tile, int64_t j, int64_t first, int64_t tokens, F32* decay) {
+  // Caps the scores of columns j to j + kLanes and masks them from token `clear` on; returns their new maximum
+  // and how the old sums decay.
+  F32 raise_maximum(int64_t tile, int64_t j, int64_t first, int64_t clear, int64_t tokens, F32* decay) {
     float* scores = scores_ + j;
     if (a_.soft_cap != 0) cap(scores, tokens);
-    if constexpr (kMasked) hide(positions_ + tile * kTile + j, first, tokens, scores);
+    hide(positions_ + tile * kTile + j, first + clear, tokens - clear, scores + clear * kTile);
     F32 highest[4];
     for (int i = 0; i < 4; ++i) highest[i] = load(scores + i * kTile);
     for (int64_t t = 4; t < tokens; t += 4)
@@ -296,13 +296,17 @@ class Prefill {
     return top;
   }
 
-  // Weighs one vector of columns; returns its sums. Pairs go to every other row's place, from `to` on.
+  // Weighs kTokenStep scores of one vector of columns; returns their sums. Pairs take half the rows, from `to` on.
+  F32 weigh_step(bool masked, const float* scores, float* to, F32 top) const {
+    return masked ? weigh<true>(scores, to, top) : weigh<false>(scores, to, top);
+  }
+
   template <bool kMasked>
-  TANDEM_INLINE F32 weigh(const float* scores, float* to, int64_t tokens, F32 top) const {
+  TANDEM_INLINE F32 weigh(const float* scores, float* to, F32 top) const {
     const F32 scale = splat(factor());
     F32 total[2] = {};
 #pragma GCC unroll 2
-    for (int64_t t = 0; t < tokens; t += 2) {
+    for (int64_t t = 0; t < kTokenStep; t += 2) {
       F32 weight[2];
       for (int i = 0; i < 2; ++i) {
         const F32 score = load(scores + (t + i) * kTile);
