@@ -42,7 +42,7 @@ check: install $(GEN)/.installed
 	$(BIN)/python .ci/checks/banned.py
 	$(BIN)/python .ci/checks/file_map.py
 
-## compile-check  every Triton kernel and tile for sm_80 and sm_90, no GPU needed: registers, shared memory, spills
+## compile-check  every Triton kernel and tile for sm_80, sm_86, sm_90, no GPU needed: registers, shared memory, spills
 compile-check: install
 	$(BIN)/python -m kernels.triton.compile_check --cache $(VENV)/triton-cache
 

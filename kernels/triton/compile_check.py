@@ -1,6 +1,6 @@
 """Builds every Triton kernel ahead of time, with no GPU: `python -m kernels.triton.compile_check`.
 
-Each kernel module's `compile_variants(arch)` is compiled by Triton itself for sm_80 and sm_90, and
+Each kernel module's `compile_variants(arch)` is compiled by Triton itself for sm_80, sm_86 and sm_90, and
 the machine code's own resource table is read. Fails, naming the variant, on anything kept in local
 memory (spills), on shared memory or registers beyond a block's limit, on a kernel that does not
 compile, and on a kernel that has no variant.
@@ -153,7 +153,9 @@ def main() -> int:
     """Prints a line per build; exit code 1 if one has a fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", help="only these (every module of kernels.triton)")
-    parser.add_argument("--arch", type=int, nargs="+", choices=sorted(SHARED_LIMIT_BYTES), default=[80, 90])
+    parser.add_argument(
+        "--arch", type=int, nargs="+", choices=sorted(SHARED_LIMIT_BYTES), default=sorted(SHARED_LIMIT_BYTES)
+    )
     parser.add_argument("--match", default="", help="only variants whose label has this regular expression")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--cache", type=Path, help="where compiled kernels are kept (Triton's own place)")
