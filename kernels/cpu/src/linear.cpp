@@ -36,10 +36,10 @@ struct Corner {
 
 // Adds to sums; puts them out with the last inputs.
 template <int Blocks, int Outputs>
-TANDEM_INLINE void corner(const Map& map, const Corner& at, float* sums) {
+TANDEM_INLINE void corner(const Map& map, const Corner& at, float* sums, Fetch& fetch) {
   const Bf16* x = map.x + at.token * map.x_stride + at.input;
   const uint32_t* packed = map.packed + at.output * (map.in / 2) + at.input / 2 * kTile;
-  multiply<Blocks, Outputs>(x, map.x_stride, packed, map.in / 2 * kTile, at.depth, at.input > 0, sums);
+  multiply<Blocks, Outputs>(x, map.x_stride, packed, map.in / 2 * kTile, at.depth, at.input > 0, sums, fetch);
   if (at.input + at.depth < map.in) return;
   const Bf16* bias = map.bias ? map.bias + at.output : nullptr;
   Bf16* out = map.out + at.token * map.outputs + at.output;
@@ -49,12 +49,16 @@ TANDEM_INLINE void corner(const Map& map, const Corner& at, float* sums) {
     put_tiles<Outputs>(sums + Outputs * kTileWords, bias, out + kTile * map.outputs, map.outputs, at.high, width);
 }
 
-// Tokens from … to by outputs first … last.
-void rectangle(const Map& map, int64_t from, int64_t to, int64_t first, int64_t last) {
+// Tokens from … to by outputs first … last; meanwhile fetches the weights of as many outputs from `soon` on.
+void rectangle(const Map& map, int64_t from, int64_t to, int64_t first, int64_t last, int64_t soon) {
   alignas(64) float sums[kMaxPairs][4 * kTileWords];
   // Weights that pass only once are better read in one stream.
   const int64_t parts = to - from <= kPair ? 1 : (map.in + kDepth - 1) / kDepth;
   const int64_t depth = (map.in / parts + kPair - 1) / kPair * kPair;
+  // A step reads 32 lines of weights; so each pass over the weights fetches its share of the next ones.
+  const int64_t passes = (to - from + kPair - 1) / kPair;
+  const int lines = passes == 1 ? 0 : int((2 * kTile + passes - 1) / passes);
+  Fetch fetch = {reinterpret_cast<const char*>(map.packed + soon * (map.in / 2)), lines};
   for (int64_t m = from; m < to; m += kPair) {
     const int low = int(least(to - m, kTile)), high = int(least(to - m, kPair)) - low;
     if (m == from || to - m < kPair) open_tiles(low, high);
@@ -63,9 +67,9 @@ void rectangle(const Map& map, int64_t from, int64_t to, int64_t first, int64_t 
         const Corner at = {m, n, k, least(depth, map.in - k), low, high};
         float* partial = sums[(n - first) / kPair];
         if (last - n > kTile)
-          high ? corner<2, 2>(map, at, partial) : corner<1, 2>(map, at, partial);
+          high ? corner<2, 2>(map, at, partial, fetch) : corner<1, 2>(map, at, partial, fetch);
         else
-          high ? corner<2, 1>(map, at, partial) : corner<1, 1>(map, at, partial);
+          high ? corner<2, 1>(map, at, partial, fetch) : corner<1, 1>(map, at, partial, fetch);
       }
   }
 }
@@ -83,7 +87,8 @@ void linear(const Map& map) {
   const auto work_off = [&] {
     for (int64_t i; (i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < count;) {
       const int64_t from = i / columns * kTokens, first = i % columns * wide * kPair;
-      rectangle(map, from, least(from + kTokens, map.tokens), first, least(first + wide * kPair, map.outputs));
+      const int64_t soon = (i + threads) % columns * wide * kPair;
+      rectangle(map, from, least(from + kTokens, map.tokens), first, least(first + wide * kPair, map.outputs), soon);
     }
     close_tiles();
   };

@@ -68,11 +68,22 @@ TANDEM_INLINE void open_tiles(int low, int high) {
 
 TANDEM_INLINE void close_tiles() { _tile_release(); }
 
+// Memory that is wanted soon, fetched into the second cache a few lines at a time.
+struct Fetch {
+  const char* at;
+  int lines;
+
+  TANDEM_INLINE void some() {
+    for (int i = 0; i < lines; ++i) _mm_prefetch(at + i * 64, _MM_HINT_T1);
+    at += lines * 64;
+  }
+};
+
 // sums [Blocks][Outputs] tiles (Blocks, Outputs 1 or 2) of tokens x, rows `stride` apart, and packed weights, over
 // `count` inputs; adds to what is in sums, if `add`. The next 16 outputs' weights are `next` words further on.
 template <int Blocks, int Outputs>
 TANDEM_INLINE void multiply(const Bf16* x, int64_t stride, const uint32_t* packed, int64_t next, int64_t count,
-                            bool add, float* sums) {
+                            bool add, float* sums, Fetch& fetch) {
   const Bf16* more_x = x + kTile * stride;
   const uint32_t* more = packed + next;
   // The intrinsics don't tell the compiler that they read and write memory.
@@ -102,6 +113,7 @@ TANDEM_INLINE void multiply(const Bf16* x, int64_t stride, const uint32_t* packe
       _tile_dpbf16ps(2, 5, 6);
       if (Outputs > 1) _tile_dpbf16ps(3, 5, 7);
     }
+    fetch.some();
   }
   _tile_stored(0, sums, 64);
   if (Outputs > 1) _tile_stored(1, sums + kTileWords, 64);
