@@ -22,6 +22,7 @@ from typing import Any
 import uvloop
 
 from bench.peers_model import PEER_SHAPES, write_checkpoint
+from bench.peers_process import end_in_order
 from bench.peers_served import (
     Turn,
     open_servers,
@@ -173,7 +174,9 @@ def main() -> int:
     parser.add_argument("--vllm-python", type=Path, help="python of vLLM's environment; see `bench.peers`")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output-tokens", type=int, default=BurstShape().output_tokens, help="of each stream")
-    results = uvloop.run(_main(parser.parse_args()))
+    args = parser.parse_args()
+    end_in_order()
+    results = uvloop.run(_main(args))
     print(json.dumps({name: result.document() for name, result in results.items()}, indent=2))
     return 0
 

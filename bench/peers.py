@@ -47,7 +47,7 @@ from bench.peers_bars import (
 from bench.peers_engines import BUDGETS, WORKLOADS, JobEngine, Results, agreement, run_round, warm_up
 from bench.peers_model import PEER_SHAPES, PeerShape, write_checkpoint
 from bench.peers_page import section
-from bench.peers_process import EngineProcess, PeerError, closing_all, engine_process
+from bench.peers_process import EngineProcess, PeerError, closing_all, end_in_order, engine_process
 from bench.peers_served import TANDEM_SERVERS, VLLM_SERVER, ServedShape, open_servers
 from bench.record import write_record
 from models.config import load_model_config
@@ -222,6 +222,7 @@ def main() -> int:
     parser.add_argument("--served-rounds", type=int, default=2, help="of the servers; 0 = none of them")
     parser.add_argument("--no-record", action="store_true", help="only print")
     args = parser.parse_args()
+    end_in_order()
     plan = _plan(args)
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(plan.shape, Path(folder))

@@ -181,6 +181,16 @@ def engine_in_process_environment(cores: Sequence[int]) -> dict[str, str]:
     }
 
 
+def end_in_order() -> None:
+    """Lets SIGTERM and a closed terminal end this process as ctrl-C does, so that its children end too."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, leave)
+
+
 def engine_process(name: str, model: Path, cores: Sequence[int], vllm_python: Path | None) -> EngineProcess:
     """Starts `tandem`, `transformers` or `vllm` on `model`, one thread a core."""
     arguments = (str(model), str(len(cores)))
