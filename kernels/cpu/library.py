@@ -46,8 +46,8 @@ class Library:
     def bind(self, name: str, *argtypes: Any, keeps_gil: bool = False) -> Callable[..., None]:
         """The tier's function `tandem_<name>`, which returns nothing. Raises InternalError if there is none.
 
-        Calls release the GIL, unless `keeps_gil`: for work of a few microseconds, where another thread
-        that takes the GIL in between costs more than it gains.
+        Calls release the GIL, unless `keeps_gil`: for work of a few microseconds, which to hand the GIL
+        over and back would double.
         """
         handle: ctypes.CDLL = _open()[1 if keeps_gil else 0]
         try:

@@ -2,7 +2,7 @@
 
 A decode step calls these hundreds of times, a microsecond or two each. So each first asks, as cheaply
 as Python can, whether all is as expected, and only if not `kernels.spec` looks again and says what is
-wrong. A short call keeps the GIL: another thread that takes it meanwhile may keep it for milliseconds.
+wrong. A short call keeps the GIL: to give it up beside a busy thread costs as much as the call (2.3 against 4.4 µs).
 """
 
 from __future__ import annotations
