@@ -149,7 +149,9 @@ def main(argv: list[str]) -> int:
     """Measures and reports; exit code 0 also where there is nothing to measure."""
     arguments = _arguments(argv)
     if arguments.device != "cpu":
-        reason = "no GPU" if not torch.cuda.is_available() else "transports move its mirror in host memory: see --device cpu"
+        reason = (
+            "no GPU" if not torch.cuda.is_available() else "transports move its mirror in host memory: see --device cpu"
+        )
         print(f"not measured: {reason}")
         return 0
     transports = arguments.transports.split(",") if arguments.transports else usable(arguments.device)
