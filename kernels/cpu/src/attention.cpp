@@ -140,12 +140,19 @@ void attend(const AttendArgs& a) {
     Prefill<T> prefill(a);
     Decode<T> decode(a, plan.partials, plan.pending);
     begin_tiles();
-    for (;;) {
+    const auto take = [&]() -> const Unit* {
       const int64_t i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-      if (i >= plan.num_units) break;
-      const Unit& unit = plan.units[i];
-      if (unit.num_parts) decode.run(unit, work_arena);
-      else prefill.run(unit, work_arena);
+      return i < plan.num_units ? plan.units + i : nullptr;
+    };
+    for (const Unit* unit = take(); unit != nullptr;) {
+      if (unit->num_parts == 0) {
+        prefill.run(*unit, work_arena);
+        unit = take();
+        continue;
+      }
+      const Unit* then = take();  // early, to know what to fetch; decode units are short, and last in line
+      decode.run(*unit, then, work_arena);
+      unit = then;
     }
     end_tiles();
   };

@@ -33,7 +33,8 @@ class Decode {
   const Unit* unit_ = nullptr;
   // Scratch.
   const T** rows_;   // [kTokens] of K, KV head 0
-  const T** ahead_;  // rows of the next kTokens, to be prefetched
+  const T** ahead_;  // rows of the next kTokens, fetched while these are used
+  int64_t num_ahead_ = 0;
   float* weights_;   // [kTokens, 4], of a set [kTokens + 16, 16]
   float* queries_;   // [H, width], of sets per KV head [D / 32 tiles of words]
   T* copies_;        // [Hkv, 16, D]: keys of a set whose rows do not lie evenly
@@ -66,24 +67,22 @@ class Decode {
   // Floats of one partial result.
   static int64_t partial_size(const AttendArgs& a) { return a.num_heads * (round_up(a.head_dim, kLanes) + kStats); }
 
-  void run(const Unit& unit, Arena& arena) {
+  // Meanwhile fetches what `then`, the same thread's next unit, begins with; it may be null.
+  void run(const Unit& unit, const Unit* then, Arena& arena) {
     unit_ = &unit;
     carve(arena.reserve(carve(nullptr) - static_cast<char*>(nullptr)));
     if (has_sets()) memset(queries_, 0, a_.num_kv_heads * dims_ / 2 * 16 * sizeof(float));
     for (int64_t head = first_head(); head < end_head(); ++head) start_head(head);
-    int64_t count = count_from(unit.begin);
+    int64_t count = count_from(unit, unit.begin);
     key_rows(a_, unit.seq, unit.begin, count, rows_);
     for (int64_t first = unit.begin; first < unit.end;) {
-      const int64_t next = first + count, next_count = next < unit.end ? count_from(next) : 0;
-      key_rows(a_, unit.seq, next, next_count, ahead_);
+      const int64_t next = first + count, next_count = next < unit.end ? count_from(unit, next) : 0;
+      look_ahead(next_count ? &unit : then, next_count ? next : 0);
       if (has_sets())
         for (int64_t kv_head = unit.kv_head; kv_head < unit.kv_head_end; kv_head += set_size())
-          update_set(kv_head, least(kv_head + set_size(), unit.kv_head_end), first, count, next_count);
+          update_set(kv_head, least(kv_head + set_size(), unit.kv_head_end), first, count);
       else
-        for (int64_t kv_head = unit.kv_head; kv_head < unit.kv_head_end; ++kv_head) {
-          prefetch(kv_head, next_count);
-          update_group(kv_head, count);
-        }
+        for (int64_t kv_head = unit.kv_head; kv_head < unit.kv_head_end; ++kv_head) update_group(kv_head, count);
       const T** used = rows_;
       rows_ = ahead_, ahead_ = used;
       first = next, count = next_count;
@@ -103,15 +102,26 @@ class Decode {
   int64_t set_size() const { return 16 / group_; }  // KV heads of a set
 
   // Positions up to the next multiple of kTokens.
-  int64_t count_from(int64_t first) const { return least(unit_->end, first / kTokens * kTokens + kTokens) - first; }
+  static int64_t count_from(const Unit& unit, int64_t first) {
+    return least(unit.end, first / kTokens * kTokens + kTokens) - first;
+  }
 
-  void prefetch(int64_t kv_head, int64_t count) const {
-    const int64_t bytes = dims_ * int64_t(sizeof(T));
-    for (int64_t t = 0; t < count; ++t)
-      for (int64_t side = 0; side < 2; ++side) {
-        const char* row = reinterpret_cast<const char*>(ahead_[t] + kv_head * a_.head_stride + side * a_.side_stride);
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
-      }
+  // Rows to fetch: those of `unit` from `first` on, or from its beginning; none if it has other heads.
+  void look_ahead(const Unit* unit, int64_t first) {
+    num_ahead_ = 0;
+    if (unit == nullptr || unit->kv_head != unit_->kv_head) return;
+    first = most(first, unit->begin);
+    num_ahead_ = count_from(*unit, first);
+    key_rows(a_, unit->seq, first, num_ahead_, ahead_);
+  }
+
+  // Key and value of row t ahead into the second cache, `bytes` from `offset` (a key's, in elements) on.
+  TANDEM_INLINE void fetch(int64_t t, int64_t offset, int64_t bytes) const {
+    const T* key = ahead_[t] + offset;
+    for (int64_t i = 0; i < bytes; i += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(key) + i, 0, 2);
+      __builtin_prefetch(reinterpret_cast<const char*>(key + a_.side_stride) + i, 0, 2);
+    }
   }
 
   int64_t first_head() const { return unit_->kv_head * group_; }
@@ -137,7 +147,7 @@ class Decode {
 
 #if defined(__AMX_BF16__)
   // The heads of KV heads kv_head … kv_head_end in 16 lanes.
-  void update_set(int64_t kv_head, int64_t kv_head_end, int64_t first, int64_t count, int64_t next_count) {
+  void update_set(int64_t kv_head, int64_t kv_head_end, int64_t first, int64_t count) {
     // Tiles begin at multiples of 16: so they stay within blocks whose size is one.
     const int64_t lead = a_.block_size % 16 == 0 ? first % 16 : 0, head = kv_head * group_;
     const uint32_t* queries = reinterpret_cast<const uint32_t*>(queries_) + kv_head * dims_ / 2 * 16;
@@ -162,8 +172,7 @@ class Decode {
     float* weights = weights_ + lead * 16;
     alignas(64) float decay[kLanes];
     store(decay, softmax<16>(weights, head, count));
-    for (; kv_head < kv_head_end; ++kv_head) {
-      prefetch(kv_head, next_count);
+    for (; kv_head < kv_head_end; ++kv_head)
       for (int64_t g = 0; g < group_; g += run_lanes(g)) {
         const int64_t at = kv_head * group_ + g, lane = at - head, left = group_ - g;
         if (left >= 4) add_all_values<16, 4>(weights + lane, kv_head, at, count, decay + lane);
@@ -171,7 +180,6 @@ class Decode {
         else if (left == 2) add_all_values<16, 2>(weights + lane, kv_head, at, count, decay + lane);
         else add_all_values<16, 1>(weights + lane, kv_head, at, count, decay + lane);
       }
-    }
   }
 
   // Row t of 16 evenly spaced ones, of which those before row 0 and past the last stand in the same block.
@@ -188,7 +196,7 @@ class Decode {
     return reinterpret_cast<const Bf16*>(copies_);
   }
 #else
-  void update_set(int64_t, int64_t, int64_t, int64_t, int64_t) {}
+  void update_set(int64_t, int64_t, int64_t, int64_t) {}
 #endif
 
   // Lanes of the run of heads that begins with number g of the group.
@@ -274,24 +282,29 @@ class Decode {
   // Adds what kHeads heads make of one KV head's values; `weights` and `decay` begin with the first of them.
   template <int kGroup, int kHeads>
   void add_all_values(const float* weights, int64_t kv_head, int64_t head, int64_t count, const float* decay) {
-    const int64_t offset = kv_head * a_.head_stride + a_.side_stride;
+    const int64_t offset = kv_head * a_.head_stride;
+    const int64_t ahead = head == kv_head * group_ ? num_ahead_ : 0;  // once per KV head
     int64_t d = 0;
     for (; d + kWide * kLanes <= dims_; d += kWide * kLanes)
-      add_values<kGroup, kHeads, kWide, false>(weights, offset, head, d, count, decay);
+      add_values<kGroup, kHeads, kWide, false>(weights, offset, head, d, count, decay, ahead);
     for (; d + kLanes <= dims_; d += kLanes)
-      add_values<kGroup, kHeads, 1, false>(weights, offset, head, d, count, decay);
-    if (d < dims_) add_values<kGroup, kHeads, 1, true>(weights, offset, head, d, count, decay);
+      add_values<kGroup, kHeads, 1, false>(weights, offset, head, d, count, decay, ahead);
+    if (d < dims_) add_values<kGroup, kHeads, 1, true>(weights, offset, head, d, count, decay, ahead);
   }
 
+  // Memory is fetched row by row between the sums: a burst of fetches would stop them until it is served.
   template <int kGroup, int kHeads, int kVectors, bool kTail>
-  void add_values(const float* weights, int64_t offset, int64_t head, int64_t d, int64_t count, const float* decay) {
+  void add_values(const float* weights, int64_t offset, int64_t head, int64_t d, int64_t count, const float* decay,
+                  int64_t ahead) {
+    constexpr int64_t kBytes = kVectors * kLanes * int64_t(sizeof(T));
     float* sums = sums_ + head * width_ + d;
     const int rest = int(dims_ - d);
     F32 sum[kHeads][kVectors];
     for (int g = 0; g < kHeads; ++g)
       for (int j = 0; j < kVectors; ++j) sum[g][j] = load(sums + g * width_ + j * kLanes) * decay[g];
     for (int64_t t = 0; t < count; ++t) {
-      const T* row = rows_[t] + offset + d;
+      if (t < ahead) fetch(t, offset + d, kBytes);
+      const T* row = rows_[t] + offset + a_.side_stride + d;
       F32 value[kVectors];
       for (int j = 0; j < kVectors; ++j) value[j] = kTail ? load_n(row, rest) : load(row + j * kLanes);
       for (int g = 0; g < kHeads; ++g) {
@@ -299,6 +312,7 @@ class Decode {
         for (int j = 0; j < kVectors; ++j) sum[g][j] = fma(weight, value[j], sum[g][j]);
       }
     }
+    for (int64_t t = count; t < ahead; ++t) fetch(t, offset + d, kBytes);
     for (int g = 0; g < kHeads; ++g)
       for (int j = 0; j < kVectors; ++j) store(sums + g * width_ + j * kLanes, sum[g][j]);
   }
