@@ -61,7 +61,7 @@ def _our_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
         seq = ScheduledSeq(tuple(TokenId(token_id) for token_id in token_ids), 0, table, None)
         batch = build_batch([seq], _BLOCK_SIZE, device)
         rows = torch.arange(len(token_ids))
-        return model.decoder.forward(batch.token_ids, batch.positions, kv_cache.tensor, batch.metadata, rows)
+        return model.decoder.forward(batch.token_ids, batch.positions, kv_cache.tensor, batch.metadata, rows).double()
     finally:
         kv_cache.close()
 

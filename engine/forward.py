@@ -20,5 +20,5 @@ class Forward(Protocol):
         metadata: AttentionMetadata,
         sample_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Stores KV of `[T]` tokens in `kv_cache`; returns logits `[R, V]` float32 of `sample_rows` `[R]`."""
+        """Stores KV of `[T]` tokens in `kv_cache`; returns logits `[R, V]` of `sample_rows` `[R]`."""
         ...

@@ -13,24 +13,23 @@ from engine.batch import build_batch
 from engine.forward import Forward
 from engine.graphs import DecodeGraphs
 from engine.kv_cache import KvCache
-from engine.sampler import sample
+from engine.sampler import TORCH_DRAWS, Draws, sample
 from engine.step import SampledToken, ScheduledSeq
-from kernels.sampling import Sampler
 
 
 class Runner:
-    """Steps `decoder` over `kv_cache`; decode steps through `graphs`, draws by `sampler`, where there are any."""
+    """Steps `decoder` over `kv_cache`; decode steps through `graphs`, tokens are drawn by `draws`."""
 
     def __init__(
         self,
         decoder: Forward,
         kv_cache: KvCache,
         graphs: DecodeGraphs | None = None,
-        sampler: Sampler | None = None,
+        draws: Draws = TORCH_DRAWS,
     ) -> None:
         self._decoder = decoder
         self._graphs = graphs
-        self._sampler = sampler
+        self._draws = draws
         self._kv = kv_cache.tensor  # [N, L, 2, Hkv, S, D]
         self._block_size = kv_cache.layout.block_size
 
@@ -48,7 +47,7 @@ class Runner:
                 logits = self._decoder.forward(
                     batch.token_ids, batch.positions, self._kv, batch.metadata, batch.sample_rows
                 )  # [R, V]
-            tokens = iter(sample(logits, batch.sample_specs, self._sampler))
+            tokens = iter(sample(logits, batch.sample_specs, self._draws))
             if self._kv.is_cuda and not batch.sample_specs:  # else tokens on the host have waited for all of it
                 torch.cuda.current_stream(self._kv.device).synchronize()
         return [None if seq.sample is None else next(tokens) for seq in seqs]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,7 +31,8 @@ from engine.row_scan import chunk_masses, first_max, inverse_cdf, largest
 from engine.step import SampledToken, SampleSpec
 from engine.truncation import truncate
 from engine.upload import upload
-from kernels.sampling import DrawParams, Sampler
+from kernels.operations import Kernels
+from kernels.sampling import DrawParams, RowMaximum, Sampler
 from tandem.errors import InternalError
 from tandem.types import TokenId, TokenLogprobs
 
@@ -40,16 +42,35 @@ _MIN_TEMPERATURE = 1e-30
 """Below it float32 runs out of exponents; the draw is the best token well before."""
 
 
-def sample(logits: torch.Tensor, specs: Sequence[SampleSpec], sampler: Sampler | None = None) -> list[SampledToken]:
-    """Returns one token per row of `logits` `[R, V]` float32, which stay as they are; drawn by `sampler`, if any.
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What takes steps 3 to 7 off torch: kernels for all of them, or for the best token alone."""
+
+    sampler: Sampler | None = None
+    row_max: RowMaximum | None = None
+
+    @classmethod
+    def of(cls, kernels: Kernels) -> Draws:
+        """Those that come with the kernels."""
+        return cls(kernels.sampler, kernels.row_max)
+
+
+TORCH_DRAWS = Draws()
+
+
+def sample(logits: torch.Tensor, specs: Sequence[SampleSpec], draws: Draws = TORCH_DRAWS) -> list[SampledToken]:
+    """Returns one token per row of `logits` `[R, V]`, of any floating-point dtype; they stay as they are.
 
     Raises InternalError if a row holds NaN or has no finite maximum: nothing may be drawn from
     a broken computation.
     """
     if not specs:
         return []
+    if draws.row_max is not None and all(map(_takes_best, specs)):
+        return [SampledToken(TokenId(token_id), None) for token_id in _read(*draws.row_max(logits))]
+    logits = logits.to(torch.float32)
     adjusted = _adjusted(logits, specs)
-    token_ids = _choose(adjusted, specs) if sampler is None else _draw_by(sampler, adjusted, specs)
+    token_ids = _choose(adjusted, specs) if draws.sampler is None else _draw_by(draws.sampler, adjusted, specs)
     if all(spec.params.logprobs is None for spec in specs):
         return [SampledToken(TokenId(token_id), None) for token_id in token_ids]
     logprobs = _logprobs(logits, token_ids, specs)
@@ -72,7 +93,17 @@ def _choose(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     drawn = [row for row, spec in enumerate(specs) if spec.params.temperature > 0.0]
     for rows in _tiles(drawn, logits):
         _draw(logits, best, chosen, rows, [specs[row] for row in rows])
-    # Maxima and tokens come to the host together: each trip waits for a GPU. Both are exact in float64.
+    return _read(best, chosen)
+
+
+def _takes_best(spec: SampleSpec) -> bool:
+    """Whether the raw logits' maximum is all that the row wants."""
+    return spec.params.temperature == 0.0 and spec.params.logprobs is None and not changes_logits(spec)
+
+
+def _read(best: torch.Tensor, chosen: torch.Tensor) -> list[int]:
+    """The tokens `chosen` `[R]`, once `best` `[R]`, the rows' maxima, are known to be finite."""
+    # Both come to the host together: each trip waits for a GPU. Both are exact in float64.
     maxima, token_ids = torch.stack((best.double(), chosen.double())).tolist()
     _check_finite([row for row, maximum in enumerate(maxima) if not math.isfinite(maximum)])
     return [int(token_id) for token_id in token_ids]

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from kernels.attention import AttentionBackend
-from kernels.sampling import Sampler
+from kernels.sampling import RowMaximum, Sampler
 
 
 class LinearMap(Protocol):
@@ -84,6 +84,8 @@ class Kernels:
     operations: Operations
     sampler: Sampler | None = None
     """Draws tokens in kernels of its own; None leaves it to `engine.sampler`."""
+    row_max: RowMaximum | None = None
+    """Serves rows that only want their best token; None leaves them to `engine.row_scan`."""
 
     @property
     def name(self) -> str:

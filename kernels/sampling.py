@@ -32,6 +32,14 @@ class DrawParams:
     """Int64: first two words of the counter."""
 
 
+class RowMaximum(Protocol):
+    """Finds the greatest value of each row, wherever it runs fastest."""
+
+    def __call__(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows `[R, V]` of the model's dtype → maxima `[R]` float32, lowest indices `[R]` int64; NaN wins over all."""
+        ...
+
+
 class Sampler(Protocol):
     """Draws tokens; all state is in the arguments. Nothing synchronizes: CUDA graphs can capture both calls."""
 

@@ -113,7 +113,7 @@ class Decoder:
         metadata: AttentionMetadata,
         sample_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Computes one step of a ragged batch; returns logits `[R, V]` float32.
+        """Computes one step of a ragged batch; returns logits `[R, V]`.
 
         `token_ids`, `positions` `[T]` int64; `kv_cache` `[N, L, 2, Hkv, S, D]`, written at
         `metadata.slot_mapping`; `sample_rows` `[R]` int64, the rows whose logits are wanted
@@ -132,7 +132,7 @@ class Decoder:
         attended = last.attention(normed, cos, sin, kv_cache[:, -1], metadata, rows)  # [R, E]
         hidden = hidden if rows is None else hidden[rows]
         delta = last.mlp(last.mlp_norm.add(attended, hidden))
-        return self._lm_head(self._norm.add(delta, hidden)).to(torch.float32)
+        return self._lm_head(self._norm.add(delta, hidden))
 
 
 def _add_norm(norm: RmsNorm, delta: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:

@@ -27,14 +27,15 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def load() -> Kernels:
-    """Attention and operations at the highest tier that this machine runs. Raises InternalError if none does."""
+    """All of them at the highest tier that this machine runs. Raises InternalError if none does."""
     from kernels.cpu.attention import CpuAttention
     from kernels.cpu.library import Library
     from kernels.cpu.operations import CpuOperations
+    from kernels.cpu.row_max import RowMax
     from kernels.operations import Kernels
 
     library = Library()
-    return Kernels(CpuAttention(library), CpuOperations(library))
+    return Kernels(CpuAttention(library), CpuOperations(library), row_max=RowMax(library))
 
 
 @cache

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.philox import uniforms
-from engine.sampler import sample
+from engine.sampler import Draws, sample
 from engine.step import SampleSpec
 from kernels.sampling import DrawParams
 from tandem.errors import InternalError
@@ -232,11 +232,11 @@ def test_the_engine_samples_the_same_through_the_kernels(device):
     specs = [*specs_of_every_kind(3), spec(temperature=0.0), spec(temperature=1.0, seed=2**64 - 5, top_k=2**40)]
     specs += [spec(temperature=1.0, logit_bias={7: 30.0}), spec(temperature=1.0, logprobs=3, seed=3)]
     logits = normal(len(specs), 300, seed=7)
-    got, want = sample(logits.to(device), specs, TritonSampler()), sample(logits, specs)
+    got, want = sample(logits.to(device), specs, Draws(TritonSampler())), sample(logits, specs)
     assert [drawn.token_id for drawn in got] == [drawn.token_id for drawn in want]
     assert got[-1].logprobs.logprob == pytest.approx(want[-1].logprobs.logprob)
     greedy = [spec(temperature=0.0)] * len(specs)
-    assert sample(logits.to(device), greedy, TritonSampler()) == sample(logits, greedy)
+    assert sample(logits.to(device), greedy, Draws(TritonSampler())) == sample(logits, greedy)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -245,7 +245,7 @@ def test_the_engine_refuses_broken_rows_that_the_kernels_report(temperature, dev
     logits = torch.zeros(3, 50, device=device)
     logits[1, 3] = torch.nan
     with pytest.raises(InternalError, match=r"logits of rows \[1\] are not finite"):
-        sample(logits, [spec(temperature=temperature)] * 3, TritonSampler())
+        sample(logits, [spec(temperature=temperature)] * 3, Draws(TritonSampler()))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.sampler import sample
+from engine.sampler import Draws, sample
 from engine.step import SampleSpec
 from tandem.errors import InternalError
 from tandem.types import SamplingParams, TokenId
@@ -58,6 +58,34 @@ def p_value(drawn: torch.Tensor, probabilities: torch.Tensor) -> float:
 def test_temperature_zero_takes_the_best_token(vocab_size: int) -> None:
     logits = random_logits(7, vocab_size)
     assert draw(logits, [spec(temperature=0.0)] * 7) == logits.argmax(-1).tolist()
+
+
+class CountingRowMax:
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.num_calls += 1
+        best = rows.float().max(-1)
+        return best.values, best.indices
+
+
+def test_best_tokens_come_from_the_kernels_maximum_if_no_row_wants_more() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    row_max = CountingRowMax()
+    greedy, more = spec(temperature=0.0), (spec(temperature=1.0), spec(temperature=0.0, logprobs=0))
+    assert sample(logits, [greedy] * 3, Draws(row_max=row_max)) == sample(logits.float(), [greedy] * 3)
+    assert row_max.num_calls == 1
+    assert sample(logits, [greedy, *more], Draws(row_max=row_max)) == sample(logits.float(), [greedy, *more])
+    assert sample(logits[:1], [spec(temperature=0.0, logit_bias={7: 30.0})], Draws(row_max=row_max))[0].token_id == 7
+    assert row_max.num_calls == 1
+
+
+def test_the_kernels_maximum_does_not_hide_broken_rows() -> None:
+    logits = torch.zeros(3, 50)
+    logits[1] = -torch.inf
+    with pytest.raises(InternalError, match=r"logits of rows \[1\] are not finite"):
+        sample(logits, [spec(temperature=0.0)] * 3, Draws(row_max=CountingRowMax()))
 
 
 def test_the_lowest_of_equally_good_tokens_is_taken() -> None:

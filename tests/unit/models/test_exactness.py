@@ -61,7 +61,7 @@ def test_bfloat16_is_as_close_to_float64_as_transformers_is(tools, tiny_folder):
     oracle = transformers_logits(tools.load_transformers(tiny_folder, torch.bfloat16).double(), token_ids)
     theirs = transformers_logits(tools.load_transformers(tiny_folder, torch.bfloat16), token_ids)
     ours = full_logits(tools, tools.load(tiny_folder, "bfloat16"), token_ids, chunk_tokens=64)
-    assert ours.dtype == torch.float32
+    assert ours.dtype == torch.bfloat16
     our_error = (ours.double() - oracle).pow(2).mean().sqrt()
     their_error = (theirs.double() - oracle).pow(2).mean().sqrt()
     assert our_error <= 1.2 * their_error

@@ -65,7 +65,7 @@ def test_auto_is_the_dtype_of_the_config(tools, folder, dtype):
     model = tools.load(folder, "auto")
     assert model.dtype is dtype
     assert model.kv_layout(16).dtype is dtype
-    assert logits(tools, model).dtype == torch.float32
+    assert logits(tools, model).dtype == model.torch_dtype
 
 
 def test_auto_without_a_word_in_the_config_is_the_dtype_of_the_weights(tools, folder):
