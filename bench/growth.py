@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.page import ROOT, read_records
-from bench.peers_model import PEER_SHAPES, write_checkpoint
+from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.record import write_record
 from bench.step_timer import StepTimer
 from engine.allocator import keep_freed_memory

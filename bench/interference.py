@@ -21,14 +21,14 @@ from typing import Any
 
 import uvloop
 
-from bench.peers_model import PEER_SHAPES, write_checkpoint
-from bench.peers_process import end_in_order
-from bench.peers_served import (
+from bench.peers.model import PEER_SHAPES, write_checkpoint
+from bench.peers.process import end_in_order
+from bench.peers.served import (
     Turn,
     open_servers,
     take_turns,
 )
-from bench.peers_streams import Prompt, Stream, StreamClient, fresh_prompts
+from bench.peers.streams import Prompt, Stream, StreamClient, fresh_prompts
 from bench.report import quantile
 from tandem.cli.cores import usable_cores
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import kernels_page, peers_page
+from bench.kernels.page import section as kernels_section
 from bench.markdown import table
+from bench.peers.page import section as peers_section
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -104,10 +105,10 @@ def _growth(results: dict[str, Any]) -> list[str]:
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "cpu": _serving,
     "growth": _growth,
-    "peers": peers_page.section,
-    "peers-0.6b": peers_page.section,
-    "kernels-cpu": kernels_page.section,
-    "kernels-cuda": kernels_page.section,
+    "peers": peers_section,
+    "peers-0.6b": peers_section,
+    "kernels-cpu": kernels_section,
+    "kernels-cuda": kernels_section,
 }
 """By the stem of the result file, in the order of the page."""
 

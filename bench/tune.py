@@ -24,8 +24,8 @@ from unittest.mock import patch
 import torch
 from triton.runtime.errors import OutOfResources
 
-from bench.attention_batch import AttentionBatch
-from bench.kernel_shapes import AttentionShape, chunk_shape, decode_shape, prompt_shape
+from bench.kernels.attention_batch import AttentionBatch
+from bench.kernels.shapes import AttentionShape, chunk_shape, decode_shape, prompt_shape
 from bench.timing import time_s
 from kernels.triton import configs, decode, prefill
 from kernels.triton.attention import TritonAttention

@@ -12,7 +12,7 @@ HEADING = "## One line per file\n"
 FOLDERS = (
     *("tandem", "tandem/client", "tandem/cli", "tandem/rpc", "tandem/telemetry"),
     *("router", "prefill_worker", "decode_worker", "engine", "kvtransfer", "kvtransfer/transports"),
-    *("models", "models/demo", "kernels", "kernels/cpu", "kernels/triton", "bench"),
+    *("models", "models/demo", "kernels", "kernels/cpu", "kernels/triton", "bench", "bench/kernels", "bench/peers"),
 )
 
 

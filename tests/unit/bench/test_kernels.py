@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from bench import kernels as bench_kernels
 from bench import timing
-from bench.attention_batch import AttentionBatch, largest_difference
-from bench.attention_peers import peer_calls
 from bench.ceilings import Ceilings
-from bench.decode_share import measure_shares
-from bench.kernel_aims import attention_aims, step_aims
-from bench.kernel_shapes import LayerShape, chunk_shape, decode_shape, mixed_shape, prompt_shape
-from bench.kernels import Run
-from bench.launch_gaps import LaunchGap
-from bench.measurement import Measurement
+from bench.kernels import __main__ as bench_kernels
+from bench.kernels.__main__ import Run
+from bench.kernels.aims import attention_aims, step_aims
+from bench.kernels.attention_batch import AttentionBatch, largest_difference
+from bench.kernels.attention_peers import peer_calls
+from bench.kernels.decode_share import measure_shares
+from bench.kernels.launch_gaps import LaunchGap
+from bench.kernels.measurement import Measurement
+from bench.kernels.shapes import LayerShape, chunk_shape, decode_shape, mixed_shape, prompt_shape
 from bench.roofline import Cost
 from kernels.dispatch import select_kernels
 from kernels.operations import Kernels
@@ -27,8 +27,8 @@ LAYER = LayerShape("small", 32, 64, *HEADS, vocab_size=128, num_layers=3)
 @pytest.fixture
 def one_layer(monkeypatch):
     """No turnover of memory, no time spent: numbers are not looked at."""
-    monkeypatch.setattr("bench.attention_batch._TURNOVER_BYTES", 1)
-    monkeypatch.setattr("bench.operation_calls._TURNOVER_BYTES", 1)
+    monkeypatch.setattr("bench.kernels.attention_batch._TURNOVER_BYTES", 1)
+    monkeypatch.setattr("bench.kernels.operation_calls._TURNOVER_BYTES", 1)
     monkeypatch.setattr(bench_kernels, "_BUDGET_S", 0.0)
     monkeypatch.setattr(timing, "_MIN_RUNS", 1)
 

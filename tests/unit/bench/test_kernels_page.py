@@ -1,6 +1,6 @@
 """The kernels' section shows what the record holds, whoever was measured."""
 
-from bench.kernels_page import section
+from bench.kernels.page import section
 
 ROW = {"shape": "T 1", "flops_per_byte": 1.5, "bound": "memory", "time_us": 12.34, "share_of_ceiling": 0.5}
 CEILINGS = {

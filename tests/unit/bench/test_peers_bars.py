@@ -6,7 +6,7 @@ import torch
 
 from bench.ceilings import Ceilings
 from bench.interference import Interference
-from bench.peers_bars import (
+from bench.peers.bars import (
     Bar,
     Roof,
     bars,
@@ -15,10 +15,10 @@ from bench.peers_bars import (
     prefill_documents,
     served_documents,
 )
-from bench.peers_engines import WORKLOADS, Measured, Results
-from bench.peers_model import PEER_SHAPES
-from bench.peers_page import bars_table, section
-from bench.peers_served import Served, ServedShape
+from bench.peers.engines import WORKLOADS, Measured, Results
+from bench.peers.model import PEER_SHAPES
+from bench.peers.page import bars_table, section
+from bench.peers.served import Served, ServedShape
 from models.config import load_model_config
 
 CEILINGS = Ceilings("cpu", 2, 50.0, 30.0, 1.0, 0.25)

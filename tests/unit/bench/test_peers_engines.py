@@ -2,9 +2,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from bench.peer_job import Job, JobTimes
-from bench.peers_engines import BUDGETS, JobEngine, Measured, Results, Workload, agreement, run_round
-from bench.peers_process import PeerError
+from bench.peers.engines import BUDGETS, JobEngine, Measured, Results, Workload, agreement, run_round
+from bench.peers.job import Job, JobTimes
+from bench.peers.process import PeerError
 
 SHORT = Workload(2, 8, 3)
 LONG = Workload(1, 64, 2, compares_prefill=True, left_out=frozenset({"transformers"}))

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from bench.cluster import eventually
-from bench.peer_job import Job
-from bench.peers_process import EngineProcess, PeerError, PeerProcess, closing_all
+from bench.peers.job import Job
+from bench.peers.process import EngineProcess, PeerError, PeerProcess, closing_all
 
 ECHO = "import sys\nfor line in sys.stdin: print(line.strip().upper(), flush=True)"
 DIES = "import sys; print('why it died', file=sys.stderr); sys.exit(3)"
@@ -21,7 +21,7 @@ STUBBORN = (
 ENGINE = """
 import sys
 sys.argv = ["engine", "model", "2"]
-from bench.peer_job import JobTimes, OpenedEngine, serve_jobs
+from bench.peers.job import JobTimes, OpenedEngine, serve_jobs
 def run(job):
     print("noise on stdout")
     return JobTimes(0.5, [0.1] * job.decode_steps, job.prompts(10)[0][:1])

@@ -4,9 +4,9 @@ import time
 import pytest
 
 from bench.interference import BurstShape, Interference, measure_turn
-from bench.peers_http import chunks, events
-from bench.peers_process import PeerError
-from bench.peers_streams import Arrivals, OnFirst, Prompt, Stream, tokens_per_s
+from bench.peers.http import chunks, events
+from bench.peers.process import PeerError
+from bench.peers.streams import Arrivals, OnFirst, Prompt, Stream, tokens_per_s
 
 
 def test_gaps_that_reach_into_a_window_count() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from bench.attention_batch import AttentionBatch
-from bench.kernel_shapes import LayerShape, decode_shape
-from bench.operation_calls import OperationCalls, linear_calls, small_calls
+from bench.kernels.attention_batch import AttentionBatch
+from bench.kernels.operation_calls import OperationCalls, linear_calls, small_calls
+from bench.kernels.shapes import LayerShape, decode_shape
 from bench.timing import Call
 from kernels.operations import Kernels
 from kernels.sampling import DrawParams

@@ -2,7 +2,7 @@
 
 The same checkpoint, threads, prompts and work for all; engines take turns, so that the machine's
 drift hits all alike, and ratios hold where absolute times do not. Four parts: decode steps and
-prefill of the engines alone (`bench.peers_engines`), servers (`bench.peers_served`), and what long
+prefill of the engines alone (`bench.peers.engines`), servers (`bench.peers.served`), and what long
 prompts do to decoding streams (`bench.interference`). Prints tables, the roofline of each phase and
 the bars; writes `bench/results/peers.json` and renders docs/performance.md. Takes about ten minutes.
 
@@ -13,7 +13,7 @@ sound and pictures, which nothing here needs; `make peers` uses it. Where the sy
 Without `--vllm-python` its columns stay empty.
 
 How vLLM is timed: its engine in the driver's own process, no core process between, each call of
-`step()` by itself; only steps in which every seq decodes count (see `bench.peer_vllm`). transformers
+`step()` by itself; only steps in which every seq decodes count (see `bench.peers.vllm_engine`). transformers
 is timed between tokens of one `generate` call. Tandem's steps go through its engine thread.
 """
 
@@ -31,10 +31,10 @@ from typing import Any
 import torch
 import uvloop
 
-from bench import interference, peers_served
+from bench import interference
 from bench.ceilings import Ceilings, measure_ceilings
 from bench.interference import DISAGGREGATED, BurstShape
-from bench.peers_bars import (
+from bench.peers.bars import (
     OURS,
     VLLM,
     Roof,
@@ -44,11 +44,12 @@ from bench.peers_bars import (
     prefill_documents,
     served_documents,
 )
-from bench.peers_engines import BUDGETS, WORKLOADS, JobEngine, Results, agreement, run_round, warm_up
-from bench.peers_model import PEER_SHAPES, PeerShape, write_checkpoint
-from bench.peers_page import section
-from bench.peers_process import EngineProcess, PeerError, closing_all, end_in_order, engine_process
-from bench.peers_served import TANDEM_SERVERS, VLLM_SERVER, ServedShape, open_servers
+from bench.peers.engines import BUDGETS, WORKLOADS, JobEngine, Results, agreement, run_round, warm_up
+from bench.peers.model import PEER_SHAPES, PeerShape, write_checkpoint
+from bench.peers.page import section
+from bench.peers.process import EngineProcess, PeerError, closing_all, end_in_order, engine_process
+from bench.peers.served import TANDEM_SERVERS, VLLM_SERVER, ServedShape, open_servers
+from bench.peers.served import measure as measure_served
 from bench.record import write_record
 from models.config import load_model_config
 from tandem.cli.cores import usable_cores
@@ -180,7 +181,7 @@ class Comparison:
         _say("servers start")
         async with open_servers(self._model, tuple(TANDEM_SERVERS), plan.cores, vllm_python) as turns:
             _say("served")
-            served = await peers_served.measure(turns, plan.served, vocab_size, plan.served_rounds)
+            served = await measure_served(turns, plan.served, vocab_size, plan.served_rounds)
             _say("interference")
             rivals = {name: turn for name, turn in turns.items() if name in (DISAGGREGATED, VLLM_SERVER)}
             burst = await interference.measure(rivals, plan.burst, vocab_size, plan.served_rounds)

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.cluster import serve
-from bench.peers_http import VllmServer, VllmStreams
-from bench.peers_model import CONTEXT_TOKENS
-from bench.peers_streams import StreamClient, TandemStreams, fresh_prompts, tokens_per_s
+from bench.peers.http import VllmServer, VllmStreams
+from bench.peers.model import CONTEXT_TOKENS
+from bench.peers.streams import StreamClient, TandemStreams, fresh_prompts, tokens_per_s
 from tandem.client import AsyncClient
 
 TANDEM_SERVERS: Mapping[str, tuple[str, ...]] = {

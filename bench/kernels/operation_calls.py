@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from bench.kernel_shapes import LayerShape
+from bench.kernels.shapes import LayerShape
 from bench.roofline import Cost, linear_cost, rms_norm_cost, rotate_and_store_cost, sampling_cost, silu_mul_cost
 from bench.timing import Call
 from kernels.operations import Operations

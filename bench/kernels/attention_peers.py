@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.attention_batch import AttentionBatch, rows_of
+from bench.kernels.attention_batch import AttentionBatch, rows_of
 from bench.timing import Call
 
 CUDA_SDPA = {

@@ -1,11 +1,11 @@
-"""Tandem's engine under `bench.peers`: `python -m bench.peer_tandem MODEL_DIR THREADS`. No router, no gRPC."""
+"""Tandem's engine under `bench.peers`: `python -m bench.peers.tandem_engine MODEL_DIR THREADS`. No router, no gRPC."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from bench.inprocess import run_batch
-from bench.peer_job import Job, JobTimes, OpenedEngine, serve_jobs
+from bench.peers.job import Job, JobTimes, OpenedEngine, serve_jobs
 from engine.loading import EngineOptions, load_engine
 from engine.placement import ThreadPlacement
 from tandem import __version__

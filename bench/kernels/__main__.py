@@ -18,16 +18,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from bench.attention_batch import AttentionBatch, largest_difference
-from bench.attention_peers import peer_calls
 from bench.ceilings import Ceilings, measure_ceilings
-from bench.decode_share import StepShares, document, measure_shares, triton_sampling
-from bench.gpu import describe_gpu
-from bench.kernel_aims import attention_aims, step_aims
-from bench.kernel_shapes import CPU_ATTENTION, CUDA_ATTENTION, SHAPE_8B, SHAPE_135M, AttentionShape
-from bench.launch_gaps import measure_gaps
-from bench.measurement import HEADER, Measurement
-from bench.operation_calls import linear_calls, small_calls
+from bench.kernels.aims import attention_aims, step_aims
+from bench.kernels.attention_batch import AttentionBatch, largest_difference
+from bench.kernels.attention_peers import peer_calls
+from bench.kernels.decode_share import StepShares, document, measure_shares, triton_sampling
+from bench.kernels.gpu import describe_gpu
+from bench.kernels.launch_gaps import measure_gaps
+from bench.kernels.measurement import HEADER, Measurement
+from bench.kernels.operation_calls import linear_calls, small_calls
+from bench.kernels.shapes import CPU_ATTENTION, CUDA_ATTENTION, SHAPE_8B, SHAPE_135M, AttentionShape
 from bench.record import write_record
 from bench.timing import captured_s, time_s
 from kernels.dispatch import available_backends, select_kernels

@@ -7,7 +7,7 @@ from typing import Any
 from bench.markdown import table
 
 Rows = list[dict[str, Any]]
-"""As `bench.measurement` documents one measurement each."""
+"""As `bench.kernels.measurement` documents one measurement each."""
 
 
 def section(results: dict[str, Any]) -> list[str]:

@@ -19,9 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from bench.peer_job import Job, JobTimes
+from bench.peers.job import Job, JobTimes
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OPEN_TIMEOUT_S = 240.0
 JOB_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
@@ -127,7 +127,7 @@ class PeerProcess:
 
 
 class EngineProcess:
-    """An engine in a process of its own; see `bench.peer_job`."""
+    """An engine in a process of its own; see `bench.peers.job`."""
 
     def __init__(self, process: PeerProcess) -> None:
         self._process = process
@@ -195,11 +195,11 @@ def engine_process(name: str, model: Path, cores: Sequence[int], vllm_python: Pa
     """Starts `tandem`, `transformers` or `vllm` on `model`, one thread a core."""
     arguments = (str(model), str(len(cores)))
     if name != "vllm":
-        return EngineProcess(PeerProcess(name, (sys.executable, "-m", f"bench.peer_{name}", *arguments)))
+        return EngineProcess(PeerProcess(name, (sys.executable, "-m", f"bench.peers.{name}_engine", *arguments)))
     if vllm_python is None:
         raise PeerError("vllm: not measured: no vLLM venv given")
     environment = vllm_environment(vllm_python, cores) | engine_in_process_environment(cores)
-    command = (str(vllm_python), "-P", str(ROOT / "bench" / "peer_vllm.py"), *arguments)
+    command = (str(vllm_python), "-P", str(ROOT / "bench" / "peers" / "vllm_engine.py"), *arguments)
     return EngineProcess(PeerProcess(name, command, environment))
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from bench.peer_job import Job, JobTimes
-from bench.peers_process import PeerError
+from bench.peers.job import Job, JobTimes
+from bench.peers.process import PeerError
 
 
 @dataclass(frozen=True, slots=True)

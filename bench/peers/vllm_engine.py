@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))
-from bench.peer_job import Job, JobTimes, OpenedEngine, serve_jobs
+sys.path.append(str(Path(__file__).parents[2]))
+from bench.peers.job import Job, JobTimes, OpenedEngine, serve_jobs
 
 sys.path.pop()  # or Tandem's packages would answer to names that a peer looks for
 

@@ -12,7 +12,7 @@ from itertools import accumulate, tee
 
 import torch
 
-from bench.kernel_shapes import AttentionShape
+from bench.kernels.shapes import AttentionShape
 from bench.timing import Call
 from kernels.attention import AttentionBackend, AttentionMetadata, AttentionParams
 

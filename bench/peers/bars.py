@@ -15,8 +15,8 @@ import torch
 
 from bench.ceilings import Ceilings
 from bench.interference import DISAGGREGATED, Interference
-from bench.peers_engines import BUDGETS, Measured, Results, Workload
-from bench.peers_served import TANDEM_SERVERS, VLLM_SERVER, Served
+from bench.peers.engines import BUDGETS, Measured, Results, Workload
+from bench.peers.served import TANDEM_SERVERS, VLLM_SERVER, Served
 from bench.roofline import Cost, decode_step_cost, prefill_cost
 from models.config import ModelConfig
 

@@ -53,7 +53,7 @@ class LaunchGap:
 
 def measure_gaps(device: torch.device) -> list[LaunchGap]:
     """The model's forward pass launched and captured, and the engine's whole step with graphs."""
-    from bench.peers_model import PEER_SHAPES, write_checkpoint  # needs transformers
+    from bench.peers.model import PEER_SHAPES, write_checkpoint  # needs transformers
 
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         write_checkpoint(PEER_SHAPES[_MODEL], Path(folder))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
-from bench.peers_process import PeerError
+from bench.peers.process import PeerError
 from tandem.client import AsyncClient
 from tandem.types import TokenId
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from bench.peers_process import OPEN_TIMEOUT_S, PeerError, PeerProcess, vllm_environment
-from bench.peers_streams import REQUEST_TIMEOUT_S, Arrivals, OnFirst, Prompt, Stream
+from bench.peers.process import OPEN_TIMEOUT_S, PeerError, PeerProcess, vllm_environment
+from bench.peers.streams import REQUEST_TIMEOUT_S, Arrivals, OnFirst, Prompt, Stream
 
 _HOST = "127.0.0.1"
 _MODEL = "peer"

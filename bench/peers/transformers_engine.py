@@ -1,4 +1,4 @@
-"""transformers under `bench.peers`: `python -m bench.peer_transformers MODEL_DIR THREADS`; static batches, sdpa."""
+"""transformers under `bench.peers`: `python -m bench.peers.transformers_engine DIR THREADS`; sdpa, static batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from bench.peer_job import Job, JobTimes, OpenedEngine, serve_jobs
+from bench.peers.job import Job, JobTimes, OpenedEngine, serve_jobs
 
 
 class TokenClock:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.ceilings import Ceilings
-from bench.decode_share import StepShares
-from bench.launch_gaps import LaunchGap
-from bench.measurement import Measurement
+from bench.kernels.decode_share import StepShares
+from bench.kernels.launch_gaps import LaunchGap
+from bench.kernels.measurement import Measurement
 
 _PREFILL_SHARE = 0.6
 _DECODE_SHARE = 0.85

@@ -1,0 +1,1 @@
+"""Every kernel against its peers and the machine's ceilings: `python -m bench.kernels`."""

@@ -1,0 +1,1 @@
+"""Tandem against transformers and vLLM in one run: `python -m bench.peers`."""
