@@ -1,4 +1,4 @@
-# `make demo` and `make test` need only Python >= 3.11, git and make; each installs what it needs.
+# `make demo` and `make test` need only Python >= 3.11, git, make and a C++ compiler; each installs what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
