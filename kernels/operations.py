@@ -6,6 +6,7 @@ Dimensions as in `kernels.attention`; E hidden. One implementation per device (`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,18 @@ class LinearMap(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X `[T, in]` → `[T, out]`."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ActivatedLinear:
+    """A linear map and, as an operation of its own, the activation of what comes out."""
+
+    linear: LinearMap
+    activation: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """X `[T, in]` → `[T, out of the activation]`."""
+        return self.activation(self.linear(x))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +57,10 @@ class Operations(Protocol):
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
         """Packs `weight` `[out, in]` once, for `x @ weight.T + bias`; `bias` `[out]`."""
+        ...
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
+        """Packs `weight` `[2 * I, E]` once, gate first, for `silu(gate) * up` of `linear`: `[T, E]` → `[T, I]`."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from kernels.operations import LinearMap, QkNorm
+from kernels.operations import ActivatedLinear, LinearMap, QkNorm
 from kernels.spec import check_rotate_and_store
 
 
@@ -26,6 +26,10 @@ class ReferenceOperations:
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.linear`; keeps the weight as it is."""
         return _PlainLinear(weight, bias)
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
+        """See `Operations.gated_linear`; two operations, so gate and up are rounded too."""
+        return ActivatedLinear(self.linear(weight, bias), self.silu_mul)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Operations.rms_norm`; any number of leading dimensions."""

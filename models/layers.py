@@ -32,13 +32,12 @@ class RmsNorm:
 class GatedMlp:
     """`down(silu(gate(x)) * up(x))`; gate and up are one matrix."""
 
-    __slots__ = ("_down", "_gate_up", "_operations")
+    __slots__ = ("_down", "_gate_up")
 
-    def __init__(self, gate_up: LinearMap, down: LinearMap, operations: Operations) -> None:
-        self._gate_up = gate_up  # [2 * I, E]
+    def __init__(self, gate_up: LinearMap, down: LinearMap) -> None:
+        self._gate_up = gate_up  # [2 * I, E] and the activation
         self._down = down  # [E, I]
-        self._operations = operations
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X `[T, E]` → `[T, E]`."""
-        return self._down(self._operations.silu_mul(self._gate_up(x)))  # [T, 2 * I] → [T, I] → [T, E]
+        return self._down(self._gate_up(x))  # [T, I] → [T, E]

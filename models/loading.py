@@ -124,13 +124,16 @@ class _DecoderBuilder:
 
     def _mlp(self, prefix: str) -> GatedMlp:
         bias = self._config.mlp_bias
-        gate_up = self._linear((f"{prefix}gate_proj", f"{prefix}up_proj"), bias=bias)
-        return GatedMlp(gate_up, self._linear((f"{prefix}down_proj",), bias=bias), self._operations)
+        gate_up = self._operations.gated_linear(*self._map((f"{prefix}gate_proj", f"{prefix}up_proj"), bias=bias))
+        return GatedMlp(gate_up, self._linear((f"{prefix}down_proj",), bias=bias))
 
     def _linear(self, names: tuple[str, ...], *, bias: bool) -> LinearMap:
+        return self._operations.linear(*self._map(names, bias=bias))
+
+    def _map(self, names: tuple[str, ...], *, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of a linear map, those of all `names` stacked."""
         weight = self._read_stacked(tuple(f"{name}.weight" for name in names))
-        stacked_bias = self._read_stacked(tuple(f"{name}.bias" for name in names)) if bias else None
-        return self._operations.linear(weight, stacked_bias)
+        return weight, self._read_stacked(tuple(f"{name}.bias" for name in names)) if bias else None
 
     def _norm(self, name: str) -> RmsNorm:
         return RmsNorm(self._read(name), self._config.rms_norm_eps, self._operations)

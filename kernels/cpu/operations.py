@@ -14,8 +14,8 @@ from ctypes import c_float, c_int64, c_void_p
 import torch
 
 from kernels.cpu.library import Library
-from kernels.cpu.linear import open_linear
-from kernels.operations import LinearMap, QkNorm
+from kernels.cpu.linear import open_gated_linear, open_linear
+from kernels.operations import ActivatedLinear, LinearMap, QkNorm
 from kernels.spec import Dims, check_rotate_and_store
 from tandem.errors import InternalError
 
@@ -64,6 +64,11 @@ class CpuOperations:
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.linear`; what is returned may hold a packed copy instead of `weight`."""
         return open_linear(self._library, weight, bias)
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
+        """See `Operations.gated_linear`; rounded once where the weight is packed for tiles, else as two operations."""
+        fused = open_gated_linear(self._library, weight, bias)
+        return ActivatedLinear(self.linear(weight, bias), self.silu_mul) if fused is None else fused
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Operations.rms_norm`. Rounded once, at the end."""

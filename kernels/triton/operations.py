@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from kernels.operations import LinearMap, QkNorm
+from kernels.operations import ActivatedLinear, LinearMap, QkNorm
 from kernels.triton.activation import silu_mul
 from kernels.triton.norm import add_rms_norm, rms_norm
 from kernels.triton.rotary import rotate_and_store
@@ -24,6 +24,10 @@ class TritonOperations:
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.linear`; keeps the weight as it is, which is how cuBLAS reads it."""
         return _PlainLinear(weight, bias)
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
+        """See `Operations.gated_linear`; two operations, so gate and up are rounded too."""
+        return ActivatedLinear(self.linear(weight, bias), self.silu_mul)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Operations.rms_norm`."""

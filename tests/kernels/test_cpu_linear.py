@@ -7,8 +7,10 @@ import torch
 
 from kernels.cpu.library import Library, usable_tiers
 from kernels.cpu.linear import open_linear
+from kernels.cpu.operations import CpuOperations
+from kernels.cpu.packed_memory import PackedMemory
 from tandem.errors import InternalError
-from tests.kernels.operations_oracle import TOLERANCES
+from tests.kernels.operations_oracle import TOLERANCES, silu_mul
 
 
 @pytest.fixture(params=usable_tiers(), scope="module")
@@ -54,13 +56,51 @@ def test_many_tokens_and_threads_are_cut_into_rectangles(library):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(8, 8), (2, 32), (34, 64), (80, 992)], ids=str)
+def test_a_gated_map_is_exact_for_any_number_of_tokens(library, shape, has_bias, dtype):
+    weight = _normal(*shape, dtype=dtype) / shape[1] ** 0.5
+    bias = _normal(1, shape[0], dtype=dtype)[0] if has_bias else None
+    linear = CpuOperations(library).gated_linear(weight, bias)
+    for tokens in (0, 1, 16, 17, 33, 70, 300):
+        x = _normal(tokens, shape[1], dtype=dtype, seed=1)
+        gate_up = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        out = linear(x)
+        assert out.dtype == dtype
+        bound = 4 * TOLERANCES[dtype]  # gate and up may be rounded too
+        torch.testing.assert_close(out.double(), silu_mul(gate_up), atol=bound, rtol=bound)
+
+
+def test_a_gated_map_refuses_by_name(library):
+    with pytest.raises(InternalError, match="weight: 7 rows"):
+        CpuOperations(library).gated_linear(torch.zeros(7, 32), None)
+    with pytest.raises(InternalError, match="bias: out is 7, elsewhere 8"):
+        CpuOperations(library).gated_linear(torch.zeros(8, 32), torch.zeros(7))
+
+
 @pytest.mark.skipif("amx" not in usable_tiers(), reason="needs AMX")
-def test_tiles_give_a_token_the_same_bits_in_any_batch():
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_tiles_give_a_token_the_same_bits_in_any_batch(is_gated):
     weight, x = _normal(80, 1600, dtype=torch.bfloat16), _normal(600, 1600, dtype=torch.bfloat16, seed=1)
-    linear = open_linear(Library("amx"), weight, None)
+    operations = CpuOperations(Library("amx"))
+    linear = (operations.gated_linear if is_gated else operations.linear)(weight, None)
     whole = linear(x)
-    for first, last in ((0, 1), (5, 6), (0, 16), (17, 50), (100, 600)):
+    for first, last in ((0, 1), (5, 6), (0, 16), (17, 50), (100, 164), (10, 110), (100, 600)):
         assert torch.equal(linear(x[first:last]), whole[first:last])
+
+
+def test_packed_memory_is_aligned_kept_apart_and_freed():
+    memory = PackedMemory()
+    first, second, large = memory.take(5), memory.take(1 << 20), memory.take(1 << 25)
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in (first, second, large))
+    assert second.data_ptr() - first.data_ptr() == 64
+    for value, tensor in enumerate((first, second, large)):
+        tensor.fill_(value)
+    assert [tensor.unique().tolist() for tensor in (first, second, large)] == [[0], [1], [2]]
+    chunk = memory._chunk
+    del first, second, tensor, large
+    assert chunk() is None
 
 
 @pytest.mark.skipif("amx" not in usable_tiers(), reason="needs AMX")

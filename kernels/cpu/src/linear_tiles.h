@@ -1,11 +1,12 @@
 // Tiles of a linear map in bfloat16 on AMX: 16 tokens by 16 outputs, summed in float32 over the whole input.
 //
-// Tokens are read as they lie. Weights are packed once: for each 16 outputs [in / 2][16] pairs of inputs, so that
-// they are read in one forward stream. Each sum runs over the inputs in one order, whatever the number of tokens.
+// Tokens are read as they lie. Weights are packed once, 32 outputs after the other: for each 32 inputs a tile
+// [16 pairs of inputs][16] of the first 16 outputs, then one of the others; the last 16 may stand alone. So they are
+// read in one forward stream. Each sum runs over the inputs in one order, whatever the number of tokens.
 
 #pragma once
 
-#include "simd.h"
+#include "silu.h"
 
 #if defined(__AMX_BF16__)
 
@@ -37,14 +38,15 @@ TANDEM_INLINE void transpose(__m512i rows[kTile]) {
   }
 }
 
-// weight [count <= 16, in] -> packed [in / 2][16]; outputs beyond `count` are zero.
-TANDEM_INLINE void pack_outputs(const Bf16* weight, int64_t stride, int count, int64_t in, uint32_t* packed) {
+// weight [count <= 16, in] -> tiles, `step` words from one to the next; outputs beyond `count` are zero.
+TANDEM_INLINE void pack_outputs(const Bf16* weight, int64_t stride, int count, int64_t in, uint32_t* packed,
+                                int64_t step) {
   for (int64_t k = 0; k < in; k += 2 * kTile) {
     __m512i rows[kTile];
     for (int i = 0; i < kTile; ++i)
       rows[i] = i < count ? _mm512_loadu_si512(weight + i * stride + k) : _mm512_setzero_si512();
     transpose(rows);
-    for (int i = 0; i < kTile; ++i) _mm512_store_si512(packed + (k / 2 + i) * kTile, rows[i]);
+    for (int i = 0; i < kTile; ++i) _mm512_store_si512(packed + k / (2 * kTile) * step + i * kTile, rows[i]);
   }
 }
 
@@ -68,24 +70,25 @@ TANDEM_INLINE void open_tiles(int low, int high) {
 
 TANDEM_INLINE void close_tiles() { _tile_release(); }
 
-// Memory that is wanted soon, fetched into the second cache a few lines at a time.
+// Memory that is wanted soon, fetched into the second cache a few lines at a time, as far as `end`.
 struct Fetch {
   const char* at;
+  const char* end;
   int lines;
 
   TANDEM_INLINE void some() {
+    if (at >= end) return;
     for (int i = 0; i < lines; ++i) _mm_prefetch(at + i * 64, _MM_HINT_T1);
     at += lines * 64;
   }
 };
 
 // sums [Blocks][Outputs] tiles (Blocks, Outputs 1 or 2) of tokens x, rows `stride` apart, and packed weights, over
-// `count` inputs; adds to what is in sums, if `add`. The next 16 outputs' weights are `next` words further on.
+// `count` inputs; adds to what is in sums, if `add`.
 template <int Blocks, int Outputs>
-TANDEM_INLINE void multiply(const Bf16* x, int64_t stride, const uint32_t* packed, int64_t next, int64_t count,
-                            bool add, float* sums, Fetch& fetch) {
+TANDEM_INLINE void multiply(const Bf16* x, int64_t stride, const uint32_t* packed, int64_t count, bool add,
+                            float* sums, Fetch& fetch) {
   const Bf16* more_x = x + kTile * stride;
-  const uint32_t* more = packed + next;
   // The intrinsics don't tell the compiler that they read and write memory.
   __asm__ volatile("" ::: "memory");
   if (add) {
@@ -100,12 +103,12 @@ TANDEM_INLINE void multiply(const Bf16* x, int64_t stride, const uint32_t* packe
     if (Blocks > 1 && Outputs > 1) _tile_zero(3);
   }
   for (int64_t k = 0; k < count; k += 2 * kTile) {
-    const int64_t at = k / 2 * kTile;
+    const uint32_t* tile = packed + k / 2 * kTile * Outputs;
     _tile_loadd(4, x + k, stride * 2);
-    _tile_loadd(6, packed + at, 64);
+    _tile_loadd(6, tile, 64);
     _tile_dpbf16ps(0, 4, 6);
     if (Outputs > 1) {
-      _tile_loadd(7, more + at, 64);
+      _tile_loadd(7, tile + kTileWords, 64);
       _tile_dpbf16ps(1, 4, 7);
     }
     if (Blocks > 1) {
@@ -137,6 +140,18 @@ TANDEM_INLINE void put_tiles(const float* sums, const Bf16* bias, Bf16* out, int
     const F32 high = load(sums + kTileWords + i * kTile) + high_bias;
     const __m512i both = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(high), bit_cast<__m512>(low)));
     _mm512_mask_storeu_epi16(out + i * stride, __mmask32(0xffffffffu >> (2 * kTile - width)), both);
+  }
+}
+
+// sums [2: gate, up][16 tokens][16 outputs] -> silu(gate) * up, the first `width` columns of out [count tokens].
+TANDEM_INLINE void put_gated(const float* sums, const Bf16* gate_bias, const Bf16* up_bias, Bf16* out, int64_t stride,
+                             int count, int width) {
+  const F32 gate_more = gate_bias ? load_n(gate_bias, width) : F32{};
+  const F32 up_more = up_bias ? load_n(up_bias, width) : F32{};
+  for (int i = 0; i < count; ++i) {
+    const F32 gate = load(sums + i * kTile) + gate_more;
+    const F32 up = load(sums + kTileWords + i * kTile) + up_more;
+    store_n(out + i * stride, silu<Bf16>(gate) * up, width);
   }
 }
 

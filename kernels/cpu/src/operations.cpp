@@ -4,6 +4,7 @@
 // elements. Element type: float or bfloat16, the same for all of a call's tensors except cos and sin.
 
 #include "parallel.h"
+#include "silu.h"
 #include "simd.h"
 
 namespace {
@@ -85,8 +86,6 @@ void add_rms_norm(const T* x, int64_t x_stride, T* residual, int64_t residual_st
   });
 }
 
-TANDEM_INLINE F32 silu(F32 x) { return x / (exp(-x) + 1.0f); }
-
 template <typename T>
 void silu_mul(const T* gate_up, int64_t stride, T* out, int64_t tokens, int64_t width) {
   // The exponential costs about as much as four times the bytes.
@@ -96,9 +95,9 @@ void silu_mul(const T* gate_up, int64_t stride, T* out, int64_t tokens, int64_t 
       const T* up = gate + width;
       T* to = out + t * width;
       int64_t i = 0;
-      for (; i + kLanes <= width; i += kLanes) store(to + i, silu(load(gate + i)) * load(up + i));
+      for (; i + kLanes <= width; i += kLanes) store(to + i, silu<T>(load(gate + i)) * load(up + i));
       const int left = int(width - i);
-      store_n(to + i, silu(load_n(gate + i, left)) * load_n(up + i, left), left);
+      store_n(to + i, silu<T>(load_n(gate + i, left)) * load_n(up + i, left), left);
     }
   });
 }
