@@ -14,6 +14,9 @@ import torch
 from kernels import cpu, flash, triton
 from kernels.operations import Kernels
 from tandem.errors import ConfigError
+from tandem.telemetry.logging import get_logger
+
+_log = get_logger(__name__)
 
 AUTO = "auto"
 """The name that leaves the choice to `select_kernels`."""
@@ -32,10 +35,10 @@ class BackendStatus:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One back-end: `obstacle` returns why it cannot run on a device with a dtype, or None."""
+    """One set: `obstacle` returns why it cannot run on a device with a dtype, or None; `describe` what it is."""
 
     name: str
-    summary: str
+    describe: Callable[[], str]
     obstacle: Callable[[torch.device, torch.dtype], str | None]
     load: Callable[[], Kernels]
 
@@ -52,10 +55,10 @@ def _load_reference() -> Kernels:
 
 
 _REGISTRY = (
-    _Entry("flash_attn", "the package flash-attn, with Triton for the rest", flash.obstacle, flash.load),
-    _Entry("triton", "compiled Triton kernels, CUDA devices", triton.obstacle, triton.load),
-    _Entry("cpu", "native C++ kernels, float32 and bfloat16 on the CPU", cpu.obstacle, cpu.load),
-    _Entry("reference", "plain torch, any device", _reference_obstacle, _load_reference),
+    _Entry("flash_attn", lambda: "the package flash-attn, with Triton for the rest", flash.obstacle, flash.load),
+    _Entry("triton", lambda: "compiled Triton kernels", triton.obstacle, triton.load),
+    _Entry("cpu", cpu.describe, cpu.obstacle, cpu.load),
+    _Entry("reference", lambda: "plain torch, any device", _reference_obstacle, _load_reference),
 )
 
 
@@ -69,9 +72,14 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kerne
 
     Raises ConfigError, naming `--attention-backend`, if it is unknown or cannot run here.
     """
-    usable = [entry for entry in _REGISTRY if entry.obstacle(device, dtype) is None]
-    if name == AUTO and usable:
-        return usable[0].load()
+    if name == AUTO:
+        passed_over: list[str] = []
+        for entry in _REGISTRY:
+            obstacle = entry.obstacle(device, dtype)
+            if obstacle is None:
+                _log.info("kernels chosen", name=entry.name, what=entry.describe(), passed_over="; ".join(passed_over))
+                return entry.load()
+            passed_over.append(f"{entry.name}: {obstacle}")
     for entry in _REGISTRY:
         if entry.name == name:
             obstacle = entry.obstacle(device, dtype)
@@ -84,4 +92,4 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kerne
 
 def _status(entry: _Entry, device: torch.device, dtype: torch.dtype) -> BackendStatus:
     obstacle = entry.obstacle(device, dtype)
-    return BackendStatus(entry.name, obstacle is None, obstacle or entry.summary)
+    return BackendStatus(entry.name, obstacle is None, obstacle or entry.describe())

@@ -26,6 +26,13 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return reason
 
 
+def describe() -> str:
+    """What runs here; only where `obstacle` is None."""
+    from kernels.cpu import library
+
+    return f"native C++ kernels, tier {library.usable_tiers()[-1]} of {', '.join(library.TIERS)}"
+
+
 def load() -> Kernels:
     """All of them at the highest tier that this machine runs. Raises InternalError if none does."""
     from kernels.cpu.attention import CpuAttention

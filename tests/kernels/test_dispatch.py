@@ -45,6 +45,7 @@ def test_auto_takes_the_reference_for_what_only_it_computes():
 def test_the_list_gives_each_backend_a_reason():
     backends = available_backends(CPU)
     assert [status.name for status in backends if status.usable] == ["cpu", "reference"]
+    assert f"tier {library.usable_tiers()[-1]} of baseline" in backends[2].reason
     assert all(status.reason for status in backends)
 
 
