@@ -14,6 +14,7 @@ namespace {
 // Sizes were tried on an AMX machine, at 1 to 2048 tokens.
 constexpr int64_t kPair = 2 * kTile;
 constexpr int64_t kFewTokens = 128;
+constexpr int64_t kFewDepth = 192;         // inputs at a time: their weights stay in the first cache for all few tokens
 constexpr int64_t kAhead = 16 << 10;       // bytes of weights that few tokens fetch ahead
 constexpr int64_t kTokens = 512;           // of one rectangle
 constexpr int64_t kWeightBytes = 1 << 18;  // of one rectangle: they stay in the second cache while the tokens pass
@@ -81,23 +82,24 @@ TANDEM_INLINE void any_corner(const Map& map, const Corner& at, float* sums, Fet
 // All of the few tokens by the outputs of pairs first … last, whose weights pass once.
 template <bool Gated>
 void stretch(const Map& map, int64_t first, int64_t last) {
-  alignas(64) float sums[4 * kTileWords];
+  alignas(64) float sums[kFewTokens / kPair][4 * kTileWords];
   const int64_t passes = (map.tokens + kPair - 1) / kPair;
+  const int64_t depth = passes == 1 ? map.in : least(kFewDepth, map.in);
   const char* end = map.pair_bytes(last);
   // A step reads 32 lines of weights; so each pass over them fetches its share of those that are to come.
   Fetch fetch = {map.pair_bytes(first), end, int(kAhead / 64)};
   fetch.some();
   fetch.lines = int((2 * kTile + passes - 1) / passes);
-  int low = 0, high = 0;
+  int low = 0, high = 0;  // as the tiles are open
   for (int64_t pair = first; pair < last; ++pair)
-    for (int64_t token = 0; token < map.tokens; token += kPair) {
-      const int64_t left = map.tokens - token;
-      if (left < kPair || low + high < kPair) {
-        low = int(least(left, kTile)), high = int(least(left, kPair)) - low;
-        if (pair == first || passes > 1) open_tiles(low, high);
+    for (int64_t k = 0; k < map.in; k += depth)
+      for (int64_t token = 0; token < map.tokens; token += kPair) {
+        const int64_t left = map.tokens - token;
+        const int now_low = int(least(left, kTile)), now_high = int(least(left, kPair)) - now_low;
+        if (now_low != low || now_high != high) open_tiles(low = now_low, high = now_high);
+        const Corner at = {token, pair, k, least(depth, map.in - k), low, high};
+        any_corner<Gated>(map, at, sums[token / kPair], fetch);
       }
-      any_corner<Gated>(map, {token, pair, 0, map.in, low, high}, sums, fetch);
-    }
   close_tiles();
 }
 

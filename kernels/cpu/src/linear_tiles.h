@@ -78,8 +78,13 @@ struct Fetch {
 
   TANDEM_INLINE void some() {
     if (at >= end) return;
-    for (int i = 0; i < lines; ++i) _mm_prefetch(at + i * 64, _MM_HINT_T1);
-    at += lines * 64;
+    // One line each time round, in order: unrolled, 16 and 64 tokens took 4 % longer.
+#pragma GCC unroll 1
+    for (int i = 0; i < lines; ++i) {
+      _mm_prefetch(at, _MM_HINT_T1);
+      at += 64;
+      __asm__ volatile("" : "+r"(at));
+    }
   }
 };
 
