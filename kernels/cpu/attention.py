@@ -30,7 +30,8 @@ class CpuAttention:
     A seq's result is the same to the bit whatever else is in the batch and however many threads
     compute it; in seqs of two tokens or more, also wherever the prompt is cut into chunks. A decode
     step (one token) adds in another order than a chunk, so the two agree but for rounding. On
-    bfloat16, chunks round the softmax's weights to bfloat16 where the processor multiplies those.
+    bfloat16, the softmax's weights are rounded to bfloat16 where the processor multiplies those: in chunks,
+    and with AMX in decode steps too.
 
     Keeps the last step's metadata, which its layers share, to check it once. Scratch memory belongs to
     each computing thread, grows to what was needed (about a megabyte) and stays. For one thread.

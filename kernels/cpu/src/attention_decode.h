@@ -7,10 +7,11 @@
 // Weights are kept as [tokens, kGroup]: kGroup query heads of one KV head, a power of two, in
 // neighbouring lanes. Maxima and totals then go lane by lane, and across lanes once per kTokens. With
 // AMX tiles (bfloat16, dims in 32s, up to 16 heads to a KV head) the lanes hold the heads of as many
-// KV heads as fit in 16, a set.
+// KV heads as fit in 16, a set; and the weights are rounded to bfloat16 to meet the values on tiles.
 
 #pragma once
 
+#include "attention_fetch.h"
 #include "attention_pairs.h"
 
 namespace {
@@ -25,30 +26,34 @@ class Decode {
   static constexpr bool kExact = sizeof(T) == 4;
   static constexpr int kWide = kLanes == 16 ? 4 : 2;  // vectors of dims whose sums stay in registers at once
   static constexpr int64_t kStats = 2;
+  static constexpr int64_t kPairRows = 48;  // two per lane, and as many as a tile may read past them
 
   const AttendArgs& a_;
   const int64_t dims_, width_, group_;  // D; padded to whole vectors; G
   float* partials_;                     // [partial, H, width + kStats]: sums, maximum, total
   int32_t* pending_;                    // [split seq, Hkv]: shares not yet finished
-  const Unit* unit_ = nullptr;
+  const Unit *unit_ = nullptr, *fetched_ = nullptr;
   // Scratch.
   const T** rows_;   // [kTokens] of K, KV head 0
-  const T** ahead_;  // rows of the next kTokens, fetched while these are used
-  int64_t num_ahead_ = 0;
+  Fetch fetch_;      // of the next kTokens, while these are used
   float* weights_;   // [kTokens, 4], of a set [kTokens + 16, 16]
+  uint32_t* pairs_;  // of a set [kTokens / 16 + 1, kPairRows, 16 tokens]: see tile_values_of_heads
+  float* products_;  // of a set [D / 32, 16, 16]
   float* queries_;   // [H, width], of sets per KV head [D / 32 tiles of words]
-  T* copies_;        // [Hkv, 16, D]: keys of a set whose rows do not lie evenly
-  float* sums_;      // [H, width]
+  T* copies_;        // [Hkv, but at least kTokens / 16 + 1, 16, D]: a set's rows that do not lie evenly
+  float* sums_;      // [H, width]; of sets, each 32 dims as 16 even and 16 odd ones
   float* maxima_;    // [H, kLanes]: of a run of heads at the first one's place, repeating every kGroup lanes
   float* totals_;    // [H, kLanes]: likewise, yet to be summed over the repeats
 
   char* carve(char* base) {
     Carver carver{base};
     rows_ = carver.take<const T*>(kTokens);
-    ahead_ = carver.take<const T*>(kTokens);
+    fetch_.carve(carver, Fetch::most_pieces(a_, kTokens));
     weights_ = carver.take<float>((kTokens + 16) * 16);
+    pairs_ = carver.take<uint32_t>(has_sets() ? (kTokens / 16 + 1) * kPairRows * 16 : 0);
+    products_ = carver.take<float>(has_sets() ? dims_ / 32 * 256 : 0);
     queries_ = carver.take<float>(has_sets() ? a_.num_kv_heads * dims_ / 2 * 16 : a_.num_heads * width_);
-    copies_ = carver.take<T>(a_.num_kv_heads * 16 * dims_);
+    copies_ = carver.take<T>(most(a_.num_kv_heads, kTokens / 16 + 1) * 16 * dims_);
     sums_ = carver.take<float>(a_.num_heads * width_);
     maxima_ = carver.take<float>(a_.num_heads * kLanes);
     totals_ = carver.take<float>(a_.num_heads * kLanes);
@@ -71,22 +76,27 @@ class Decode {
   void run(const Unit& unit, const Unit* then, Arena& arena) {
     unit_ = &unit;
     carve(arena.reserve(carve(nullptr) - static_cast<char*>(nullptr)));
+    int64_t count = count_from(unit, unit.begin);
+    if (&unit != fetched_) {
+      fetch_.plan<T>(a_, unit, unit.begin, count);
+      fetch_.rest();
+    }
     if (has_sets()) memset(queries_, 0, a_.num_kv_heads * dims_ / 2 * 16 * sizeof(float));
     for (int64_t head = first_head(); head < end_head(); ++head) start_head(head);
-    int64_t count = count_from(unit, unit.begin);
-    key_rows(a_, unit.seq, unit.begin, count, rows_);
     for (int64_t first = unit.begin; first < unit.end;) {
+      key_rows(a_, unit.seq, first, count, rows_);
       const int64_t next = first + count, next_count = next < unit.end ? count_from(unit, next) : 0;
-      look_ahead(next_count ? &unit : then, next_count ? next : 0);
+      if (next_count) fetch_.plan<T>(a_, unit, next, next_count);
+      else if (then != nullptr) fetch_.plan<T>(a_, *then, then->begin, count_from(*then, then->begin));
       if (has_sets())
         for (int64_t kv_head = unit.kv_head; kv_head < unit.kv_head_end; kv_head += set_size())
           update_set(kv_head, least(kv_head + set_size(), unit.kv_head_end), first, count);
       else
         for (int64_t kv_head = unit.kv_head; kv_head < unit.kv_head_end; ++kv_head) update_group(kv_head, count);
-      const T** used = rows_;
-      rows_ = ahead_, ahead_ = used;
+      fetch_.rest();
       first = next, count = next_count;
     }
+    fetched_ = then;
     if (unit.num_parts == 1)
       write_whole();
     else
@@ -104,24 +114,6 @@ class Decode {
   // Positions up to the next multiple of kTokens.
   static int64_t count_from(const Unit& unit, int64_t first) {
     return least(unit.end, first / kTokens * kTokens + kTokens) - first;
-  }
-
-  // Rows to fetch: those of `unit` from `first` on, or from its beginning; none if it has other heads.
-  void look_ahead(const Unit* unit, int64_t first) {
-    num_ahead_ = 0;
-    if (unit == nullptr || unit->kv_head != unit_->kv_head) return;
-    first = most(first, unit->begin);
-    num_ahead_ = count_from(*unit, first);
-    key_rows(a_, unit->seq, first, num_ahead_, ahead_);
-  }
-
-  // Key and value of row t ahead into the second cache, `bytes` from `offset` (a key's, in elements) on.
-  TANDEM_INLINE void fetch(int64_t t, int64_t offset, int64_t bytes) const {
-    const T* key = ahead_[t] + offset;
-    for (int64_t i = 0; i < bytes; i += 64) {
-      __builtin_prefetch(reinterpret_cast<const char*>(key) + i, 0, 2);
-      __builtin_prefetch(reinterpret_cast<const char*>(key + a_.side_stride) + i, 0, 2);
-    }
   }
 
   int64_t first_head() const { return unit_->kv_head * group_; }
@@ -157,29 +149,90 @@ class Decode {
       const Bf16* keys[4];
       if (a_.block_size % 16 == 0 && t + 64 <= round_up(count, 16)) {
         for (int i = 0; i < 4; ++i) keys[i] = even_rows(t + 16 * i, kv_head);
-        tile_scores_of_heads<true>(keys, kv_heads, a_.head_stride, a_.slot_stride, dims_ / 32, queries, to);
+        tile_scores_of_heads<true>(keys, kv_heads, a_.head_stride, a_.slot_stride, dims_ / 32, queries, to, fetch_);
         t += 64;
       } else if (a_.block_size % 16 == 0) {
         keys[0] = even_rows(t, kv_head);
-        tile_scores_of_heads<false>(keys, kv_heads, a_.head_stride, a_.slot_stride, dims_ / 32, queries, to);
+        tile_scores_of_heads<false>(keys, kv_heads, a_.head_stride, a_.slot_stride, dims_ / 32, queries, to, fetch_);
         t += 16;
       } else {
         keys[0] = copied_rows(t, count, kv_head, kv_head_end);
-        tile_scores_of_heads<false>(keys, kv_heads, 16 * dims_, dims_, dims_ / 32, queries, to);
+        tile_scores_of_heads<false>(keys, kv_heads, 16 * dims_, dims_, dims_ / 32, queries, to, fetch_);
         t += 16;
       }
     }
-    float* weights = weights_ + lead * 16;
     alignas(64) float decay[kLanes];
-    store(decay, softmax<16>(weights, head, count));
-    for (; kv_head < kv_head_end; ++kv_head)
-      for (int64_t g = 0; g < group_; g += run_lanes(g)) {
-        const int64_t at = kv_head * group_ + g, lane = at - head, left = group_ - g;
-        if (left >= 4) add_all_values<16, 4>(weights + lane, kv_head, at, count, decay + lane);
-        else if (left == 3) add_all_values<16, 3>(weights + lane, kv_head, at, count, decay + lane);
-        else if (left == 2) add_all_values<16, 2>(weights + lane, kv_head, at, count, decay + lane);
-        else add_all_values<16, 1>(weights + lane, kv_head, at, count, decay + lane);
+    store(decay, weigh_set(head, lead, count));
+    for (; kv_head < kv_head_end; ++kv_head) add_set_values(kv_head, kv_head * group_ - head, lead, count, decay);
+  }
+
+  // Scores of a set become weights, as pairs; returns the factor, lane by lane, for what was summed before.
+  F32 weigh_set(int64_t head, int64_t lead, int64_t count) {
+    const int64_t tokens = round_up(lead + count, 16);
+    for (int64_t t = 0; t < lead; ++t) store(weights_ + t * 16, splat(kHidden));
+    for (int64_t t = lead + count; t < tokens; ++t) store(weights_ + t * 16, splat(kHidden));
+    F32 top, total;
+    const F32 decay = raise_maximum<16>(weights_, head, tokens * 16, &top, &total);
+    for (int64_t t = 0; t < tokens; t += 16) {
+      F32 square[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        square[i] = weight_of(load(weights_ + (t + i) * 16), top);
+        total += square[i];
       }
+      fetch_.some(4);
+      transpose(square);
+      float* to = reinterpret_cast<float*>(pairs_ + t * kPairRows);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        const U32 rounded = bit_cast<U32>(square[i]) + 0x8000;
+        store(to + i * 32, bit_cast<F32>(rounded >> 16));
+        store(to + i * 32 + 16, bit_cast<F32>(rounded & 0xffff0000));
+      }
+      fetch_.some(4);
+    }
+    store(totals_ + head * kLanes, total);
+    return decay;
+  }
+
+  // What the heads of one KV head, in lanes from `lane` on, make of its values.
+  void add_set_values(int64_t kv_head, int64_t lane, int64_t lead, int64_t count, const float* decay) {
+    const Bf16* values[kTokens / 16 + 1];
+    int64_t row[kTokens / 16 + 1], num = 0;
+    T* copies = copies_;
+    for (int64_t t = -lead; t < count; t += 16, ++num) values[num] = whole_rows(t, count, kv_head, &copies, row + num);
+    for (int64_t g = 0; g < group_; g += 8) {
+      const uint32_t* pairs = pairs_ + (lane + g) * 32;
+      for (int64_t d = 0; d < dims_; d += 64) {
+        const int64_t wide = least(2, (dims_ - d) / 32);
+        tile_values_of_heads(values, row, num, d, wide, pairs, kPairRows * 16, products_, fetch_);
+        for (int64_t i = 0; i < least(8, group_ - g); ++i) {
+          float* sums = sums_ + (kv_head * group_ + g + i) * width_ + d;
+          const F32 before = splat(decay[lane + g + i]);
+          for (int64_t j = 0; j < wide; ++j, sums += 32)
+            for (int odd = 0; odd < 2; ++odd) {
+              const F32 product = load(products_ + j * 256 + (2 * i + odd) * 16);
+              store(sums + odd * 16, fma(load(sums + odd * 16), before, product));
+            }
+        }
+      }
+    }
+  }
+
+  // 16 rows of values from row t on. Where not all are present or they do not lie evenly, a copy with zeros
+  // for the others: weights of zero would not hide what is no number.
+  const Bf16* whole_rows(int64_t t, int64_t count, int64_t kv_head, T** copies, int64_t* row) const {
+    const int64_t offset = kv_head * a_.head_stride + a_.side_stride;
+    if (t >= 0 && t + 16 <= count && a_.block_size % 16 == 0) {
+      *row = a_.slot_stride;
+      return reinterpret_cast<const Bf16*>(rows_[t] + offset);
+    }
+    T* to = *copies;
+    *copies += 16 * dims_, *row = dims_;
+    memset(static_cast<void*>(to), 0, 16 * dims_ * sizeof(T));
+    for (int64_t i = most(0, -t); i < least(16, count - t); ++i)
+      memcpy(static_cast<void*>(to + i * dims_), rows_[t + i] + offset, dims_ * sizeof(T));
+    return reinterpret_cast<const Bf16*>(to);
   }
 
   // Row t of 16 evenly spaced ones, of which those before row 0 and past the last stand in the same block.
@@ -256,26 +309,40 @@ class Decode {
   template <int kGroup>
   F32 softmax(float* weights, int64_t head, int64_t count) {
     const int64_t size = count * kGroup, whole = round_up(size, kLanes);
-    if (a_.soft_cap != 0)
-      for (int64_t i = 0; i < whole; i += kLanes)
-        store(weights + i, tanh_of(load(weights + i) * (a_.scale / a_.soft_cap)) * a_.soft_cap);
     for (int64_t i = size; i < whole; ++i) weights[i] = kHidden;
-    const float factor = (a_.soft_cap != 0 ? 1.0f : a_.scale) * kLog2E;
-    F32 top = load(weights);
-    for (int64_t i = kLanes; i < whole; i += kLanes) top = max(load(weights + i), top);
-    const F32 before = load(maxima_ + head * kLanes);
-    top = max(before, highest_of_groups<kGroup>(top) * factor);
-    const F32 decay = exp2_of<kExact>(before - top);
-    F32 total = load(totals_ + head * kLanes) * decay;
+    F32 top, total;
+    const F32 decay = raise_maximum<kGroup>(weights, head, whole, &top, &total);
     for (int64_t i = 0; i < whole; i += kLanes) {
-      const F32 score = load(weights + i);
-      const F32 weight = exp2_of<kExact>(fma(score, splat(factor), -top));
-      const F32 kept = score > kHiddenBelow ? weight : F32{};
-      store(weights + i, kept);
-      total += kept;
+      const F32 weight = weight_of(load(weights + i), top);
+      store(weights + i, weight);
+      total += weight;
     }
-    store(maxima_ + head * kLanes, top);
     store(totals_ + head * kLanes, total);
+    return decay;
+  }
+
+  float factor() const { return (a_.soft_cap != 0 ? 1.0f : a_.scale) * kLog2E; }
+
+  TANDEM_INLINE F32 weight_of(F32 score, F32 top) const {
+    const F32 weight = exp2_of<kExact>(fma(score, splat(factor()), -top));
+    return score > kHiddenBelow ? weight : F32{};
+  }
+
+  // Caps `size` scores; *top is the new maximum, *total what was summed before, scaled by the factor returned.
+  template <int kGroup>
+  F32 raise_maximum(float* scores, int64_t head, int64_t size, F32* top, F32* total) {
+    if (a_.soft_cap != 0)
+      for (int64_t i = 0; i < size; i += kLanes) {
+        const F32 capped = tanh_of(load(scores + i) * (a_.scale / a_.soft_cap)) * a_.soft_cap;
+        store(scores + i, load(scores + i) > kHiddenBelow ? capped : splat(kHidden));
+      }
+    F32 highest = load(scores);
+    for (int64_t i = kLanes; i < size; i += kLanes) highest = max(load(scores + i), highest);
+    const F32 before = load(maxima_ + head * kLanes);
+    *top = max(before, highest_of_groups<kGroup>(highest) * factor());
+    const F32 decay = exp2_of<kExact>(before - *top);
+    *total = load(totals_ + head * kLanes) * decay;
+    store(maxima_ + head * kLanes, *top);
     return decay;
   }
 
@@ -283,27 +350,24 @@ class Decode {
   template <int kGroup, int kHeads>
   void add_all_values(const float* weights, int64_t kv_head, int64_t head, int64_t count, const float* decay) {
     const int64_t offset = kv_head * a_.head_stride;
-    const int64_t ahead = head == kv_head * group_ ? num_ahead_ : 0;  // once per KV head
     int64_t d = 0;
     for (; d + kWide * kLanes <= dims_; d += kWide * kLanes)
-      add_values<kGroup, kHeads, kWide, false>(weights, offset, head, d, count, decay, ahead);
+      add_values<kGroup, kHeads, kWide, false>(weights, offset, head, d, count, decay);
     for (; d + kLanes <= dims_; d += kLanes)
-      add_values<kGroup, kHeads, 1, false>(weights, offset, head, d, count, decay, ahead);
-    if (d < dims_) add_values<kGroup, kHeads, 1, true>(weights, offset, head, d, count, decay, ahead);
+      add_values<kGroup, kHeads, 1, false>(weights, offset, head, d, count, decay);
+    if (d < dims_) add_values<kGroup, kHeads, 1, true>(weights, offset, head, d, count, decay);
   }
 
   // Memory is fetched row by row between the sums: a burst of fetches would stop them until it is served.
   template <int kGroup, int kHeads, int kVectors, bool kTail>
-  void add_values(const float* weights, int64_t offset, int64_t head, int64_t d, int64_t count, const float* decay,
-                  int64_t ahead) {
-    constexpr int64_t kBytes = kVectors * kLanes * int64_t(sizeof(T));
+  void add_values(const float* weights, int64_t offset, int64_t head, int64_t d, int64_t count, const float* decay) {
     float* sums = sums_ + head * width_ + d;
     const int rest = int(dims_ - d);
     F32 sum[kHeads][kVectors];
     for (int g = 0; g < kHeads; ++g)
       for (int j = 0; j < kVectors; ++j) sum[g][j] = load(sums + g * width_ + j * kLanes) * decay[g];
     for (int64_t t = 0; t < count; ++t) {
-      if (t < ahead) fetch(t, offset + d, kBytes);
+      fetch_.some(1);
       const T* row = rows_[t] + offset + a_.side_stride + d;
       F32 value[kVectors];
       for (int j = 0; j < kVectors; ++j) value[j] = kTail ? load_n(row, rest) : load(row + j * kLanes);
@@ -312,7 +376,6 @@ class Decode {
         for (int j = 0; j < kVectors; ++j) sum[g][j] = fma(weight, value[j], sum[g][j]);
       }
     }
-    for (int64_t t = count; t < ahead; ++t) fetch(t, offset + d, kBytes);
     for (int g = 0; g < kHeads; ++g)
       for (int j = 0; j < kVectors; ++j) store(sums + g * width_ + j * kLanes, sum[g][j]);
   }
@@ -337,6 +400,15 @@ class Decode {
     const float share = 1.0f / total;
     const float* sums = sums_ + head * width_;
     T* to = static_cast<T*>(a_.out) + (int64_t(a_.starts[unit_->seq]) * a_.num_heads + head) * dims_;
+    if (has_sets()) {
+      for (int64_t d = 0; d < dims_; d += 32) {
+        const U32 even = bit_cast<U32>(rounded_to<T>(load(sums + d) * share));
+        const U32 odd = bit_cast<U32>(rounded_to<T>(load(sums + d + kLanes) * share));
+        const U32 both = even >> 16 | odd;
+        memcpy(static_cast<void*>(to + d), &both, sizeof both);
+      }
+      return;
+    }
     for (int64_t d = 0; d < dims_; d += kLanes) store_n(to + d, load(sums + d) * share, int(least(kLanes, dims_ - d)));
   }
 

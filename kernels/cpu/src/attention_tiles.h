@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "attention_batch.h"
+#include "attention_fetch.h"
 
 namespace {
 
@@ -19,6 +19,7 @@ namespace {
 
 constexpr int64_t kTileBytes = 64;  // of a row: 16 float32 or 32 bfloat16
 constexpr int kTileWords = 256;     // of a tile
+constexpr int64_t kFetchesPerTile = 3;  // of 4 lines while 16 are multiplied: an even pace, with those of the softmax
 
 // All eight tiles of this thread at full size, until `tile_release`.
 inline void tile_configure() {
@@ -187,7 +188,7 @@ inline void tile_close_sums(int64_t dims, float* c) {
 // of their keys times their queries. A head's queries [dims / 32 tiles] are zero but in its own lanes.
 template <bool kFour>
 void tile_scores_of_heads(const Bf16* const* keys, int64_t kv_heads, int64_t head_stride, int64_t row_stride,
-                          int64_t depth, const uint32_t* queries, float* c) {
+                          int64_t depth, const uint32_t* queries, float* c, Fetch& fetch) {
   const int64_t row = row_stride * 2;  // bytes
   TILE_ZERO(0);
   if constexpr (kFour) {
@@ -201,13 +202,17 @@ void tile_scores_of_heads(const Bf16* const* keys, int64_t kv_heads, int64_t hea
       TILE_LOAD(4, queries, kTileBytes);
       TILE_LOAD(5, keys[0] + at, row);
       TILE_MULTIPLY(0, 5, 4);
+      fetch.some(kFetchesPerTile);
       if constexpr (kFour) {
         TILE_LOAD(6, keys[1] + at, row);
         TILE_MULTIPLY(1, 6, 4);
+        fetch.some(kFetchesPerTile);
         TILE_LOAD(7, keys[2] + at, row);
         TILE_MULTIPLY(2, 7, 4);
+        fetch.some(kFetchesPerTile);
         TILE_LOAD(5, keys[3] + at, row);
         TILE_MULTIPLY(3, 5, 4);
+        fetch.some(kFetchesPerTile);
       }
     }
   TILE_STORE(0, c, kTileBytes);
@@ -216,6 +221,31 @@ void tile_scores_of_heads(const Bf16* const* keys, int64_t kv_heads, int64_t hea
     TILE_STORE(2, c + 2 * kTileWords, kTileBytes);
     TILE_STORE(3, c + 3 * kTileWords, kTileBytes);
   }
+}
+
+// Decode: what 8 heads make of `num` times 16 values, for `wide` times 32 dims from `dim` on; wide is 1 or 2,
+// C [wide, 16, 16].
+//
+// A row of values is 16 words of an even and an odd dim. So each head takes two rows of the weights, 16 words
+// of one token each: in the first the weight meets the even dim and zero the odd one, in the second the
+// other way round. Thus values are multiplied as they lie, at the price of every second product.
+inline void tile_values_of_heads(const Bf16* const* values, const int64_t* row, int64_t num, int64_t dim, int64_t wide,
+                                 const uint32_t* pairs, int64_t pairs_step, float* c, Fetch& fetch) {
+  TILE_ZERO(0);
+  TILE_ZERO(1);
+  for (int64_t i = 0; i < num; ++i, pairs += pairs_step) {
+    TILE_LOAD(4, pairs, kTileBytes);
+    TILE_LOAD(5, values[i] + dim, row[i] * 2);
+    TILE_MULTIPLY(0, 4, 5);
+    fetch.some(kFetchesPerTile);
+    if (wide > 1) {
+      TILE_LOAD(6, values[i] + dim + 32, row[i] * 2);
+      TILE_MULTIPLY(1, 4, 6);
+      fetch.some(kFetchesPerTile);
+    }
+  }
+  TILE_STORE(0, c, kTileBytes);
+  if (wide > 1) TILE_STORE(1, c + kTileWords, kTileBytes);
 }
 
 }  // namespace
