@@ -3,6 +3,7 @@
 #include "attention_batch.h"
 #include "attention_decode.h"
 #include "attention_prefill.h"
+#include "attention_sets.h"
 
 extern "C" int omp_get_max_threads(void);
 
