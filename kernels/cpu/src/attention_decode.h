@@ -178,6 +178,7 @@ class Decode {
     for (int64_t t = 0; t < count; t += kAtOnce) {
       const T* rows[kAtOnce];
       for (int i = 0; i < kAtOnce; ++i) rows[i] = rows_[least(t + i, count - 1)] + offset;
+      fetch_.some((kAtOnce + 1) / 2);
       F32 sum[kLanes] = {};
       int64_t d = 0;
       for (; d + kLanes <= dims_; d += kLanes) {
@@ -255,7 +256,7 @@ class Decode {
     if (d < dims_) add_values<kGroup, kHeads, 1, true>(weights, offset, head, d, count, decay);
   }
 
-  // Memory is fetched row by row between the sums: a burst of fetches would stop them until it is served.
+  // Memory is fetched between the sums.
   template <int kGroup, int kHeads, int kVectors, bool kTail>
   void add_values(const float* weights, int64_t offset, int64_t head, int64_t d, int64_t count, const float* decay) {
     float* sums = sums_ + head * width_ + d;
@@ -264,7 +265,7 @@ class Decode {
     for (int g = 0; g < kHeads; ++g)
       for (int j = 0; j < kVectors; ++j) sum[g][j] = load(sums + g * width_ + j * kLanes) * decay[g];
     for (int64_t t = 0; t < count; ++t) {
-      fetch_.some(1);
+      fetch_.some(t & 1);  // half of them here, the others between the scores
       const T* row = rows_[t] + offset + a_.side_stride + d;
       F32 value[kVectors];
       for (int j = 0; j < kVectors; ++j) value[j] = kTail ? load_n(row, rest) : load(row + j * kLanes);
