@@ -19,7 +19,9 @@ from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.record import write_record
 from bench.step_timer import StepTimer
 from engine.allocator import keep_freed_memory
+from engine.sampler import Draws
 from kernels.dispatch import AUTO, select_kernels
+from kernels.operations import Kernels
 from models.loading import LoadedModel, load_model
 
 IMAGE = ROOT / "docs" / "images" / "growth.svg"
@@ -33,9 +35,10 @@ Series = list[tuple[int, float]]
 """(size, milliseconds or tokens per second)."""
 
 
-def measure(model: LoadedModel, kernels_name: str) -> dict[str, Any]:
+def measure(model: LoadedModel, kernels: Kernels) -> dict[str, Any]:
     """Every series; steps in milliseconds (median), prompts in tokens per second."""
-    timer = StepTimer(model, 16, BATCHES[-1] * (_SHORT + 16))
+    draws = Draws.of(kernels)
+    timer = StepTimer(model, 16, BATCHES[-1] * (_SHORT + 16), draws)
     by_batch = _series("batch", BATCHES, lambda batch: timer.decode(batch, _SHORT).median_s * 1e3)
     by_context = {
         str(seqs): _series(
@@ -48,11 +51,11 @@ def measure(model: LoadedModel, kernels_name: str) -> dict[str, Any]:
     prompts = _series("prompt", PROMPTS, lambda length: _prompt_rate(timer, length))
     timer.close()
     return {
-        "kernels": kernels_name,
+        "kernels": kernels.operations.name,
         "threads": torch.get_num_threads(),
         "by_batch": by_batch,
         "by_context": by_context,
-        "by_block_size": _series("block size", BLOCK_SIZES, lambda size: _at_block_size(model, size)),
+        "by_block_size": _series("block size", BLOCK_SIZES, lambda size: _at_block_size(model, size, draws)),
         "prompt_tokens_per_s": prompts,
         "short_tokens": _SHORT,
         "long_tokens": _LONG,
@@ -95,8 +98,8 @@ def _prompt_rate(timer: StepTimer, length: int) -> float:
     return length / seconds
 
 
-def _at_block_size(model: LoadedModel, block_size: int) -> float:
-    timer = StepTimer(model, block_size, _SEQS * (_LONG + block_size))
+def _at_block_size(model: LoadedModel, block_size: int, draws: Draws) -> float:
+    timer = StepTimer(model, block_size, _SEQS * (_LONG + block_size), draws)
     try:
         return timer.decode(_SEQS, _LONG).median_s * 1e3
     finally:
@@ -129,7 +132,7 @@ def main() -> int:
                 write_checkpoint(PEER_SHAPES["135m"], path)
             device = torch.device(arguments.device)
             kernels = select_kernels(AUTO, device, torch.bfloat16)
-            results = measure(load_model(path, "bfloat16", device, kernels), kernels.operations.name)
+            results = measure(load_model(path, "bfloat16", device, kernels), kernels)
         write_record("growth", results)
     draw(read_records()["growth"]["results"], IMAGE)
     return 0

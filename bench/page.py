@@ -102,9 +102,23 @@ def _growth(results: dict[str, Any]) -> list[str]:
     ]
 
 
+def _profile(results: dict[str, Any]) -> list[str]:
+    profiles = results["profiles"]
+    names = list(dict.fromkeys(name for each in profiles for name in each["spent_ms"]))
+    rows = [("whole step", *(f"{each['total_ms']:.2f}" for each in profiles))]
+    rows += [(name, *(f"{each['spent_ms'].get(name, 0.0):.2f}" for each in profiles)) for name in names]
+    return [
+        "## Where a step's time goes (`python -m bench.step_profile`)\n",
+        f"The 135M shape, bfloat16, kernels `{results['kernels']}`, {results['threads']} threads; milliseconds of each "
+        "kernel over all layers. The rest is sampling, batch building and Python.\n",
+        table(("", *(each["step"] for each in profiles)), rows),
+    ]
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "cpu": _serving,
     "growth": _growth,
+    "profile": _profile,
     "peers": peers_section,
     "peers-0.6b": peers_section,
     "kernels-cpu": kernels_section,

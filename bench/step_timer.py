@@ -16,6 +16,7 @@ import torch
 
 from engine.kv_cache import KvCache
 from engine.runner import Runner
+from engine.sampler import TORCH_DRAWS, Draws
 from engine.step import SampleSpec, ScheduledSeq
 from models.loading import LoadedModel
 from tandem.types import BlockId, SamplingParams, TokenId
@@ -34,12 +35,12 @@ class Timing:
 class StepTimer:
     """Steps `model` over a pool of its own, large enough for `num_tokens` token slots."""
 
-    def __init__(self, model: LoadedModel, block_size: int, num_tokens: int) -> None:
+    def __init__(self, model: LoadedModel, block_size: int, num_tokens: int, draws: Draws = TORCH_DRAWS) -> None:
         self._vocab_size = model.config.vocab_size
         self._block_size = block_size
         self._kv = KvCache.create(model.kv_layout(block_size), -(-num_tokens // block_size), model.device)
         self._kv.tensor.normal_()
-        self._runner = Runner(model.decoder, self._kv)
+        self._runner = Runner(model.decoder, self._kv, draws=draws)
         self._cuda = model.device.type == "cuda"
 
     def decode(self, batch: int, context: int, repeats: int = 9) -> Timing:
