@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.nn import functional as F
 
 from kernels.attention import AttentionBackend
 from kernels.sampling import RowMaximum, Sampler
@@ -22,6 +23,20 @@ class LinearMap(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X `[T, in]` → `[T, out]`."""
         ...
+
+
+class PlainLinear:
+    """A weight as it came, multiplied by torch: cuBLAS on a GPU, oneDNN or MKL on a CPU."""
+
+    __slots__ = ("_bias", "_weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = weight  # [out, in]
+        self._bias = bias  # [out]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """X `[T, in]` → `[T, out]`."""
+        return F.linear(x, self._weight, self._bias)
 
 
 @dataclass(frozen=True, slots=True)

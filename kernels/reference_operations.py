@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from kernels.operations import ActivatedLinear, LinearMap, QkNorm
+from kernels.operations import ActivatedLinear, LinearMap, PlainLinear, QkNorm
 from kernels.spec import check_rotate_and_store
 
 
@@ -25,7 +25,7 @@ class ReferenceOperations:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.linear`; keeps the weight as it is."""
-        return _PlainLinear(weight, bias)
+        return PlainLinear(weight, bias)
 
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.gated_linear`; two operations, so gate and up are rounded too."""
@@ -72,20 +72,6 @@ class ReferenceOperations:
         """See `Operations.silu_mul`."""
         gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
         return F.silu(gate) * up
-
-
-class _PlainLinear:
-    """The weight as it came."""
-
-    __slots__ = ("_bias", "_weight")
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight = weight  # [out, in]
-        self._bias = bias  # [out]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """X `[T, in]` → `[T, out]`."""
-        return F.linear(x, self._weight, self._bias)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from ctypes import c_int64, c_void_p
 
 import torch
-from torch.nn import functional as F
 
 from kernels.cpu.library import Library
 from kernels.cpu.packed_memory import PackedMemory
-from kernels.operations import LinearMap
+from kernels.operations import LinearMap, PlainLinear
 from kernels.spec import Dims
 from tandem.errors import InternalError
 
@@ -41,7 +40,7 @@ def open_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor | Non
         packed = _pack_for_onednn(weight)
         if packed is not None:
             return _OneDnnLinear(packed, bias, dims["out"])
-    return _PlainLinear(weight, bias)
+    return PlainLinear(weight, bias)
 
 
 def open_gated_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap | None:
@@ -139,17 +138,3 @@ class _OneDnnLinear:
             return x.new_empty(0, self._num_outputs)
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self._bias, "none", [], "")
         return out
-
-
-class _PlainLinear:
-    """The weight as it came."""
-
-    __slots__ = ("_bias", "_weight")
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight = weight
-        self._bias = bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """X `[T, in]` → `[T, out]`."""
-        return F.linear(x, self._weight, self._bias)

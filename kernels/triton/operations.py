@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
-from kernels.operations import ActivatedLinear, LinearMap, QkNorm
+from kernels.operations import ActivatedLinear, LinearMap, PlainLinear, QkNorm
 from kernels.triton.activation import silu_mul
 from kernels.triton.norm import add_rms_norm, rms_norm
 from kernels.triton.rotary import rotate_and_store
@@ -23,7 +22,7 @@ class TritonOperations:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.linear`; keeps the weight as it is, which is how cuBLAS reads it."""
-        return _PlainLinear(weight, bias)
+        return PlainLinear(weight, bias)
 
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.gated_linear`; two operations, so gate and up are rounded too."""
@@ -52,17 +51,3 @@ class TritonOperations:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `Operations.silu_mul`."""
         return silu_mul(gate_up)
-
-
-class _PlainLinear:
-    """The weight as it came."""
-
-    __slots__ = ("_bias", "_weight")
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight = weight  # [out, in]
-        self._bias = bias  # [out]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """X `[T, in]` → `[T, out]`."""
-        return F.linear(x, self._weight, self._bias)
