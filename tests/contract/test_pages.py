@@ -9,6 +9,7 @@ import pytest
 
 from tandem.cli.main import main
 from tandem.errors import Reason
+from tests.kernels.oracle import TOLERANCES
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,3 +37,15 @@ def test_every_linked_page_exists() -> None:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_kernels_page_states_the_bounds_that_the_tests_hold_them_to() -> None:
+    names, _, bounds = (
+        (ROOT / "docs" / "kernels.md").read_text().split("| float32 |")[1].split("\n\n")[0].split("\n")[:3]
+    )
+    stated = dict(zip(("float32", *names.strip(" |").split(" | ")), bounds.strip(" |").split(" | "), strict=True))
+
+    assert stated.keys() == {"float32", "bfloat16", "float16"}
+    for dtype, bound in TOLERANCES.items():
+        if (name := str(dtype).removeprefix("torch.")) in stated:
+            assert float(stated[name]) == bound
