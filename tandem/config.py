@@ -15,14 +15,17 @@ from typing import Any, TypeVar
 from tandem.limits import Limits
 from tandem.option_values import host_port, integer, one_of, seconds, size_bytes, text
 from tandem.options import add_arguments, argv_of, check_known, grouped, load_options, option
+from tandem.security.options import ClientSecurityConfig, SecurityConfig
 
 __all__ = [
     "DEFAULT_ADDRESS",
     "ClientConfig",
+    "ClientSecurityConfig",
     "DecodeConfig",
     "Limits",
     "PrefillConfig",
     "RouterConfig",
+    "SecurityConfig",
     "ServeConfig",
     "WorkerConfig",
     "add_arguments",
@@ -58,6 +61,16 @@ def _drain_grace() -> Any:
     return option("drain-grace-seconds", 30.0, "most time given to running requests after SIGTERM", seconds(0, 3600))
 
 
+def _admin_listen() -> Any:
+    return option(
+        "admin-listen",
+        "127.0.0.1:0",
+        "address of the admin port: metrics, a page to look at, channelz; port 0 = any free one",
+        host_port(port_zero=True),
+        none_word="none",
+    )
+
+
 def _max_receive() -> Any:
     return option("max-receive-bytes", 8 * 1024 * 1024, "largest gRPC message taken", size_bytes(65536))
 
@@ -81,9 +94,11 @@ class RouterConfig:
     lease_s: float = _lease()
     drain_grace_s: float = _drain_grace()
     max_receive_bytes: int = _max_receive()
+    admin_listen: str | None = _admin_listen()
     log_format: str = _log_format()
     log_level: str = _log_level()
     limits: Limits = field(default_factory=Limits, metadata=grouped(Limits))
+    security: SecurityConfig = field(default_factory=SecurityConfig, metadata=grouped(SecurityConfig))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +144,11 @@ class WorkerConfig:
     lease_s: float = _lease()
     drain_grace_s: float = _drain_grace()
     max_receive_bytes: int = _max_receive()
+    admin_listen: str | None = _admin_listen()
     log_format: str = _log_format()
     log_level: str = _log_level()
     limits: Limits = field(default_factory=Limits, metadata=grouped(Limits))
+    security: SecurityConfig = field(default_factory=SecurityConfig, metadata=grouped(SecurityConfig))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +178,7 @@ class DecodeConfig(WorkerConfig):
     )
 
 
-_SET_BY_SERVE = ("listen", "router", "advertise", "worker_id")
+_SET_BY_SERVE = ("listen", "router", "advertise", "worker_id", "admin_listen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +204,7 @@ class ClientConfig:
 
     target: str = option("target", DEFAULT_ADDRESS, "address of a router", host_port())
     timeout_s: float = option("timeout-seconds", 300.0, "deadline of one call", seconds(0.001))
+    security: ClientSecurityConfig = field(default_factory=ClientSecurityConfig, metadata=grouped(ClientSecurityConfig))
 
 
 _ALL: tuple[type[Any], ...] = (RouterConfig, PrefillConfig, DecodeConfig, ServeConfig, ClientConfig)

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "ARCHITECTURE.md"
 HEADING = "## One line per file\n"
 FOLDERS = (
-    *("tandem", "tandem/client", "tandem/cli", "tandem/rpc", "tandem/telemetry"),
+    *("tandem", "tandem/client", "tandem/cli", "tandem/rpc", "tandem/telemetry", "tandem/security", "tandem/admin"),
     *("router", "prefill_worker", "decode_worker", "engine", "kvtransfer", "kvtransfer/transports"),
     *("models", "models/demo", "kernels", "kernels/cpu", "kernels/triton", "bench", "bench/kernels", "bench/peers"),
 )

@@ -1,0 +1,1 @@
+"""Who may speak to whom: TLS, mutual TLS, bearer tokens."""

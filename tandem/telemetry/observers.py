@@ -1,0 +1,144 @@
+"""The seam between serving and what watches it: rooms tell what happened, metrics and traces listen.
+
+    router   RouterObserver.request ─▶ RequestObserver: admitted → placed → … → ended
+    worker   WorkerObserver.sequence ─▶ SequenceObserver: started → first_token → transferred → ended
+             WorkerObserver.step after every engine step
+
+Calls come on the control loop, in order, from the hot path: an observer must neither await, block
+nor raise. Each `ended` comes exactly once, last, whatever way it went. Nothing here carries
+prompts or completions but `SequenceSpec`, whose token ids an observer must not export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tandem.errors import TandemError
+from tandem.types import FinishReason, RequestId, SequenceSpec, WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStart:
+    """A request that was read, judged and is about to ask for admission."""
+
+    request_id: RequestId
+    num_prompt_tokens: int
+    max_tokens: int
+    priority: int
+    traceparent: str
+    """W3C trace context that the caller sent, or that was minted."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """How a request ended: `finish_reason` set = finished; `error` set = failed; neither = cancelled."""
+
+    num_completion_tokens: int
+    total_s: float
+    """Arrival to the last token, or to the end where none came."""
+    finish_reason: FinishReason | None = None
+    error: TandemError | None = None
+
+
+class RequestObserver(Protocol):
+    """Hears of one request on the router."""
+
+    @property
+    def traceparent(self) -> str:
+        """What workers are given as the parent of their spans."""
+        ...
+
+    def admitted(self) -> None:
+        """It got a place."""
+        ...
+
+    def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo) -> None:
+        """It goes to this pair; again for each further try. None = prefilled on the decode worker."""
+        ...
+
+    def prompt_computed(self, queue_s: float, prefill_s: float) -> None:
+        """A worker computed the prompt, after it had queued there."""
+        ...
+
+    def handed_over(self, num_bytes: int, seconds: float) -> None:
+        """The prompt's KV reached the decode worker."""
+        ...
+
+    def tokens(self, num_tokens: int) -> None:
+        """So many further tokens are known, in order."""
+        ...
+
+    def moved(self, culprit: WorkerInfo, error: TandemError) -> None:
+        """A try failed by `culprit`; another follows if retries are left."""
+        ...
+
+    def ended(self, end: RequestEnd) -> None:
+        """Nothing more is heard of it."""
+        ...
+
+
+class RouterObserver(Protocol):
+    """Hears of all requests on the router."""
+
+    def request(self, start: RequestStart) -> RequestObserver:
+        """A request begins."""
+        ...
+
+    def refused(self, error: TandemError) -> None:
+        """A request was turned away before it began: bad input, overload, draining."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One engine step."""
+
+    seconds: float
+    num_prefill_tokens: int
+    """Prompt tokens computed in it."""
+    num_decode_seqs: int
+    """Sequences that were decoding, one token each."""
+    specs: Sequence[SequenceSpec]
+    """Every sequence in it."""
+
+
+class SequenceObserver(Protocol):
+    """Hears of one sequence on one worker, from its arrival there."""
+
+    def started(self) -> None:
+        """Its first computation begins: it no longer queues."""
+        ...
+
+    def first_token(self) -> None:
+        """Its prompt is computed here."""
+        ...
+
+    def transfer_started(self) -> None:
+        """Prefill worker: the hand-off opens. Decode worker: a writer has shown the ticket."""
+        ...
+
+    def transferred(self, num_bytes: int, seconds: float) -> None:
+        """All of its KV was handed over and verified. A decode worker tells 0 bytes: the sender counts them."""
+        ...
+
+    def preempted(self) -> None:
+        """Its blocks were taken; it will be computed anew."""
+        ...
+
+    def ended(self, error: TandemError | None, num_tokens: int) -> None:
+        """It left this worker after `num_tokens` sampled here; `error` None = done, or no longer wanted."""
+        ...
+
+
+class WorkerObserver(Protocol):
+    """Hears of all that happens on one worker."""
+
+    def sequence(self, spec: SequenceSpec) -> SequenceObserver:
+        """A sequence arrives."""
+        ...
+
+    def step(self, report: StepReport) -> None:
+        """A step is over."""
+        ...
