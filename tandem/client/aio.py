@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem.client import response
 from tandem.client.request import GenerateOptions, Message, detokenize_request, generate_request, tokenize_request
 from tandem.client.results import ClusterStatus, Completion, GenerationUpdate, ServedModel, Tokenization
+from tandem.client.service_config import service_config_options
 from tandem.config import DEFAULT_ADDRESS
 from tandem.errors import DeadlineExceeded, Unavailable
 from tandem.rpc.channel import CONNECT_TIMEOUT_S, MAX_RECEIVE_BYTES, channel_options
@@ -27,7 +28,10 @@ RETRY_S = 0.1
 
 
 class AsyncClient:
-    """Calls one router. Raises the exceptions of `tandem.errors`; connects at the first call.
+    """Calls routers. Raises the exceptions of `tandem.errors`; connects at the first call.
+
+    `target` is `HOST:PORT`, `dns:///NAME:PORT` or `ipv4:HOST:PORT,HOST:PORT`; calls are spread over all
+    of its addresses, and go to another one where a router is not there or drains.
 
     `timeout_s` of a generating call is the request's deadline, which the server enforces too;
     None = none. A server that cannot be reached is Unavailable after `connect_timeout_s`.
@@ -35,7 +39,10 @@ class AsyncClient:
 
     def __init__(self, target: str = DEFAULT_ADDRESS, *, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         self._target = target
-        options = channel_options(MAX_RECEIVE_BYTES, connect_timeout_s=connect_timeout_s)
+        options = [
+            *channel_options(MAX_RECEIVE_BYTES, connect_timeout_s=connect_timeout_s),
+            *service_config_options(),
+        ]
         self._channel = grpc.aio.insecure_channel(target, options=options)
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._cluster = cluster_pb2_grpc.ClusterServiceStub(self._channel)
