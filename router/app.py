@@ -11,6 +11,7 @@ from random import Random
 from router.admission import Admission, AdmissionQueue
 from router.cluster_servicer import SERVICE_NAME as CLUSTER_SERVICE
 from router.cluster_servicer import ClusterServicer
+from router.entrance import Entrance
 from router.generation import Patience
 from router.health import Health
 from router.intake import Intake
@@ -74,7 +75,8 @@ class Router:
         pipeline = Pipeline(workers, Admission(queue, clock), tokenization, clock, patience)
         health = Health(workers, registry, pipeline, min(_LONGEST_TICK_S, config.lease_s / _TICKS_PER_LEASE))
         intake = Intake(checkpoint, tokenization, config.limits, workers.longest_sequence)
-        inference = InferenceServicer(checkpoint, tokenization, intake, pipeline, config.limits, clock)
+        entrance = Entrance(intake, pipeline, clock)
+        inference = InferenceServicer(checkpoint, tokenization, intake, entrance, config.limits)
         registrations = RegistryServicer(registry)
         cluster = ClusterServicer(checkpoint.name, registry, registrations, queue, health)
         services = (

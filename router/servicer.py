@@ -1,4 +1,4 @@
-"""InferenceService: protobuf in, protobuf out. What happens in between is the pipeline's.
+"""InferenceService: protobuf in, protobuf out. What happens in between is the entrance's.
 
 Errors are raised as TandemErrors; the server's shell turns them into statuses.
 """
@@ -10,16 +10,14 @@ from typing import Any
 import grpc.aio
 
 from router.choice import ChoiceDelta
+from router.entrance import Entrance
 from router.intake import Intake
 from router.outbox import Message
-from router.pipeline import Pipeline
-from router.timeline import Summary, Timeline
+from router.timeline import Summary
 from router.tokenization import Tokenization
 from tandem.checkpoint import CheckpointInfo
-from tandem.clock import Clock, Deadline
 from tandem.convert import finish_reason_to_proto, logprobs_to_proto
 from tandem.limits import Limits
-from tandem.telemetry.trace_context import traceparent_from_metadata
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 SERVICE_NAME = "tandem.v1.InferenceService"
@@ -35,26 +33,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         checkpoint: CheckpointInfo,
         tokenization: Tokenization,
         intake: Intake,
-        pipeline: Pipeline,
+        entrance: Entrance,
         limits: Limits,
-        clock: Clock,
     ) -> None:
         self._checkpoint = checkpoint
         self._tokenization = tokenization
         self._intake = intake
-        self._pipeline = pipeline
+        self._entrance = entrance
         self._limits = limits
-        self._clock = clock
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
         """Streams one completion. A slow reader only makes later messages bigger."""
-        timeline = Timeline(self._clock)
-        self._pipeline.check_open(request.priority)
-        resolved = await self._intake.read(request, self._deadline(context), _traceparent(context))
-        async with self._pipeline.start(resolved, timeline) as outbox:
+        async with self._entrance.run(request, context) as running:
             while True:
-                message = await outbox.get()
-                await context.write(_response(resolved.request_id, message))
+                message = await running.outbox.get()
+                await context.write(_response(running.request_id, message))
                 if message.summary is not None:
                     return
 
@@ -62,14 +55,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.CompleteRequest, context: Context
     ) -> inference_pb2.CompleteResponse:
         """The same, gathered."""
-        timeline = Timeline(self._clock)
-        self._pipeline.check_open(request.generate.priority)
-        resolved = await self._intake.read(request.generate, self._deadline(context), _traceparent(context))
-        async with self._pipeline.start(resolved, timeline) as outbox:
-            message = await outbox.get_all()
+        async with self._entrance.run(request.generate, context) as running:
+            message = await running.outbox.get_all()
         assert message.summary is not None
         return inference_pb2.CompleteResponse(
-            request_id=resolved.request_id,
+            request_id=running.request_id,
             choices=[inference_pb2.Choice(**_choice_fields(message.delta))],
             usage=_usage(message.summary),
             timings=_timings(message.summary),
@@ -109,13 +99,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 max_logit_bias=limits.max_logit_bias,
             ),
         )
-
-    def _deadline(self, context: Context) -> Deadline:
-        return Deadline.after(self._clock, context.time_remaining())
-
-
-def _traceparent(context: Context) -> str:
-    return traceparent_from_metadata(tuple(context.invocation_metadata() or ()))
 
 
 def _response(request_id: str, message: Message) -> inference_pb2.GenerateResponse:

@@ -1,0 +1,67 @@
+"""The one way in for requests of every service: judged, resolved, and run while the caller stays.
+
+A servicer turns what its client said into a GenerateRequest and gives it here, so that checks,
+limits, defaults, admission and times are the same through every door. Knows no other protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from router.intake import Intake
+from router.outbox import Outbox
+from router.pipeline import Pipeline
+from router.timeline import Timeline
+from tandem.clock import Clock, Deadline
+from tandem.telemetry.trace_context import traceparent_from_metadata
+from tandem.types import RequestId
+from tandem.v1 import inference_pb2
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """One request under way, and where its tokens come out."""
+
+    request_id: RequestId
+    num_prompt_tokens: int
+    outbox: Outbox
+
+
+class Entrance:
+    """Shared by all servicers that generate."""
+
+    def __init__(self, intake: Intake, pipeline: Pipeline, clock: Clock) -> None:
+        self._intake = intake
+        self._pipeline = pipeline
+        self._clock = clock
+
+    @asynccontextmanager
+    async def run(
+        self, message: inference_pb2.GenerateRequest, context: Context, *, timeout_s: float | None = None
+    ) -> AsyncIterator[RunningRequest]:
+        """Runs the request while inside; leaving releases all it holds. `timeout_s`: sooner than the call's deadline.
+
+        Raises InvalidRequest, UnsupportedOption, ModelNotFound, Overloaded, Unavailable before anything runs;
+        what fails later comes by the outbox.
+        """
+        timeline = Timeline(self._clock)
+        self._pipeline.check_open(message.priority)
+        deadline = self._deadline(context, timeout_s)
+        resolved = await self._intake.read(message, deadline, _traceparent(context))
+        async with self._pipeline.start(resolved, timeline) as outbox:
+            yield RunningRequest(resolved.request_id, len(resolved.prompt), outbox)
+
+    def _deadline(self, context: Context, timeout_s: float | None) -> Deadline:
+        given = [each for each in (context.time_remaining(), timeout_s) if each is not None]
+        return Deadline.after(self._clock, min(given, default=None))
+
+
+def _traceparent(context: Context) -> str:
+    return traceparent_from_metadata(tuple(context.invocation_metadata() or ()))
