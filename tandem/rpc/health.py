@@ -1,4 +1,7 @@
-"""grpc.health.v1: one truth for the process (`""`) and each of its services.
+"""grpc.health.v1: one truth for the process (`""`) and each of its services, another for its life.
+
+Readiness is the first: may work be sent here? `LIVENESS` is the second: should this process go on at
+all? It stays SERVING while the process drains or waits for others, and ends by the engine alone.
 
 Unlike the servicer of grpcio-health-checking, setting a status never waits for a watcher, and
 watchers are ended when the server stops, so that they do not hold up its drain.
@@ -15,6 +18,8 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 SERVICE_NAME = "grpc.health.v1.Health"
+LIVENESS = "tandem.liveness"
+"""The name under which a supervisor asks whether to start the process anew."""
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -25,8 +30,9 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # h
     """NOT_SERVING until told otherwise; for ever once closed."""
 
     def __init__(self, service_names: Iterable[str]) -> None:
-        self._names = frozenset({"", *service_names})
+        self._names = frozenset({"", LIVENESS, *service_names})
         self._serving = False
+        self._alive = True
         self._closed = False
         self._changed = asyncio.Event()
 
@@ -41,8 +47,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # h
             self._serving = serving
             self._wake()
 
+    def set_alive(self, alive: bool) -> None:
+        """Whether the process does what it is there for. Tells every watcher of `LIVENESS`."""
+        if alive != self._alive:
+            self._alive = alive
+            self._wake()
+
     def close(self) -> None:
-        """NOT_SERVING for good, and the end of every Watch."""
+        """Not ready for good, and the end of every Watch."""
         self._closed = True
         self._serving = False
         self._wake()
@@ -74,7 +86,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # h
     def _response(self, service: str) -> health_pb2.HealthCheckResponse:
         if service not in self._names:
             return health_pb2.HealthCheckResponse(status=_SERVICE_UNKNOWN)
-        return health_pb2.HealthCheckResponse(status=_SERVING if self._serving else _NOT_SERVING)
+        good = self._alive if service == LIVENESS else self._serving
+        return health_pb2.HealthCheckResponse(status=_SERVING if good else _NOT_SERVING)
 
     def _wake(self) -> None:
         self._changed.set()

@@ -82,6 +82,10 @@ class RpcServer:
             _log.info("serving" if serving else "not serving", listen=self._listen)
         self._health.set_serving(serving)
 
+    def set_alive(self, alive: bool) -> None:
+        """What health tells of the process's life (`health.LIVENESS`); true until told otherwise."""
+        self._health.set_alive(alive)
+
     async def drain(self, grace_s: float) -> None:
         """NOT_SERVING at once; waits for running calls, `grace_s` at most; then stops. Idempotent."""
         server, self._server = self._server, None

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from tandem.clock import MonotonicClock
 from tandem.config import WorkerConfig
 from tandem.rpc.address import advertised_address
 from tandem.rpc.announcer import Announcer
+from tandem.rpc.liveness import ProgressWatch
 from tandem.rpc.process import StopSignal
 from tandem.rpc.server import RpcServer, Service
 from tandem.rpc.worker_service import SERVICE_NAME, WorkerCore, WorkerServicer
@@ -25,6 +27,8 @@ from tandem.types import Incarnation, WorkerInfo, WorkerLoad
 from tandem.v1 import worker_pb2_grpc
 
 _log = get_logger(__name__)
+
+_WATCH_EVERY_S = 1.0
 
 
 def _spare_the_collector() -> None:
@@ -56,9 +60,20 @@ class ServedCore(WorkerCore, Protocol):
 class WorkerProcess:
     """Serves one core to routers until it is told to stop."""
 
-    def __init__(self, config: WorkerConfig, core: ServedCore, incarnation: Incarnation) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        core: ServedCore,
+        incarnation: Incarnation,
+        *,
+        progress: ProgressWatch | None = None,
+        watch_every_s: float = _WATCH_EVERY_S,
+    ) -> None:
+        """`progress` judges the engine's load, every `watch_every_s`."""
         self._config = config
         self._core = core
+        self._progress = progress or ProgressWatch(MonotonicClock())
+        self._watch_every_s = watch_every_s
         register = partial(worker_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerServicer(core, incarnation))
         service = Service(SERVICE_NAME, register, long_lived=True)
         self._server = RpcServer(config.listen, [service], max_receive_bytes=config.max_receive_bytes)
@@ -76,6 +91,7 @@ class WorkerProcess:
                 background = (
                     tasks.create_task(self._core.run(), name="step-loop"),
                     tasks.create_task(announcer.run(), name="announcer"),
+                    tasks.create_task(self._watch_progress(), name="liveness"),
                 )
                 _spare_the_collector()
                 self._server.set_serving(True)
@@ -86,6 +102,16 @@ class WorkerProcess:
                     task.cancel()
         finally:
             await self._server.drain(grace_s=0)
+
+    async def _watch_progress(self) -> None:
+        """A loop that turns says nothing of its engine: looks at it and tells, until cancelled."""
+        alive = True
+        while True:
+            if self._progress.observe(self._core.load()) != alive:
+                alive = not alive
+                _log.warning("the engine moves again" if alive else "the engine stands still with sequences to run")
+                self._server.set_alive(alive)
+            await asyncio.sleep(self._watch_every_s)
 
     def _refuse_new_work(self) -> None:
         self._core.drain()
