@@ -104,6 +104,7 @@ def _new_receiver(
         MonotonicClock(),
         transports,
         listen_host=_host_of(config.listen),
+        listen_port=config.kv_port,
         advertise_host=_host_of(advertised),
         timing=Timing(lease_s=config.lease_s),
     )

@@ -42,10 +42,13 @@ class KvReceiver:
         transports: tuple[str, ...],
         listen_host: str,
         *,
+        listen_port: int = 0,
         advertise_host: str | None = None,
         timing: Timing | None = None,
     ) -> None:
-        """`advertise_host` is what senders connect to, if not `listen_host`. Raises ConfigError."""
+        """Listens for tcp at `listen_port`, 0 = any free one; `advertise_host` is what senders connect to, if not
+        `listen_host`. Raises ConfigError.
+        """
         for name in transports:
             if name not in {SHM, TCP}:
                 raise ConfigError("transport", f"{name!r} is not one of {SHM}, {TCP}")
@@ -55,6 +58,7 @@ class KvReceiver:
         self._table = OfferTable(memory.incarnation, fingerprints.layout.fingerprint(), self._pool.num_blocks, clock)
         self._transports = transports
         self._listen_host = listen_host
+        self._listen_port = listen_port
         self._advertise_host = advertise_host or listen_host
         self._timing = timing or Timing()
         self._endpoint = b""
@@ -73,7 +77,7 @@ class KvReceiver:
             unix_name = f"tandem-kv-{secrets.token_hex(16)}"
             self._accept_on(shm.listen(unix_name), self._shm_landing)
         if TCP in self._transports:
-            listener = tcp.listen(self._listen_host)
+            listener = tcp.listen(self._listen_host, self._listen_port)
             tcp_port = listener.getsockname()[1]
             self._accept_on(listener, lambda _: tcp.TcpLanding())
         self._endpoint = Endpoint(

@@ -162,6 +162,12 @@ class PrefillConfig(WorkerConfig):
 class DecodeConfig(WorkerConfig):
     """`tandem decode`."""
 
+    kv_port: int = option(
+        "kv-port",
+        0,
+        "port at which prefill workers hand over KV, on the host of --listen; 0 = any free one",
+        integer(0, 65535),
+    )
     local_prefill_tokens: int | None = option(
         "local-prefill-tokens",
         0,
@@ -178,7 +184,7 @@ class DecodeConfig(WorkerConfig):
     )
 
 
-_SET_BY_SERVE = ("listen", "router", "advertise", "worker_id", "admin_listen")
+_SET_BY_SERVE = ("listen", "router", "advertise", "worker_id", "admin_listen", "kv_port")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

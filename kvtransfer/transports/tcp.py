@@ -17,20 +17,22 @@ _JOIN_BELOW_BYTES = 64 * 1024
 """Blocks smaller than this are joined for sending: one copy is cheaper than many system calls."""
 
 
-def listen(host: str) -> socket.socket:
-    """A listening socket on a free port. Raises ConfigError."""
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A listening socket; port 0 = any free one. Raises ConfigError."""
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)
     except OSError as error:
         raise ConfigError("listen", f"cannot resolve {host!r}: {error}") from error
     try:
+        # A fixed port is wanted again at once by the next life of this process, while old connections linger.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(_BACKLOG)
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        raise ConfigError("listen", f"cannot listen on {host!r}: {error}") from error
+        raise ConfigError("listen", f"cannot listen on {host!r}, port {port}: {error}") from error
     return sock
 
 

@@ -1,13 +1,15 @@
 """What can be asked for, and what is refused by name before anything runs."""
 
+import asyncio
 import dataclasses
+import socket
 
 import pytest
 import torch
 
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from kvtransfer.transports import available, usable
+from kvtransfer.transports import available, tcp, usable
 from tandem.clock import ManualClock
 from tandem.errors import ConfigError, InternalError
 
@@ -59,3 +61,35 @@ def test_a_misshapen_pool_is_our_own_bug(make_pool, prints):
     for blocks in (memory.blocks.view(torch.int8), memory.blocks[:, :128], memory.blocks.view(32, 128)):
         with pytest.raises(InternalError):
             KvSender(dataclasses.replace(memory, blocks=blocks), prints, ManualClock(), "tcp")
+
+
+async def test_kv_is_received_at_the_port_asked_for(make_pool, prints):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    receiver = KvReceiver(make_pool().memory, prints, ManualClock(), ("tcp",), "127.0.0.1", listen_port=port)
+    await receiver.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    await receiver.stop()
+    assert await reader.read() == b""
+    writer.close()
+    await writer.wait_closed()
+
+
+def test_a_fixed_port_is_free_for_the_next_life_while_old_connections_linger():
+    with tcp.listen("127.0.0.1") as first:
+        port = first.getsockname()[1]
+        peer = socket.create_connection(("127.0.0.1", port))
+        first.setblocking(True)
+        accepted, _ = first.accept()
+        accepted.close()  # this side closes first: the address is in use for a minute more
+        assert peer.recv(1) == b""
+        peer.close()
+    with tcp.listen("127.0.0.1", port) as second:
+        assert second.getsockname()[1] == port
+
+
+def test_a_port_in_use_is_named():
+    with tcp.listen("127.0.0.1") as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"cannot listen on '127\.0\.0\.1', port {port}"):
+            tcp.listen("127.0.0.1", port)
