@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 GEN := $(VENV)/gen
-PROTOS := $(wildcard protos/tandem/v1/*.proto)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check compile-check bench exact gen format clean
@@ -76,9 +75,9 @@ $(GEN)/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $(GEN) grpcio-tools==1.76.0
 	touch $@
 
-## gen       regenerate the stubs in tandem/v1 from protos/
+## gen       regenerate the stubs in tandem/v1 and tandem/foreign from protos/
 gen: install $(GEN)/.installed
-	PYTHONPATH=$(GEN) $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+	PYTHON=$(BIN)/python GEN=$(GEN) bash .ci/gen.sh .
 
 ## format    let ruff format and mend
 format: install

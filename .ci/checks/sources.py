@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-GENERATED = "tandem/v1/"
+GENERATED = re.compile(r"tandem/v1/|tandem/foreign/.*_pb2")
 
 
 def python_files() -> list[Path]:
     """Tracked files, and new ones that git does not ignore; absolute, sorted."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    return sorted(ROOT / name for name in listed if not name.startswith(GENERATED) and (ROOT / name).exists())
+    return sorted(ROOT / name for name in listed if not GENERATED.match(name) and (ROOT / name).exists())
