@@ -1,0 +1,70 @@
+"""How a metric is declared: its name, kind, text, labels, buckets, and the processes that have it. Plain data."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Labels = tuple[str, ...]
+"""Values of a metric's labels, in the order of its declaration."""
+
+
+class Kind(enum.StrEnum):
+    """As Prometheus tells them apart."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Process(enum.StrEnum):
+    """Who exposes metrics."""
+
+    ROUTER = "router"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+WORKERS = (Process.PREFILL, Process.DECODE)
+EVERYWHERE = tuple(Process)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One family, named as in PromQL: counters end in `_total`, histograms gain `_bucket`, `_sum`, `_count`."""
+
+    name: str
+    kind: Kind
+    text: str
+    on: tuple[Process, ...]
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Upper bounds, ascending, without infinity."""
+    presets: tuple[Labels, ...] = ()
+    """Label values that stand at 0 from the start: else the first event of a kind is no increase."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """Another name for what a metric counts, with labels `model_name` and `engine` before its own."""
+
+    name: str
+    text: str
+    of: Mapping[Process, Metric]
+    """What it stands for, by the process that exposes it."""
+    buckets: tuple[float, ...] = ()
+    labels: tuple[str, ...] = ()
+    """Its names of the metric's labels."""
+    label_values: Mapping[str, str] = field(default_factory=dict)
+    """Its words for the metric's label values, where they differ."""
+
+
+def one_two_five(largest: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, … up to `largest`."""
+    bounds: list[float] = []
+    decade = 1
+    while decade <= largest:
+        bounds += [float(step * decade) for step in (1, 2, 5) if step * decade <= largest]
+        decade *= 10
+    return tuple(bounds)

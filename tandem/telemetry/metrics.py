@@ -1,0 +1,107 @@
+"""One process's metrics: what was counted and what is read, as Prometheus text.
+
+    observers ─add, observe─▶ Counter, Histogram ─┐
+    queues, pools, registry ──── Reader ──────────┴─ at scrape time ─▶ exposition()
+
+State is read when somebody asks, so it costs nothing in between. Shows the metrics that
+`metric_names` declares for the process, and their aliases. Single-threaded: call
+`exposition` on the loop that counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from tandem import __version__
+from tandem.errors import InternalError
+from tandem.telemetry import metric_names, vllm_names
+from tandem.telemetry.metric import Kind, Labels, Metric, Process
+from tandem.telemetry.metric_view import View
+from tandem.telemetry.tallies import Counter, Histogram
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a gauge or counter stands at."""
+
+    metric: Metric
+    value: float
+    labels: Labels = ()
+
+
+Reader = Callable[[], Iterable[Reading]]
+"""Looks at something and tells its figures, at each scrape. Must neither raise nor take long."""
+
+
+class Metrics(Collector):
+    """Made once per process; observers take their tallies from it."""
+
+    def __init__(self, process: Process, model: str, worker_id: str = "") -> None:
+        self._declared = tuple(metric for metric in metric_names.ALL if process in metric.on)
+        self._views = (
+            *map(View.own, self._declared),
+            *(
+                View.of_alias(alias, alias.of[process], model, vllm_names.ENGINE)
+                for alias in vllm_names.ALL
+                if process in alias.of
+            ),
+        )
+        self._counters: dict[Metric, Counter] = {}
+        self._histograms: dict[Metric, Histogram] = {}
+        self._readers: list[Reader] = []
+        identity = (__version__, str(process), model, worker_id)
+        self.add_reader(lambda: [Reading(metric_names.BUILD_INFO, 1, identity)])
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+
+    def counter(self, metric: Metric) -> Counter:
+        """What counts this metric; the same for each call."""
+        self._check(metric, Kind.COUNTER)
+        return self._counters.setdefault(metric, Counter(_presets(metric)))
+
+    def histogram(self, metric: Metric) -> Histogram:
+        """What observes this metric; the same for each call."""
+        self._check(metric, Kind.HISTOGRAM)
+        bounds = (bound for view in self._views if view.metric is metric for bound in view.buckets)
+        return self._histograms.setdefault(metric, Histogram(bounds, _presets(metric)))
+
+    def add_reader(self, reader: Reader) -> None:
+        """Asks `reader` at each scrape from now on."""
+        self._readers.append(reader)
+
+    def exposition(self) -> tuple[bytes, str]:
+        """The body of a scrape's answer, and its content type."""
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+
+    def collect(self) -> Iterator[Family]:
+        """Every family that something counts or reads, in the order of the declarations."""
+        values = self._values()
+        for view in self._views:
+            if view.metric in self._histograms:
+                yield view.of_cells(self._histograms[view.metric].all_cells)
+            elif view.metric in values:
+                yield view.of_values(values[view.metric])
+
+    def _values(self) -> Mapping[Metric, Mapping[Labels, float]]:
+        read: dict[Metric, dict[Labels, float]] = {}
+        for reader in self._readers:
+            for reading in reader():
+                read.setdefault(reading.metric, dict.fromkeys(reading.metric.presets, 0.0))
+                read[reading.metric][reading.labels] = reading.value
+        return {**{metric: each.values for metric, each in self._counters.items()}, **read}
+
+    def _check(self, metric: Metric, kind: Kind) -> None:
+        if metric not in self._declared or metric.kind is not kind:
+            raise InternalError(f"{metric.name} is no {kind} of this process")
+
+
+def _presets(metric: Metric) -> tuple[Labels, ...]:
+    return metric.presets if metric.labels else ((),)
