@@ -8,6 +8,7 @@ stay on the decode worker. Knows nothing of streams or time.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -18,6 +19,15 @@ from tandem.types import Incarnation, Role, WorkerInfo, WorkerLoad
 _MUST_EQUAL = ("model_fingerprint", "layout_fingerprint")
 
 
+class Obstacle(enum.StrEnum):
+    """Why a worker takes no new work, whatever is asked of it; as people read it after its name."""
+
+    STALLED = "is stalled"
+    NOT_CONNECTED = "is not connected"
+    NOT_HEARD = "has sent no heartbeat"
+    DRAINING = "is draining"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerView:
     """What placement may know of one worker."""
@@ -25,8 +35,8 @@ class WorkerView:
     info: WorkerInfo
     load: WorkerLoad | None
     """Its last heartbeat; None = none yet."""
-    obstacle: str | None = None
-    """Why it takes no new work, such as "draining"; None = it does."""
+    obstacle: Obstacle | None = None
+    """Why it takes no new work; None = it does."""
     assigned_tokens: int = 0
     """Tokens that this router gave it since `load` was taken."""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from router.placement import WorkerView
+from router.placement import Obstacle, WorkerView
 from tandem.clock import Clock
 from tandem.errors import HandshakeMismatch, InvalidRequest, Unavailable
 from tandem.types import Incarnation, WorkerId, WorkerInfo, WorkerLoad
@@ -59,16 +59,16 @@ class _Record:
         self.heard_s = now_s
         self.assigned_tokens = 0
 
-    def obstacle(self) -> str | None:
+    def obstacle(self) -> Obstacle | None:
         """Why it takes no new work."""
         if self.stalled:
-            return "is stalled"
+            return Obstacle.STALLED
         if not self.connected:
-            return "is not connected"
+            return Obstacle.NOT_CONNECTED
         if self.load is None:
-            return "has sent no heartbeat"
+            return Obstacle.NOT_HEARD
         if self.drain_ordered or self.load.draining:
-            return "is draining"
+            return Obstacle.DRAINING
         return None
 
 

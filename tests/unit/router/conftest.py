@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from router.placement import WorkerView
+from router.placement import Obstacle, WorkerView
 from tandem.clock import ManualClock
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 
@@ -58,7 +58,9 @@ def info() -> Callable[..., WorkerInfo]:
 def view(info: Callable[..., WorkerInfo]) -> Callable[..., WorkerView]:
     """A usable worker as placement sees it."""
 
-    def make(role: Role, name: str, load: WorkerLoad = LOAD, obstacle: str | None = None, **changes: Any) -> WorkerView:
+    def make(
+        role: Role, name: str, load: WorkerLoad = LOAD, obstacle: Obstacle | None = None, **changes: Any
+    ) -> WorkerView:
         return WorkerView(info(role, name, **changes), load, obstacle)
 
     return make

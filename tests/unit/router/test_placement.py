@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.placement import Demand, WorkerView, longest_sequence, place, readiness
+from router.placement import Demand, Obstacle, WorkerView, longest_sequence, place, readiness
 from tandem.errors import Unavailable
 from tandem.types import Incarnation, Role
 
@@ -60,7 +60,7 @@ def test_a_short_prompt_stays_on_the_decode_worker_that_may_compute_it(view: Any
         ({"model_fingerprint": "x"}, "model_fingerprint differs: p weights, d x"),
         ({"layout_fingerprint": "x"}, "layout_fingerprint differs: p layout, d x"),
         ({"transports": ("nccl",)}, "no common transport: p shm,tcp, d nccl"),
-        ({"obstacle": "is draining"}, "no decode worker can take it: d is draining"),
+        ({"obstacle": Obstacle.DRAINING}, "no decode worker can take it: d is draining"),
         ({"max_sequence_tokens": 19}, "no decode worker can take it: d holds sequences of 19 tokens, not 20"),
     ],
 )
