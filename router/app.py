@@ -11,6 +11,7 @@ from random import Random
 from router.admission import Admission, AdmissionQueue
 from router.cluster_servicer import SERVICE_NAME as CLUSTER_SERVICE
 from router.cluster_servicer import ClusterServicer
+from router.cluster_view import ClusterView
 from router.entrance import Entrance
 from router.generation import Patience
 from router.health import Health
@@ -30,6 +31,9 @@ from tandem.incarnation import new_incarnation
 from tandem.rpc.process import StopSignal, run_process
 from tandem.rpc.server import RpcServer, Service
 from tandem.telemetry.logging import configure_logging
+from tandem.telemetry.observers import RouterObserver
+from tandem.telemetry.observers_silent import SilentRouter
+from tandem.telemetry.recent_latencies import RecentLatencies
 from tandem.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from tandem.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from tandem.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
@@ -53,6 +57,9 @@ class Router:
     pipeline: Pipeline
     health: Health
     server: RpcServer
+    recent: RecentLatencies
+    """What the router's observers feed and its status tells."""
+    view: ClusterView
 
     @classmethod
     def build(
@@ -63,22 +70,29 @@ class Router:
         patience: Patience | None = None,
         stall_s: float = _STALL_S,
         rng: Random | None = None,
+        observer: RouterObserver | None = None,
     ) -> Router:
-        """Reads the checkpoint and wires the rooms. Raises CheckpointError. Call inside an event loop."""
+        """Reads the checkpoint and wires the rooms. Raises CheckpointError. Call inside an event loop.
+
+        `observer` hears of every request.
+        """
         clock = clock or MonotonicClock()
+        observer = observer or SilentRouter()
         checkpoint = read_checkpoint(config.model)
         tokenization = Tokenization.load(checkpoint.path)
         registry = Registry(checkpoint.name, checkpoint.config_fingerprint, clock, config.lease_s, stall_s)
         workers = Workers(registry, new_incarnation(), rng or Random())
         queue = AdmissionQueue(config.max_active_requests, config.max_queued_requests, config.max_queued_tokens)
         patience = patience or Patience(max_retries=config.max_retries)
-        pipeline = Pipeline(workers, Admission(queue, clock), tokenization, clock, patience)
+        pipeline = Pipeline(workers, Admission(queue, clock), tokenization, clock, patience, observer)
         health = Health(workers, registry, pipeline, min(_LONGEST_TICK_S, config.lease_s / _TICKS_PER_LEASE))
         intake = Intake(checkpoint, tokenization, config.limits, workers.longest_sequence)
-        entrance = Entrance(intake, pipeline, clock)
+        entrance = Entrance(intake, pipeline, clock, observer)
         inference = InferenceServicer(checkpoint, tokenization, intake, entrance, config.limits)
         registrations = RegistryServicer(registry)
-        cluster = ClusterServicer(checkpoint.name, registry, registrations, queue, health)
+        recent = RecentLatencies(clock)
+        view = ClusterView(checkpoint.name, registry, queue, health, recent, clock)
+        cluster = ClusterServicer(view, registry, registrations)
         services = (
             Service(INFERENCE_SERVICE, lambda server: add_InferenceServiceServicer_to_server(inference, server)),
             Service(CLUSTER_SERVICE, lambda server: add_ClusterServiceServicer_to_server(cluster, server)),
@@ -89,7 +103,7 @@ class Router:
             ),
         )
         server = RpcServer(config.listen, services, max_receive_bytes=config.max_receive_bytes)
-        return cls(config, tokenization, registry, workers, queue, pipeline, health, server)
+        return cls(config, tokenization, registry, workers, queue, pipeline, health, server, recent, view)
 
     async def serve(self, until: Callable[[], Awaitable[None]], on_listening: Callable[[int], None]) -> None:
         """Serves until `until` returns; then finishes what runs, within the drain's grace."""

@@ -207,6 +207,7 @@ def info_to_proto(info: WorkerInfo) -> registry_pb2.WorkerInfo:
         max_sequence_tokens=info.max_sequence_tokens,
         pid=info.pid,
         device=info.device,
+        admin_address=info.admin_address,
     )
 
 
@@ -226,6 +227,7 @@ def info_from_proto(message: registry_pb2.WorkerInfo) -> WorkerInfo:
         max_sequence_tokens=message.max_sequence_tokens,
         pid=message.pid,
         device=message.device,
+        admin_address=message.admin_address,
     )
 
 

@@ -157,6 +157,8 @@ class WorkerInfo:
     max_sequence_tokens: int
     pid: int
     device: str
+    admin_address: str = ""
+    """HOST:PORT of its admin port; empty = it has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,15 @@ from tandem.client.aio import AsyncClient
 from tandem.client.request import GenerateOptions, Message, SamplingOptions
 from tandem.client.results import (
     Choice,
-    ClusterStatus,
     Completion,
     GenerationUpdate,
     ServedModel,
     Timings,
     Tokenization,
     Usage,
-    WorkerStatus,
 )
 from tandem.client.sync import Client
+from tandem.cluster_status import ClusterStatus, RecentActivity, WorkerStatus
 
 __all__ = [
     "AsyncClient",
@@ -28,6 +27,7 @@ __all__ = [
     "GenerateOptions",
     "GenerationUpdate",
     "Message",
+    "RecentActivity",
     "SamplingOptions",
     "ServedModel",
     "Timings",

@@ -13,9 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.client import response
 from tandem.client.request import GenerateOptions, Message, detokenize_request, generate_request, tokenize_request
-from tandem.client.results import ClusterStatus, Completion, GenerationUpdate, ServedModel, Tokenization
+from tandem.client.results import Completion, GenerationUpdate, ServedModel, Tokenization
 from tandem.client.service_config import service_config_options
+from tandem.cluster_status import ClusterStatus
 from tandem.config import DEFAULT_ADDRESS
+from tandem.convert_status import status_from_proto
 from tandem.errors import DeadlineExceeded, Unavailable
 from tandem.rpc.channel import CONNECT_TIMEOUT_S, MAX_RECEIVE_BYTES, channel_options
 from tandem.rpc.status import error_from_rpc
@@ -41,7 +43,7 @@ class AsyncClient:
         self._target = target
         options = [
             *channel_options(MAX_RECEIVE_BYTES, connect_timeout_s=connect_timeout_s),
-            *service_config_options(),
+            *service_config_options(target),
         ]
         self._channel = grpc.aio.insecure_channel(target, options=options)
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
@@ -128,9 +130,7 @@ class AsyncClient:
     async def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ClusterStatus:
         """Every worker, pool, queue and transfer that the router knows of."""
         async with _translated():
-            return response.cluster_status(
-                await self._cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=timeout_s)
-            )
+            return status_from_proto(await self._cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=timeout_s))
 
     async def drain(self, worker_id: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Asks one worker to take no new work, finish what it has, and leave."""

@@ -6,18 +6,16 @@ from collections.abc import Iterable
 
 from tandem.client.results import (
     Choice,
-    ClusterStatus,
     Completion,
     GenerationUpdate,
     ServedModel,
     Timings,
     Tokenization,
     Usage,
-    WorkerStatus,
 )
-from tandem.convert import finish_reason_from_proto, info_from_proto, load_from_proto, logprobs_from_proto
+from tandem.convert import finish_reason_from_proto, logprobs_from_proto
 from tandem.types import TokenId
-from tandem.v1 import cluster_pb2, inference_pb2
+from tandem.v1 import inference_pb2
 
 
 def update(message: inference_pb2.GenerateResponse) -> GenerationUpdate:
@@ -64,28 +62,6 @@ def served_model(message: inference_pb2.GetModelResponse) -> ServedModel:
         max_stop_strings=message.limits.max_stop_strings,
         max_logprobs=message.limits.max_logprobs,
         max_logit_bias=message.limits.max_logit_bias,
-    )
-
-
-def cluster_status(message: cluster_pb2.GetStatusResponse) -> ClusterStatus:
-    """The answer of GetStatus. Raises KeyError on a worker of an unknown role."""
-    return ClusterStatus(
-        model=message.model,
-        ready=message.ready,
-        not_ready_reason=message.not_ready_reason,
-        queued_requests=message.queued_requests,
-        queued_tokens=message.queued_tokens,
-        active_requests=message.active_requests,
-        workers=tuple(_worker(worker) for worker in message.workers),
-    )
-
-
-def _worker(message: cluster_pb2.WorkerStatus) -> WorkerStatus:
-    return WorkerStatus(
-        info=info_from_proto(message.info),
-        load=load_from_proto(message.load),
-        heartbeat_age_s=message.heartbeat_age_seconds,
-        connected=message.connected,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.types import FinishReason, TokenId, TokenLogprobs, WorkerInfo, WorkerLoad
+from tandem.types import FinishReason, TokenId, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,28 +101,3 @@ class ServedModel:
     max_stop_strings: int
     max_logprobs: int
     max_logit_bias: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """One worker as its router sees it."""
-
-    info: WorkerInfo
-    load: WorkerLoad
-    heartbeat_age_s: float
-    connected: bool
-    """Whether the router's stream to it is open."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterStatus:
-    """Everything that one router knows."""
-
-    model: str
-    ready: bool
-    not_ready_reason: str
-    """Why `ready` is false; else empty."""
-    queued_requests: int
-    queued_tokens: int
-    active_requests: int
-    workers: tuple[WorkerStatus, ...]

@@ -70,28 +70,37 @@ class RecentLatencies:
         self._slot_s = slot_s
         self._slots = tuple(_Slot() for _ in range(round(window_s / slot_s)))
         self._began_s = clock.now_s()
+        self._total_requests = 0
+        self._total_tokens = 0
+
+    @property
+    def total_requests(self) -> int:
+        """Requests that ended since the start, whatever way."""
+        return self._total_requests
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens since the start."""
+        return self._total_tokens
 
     def first_token(self, seconds: float) -> None:
         """A request's first token came `seconds` after its arrival."""
-        slot = self._slot()
-        slot.tokens += 1
+        slot = self._count_tokens(1)
         slot.counts[TIME_TO_FIRST_TOKEN][_bound(seconds)] += 1
 
     def inter_token(self, seconds: float, num_tokens: int) -> None:
         """`num_tokens` further tokens of a request came, `seconds` each after the one before."""
-        slot = self._slot()
-        slot.tokens += num_tokens
+        slot = self._count_tokens(num_tokens)
         slot.counts[INTER_TOKEN][_bound(seconds)] += num_tokens
 
     def finished(self, seconds: float) -> None:
         """A request came to its last token, `seconds` after its arrival."""
-        slot = self._slot()
-        slot.requests += 1
+        slot = self._count_request()
         slot.counts[END_TO_END][_bound(seconds)] += 1
 
     def broken_off(self) -> None:
         """A request ended without its last token: it counts in the rate, not in the latencies."""
-        self._slot().requests += 1
+        self._count_request()
 
     def summary(self) -> tuple[LatencySummary, ...]:
         """Time to first token, inter-token, end to end, in this order."""
@@ -109,6 +118,18 @@ class RecentLatencies:
             requests_per_s=sum(slot.requests for slot in live) / window_s,
             tokens_per_s=sum(slot.tokens for slot in live) / window_s,
         )
+
+    def _count_tokens(self, num_tokens: int) -> _Slot:
+        self._total_tokens += num_tokens
+        slot = self._slot()
+        slot.tokens += num_tokens
+        return slot
+
+    def _count_request(self) -> _Slot:
+        self._total_requests += 1
+        slot = self._slot()
+        slot.requests += 1
+        return slot
 
     def _slot(self) -> _Slot:
         number = int(self._clock.now_s() / self._slot_s)

@@ -23,8 +23,38 @@ class WorkerStatus(_message.Message):
     connected: bool
     def __init__(self, info: _Optional[_Union[_registry_pb2.WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[_registry_pb2.WorkerLoad, _Mapping]] = ..., heartbeat_age_seconds: _Optional[float] = ..., connected: bool = ...) -> None: ...
 
+class LatencySummary(_message.Message):
+    __slots__ = ("name", "count", "p50_seconds", "p90_seconds", "p99_seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    P50_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    P90_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    P99_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    count: int
+    p50_seconds: float
+    p90_seconds: float
+    p99_seconds: float
+    def __init__(self, name: _Optional[str] = ..., count: _Optional[int] = ..., p50_seconds: _Optional[float] = ..., p90_seconds: _Optional[float] = ..., p99_seconds: _Optional[float] = ...) -> None: ...
+
+class RecentActivity(_message.Message):
+    __slots__ = ("window_seconds", "requests_per_second", "tokens_per_second", "latencies", "total_requests", "total_tokens")
+    WINDOW_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    LATENCIES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    window_seconds: float
+    requests_per_second: float
+    tokens_per_second: float
+    latencies: _containers.RepeatedCompositeFieldContainer[LatencySummary]
+    total_requests: int
+    total_tokens: int
+    def __init__(self, window_seconds: _Optional[float] = ..., requests_per_second: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., latencies: _Optional[_Iterable[_Union[LatencySummary, _Mapping]]] = ..., total_requests: _Optional[int] = ..., total_tokens: _Optional[int] = ...) -> None: ...
+
 class GetStatusResponse(_message.Message):
-    __slots__ = ("model", "ready", "queued_requests", "queued_tokens", "active_requests", "workers", "not_ready_reason")
+    __slots__ = ("model", "ready", "queued_requests", "queued_tokens", "active_requests", "workers", "not_ready_reason", "version", "uptime_seconds", "admin_address", "recent")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +62,10 @@ class GetStatusResponse(_message.Message):
     ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     NOT_READY_REASON_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ADMIN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
     model: str
     ready: bool
     queued_requests: int
@@ -39,7 +73,11 @@ class GetStatusResponse(_message.Message):
     active_requests: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     not_ready_reason: str
-    def __init__(self, model: _Optional[str] = ..., ready: bool = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., active_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., not_ready_reason: _Optional[str] = ...) -> None: ...
+    version: str
+    uptime_seconds: float
+    admin_address: str
+    recent: RecentActivity
+    def __init__(self, model: _Optional[str] = ..., ready: bool = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., active_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., not_ready_reason: _Optional[str] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., admin_address: _Optional[str] = ..., recent: _Optional[_Union[RecentActivity, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("worker_id",)

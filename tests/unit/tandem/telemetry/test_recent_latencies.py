@@ -100,3 +100,12 @@ def test_rates_of_an_old_process_count_the_window(recent: RecentLatencies, clock
     clock.advance_s(2)
     assert 55 <= recent.rates().window_s <= 60
     assert recent.rates().tokens_per_s == pytest.approx(550 / recent.rates().window_s)
+
+
+def test_totals_count_from_the_start(recent: RecentLatencies, clock: ManualClock) -> None:
+    recent.first_token(0.1)
+    recent.inter_token(0.01, 39)
+    recent.finished(0.5)
+    clock.advance_s(3600)
+    recent.broken_off()
+    assert (recent.total_requests, recent.total_tokens) == (2, 40)

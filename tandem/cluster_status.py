@@ -1,0 +1,60 @@
+"""What one router knows of its cluster, as plain data: GetStatus, the admin port and the clients say the same.
+
+`asdict` of it is what `tandem status --json` prints. Knows nothing of protobuf (see `convert_status`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tandem.telemetry.recent_latencies import LatencySummary
+from tandem.types import WorkerInfo, WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker as its router sees it."""
+
+    info: WorkerInfo
+    load: WorkerLoad
+    heartbeat_age_s: float
+    connected: bool
+    """Whether the router's stream to it is open."""
+
+    @property
+    def state(self) -> str:
+        """For people: `not connected`, `draining` or `serving`."""
+        if not self.connected:
+            return "not connected"
+        return "draining" if self.load.draining else "serving"
+
+
+@dataclass(frozen=True, slots=True)
+class RecentActivity:
+    """What a router saw lately, and in all. See cluster.proto for each field."""
+
+    window_s: float = 0.0
+    requests_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    latencies: tuple[LatencySummary, ...] = ()
+    total_requests: int = 0
+    total_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """Everything that one router knows."""
+
+    model: str
+    ready: bool
+    not_ready_reason: str
+    """Why `ready` is false; else empty."""
+    queued_requests: int
+    queued_tokens: int
+    active_requests: int
+    workers: tuple[WorkerStatus, ...]
+    version: str = ""
+    uptime_s: float = 0.0
+    admin_address: str = ""
+    """HOST:PORT of the router's admin port; empty = it has none."""
+    recent: RecentActivity = field(default_factory=RecentActivity)

@@ -1,0 +1,48 @@
+"""The cluster's status survives the wire."""
+
+from __future__ import annotations
+
+from google.protobuf.json_format import MessageToDict
+
+from tandem.cluster_status import ClusterStatus, RecentActivity, WorkerStatus
+from tandem.convert_status import status_from_proto, status_to_proto
+from tandem.telemetry.recent_latencies import LatencySummary
+from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
+from tandem.v1 import cluster_pb2
+
+INFO = WorkerInfo(
+    WorkerId("w"), Incarnation("i"), Role.DECODE, "h:1", "m", "c", "f", "l", ("shm",), None, 256, 7, "cpu", "h:2"
+)
+STATUS = ClusterStatus(
+    model="m",
+    ready=False,
+    not_ready_reason="no prefill worker",
+    queued_requests=1,
+    queued_tokens=2,
+    active_requests=3,
+    workers=(
+        WorkerStatus(
+            INFO,
+            WorkerLoad(1, 2, 3, 4, PoolCounts(21, 1, 2, 3, 4, 11, 16, 5), 6, draining=True, preemptions=8),
+            0.25,
+            connected=True,
+        ),
+    ),
+    version="1.2",
+    uptime_s=99.5,
+    admin_address="h:3",
+    recent=RecentActivity(60.0, 1.5, 40.5, (LatencySummary("inter_token", 9, 0.1, 0.2, 0.3),), 100, 2000),
+)
+
+
+def test_a_status_survives_the_wire() -> None:
+    wire = status_to_proto(STATUS).SerializeToString()
+
+    assert status_from_proto(cluster_pb2.GetStatusResponse.FromString(wire)) == STATUS
+
+
+def test_every_field_of_the_message_is_told() -> None:
+    told = MessageToDict(status_to_proto(STATUS), preserving_proto_field_name=True)
+
+    assert told.keys() | {"ready"} == {field.name for field in cluster_pb2.GetStatusResponse.DESCRIPTOR.fields}
+    assert told["recent"].keys() == {field.name for field in cluster_pb2.RecentActivity.DESCRIPTOR.fields}
