@@ -17,6 +17,7 @@ from typing import Protocol
 from decode_worker.scheduler import Rank
 from tandem.clock import Deadline
 from tandem.errors import TandemError
+from tandem.telemetry.observers import SequenceObserver
 from tandem.types import Handle, SequenceSpec, TokenDelta
 
 
@@ -55,6 +56,8 @@ class Arrival:
     """Counts up with each arrival at this worker."""
     arrived_s: float
     deadline: Deadline
+    observer: SequenceObserver
+    """Told of each thing where it happens; of the end by the worker alone."""
 
     @property
     def rank(self) -> Rank:

@@ -56,18 +56,27 @@ class LandingOwner(Protocol):
 class Landing:
     """One hand-off's `HandoffListener`."""
 
-    def __init__(self, arrival: Arrival, block_ids: tuple[BlockId, ...], pool: BlockPool, owner: LandingOwner) -> None:
+    def __init__(
+        self, arrival: Arrival, block_ids: tuple[BlockId, ...], pool: BlockPool, clock: Clock, owner: LandingOwner
+    ) -> None:
         """`block_ids` are RESERVED, and this landing's until it ends."""
         self._arrival = arrival
         self._block_ids = block_ids
         self._pool = pool
+        self._clock = clock
         self._owner = owner
         self._state = TransferState.OFFERED
+        self._shown_s = 0.0
 
     @property
     def state(self) -> TransferState:
         """Where it is."""
         return self._state
+
+    @property
+    def receiving_s(self) -> float:
+        """How long ago the ticket was shown."""
+        return self._clock.now_s() - self._shown_s
 
     def on_receiving(self) -> None:
         """Moves the blocks under the writer. Raises TicketRefused if the offer is over or taken."""
@@ -75,6 +84,8 @@ class Landing:
             raise TicketRefused(f"the offer is already {self._state}")
         self._state = advance(TRANSFER_MOVES, self._state, TransferState.RECEIVING)
         self._pool.start_receiving(self._block_ids)
+        self._shown_s = self._clock.now_s()
+        self._arrival.observer.transfer_started()
 
     def on_committed(self, first_token_payload: bytes) -> None:
         """Hands the verified blocks to the owner, or frees them if the payload is none of ours."""
@@ -112,6 +123,7 @@ class Landing:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
+    landing: Landing
     transfer_id: str
     commit_by: Deadline
 
@@ -139,11 +151,11 @@ class LandingStrip:
         """
         num_blocks = -(-len(arrival.spec.token_ids) // self._pool.block_size)
         block_ids = self._pool.allocate(num_blocks, BlockState.RESERVED)
-        landing = Landing(arrival, block_ids, self._pool, self)
+        landing = Landing(arrival, block_ids, self._pool, self._clock, self)
         refs = tuple(BlockRef(block_id, self._pool.generation(block_id)) for block_id in block_ids)
         offer = self._receiver.offer(refs, landing, self._policy.ticket_s)
         commit_by = Deadline.after(self._clock, self._policy.handoff_s)
-        self._entries[arrival] = _Entry(offer.transfer_id, commit_by)
+        self._entries[arrival] = _Entry(landing, offer.transfer_id, commit_by)
         return offer
 
     def withdraw(self, arrival: Arrival) -> None:
@@ -163,10 +175,12 @@ class LandingStrip:
 
     def landed(self, arrival: Arrival, block_ids: tuple[BlockId, ...], first_token: TokenId) -> None:
         """Passes verified blocks on, or frees them if the request has gone meanwhile."""
-        if self._entries.pop(arrival, None) is None:
+        entry = self._entries.pop(arrival, None)
+        if entry is None:
             self._pool.release(block_ids)
             self._owner.blocks_freed()
         else:
+            arrival.observer.transferred(0, entry.landing.receiving_s, None)
             self._owner.landed(arrival, block_ids, first_token)
 
     def landing_failed(self, arrival: Arrival, error: TandemError) -> None:

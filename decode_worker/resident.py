@@ -18,6 +18,7 @@ class Resident:
         self.rank: Rank = arrival.rank
         """Its place in line."""
         self.sequence = Sequence(arrival.spec)
+        self._num_tokens_brought = len(arrival.spec.token_ids)
         self.started_s: float | None = None
         """When its first tokens were scheduled; None before."""
         self.owes_first_token = True
@@ -34,6 +35,7 @@ class Resident:
         resident.sequence.add_blocks(block_ids)
         resident.sequence.advance(len(arrival.spec.token_ids))
         resident.sequence.append_token(first_token)
+        resident._num_tokens_brought += 1
         return resident
 
     @property
@@ -50,6 +52,11 @@ class Resident:
     def num_blocks(self) -> int:
         """Blocks it holds."""
         return len(self.sequence.block_table)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens sampled here: not those that it brought, nor the one that came with its hand-off."""
+        return self.sequence.num_tokens - self._num_tokens_brought
 
     def take_token(self, sampled: SampledToken) -> TokenDelta:
         """Appends a sampled token; returns what its router is to be told."""

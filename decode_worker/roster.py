@@ -84,16 +84,20 @@ class Roster:
         self._account(resident, 0)
         bisect.insort(self._waiting, resident, key=lambda waiting: waiting.rank)
 
-    def leave(self, arrival: Arrival) -> None:
-        """Takes it out and frees its blocks, now or when the step that uses them has ended. Idempotent."""
+    def leave(self, arrival: Arrival) -> Resident | None:
+        """Takes it out and frees its blocks, now or when the step that uses them has ended.
+
+        None = it was not here.
+        """
         resident = self._residents.pop(arrival, None)
         if resident is None:
-            return
+            return None
         (self._running if resident in self._running else self._waiting).remove(resident)
         if resident in self._in_step:
             self._leaving.append(resident)
         else:
             self._free(resident)
+        return resident
 
     def __contains__(self, resident: Resident) -> bool:
         return self._residents.get(resident.arrival) is resident
@@ -128,6 +132,7 @@ class Roster:
             bisect.insort(self._running, resident, key=lambda running: running.rank)
         for resident in plan.preempted:
             self._num_preemptions += 1
+            resident.arrival.observer.preempted()
             self._free(resident)
             if resident in self._running:
                 self._running.remove(resident)

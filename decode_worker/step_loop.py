@@ -21,6 +21,7 @@ from engine.step import SampledToken, ScheduledSeq
 from tandem.clock import Clock
 from tandem.errors import InternalError, TandemError
 from tandem.telemetry.logging import get_logger
+from tandem.telemetry.observers import StepReport, WorkerObserver
 from tandem.types import Handle, TokenDelta
 
 _log = get_logger(__name__)
@@ -49,6 +50,7 @@ class StepLoop:
         clock: Clock,
         on_ended: Callable[[Arrival, TandemError | None], None],
         on_step_ended: Callable[[], None],
+        observer: WorkerObserver,
     ) -> None:
         """`on_ended` once per sequence that finished (None) or broke; it must make it leave the roster."""
         self._roster = roster
@@ -56,6 +58,7 @@ class StepLoop:
         self._clock = clock
         self._on_ended = on_ended
         self._on_step_ended = on_step_ended
+        self._observer = observer
         self._work = asyncio.Event()
 
     def wake(self) -> None:
@@ -77,19 +80,33 @@ class StepLoop:
             self._on_step_ended()
 
     async def _step(self, shares: tuple[Share, ...]) -> None:
-        self._note_start(shares)
+        began_s = self._note_start(shares)
         try:
             outputs = await self._engine.step([share.scheduled for share in shares])
+            self._report(shares, self._clock.now_s() - began_s)
             self._apply(shares, outputs)
         except Exception as error:  # noqa: BLE001 - the step's root: one bad batch must not stop the others
             _log.exception("a step failed", num_seqs=len(shares))
             self._fail(shares, error)
 
-    def _note_start(self, shares: tuple[Share, ...]) -> None:
+    def _note_start(self, shares: tuple[Share, ...]) -> float:
+        """Returns the time."""
         now_s = self._clock.now_s()
         for share in shares:
             if share.resident.started_s is None:
                 share.resident.started_s = now_s
+                share.resident.arrival.observer.started()
+        return now_s
+
+    def _report(self, shares: tuple[Share, ...], seconds: float) -> None:
+        num_tokens = num_decode_seqs = 0
+        for share in shares:
+            if share.num_tokens == 1 and not share.resident.owes_first_token:
+                num_decode_seqs += 1
+            else:
+                num_tokens += share.num_tokens
+        specs = tuple([share.resident.arrival.spec for share in shares])
+        self._observer.step(StepReport(seconds, num_tokens, num_decode_seqs, specs))
 
     def _apply(self, shares: tuple[Share, ...], outputs: list[SampledToken | None]) -> None:
         fan_out: dict[RouterPort, list[tuple[Handle, TokenDelta]]] = {}
@@ -117,6 +134,7 @@ class StepLoop:
         arrival, now_s = resident.arrival, self._clock.now_s()
         started_s = now_s if resident.started_s is None else resident.started_s
         resident.owes_first_token = False
+        arrival.observer.first_token()
         arrival.router.prefill_done(arrival.handle, delta, started_s - arrival.arrived_s, now_s - started_s)
 
     def _fail(self, shares: tuple[Share, ...], error: Exception) -> None:

@@ -33,11 +33,14 @@ from tandem.errors import (
     FrameError,
     InternalError,
     InvalidRequest,
+    Overloaded,
     Reason,
     TandemError,
     Unavailable,
 )
 from tandem.telemetry.logging import get_logger
+from tandem.telemetry.observers import WorkerObserver
+from tandem.telemetry.observers_silent import SilentWorker
 from tandem.types import BlockId, Handle, SequenceSpec, TokenId, WorkerLoad
 from tandem.validation import Validator
 
@@ -56,6 +59,7 @@ class WorkerParts:
     receiver: Receiver
     validator: Validator
     clock: Clock
+    observer: WorkerObserver = field(default_factory=SilentWorker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,9 @@ class DecodeWorker:
         self._queue = ReservationQueue(policy.limits, policy.max_queued)
         self._landings = LandingStrip(parts.pool, parts.receiver, parts.clock, self, policy.landing)
         self._roster = Roster(parts.pool, policy.limits)
-        self._steps = StepLoop(self._roster, parts.engine, parts.clock, self._step_took, self._look_again)
+        self._steps = StepLoop(
+            self._roster, parts.engine, parts.clock, self._step_took, self._look_again, parts.observer
+        )
         self._arrivals: dict[tuple[RouterPort, Handle], Arrival] = {}
         self._num_arrived = 0
         self._draining = False
@@ -91,13 +97,16 @@ class DecodeWorker:
         """Puts a sequence in line; `Reserved` follows when there is room, or `Failed`."""
         try:
             self._check(session, handle, spec)
-            arrival = self._arrive(session, handle, spec, local_prefill)
-            self._queue.add(arrival)
         except TandemError as error:
             session.failed(handle, error)
             return
+        arrival = self._arrive(session, handle, spec, local_prefill)
         self._arrivals[session, handle] = arrival
         self._idle.clear()
+        try:
+            self._queue.add(arrival)
+        except Overloaded as error:
+            self._fail(arrival, error)
         self._look_soon()
 
     def prefill(
@@ -206,7 +215,8 @@ class DecodeWorker:
         self._num_arrived += 1
         clock = self._parts.clock
         deadline = Deadline.after(clock, spec.timeout_s)
-        return Arrival(session, handle, spec, local_prefill, self._num_arrived, clock.now_s(), deadline)
+        observer = self._parts.observer.sequence(spec)
+        return Arrival(session, handle, spec, local_prefill, self._num_arrived, clock.now_s(), deadline, observer)
 
     def _look_soon(self) -> None:
         """Something has changed. Once per turn of the loop, however many things change in it."""
@@ -235,6 +245,7 @@ class DecodeWorker:
         )
 
     def _let_in(self, arrival: Arrival) -> None:
+        arrival.observer.reserved()
         if arrival.local_prefill:
             self._roster.join(Resident(arrival))
             arrival.router.reserved(arrival.handle, b"", b"")
@@ -247,14 +258,15 @@ class DecodeWorker:
     def _fail(self, arrival: Arrival, error: TandemError) -> None:
         """Ends it with a last word to its router. A no-op on one that has ended."""
         if (arrival.router, arrival.handle) in self._arrivals:
-            self._end(arrival)
+            self._end(arrival, error)
             arrival.router.failed(arrival.handle, error)
             _log.info("sequence failed", request_id=arrival.spec.request_id, reason=error.reason, error=error.message)
 
-    def _end(self, arrival: Arrival) -> None:
+    def _end(self, arrival: Arrival, error: TandemError | None = None) -> None:
         """Lets go of it in whatever room it is. A no-op on one that has ended."""
         if self._arrivals.pop((arrival.router, arrival.handle), None) is not None:
             self._queue.discard(arrival)
             self._landings.withdraw(arrival)
-            self._roster.leave(arrival)
+            resident = self._roster.leave(arrival)
+            arrival.observer.ended(error, 0 if resident is None else resident.num_sampled_tokens)
             self._look_soon()

@@ -55,14 +55,19 @@ class BlockHandoff:
         sender: Sender,
         pool: BlockPool,
         policy: HandoffPolicy,
+        on_started: Callable[[], None],
         on_committed: Callable[[TransferReport], None],
         on_failed: Callable[[TandemError], None],
         on_freed: Callable[[], None],
     ) -> None:
-        """`on_freed` is called whenever lent blocks were given back, and last when the task is gone."""
+        """`on_started` is called once, before the first blocks are pushed.
+
+        `on_freed` is called whenever lent blocks were given back, and last when the task is gone.
+        """
         self._sender = sender
         self._pool = pool
         self._policy = policy
+        self._on_started = on_started
         self._on_committed = on_committed
         self._on_failed = on_failed
         self._on_freed = on_freed
@@ -157,6 +162,8 @@ class BlockHandoff:
                 self._work.clear()
                 await self._work.wait()
                 continue
+            if self._num_pushed == 0:
+                self._on_started()
             self._pushing, self._pending = tuple(self._pending), []
             async with asyncio.timeout(self._policy.transfer_timeout_s):
                 await handoff.push(self._num_pushed, self._pushing)

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from engine.sequence import Sequence
 from tandem.errors import TandemError
+from tandem.telemetry.observers import SequenceObserver
 from tandem.types import Handle, TokenDelta
 
 
@@ -37,12 +38,22 @@ class RouterPort(Protocol):
 class Prompt:
     """State of one prompt from its arrival until nothing of it is held."""
 
-    def __init__(self, router: RouterPort, handle: Handle, sequence: Sequence, num_blocks: int, now_s: float) -> None:
+    def __init__(
+        self,
+        router: RouterPort,
+        handle: Handle,
+        sequence: Sequence,
+        num_blocks: int,
+        now_s: float,
+        observer: SequenceObserver,
+    ) -> None:
         self.router = router
         self.handle = handle
         self.sequence = sequence
         self.num_blocks = num_blocks
         self.received_s = now_s
+        self.observer = observer
+        """Told of each thing where it happens; of the end by the worker alone."""
         self.started_s: float | None = None
         """When its first chunk went to the engine."""
 
@@ -50,6 +61,11 @@ class Prompt:
     def priority(self) -> int:
         """Larger goes first."""
         return self.sequence.spec.priority
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens sampled here: the first one, or none yet."""
+        return self.sequence.num_tokens - len(self.sequence.spec.token_ids)
 
     @property
     def num_remaining_tokens(self) -> int:

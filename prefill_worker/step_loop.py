@@ -21,6 +21,7 @@ from prefill_worker.scheduler import BatchLimits, Chunk, PrefillScheduler
 from tandem.clock import Clock
 from tandem.errors import InternalError
 from tandem.telemetry.logging import get_logger
+from tandem.telemetry.observers import StepReport, WorkerObserver
 
 _log = get_logger(__name__)
 
@@ -62,12 +63,19 @@ class StepLoop:
     """Runs prompts of one worker through its engine until each has a first token."""
 
     def __init__(
-        self, engine: StepEngine, pool: BlockPool, limits: BatchLimits, clock: Clock, listener: StepListener
+        self,
+        engine: StepEngine,
+        pool: BlockPool,
+        limits: BatchLimits,
+        clock: Clock,
+        listener: StepListener,
+        observer: WorkerObserver,
     ) -> None:
         self._engine = engine
         self._pool = pool
         self._clock = clock
         self._listener = listener
+        self._observer = observer
         self._scheduler: PrefillScheduler[Prompt] = PrefillScheduler(limits)
         self._wake = asyncio.Event()
         self._in_step: frozenset[Prompt] = frozenset()
@@ -113,14 +121,17 @@ class StepLoop:
                 await self._wake.wait()
 
     async def _step(self, chunks: tuple[Chunk[Prompt], ...]) -> None:
+        began_s = self._clock.now_s()
         for chunk in chunks:
             if chunk.prompt.started_s is None:
-                chunk.prompt.started_s = self._clock.now_s()
+                chunk.prompt.started_s = began_s
+                chunk.prompt.observer.started()
         self._in_step = frozenset(chunk.prompt for chunk in chunks)
         failure: InternalError | None = None
         outputs: Sequence[SampledToken | None] = [None] * len(chunks)
         try:
             outputs = await self._engine.step([c.prompt.sequence.scheduled(c.num_tokens) for c in chunks])
+            self._report(chunks, self._clock.now_s() - began_s)
         except Exception as error:  # noqa: BLE001 - whatever broke ends these prompts, not the worker
             _log.exception("engine step failed")
             failure = InternalError(f"engine step failed: {type(error).__name__}")
@@ -129,6 +140,10 @@ class StepLoop:
         for chunk, output in zip(chunks, outputs, strict=True):
             self._settle(chunk, output, failure)
         self._listener.step_ended()
+
+    def _report(self, chunks: tuple[Chunk[Prompt], ...], seconds: float) -> None:
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        self._observer.step(StepReport(seconds, num_tokens, 0, tuple(c.prompt.sequence.spec for c in chunks)))
 
     def _settle(self, chunk: Chunk[Prompt], output: SampledToken | None, failure: InternalError | None) -> None:
         prompt = chunk.prompt

@@ -13,7 +13,7 @@ All calls on the loop, none awaits but `run` and `drained`. Knows no gRPC.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from engine.block_pool import BlockPool
@@ -27,6 +27,8 @@ from prefill_worker.step_loop import StepEngine, StepLoop
 from tandem.clock import Clock
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Reason, TandemError, Unavailable
 from tandem.telemetry.logging import get_logger
+from tandem.telemetry.observers import WorkerObserver
+from tandem.telemetry.observers_silent import SilentWorker
 from tandem.types import FinishReason, Handle, SequenceSpec, TokenDelta, WorkerLoad
 from tandem.validation import Validator
 
@@ -42,6 +44,7 @@ class WorkerParts:
     sender: Sender
     validator: Validator
     clock: Clock
+    observer: WorkerObserver = field(default_factory=SilentWorker)
 
 
 class PrefillWorker:
@@ -53,7 +56,7 @@ class PrefillWorker:
         self._parts = parts
         self._policy = policy
         self._max_sequence_tokens = max_sequence_tokens
-        self._steps = StepLoop(parts.engine, parts.pool, limits, parts.clock, listener=self)
+        self._steps = StepLoop(parts.engine, parts.pool, limits, parts.clock, self, parts.observer)
         self._live: dict[tuple[RouterPort, Handle], Prompt] = {}
         self._handoffs: dict[Prompt, BlockHandoff] = {}
         self._expiries: dict[Prompt, asyncio.TimerHandle] = {}
@@ -78,7 +81,8 @@ class PrefillWorker:
             raise Unavailable("this prefill worker takes no new work", Reason.DRAINING)
         self._parts.validator.validate_sequence(spec, self._max_sequence_tokens)
         num_blocks = -(-len(spec.token_ids) // self._parts.pool.block_size)
-        prompt = Prompt(session, handle, Sequence(spec), num_blocks, self._parts.clock.now_s())
+        observer = self._parts.observer.sequence(spec)
+        prompt = Prompt(session, handle, Sequence(spec), num_blocks, self._parts.clock.now_s(), observer)
         self._idle.clear()
         self._live[session, handle] = prompt
         self._handoffs[prompt] = self._new_handoff(prompt, Destination(ticket, kv_endpoint))
@@ -142,6 +146,7 @@ class PrefillWorker:
         """Tells the router at once, then hands over the rest, unless the token ends the sequence."""
         finish_reason = prompt.sequence.append_token(token.token_id)
         self._say_first_token(prompt, token, finish_reason)
+        prompt.observer.first_token()
         if finish_reason is None:
             self._handoffs[prompt].finish(prompt.sequence.block_table, token.token_id)
         else:
@@ -173,6 +178,7 @@ class PrefillWorker:
             self._parts.sender,
             self._parts.pool,
             self._policy,
+            on_started=prompt.observer.transfer_started,
             on_committed=partial(self._committed, prompt),
             on_failed=partial(self._fail, prompt),
             on_freed=partial(self._freed, prompt),
@@ -182,6 +188,7 @@ class PrefillWorker:
 
     def _committed(self, prompt: Prompt, report: TransferReport) -> None:
         prompt.router.handoff_done(prompt.handle, report.num_bytes, report.seconds)
+        prompt.observer.transferred(report.num_bytes, report.seconds, report.transport)
         self._end(prompt)
 
     def _freed(self, prompt: Prompt) -> None:
@@ -199,13 +206,14 @@ class PrefillWorker:
         request_id = prompt.sequence.spec.request_id
         _log.warning("prompt failed", request_id=request_id, reason=error.reason, error=error.message)
         prompt.router.failed(prompt.handle, error)
-        self._end(prompt)
+        self._end(prompt, error)
 
-    def _end(self, prompt: Prompt) -> None:
+    def _end(self, prompt: Prompt, error: TandemError | None = None) -> None:
         del self._live[prompt.router, prompt.handle]
         expiry = self._expiries.pop(prompt, None)
         if expiry is not None:
             expiry.cancel()
+        prompt.observer.ended(error, prompt.num_sampled_tokens)
         self._steps.remove(prompt)
         self._handoffs[prompt].abort()
         self._note_idle()

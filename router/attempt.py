@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from router.placement import Placement
-from router.timeline import Timeline
 from router.worker_link import WorkerLink
 from tandem.clock import Clock
 from tandem.errors import Reason, TandemError, Unavailable
 from tandem.lifecycle import RequestState
+from tandem.telemetry.observers import RequestListener
 from tandem.types import Handle, SequenceSpec, TokenDelta, WorkerInfo
 
 _HANDOFF_WORD_S = 0.1
@@ -59,15 +59,20 @@ class Attempt:
         placement: Placement,
         links: Links,
         sink: Sink,
-        timeline: Timeline,
+        observer: RequestListener,
         clock: Clock,
+        arrived_s: float,
         silence_s: float,
         on_stage: Callable[[RequestState], None],
     ) -> None:
-        """`silence_s`: longest time without a word about this sequence before it is given up."""
+        """`arrived_s`: when the request came, on `clock`.
+
+        `silence_s`: longest time without a word about this sequence before it is given up.
+        """
         self._sink = sink
-        self._timeline = timeline
+        self._observer = observer
         self._clock = clock
+        self._arrived_s = arrived_s
         self._silence_s = silence_s
         self._on_stage = on_stage
         self._decode = _Leg(self, placement.decode, links)
@@ -90,11 +95,11 @@ class Attempt:
     async def run(self, spec: SequenceSpec) -> None:
         """Returns when the sink is finished. Raises what a leg failed with, Unavailable on silence."""
         self._on_stage(RequestState.RESERVING)
-        self._sent_s = self._timeline.since_arrival_s()
+        self._sent_s = self._clock.now_s()
         self._decode.reserve(spec, local_prefill=self._prefill is None)
         if self._prefill is not None:
             ticket, kv_endpoint = await self._grant()
-            self._sent_s = self._timeline.since_arrival_s()
+            self._sent_s = self._clock.now_s()
             self._prefill.prefill(spec, ticket, kv_endpoint)
         self._on_stage(RequestState.PREFILLING)
         await self._until(lambda: self._sink.finished or self._sink.num_tokens_in_order > self._first_offset)
@@ -154,13 +159,13 @@ class Attempt:
 
     def on_prefill_done(self, delta: TokenDelta, queue_s: float, prefill_s: float) -> None:
         """The first token is known."""
-        self._timeline.prompt_computed(self._sent_s, queue_s, prefill_s)
+        self._observer.prompt_computed(self._sent_s - self._arrived_s + queue_s, prefill_s)
         self._sink.push(delta)
         self._hear(wake=True)
 
     def on_handoff_done(self, num_bytes: int, seconds: float) -> None:
         """Decode holds the KV; prefill is out of the game."""
-        self._timeline.handed_over(num_bytes, seconds)
+        self._observer.handed_over(num_bytes, seconds)
         self._handed_over = self._attached = True
         self._hear(wake=True)
 

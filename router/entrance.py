@@ -18,6 +18,8 @@ from router.outbox import Outbox
 from router.pipeline import Pipeline
 from router.timeline import Timeline
 from tandem.clock import Clock, Deadline
+from tandem.errors import TandemError
+from tandem.telemetry.observers import RouterObserver
 from tandem.telemetry.trace_context import traceparent_from_metadata
 from tandem.types import RequestId
 from tandem.v1 import inference_pb2
@@ -37,10 +39,11 @@ class RunningRequest:
 class Entrance:
     """Shared by all servicers that generate."""
 
-    def __init__(self, intake: Intake, pipeline: Pipeline, clock: Clock) -> None:
+    def __init__(self, intake: Intake, pipeline: Pipeline, clock: Clock, observer: RouterObserver) -> None:
         self._intake = intake
         self._pipeline = pipeline
         self._clock = clock
+        self._observer = observer
 
     @asynccontextmanager
     async def run(
@@ -52,9 +55,13 @@ class Entrance:
         what fails later comes by the outbox.
         """
         timeline = Timeline(self._clock)
-        self._pipeline.check_open(message.priority)
         deadline = self._deadline(context, timeout_s)
-        resolved = await self._intake.read(message, deadline, _traceparent(context))
+        try:
+            self._pipeline.check_open(message.priority)
+            resolved = await self._intake.read(message, deadline, _traceparent(context))
+        except TandemError as error:
+            self._observer.refused(error)
+            raise
         async with self._pipeline.start(resolved, timeline) as outbox:
             yield RunningRequest(resolved.request_id, len(resolved.prompt), outbox)
 

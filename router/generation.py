@@ -23,9 +23,13 @@ from tandem.clock import Clock
 from tandem.errors import DeadlineExceeded, InternalError, Overloaded, Reason, TandemError, Unavailable
 from tandem.lifecycle import REQUEST_MOVES, RequestState, advance
 from tandem.telemetry.logging import get_logger
-from tandem.types import Incarnation, TokenDelta
+from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
+from tandem.telemetry.observers_together import RequestTogether
+from tandem.types import FinishReason, Incarnation, TokenDelta
 
 _log = get_logger(__name__)
+
+_ENDED = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class Generation:
         clock: Clock,
         patience: Patience,
         timeline: Timeline,
+        observer: RouterObserver,
     ) -> None:
         self._request = request
         self._choice = choice
@@ -64,6 +69,10 @@ class Generation:
         self._clock = clock
         self._patience = patience
         self._timeline = timeline
+        self._observer: RequestObserver = RequestTogether(
+            observer.request(_start_of(request, timeline.total_s)), timeline
+        )
+        self._finish_reason: FinishReason | None = None
         self._stream = TokenStream()
         self._state = RequestState.QUEUED
         self._outbox = Outbox()
@@ -97,17 +106,21 @@ class Generation:
         for ready in self._stream.push(delta):
             if self._choice.finished:
                 return
-            self._timeline.tokens_arrived()
-            self._outbox.put(self._choice.feed(ready))
+            news = self._choice.feed(ready)
+            self._finish_reason = news.finish_reason
+            if news.token_ids:
+                self._observer.tokens(len(news.token_ids))
+            self._outbox.put(news)
 
     async def drive(self) -> None:
         """The request's whole life. Raises nothing but CancelledError; errors go to the outbox."""
         try:
             await self._run()
             self._move(RequestState.FINISHED)
+            self._observer.ended(self._end(finish_reason=self._finish_reason))
             self._outbox.close(self._timeline.summary(len(self._request.prompt), self._choice.num_tokens))
         except asyncio.CancelledError:
-            self._move(RequestState.CANCELLED)
+            self.abandon()
             raise
         except TandemError as error:
             self._fail(error)
@@ -115,11 +128,18 @@ class Generation:
             _log.exception("request failed by a bug", request_id=self._request.request_id)
             self._fail(InternalError(f"{type(error).__name__} in the router"))
 
+    def abandon(self) -> None:
+        """Nobody wants it any more. For one whose `drive` may have been cancelled before it began; else a no-op."""
+        if self._state not in _ENDED:
+            self._move(RequestState.CANCELLED)
+            self._observer.ended(self._end())
+
     async def _run(self) -> None:
         request = self._request
         try:
             async with asyncio.timeout(request.deadline.at_most_s(self._patience.total_s)):
                 async with self._admission.slot(len(request.prompt), request.priority, request.deadline):
+                    self._observer.admitted()
                     await self._try_pairs()
         except TimeoutError as error:
             raise DeadlineExceeded(
@@ -131,11 +151,9 @@ class Generation:
         failure: TandemError | None = None
         for num_tries in range(self._patience.max_retries + 1):
             placement = await self._place(failure)
-            attempt = Attempt(
-                placement, self._workers, self, self._timeline, self._clock, self._patience.silence_s, self._move
-            )
+            attempt = self._attempt(placement)
             try:
-                await attempt.run(self._request.spec(self._stream.token_ids))
+                await attempt.run(self._request.spec(self._stream.token_ids, self._observer.traceparent))
                 return
             except TandemError as error:
                 if not error.retryable:
@@ -149,6 +167,19 @@ class Generation:
                 await asyncio.sleep(self._patience.overload_backoff_s * (num_tries + 1))
         assert failure is not None
         raise failure
+
+    def _attempt(self, placement: Placement) -> Attempt:
+        self._observer.placed(placement.prefill, placement.decode)
+        return Attempt(
+            placement,
+            self._workers,
+            self,
+            self._observer,
+            self._clock,
+            self._timeline.arrived_s,
+            self._patience.silence_s,
+            self._move,
+        )
 
     async def _place(self, failure: TandemError | None) -> Placement:
         """A pair, of workers that did not fail this request if there are any. Raises Unavailable."""
@@ -182,6 +213,7 @@ class Generation:
             # A hand-off that failed does not say which side was at fault.
             pair = (placement.decode, placement.prefill or placement.decode)
             self._disappointing.update(each.incarnation for each in pair)
+        self._observer.moved(culprit, error)
         _log.warning(
             "request moves to another pair",
             request_id=self._request.request_id,
@@ -196,4 +228,19 @@ class Generation:
 
     def _fail(self, error: TandemError) -> None:
         self._move(RequestState.FAILED)
+        self._observer.ended(self._end(error=error))
         self._outbox.fail(error)
+
+    def _end(self, *, finish_reason: FinishReason | None = None, error: TandemError | None = None) -> RequestEnd:
+        return RequestEnd(self._choice.num_tokens, self._timeline.total_s, finish_reason, error)
+
+
+def _start_of(request: GenerationRequest, age_s: float) -> RequestStart:
+    return RequestStart(
+        request_id=request.request_id,
+        num_prompt_tokens=len(request.prompt),
+        max_tokens=request.sampling.max_tokens,
+        priority=request.priority,
+        traceparent=request.traceparent,
+        age_s=age_s,
+    )

@@ -20,19 +20,27 @@ from router.tokenization import Tokenization
 from router.workers import Workers
 from tandem.clock import Clock
 from tandem.errors import Reason, Unavailable
+from tandem.telemetry.observers import RouterObserver
 
 
 class Pipeline:
     """Shared by all requests of a router."""
 
     def __init__(
-        self, workers: Workers, admission: Admission, tokenization: Tokenization, clock: Clock, patience: Patience
+        self,
+        workers: Workers,
+        admission: Admission,
+        tokenization: Tokenization,
+        clock: Clock,
+        patience: Patience,
+        observer: RouterObserver,
     ) -> None:
         self._workers = workers
         self._admission = admission
         self._tokenization = tokenization
         self._clock = clock
         self._patience = patience
+        self._observer = observer
         self._draining = False
 
     @property
@@ -62,6 +70,7 @@ class Pipeline:
             self._clock,
             self._patience,
             timeline,
+            self._observer,
         )
         task = asyncio.create_task(generation.drive(), name=f"request {request.request_id}")
         try:
@@ -69,3 +78,4 @@ class Pipeline:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            generation.abandon()  # a task that was cancelled before its first step has told nobody

@@ -19,9 +19,13 @@ class GenerationRequest:
     deadline: Deadline
     priority: int = 0
     traceparent: str = ""
+    """Trace context of the call that brought it."""
 
-    def spec(self, emitted: tuple[TokenId, ...]) -> SequenceSpec:
-        """The sequence as a worker is to run it, after `emitted` tokens of its completion."""
+    def spec(self, emitted: tuple[TokenId, ...], traceparent: str) -> SequenceSpec:
+        """The sequence as a worker is to run it, after `emitted` tokens of its completion.
+
+        `traceparent` is the parent of the worker's spans.
+        """
         return SequenceSpec(
             request_id=self.request_id,
             token_ids=self.prompt + emitted,
@@ -29,5 +33,5 @@ class GenerationRequest:
             sampling=self.sampling,
             timeout_s=self.deadline.remaining_s(),
             priority=self.priority,
-            traceparent=self.traceparent,
+            traceparent=traceparent,
         )

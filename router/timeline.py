@@ -1,5 +1,6 @@
 """When things happened to one request, and what it used; becomes its last message's figures.
 
+It listens at the same seam as metrics and traces (`tandem.telemetry.observers`).
 Only the first prompt computation counts as queue and prefill; hand-offs of replays add up.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.clock import Clock
+from tandem.telemetry.observers_silent import SilentListener
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +26,12 @@ class Summary:
     transfer_bytes: int
 
 
-class Timeline:
+class Timeline(SilentListener):
     """One request's times, on the clock given. Begins when it is made."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._arrival_s = clock.now_s()
+        self._arrived_s = clock.now_s()
         self._first_token_s: float | None = None
         self._last_token_s = 0.0
         self._queue_s: float | None = None
@@ -37,20 +39,26 @@ class Timeline:
         self._transfer_s = 0.0
         self._transfer_bytes = 0
 
-    def since_arrival_s(self) -> float:
-        """Time since the request arrived."""
-        return self._clock.now_s() - self._arrival_s
+    @property
+    def arrived_s(self) -> float:
+        """When the request came, on the clock."""
+        return self._arrived_s
 
-    def tokens_arrived(self) -> None:
+    @property
+    def total_s(self) -> float:
+        """Arrival to the last token; to now, as long as none came."""
+        return self._since_arrival_s() if self._first_token_s is None else self._last_token_s
+
+    def tokens(self, num_tokens: int) -> None:
         """New tokens are here."""
-        self._last_token_s = self.since_arrival_s()
+        self._last_token_s = self._since_arrival_s()
         if self._first_token_s is None:
             self._first_token_s = self._last_token_s
 
-    def prompt_computed(self, sent_s: float, queue_s: float, prefill_s: float) -> None:
-        """A worker computed the prompt, sent to it `sent_s` after arrival; it queued there for `queue_s`."""
+    def prompt_computed(self, queue_s: float, prefill_s: float) -> None:
+        """A worker computed the prompt, begun `queue_s` after arrival."""
         if self._queue_s is None:
-            self._queue_s = sent_s + queue_s
+            self._queue_s = queue_s
             self._prefill_s = prefill_s
 
     def handed_over(self, num_bytes: int, seconds: float) -> None:
@@ -70,3 +78,6 @@ class Timeline:
             total_s=self._last_token_s,
             transfer_bytes=self._transfer_bytes,
         )
+
+    def _since_arrival_s(self) -> float:
+        return self._clock.now_s() - self._arrived_s

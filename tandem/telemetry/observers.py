@@ -4,6 +4,9 @@
     worker   WorkerObserver.sequence ─▶ SequenceObserver: started → first_token → transferred → ended
              WorkerObserver.step after every engine step
 
+A request that was begun may still be turned away by admission: it ends without `admitted`.
+Nobody listening is `observers_silent`, several at once are `observers_together`.
+
 Calls come on the control loop, in order, from the hot path: an observer must neither await, block
 nor raise. Each `ended` comes exactly once, last, whatever way it went. Nothing here carries
 prompts or completions but `SequenceSpec`, whose token ids an observer must not export.
@@ -29,6 +32,8 @@ class RequestStart:
     priority: int
     traceparent: str
     """W3C trace context that the caller sent, or that was minted."""
+    age_s: float
+    """Time since the call arrived: reading and tokenizing took it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +47,8 @@ class RequestEnd:
     error: TandemError | None = None
 
 
-class RequestObserver(Protocol):
+class RequestListener(Protocol):
     """Hears of one request on the router."""
-
-    @property
-    def traceparent(self) -> str:
-        """What workers are given as the parent of their spans."""
-        ...
 
     def admitted(self) -> None:
         """It got a place."""
@@ -59,7 +59,7 @@ class RequestObserver(Protocol):
         ...
 
     def prompt_computed(self, queue_s: float, prefill_s: float) -> None:
-        """A worker computed the prompt, after it had queued there."""
+        """A worker computed the prompt, begun `queue_s` after arrival; told again for each further try."""
         ...
 
     def handed_over(self, num_bytes: int, seconds: float) -> None:
@@ -79,6 +79,15 @@ class RequestObserver(Protocol):
         ...
 
 
+class RequestObserver(RequestListener, Protocol):
+    """A listener that has its own word on the trace."""
+
+    @property
+    def traceparent(self) -> str:
+        """What workers are given as the parent of their spans."""
+        ...
+
+
 class RouterObserver(Protocol):
     """Hears of all requests on the router."""
 
@@ -93,19 +102,23 @@ class RouterObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One engine step."""
+    """One engine step that came to its end; what it did is applied after it was reported."""
 
     seconds: float
     num_prefill_tokens: int
-    """Prompt tokens computed in it."""
+    """Prompt tokens computed in it, those computed anew after a preemption included."""
     num_decode_seqs: int
     """Sequences that were decoding, one token each."""
     specs: Sequence[SequenceSpec]
-    """Every sequence in it."""
+    """Every sequence in it, each the very object that `sequence` was told."""
 
 
 class SequenceObserver(Protocol):
     """Hears of one sequence on one worker, from its arrival there."""
+
+    def reserved(self) -> None:
+        """Decode worker: blocks are promised to it, or it may compute its prompt here; a hand-off can come."""
+        ...
 
     def started(self) -> None:
         """Its first computation begins: it no longer queues."""
@@ -116,11 +129,15 @@ class SequenceObserver(Protocol):
         ...
 
     def transfer_started(self) -> None:
-        """Prefill worker: the hand-off opens. Decode worker: a writer has shown the ticket."""
+        """Prefill worker: its first blocks go out. Decode worker: a writer has shown the ticket."""
         ...
 
-    def transferred(self, num_bytes: int, seconds: float) -> None:
-        """All of its KV was handed over and verified. A decode worker tells 0 bytes: the sender counts them."""
+    def transferred(self, num_bytes: int, seconds: float, transport: str | None) -> None:
+        """All of its KV was handed over and verified.
+
+        A prefill worker tells the seconds in which it was busy sending. A decode worker tells 0 bytes
+        and no transport, for the sender counts them, and the seconds since `transfer_started`.
+        """
         ...
 
     def preempted(self) -> None:
@@ -128,7 +145,10 @@ class SequenceObserver(Protocol):
         ...
 
     def ended(self, error: TandemError | None, num_tokens: int) -> None:
-        """It left this worker after `num_tokens` sampled here; `error` None = done, or no longer wanted."""
+        """It left this worker after `num_tokens` sampled here; `error` None = done, or no longer wanted.
+
+        A TransferError says that its hand-off failed.
+        """
         ...
 
 

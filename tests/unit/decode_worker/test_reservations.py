@@ -11,6 +11,7 @@ from decode_worker.reservations import ReservationQueue, Room
 from decode_worker.scheduler import StepLimits
 from tandem.clock import Deadline, ManualClock
 from tandem.errors import Overloaded, TandemError
+from tandem.telemetry.observers_silent import SilentSequence
 from tandem.types import Handle, SequenceSpec, TokenDelta
 
 LIMITS = StepLimits(block_size=4, max_seqs=4, chunk_tokens=16, headroom_tokens=8)
@@ -32,7 +33,7 @@ class Silent:
 
 def arrival(number: int, spec: SequenceSpec) -> Arrival:
     deadline = Deadline.after(ManualClock(), None)
-    return Arrival(Silent(), Handle(number), spec, False, number, 0.0, deadline)
+    return Arrival(Silent(), Handle(number), spec, False, number, 0.0, deadline, SilentSequence())
 
 
 def room(free_blocks: int, missing_blocks: int = 0, num_landing: int = 0, num_seqs: int = 0) -> Room:

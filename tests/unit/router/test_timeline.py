@@ -6,16 +6,14 @@ from tandem.clock import ManualClock
 
 def test_times_are_counted_from_arrival_and_replays_add_only_their_hand_offs(clock: ManualClock) -> None:
     timeline = Timeline(clock)
-    clock.advance_s(1)
-    sent_s = timeline.since_arrival_s()
-    clock.advance_s(3)
-    timeline.prompt_computed(sent_s, queue_s=0.5, prefill_s=2.0)
-    timeline.tokens_arrived()
+    clock.advance_s(4)
+    timeline.prompt_computed(queue_s=1.5, prefill_s=2.0)
+    timeline.tokens(1)
     timeline.handed_over(100, 0.25)
     clock.advance_s(2)
-    timeline.prompt_computed(5.0, queue_s=9.0, prefill_s=9.0)
+    timeline.prompt_computed(queue_s=14.0, prefill_s=9.0)
     timeline.handed_over(50, 0.5)
-    timeline.tokens_arrived()
+    timeline.tokens(1)
     clock.advance_s(1)
     assert timeline.summary(7, 2) == Summary(
         prompt_tokens=7,
@@ -27,3 +25,12 @@ def test_times_are_counted_from_arrival_and_replays_add_only_their_hand_offs(clo
         total_s=6.0,
         transfer_bytes=150,
     )
+
+
+def test_the_total_runs_until_the_last_token_and_without_one_until_now(clock: ManualClock) -> None:
+    timeline = Timeline(clock)
+    clock.advance_s(2)
+    assert timeline.total_s == 2.0
+    timeline.tokens(1)
+    clock.advance_s(5)
+    assert timeline.total_s == 2.0
