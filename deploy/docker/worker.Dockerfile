@@ -1,0 +1,68 @@
+# syntax=docker/dockerfile:1
+# Prefill and decode workers, for CPUs and for NVIDIA GPUs. From the repository's root:
+#   docker build -f deploy/docker/worker.Dockerfile --target cpu -t tandem-worker:0.1.0-cpu .
+#   docker build -f deploy/docker/worker.Dockerfile --target cuda -t tandem-worker:0.1.0-cuda .
+# PIP_INDEX_URL: for `cpu`, an index with CPU builds of torch makes the image some gigabytes smaller.
+# FLASH_ATTN=1: compiles flash-attn into `cuda` (an hour or more; serving works without it).
+ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+# The major version is that of torch's wheel, which brings CUDA's libraries; the driver comes from the node.
+ARG CUDA_VERSION=13.0.2
+
+FROM ${PYTHON_IMAGE} AS build-cpu
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+RUN python -m venv --without-pip /opt/tandem
+WORKDIR /src
+# A layer of its own: large, and seldom another.
+COPY constraints.txt .
+RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt torch
+COPY . .
+RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt '.[worker]'
+# setup.py goes on without native kernels; an image should not.
+RUN cd / && /opt/tandem/bin/python -c "import sys; from kernels.cpu import build; sys.exit(not build.LIBRARY.exists())"
+
+FROM ${PYTHON_IMAGE} AS cpu
+RUN useradd --uid 65532 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin tandem
+COPY --from=build-cpu /opt/tandem /opt/tandem
+ENV PATH=/opt/tandem/bin:${PATH} HOME=/tmp PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+WORKDIR /tmp
+USER 65532:65532
+EXPOSE 50061 50062 50063 9091 9092
+ENTRYPOINT ["tandem"]
+
+FROM nvidia/cuda:${CUDA_VERSION}-devel-ubuntu24.04 AS build-cuda
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG FLASH_ATTN=0
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ git ninja-build python3-dev python3-pip python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+RUN python3 -m venv --without-pip /opt/tandem
+WORKDIR /src
+COPY constraints.txt .
+RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt torch triton
+# Compiled against the torch that was just installed, hence without isolation.
+RUN if [ "${FLASH_ATTN}" = 1 ]; then \
+        pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt packaging psutil setuptools wheel \
+        && pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt --no-build-isolation \
+            'flash-attn>=2.7'; \
+    fi
+COPY . .
+RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt '.[worker]'
+RUN cd / && /opt/tandem/bin/python -c "import sys; from kernels.cpu import build; sys.exit(not build.LIBRARY.exists())"
+
+FROM nvidia/cuda:${CUDA_VERSION}-base-ubuntu24.04 AS cuda
+# Triton compiles a small launcher in C when it first runs a kernel.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev python3 python3-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 65532 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin tandem
+COPY --from=build-cuda /opt/tandem /opt/tandem
+ENV PATH=/opt/tandem/bin:${PATH} HOME=/tmp PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=/tmp/triton
+WORKDIR /tmp
+USER 65532:65532
+EXPOSE 50061 50062 50063 9091 9092
+ENTRYPOINT ["tandem"]
