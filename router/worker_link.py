@@ -19,6 +19,8 @@ import grpc.aio
 from tandem.convert import delta_from_proto, error_from_failed, sequence_to_proto
 from tandem.errors import InternalError, Reason, TandemError, Unavailable
 from tandem.rpc.channel import open_channel
+from tandem.rpc.status import error_from_rpc
+from tandem.security.credentials import Outgoing
 from tandem.telemetry.logging import get_logger
 from tandem.types import Handle, Incarnation, SequenceSpec, TokenDelta, WorkerInfo
 from tandem.v1 import worker_pb2, worker_pb2_grpc
@@ -26,6 +28,7 @@ from tandem.v1 import worker_pb2, worker_pb2_grpc
 _HELLO_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
+_PLAIN = Outgoing()
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse]"
 
@@ -59,8 +62,15 @@ class SequenceListener(Protocol):
 class WorkerLink:
     """Run `run` as a task; cancelling it ends the link."""
 
-    def __init__(self, info: WorkerInfo, router: Incarnation, on_connected: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        info: WorkerInfo,
+        router: Incarnation,
+        on_connected: Callable[[bool], None],
+        outgoing: Outgoing = _PLAIN,
+    ) -> None:
         """`on_connected` is told each time the stream comes to stand or falls."""
+        self._credentials = outgoing
         self._info = info
         self._router = router
         self._on_connected = on_connected
@@ -114,8 +124,8 @@ class WorkerLink:
 
     async def _connect_once(self) -> None:
         """One stream's life. Returns when it ended."""
-        async with open_channel(self._info.address) as channel:
-            call = worker_pb2_grpc.WorkerServiceStub(channel).Connect()
+        async with open_channel(self._info.address, self._credentials) as channel:
+            call = worker_pb2_grpc.WorkerServiceStub(channel).Connect(metadata=self._credentials.metadata())
             try:
                 async with asyncio.timeout(_HELLO_TIMEOUT_S):
                     await self._shake_hands(call)
@@ -220,7 +230,7 @@ class WorkerLink:
 
 def _shown(error: Exception) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
+        return error_from_rpc(error).message
     return str(error) or type(error).__name__
 
 

@@ -13,16 +13,20 @@ from router.placement import Demand, Placement, longest_sequence, place, readine
 from router.registry import Registry
 from router.worker_link import WorkerLink
 from tandem.errors import Unavailable
+from tandem.security.credentials import Outgoing
 from tandem.telemetry.logging import get_logger
 from tandem.types import Incarnation, WorkerInfo
 
 _log = get_logger(__name__)
 
+_PLAIN = Outgoing()
+
 
 class Workers:
     """A WorkerListener. Use as an async context manager: leaving it ends all links."""
 
-    def __init__(self, registry: Registry, router: Incarnation, rng: Random) -> None:
+    def __init__(self, registry: Registry, router: Incarnation, rng: Random, outgoing: Outgoing = _PLAIN) -> None:
+        self._outgoing = outgoing
         self._registry = registry
         self._router = router
         self._rng = rng
@@ -79,7 +83,7 @@ class Workers:
     def worker_added(self, info: WorkerInfo) -> None:
         """Opens a link to it."""
         _log.info("worker joined", worker_id=info.worker_id, role=info.role, address=info.address)
-        link = WorkerLink(info, self._router, self._connection_watch(info))
+        link = WorkerLink(info, self._router, self._connection_watch(info), self._outgoing)
         self._links[info.incarnation] = link
         self._tasks[info.incarnation] = asyncio.create_task(link.run(), name=f"link to {info.worker_id}")
         self._notify()

@@ -4,6 +4,7 @@
     ├── InvalidRequest          a field of the request is wrong           INVALID_ARGUMENT
     ├── UnsupportedOption       a field whose feature is not built        UNIMPLEMENTED
     ├── ModelNotFound           another model is served                   NOT_FOUND
+    ├── Unauthenticated         no bearer token, or a wrong one           UNAUTHENTICATED
     ├── Overloaded              bounded queues are full; try later        RESOURCE_EXHAUSTED
     ├── Unavailable             no capable worker, or it was lost         UNAVAILABLE
     ├── DeadlineExceeded        the request's or a peer's time ran out    DEADLINE_EXCEEDED
@@ -33,10 +34,12 @@ class Reason(enum.StrEnum):
     INVALID_FIELD = "INVALID_FIELD"
     OPTION_NOT_SUPPORTED = "OPTION_NOT_SUPPORTED"
     MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
     QUEUE_FULL = "QUEUE_FULL"
     NO_CAPABLE_WORKER = "NO_CAPABLE_WORKER"
     WORKER_LOST = "WORKER_LOST"
     DRAINING = "DRAINING"
+    TLS_FAILED = "TLS_FAILED"
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     TRANSFER_FAILED = "TRANSFER_FAILED"
     TICKET_REFUSED = "TICKET_REFUSED"
@@ -84,6 +87,12 @@ class ModelNotFound(TandemError):
     """The named model is not the served one."""
 
     reason = Reason.MODEL_NOT_FOUND
+
+
+class Unauthenticated(TandemError):
+    """The caller brought no bearer token, or one that is not accepted."""
+
+    reason = Reason.UNAUTHENTICATED
 
 
 class Overloaded(TandemError):
@@ -180,6 +189,7 @@ _CLASSES: tuple[type[TandemError], ...] = (
     InvalidRequest,
     UnsupportedOption,
     ModelNotFound,
+    Unauthenticated,
     Overloaded,
     Unavailable,
     DeadlineExceeded,
@@ -197,6 +207,7 @@ _BY_REASON: Mapping[str, type[TandemError]] = {
     **{each.reason.value: each for each in _CLASSES},
     Reason.WORKER_LOST.value: Unavailable,
     Reason.DRAINING.value: Unavailable,
+    Reason.TLS_FAILED.value: Unavailable,
 }
 
 

@@ -18,6 +18,7 @@ import grpc.aio
 from tandem.convert import info_to_proto, load_to_proto
 from tandem.rpc.channel import open_channel
 from tandem.rpc.status import error_from_rpc
+from tandem.security.credentials import Outgoing
 from tandem.telemetry.logging import get_logger
 from tandem.types import WorkerInfo, WorkerLoad
 from tandem.v1 import registry_pb2, registry_pb2_grpc
@@ -29,6 +30,7 @@ RegisterCall = grpc.aio.StreamStreamCall[registry_pb2.RegisterRequest, object]
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 _RESOLVE_EVERY_S = 5.0
+_PLAIN = Outgoing()
 _ANSWER_TIMEOUT_S = 5.0
 _BEATS_PER_LEASE = 3
 _BEAT_S = 0.25
@@ -45,9 +47,11 @@ class Announcer:
         load: Callable[[], WorkerLoad],
         on_drain: Callable[[], None],
         *,
+        outgoing: Outgoing = _PLAIN,
         resolve_every_s: float = _RESOLVE_EVERY_S,
     ) -> None:
         """`load` is asked at each heartbeat; `on_drain` is called each time a router asks for it."""
+        self._outgoing = outgoing
         self._routers = routers
         self._info = info
         self._load = load
@@ -73,7 +77,7 @@ class Announcer:
             while True:
                 found = await _resolve(router)
                 for address in found - streams.keys():
-                    streams[address] = asyncio.create_task(self._hold(address), name=f"register-{address}")
+                    streams[address] = asyncio.create_task(self._hold(address, router), name=f"register-{address}")
                 # An address that left DNS is dropped only once its stream broke: a lookup may be wrong.
                 for address in [each for each in streams if found and each not in found]:
                     if streams[address].done():
@@ -84,13 +88,14 @@ class Announcer:
                 task.cancel()
             await asyncio.gather(*streams.values(), return_exceptions=True)
 
-    async def _hold(self, address: str) -> None:
-        """Registers again and again."""
+    async def _hold(self, address: str, router: str) -> None:
+        """Registers again and again with the router of that name at `address`."""
+        called = router.rpartition(":")[0].strip("[]")
         backoff_s = _FIRST_BACKOFF_S
         while True:
             registered = asyncio.Event()
             try:
-                async with open_channel(address) as channel:
+                async with open_channel(address, self._outgoing, called=called) as channel:
                     await self._register(channel, address, registered)
             except grpc.aio.AioRpcError as error:
                 _log.info("registration ended", router=address, error=error_from_rpc(error).message)
@@ -101,7 +106,7 @@ class Announcer:
 
     async def _register(self, channel: grpc.aio.Channel, address: str, registered: asyncio.Event) -> None:
         """One stream, from info to its end. Raises AioRpcError, TimeoutError."""
-        call: RegisterCall = registry_pb2_grpc.RegistryServiceStub(channel).Register()
+        call: RegisterCall = registry_pb2_grpc.RegistryServiceStub(channel).Register(metadata=self._outgoing.metadata())
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
             await call.write(registry_pb2.RegisterRequest(info=info_to_proto(self._info)))
             await call.write(registry_pb2.RegisterRequest(load=load_to_proto(self._load())))

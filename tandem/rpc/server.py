@@ -15,8 +15,12 @@ from grpc_health.v1 import health_pb2_grpc
 
 from tandem.errors import ConfigError
 from tandem.rpc import health, reflection
+from tandem.rpc.authentication import TokenGuard
 from tandem.rpc.channel import MAX_RECEIVE_BYTES, ChannelOptions, keepalive_options
 from tandem.rpc.interceptors import CallGuard
+from tandem.rpc.tls import server_credentials
+from tandem.security.credentials import Incoming
+from tandem.security.tls import HANDSHAKE_TIMEOUT_S
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
@@ -26,8 +30,13 @@ _FLUSH_S = 0.25
 """Between the end of the last handler and the end of connections: its status is still under way."""
 _CLEANUP_S = 2.0
 """Given to handlers' `finally` after their calls were cancelled."""
+_PLAIN = Incoming()
 _MAX_STREAMS_PER_CONNECTION = 4096
 _MAX_METADATA_BYTES = 64 * 1024
+_MAX_CONNECTIONS = 4096
+"""Handshakes under way count; more are closed as they come."""
+_MAX_IDLE_MS = 30 * 60 * 1000
+"""A connection without calls for so long makes room; its client connects again at its next call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +57,13 @@ class RpcServer:
         listen: str,
         services: Sequence[Service],
         *,
+        incoming: Incoming = _PLAIN,
         max_receive_bytes: int = MAX_RECEIVE_BYTES,
         announce_s: float = _ANNOUNCE_S,
     ) -> None:
         """`announce_s`: how long NOT_SERVING is told before connections are refused."""
         self._listen = listen
+        self._incoming = incoming
         self._services = tuple(services)
         self._max_receive_bytes = max_receive_bytes
         self._announce_s = announce_s
@@ -63,13 +74,13 @@ class RpcServer:
 
     async def start(self) -> int:
         """Listens; returns the port. Raises ConfigError if the address cannot be had."""
-        server = grpc.aio.server(interceptors=(self._guard,), options=self._options())
+        server = grpc.aio.server(interceptors=self._interceptors(), options=self._options())
         for service in self._services:
             service.register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.add_reflection(server, [*(service.name for service in self._services), health.SERVICE_NAME])
         try:
-            port = server.add_insecure_port(self._listen)
+            port = self._bind(server)
         except RuntimeError as error:
             raise ConfigError("--listen", f"cannot listen on {self._listen}; is the port in use?") from error
         await server.start()
@@ -104,6 +115,17 @@ class RpcServer:
                 async with asyncio.timeout(_CLEANUP_S):
                     await self._guard.ended()
 
+    def _interceptors(self) -> tuple[grpc.aio.ServerInterceptor, ...]:
+        """From the outermost inwards."""
+        tokens = self._incoming.tokens
+        return (self._guard,) if tokens is None else (TokenGuard(tokens), self._guard)
+
+    def _bind(self, server: grpc.aio.Server) -> int:
+        tls = self._incoming.tls
+        if tls is None:
+            return server.add_insecure_port(self._listen)
+        return server.add_secure_port(self._listen, server_credentials(tls))
+
     def _options(self) -> ChannelOptions:
         return [
             *keepalive_options(),
@@ -112,6 +134,9 @@ class RpcServer:
             ("grpc.max_send_message_length", -1),
             ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
             ("grpc.max_concurrent_streams", _MAX_STREAMS_PER_CONNECTION),
+            ("grpc.max_allowed_incoming_connections", _MAX_CONNECTIONS),
+            ("grpc.max_connection_idle_ms", _MAX_IDLE_MS),
+            ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
             ("grpc.http2.min_ping_interval_without_data_ms", 500),
             ("grpc.http2.max_ping_strikes", 0),  # our own clients ping often, on purpose
         ]

@@ -19,6 +19,7 @@ from grpc_status import rpc_status
 
 from tandem import errors
 from tandem.errors import Reason, TandemError, rebuild_error
+from tandem.rpc.tls import closed_early, tls_failure
 
 DOMAIN = "tandem"
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -29,6 +30,7 @@ STATUS_CODES: Mapping[type[TandemError], grpc.StatusCode] = MappingProxyType(
         errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
         errors.UnsupportedOption: grpc.StatusCode.UNIMPLEMENTED,
         errors.ModelNotFound: grpc.StatusCode.NOT_FOUND,
+        errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
         errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
         errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
         errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -49,6 +51,7 @@ _REASON_OF_CODE: Mapping[grpc.StatusCode, Reason] = MappingProxyType(
         grpc.StatusCode.OUT_OF_RANGE: Reason.INVALID_FIELD,
         grpc.StatusCode.UNIMPLEMENTED: Reason.OPTION_NOT_SUPPORTED,
         grpc.StatusCode.NOT_FOUND: Reason.MODEL_NOT_FOUND,
+        grpc.StatusCode.UNAUTHENTICATED: Reason.UNAUTHENTICATED,
         grpc.StatusCode.RESOURCE_EXHAUSTED: Reason.QUEUE_FULL,
         grpc.StatusCode.UNAVAILABLE: Reason.WORKER_LOST,
         grpc.StatusCode.CANCELLED: Reason.WORKER_LOST,
@@ -82,8 +85,18 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> TandemError:
             return rebuild_error(
                 info.reason, status.message, field=info.metadata.get("field", ""), retry_after_s=retry_after_s
             )
-    reason = _REASON_OF_CODE.get(error.code(), Reason.INTERNAL)
-    return rebuild_error(reason, f"{error.code().name}: {error.details() or 'no details'}")
+    return _of_grpc_itself(error.code(), error.details() or "no details")
+
+
+def _of_grpc_itself(code: grpc.StatusCode, details: str) -> TandemError:
+    """From a status that no handler of ours made."""
+    if code is grpc.StatusCode.UNAVAILABLE:
+        why = tls_failure(details)
+        if why is not None:
+            return rebuild_error(Reason.TLS_FAILED, f"{code.name}: {why} ({details})")
+        if closed_early(details):
+            details += "; does the server want TLS, or a certificate of the caller?"
+    return rebuild_error(_REASON_OF_CODE.get(code, Reason.INTERNAL), f"{code.name}: {details}")
 
 
 def _to_proto(error: TandemError) -> status_pb2.Status:

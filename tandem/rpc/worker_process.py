@@ -22,6 +22,7 @@ from tandem.rpc.liveness import ProgressWatch
 from tandem.rpc.process import StopSignal
 from tandem.rpc.server import RpcServer, Service
 from tandem.rpc.worker_service import SERVICE_NAME, WorkerCore, WorkerServicer
+from tandem.security.credentials import Security
 from tandem.telemetry.logging import get_logger
 from tandem.types import Incarnation, WorkerInfo, WorkerLoad
 from tandem.v1 import worker_pb2_grpc
@@ -29,6 +30,7 @@ from tandem.v1 import worker_pb2_grpc
 _log = get_logger(__name__)
 
 _WATCH_EVERY_S = 1.0
+_PLAIN = Security()
 
 
 def _spare_the_collector() -> None:
@@ -66,17 +68,21 @@ class WorkerProcess:
         core: ServedCore,
         incarnation: Incarnation,
         *,
+        security: Security = _PLAIN,
         progress: ProgressWatch | None = None,
         watch_every_s: float = _WATCH_EVERY_S,
     ) -> None:
         """`progress` judges the engine's load, every `watch_every_s`."""
         self._config = config
         self._core = core
+        self._security = security
         self._progress = progress or ProgressWatch(MonotonicClock())
         self._watch_every_s = watch_every_s
         register = partial(worker_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerServicer(core, incarnation))
         service = Service(SERVICE_NAME, register, long_lived=True)
-        self._server = RpcServer(config.listen, [service], max_receive_bytes=config.max_receive_bytes)
+        self._server = RpcServer(
+            config.listen, [service], incoming=security.incoming, max_receive_bytes=config.max_receive_bytes
+        )
 
     async def run(self, info_at: Callable[[str], WorkerInfo], stop: StopSignal) -> None:
         """Serves until a stop is asked for. `info_at` describes the worker, given its address.
@@ -85,7 +91,9 @@ class WorkerProcess:
         """
         port = await self._server.start()
         info = info_at(advertised_address(self._config.listen, self._config.advertise, port))
-        announcer = Announcer(self._config.router, info, self._core.load, self._refuse_new_work)
+        announcer = Announcer(
+            self._config.router, info, self._core.load, self._refuse_new_work, outgoing=self._security.outgoing
+        )
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = (

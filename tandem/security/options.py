@@ -23,7 +23,11 @@ class SecurityConfig:
     )
     tls_key: str | None = option("tls-key", None, "private key of --tls-cert, PEM", _FILE, none_word="none")
     tls_ca: str | None = option(
-        "tls-ca", None, "certificates that vouch for the processes called, PEM", _FILE, none_word="none"
+        "tls-ca",
+        None,
+        "certificates that vouch for the processes that this one calls, PEM; goes with --tls-cert",
+        _FILE,
+        none_word="none",
     )
     tls_server_name: str | None = option(
         "tls-server-name",
@@ -53,11 +57,11 @@ class SecurityConfig:
 class ClientSecurityConfig:
     """How a client connects."""
 
-    tls: bool = option("tls", False, "speak TLS; implied by --tls-ca")
+    tls: bool = option("tls", False, "speak TLS; implied by --tls-ca and --tls-cert")
     tls_ca: str | None = option(
         "tls-ca",
         None,
-        "certificates that vouch for the server, PEM; the system's, if not given",
+        "certificates that vouch for the server, PEM; the public authorities', if not given",
         _FILE,
         none_word="none",
     )
@@ -72,4 +76,22 @@ class ClientSecurityConfig:
     tls_key: str | None = option("tls-key", None, "private key of --tls-cert, PEM", _FILE, none_word="none")
     token_file: str | None = option(
         "token-file", None, "file whose first line is the bearer token to bring", _FILE, none_word="none"
+    )
+    insecure: bool = option("insecure", False, "send the token in clear, even beyond loopback")
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether connections are by TLS."""
+        return self.tls or self.tls_ca is not None or self.tls_cert is not None
+
+
+def client_side(config: SecurityConfig) -> ClientSecurityConfig:
+    """How to call a process of this config, from its own machine: `tandem serve` looks at its router so."""
+    return ClientSecurityConfig(
+        tls_ca=config.tls_ca,
+        tls_server_name=config.tls_server_name,
+        tls_cert=config.tls_cert,
+        tls_key=config.tls_key,
+        token_file=config.token_file,
+        insecure=config.insecure,
     )

@@ -1,0 +1,59 @@
+"""Bearer tokens at the door of every gRPC server: who brings none is refused before anything is read.
+
+Health is exempt: it tells nothing but whether to call, and Kubernetes' probes cannot bring a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tandem.errors import Unauthenticated
+from tandem.rpc import health
+from tandem.rpc.status import abort_with
+from tandem.security.tokens import Tokens
+
+_METADATA_KEY = "authorization"
+_EXEMPT = (f"/{health.SERVICE_NAME}/",)
+
+
+class TokenGuard(grpc.aio.ServerInterceptor):
+    """Put first among interceptors: it answers instead of the handler."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Called by gRPC once per call."""
+        if handler_call_details.method.startswith(_EXEMPT):
+            return await continuation(handler_call_details)
+        shown = _authorization(handler_call_details)
+        if self._tokens.allows(shown):
+            return await continuation(handler_call_details)
+        return _NO_TOKEN if shown is None else _WRONG_TOKEN
+
+
+def _authorization(details: grpc.HandlerCallDetails) -> str | None:
+    for key, value in details.invocation_metadata or ():
+        if key == _METADATA_KEY:
+            return value if isinstance(value, str) else None
+    return None
+
+
+def _refusal(why: str) -> grpc.RpcMethodHandler[Any, Any]:
+    async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        del requests  # not read: streaming both ways is the one shape that waits for nothing
+        await abort_with(context, Unauthenticated(why))
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+_NO_TOKEN = _refusal("a bearer token is needed, in `authorization` metadata")
+_WRONG_TOKEN = _refusal("the bearer token is not one of those accepted here")

@@ -1,0 +1,82 @@
+"""What one process shows and asks, loaded from its options: TLS and tokens, for both directions.
+
+`Incoming` guards every port, `Outgoing` goes with every call. Empty ones stand for plain connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tandem.errors import ConfigError
+from tandem.security.exposure import check_exposure, is_loopback
+from tandem.security.options import ClientSecurityConfig, SecurityConfig
+from tandem.security.tls import ClientTls, ServerTls
+from tandem.security.tokens import Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """What callers of this process meet."""
+
+    tls: ServerTls | None = None
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """What those that this process calls are shown."""
+
+    tls: ClientTls | None = None
+    tokens: Tokens | None = None
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """gRPC metadata of one call, with the token as it is now."""
+        return () if self.tokens is None else (("authorization", self.tokens.bearer()),)
+
+    @classmethod
+    def of_client(cls, config: ClientSecurityConfig, target: str) -> Outgoing:
+        """For one who only calls. Raises ConfigError: bad files, or a token that would cross a network in clear."""
+        if (config.tls_cert is None) != (config.tls_key is None):
+            raise ConfigError("--tls-cert", "goes with --tls-key")
+        tls = None
+        if config.uses_tls:
+            tls = ClientTls(config.tls_ca, config.tls_cert, config.tls_key, config.tls_server_name)
+        elif config.token_file is not None and not config.insecure and not is_loopback(target):
+            raise ConfigError("--token-file", f"would cross the network to {target} in clear; give --tls or --insecure")
+        return cls(tls, None if config.token_file is None else Tokens(config.token_file))
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """Both directions of one process."""
+
+    incoming: Incoming = Incoming()
+    outgoing: Outgoing = Outgoing()
+
+    @classmethod
+    def load(cls, config: SecurityConfig, listens: Iterable[tuple[str, str | None]]) -> Security:
+        """Reads every file; `listens` are (option, HOST:PORT or None) of its ports.
+
+        Raises ConfigError: a bad file, options that do not go together, or a port open to others unprotected.
+        """
+        _check_together(config)
+        check_exposure(config, listens)
+        tokens = None if config.token_file is None else Tokens(config.token_file)
+        if config.tls_cert is None or config.tls_key is None:
+            return cls(Incoming(None, tokens), Outgoing(None, tokens))
+        server = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
+        client = ClientTls(config.tls_ca, config.tls_cert, config.tls_key, config.tls_server_name)
+        return cls(Incoming(server, tokens), Outgoing(client, tokens))
+
+
+def _check_together(config: SecurityConfig) -> None:
+    """Every process both serves and calls: it needs all of a certificate, its key, and who vouches for the others."""
+    trio = {"--tls-cert": config.tls_cert, "--tls-key": config.tls_key, "--tls-ca": config.tls_ca}
+    missing = [option for option, value in trio.items() if value is None]
+    if missing and len(missing) < len(trio):
+        given = next(option for option, value in trio.items() if value is not None)
+        raise ConfigError(missing[0], f"is missing; {given} was given, and {', '.join(trio)} go together")
+    for option, value in {"--tls-client-ca": config.tls_client_ca, "--tls-server-name": config.tls_server_name}.items():
+        if missing and value is not None:
+            raise ConfigError(option, f"needs {', '.join(trio)}")

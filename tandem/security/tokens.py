@@ -1,0 +1,94 @@
+"""Bearer tokens from a file: which ones are accepted, and which one this process brings.
+
+One token a line; empty lines and lines that begin with # do not count. Several tokens make rotation
+possible: add the new one behind, move callers, put it first, remove the old one. The first is what this
+process shows to others, so it is kept as it is; of all, digests are compared, in constant time.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.errors import ConfigError
+from tandem.security.watched import Watched
+
+OPTION = "--token-file"
+MIN_TOKEN_CHARS = 16
+MAX_FILE_BYTES = 64 * 1024
+_TOKEN = re.compile(rf"[A-Za-z0-9._~+/-]{{{MIN_TOKEN_CHARS},512}}=*")
+"""RFC 6750's b64token, long enough not to be guessed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    first: str
+    digests: tuple[bytes, ...]
+
+
+class Tokens:
+    """The tokens in one file, as it is now."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError if the file cannot be read or holds no token."""
+        self._file = Watched("tokens", (path,), lambda: _read(path))
+
+    def allows(self, authorization: str | None) -> bool:
+        """Whether an `Authorization` header (or metadata) shows one of the tokens.
+
+        `Bearer TOKEN`, or `Basic` with the token as password, for browsers.
+        """
+        shown = _shown(authorization or "")
+        if shown is None:
+            return False
+        digest = _digest(shown)
+        matches = [hmac.compare_digest(digest, known) for known in self._file.get().digests]
+        return any(matches)  # of a list: how long it takes does not tell which one
+
+    def bearer(self) -> str:
+        """The `authorization` value that this process sends."""
+        return f"Bearer {self._file.get().first}"
+
+
+def _read(path: str) -> _Known:
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(OPTION, f"cannot read {path}: {error.strerror}") from error
+    if len(raw) > MAX_FILE_BYTES:
+        raise ConfigError(OPTION, f"{path} is longer than {MAX_FILE_BYTES} bytes")
+    found: list[str] = []
+    for number, line in enumerate(raw.decode("utf-8", "replace").splitlines(), 1):
+        token = line.strip()
+        if not token or token.startswith("#"):
+            continue
+        if _TOKEN.fullmatch(token) is None:
+            wanted = f"a token of {MIN_TOKEN_CHARS} to 512 characters A-Z a-z 0-9 - . _ ~ + /"
+            raise ConfigError(OPTION, f"line {number} of {path} is not {wanted}")
+        found.append(token)
+    if not found:
+        raise ConfigError(OPTION, f"{path} holds no token")
+    return _Known(found[0], tuple(_digest(token.encode()) for token in found))
+
+
+def _shown(authorization: str) -> bytes | None:
+    scheme, _, value = authorization.partition(" ")
+    match scheme.lower():
+        case "bearer":
+            return value.strip().encode()
+        case "basic":
+            try:
+                return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
+            except (binascii.Error, ValueError):  # the latter: not ASCII
+                return None
+    return None
+
+
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()

@@ -1,0 +1,75 @@
+"""A value read from files, read again when they change.
+
+    get → files unchanged → the value as it was
+        → changed, and read whole → the new value
+        → changed, but broken or half-written → the value as it was, one warning per change
+
+Owns no thread: files are looked at when somebody asks. Any thread may ask, since gRPC does so from its own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeAlias, TypeVar
+
+from tandem.errors import ConfigError
+from tandem.telemetry.logging import get_logger
+
+_log = get_logger(__name__)
+
+T = TypeVar("T")
+
+_Marks: TypeAlias = tuple[tuple[int, ...] | None, ...]
+"""What tells one state of each file from another; None = not there."""
+
+
+class Watched(Generic[T]):
+    """What `read` makes of the files at `paths`."""
+
+    def __init__(self, what: str, paths: tuple[str, ...], read: Callable[[], T]) -> None:
+        """`read` raises ConfigError if a file is no good; the constructor lets that through. `what` is for the log."""
+        self._what = what
+        self._paths = paths
+        self._read = read
+        self._lock = threading.Lock()
+        self._marks = _marks(paths)
+        self._value = read()
+
+    def get(self) -> T:
+        """The value of the files as they are now, or as they last were good. Never raises."""
+        if _marks(self._paths) != self._marks:
+            with self._lock:
+                self._read_again()
+        return self._value
+
+    def _read_again(self) -> None:
+        marks = _marks(self._paths)
+        if marks == self._marks:  # another thread was here
+            return
+        try:
+            value = self._read()
+        except ConfigError as error:
+            _log.warning(
+                "files changed but are no good; going on with those before", what=self._what, why=error.message
+            )
+        else:
+            if _marks(self._paths) != marks:  # changed while they were read: the next to ask reads them
+                return
+            _log.info("files were read again", what=self._what)
+            self._value = value
+        self._marks = marks
+
+
+def _marks(paths: tuple[str, ...]) -> _Marks:
+    return tuple(map(_mark, paths))
+
+
+def _mark(path: str) -> tuple[int, ...] | None:
+    """Follows links: Kubernetes replaces mounted files by moving one."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
