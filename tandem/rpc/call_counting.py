@@ -1,0 +1,102 @@
+"""Tells an observer of every call that a handler answers, and of the status that it ended with.
+
+The outermost interceptor, so that calls turned away by the others are counted too. A method that no
+handler answers may be the caller's invention: it is told as `NO_METHOD`, or not at all, so that
+nobody can make up label values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeAlias
+
+import grpc
+import grpc.aio
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+NO_METHOD = "/none/none"
+"""Told instead of the method of a call that was turned away unread."""
+
+
+class CallObserver(Protocol):
+    """Told on the event loop; must neither await nor raise."""
+
+    def began(self, method: str) -> None:
+        """A call of `/package.Service/Method` came in."""
+        ...
+
+    def ended(self, method: str, code: str) -> None:
+        """It ended with this status, such as `OK`; once for each `began`."""
+        ...
+
+
+class CallCounting(grpc.aio.ServerInterceptor):
+    """Expects handlers that write their streams, as those of `CallGuard` do."""
+
+    def __init__(self, observer: CallObserver, refusals: Collection[Handler] = ()) -> None:
+        """`refusals`: handlers that other interceptors answer with, whatever method was asked for."""
+        self._observer = observer
+        self._refusals = refusals
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """Called by gRPC once per call."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        refused = any(handler is each for each in self._refusals)
+        return self._wrap(handler, NO_METHOD if refused else handler_call_details.method)
+
+    def _wrap(self, handler: Handler, method: str) -> Handler:
+        behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+        async def counted(request: Any, context: Context) -> Any:
+            with self._counted(method, context):
+                return await behaviour(request, context)
+
+        make = _MAKERS[(bool(handler.request_streaming), bool(handler.response_streaming))]
+        return make(
+            counted,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    @contextmanager
+    def _counted(self, method: str, context: Context) -> Iterator[None]:
+        self._observer.began(method)
+        code = grpc.StatusCode.UNKNOWN.name
+        try:
+            yield
+            code = _code_told(context)
+        except grpc.aio.AbortError:
+            code = _code_told(context)
+            raise
+        except asyncio.CancelledError:
+            code = grpc.StatusCode.CANCELLED.name
+            raise
+        finally:
+            self._observer.ended(method, code)
+
+
+def _code_told(context: Context) -> str:
+    """The status that the handler set, by setting it or by aborting; none = OK."""
+    code: Any = context.code() or grpc.StatusCode.OK
+    if isinstance(code, grpc.StatusCode):
+        return code.name
+    return _NAMES.get(code, grpc.StatusCode.UNKNOWN.name)
+
+
+_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
+_MAKERS: dict[tuple[bool, bool], Callable[..., Handler]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}

@@ -1,0 +1,148 @@
+"""What is told of each gRPC call: that it came, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from tandem.errors import InvalidRequest
+from tandem.rpc.call_counting import NO_METHOD, CallCounting, Handler
+from tandem.rpc.interceptors import CallGuard
+from tandem.v1 import inference_pb2, inference_pb2_grpc
+
+TIMEOUT_S = 5
+SERVICE = "/tandem.v1.InferenceService"
+
+
+class Told:
+    """A CallObserver that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self.calls: list[tuple[str, str]] = []
+        self.one_ended = asyncio.Event()
+
+    def began(self, method: str) -> None:
+        self.running.append(method)
+
+    def ended(self, method: str, code: str) -> None:
+        self.running.remove(method)
+        self.calls.append((method.removeprefix(SERVICE), code))
+        self.one_ended.set()
+
+
+class Servicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Answers, refuses, breaks or hangs, as the text says."""
+
+    async def Generate(  # noqa: N802
+        self, request: inference_pb2.GenerateRequest, context: object
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        yield inference_pb2.GenerateResponse(text="first")
+        if request.text == "hang":
+            await asyncio.Event().wait()
+        if request.text == "break":
+            raise ZeroDivisionError
+
+    async def GetModel(self, request: inference_pb2.GetModelRequest, context: Any) -> inference_pb2.GetModelResponse:  # noqa: N802
+        if request.model == "bad":
+            raise InvalidRequest("model", "is bad")
+        if request.model == "abort":
+            await context.abort(grpc.StatusCode.ABORTED, "no")
+        return inference_pb2.GetModelResponse()
+
+
+class Refusing(grpc.aio.ServerInterceptor):
+    """Turns every call away."""
+
+    @staticmethod
+    async def _refuse(requests: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no")
+
+    HANDLER: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        return self.HANDLER
+
+
+Serve = Callable[..., Awaitable[tuple[Told, grpc.aio.Channel]]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """Starts a server with these interceptors under the counting one."""
+    async with asyncio.timeout(20):
+        running: list[tuple[grpc.aio.Server, grpc.aio.Channel]] = []
+
+        async def start(*inner: grpc.aio.ServerInterceptor) -> Any:
+            told = Told()
+            counting = CallCounting(told, refusals=(Refusing.HANDLER,))
+            server = grpc.aio.server(interceptors=(counting, *(inner or (CallGuard(frozenset()),))))
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server(Servicer(), server)
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+            running.append((server, channel))
+            return told, channel
+
+        yield start
+        for server, channel in running:
+            await channel.close()
+            await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("model", "code"), [("", "OK"), ("bad", "INVALID_ARGUMENT"), ("abort", "ABORTED")], ids=["fine", "error", "abort"]
+)
+async def test_a_unary_call_ends_with_its_status(serve: Serve, model: str, code: str) -> None:
+    told, channel = await serve()
+    call = inference_pb2_grpc.InferenceServiceStub(channel).GetModel(
+        inference_pb2.GetModelRequest(model=model), timeout=TIMEOUT_S
+    )
+    assert (await call.code()).name == code
+    assert (told.calls, told.running) == ([("/GetModel", code)], [])
+
+
+@pytest.mark.parametrize(("text", "code"), [("", "OK"), ("break", "INTERNAL")])
+async def test_a_stream_ends_with_its_status(serve: Serve, text: str, code: str) -> None:
+    told, channel = await serve()
+    call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
+        inference_pb2.GenerateRequest(text=text), timeout=TIMEOUT_S
+    )
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        async for _ in call:
+            pass
+    assert (await call.code()).name == code
+    assert (told.calls, told.running) == ([("/Generate", code)], [])
+
+
+async def test_a_stream_that_runs_is_in_flight_and_one_that_its_caller_leaves_is_cancelled(serve: Serve) -> None:
+    told, channel = await serve()
+    call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
+        inference_pb2.GenerateRequest(text="hang"), timeout=TIMEOUT_S
+    )
+    await call.read()
+    assert (told.calls, told.running) == ([], [f"{SERVICE}/Generate"])
+    call.cancel()
+    await told.one_ended.wait()
+    assert (told.calls, told.running) == ([("/Generate", "CANCELLED")], [])
+
+
+async def test_a_call_turned_away_unread_has_no_method_of_the_callers_choice(serve: Serve) -> None:
+    told, channel = await serve(Refusing())
+    call = inference_pb2_grpc.InferenceServiceStub(channel).GetModel(inference_pb2.GetModelRequest(), timeout=TIMEOUT_S)
+    assert (await call.code()).name == "UNAUTHENTICATED"
+    assert told.calls == [(NO_METHOD, "UNAUTHENTICATED")]
+
+
+async def test_a_method_that_does_not_exist_is_not_told(serve: Serve) -> None:
+    told, channel = await serve()
+    method: Any = channel.unary_unary("/made.Up/Method")
+    call = method(b"", timeout=TIMEOUT_S)
+    assert (await call.code()).name == "UNIMPLEMENTED"
+    assert told.calls == []
