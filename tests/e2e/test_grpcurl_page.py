@@ -1,0 +1,173 @@
+"""Every command of docs/grpcurl.md, run through `buf curl`, which speaks the same reflection protocol."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import trustme
+
+from bench.cluster import Cluster, serve
+from tandem.client import Client
+
+BUF = Path(sys.executable).with_name("buf")
+PAGE = (Path(__file__).parents[2] / "docs" / "grpcurl.md").read_text()
+BLOCKS = re.findall(r"^```sh ?([^\n]*)\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+ROUTER, ADMIN = "127.0.0.1:50051", "127.0.0.1:9464"
+REFLECTION = "grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+TOKEN = "a-token-for-tests-0001"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One line of the page. `options` are as buf has them."""
+
+    words: tuple[str, ...]
+    mark: str
+
+    def __str__(self) -> str:
+        return " ".join(self.words[-2:])
+
+
+def commands(*marks: str) -> list[Command]:
+    """The page's commands in blocks that bear one of these marks."""
+    lines = [
+        (mark, line)
+        for mark, block in BLOCKS
+        if mark.split("=")[0] in marks
+        for line in block.replace("\\\n", " ").split("grpcurl ")[1:]
+    ]
+    return [Command(tuple(shlex.split(line)), mark) for mark, line in lines]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the addresses and files of the page stand for."""
+
+    addresses: dict[str, str]
+    files: dict[str, str]
+
+
+def run(command: Command, place: Place) -> subprocess.CompletedProcess[str]:
+    """Runs it as buf would have it. Endless ones are cut off after what `-max-time` says."""
+    options, words, max_time_s = ["--emit-defaults"], list(command.words), 60.0
+    scheme = "https"
+    while words[0].startswith("-"):
+        flag = words.pop(0)
+        match flag:
+            case "-plaintext":
+                scheme = "http"
+                options.append("--http2-prior-knowledge")
+            case "-max-time":
+                max_time_s = float(words.pop(0))
+            case "-cacert" | "-cert" | "-key":
+                options += [f"-{flag}", place.files[words.pop(0)]]
+            case "-H" | "-d":
+                options += [flag, words.pop(0).replace("$TOKEN", TOKEN)]
+            case _:
+                raise AssertionError(f"the test does not know {flag}")
+    address = place.addresses[words.pop(0)]
+    arguments = [str(BUF), "curl", "--protocol", "grpc", *options, *_action(words, f"{scheme}://{address}")]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        output, errors = process.communicate(timeout=max_time_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        output, errors = process.communicate()
+    return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
+
+
+def _action(words: list[str], url: str) -> list[str]:
+    match words:
+        case ["list"]:
+            return ["--list-services", url]
+        case ["list", service]:
+            return ["--list-methods", f"{url}/{service}"]
+        case ["describe", symbol]:
+            return ["-d", json.dumps({"fileContainingSymbol": symbol}), f"{url}/{REFLECTION}"]
+        case [method]:
+            return [f"{url}/{method}"]
+    raise AssertionError(f"the test does not know {words}")
+
+
+@pytest.fixture
+def place(demo_cluster: Cluster, client: Client) -> Place:
+    return Place({ROUTER: demo_cluster.target, ADMIN: client.status().admin_address}, {})
+
+
+@pytest.fixture
+def tls_place(tmp_path: Path) -> Iterator[Place]:
+    authority, files = trustme.CA(), {}
+    certificate = authority.issue_cert("127.0.0.1", "localhost")
+    for name, text in (
+        ("server.pem", b"".join(each.bytes() for each in certificate.cert_chain_pems)),
+        ("server.key", certificate.private_key_pem.bytes()),
+        ("ca.pem", authority.cert_pem.bytes()),
+        ("tokens", TOKEN.encode()),
+    ):
+        (tmp_path / name).write_bytes(text)
+        files[name] = str(tmp_path / name)
+    security = (
+        *("--tls-cert", files["server.pem"], "--tls-key", files["server.key"], "--tls-ca", files["ca.pem"]),
+        *("--token-file", files["tokens"]),
+    )
+    with serve("demo", *security) as cluster:
+        yield Place({ROUTER: cluster.target}, files)
+
+
+def test_every_block_of_the_page_is_tried() -> None:
+    tried = commands("", "status", "own-cluster", "endless", "tls")
+
+    assert len(tried) == len(re.findall(r"^grpcurl ", PAGE, flags=re.MULTILINE)) > 20
+
+
+@pytest.mark.parametrize("command", commands(""), ids=str)
+def test_a_command_of_the_page_answers(command: Command, place: Place) -> None:
+    done = run(command, place)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert "errorResponse" not in done.stdout  # what reflection says of a symbol that is not there
+
+
+@pytest.mark.parametrize("command", commands("status"), ids=str)
+def test_a_mistake_is_answered_with_its_status(command: Command, place: Place) -> None:
+    done = run(command, place)
+
+    assert done.returncode != 0
+    assert json.loads(done.stderr)["code"] == command.mark.removeprefix("status=").lower()
+
+
+@pytest.mark.parametrize("command", commands("endless"), ids=str)
+def test_an_endless_command_tells_the_state_at_once(command: Command, place: Place) -> None:
+    assert json.loads(run(command, place).stdout) == {"status": "SERVING"}
+
+
+@pytest.mark.parametrize("command", commands("own-cluster"), ids=str)
+def test_a_worker_is_drained_by_hand(command: Command) -> None:
+    with serve("demo") as cluster, Client(cluster.target) as client:
+        done = run(command, Place({ROUTER: cluster.target}, {}))
+        workers = {worker.info.worker_id: worker for worker in client.status().workers}
+
+        assert done.returncode == 0, done.stderr
+        assert workers["decode-0"].load.draining
+
+
+def test_commands_with_tls_and_token_answer(tls_place: Place) -> None:
+    for command in commands("tls"):
+        done = run(command, tls_place)
+        assert done.returncode == 0, (str(command), done.stderr)
+
+
+def test_without_the_token_only_health_answers(tls_place: Place) -> None:
+    for command in commands("tls"):
+        bare = Command(tuple(word for word in command.words if not word.startswith(("-H", "authorization"))), "")
+        done = run(bare, tls_place)
+        assert (done.returncode == 0) == ("Health" in str(command)), (str(command), done.stderr)
