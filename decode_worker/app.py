@@ -29,6 +29,12 @@ from tandem.rpc.address import advertised_address
 from tandem.rpc.process import StopSignal, run_process
 from tandem.rpc.worker_process import WorkerProcess
 from tandem.telemetry.logging import configure_logging
+from tandem.telemetry.loop_lag import LoopLag
+from tandem.telemetry.metric import Process
+from tandem.telemetry.metrics import Metrics
+from tandem.telemetry.observers import WorkerObserver
+from tandem.telemetry.observers_together import worker_observers
+from tandem.telemetry.worker_metrics import WorkerMetrics, load_reader
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo
 from tandem.validation import Validator
 
@@ -50,11 +56,15 @@ async def serve(config: DecodeConfig, stop: StopSignal) -> None:
     try:
         incarnation = new_incarnation()
         receiver = _new_receiver(config, engine, transports, incarnation)
-        worker = _new_worker(config, checkpoint, engine, receiver)
+        metrics = Metrics(Process.DECODE, checkpoint.name, _worker_id(config, incarnation))
+        observer = worker_observers([WorkerMetrics(metrics, Role.DECODE, MonotonicClock())])
+        worker = _new_worker(config, checkpoint, engine, receiver, observer)
+        metrics.add_reader(load_reader(Role.DECODE, worker.load))
         describe = partial(_describe, config, checkpoint, engine, transports, incarnation)
         await receiver.start()
         try:
-            await WorkerProcess(config, worker, incarnation).run(describe, stop)
+            with LoopLag(metrics):
+                await WorkerProcess(config, worker, incarnation, metrics=metrics).run(describe, stop)
         finally:
             await receiver.stop()
     finally:
@@ -66,6 +76,10 @@ def _graph_seqs(config: DecodeConfig) -> int:
     return min(config.max_seqs, wanted)
 
 
+def _worker_id(config: DecodeConfig, incarnation: Incarnation) -> WorkerId:
+    return WorkerId(config.worker_id or f"decode-{incarnation[:8]}")
+
+
 def _describe(
     config: DecodeConfig,
     checkpoint: CheckpointInfo,
@@ -75,7 +89,7 @@ def _describe(
     address: str,
 ) -> WorkerInfo:
     return WorkerInfo(
-        worker_id=WorkerId(config.worker_id or f"decode-{incarnation[:8]}"),
+        worker_id=_worker_id(config, incarnation),
         incarnation=incarnation,
         role=Role.DECODE,
         address=address,
@@ -115,8 +129,10 @@ def _host_of(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
-def _new_worker(config: DecodeConfig, checkpoint: CheckpointInfo, engine: Engine, receiver: Receiver) -> DecodeWorker:
+def _new_worker(
+    config: DecodeConfig, checkpoint: CheckpointInfo, engine: Engine, receiver: Receiver, observer: WorkerObserver
+) -> DecodeWorker:
     validator = Validator(config.limits, checkpoint.vocab_size, checkpoint.context_tokens)
-    parts = WorkerParts(engine.thread, engine.pool, receiver, validator, MonotonicClock())
+    parts = WorkerParts(engine.thread, engine.pool, receiver, validator, MonotonicClock(), observer)
     limits = StepLimits(config.block_size, config.max_seqs, config.chunk_tokens)
     return DecodeWorker(parts, WorkerPolicy(limits, engine.max_sequence_tokens))

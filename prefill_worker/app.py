@@ -27,6 +27,12 @@ from tandem.incarnation import new_incarnation
 from tandem.rpc.process import StopSignal, run_process
 from tandem.rpc.worker_process import WorkerProcess
 from tandem.telemetry.logging import configure_logging
+from tandem.telemetry.loop_lag import LoopLag
+from tandem.telemetry.metric import Process
+from tandem.telemetry.metrics import Metrics
+from tandem.telemetry.observers import WorkerObserver
+from tandem.telemetry.observers_together import worker_observers
+from tandem.telemetry.worker_metrics import WorkerMetrics, load_reader
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo
 from tandem.validation import Validator
 
@@ -46,14 +52,22 @@ async def serve(config: PrefillConfig, stop: StopSignal) -> None:
         transports = choose(config.transport, engine.model.device)
         incarnation = new_incarnation()
         sender = _new_sender(config, engine, incarnation)
-        worker = _new_worker(config, checkpoint, engine, sender)
+        metrics = Metrics(Process.PREFILL, checkpoint.name, _worker_id(config, incarnation))
+        observer = worker_observers([WorkerMetrics(metrics, Role.PREFILL, MonotonicClock())])
+        worker = _new_worker(config, checkpoint, engine, sender, observer)
+        metrics.add_reader(load_reader(Role.PREFILL, worker.load))
         describe = partial(_describe, config, checkpoint, engine, transports, incarnation)
         try:
-            await WorkerProcess(config, worker, incarnation).run(describe, stop)
+            with LoopLag(metrics):
+                await WorkerProcess(config, worker, incarnation, metrics=metrics).run(describe, stop)
         finally:
             await sender.stop()
     finally:
         engine.close()
+
+
+def _worker_id(config: PrefillConfig, incarnation: Incarnation) -> WorkerId:
+    return WorkerId(config.worker_id or f"prefill-{incarnation[:8]}")
 
 
 def _describe(
@@ -65,7 +79,7 @@ def _describe(
     address: str,
 ) -> WorkerInfo:
     return WorkerInfo(
-        worker_id=WorkerId(config.worker_id or f"prefill-{incarnation[:8]}"),
+        worker_id=_worker_id(config, incarnation),
         incarnation=incarnation,
         role=Role.PREFILL,
         address=address,
@@ -89,8 +103,10 @@ def _new_sender(config: PrefillConfig, engine: Engine, incarnation: Incarnation)
     return stage_sender(sender, engine.kv_cache.mirror)
 
 
-def _new_worker(config: PrefillConfig, checkpoint: CheckpointInfo, engine: Engine, sender: Sender) -> PrefillWorker:
+def _new_worker(
+    config: PrefillConfig, checkpoint: CheckpointInfo, engine: Engine, sender: Sender, observer: WorkerObserver
+) -> PrefillWorker:
     validator = Validator(config.limits, checkpoint.vocab_size, checkpoint.context_tokens)
-    parts = WorkerParts(engine.thread, engine.pool, sender, validator, MonotonicClock())
+    parts = WorkerParts(engine.thread, engine.pool, sender, validator, MonotonicClock(), observer)
     limits = BatchLimits(config.chunk_tokens, config.max_seqs)
     return PrefillWorker(parts, limits, HandoffPolicy(overlap=config.overlap), engine.max_sequence_tokens)

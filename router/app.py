@@ -13,10 +13,12 @@ from router.cluster_servicer import SERVICE_NAME as CLUSTER_SERVICE
 from router.cluster_servicer import ClusterServicer
 from router.cluster_view import ClusterView
 from router.entrance import Entrance
+from router.foreign_services import foreign_services
 from router.generation import Patience
 from router.health import Health
 from router.intake import Intake
 from router.pipeline import Pipeline
+from router.readings import RouterReadings
 from router.registry import Registry
 from router.registry_servicer import SERVICE_NAME as REGISTRY_SERVICE
 from router.registry_servicer import RegistryServicer
@@ -31,9 +33,14 @@ from tandem.incarnation import new_incarnation
 from tandem.rpc.process import StopSignal, run_process
 from tandem.rpc.server import RpcServer, Service
 from tandem.telemetry.logging import configure_logging
+from tandem.telemetry.loop_lag import LoopLag
+from tandem.telemetry.metric import Process
+from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import RouterObserver
 from tandem.telemetry.observers_silent import SilentRouter
+from tandem.telemetry.observers_together import router_observers
 from tandem.telemetry.recent_latencies import RecentLatencies
+from tandem.telemetry.router_metrics import RouterMetrics
 from tandem.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from tandem.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from tandem.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
@@ -60,6 +67,7 @@ class Router:
     recent: RecentLatencies
     """What the router's observers feed and its status tells."""
     view: ClusterView
+    metrics: Metrics
 
     @classmethod
     def build(
@@ -74,11 +82,12 @@ class Router:
     ) -> Router:
         """Reads the checkpoint and wires the rooms. Raises CheckpointError. Call inside an event loop.
 
-        `observer` hears of every request.
+        `observer` hears of every request, and so do the router's metrics.
         """
         clock = clock or MonotonicClock()
-        observer = observer or SilentRouter()
         checkpoint = read_checkpoint(config.model)
+        metrics, recent = Metrics(Process.ROUTER, checkpoint.name), RecentLatencies(clock)
+        observer = router_observers([observer or SilentRouter(), RouterMetrics(metrics, recent, clock)])
         tokenization = Tokenization.load(checkpoint.path)
         registry = Registry(checkpoint.name, checkpoint.config_fingerprint, clock, config.lease_s, stall_s)
         workers = Workers(registry, new_incarnation(), rng or Random())
@@ -90,7 +99,6 @@ class Router:
         entrance = Entrance(intake, pipeline, clock, observer)
         inference = InferenceServicer(checkpoint, tokenization, intake, entrance, config.limits)
         registrations = RegistryServicer(registry)
-        recent = RecentLatencies(clock)
         view = ClusterView(checkpoint.name, registry, queue, health, recent, clock)
         cluster = ClusterServicer(view, registry, registrations)
         services = (
@@ -101,14 +109,17 @@ class Router:
                 lambda server: add_RegistryServiceServicer_to_server(registrations, server),
                 long_lived=True,
             ),
+            *foreign_services(checkpoint, config, intake, entrance, pipeline, health, view, clock),
         )
-        server = RpcServer(config.listen, services, max_receive_bytes=config.max_receive_bytes)
-        return cls(config, tokenization, registry, workers, queue, pipeline, health, server, recent, view)
+        server = RpcServer(config.listen, services, max_receive_bytes=config.max_receive_bytes, metrics=metrics)
+        metrics.add_reader(RouterReadings(config, queue, registry, pipeline))
+        return cls(config, tokenization, registry, workers, queue, pipeline, health, server, recent, view, metrics)
 
     async def serve(self, until: Callable[[], Awaitable[None]], on_listening: Callable[[int], None]) -> None:
         """Serves until `until` returns; then finishes what runs, within the drain's grace."""
         async with AsyncExitStack() as stack:
             stack.callback(self.tokenization.close)
+            stack.enter_context(LoopLag(self.metrics))
             await stack.enter_async_context(self.workers)
             on_listening(await self.server.start())
             health = asyncio.create_task(self.health.run(self.server), name="health")

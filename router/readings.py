@@ -1,4 +1,4 @@
-"""What the router's rooms stand at, read when metrics are asked for: queue, workers, health."""
+"""What the router's rooms stand at, read when metrics are asked for: queue, workers, drain."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable
 
 from router.admission import AdmissionQueue
-from router.health import Health
 from router.pipeline import Pipeline
 from router.placement import Obstacle, WorkerView
 from router.registry import Registry
@@ -18,19 +17,15 @@ from tandem.telemetry.metrics import Reading
 class RouterReadings:
     """Call it for the readings of now."""
 
-    def __init__(
-        self, config: RouterConfig, queue: AdmissionQueue, registry: Registry, pipeline: Pipeline, health: Health
-    ) -> None:
+    def __init__(self, config: RouterConfig, queue: AdmissionQueue, registry: Registry, pipeline: Pipeline) -> None:
         self._config = config
         self._queue = queue
         self._registry = registry
         self._pipeline = pipeline
-        self._health = health
 
     def __call__(self) -> Iterable[Reading]:
         """Everything that `metric_names` has of the router's state."""
         queue = self._queue
-        yield Reading(names.SERVING, self._health.obstacle() is None)
         yield Reading(names.DRAINING, self._pipeline.draining)
         yield Reading(names.ROUTER_QUEUED_REQUESTS, queue.num_queued)
         yield Reading(names.ROUTER_QUEUED_TOKENS, queue.queued_tokens)

@@ -57,3 +57,5 @@ def _refusal(why: str) -> grpc.RpcMethodHandler[Any, Any]:
 
 _NO_TOKEN = _refusal("a bearer token is needed, in `authorization` metadata")
 _WRONG_TOKEN = _refusal("the bearer token is not one of those accepted here")
+REFUSALS = (_NO_TOKEN, _WRONG_TOKEN)
+"""What this guard answers with, whatever method was asked for."""

@@ -87,7 +87,9 @@ class CallCounting(grpc.aio.ServerInterceptor):
 
 def _code_told(context: Context) -> str:
     """The status that the handler set, by setting it or by aborting; none = OK."""
-    code: Any = context.code() or grpc.StatusCode.OK
+    code: Any = context.code()
+    if code is None:
+        return grpc.StatusCode.OK.name
     if isinstance(code, grpc.StatusCode):
         return code.name
     return _NAMES.get(code, grpc.StatusCode.UNKNOWN.name)

@@ -15,13 +15,17 @@ from grpc_health.v1 import health_pb2_grpc
 
 from tandem.errors import ConfigError
 from tandem.rpc import health, reflection
-from tandem.rpc.authentication import TokenGuard
+from tandem.rpc.authentication import REFUSALS, TokenGuard
+from tandem.rpc.call_counting import CallCounting
 from tandem.rpc.channel import MAX_RECEIVE_BYTES, ChannelOptions, keepalive_options
 from tandem.rpc.interceptors import CallGuard
 from tandem.rpc.tls import server_credentials
 from tandem.security.credentials import Incoming
 from tandem.security.tls import HANDSHAKE_TIMEOUT_S
+from tandem.telemetry import metric_names
+from tandem.telemetry.call_metrics import CallMetrics
 from tandem.telemetry.logging import get_logger
+from tandem.telemetry.metrics import Metrics, Reading
 
 _log = get_logger(__name__)
 
@@ -60,8 +64,9 @@ class RpcServer:
         incoming: Incoming = _PLAIN,
         max_receive_bytes: int = MAX_RECEIVE_BYTES,
         announce_s: float = _ANNOUNCE_S,
+        metrics: Metrics | None = None,
     ) -> None:
-        """`announce_s`: how long NOT_SERVING is told before connections are refused."""
+        """`announce_s`: how long NOT_SERVING is told before connections are refused. `metrics` count its calls."""
         self._listen = listen
         self._incoming = incoming
         self._services = tuple(services)
@@ -71,6 +76,9 @@ class RpcServer:
         long_lived = {service.name for service in services if service.long_lived}
         self._guard = CallGuard(frozenset({*reflection.SERVICE_NAMES, *long_lived}))
         self._server: grpc.aio.Server | None = None
+        self._metrics = metrics
+        if metrics is not None:
+            metrics.add_reader(lambda: [Reading(metric_names.SERVING, self._health.serving)])
 
     async def start(self) -> int:
         """Listens; returns the port. Raises ConfigError if the address cannot be had."""
@@ -117,8 +125,12 @@ class RpcServer:
 
     def _interceptors(self) -> tuple[grpc.aio.ServerInterceptor, ...]:
         """From the outermost inwards."""
-        tokens = self._incoming.tokens
-        return (self._guard,) if tokens is None else (TokenGuard(tokens), self._guard)
+        interceptors: list[grpc.aio.ServerInterceptor] = [self._guard]
+        if self._incoming.tokens is not None:
+            interceptors.insert(0, TokenGuard(self._incoming.tokens))
+        if self._metrics is not None:
+            interceptors.insert(0, CallCounting(CallMetrics(self._metrics), REFUSALS))
+        return tuple(interceptors)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         tls = self._incoming.tls

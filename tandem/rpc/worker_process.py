@@ -24,6 +24,7 @@ from tandem.rpc.server import RpcServer, Service
 from tandem.rpc.worker_service import SERVICE_NAME, WorkerCore, WorkerServicer
 from tandem.security.credentials import Security
 from tandem.telemetry.logging import get_logger
+from tandem.telemetry.metrics import Metrics
 from tandem.types import Incarnation, WorkerInfo, WorkerLoad
 from tandem.v1 import worker_pb2_grpc
 
@@ -69,6 +70,7 @@ class WorkerProcess:
         incarnation: Incarnation,
         *,
         security: Security = _PLAIN,
+        metrics: Metrics | None = None,
         progress: ProgressWatch | None = None,
         watch_every_s: float = _WATCH_EVERY_S,
     ) -> None:
@@ -81,7 +83,11 @@ class WorkerProcess:
         register = partial(worker_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerServicer(core, incarnation))
         service = Service(SERVICE_NAME, register, long_lived=True)
         self._server = RpcServer(
-            config.listen, [service], incoming=security.incoming, max_receive_bytes=config.max_receive_bytes
+            config.listen,
+            [service],
+            incoming=security.incoming,
+            max_receive_bytes=config.max_receive_bytes,
+            metrics=metrics,
         )
 
     async def run(self, info_at: Callable[[str], WorkerInfo], stop: StopSignal) -> None:

@@ -15,25 +15,24 @@ PERIOD_S = 0.25
 
 
 class LoopLag:
-    """Runs from `start` to `stop`, in timers of its own: no task, nothing to await."""
+    """Measures inside its `with`, by timers: no task, nothing to await. Enter it in the event loop."""
 
     def __init__(self, metrics: Metrics, period_s: float = PERIOD_S) -> None:
         self._cells = metrics.histogram(names.LOOP_LAG).cells()
         self._period_s = period_s
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self) -> None:
-        """Call inside the event loop."""
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._period_s, self._fire, loop, loop.time() + self._period_s)
+    def __enter__(self) -> None:
+        self._wait(asyncio.get_running_loop())
 
-    def stop(self) -> None:
-        """Idempotent."""
+    def __exit__(self, *exc_info: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+
+    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        due_s = loop.time() + self._period_s
+        self._timer = loop.call_later(self._period_s, self._fire, loop, due_s)
 
     def _fire(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
-        now_s = loop.time()
-        self._cells.observe(max(0.0, now_s - due_s))
-        self._timer = loop.call_later(self._period_s, self._fire, loop, now_s + self._period_s)
+        self._cells.observe(max(0.0, loop.time() - due_s))
+        self._wait(loop)

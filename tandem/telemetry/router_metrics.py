@@ -1,0 +1,129 @@
+"""What happens to requests on the router, counted: latencies, outcomes, refusals, moves.
+
+Latencies count from arrival. A replayed request is one request: only the first computation of
+its prompt counts, and the gap in which it moved is an inter-token gap like any other.
+"""
+
+from __future__ import annotations
+
+from tandem.clock import Clock
+from tandem.errors import TandemError
+from tandem.telemetry import metric_names as names
+from tandem.telemetry.metrics import Metrics
+from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart
+from tandem.telemetry.recent_latencies import RecentLatencies
+from tandem.types import WorkerInfo
+
+
+class RouterMetrics:
+    """A `RouterObserver`. Has no word on the trace: give it after one that has."""
+
+    def __init__(self, metrics: Metrics, recent: RecentLatencies, clock: Clock) -> None:
+        self.clock = clock
+        self.recent = recent
+        self.requests = metrics.counter(names.REQUESTS)
+        self.failures = metrics.counter(names.REQUEST_FAILURES)
+        self.refusals = metrics.counter(names.REQUESTS_REFUSED)
+        self.placements = metrics.counter(names.PLACEMENTS)
+        self.moves = metrics.counter(names.REQUEST_MOVES)
+        self.prompt_tokens = metrics.counter(names.PROMPT_TOKENS)
+        self.completion_tokens = metrics.counter(names.COMPLETION_TOKENS)
+        self.first_token_s = metrics.histogram(names.TIME_TO_FIRST_TOKEN).cells()
+        self.inter_token_s = metrics.histogram(names.INTER_TOKEN).cells()
+        self.request_s = metrics.histogram(names.REQUEST_SECONDS).cells()
+        self.admission_s = metrics.histogram(names.ADMISSION_SECONDS).cells()
+        self.queue_s = metrics.histogram(names.QUEUE_SECONDS).cells()
+        self.prefill_s = metrics.histogram(names.PREFILL_SECONDS).cells()
+        self.transfer_s = metrics.histogram(names.REQUEST_TRANSFER_SECONDS).cells()
+        self.decode_s = metrics.histogram(names.DECODE_SECONDS).cells()
+        self.prompt_sizes = metrics.histogram(names.REQUEST_PROMPT_TOKENS).cells()
+        self.completion_sizes = metrics.histogram(names.REQUEST_COMPLETION_TOKENS).cells()
+
+    def request(self, start: RequestStart) -> RequestObserver:
+        """A request begins."""
+        return _Request(self, start)
+
+    def refused(self, error: TandemError) -> None:
+        """A request was turned away."""
+        self.refusals.add(1, error.reason)
+
+
+class _Request:
+    """One request's times."""
+
+    __slots__ = ("_admitted", "_arrived_s", "_first_s", "_last_s", "_num_prompt_tokens", "_of", "_traceparent")
+
+    def __init__(self, of: RouterMetrics, start: RequestStart) -> None:
+        self._of = of
+        self._traceparent = start.traceparent
+        self._num_prompt_tokens = start.num_prompt_tokens
+        self._arrived_s = of.clock.now_s() - start.age_s
+        self._admitted = False
+        self._first_s: float | None = None
+        """When the first token came."""
+        self._last_s = 0.0
+        """When the latest one came."""
+
+    @property
+    def traceparent(self) -> str:
+        return self._traceparent
+
+    def admitted(self) -> None:
+        self._admitted = True
+        self._of.admission_s.observe(self._of.clock.now_s() - self._arrived_s)
+
+    def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo) -> None:
+        self._of.placements.add(1, "local" if prefill is None else "disaggregated")
+
+    def prompt_computed(self, queue_s: float, prefill_s: float) -> None:
+        if self._first_s is not None:
+            return  # a replay
+        of = self._of
+        of.queue_s.observe(queue_s)
+        of.prefill_s.observe(prefill_s)
+        of.prompt_tokens.add(self._num_prompt_tokens)
+        of.prompt_sizes.observe(self._num_prompt_tokens)
+
+    def handed_over(self, num_bytes: int, seconds: float) -> None:
+        self._of.transfer_s.observe(seconds)
+
+    def tokens(self, num_tokens: int) -> None:
+        of, now_s = self._of, self._of.clock.now_s()
+        of.completion_tokens.add(num_tokens)
+        if self._first_s is None:
+            self._first_s = self._last_s = now_s
+            of.first_token_s.observe(now_s - self._arrived_s)
+            of.recent.first_token(now_s - self._arrived_s)
+            num_tokens -= 1
+        if num_tokens:
+            # Tokens that come together share the time since the one before them.
+            gap_s = (now_s - self._last_s) / num_tokens
+            of.inter_token_s.observe(gap_s, num_tokens)
+            of.recent.inter_token(gap_s, num_tokens)
+            self._last_s = now_s
+
+    def moved(self, culprit: WorkerInfo, error: TandemError) -> None:
+        self._of.moves.add(1, culprit.role, error.reason)
+
+    def ended(self, end: RequestEnd) -> None:
+        if end.finish_reason is not None:
+            self._finished(end, outcome=end.finish_reason)
+            return
+        of = self._of
+        of.recent.broken_off()
+        if end.error is None:
+            of.requests.add(1, "cancelled")
+        elif not self._admitted:
+            of.refusals.add(1, end.error.reason)
+        else:
+            of.requests.add(1, "failed")
+            of.failures.add(1, end.error.reason)
+
+    def _finished(self, end: RequestEnd, outcome: str) -> None:
+        of = self._of
+        of.requests.add(1, outcome)
+        of.request_s.observe(end.total_s)
+        of.recent.finished(end.total_s)
+        of.completion_sizes.observe(end.num_completion_tokens)
+        if self._first_s is not None:
+            of.decode_s.observe(self._last_s - self._first_s)

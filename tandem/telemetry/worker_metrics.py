@@ -1,0 +1,118 @@
+"""What happens to sequences on a worker, counted; and its load, read when asked. The same for both roles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from tandem.clock import Clock
+from tandem.errors import TandemError, TransferError
+from tandem.telemetry import metric_names as names
+from tandem.telemetry.metrics import Metrics, Reading
+from tandem.telemetry.observers import SequenceObserver, StepReport
+from tandem.types import Role, SequenceSpec, WorkerLoad
+
+
+class WorkerMetrics:
+    """A `WorkerObserver`."""
+
+    def __init__(self, metrics: Metrics, role: Role, clock: Clock) -> None:
+        self.clock = clock
+        self.sequences = metrics.counter(names.SEQUENCES)
+        self.failures = metrics.counter(names.SEQUENCE_FAILURES)
+        self.sampled_tokens = metrics.counter(names.SAMPLED_TOKENS)
+        self.wait_s = metrics.histogram(names.SEQUENCE_WAIT).cells()
+        self.transfers = metrics.counter(names.TRANSFERS)
+        self.transfer_failures = metrics.counter(names.TRANSFER_FAILURES)
+        self.transfer_s = metrics.histogram(names.TRANSFER_SECONDS).cells()
+        self.transfer_bytes = metrics.counter(names.TRANSFER_BYTES) if role is Role.PREFILL else None
+        self._computed_tokens = metrics.counter(names.COMPUTED_PROMPT_TOKENS)
+        self._step_s = metrics.histogram(names.STEP_SECONDS)
+        self._step_seqs = metrics.histogram(names.STEP_SEQS).cells()
+        self._step_tokens = metrics.histogram(names.STEP_TOKENS).cells()
+
+    def sequence(self, spec: SequenceSpec) -> SequenceObserver:
+        """A sequence arrives."""
+        return _Sequence(self)
+
+    def step(self, report: StepReport) -> None:
+        """A step is over."""
+        num_prefill_tokens, num_decode_seqs = report.num_prefill_tokens, report.num_decode_seqs
+        kind = "decode" if not num_prefill_tokens else "mixed" if num_decode_seqs else "prefill"
+        self._step_s.cells(kind).observe(report.seconds)
+        self._step_seqs.observe(len(report.specs))
+        self._step_tokens.observe(num_prefill_tokens + num_decode_seqs)
+        self._computed_tokens.add(num_prefill_tokens)
+        self.sampled_tokens.add(num_decode_seqs)
+
+
+class _Sequence:
+    """One sequence's way."""
+
+    __slots__ = ("_arrived_s", "_of", "_started", "_transferring")
+
+    def __init__(self, of: WorkerMetrics) -> None:
+        self._of = of
+        self._arrived_s = of.clock.now_s()
+        self._started = False
+        self._transferring = False
+
+    def reserved(self) -> None:
+        pass  # what waits and what is reserved is read from the load
+
+    def started(self) -> None:
+        if not self._started:
+            self._started = True
+            self._of.wait_s.observe(self._of.clock.now_s() - self._arrived_s)
+
+    def first_token(self) -> None:
+        self._of.sampled_tokens.add(1)
+
+    def transfer_started(self) -> None:
+        self._transferring = True
+
+    def transferred(self, num_bytes: int, seconds: float, transport: str | None) -> None:
+        of = self._of
+        self._transferring = False
+        of.transfers.add(1, "committed")
+        of.transfer_s.observe(seconds)
+        if of.transfer_bytes is not None:
+            of.transfer_bytes.add(num_bytes)
+
+    def preempted(self) -> None:
+        pass  # the load counts them, of the whole pool
+
+    def ended(self, error: TandemError | None, num_tokens: int) -> None:
+        of = self._of
+        of.sequences.add(1, "ended" if error is None else "failed")
+        if error is not None:
+            of.failures.add(1, error.reason)
+        if isinstance(error, TransferError):
+            of.transfers.add(1, "failed")
+            of.transfer_failures.add(1, error.reason)
+        elif self._transferring:
+            of.transfers.add(1, "withdrawn")
+
+
+def load_reader(role: Role, load: Callable[[], WorkerLoad]) -> Callable[[], Iterable[Reading]]:
+    """Tells a worker core's load."""
+
+    def read() -> Iterable[Reading]:
+        now = load()
+        pool = now.pool
+        yield Reading(names.RUNNING_SEQS, now.running_seqs)
+        yield Reading(names.WAITING_SEQS, now.waiting_seqs)
+        yield Reading(names.DRAINING, now.draining)
+        yield Reading(names.ENGINE_STEPS, now.engine_steps)
+        yield Reading(names.TRANSFERS_LIVE, now.live_transfers)
+        yield Reading(names.POOL_USAGE, 1 - pool.free / pool.total)
+        yield Reading(names.POOL_UNUSED_SLOTS, pool.unused_slots)
+        yield Reading(names.POOL_BLOCK_TOKENS, pool.block_size)
+        for state in names.BLOCK_STATES:
+            yield Reading(names.POOL_BLOCKS, getattr(pool, state), (state,))
+        if role is Role.PREFILL:
+            yield Reading(names.PREFILL_QUEUED_TOKENS, now.queued_prompt_tokens)
+        else:
+            yield Reading(names.DECODE_QUEUED_TOKENS, now.queued_prompt_tokens)
+            yield Reading(names.PREEMPTIONS, now.preemptions)
+
+    return read
