@@ -7,6 +7,11 @@ import socket
 _WILDCARDS = frozenset({"0.0.0.0", "[::]", "*"})
 
 
+def is_wildcard(address: str) -> bool:
+    """Whether HOST:PORT stands for every address of this machine."""
+    return address.rpartition(":")[0] in _WILDCARDS
+
+
 def advertised_address(listen: str, advertise: str | None, bound_port: int) -> str:
     """`HOST:PORT` at which this process is reached.
 

@@ -41,6 +41,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # h
         """What is being told."""
         return self._serving
 
+    @property
+    def alive(self) -> bool:
+        """What is being told under `LIVENESS`."""
+        return self._alive
+
     def set_serving(self, serving: bool) -> None:
         """Tells every watcher. A no-op once closed."""
         if not self._closed and serving != self._serving:

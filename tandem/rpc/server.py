@@ -65,20 +65,29 @@ class RpcServer:
         max_receive_bytes: int = MAX_RECEIVE_BYTES,
         announce_s: float = _ANNOUNCE_S,
         metrics: Metrics | None = None,
+        health_servicer: health.HealthServicer | None = None,
     ) -> None:
-        """`announce_s`: how long NOT_SERVING is told before connections are refused. `metrics` count its calls."""
+        """`announce_s`: how long NOT_SERVING is told before connections are refused. `metrics` count its calls.
+
+        `health_servicer`: that of another server of this process, so that both tell one truth.
+        """
         self._listen = listen
         self._incoming = incoming
         self._services = tuple(services)
         self._max_receive_bytes = max_receive_bytes
         self._announce_s = announce_s
-        self._health = health.HealthServicer(service.name for service in services)
+        self._health = health_servicer or health.HealthServicer(service.name for service in services)
         long_lived = {service.name for service in services if service.long_lived}
         self._guard = CallGuard(frozenset({*reflection.SERVICE_NAMES, *long_lived}))
         self._server: grpc.aio.Server | None = None
         self._metrics = metrics
         if metrics is not None:
             metrics.add_reader(lambda: [Reading(metric_names.SERVING, self._health.serving)])
+
+    @property
+    def health(self) -> health.HealthServicer:
+        """What tells this process's health."""
+        return self._health
 
     async def start(self) -> int:
         """Listens; returns the port. Raises ConfigError if the address cannot be had."""
