@@ -6,8 +6,8 @@ limits, defaults, admission and times are the same through every door. Knows no 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,15 @@ class Entrance:
         self._clock = clock
         self._observer = observer
 
+    @contextmanager
+    def judging(self) -> Iterator[None]:
+        """For what a servicer refuses before `run`: watchers hear of it as of every refusal."""
+        try:
+            yield
+        except TandemError as error:
+            self._observer.refused(error)
+            raise
+
     @asynccontextmanager
     async def run(
         self, message: inference_pb2.GenerateRequest, context: Context, *, timeout_s: float | None = None
@@ -56,12 +65,9 @@ class Entrance:
         """
         timeline = Timeline(self._clock)
         deadline = self._deadline(context, timeout_s)
-        try:
+        with self.judging():
             self._pipeline.check_open(message.priority)
             resolved = await self._intake.read(message, deadline, _traceparent(context))
-        except TandemError as error:
-            self._observer.refused(error)
-            raise
         async with self._pipeline.start(resolved, timeline) as outbox:
             yield RunningRequest(resolved.request_id, len(resolved.prompt), outbox)
 

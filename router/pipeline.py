@@ -41,20 +41,24 @@ class Pipeline:
         self._clock = clock
         self._patience = patience
         self._observer = observer
-        self._draining = False
+        self._draining = asyncio.Event()
 
     @property
     def draining(self) -> bool:
         """Whether new requests are refused."""
-        return self._draining
+        return self._draining.is_set()
 
     def begin_drain(self) -> None:
         """Refuses new requests from now on; those under way go on."""
-        self._draining = True
+        self._draining.set()
+
+    async def wait_for_drain(self) -> None:
+        """Returns once new requests are refused."""
+        await self._draining.wait()
 
     def check_open(self, priority: int) -> None:
         """For before the work of tokenizing. Raises Unavailable when draining, Overloaded when full."""
-        if self._draining:
+        if self.draining:
             raise Unavailable("the router is draining", Reason.DRAINING)
         self._admission.queue.check_room(priority)
 

@@ -1,17 +1,21 @@
 """Server reflection, v1 and v1alpha: what grpcurl and buf curl read.
 
 grpcio-reflection serves v1alpha only. v1 has the same messages under another package name, so
-v1alpha's file is copied under that name and its servicer answers both.
+v1alpha's file is copied under that name and its servicer answers both. Foreign protocols are
+described from their own descriptor pool (see `tandem.foreign.pool`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+
+from tandem.foreign import pool as foreign_pool
 
 V1_SERVICE_NAME = "grpc.reflection.v1.ServerReflection"
 SERVICE_NAMES = (V1_SERVICE_NAME, reflection.SERVICE_NAME)
@@ -20,7 +24,7 @@ SERVICE_NAMES = (V1_SERVICE_NAME, reflection.SERVICE_NAME)
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
     """Describes `service_names`, and reflection itself, in both versions."""
     _describe_v1()
-    servicer = reflection.aio.ReflectionServicer([*service_names, *SERVICE_NAMES])
+    servicer = reflection.aio.ReflectionServicer([*service_names, *SERVICE_NAMES], pool=_Pools())
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
@@ -30,6 +34,41 @@ def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> Non
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(V1_SERVICE_NAME, {"ServerReflectionInfo": handler}),)
     )
+
+
+class _Pools:
+    """The questions that the servicer has for a descriptor pool: put to the foreign one, then to protobuf's default.
+
+    In this order, for a process may have loaded the foreign protocols' own packages too, and what is served is ours.
+    """
+
+    def FindFileByName(self, name: str) -> Any:  # noqa: N802
+        """A file's descriptor."""
+        return _first(lambda pool: pool.FindFileByName(name))
+
+    def FindFileContainingSymbol(self, name: str) -> Any:  # noqa: N802
+        """The descriptor of the file in which a name is declared."""
+        return _first(lambda pool: pool.FindFileContainingSymbol(name))
+
+    def FindMessageTypeByName(self, name: str) -> Any:  # noqa: N802
+        """A message's descriptor."""
+        return _first(lambda pool: pool.FindMessageTypeByName(name))
+
+    def FindExtensionByNumber(self, message: Any, number: int) -> Any:  # noqa: N802
+        """The extension of a message with this number."""
+        return message.file.pool.FindExtensionByNumber(message, number)
+
+    def FindAllExtensions(self, message: Any) -> Any:  # noqa: N802
+        """All extensions of a message."""
+        return message.file.pool.FindAllExtensions(message)
+
+
+def _first(find: Callable[[Any], Any]) -> Any:
+    """Raises KeyError, as a pool does, if none knows."""
+    try:
+        return find(foreign_pool.Default())
+    except KeyError:
+        return find(descriptor_pool.Default())
 
 
 def _describe_v1() -> None:

@@ -1,0 +1,146 @@
+"""KServe v2 tensors: bytes and typed contents to Python values, and values to raw contents.
+
+    request.inputs + raw_input_contents | contents ──read_tensors──▶ {name: Tensor}
+
+Raw elements are little-endian and in row-major order; a BYTES element follows four bytes of its
+length. Source: https://github.com/kserve/open-inference-protocol. Knows no tensor by its meaning.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from tandem.errors import InvalidRequest, UnsupportedOption
+from tandem.foreign import kserve_pb2
+
+Value = bytes | bool | int | float
+
+BYTES = "BYTES"
+_LENGTH = struct.Struct("<I")
+_SHOWN_CHARACTERS = 64
+"""Of a caller's name in an error: statuses travel in trailers, which are small."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How one datatype is coded."""
+
+    struct_code: str
+    contents_field: str | None
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "BOOL": _Kind("?", "bool_contents"),
+    "INT8": _Kind("b", "int_contents"),
+    "INT16": _Kind("h", "int_contents"),
+    "INT32": _Kind("i", "int_contents"),
+    "INT64": _Kind("q", "int64_contents"),
+    "UINT8": _Kind("B", "uint_contents"),
+    "UINT16": _Kind("H", "uint_contents"),
+    "UINT32": _Kind("I", "uint_contents"),
+    "UINT64": _Kind("Q", "uint64_contents"),
+    "FP16": _Kind("e", None),
+    "FP32": _Kind("f", "fp32_contents"),
+    "FP64": _Kind("d", "fp64_contents"),
+    BYTES: _Kind("", "bytes_contents"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One input. `values` in row-major order, as many as `shape` says."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    values: tuple[Value, ...]
+
+
+def shown(name: str) -> str:
+    """A caller's name, short enough for an error."""
+    return name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}…"
+
+
+def read_tensors(request: kserve_pb2.ModelInferRequest) -> dict[str, Tensor]:
+    """All inputs by name. Raises InvalidRequest and UnsupportedOption that name the input."""
+    raws = request.raw_input_contents
+    if raws and len(raws) != len(request.inputs):
+        raise InvalidRequest("raw_input_contents", f"{len(raws)} entries for {len(request.inputs)} inputs")
+    tensors: dict[str, Tensor] = {}
+    for index, message in enumerate(request.inputs):
+        field = f"inputs.{shown(message.name)}"
+        if message.name in tensors:
+            raise InvalidRequest(field, "is given twice")
+        _refuse_parameters(field, message.parameters)
+        values = _values(field, message, raws[index] if raws else None)
+        tensors[message.name] = Tensor(message.name, message.datatype, tuple(message.shape), values)
+    return tensors
+
+
+def pack_bytes(values: Iterable[bytes]) -> bytes:
+    """Raw contents of a BYTES tensor."""
+    return b"".join(_LENGTH.pack(len(value)) + value for value in values)
+
+
+def pack_uint32(values: Iterable[int]) -> bytes:
+    """Raw contents of a UINT32 tensor."""
+    return b"".join(_LENGTH.pack(value) for value in values)
+
+
+def _refuse_parameters(field: str, parameters: Mapping[str, kserve_pb2.InferParameter]) -> None:
+    for name in parameters:
+        if name.startswith("shared_memory"):
+            raise UnsupportedOption(field, "shared memory is not supported; send the elements in the request")
+        raise InvalidRequest(f"{field}.{shown(name)}", "no such parameter of an input")
+
+
+def _values(field: str, message: kserve_pb2.ModelInferRequest.InferInputTensor, raw: bytes | None) -> tuple[Value, ...]:
+    kind = _KINDS.get(message.datatype)
+    if kind is None:
+        raise InvalidRequest(field, f"datatype {shown(message.datatype)!r} is not known; known are {', '.join(_KINDS)}")
+    if any(dimension < 0 for dimension in message.shape):
+        raise InvalidRequest(field, "a dimension is negative")
+    count = math.prod(message.shape)
+    if raw is None:
+        return _typed_values(field, message, kind, count)
+    if message.HasField("contents"):
+        raise InvalidRequest(field, "has elements both in contents and in raw_input_contents")
+    return _raw_bytes(field, raw, count) if message.datatype == BYTES else _raw_numbers(field, raw, count, kind)
+
+
+def _typed_values(
+    field: str, message: kserve_pb2.ModelInferRequest.InferInputTensor, kind: _Kind, count: int
+) -> tuple[Value, ...]:
+    given = [descriptor.name for descriptor, _ in message.contents.ListFields()]
+    if any(name != kind.contents_field for name in given):
+        raise InvalidRequest(field, f"a {message.datatype} tensor has its elements in {kind.contents_field or 'raw'}")
+    values = () if kind.contents_field is None else tuple(getattr(message.contents, kind.contents_field))
+    if len(values) != count:
+        raise InvalidRequest(field, f"{len(values)} elements do not fill its shape of {count}")
+    return values
+
+
+def _raw_numbers(field: str, raw: bytes, count: int, kind: _Kind) -> tuple[Value, ...]:
+    size = struct.calcsize(f"<{kind.struct_code}")
+    if len(raw) != count * size:
+        raise InvalidRequest(field, f"{len(raw)} bytes do not fill its shape of {count} elements of {size}")
+    return struct.unpack(f"<{count}{kind.struct_code}", raw)
+
+
+def _raw_bytes(field: str, raw: bytes, count: int) -> tuple[Value, ...]:
+    values: list[Value] = []
+    start = 0
+    while start < len(raw):
+        end = start + _LENGTH.size
+        if end <= len(raw):
+            end += _LENGTH.unpack_from(raw, start)[0]
+        if end > len(raw):
+            raise InvalidRequest(field, f"element {len(values)} ends beyond its {len(raw)} bytes")
+        values.append(raw[start + _LENGTH.size : end])
+        start = end
+    if len(values) != count:
+        raise InvalidRequest(field, f"{len(values)} elements do not fill its shape of {count}")
+    return tuple(values)

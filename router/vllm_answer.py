@@ -1,0 +1,67 @@
+"""What came of one request, as VllmEngine's chunks and its final message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.choice import ChoiceDelta
+from tandem.foreign import vllm_engine_pb2
+from tandem.types import TokenId, TokenLogprobs
+
+ABORTED = "abort"
+"""The finish reason of a request that Abort ended."""
+
+
+class Answer:
+    """Gathers one request's deltas, for the final message repeats them."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._token_ids: list[TokenId] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    def add(self, delta: ChoiceDelta) -> vllm_engine_pb2.GenerateResponse | None:
+        """The chunk that says what is new; None if there are no new tokens."""
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs
+        if not delta.token_ids:
+            return None
+        chunk = vllm_engine_pb2.GenerateStreamChunk(
+            token_ids=delta.token_ids,
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=len(delta.token_ids),
+            output_logprobs=_logprobs(delta.logprobs),
+        )
+        return vllm_engine_pb2.GenerateResponse(chunk=chunk)
+
+    def complete(
+        self, finish_reason: str, matched_stop: str | TokenId | None = None
+    ) -> vllm_engine_pb2.GenerateResponse:
+        """The final message."""
+        complete = vllm_engine_pb2.GenerateComplete(
+            output_ids=self._token_ids,
+            finish_reason=finish_reason,
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=len(self._token_ids),
+            output_logprobs=_logprobs(self._logprobs),
+        )
+        if isinstance(matched_stop, str):
+            complete.matched_stop_str = matched_stop
+        elif matched_stop is not None:
+            complete.matched_token_id = matched_stop
+        return vllm_engine_pb2.GenerateResponse(complete=complete)
+
+
+def _logprobs(logprobs: Sequence[TokenLogprobs]) -> vllm_engine_pb2.OutputLogProbs | None:
+    """None if none were asked for."""
+    if not logprobs:
+        return None
+    tops = [
+        vllm_engine_pb2.TopLogProbs(values=[value for _, value in each.top], token_ids=[key for key, _ in each.top])
+        for each in logprobs
+    ]
+    return vllm_engine_pb2.OutputLogProbs(
+        token_logprobs=[each.logprob for each in logprobs],
+        token_ids=[each.token_id for each in logprobs],
+        top_logprobs=tops if any(each.top for each in logprobs) else [],
+    )

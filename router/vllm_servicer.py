@@ -1,0 +1,119 @@
+"""vLLM's VllmEngine: a thin face over the entrance, in token ids. Errors are raised as TandemErrors.
+
+The protocol is described in protos/tandem/foreign/vllm_engine.proto.
+"""
+
+from __future__ import annotations
+
+import grpc.aio
+
+from router.entrance import Context, Entrance, RunningRequest
+from router.health import Health
+from router.pipeline import Pipeline
+from router.refused_methods import refuse_methods
+from router.vllm_aborts import Aborts, RequestAborted
+from router.vllm_answer import ABORTED, Answer
+from router.vllm_info import ServerInfo
+from router.vllm_request import check_rank, read_request
+from router.vllm_tokenizer import TokenizerArchive
+from tandem.foreign import smg_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
+from tandem.rpc.server import Service
+
+SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
+"""As its owners named it."""
+_REFUSED = {
+    "Embed": "the model generates text and has no embeddings",
+    "FlushCache": "there is no prefix cache to flush",
+    "StartProfile": "profiles are taken with python -m bench.step_profile",
+    "StopProfile": "profiles are taken with python -m bench.step_profile",
+    "SubscribeKvEvents": "there is no prefix cache to tell of",
+}
+
+
+class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
+    """Serves one model."""
+
+    def __init__(
+        self, entrance: Entrance, pipeline: Pipeline, health: Health, info: ServerInfo, tokenizer: TokenizerArchive
+    ) -> None:
+        self._entrance = entrance
+        self._pipeline = pipeline
+        self._health = health
+        self._info = info
+        self._tokenizer = tokenizer
+        self._aborts = Aborts()
+
+    async def Generate(self, request: vllm_engine_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
+        """Chunks if asked for, then the whole. A slow reader only makes later chunks bigger."""
+        self._info.request_came()
+        with self._entrance.judging():
+            message = read_request(request)
+        async with self._entrance.run(message, context) as running:
+            with self._aborts.listed(running):
+                final = await _read(running, context if request.stream else None)
+        await context.write(final)
+
+    async def HealthCheck(  # noqa: N802
+        self, request: vllm_engine_pb2.HealthCheckRequest, context: Context
+    ) -> vllm_engine_pb2.HealthCheckResponse:
+        """As the health service says, with the reason."""
+        obstacle = self._health.obstacle()
+        return vllm_engine_pb2.HealthCheckResponse(healthy=obstacle is None, message=obstacle or "")
+
+    async def Abort(  # noqa: N802
+        self, request: vllm_engine_pb2.AbortRequest, context: Context
+    ) -> vllm_engine_pb2.AbortResponse:
+        """Ends requests of this service; their own callers are answered when what they held is released."""
+        self._aborts.abort(request.request_ids)
+        return vllm_engine_pb2.AbortResponse()
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: vllm_engine_pb2.GetModelInfoRequest, context: Context
+    ) -> vllm_engine_pb2.GetModelInfoResponse:
+        """What is served."""
+        return self._info.model()
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: vllm_engine_pb2.GetServerInfoRequest, context: Context
+    ) -> vllm_engine_pb2.GetServerInfoResponse:
+        """Who serves it."""
+        return self._info.server(draining=self._pipeline.draining)
+
+    async def GetLoads(  # noqa: N802
+        self, request: vllm_engine_pb2.GetLoadsRequest, context: Context
+    ) -> vllm_engine_pb2.GetLoadsResponse:
+        """How busy it is. Raises InvalidRequest for another rank than 0."""
+        check_rank("dp_rank", request.dp_rank)
+        return self._info.loads()
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: smg_common_pb2.GetTokenizerRequest, context: Context
+    ) -> None:
+        """The tokenizer's files."""
+        for chunk in await self._tokenizer.chunks():
+            await context.write(chunk)
+
+
+async def _read(running: RunningRequest, chunks_to: Context | None) -> vllm_engine_pb2.GenerateResponse:
+    """Reads the request to its end, which is returned; writes chunks if there is where to."""
+    answer = Answer(running.num_prompt_tokens)
+    while True:
+        try:
+            message = await running.outbox.get()
+        except RequestAborted:
+            return answer.complete(ABORTED)
+        chunk = answer.add(message.delta)
+        if chunk is not None and chunks_to is not None:
+            await chunks_to.write(chunk)
+        if message.summary is not None:
+            return answer.complete(message.delta.finish_reason or "", message.delta.matched_stop)
+
+
+def vllm_service(servicer: VllmServicer) -> Service:
+    """With what of the protocol is refused by name."""
+
+    def register(server: grpc.aio.Server) -> None:
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)
+        refuse_methods(server, SERVICE_NAME, _REFUSED)
+
+    return Service(SERVICE_NAME, register)
