@@ -130,9 +130,12 @@ class Generation:
 
     def abandon(self) -> None:
         """Nobody wants it any more. For one whose `drive` may have been cancelled before it began; else a no-op."""
-        if self._state not in _ENDED:
-            self._move(RequestState.CANCELLED)
-            self._observer.ended(self._end())
+        if self._state in _ENDED:
+            return
+        # At the deadline the call's own cancellation may come before our timer does.
+        error = DeadlineExceeded("the deadline passed") if self._request.deadline.passed else None
+        self._move(RequestState.CANCELLED)
+        self._observer.ended(self._end(error=error))
 
     async def _run(self) -> None:
         request = self._request

@@ -26,6 +26,7 @@ from tandem.rpc.status import error_from_rpc
 from tandem.types import Role, WorkerId, WorkerInfo
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1 import inference_pb2_grpc, registry_pb2, registry_pb2_grpc
+from tests.recording_observers import RecordingRouter
 
 PATIENCE_S = 5.0
 POLL_S = 0.001
@@ -50,8 +51,11 @@ class Fakes:
 class FakeCluster:
     """One router and its fake workers."""
 
-    def __init__(self, router: Router, model: str, stack: AsyncExitStack, fakes: Fakes) -> None:
+    def __init__(
+        self, router: Router, model: str, stack: AsyncExitStack, fakes: Fakes, observer: RecordingRouter
+    ) -> None:
         self.router = router
+        self.observer = observer
         self.workers: dict[str, Any] = {}
         self._fakes = fakes
         self.stop = asyncio.Event()
@@ -198,8 +202,9 @@ async def launch(byte_checkpoint: Path, fake_worker: Any, token_at: Any) -> Asyn
             config = RouterConfig(
                 **{"model": str(byte_checkpoint), "listen": "127.0.0.1:0", "drain_grace_s": 0.0} | options
             )
-            router = Router.build(config, patience=patience, stall_s=stall_s, rng=Random(1))
-            cluster = FakeCluster(router, config.model, stack, Fakes(fake_worker, token_at))
+            observer = RecordingRouter()
+            router = Router.build(config, patience=patience, stall_s=stall_s, rng=Random(1), observer=observer)
+            cluster = FakeCluster(router, config.model, stack, Fakes(fake_worker, token_at), observer)
             await cluster.start()
             stack.push_async_callback(cluster.end)
             clusters.append(cluster)
@@ -208,6 +213,7 @@ async def launch(byte_checkpoint: Path, fake_worker: Any, token_at: Any) -> Asyn
         yield start
         for cluster in clusters:
             await until(lambda cluster=cluster: cluster.idle)
+            cluster.observer.check_all_ended()
 
 
 @pytest.fixture

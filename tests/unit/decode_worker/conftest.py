@@ -21,6 +21,7 @@ from tandem.first_token import encode_first_token
 from tandem.limits import Limits
 from tandem.types import Handle, RequestId, SamplingParams, SequenceSpec, TokenDelta, TokenId
 from tandem.validation import Validator
+from tests.recording_observers import RecordingWorker
 
 VOCAB_SIZE = 1000
 WAIT_S = 5.0
@@ -209,6 +210,7 @@ class Bench:
     receiver: FakeReceiver
     clock: ManualClock
     router: FakeRouter
+    observer: RecordingWorker
 
     def reserve(self, handle: int, spec: SequenceSpec, *, local_prefill: bool = False) -> Handle:
         self.worker.reserve(self.router, Handle(handle), spec, local_prefill)
@@ -232,6 +234,7 @@ class Bench:
         async with asyncio.timeout(WAIT_S):
             await self.worker.drained()
         self.worker.check_idle()
+        self.observer.check_all_ended()
 
 
 @pytest.fixture
@@ -288,9 +291,10 @@ def open_bench() -> Callable[..., object]:
             max_queued=max_queued,
             landing=landing or LandingPolicy(),
         )
-        worker = DecodeWorker(WorkerParts(engine, pool, receiver, validator, clock), policy)
+        observer = RecordingWorker()
+        worker = DecodeWorker(WorkerParts(engine, pool, receiver, validator, clock, observer), policy)
         running = asyncio.create_task(worker.run())
-        bench = Bench(worker, engine, pool, receiver, clock, FakeRouter())
+        bench = Bench(worker, engine, pool, receiver, clock, FakeRouter(), observer)
         try:
             yield bench
             await bench.settled()

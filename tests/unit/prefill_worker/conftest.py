@@ -28,6 +28,7 @@ from tandem.types import (
     TokenId,
 )
 from tandem.validation import Validator
+from tests.recording_observers import RecordingWorker
 
 BLOCK_SIZE = 4
 DEADLINE_S = 5.0
@@ -186,8 +187,9 @@ class Bench:
         self.router = FakeRouter()
         self.clock = ManualClock()
         self.pool = BlockPool(16, BLOCK_SIZE)
+        self.observer = RecordingWorker()
         validator = Validator(Limits(), vocab_size=1000, context_tokens=256)
-        parts = WorkerParts(self.engine, self.pool, self.sender, validator, self.clock)
+        parts = WorkerParts(self.engine, self.pool, self.sender, validator, self.clock, self.observer)
         policy = HandoffPolicy(overlap=overlap, transfer_timeout_s=transfer_timeout_s)
         self.worker = PrefillWorker(parts, BatchLimits(8, 4), policy, max_sequence_tokens=64)
         self._task = asyncio.create_task(self.worker.run())
@@ -201,6 +203,7 @@ class Bench:
         async with asyncio.timeout(DEADLINE_S):
             await self.worker.drained()
         self.worker.check_idle()
+        self.observer.check_all_ended()
 
     async def close(self) -> None:
         for gate in self.gates:
