@@ -28,6 +28,8 @@ from tandem.incarnation import new_incarnation
 from tandem.rpc.address import advertised_address
 from tandem.rpc.process import StopSignal, run_process
 from tandem.rpc.worker_process import WorkerProcess
+from tandem.security.credentials import Security
+from tandem.security.tls import ServerTls
 from tandem.telemetry.logging import configure_logging
 from tandem.telemetry.loop_lag import LoopLag
 from tandem.telemetry.metric import Process
@@ -47,6 +49,7 @@ def run(config: DecodeConfig) -> int:
 
 async def serve(config: DecodeConfig, stop: StopSignal) -> None:
     """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
+    security = Security.load(config.security, config.ports)
     checkpoint = read_checkpoint(config.model)
     transports = choose(config.transport, resolve_device(config.device))
     options = replace(
@@ -55,7 +58,7 @@ async def serve(config: DecodeConfig, stop: StopSignal) -> None:
     engine = await asyncio.to_thread(load_engine, options)
     try:
         incarnation = new_incarnation()
-        receiver = _new_receiver(config, engine, transports, incarnation)
+        receiver = _new_receiver(config, engine, transports, incarnation, security.incoming.tls)
         metrics = Metrics(Process.DECODE, checkpoint.name, _worker_id(config, incarnation))
         observer = worker_observers([WorkerMetrics(metrics, Role.DECODE, MonotonicClock())])
         worker = _new_worker(config, checkpoint, engine, receiver, observer)
@@ -64,7 +67,7 @@ async def serve(config: DecodeConfig, stop: StopSignal) -> None:
         await receiver.start()
         try:
             with LoopLag(metrics):
-                await WorkerProcess(config, worker, incarnation, metrics=metrics).run(describe, stop)
+                await WorkerProcess(config, worker, incarnation, security=security, metrics=metrics).run(describe, stop)
         finally:
             await receiver.stop()
     finally:
@@ -106,7 +109,11 @@ def _describe(
 
 
 def _new_receiver(
-    config: DecodeConfig, engine: Engine, transports: tuple[str, ...], incarnation: Incarnation
+    config: DecodeConfig,
+    engine: Engine,
+    transports: tuple[str, ...],
+    incarnation: Incarnation,
+    tls: ServerTls | None,
 ) -> Receiver:
     memory = PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, incarnation)
     fingerprints = Fingerprints(engine.fingerprint, engine.layout)
@@ -120,6 +127,7 @@ def _new_receiver(
         listen_host=_host_of(config.listen),
         listen_port=config.kv_port,
         advertise_host=_host_of(advertised),
+        tls=tls,
         timing=Timing(lease_s=config.lease_s),
     )
     return stage_receiver(receiver, engine.kv_cache.mirror)

@@ -13,17 +13,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtransfer.frame import HEADER_BYTES, Frame, FrameType, Header
 from kvtransfer.timing import Timing
+from kvtransfer.wire import PlainWire, TlsWire, Wire, reason
 from tandem.errors import FrameError, PeerLost, TransferError
 
 MAX_QUEUED_FRAMES = 65536
 """A peer that lets this many answers pile up does not read; it is cut off."""
 _SEND_SLICE_BYTES = 1024 * 1024
+_LINGER_S = 0.5
+_LINGER_READ_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class Connection:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
+        self._wire: Wire = PlainWire(sock)
         self._timing = timing
         self._loop = asyncio.get_running_loop()
         self._outbox: deque[_Outgoing] = deque()
@@ -49,6 +54,19 @@ class Connection:
         self._broken: TransferError | None = None
         self._patience_s: float | None = timing.lease_s
         self._writing: asyncio.Task[None] | None = None
+
+    async def begin_tls(self, context: ssl.SSLContext, server_name: str | None = None) -> None:
+        """From now on all bytes are TLS's; called before anything else. `server_name`: see `TlsWire`.
+
+        The caller sets the deadline. Raises TransferError; the peer is then told why.
+        """
+        wire = TlsWire(self._sock, context, server_name)
+        try:
+            await wire.shake_hands()
+        except OSError as error:
+            await self._linger()
+            raise TransferError(f"no TLS with the peer: {reason(error)}") from error
+        self._wire = wire
 
     def start(self) -> None:
         """Lets queued frames and heartbeats go out. Idempotent."""
@@ -104,11 +122,11 @@ class Connection:
         """Puts at least one byte into `view` and says how many. Raises PeerLost."""
         try:
             async with asyncio.timeout(self._patience_s):
-                count = await self._loop.sock_recv_into(self._sock, view)
+                count = await self._wire.receive_some(view)
         except TimeoutError:
             raise PeerLost("the peer went silent for longer than its lease") from None
         except OSError as error:
-            raise self._broken or PeerLost(f"connection failed: {error.strerror}") from error
+            raise self._broken or PeerLost(f"connection failed: {reason(error)}") from error
         if count == 0:
             raise self._broken or PeerLost("the peer closed the connection")
         return count
@@ -131,6 +149,14 @@ class Connection:
         self._break(PeerLost("the connection was closed here"))
         self._sock.close()
 
+    async def _linger(self) -> None:
+        """Reads on for a moment: a socket closed with bytes unread would take back what was said last."""
+        with contextlib.suppress(OSError):  # TimeoutError is one
+            self._sock.shutdown(socket.SHUT_WR)
+            async with asyncio.timeout(_LINGER_S):
+                while await self._loop.sock_recv(self._sock, _LINGER_READ_BYTES):
+                    pass
+
     async def _write_outbox(self) -> None:
         heartbeat = _Outgoing(Frame(FrameType.HEARTBEAT).encode(), (), None)
         try:
@@ -142,7 +168,7 @@ class Connection:
         except TimeoutError:
             self._break(PeerLost("the peer does not read"))
         except OSError as error:
-            self._break(PeerLost(f"connection failed: {error.strerror}"))
+            self._break(PeerLost(f"connection failed: {reason(error)}"))
 
     async def _woken(self) -> bool:
         self._wake.clear()
@@ -166,7 +192,7 @@ class Connection:
     async def _send_bytes(self, data: memoryview) -> None:
         for start in range(0, len(data), _SEND_SLICE_BYTES):
             async with asyncio.timeout(self._timing.lease_s):
-                await self._loop.sock_sendall(self._sock, data[start : start + _SEND_SLICE_BYTES])
+                await self._wire.send(data[start : start + _SEND_SLICE_BYTES])
 
     def _break(self, error: TransferError) -> None:
         """Nothing more is sent; a reader of this connection wakes with `error`."""

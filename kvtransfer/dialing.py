@@ -17,6 +17,7 @@ from kvtransfer.timing import Timing
 from kvtransfer.transports import AUTO, SHM, TCP, shm, tcp
 from tandem.clock import Clock
 from tandem.errors import HandshakeMismatch, PeerLost, TicketRefused, TransferError
+from tandem.security.tls import ClientTls
 
 
 def candidates(wanted: str, endpoint: Endpoint) -> tuple[str, ...]:
@@ -36,8 +37,12 @@ def candidates(wanted: str, endpoint: Endpoint) -> tuple[str, ...]:
 class Dialer:
     """Connects the local pool to receiving pools; keeps nothing."""
 
-    def __init__(self, pool: LocalPool, transport: str, clock: Clock, timing: Timing) -> None:
+    def __init__(
+        self, pool: LocalPool, transport: str, clock: Clock, timing: Timing, tls: ClientTls | None = None
+    ) -> None:
+        """`tls` is for connections over tcp; None = they are plain."""
         self._pool = pool
+        self._tls = tls
         self._transport = transport
         self._clock = clock
         self._timing = timing
@@ -64,15 +69,25 @@ class Dialer:
         if name == SHM:
             sock = await shm.dial(endpoint.unix_name)
         else:
+            self._agree_on_tls(endpoint)
             sock = await tcp.dial(endpoint.tcp_host, endpoint.tcp_port)
         connection = _wrap(sock, self._timing)
         try:
+            if name == TCP and self._tls is not None:
+                server_name = self._tls.server_name or endpoint.tcp_host
+                await connection.begin_tls(self._tls.context(), server_name)
             connection.start()
             hello, lane = await self._shake_hands(name, connection, endpoint)
         except BaseException:
             await connection.close()
             raise
         return Link(connection, lane, hello.incarnation, hello.num_blocks, self._pool, self._clock, self._timing)
+
+    def _agree_on_tls(self, endpoint: Endpoint) -> None:
+        """Neither side gives way: one that was told to use TLS never speaks in clear. Raises HandshakeMismatch."""
+        ours = self._tls is not None
+        if ours != endpoint.tls:
+            raise HandshakeMismatch("tls", _on_off(ours), _on_off(endpoint.tls))
 
     async def _shake_hands(self, name: str, connection: Connection, endpoint: Endpoint) -> tuple[Hello, Lane]:
         ours = self._pool.hello(name)
@@ -93,6 +108,10 @@ class Dialer:
         finally:
             if descriptor is not None:
                 os.close(descriptor)
+
+
+def _on_off(tls: bool) -> str:
+    return "on" if tls else "off"
 
 
 def _judge(frame: Frame, ours: Hello, endpoint: Endpoint) -> Hello:

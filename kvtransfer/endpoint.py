@@ -8,8 +8,8 @@ from kvtransfer.fields import decode_fields, encode_fields, required, required_i
 from tandem.errors import FrameError
 from tandem.types import Incarnation
 
-ENDPOINT_VERSION = 1
-"""1: first version."""
+ENDPOINT_VERSION = 2
+"""1: first version. 2: says whether tcp is inside TLS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class Endpoint:
     """Name in the abstract Unix namespace, without its leading NUL."""
     tcp_host: str = ""
     tcp_port: int = 0
+    tls: bool = False
+    """Whether connections over tcp are inside TLS."""
 
     def encode(self) -> bytes:
         """Bytes for `Offer.endpoint`."""
@@ -37,6 +39,7 @@ class Endpoint:
                 "unix_name": self.unix_name,
                 "tcp_host": self.tcp_host,
                 "tcp_port": str(self.tcp_port),
+                "tls": str(int(self.tls)),
             }
         )
 
@@ -55,4 +58,5 @@ class Endpoint:
             unix_name=required(fields, "unix_name"),
             tcp_host=required(fields, "tcp_host"),
             tcp_port=required_int(fields, "tcp_port", 2**16 - 1),
+            tls=required_int(fields, "tls", 1) == 1,
         )

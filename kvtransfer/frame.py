@@ -30,6 +30,7 @@ _PREFIX = struct.Struct("<4sBBHIIQ")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _PREFIX.size + _CHECKSUM.size
 MAX_SEQ = 2**32 - 1
+_TLS_HANDSHAKE = b"\x16\x03"
 
 
 class FrameType(enum.IntEnum):
@@ -125,7 +126,8 @@ class Header:
         prefix = bytes(data[: _PREFIX.size])
         magic, version, kind, reserved, length, seq, transfer = _PREFIX.unpack(prefix)
         if magic != MAGIC:
-            raise FrameError("bytes do not start with the protocol's magic")
+            hint = "; the peer speaks TLS" if magic.startswith(_TLS_HANDSHAKE) else ""
+            raise FrameError(f"bytes do not start with the protocol's magic{hint}")
         if version != PROTOCOL_VERSION:
             raise HandshakeMismatch("protocol_version", str(PROTOCOL_VERSION), str(version))
         if reserved != 0:

@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from typing import TypeAlias
 
 from kvtransfer.base import BlockRef, Fingerprints, HandoffListener, Offer, PoolMemory
 from kvtransfer.connection import Connection
@@ -23,10 +24,14 @@ from kvtransfer.timing import Timing
 from kvtransfer.transports import SHM, TCP, shm, tcp
 from tandem.clock import Clock
 from tandem.errors import ConfigError, TransferError
+from tandem.security.tls import ServerTls
 
 MAX_SESSIONS = 1024
 """Senders connected at a time; more are turned away."""
+MAX_HANDSHAKES = 128
+"""Of these, who have yet to say who they are; each has a lease to do so."""
 _ACCEPT_PAUSE_S = 0.1
+_SessionFor: TypeAlias = Callable[[socket.socket], Session]
 
 _log = logging.getLogger(__name__)
 
@@ -44,10 +49,11 @@ class KvReceiver:
         *,
         listen_port: int = 0,
         advertise_host: str | None = None,
+        tls: ServerTls | None = None,
         timing: Timing | None = None,
     ) -> None:
         """Listens for tcp at `listen_port`, 0 = any free one; `advertise_host` is what senders connect to, if not
-        `listen_host`. Raises ConfigError.
+        `listen_host`. `tls` is for tcp; None = plain. Raises ConfigError.
         """
         for name in transports:
             if name not in {SHM, TCP}:
@@ -60,6 +66,7 @@ class KvReceiver:
         self._listen_host = listen_host
         self._listen_port = listen_port
         self._advertise_host = advertise_host or listen_host
+        self._tls = tls
         self._timing = timing or Timing()
         self._endpoint = b""
         self._accepting: dict[asyncio.Task[None], socket.socket] = {}
@@ -75,11 +82,11 @@ class KvReceiver:
         unix_name, tcp_port = "", 0
         if SHM in self._transports:
             unix_name = f"tandem-kv-{secrets.token_hex(16)}"
-            self._accept_on(shm.listen(unix_name), self._shm_landing)
+            self._accept_on(shm.listen(unix_name), self._shm_session)
         if TCP in self._transports:
             listener = tcp.listen(self._listen_host, self._listen_port)
             tcp_port = listener.getsockname()[1]
-            self._accept_on(listener, lambda _: tcp.TcpLanding())
+            self._accept_on(listener, self._tcp_session)
         self._endpoint = Endpoint(
             incarnation=self._pool.incarnation,
             boot_id=shm.boot_id(),
@@ -88,6 +95,7 @@ class KvReceiver:
             unix_name=unix_name,
             tcp_host=self._advertise_host if tcp_port else "",
             tcp_port=tcp_port,
+            tls=self._tls is not None,
         ).encode()
 
     def offer(self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float) -> Offer:
@@ -134,16 +142,24 @@ class KvReceiver:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _shm_landing(self, sock: socket.socket) -> Landing:
+    def _shm_session(self, sock: socket.socket) -> Session:
+        """Plain: the kernel names the peer's user, and nothing leaves the machine."""
         if self._pool.shared_fd is None:
             raise TransferError("the pool is not in shared memory")
-        return shm.ShmLanding(sock, self._pool.shared_fd)
+        return self._session(sock, shm.ShmLanding(sock, self._pool.shared_fd), None)
 
-    def _accept_on(self, listener: socket.socket, landing_for: Callable[[socket.socket], Landing]) -> None:
-        task = asyncio.get_running_loop().create_task(self._accept(listener, landing_for), name="kv-accept")
+    def _tcp_session(self, sock: socket.socket) -> Session:
+        return self._session(sock, tcp.TcpLanding(), self._tls)
+
+    def _session(self, sock: socket.socket, landing: Landing, tls: ServerTls | None) -> Session:
+        connection = Connection(sock, self._timing)
+        return Session(connection, landing, self._pool, self._table, self._timing.lease_s, tls)
+
+    def _accept_on(self, listener: socket.socket, session_for: _SessionFor) -> None:
+        task = asyncio.get_running_loop().create_task(self._accept(listener, session_for), name="kv-accept")
         self._accepting[task] = listener
 
-    async def _accept(self, listener: socket.socket, landing_for: Callable[[socket.socket], Landing]) -> None:
+    async def _accept(self, listener: socket.socket, session_for: _SessionFor) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -152,13 +168,12 @@ class KvReceiver:
                 _log.warning("cannot accept a kv connection: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            self._begin_session(sock, landing_for)
+            self._begin_session(sock, session_for)
 
-    def _begin_session(self, sock: socket.socket, landing_for: Callable[[socket.socket], Landing]) -> None:
+    def _begin_session(self, sock: socket.socket, session_for: _SessionFor) -> None:
         try:
-            if len(self._sessions) >= MAX_SESSIONS:
-                raise TransferError(f"{MAX_SESSIONS} senders are connected")
-            session = Session(Connection(sock, self._timing), landing_for(sock), self._pool, self._table)
+            self._check_room()
+            session = session_for(sock)
         except (TransferError, OSError) as error:
             _log.warning("refused a kv connection: %s", error)
             sock.close()
@@ -166,6 +181,12 @@ class KvReceiver:
         task = asyncio.get_running_loop().create_task(session.run(), name="kv-session")
         self._sessions[task] = session
         task.add_done_callback(self._session_ended)
+
+    def _check_room(self) -> None:
+        if len(self._sessions) >= MAX_SESSIONS:
+            raise TransferError(f"{MAX_SESSIONS} senders are connected")
+        if sum(not session.established for session in self._sessions.values()) >= MAX_HANDSHAKES:
+            raise TransferError(f"{MAX_HANDSHAKES} senders are shaking hands")
 
     def _session_ended(self, task: asyncio.Task[None]) -> None:
         del self._sessions[task]

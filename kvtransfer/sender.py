@@ -18,6 +18,7 @@ from kvtransfer.timing import Timing
 from kvtransfer.transports import AUTO, SHM, TCP
 from tandem.clock import Clock
 from tandem.errors import ConfigError, PeerLost, TransferError
+from tandem.security.tls import ClientTls
 
 T = TypeVar("T")
 
@@ -32,14 +33,15 @@ class KvSender:
         clock: Clock,
         transport: str,
         *,
+        tls: ClientTls | None = None,
         timing: Timing | None = None,
     ) -> None:
-        """Raises ConfigError on a transport that this version does not have."""
+        """`tls` is for tcp; None = plain. Raises ConfigError on a transport that this version does not have."""
         if transport not in {AUTO, SHM, TCP}:
             raise ConfigError("transport", f"{transport!r} is not one of {AUTO}, {SHM}, {TCP}")
         self._pool = LocalPool(memory, fingerprints)
         self._timing = timing or Timing()
-        self._dialer = Dialer(self._pool, transport, clock, self._timing)
+        self._dialer = Dialer(self._pool, transport, clock, self._timing, tls)
         self._links: dict[bytes, asyncio.Task[Link]] = {}
         self._stopped = False
 

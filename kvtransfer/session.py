@@ -8,6 +8,7 @@ Owns the connection. Judges nothing itself: offers live in the table, bytes in t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from kvtransfer.messages import Commit, Write, encode_error, encode_window
 from kvtransfer.offers import OfferTable
 from kvtransfer.transports import shm
 from tandem.errors import FrameError, HandshakeMismatch, PeerLost, TransferError
+from tandem.security.tls import ServerTls
 from tandem.types import BlockId
 
 WINDOW_WRITES = 16
@@ -32,14 +34,31 @@ _log = logging.getLogger(__name__)
 class Session:
     """One sender's connection; is the `Writer` of the offers that it opened."""
 
-    def __init__(self, connection: Connection, landing: Landing, pool: LocalPool, table: OfferTable) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        landing: Landing,
+        pool: LocalPool,
+        table: OfferTable,
+        handshake_s: float,
+        tls: ServerTls | None = None,
+    ) -> None:
+        """The sender has `handshake_s` to say who it is, with `tls` inside TLS."""
         self._connection = connection
+        self._handshake_s = handshake_s
+        self._tls = tls
+        self._established = False
         self._landing = landing
         self._pool = pool
         self._table = table
         self._open: set[int] = set()
         self._landing_now: int | None = None
         self._peer_let_go = False
+
+    @property
+    def established(self) -> bool:
+        """Whether hands were shaken."""
+        return self._established
 
     def stop_writing(self, number: int, error: TransferError) -> bool:
         """Tells the sender to stop. True unless bytes can still arrive in the blocks."""
@@ -50,7 +69,7 @@ class Session:
     async def run(self) -> None:
         """Serves the connection to its end and closes it; a cancelled run closes it too."""
         try:
-            await self._shake_hands()
+            await self._establish()
             await self._release(await self._serve())
         except TransferError as error:
             _log.warning("kv handshake over %s failed: %s", self._landing.name, error)
@@ -62,6 +81,16 @@ class Session:
     async def finish(self) -> None:
         """Sends what is queued and tells the peer that nothing follows, so that it says BYE."""
         await self._connection.finish()
+
+    async def _establish(self) -> None:
+        try:
+            async with asyncio.timeout(self._handshake_s):
+                if self._tls is not None:
+                    await self._connection.begin_tls(self._tls.context())
+                await self._shake_hands()
+        except TimeoutError:
+            raise PeerLost(f"no handshake within {self._handshake_s:g} s") from None
+        self._established = True
 
     async def _shake_hands(self) -> None:
         ours = self._pool.hello(self._landing.name)

@@ -26,6 +26,8 @@ from tandem.config import PrefillConfig
 from tandem.incarnation import new_incarnation
 from tandem.rpc.process import StopSignal, run_process
 from tandem.rpc.worker_process import WorkerProcess
+from tandem.security.credentials import Security
+from tandem.security.tls import ClientTls
 from tandem.telemetry.logging import configure_logging
 from tandem.telemetry.loop_lag import LoopLag
 from tandem.telemetry.metric import Process
@@ -45,13 +47,14 @@ def run(config: PrefillConfig) -> int:
 
 async def serve(config: PrefillConfig, stop: StopSignal) -> None:
     """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
+    security = Security.load(config.security, config.ports)
     checkpoint = read_checkpoint(config.model)
     options = EngineOptions.of_worker(config, checkpoint.path, shared_kv=False)
     engine = await asyncio.to_thread(load_engine, options)
     try:
         transports = choose(config.transport, engine.model.device)
         incarnation = new_incarnation()
-        sender = _new_sender(config, engine, incarnation)
+        sender = _new_sender(config, engine, incarnation, security.outgoing.tls)
         metrics = Metrics(Process.PREFILL, checkpoint.name, _worker_id(config, incarnation))
         observer = worker_observers([WorkerMetrics(metrics, Role.PREFILL, MonotonicClock())])
         worker = _new_worker(config, checkpoint, engine, sender, observer)
@@ -59,7 +62,7 @@ async def serve(config: PrefillConfig, stop: StopSignal) -> None:
         describe = partial(_describe, config, checkpoint, engine, transports, incarnation)
         try:
             with LoopLag(metrics):
-                await WorkerProcess(config, worker, incarnation, metrics=metrics).run(describe, stop)
+                await WorkerProcess(config, worker, incarnation, security=security, metrics=metrics).run(describe, stop)
         finally:
             await sender.stop()
     finally:
@@ -95,11 +98,11 @@ def _describe(
     )
 
 
-def _new_sender(config: PrefillConfig, engine: Engine, incarnation: Incarnation) -> Sender:
+def _new_sender(config: PrefillConfig, engine: Engine, incarnation: Incarnation, tls: ClientTls | None) -> Sender:
     memory = PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, incarnation)
     fingerprints = Fingerprints(engine.fingerprint, engine.layout)
     timing = Timing(lease_s=config.lease_s)
-    sender = KvSender(memory, fingerprints, MonotonicClock(), config.transport, timing=timing)
+    sender = KvSender(memory, fingerprints, MonotonicClock(), config.transport, tls=tls, timing=timing)
     return stage_sender(sender, engine.kv_cache.mirror)
 
 

@@ -26,12 +26,15 @@ from router.servicer import SERVICE_NAME as INFERENCE_SERVICE
 from router.servicer import InferenceServicer
 from router.tokenization import Tokenization
 from router.workers import Workers
+from tandem.admin.content import AdminContent, RouterReport
+from tandem.admin.port import admin_port
 from tandem.checkpoint import read_checkpoint
 from tandem.clock import Clock, MonotonicClock
 from tandem.config import RouterConfig
 from tandem.incarnation import new_incarnation
 from tandem.rpc.process import StopSignal, run_process
 from tandem.rpc.server import RpcServer, Service
+from tandem.security.credentials import Incoming, Security
 from tandem.telemetry.logging import configure_logging
 from tandem.telemetry.loop_lag import LoopLag
 from tandem.telemetry.metric import Process
@@ -68,6 +71,9 @@ class Router:
     """What the router's observers feed and its status tells."""
     view: ClusterView
     metrics: Metrics
+    admin: AdminContent
+    incoming: Incoming
+    """What callers of every port meet."""
 
     @classmethod
     def build(
@@ -80,17 +86,18 @@ class Router:
         rng: Random | None = None,
         observer: RouterObserver | None = None,
     ) -> Router:
-        """Reads the checkpoint and wires the rooms. Raises CheckpointError. Call inside an event loop.
+        """Reads the checkpoint and wires the rooms. Raises CheckpointError, ConfigError. Call inside an event loop.
 
         `observer` hears of every request, and so do the router's metrics.
         """
         clock = clock or MonotonicClock()
+        security = Security.load(config.security, config.ports)
         checkpoint = read_checkpoint(config.model)
         metrics, recent = Metrics(Process.ROUTER, checkpoint.name), RecentLatencies(clock)
         observer = router_observers([observer or SilentRouter(), RouterMetrics(metrics, recent, clock)])
         tokenization = Tokenization.load(checkpoint.path)
         registry = Registry(checkpoint.name, checkpoint.config_fingerprint, clock, config.lease_s, stall_s)
-        workers = Workers(registry, new_incarnation(), rng or Random())
+        workers = Workers(registry, new_incarnation(), rng or Random(), security.outgoing)
         queue = AdmissionQueue(config.max_active_requests, config.max_queued_requests, config.max_queued_tokens)
         patience = patience or Patience(max_retries=config.max_retries)
         pipeline = Pipeline(workers, Admission(queue, clock), tokenization, clock, patience, observer)
@@ -111,9 +118,35 @@ class Router:
             ),
             *foreign_services(checkpoint, config, intake, entrance, pipeline, health, view, clock),
         )
-        server = RpcServer(config.listen, services, max_receive_bytes=config.max_receive_bytes, metrics=metrics)
+        server = RpcServer(
+            config.listen,
+            services,
+            incoming=security.incoming,
+            max_receive_bytes=config.max_receive_bytes,
+            metrics=metrics,
+        )
         metrics.add_reader(RouterReadings(config, queue, registry, pipeline))
-        return cls(config, tokenization, registry, workers, queue, pipeline, health, server, recent, view, metrics)
+        admin = AdminContent(
+            health=server.health,
+            report=lambda: RouterReport(cluster=view.status()),
+            metrics=metrics.exposition,
+            targets=view.scrape_targets,
+        )
+        return cls(
+            config=config,
+            tokenization=tokenization,
+            registry=registry,
+            workers=workers,
+            queue=queue,
+            pipeline=pipeline,
+            health=health,
+            server=server,
+            recent=recent,
+            view=view,
+            metrics=metrics,
+            admin=admin,
+            incoming=security.incoming,
+        )
 
     async def serve(self, until: Callable[[], Awaitable[None]], on_listening: Callable[[int], None]) -> None:
         """Serves until `until` returns; then finishes what runs, within the drain's grace."""
@@ -121,6 +154,8 @@ class Router:
             stack.callback(self.tokenization.close)
             stack.enter_context(LoopLag(self.metrics))
             await stack.enter_async_context(self.workers)
+            admin = admin_port(self.config.admin_listen, self.admin, self.incoming)
+            self.view.set_admin_address(await stack.enter_async_context(admin))
             on_listening(await self.server.start())
             health = asyncio.create_task(self.health.run(self.server), name="health")
             stack.callback(health.cancel)

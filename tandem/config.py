@@ -10,7 +10,7 @@ import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from tandem.limits import Limits
 from tandem.option_values import host_port, integer, one_of, seconds, size_bytes, text
@@ -37,6 +37,8 @@ __all__ = [
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 T = TypeVar("T")
+
+Ports: TypeAlias = tuple[tuple[str, str | None], ...]
 
 
 def _model() -> Any:
@@ -100,6 +102,11 @@ class RouterConfig:
     limits: Limits = field(default_factory=Limits, metadata=grouped(Limits))
     security: SecurityConfig = field(default_factory=SecurityConfig, metadata=grouped(SecurityConfig))
 
+    @property
+    def ports(self) -> Ports:
+        """Where it listens, by option."""
+        return (("--listen", self.listen), ("--admin-listen", self.admin_listen))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
@@ -149,6 +156,11 @@ class WorkerConfig:
     log_level: str = _log_level()
     limits: Limits = field(default_factory=Limits, metadata=grouped(Limits))
     security: SecurityConfig = field(default_factory=SecurityConfig, metadata=grouped(SecurityConfig))
+
+    @property
+    def ports(self) -> Ports:
+        """Where it listens, by option."""
+        return (("--listen", self.listen), ("--admin-listen", self.admin_listen))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,10 +140,10 @@ def test_fields_that_could_not_be_read_back_are_not_written():
 
 
 def test_an_endpoint_reads_back_and_names_its_version():
-    endpoint = Endpoint("ab" * 16, "boot", 1000, ("shm", "tcp"), "name", "127.0.0.1", 4711)
+    endpoint = Endpoint("ab" * 16, "boot", 1000, ("shm", "tcp"), "name", "127.0.0.1", 4711, tls=True)
     assert Endpoint.decode(endpoint.encode()) == endpoint
     with pytest.raises(FrameError, match="version 9"):
-        Endpoint.decode(endpoint.encode().replace(b"endpoint_version=1", b"endpoint_version=9"))
+        Endpoint.decode(endpoint.encode().replace(b"endpoint_version=2", b"endpoint_version=9"))
     with pytest.raises(FrameError, match="tcp_port"):
         Endpoint.decode(dataclasses.replace(endpoint, tcp_port=70000).encode())
 
