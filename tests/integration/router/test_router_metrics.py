@@ -1,0 +1,92 @@
+"""A real router's metrics, read as Prometheus reads them: every declared one, and true."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from tandem.telemetry import metric_names, vllm_names
+from tandem.telemetry.metric import Process
+from tandem.types import Role
+from tandem.v1 import inference_pb2 as pb
+
+PROMPT = (72, 105)
+
+
+def samples(cluster: Any) -> list[Any]:
+    """All that the router exposes now."""
+    body, _ = cluster.router.metrics.exposition()
+    return [each for family in text_string_to_metric_families(body.decode()) for each in family.samples]
+
+
+def value(cluster: Any, name: str, **labels: str) -> float:
+    """The one sample of this name and these labels."""
+    (found,) = [each.value for each in samples(cluster) if each.name == name and labels.items() <= each.labels.items()]
+    return float(found)
+
+
+def types_of(body: bytes) -> set[str]:
+    """Names of all families."""
+    return {line.split()[2] for line in body.decode().splitlines() if line.startswith("# TYPE")}
+
+
+async def test_every_declared_metric_is_there_and_nothing_else_of_ours(cluster: Any) -> None:
+    await cluster.add_pair()
+    body, _ = cluster.router.metrics.exposition()
+    declared = {metric.name for metric in metric_names.ALL if Process.ROUTER in metric.on}
+    declared |= {alias.name for alias in vllm_names.ALL if Process.ROUTER in alias.of}
+    assert {name for name in types_of(body) if name.startswith(("tandem_", "vllm:"))} == declared
+
+
+async def test_a_generation_shows_in_every_figure_that_it_touches(cluster: Any) -> None:
+    await cluster.add_pair()
+    await cluster.read_tokens(cluster.generate(*PROMPT, max_tokens=8))
+    assert value(cluster, "tandem_requests_total", outcome="length") == 1
+    assert value(cluster, "tandem_prompt_tokens_total") == 2
+    assert value(cluster, "tandem_completion_tokens_total") == 8
+    assert value(cluster, "tandem_time_to_first_token_seconds_count") == 1
+    assert value(cluster, "tandem_inter_token_seconds_count") == 7
+    assert value(cluster, "tandem_request_placements_total", path="disaggregated") == 1
+    assert value(cluster, "tandem_grpc_server_calls_total", method="Generate", code="OK") == 1
+    assert cluster.router.recent.total_tokens == 8
+
+
+async def test_a_running_request_is_active_and_in_flight(cluster: Any) -> None:
+    _, decode = await cluster.add_pair()
+    decode.hold("decode")
+    call = cluster.generate(*PROMPT)
+    await cluster.until(lambda: not decode.idle)
+    assert value(cluster, "tandem_router_active_requests") == 1
+    assert value(cluster, "vllm:num_requests_running") == 1
+    assert value(cluster, "tandem_grpc_server_calls_in_flight", method="Generate") == 1
+    decode.let_go()
+    await cluster.read_tokens(call)
+
+
+async def test_a_refused_request_is_told_by_reason_and_by_status(cluster: Any) -> None:
+    _, code, _ = await cluster.error_of(cluster.inference.Generate(pb.GenerateRequest()))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert value(cluster, "tandem_requests_refused_total", reason="INVALID_FIELD") == 1
+    assert value(cluster, "tandem_grpc_server_calls_total", method="Generate", code="INVALID_ARGUMENT") == 1
+    assert value(cluster, "tandem_requests_total", outcome="failed") == 0
+
+
+async def test_workers_are_counted_by_role_and_state(cluster: Any) -> None:
+    await cluster.add_pair("0")
+    await cluster.add(Role.DECODE, "d1")
+    cluster.router.registry.order_drain("d1")
+    assert value(cluster, "tandem_router_workers", role="decode", state="ready") == 1
+    assert value(cluster, "tandem_router_workers", role="decode", state="draining") == 1
+    assert value(cluster, "tandem_router_workers", role="prefill", state="ready") == 1
+    assert value(cluster, "tandem_router_workers", role="prefill", state="stalled") == 0
+
+
+async def test_serving_is_what_health_tells(cluster: Any) -> None:
+    assert value(cluster, "tandem_serving") == 0
+    await cluster.add_pair()
+    await cluster.until(lambda: value(cluster, "tandem_serving") == 1)
+    cluster.router.pipeline.begin_drain()
+    assert value(cluster, "tandem_draining") == 1
+    await cluster.until(lambda: value(cluster, "tandem_serving") == 0)
