@@ -1,0 +1,113 @@
+"""The flows that NetworkPolicies admit are exactly those that the processes need."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import pytest
+
+from tests.deploy.manifests import OVERLAYS, Manifest, of_kind, overlay
+from tests.deploy.network import Flow, Pod, admits
+from tests.deploy.pods import containers
+
+EVERY_OVERLAY = pytest.mark.parametrize("name", OVERLAYS)
+
+HOME = "tandem"
+DNS_PORT = 53
+STRANGE_PORT = 4444
+
+
+def outsider(name: str, namespace: str, labels: dict[str, str] | None = None, **namespace_labels: str) -> Pod:
+    known = {"kubernetes.io/metadata.name": namespace}
+    return Pod(
+        name, namespace, labels or {}, known | {key.replace("__", "/"): v for key, v in namespace_labels.items()}
+    )
+
+
+CLIENTS = (
+    outsider("client at home", HOME, {"tandem/client": "true"}),
+    outsider("client in its own namespace", "apps", tandem__client="true"),
+)
+DNS = outsider("dns", "kube-system", {"k8s-app": "kube-dns"})
+PROMETHEUS = outsider("prometheus", "monitoring", {"app": "prometheus"})
+STRANGERS = (
+    outsider("stranger at home", HOME),
+    outsider("stranger elsewhere", "apps-2", {"tandem/client": "true"}),
+    outsider("stranger in kube-system", "kube-system"),
+)
+OUTSIDERS = (*CLIENTS, DNS, PROMETHEUS, *STRANGERS)
+
+
+def pods_of(manifests: Iterable[Manifest]) -> list[tuple[Pod, dict[str, int]]]:
+    """One pod of every workload, with its ports by name."""
+    found: dict[str, tuple[Pod, dict[str, int]]] = {}
+    for each in containers(manifests):
+        workload = each.workload["metadata"]
+        assert workload["namespace"] == HOME
+        pod = Pod(workload["name"], HOME, each.labels, {"kubernetes.io/metadata.name": HOME})
+        found.setdefault(pod.name, (pod, {"strange": STRANGE_PORT}))[1].update(each.ports)
+    return list(found.values())
+
+
+def needed(source: Pod, target: Pod, port_name: str, *, monitored: bool) -> bool:
+    """Whether Tandem needs this connection to serve."""
+    router = target.labels.get("app.kubernetes.io/component") == "router"
+    from_router = source.labels.get("app.kubernetes.io/component") == "router"
+    match port_name:
+        case "grpc":
+            return router and (source in CLIENTS or "tandem/worker" in source.labels)
+        case "grpc-prefill" | "grpc-decode":
+            return from_router
+        case "kv":
+            return "tandem/prefill" in source.labels
+        case "dns":
+            return target is DNS and "tandem/worker" in source.labels
+        case _:
+            return monitored and port_name.startswith("admin") and source is PROMETHEUS
+
+
+def wrong_flows(manifests: list[Manifest]) -> list[str]:
+    """Flows that are admitted and not needed, or needed and not admitted."""
+    policies = of_kind(manifests, "NetworkPolicy")
+    monitored = bool(of_kind(manifests, "PodMonitor"))
+    ours = pods_of(manifests)
+    outside = {"dns": DNS_PORT, "strange": STRANGE_PORT}
+    within = itertools.product([*(pod for pod, _ in ours), *OUTSIDERS], ours)
+    outward = itertools.product([pod for pod, _ in ours], [(each, outside) for each in OUTSIDERS])
+    wrong = []
+    for source, (target, ports) in itertools.chain(within, outward):
+        for port_name, port in ports.items():
+            wanted = needed(source, target, port_name, monitored=monitored)
+            for protocol in ("TCP", "UDP"):
+                flow = Flow(source, target, port, protocol)
+                if admits(policies, flow) != (wanted and (protocol == "TCP" or port_name == "dns")):
+                    wrong.append(str(flow))
+    return wrong
+
+
+@EVERY_OVERLAY
+def test_the_flows_admitted_are_those_needed(name: str) -> None:
+    assert wrong_flows(overlay(name)) == []
+
+
+@pytest.mark.parametrize("name", ["tandem-router", "tandem-prefill", "tandem-decode", "tandem-worker"])
+def test_a_missing_policy_is_noticed(name: str) -> None:
+    manifests = [each for each in overlay("cpu") if (each["kind"], each["metadata"]["name"]) != ("NetworkPolicy", name)]
+    assert wrong_flows(manifests)
+
+
+def test_a_policy_that_admits_everybody_is_noticed() -> None:
+    manifests = overlay("cpu")
+    for policy in of_kind(manifests, "NetworkPolicy"):
+        if policy["metadata"]["name"] == "tandem-decode":
+            del policy["spec"]["ingress"][0]["from"]
+    assert "stranger at home -> tandem-decode:50062/TCP" in wrong_flows(manifests)
+
+
+def test_a_policy_with_another_port_is_noticed() -> None:
+    manifests = overlay("cpu")
+    for policy in of_kind(manifests, "NetworkPolicy"):
+        if policy["metadata"]["name"] == "tandem-prefill":
+            policy["spec"]["egress"][0]["ports"][0]["port"] = 50064
+    assert wrong_flows(manifests) == ["tandem-prefill -> tandem-decode:50063/TCP"]

@@ -1,0 +1,129 @@
+"""What the kubelet asks of a container and how it ends one, against what the processes answer and need."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from tandem.config import ClientConfig, RouterConfig, add_arguments, load
+from tandem.rpc.health import LIVENESS
+from tandem.rpc.liveness import STALL_S
+from tests.deploy.manifests import OVERLAYS, named, overlay
+from tests.deploy.pods import Container, container, containers
+
+EVERY_OVERLAY = pytest.mark.parametrize("name", OVERLAYS)
+KINDS = ("startupProbe", "readinessProbe", "livenessProbe")
+READINESS = ""
+CLOSING_MARGIN_S = 15
+"""What a process may take after its drain: the last flush, transfers and watchers that end, the engine's memory."""
+
+
+def asked(each: Container, probe: dict[str, Any]) -> tuple[int, str]:
+    """Port and service name that a probe asks, by gRPC or by `tandem health`."""
+    if "grpc" in probe:
+        return probe["grpc"]["port"], probe["grpc"].get("service", "")
+    program, command, *arguments = probe["exec"]["command"]
+    assert (program, command) == ("tandem", "health")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, ClientConfig)
+    parser.add_argument("--service", default="")
+    namespace = parser.parse_args(arguments)
+    service = vars(namespace).pop("service")
+    config = load(ClientConfig, namespace, each.environment())
+    host, _, port = config.target.rpartition(":")
+    assert host == "127.0.0.1"
+    assert config.security.uses_tls == (each.config().security.tls_cert is not None)
+    return int(port), service
+
+
+def complaints(each: Container) -> list[str]:
+    config = each.config()
+    port = int(config.listen.rpartition(":")[2])
+    wanted = {"startupProbe": LIVENESS, "readinessProbe": READINESS, "livenessProbe": LIVENESS}
+    return [
+        f"{kind} asks {asked(each, each.probes[kind])}, not {(port, service)}"
+        for kind, service in wanted.items()
+        if asked(each, each.probes[kind]) != (port, service)
+    ]
+
+
+@EVERY_OVERLAY
+def test_probes_ask_each_process_at_its_port_for_life_and_readiness_apart(name: str) -> None:
+    for each in containers(overlay(name)):
+        assert complaints(each) == []
+
+
+@pytest.mark.parametrize("command", [["--target=127.0.0.1:50051"], ["--target=127.0.0.1:1", f"--service={LIVENESS}"]])
+def test_a_probe_of_the_wrong_name_or_port_is_noticed(command: list[str]) -> None:
+    router = container(overlay("cpu"), "router")
+    router.probes["livenessProbe"]["exec"]["command"] = ["tandem", "health", *command]
+    assert len(complaints(router)) == 1
+
+
+@EVERY_OVERLAY
+def test_probes_that_speak_no_tls_are_used_only_without_it(name: str) -> None:
+    for each in containers(overlay(name)):
+        if any("grpc" in probe for probe in each.probes.values()):
+            assert each.config().security.tls_cert is None
+
+
+@EVERY_OVERLAY
+def test_probes_that_start_a_process_do_so_seldom_and_give_it_time(name: str) -> None:
+    for each in containers(overlay(name)):
+        for kind in ("readinessProbe", "livenessProbe"):
+            probe = each.probes[kind]
+            if "exec" in probe:
+                assert probe["periodSeconds"] >= 10
+                assert probe["timeoutSeconds"] >= 5
+
+
+@EVERY_OVERLAY
+def test_a_process_is_given_up_later_than_it_is_taken_out_of_use(name: str) -> None:
+    for each in containers(overlay(name)):
+        readiness, liveness = each.probes["readinessProbe"], each.probes["livenessProbe"]
+        assert patience_s(readiness) < patience_s(liveness) < STALL_S
+
+
+def patience_s(probe: dict[str, Any]) -> int:
+    return int(probe["periodSeconds"]) * int(probe["failureThreshold"])
+
+
+@EVERY_OVERLAY
+def test_a_worker_has_half_an_hour_to_load_and_a_rollout_waits_for_it(name: str) -> None:
+    for each in containers(overlay(name)):
+        start_s = patience_s(each.probes["startupProbe"])
+        assert start_s >= (120 if each.name == "router" else 1800)
+        assert each.workload["spec"]["progressDeadlineSeconds"] > start_s + each.workload["spec"]["minReadySeconds"]
+
+
+@EVERY_OVERLAY
+def test_a_container_may_take_the_time_that_its_drain_takes(name: str) -> None:
+    for each in containers(overlay(name)):
+        assert shortfall_s(each) <= 0
+
+
+def shortfall_s(each: Container) -> float:
+    needed_s = each.pre_stop_s + each.config().drain_grace_s + CLOSING_MARGIN_S
+    return needed_s - float(each.pod["terminationGracePeriodSeconds"])
+
+
+def test_a_grace_period_that_is_too_short_is_noticed() -> None:
+    decode = container(overlay("cpu"), "decode")
+    decode.workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 60
+    assert shortfall_s(decode) == CLOSING_MARGIN_S
+
+
+@EVERY_OVERLAY
+def test_routers_wait_before_they_stop_because_clients_find_them_by_service(name: str) -> None:
+    manifests = overlay(name)
+    assert named(manifests, "Service", "tandem-router")
+    for each in containers(manifests):
+        assert (each.pre_stop_s >= 5) == isinstance(each.config(), RouterConfig)
+
+
+@EVERY_OVERLAY
+def test_a_stream_outlives_the_drain_of_its_workers(name: str) -> None:
+    drains = {each.name: each.config().drain_grace_s for each in containers(overlay(name))}
+    assert drains["router"] > max(drains["prefill"], drains["decode"])

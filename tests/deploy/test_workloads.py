@@ -1,0 +1,300 @@
+"""Manifests against the processes that they start: arguments, ports, names, secrets, rights."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import tandem
+from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, WorkerConfig
+from tandem.errors import ConfigError
+from tests.deploy.manifests import COMPONENTS, DEPLOY, OVERLAYS, matches, named, of_kind, overlay, pod_labels
+from tests.deploy.pods import POD_IP, Container, container, containers, quantity
+
+EVERY_OVERLAY = pytest.mark.parametrize("name", OVERLAYS)
+INSECURE = {"dev"}
+
+
+def port_of(address: str | None) -> int:
+    assert address is not None
+    return int(address.rpartition(":")[2])
+
+
+def listening_ports(each: Container) -> set[int]:
+    config = each.config()
+    ports = {port_of(config.listen), port_of(config.admin_listen)}
+    return ports | {config.kv_port} if isinstance(config, DecodeConfig) else ports
+
+
+def test_the_overlays_are_those_that_the_documents_name() -> None:
+    assert {"cpu", "gpu-same-pod", "gpu-nccl", "autoscale-hpa", "autoscale-keda", "monitoring"} <= set(OVERLAYS)
+    page = (DEPLOY.parent / "docs/kubernetes.md").read_text()
+    assert [name for name in (*OVERLAYS, *COMPONENTS) if f"`{name}`" not in page] == []
+
+
+@EVERY_OVERLAY
+def test_every_container_starts_a_process_that_accepts_its_arguments_and_environment(name: str) -> None:
+    configs = [each.config() for each in containers(overlay(name))]
+    assert {type(config) for config in configs} == {RouterConfig, PrefillConfig, DecodeConfig}
+    assert len({config.model for config in configs}) == 1
+    assert len({config.lease_s for config in configs}) == 1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        {"name": "TANDEM_NO_SUCH_OPTION", "value": "1"},
+        {"name": "TANDEM_THREADS", "value": "many"},
+        {"name": "TANDEM_TRANSPORT", "value": "pigeon"},
+    ],
+    ids=lambda entry: entry["name"],
+)
+def test_a_variable_that_tandem_refuses_is_noticed(spoil: dict[str, str]) -> None:
+    decode = container(overlay("cpu"), "decode")
+    decode.spec["env"].append(spoil)
+    with pytest.raises(ConfigError):
+        decode.config()
+
+
+def test_an_argument_that_tandem_refuses_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+    decode = container(overlay("cpu"), "decode")
+    decode.spec["args"].append("--no-such-option")
+    with pytest.raises(SystemExit):
+        decode.config()
+    assert "--no-such-option" in capsys.readouterr().err
+
+
+def test_variables_that_kubernetes_sets_for_services_would_be_refused() -> None:
+    router = container(overlay("cpu"), "router")
+    router.workload["spec"]["template"]["spec"]["enableServiceLinks"] = True
+    with pytest.raises(ConfigError, match="TANDEM_ROUTER_"):
+        router.config()
+
+
+@EVERY_OVERLAY
+def test_what_is_listened_on_is_what_is_declared(name: str) -> None:
+    for each in containers(overlay(name)):
+        assert listening_ports(each) == set(each.ports.values()), each.name
+        assert each.config().listen.startswith("0.0.0.0:")
+
+
+@EVERY_OVERLAY
+def test_containers_of_one_pod_share_no_port_and_no_port_name(name: str) -> None:
+    ports: Counter[tuple[str, object]] = Counter()
+    for each in containers(overlay(name)):
+        ports.update((each.workload["metadata"]["name"], port) for item in each.ports.items() for port in item)
+    assert [port for port, count in ports.items() if count > 1] == []
+
+
+@EVERY_OVERLAY
+def test_workers_register_through_a_service_that_shows_routers_before_they_are_ready(name: str) -> None:
+    manifests = overlay(name)
+    router = container(manifests, "router")
+    for each in containers(manifests):
+        config = each.config()
+        if isinstance(config, WorkerConfig):
+            (address,) = config.router
+            service = named(manifests, "Service", address.rpartition(":")[0])["spec"]
+            assert service["clusterIP"] == "None"  # the name stands for every router
+            assert service["publishNotReadyAddresses"]  # else none gets ready: readiness needs workers
+            assert matches(service["selector"], router.labels)
+            assert port_of(address) == port_of(router.config().listen)
+
+
+@EVERY_OVERLAY
+def test_workers_tell_the_pod_s_address_and_a_name_of_their_own(name: str) -> None:
+    workers = [each for each in containers(overlay(name)) if isinstance(each.config(), WorkerConfig)]
+    configs = [each.config() for each in workers]
+    assert [c.advertise for c in configs] == [f"{POD_IP}:{port_of(c.listen)}" for c in configs]  # type: ignore[union-attr]
+    assert len({config.worker_id for config in configs}) == len(workers) == 2  # type: ignore[union-attr]
+
+
+@EVERY_OVERLAY
+def test_every_service_selects_pods_and_leads_to_the_port_of_its_name(name: str) -> None:
+    manifests = overlay(name)
+    for service in of_kind(manifests, "Service"):
+        selected = [each for each in containers(manifests) if matches(service["spec"]["selector"], each.labels)]
+        for port in service["spec"]["ports"]:
+            numbers = [each.ports[port["targetPort"]] for each in selected if port["targetPort"] in each.ports]
+            assert numbers, service["metadata"]["name"]
+            if service["spec"].get("clusterIP") == "None":  # nothing translates ports on the way to a headless one
+                assert set(numbers) == {port["port"]}
+
+
+@EVERY_OVERLAY
+def test_workloads_select_their_own_pods_and_no_others(name: str) -> None:
+    workloads = of_kind(overlay(name), "Deployment")
+    for workload in workloads:
+        selector = workload["spec"]["selector"]["matchLabels"]
+        selected = [each["metadata"]["name"] for each in workloads if matches(selector, pod_labels(each))]
+        assert selected == [workload["metadata"]["name"]]
+        for spread in workload["spec"]["template"]["spec"]["topologySpreadConstraints"]:
+            assert spread["labelSelector"]["matchLabels"] == selector
+
+
+@EVERY_OVERLAY
+def test_every_pod_has_one_disruption_budget_that_lets_one_go(name: str) -> None:
+    manifests = overlay(name)
+    budgets = of_kind(manifests, "PodDisruptionBudget")
+    for workload in of_kind(manifests, "Deployment"):
+        found = [b["spec"] for b in budgets if matches(b["spec"]["selector"]["matchLabels"], pod_labels(workload))]
+        assert [spec["maxUnavailable"] for spec in found] == [1], workload["metadata"]["name"]
+    for budget in budgets:
+        selector = budget["spec"]["selector"]["matchLabels"]
+        assert any(matches(selector, pod_labels(w)) for w in of_kind(manifests, "Deployment"))
+
+
+@EVERY_OVERLAY
+def test_pods_meet_the_restricted_pod_security_standard_and_write_nowhere_but_to_tmp(name: str) -> None:
+    for each in containers(overlay(name)):
+        assert security_complaints(each) == []
+
+
+def security_complaints(each: Container) -> list[str]:
+    pod, own = each.pod, each.spec.get("securityContext", {})
+    context = pod.get("securityContext", {}) | own
+    writable = {v["name"] for v in each.spec["volumeMounts"] if not v.get("readOnly")}
+    allowed = {
+        "runs as root": context.get("runAsNonRoot") is True and context.get("runAsUser", 0) > 0,
+        "has a writable root": own.get("readOnlyRootFilesystem") is True,
+        "may gain rights": own.get("allowPrivilegeEscalation") is False and not own.get("privileged"),
+        "keeps capabilities": own.get("capabilities") == {"drop": ["ALL"]},
+        "has no seccomp profile": context.get("seccompProfile") == {"type": "RuntimeDefault"},
+        "shares the node": not any(pod.get(key) for key in ("hostNetwork", "hostPID", "hostIPC")),
+        "mounts the node": not any("hostPath" in volume for volume in pod["volumes"]),
+        "has the API's token": pod.get("automountServiceAccountToken") is False and "serviceAccountName" in pod,
+        "writes elsewhere": writable == {"tmp"},
+        "mounts what is not there": {v["name"] for v in each.spec["volumeMounts"]}
+        <= {v["name"] for v in pod["volumes"]},
+        "may fill the node's disk": all("sizeLimit" in v["emptyDir"] for v in pod["volumes"] if v["name"] == "tmp"),
+        "has no memory limit": "memory" in each.spec["resources"]["limits"],
+        "takes a rolling tag": not re.search(r":latest$|^[^:]+$", each.spec["image"]),
+    }
+    return [complaint for complaint, holds in allowed.items() if not holds]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda each: each.spec["securityContext"].update(readOnlyRootFilesystem=False), "has a writable root"),
+        (lambda each: each.spec["securityContext"].update(runAsUser=0), "runs as root"),
+        (lambda each: each.spec["securityContext"]["capabilities"].update(add=["NET_RAW"]), "keeps capabilities"),
+        (lambda each: each.workload["spec"]["template"]["spec"].update(hostIPC=True), "shares the node"),
+        (lambda each: each.spec["volumeMounts"][1].pop("readOnly"), "writes elsewhere"),
+        (lambda each: each.spec.update(image="tandem-router:latest"), "takes a rolling tag"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_pod_below_the_standard_is_noticed(spoil: object, complaint: str) -> None:
+    router = container(overlay("cpu"), "router")
+    spoil(router)  # type: ignore[operator]
+    assert security_complaints(router) == [complaint]
+
+
+@EVERY_OVERLAY
+def test_service_accounts_are_there_and_carry_no_token(name: str) -> None:
+    manifests = overlay(name)
+    for each in containers(manifests):
+        account = named(manifests, "ServiceAccount", each.pod["serviceAccountName"])
+        assert account["automountServiceAccountToken"] is False
+
+
+@EVERY_OVERLAY
+def test_only_the_overlay_for_trying_out_is_insecure(name: str) -> None:
+    for each in containers(overlay(name)):
+        security = each.config().security
+        assert security.insecure == (name in INSECURE)
+        has_both = security.tls_cert is not None and security.token_file is not None
+        assert has_both != security.insecure
+
+
+@EVERY_OVERLAY
+def test_every_file_that_an_option_names_lies_on_a_mounted_volume(name: str) -> None:
+    for each in containers(overlay(name)):
+        config = each.config()
+        mounts = [Path(mount["mountPath"]) for mount in each.spec["volumeMounts"]]
+        security = config.security
+        files = [security.tls_cert, security.tls_key, security.tls_ca, security.token_file]
+        files += [] if config.model == "demo" else [config.model]
+        for file in filter(None, files):
+            assert any(mount in Path(file).parents for mount in mounts), f"{each.name}: {file}"
+
+
+@EVERY_OVERLAY
+def test_every_secret_needed_is_in_the_documents_with_its_keys(name: str) -> None:
+    page = (DEPLOY.parent / "docs/kubernetes.md").read_text()
+    for each in containers(overlay(name)):
+        for volume in each.pod["volumes"]:
+            if "secret" in volume and not volume["secret"].get("optional"):
+                assert f"`{volume['secret']['secretName']}`" in page
+                assert all(f"`{item['key']}`" in page for item in volume["secret"].get("items", []))
+
+
+@EVERY_OVERLAY
+def test_every_config_map_and_claim_needed_is_there(name: str) -> None:
+    manifests = overlay(name)
+    for each in containers(manifests):
+        for source in each.spec["envFrom"]:
+            assert named(manifests, "ConfigMap", source["configMapRef"]["name"])
+        for volume in each.pod["volumes"]:
+            if "persistentVolumeClaim" in volume:
+                claim = volume["persistentVolumeClaim"]
+                assert claim["readOnly"]
+                assert named(manifests, "PersistentVolumeClaim", claim["claimName"])
+
+
+@EVERY_OVERLAY
+def test_images_are_those_that_the_dockerfiles_build_at_this_version(name: str) -> None:
+    for each in containers(overlay(name)):
+        image, _, tag = each.spec["image"].partition(":")
+        device = each.config().device if isinstance(each.config(), WorkerConfig) else None  # type: ignore[union-attr]
+        wanted = {
+            None: ("tandem-router", tandem.__version__),
+            "auto": ("tandem-worker", f"{tandem.__version__}-cpu"),
+            "cuda": ("tandem-worker", f"{tandem.__version__}-cuda"),
+        }
+        assert (image, tag) == wanted[device]
+
+
+@EVERY_OVERLAY
+def test_a_worker_computes_on_as_many_threads_as_its_limit_has_cores(name: str) -> None:
+    for each in containers(overlay(name)):
+        config = each.config()
+        if isinstance(config, WorkerConfig):
+            assert config.threads == quantity(each.spec["resources"]["limits"]["cpu"])
+
+
+@EVERY_OVERLAY
+def test_a_kv_pool_of_a_given_size_leaves_room_in_its_container(name: str) -> None:
+    for each in containers(overlay(name)):
+        config = each.config()
+        if isinstance(config, WorkerConfig) and config.kv_memory_bytes is not None:
+            # Pages of a shared pool count against whoever writes to them first: both pools may count against one.
+            pools = 2 if each.pod.get("shareProcessNamespace") else 1
+            assert pools * config.kv_memory_bytes < quantity(each.spec["resources"]["limits"]["memory"])
+
+
+@pytest.mark.parametrize("name", [name for name in OVERLAYS if name.startswith("gpu")])
+def test_workers_on_gpus_have_one_each_and_choose_the_transport_themselves(name: str) -> None:
+    workers = [each for each in containers(overlay(name)) if isinstance(each.config(), WorkerConfig)]
+    assert [each.spec["resources"]["limits"]["nvidia.com/gpu"] for each in workers] == ["1", "1"]
+    assert {each.config().transport for each in workers} == {"auto"}  # type: ignore[union-attr]
+
+
+def test_the_pair_holds_the_same_containers_as_pods_apart() -> None:
+    for role in ("prefill", "decode"):
+        pair, apart = (container(overlay(name), role).spec for name in ("gpu-same-pod", "gpu-nccl"))
+        for spec in (pair, apart):
+            spec["env"].sort(key=lambda entry: entry["name"])  # patches put theirs first
+        assert pair == apart
+
+
+def test_the_pair_s_containers_see_each_other_s_processes_and_run_as_one_user() -> None:
+    prefill, decode = (container(overlay("gpu-same-pod"), role) for role in ("prefill", "decode"))
+    assert prefill.workload["metadata"]["name"] == decode.workload["metadata"]["name"] == "tandem-pair"
+    assert prefill.pod["shareProcessNamespace"] is True
+    assert prefill.pod["securityContext"]["runAsUser"] > 0
+    assert all("runAsUser" not in each.spec["securityContext"] for each in (prefill, decode))
