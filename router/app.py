@@ -109,13 +109,7 @@ class Router:
         view = ClusterView(checkpoint.name, registry, queue, health, recent, clock)
         cluster = ClusterServicer(view, registry, registrations)
         services = (
-            Service(INFERENCE_SERVICE, lambda server: add_InferenceServiceServicer_to_server(inference, server)),
-            Service(CLUSTER_SERVICE, lambda server: add_ClusterServiceServicer_to_server(cluster, server)),
-            Service(
-                REGISTRY_SERVICE,
-                lambda server: add_RegistryServiceServicer_to_server(registrations, server),
-                long_lived=True,
-            ),
+            *_own_services(inference, cluster, registrations),
             *foreign_services(checkpoint, config, intake, entrance, pipeline, health, view, clock),
         )
         server = RpcServer(
@@ -126,12 +120,6 @@ class Router:
             metrics=metrics,
         )
         metrics.add_reader(RouterReadings(config, queue, registry, pipeline))
-        admin = AdminContent(
-            health=server.health,
-            report=lambda: RouterReport(cluster=view.status()),
-            metrics=metrics.exposition,
-            targets=view.scrape_targets,
-        )
         return cls(
             config=config,
             tokenization=tokenization,
@@ -144,7 +132,7 @@ class Router:
             recent=recent,
             view=view,
             metrics=metrics,
-            admin=admin,
+            admin=_admin_content(server, view, metrics),
             incoming=security.incoming,
         )
 
@@ -162,6 +150,30 @@ class Router:
             await _first_of(health, until)
             self.pipeline.begin_drain()
             await self.server.drain(self.config.drain_grace_s)
+
+
+def _own_services(
+    inference: InferenceServicer, cluster: ClusterServicer, registrations: RegistryServicer
+) -> tuple[Service, ...]:
+    """Those of `tandem.v1`."""
+    return (
+        Service(INFERENCE_SERVICE, lambda server: add_InferenceServiceServicer_to_server(inference, server)),
+        Service(CLUSTER_SERVICE, lambda server: add_ClusterServiceServicer_to_server(cluster, server)),
+        Service(
+            REGISTRY_SERVICE,
+            lambda server: add_RegistryServiceServicer_to_server(registrations, server),
+            long_lived=True,
+        ),
+    )
+
+
+def _admin_content(server: RpcServer, view: ClusterView, metrics: Metrics) -> AdminContent:
+    return AdminContent(
+        health=server.health,
+        report=lambda: RouterReport(cluster=view.status()),
+        metrics=metrics.exposition,
+        targets=view.scrape_targets,
+    )
 
 
 async def _first_of(health: asyncio.Task[None], until: Callable[[], Awaitable[None]]) -> None:

@@ -7,6 +7,7 @@ from router.health import Health
 from router.placement import WorkerView
 from router.registry import Registry
 from tandem import __version__
+from tandem.admin.content import ScrapeTarget
 from tandem.clock import Clock
 from tandem.cluster_status import ClusterStatus, RecentActivity, WorkerStatus
 from tandem.telemetry.recent_latencies import RecentLatencies
@@ -63,6 +64,14 @@ class ClusterView:
             admin_address=self._admin_address,
             recent=self._activity(),
         )
+
+    def scrape_targets(self) -> list[ScrapeTarget]:
+        """Every admin port of the cluster, this router's first."""
+        workers = [view.info for view in self._registry.views()]
+        return [
+            ScrapeTarget(self._admin_address, "router"),
+            *(ScrapeTarget(info.admin_address, info.role, info.worker_id) for info in workers if info.admin_address),
+        ]
 
     def _worker(self, view: WorkerView) -> WorkerStatus:
         return WorkerStatus(

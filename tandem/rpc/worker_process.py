@@ -11,9 +11,14 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from tandem import __version__
+from tandem.admin.content import AdminContent, WorkerReport
+from tandem.admin.port import admin_port
 from tandem.clock import MonotonicClock
 from tandem.config import WorkerConfig
 from tandem.rpc.address import advertised_address
@@ -32,6 +37,10 @@ _log = get_logger(__name__)
 
 _WATCH_EVERY_S = 1.0
 _PLAIN = Security()
+
+
+def _no_metrics() -> tuple[bytes, str]:
+    return b"", "text/plain"
 
 
 def _spare_the_collector() -> None:
@@ -78,7 +87,9 @@ class WorkerProcess:
         self._config = config
         self._core = core
         self._security = security
-        self._progress = progress or ProgressWatch(MonotonicClock())
+        self._exposition = _no_metrics if metrics is None else metrics.exposition
+        self._clock = MonotonicClock()
+        self._progress = progress or ProgressWatch(self._clock)
         self._watch_every_s = watch_every_s
         register = partial(worker_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerServicer(core, incarnation))
         service = Service(SERVICE_NAME, register, long_lived=True)
@@ -97,25 +108,45 @@ class WorkerProcess:
         """
         port = await self._server.start()
         info = info_at(advertised_address(self._config.listen, self._config.advertise, port))
+        try:
+            async with self._admin_port(info) as admin_address:
+                await self._work(replace(info, admin_address=admin_address), stop)
+        finally:
+            await self._server.drain(grace_s=0)
+
+    async def _work(self, info: WorkerInfo, stop: StopSignal) -> None:
         announcer = Announcer(
             self._config.router, info, self._core.load, self._refuse_new_work, outgoing=self._security.outgoing
         )
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                background = (
-                    tasks.create_task(self._core.run(), name="step-loop"),
-                    tasks.create_task(announcer.run(), name="announcer"),
-                    tasks.create_task(self._watch_progress(), name="liveness"),
-                )
-                _spare_the_collector()
-                self._server.set_serving(True)
-                print(f"ready {info.address}", flush=True)
-                await stop.wait()
-                await self._drain(announcer)
-                for task in background:
-                    task.cancel()
-        finally:
-            await self._server.drain(grace_s=0)
+        async with asyncio.TaskGroup() as tasks:
+            background = (
+                tasks.create_task(self._core.run(), name="step-loop"),
+                tasks.create_task(announcer.run(), name="announcer"),
+                tasks.create_task(self._watch_progress(), name="liveness"),
+            )
+            _spare_the_collector()
+            self._server.set_serving(True)
+            print(f"ready {info.address}", flush=True)
+            await stop.wait()
+            await self._drain(announcer)
+            for task in background:
+                task.cancel()
+
+    def _admin_port(self, info: WorkerInfo) -> AbstractAsyncContextManager[str]:
+        began_s = self._clock.now_s()
+
+        def report() -> WorkerReport:
+            return WorkerReport(
+                process=info.role,
+                version=__version__,
+                uptime_s=self._clock.now_s() - began_s,
+                ready=self._server.health.serving,
+                info=info,
+                load=self._core.load(),
+            )
+
+        content = AdminContent(health=self._server.health, report=report, metrics=self._exposition)
+        return admin_port(self._config.admin_listen, content, self._security.incoming, self._config.advertise)
 
     async def _watch_progress(self) -> None:
         """A loop that turns says nothing of its engine: looks at it and tells, until cancelled."""
