@@ -16,11 +16,12 @@ from tandem.client.request import GenerateOptions, Message, detokenize_request, 
 from tandem.client.results import Completion, GenerationUpdate, ServedModel, Tokenization
 from tandem.client.service_config import service_config_options
 from tandem.cluster_status import ClusterStatus
-from tandem.config import DEFAULT_ADDRESS
+from tandem.config import DEFAULT_ADDRESS, ClientSecurityConfig
 from tandem.convert_status import status_from_proto
-from tandem.errors import DeadlineExceeded, Unavailable
-from tandem.rpc.channel import CONNECT_TIMEOUT_S, MAX_RECEIVE_BYTES, channel_options
+from tandem.errors import DeadlineExceeded, Reason, Unavailable
+from tandem.rpc.channel import CONNECT_TIMEOUT_S, open_channel
 from tandem.rpc.status import error_from_rpc
+from tandem.security.credentials import Outgoing
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0
@@ -37,15 +38,26 @@ class AsyncClient:
 
     `timeout_s` of a generating call is the request's deadline, which the server enforces too;
     None = none. A server that cannot be reached is Unavailable after `connect_timeout_s`.
+
+    `security` names files: certificates are read now, tokens again when their file changes. Raises
+    ConfigError if one is no good, or if a token would cross a network in clear.
     """
 
-    def __init__(self, target: str = DEFAULT_ADDRESS, *, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        target: str = DEFAULT_ADDRESS,
+        *,
+        security: ClientSecurityConfig | None = None,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> None:
         self._target = target
-        options = [
-            *channel_options(MAX_RECEIVE_BYTES, connect_timeout_s=connect_timeout_s),
-            *service_config_options(target),
-        ]
-        self._channel = grpc.aio.insecure_channel(target, options=options)
+        self._outgoing = Outgoing.of_client(security or ClientSecurityConfig(), target)
+        self._channel = open_channel(
+            target,
+            self._outgoing,
+            connect_timeout_s=connect_timeout_s,
+            more_options=service_config_options(target),
+        )
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._cluster = cluster_pb2_grpc.ClusterServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -73,7 +85,7 @@ class AsyncClient:
         """
         request = generate_request(prompt, options)
         async with _translated():
-            call = self._inference.Generate(request, timeout=timeout_s)
+            call = self._inference.Generate(request, timeout=timeout_s, metadata=self._outgoing.metadata())
             try:
                 async for message in call:
                     yield response.update(message)
@@ -91,7 +103,11 @@ class AsyncClient:
         request = generate_request(prompt, options)
         async with _translated():
             return response.completion(
-                await self._inference.Complete(inference_pb2.CompleteRequest(generate=request), timeout=timeout_s)
+                await self._inference.Complete(
+                    inference_pb2.CompleteRequest(generate=request),
+                    timeout=timeout_s,
+                    metadata=self._outgoing.metadata(),
+                )
             )
 
     async def tokenize(
@@ -105,7 +121,9 @@ class AsyncClient:
         """The token ids of a text, or of a conversation as the chat template renders it."""
         request = tokenize_request(text, messages, model)
         async with _translated():
-            return response.tokenization(await self._inference.Tokenize(request, timeout=timeout_s))
+            return response.tokenization(
+                await self._inference.Tokenize(request, timeout=timeout_s, metadata=self._outgoing.metadata())
+            )
 
     async def detokenize(
         self,
@@ -118,52 +136,78 @@ class AsyncClient:
         """The text of token ids."""
         request = detokenize_request(token_ids, skip_special_tokens, model)
         async with _translated():
-            return str((await self._inference.Detokenize(request, timeout=timeout_s)).text)
+            return str(
+                (await self._inference.Detokenize(request, timeout=timeout_s, metadata=self._outgoing.metadata())).text
+            )
 
     async def model(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ServedModel:
         """What is served, and within which limits."""
         async with _translated():
             return response.served_model(
-                await self._inference.GetModel(inference_pb2.GetModelRequest(), timeout=timeout_s)
+                await self._inference.GetModel(
+                    inference_pb2.GetModelRequest(), timeout=timeout_s, metadata=self._outgoing.metadata()
+                )
             )
 
     async def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ClusterStatus:
         """Every worker, pool, queue and transfer that the router knows of."""
         async with _translated():
-            return status_from_proto(await self._cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=timeout_s))
+            return status_from_proto(
+                await self._cluster.GetStatus(
+                    cluster_pb2.GetStatusRequest(), timeout=timeout_s, metadata=self._outgoing.metadata()
+                )
+            )
 
     async def drain(self, worker_id: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Asks one worker to take no new work, finish what it has, and leave."""
         async with _translated():
-            await self._cluster.Drain(cluster_pb2.DrainRequest(worker_id=worker_id), timeout=timeout_s)
+            await self._cluster.Drain(
+                cluster_pb2.DrainRequest(worker_id=worker_id), timeout=timeout_s, metadata=self._outgoing.metadata()
+            )
+
+    async def serving(self, service: str = "", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
+        """What the server's health says of one service; "" = of all. False for one that is not there."""
+        request = health_pb2.HealthCheckRequest(service=service)
+        call = self._health.Watch(request, timeout=timeout_s, metadata=self._outgoing.metadata())
+        try:
+            async with _translated():
+                async for message in call:
+                    return bool(message.status == health_pb2.HealthCheckResponse.SERVING)
+        finally:
+            call.cancel()
+        return False  # it is ending
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Returns once the server is SERVING; waits for one that is not there yet.
 
         Raises DeadlineExceeded after `timeout_s`.
         """
+        why = "it does not say SERVING"
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    if await self._watch_until_serving():
+                    try:
+                        await self._watch_until_serving()
                         return
+                    except Unavailable as error:
+                        if error.reason is Reason.TLS_FAILED:  # waiting does not mend it
+                            raise
+                        why = error.message
                     await asyncio.sleep(RETRY_S)
         except TimeoutError as error:
-            raise DeadlineExceeded(f"{self._target} is not ready after {timeout_s:g} s") from error
+            raise DeadlineExceeded(f"{self._target} is not ready after {timeout_s:g} s: {why}") from error
 
-    async def _watch_until_serving(self) -> bool:
-        """False if the server went away or ended the watch, as one that drains does."""
-        call = self._health.Watch(health_pb2.HealthCheckRequest())
+    async def _watch_until_serving(self) -> None:
+        """Raises Unavailable if the server is not there, or ended the watch, as one that drains does."""
+        call = self._health.Watch(health_pb2.HealthCheckRequest(), metadata=self._outgoing.metadata())
         try:
             async with _translated():
                 async for message in call:
                     if message.status == health_pb2.HealthCheckResponse.SERVING:
-                        return True
-        except Unavailable:
-            pass
+                        return
         finally:
             call.cancel()
-        return False
+        raise Unavailable("it is draining", Reason.DRAINING)
 
 
 @contextlib.asynccontextmanager

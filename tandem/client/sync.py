@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Generator, Iterator, Sequence
+from itertools import islice
 from typing import Self, Unpack
 
 import grpc
@@ -17,11 +18,12 @@ from tandem.client.request import GenerateOptions, Message, detokenize_request, 
 from tandem.client.results import Completion, GenerationUpdate, ServedModel, Tokenization
 from tandem.client.service_config import service_config_options
 from tandem.cluster_status import ClusterStatus
-from tandem.config import DEFAULT_ADDRESS
+from tandem.config import DEFAULT_ADDRESS, ClientSecurityConfig
 from tandem.convert_status import status_from_proto
-from tandem.errors import DeadlineExceeded, Unavailable
-from tandem.rpc.channel import CONNECT_TIMEOUT_S, MAX_RECEIVE_BYTES, channel_options
+from tandem.errors import DeadlineExceeded, Reason, Unavailable
+from tandem.rpc.channel import CONNECT_TIMEOUT_S, open_blocking_channel
 from tandem.rpc.status import error_from_rpc
+from tandem.security.credentials import Outgoing
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 
@@ -33,15 +35,26 @@ class Client:
 
     `timeout_s` of a generating call is the request's deadline, which the server enforces too;
     None = none. A server that cannot be reached is Unavailable after `connect_timeout_s`.
+
+    `security` names files: certificates are read now, tokens again when their file changes. Raises
+    ConfigError if one is no good, or if a token would cross a network in clear.
     """
 
-    def __init__(self, target: str = DEFAULT_ADDRESS, *, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        target: str = DEFAULT_ADDRESS,
+        *,
+        security: ClientSecurityConfig | None = None,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> None:
         self._target = target
-        options = [
-            *channel_options(MAX_RECEIVE_BYTES, connect_timeout_s=connect_timeout_s),
-            *service_config_options(target),
-        ]
-        self._channel = grpc.insecure_channel(target, options=options)
+        self._outgoing = Outgoing.of_client(security or ClientSecurityConfig(), target)
+        self._channel = open_blocking_channel(
+            target,
+            self._outgoing,
+            connect_timeout_s=connect_timeout_s,
+            more_options=service_config_options(target),
+        )
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._cluster = cluster_pb2_grpc.ClusterServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -69,7 +82,7 @@ class Client:
         """
         request = generate_request(prompt, options)
         with _translated():
-            call = self._inference.Generate(request, timeout=timeout_s)
+            call = self._inference.Generate(request, timeout=timeout_s, metadata=self._outgoing.metadata())
             try:
                 for message in call:
                     yield response.update(message)
@@ -87,7 +100,11 @@ class Client:
         request = generate_request(prompt, options)
         with _translated():
             return response.completion(
-                self._inference.Complete(inference_pb2.CompleteRequest(generate=request), timeout=timeout_s)
+                self._inference.Complete(
+                    inference_pb2.CompleteRequest(generate=request),
+                    timeout=timeout_s,
+                    metadata=self._outgoing.metadata(),
+                )
             )
 
     def tokenize(
@@ -101,7 +118,9 @@ class Client:
         """The token ids of a text, or of a conversation as the chat template renders it."""
         request = tokenize_request(text, messages, model)
         with _translated():
-            return response.tokenization(self._inference.Tokenize(request, timeout=timeout_s))
+            return response.tokenization(
+                self._inference.Tokenize(request, timeout=timeout_s, metadata=self._outgoing.metadata())
+            )
 
     def detokenize(
         self,
@@ -114,22 +133,43 @@ class Client:
         """The text of token ids."""
         request = detokenize_request(token_ids, skip_special_tokens, model)
         with _translated():
-            return str(self._inference.Detokenize(request, timeout=timeout_s).text)
+            return str(self._inference.Detokenize(request, timeout=timeout_s, metadata=self._outgoing.metadata()).text)
 
     def model(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ServedModel:
         """What is served, and within which limits."""
         with _translated():
-            return response.served_model(self._inference.GetModel(inference_pb2.GetModelRequest(), timeout=timeout_s))
+            return response.served_model(
+                self._inference.GetModel(
+                    inference_pb2.GetModelRequest(), timeout=timeout_s, metadata=self._outgoing.metadata()
+                )
+            )
 
     def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ClusterStatus:
         """Every worker, pool, queue and transfer that the router knows of."""
         with _translated():
-            return status_from_proto(self._cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=timeout_s))
+            return status_from_proto(
+                self._cluster.GetStatus(
+                    cluster_pb2.GetStatusRequest(), timeout=timeout_s, metadata=self._outgoing.metadata()
+                )
+            )
 
     def drain(self, worker_id: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Asks one worker to take no new work, finish what it has, and leave."""
         with _translated():
-            self._cluster.Drain(cluster_pb2.DrainRequest(worker_id=worker_id), timeout=timeout_s)
+            self._cluster.Drain(
+                cluster_pb2.DrainRequest(worker_id=worker_id), timeout=timeout_s, metadata=self._outgoing.metadata()
+            )
+
+    def serving(self, service: str = "", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
+        """What the server's health says of one service; "" = of all. False for one that is not there."""
+        call = self._health.Watch(
+            health_pb2.HealthCheckRequest(service=service), timeout=timeout_s, metadata=self._outgoing.metadata()
+        )
+        try:
+            with _translated():
+                return any(message.status == health_pb2.HealthCheckResponse.SERVING for message in islice(call, 1))
+        finally:
+            call.cancel()
 
     def wait_ready(self, timeout_s: float) -> None:
         """Returns once the server is SERVING; waits for one that is not there yet.
@@ -137,16 +177,26 @@ class Client:
         Raises DeadlineExceeded after `timeout_s`.
         """
         ends_at_s = time.monotonic() + timeout_s
+        why = "it does not say SERVING"
         while (left_s := ends_at_s - time.monotonic()) > 0:
-            with contextlib.suppress(Unavailable, DeadlineExceeded):
+            try:
                 if self._watch_until_serving(left_s):
                     return
+                why = "it is draining"
+            except Unavailable as error:
+                if error.reason is Reason.TLS_FAILED:  # waiting does not mend it
+                    raise
+                why = error.message
+            except DeadlineExceeded:
+                break
             time.sleep(min(RETRY_S, max(0.0, ends_at_s - time.monotonic())))
-        raise DeadlineExceeded(f"{self._target} is not ready after {timeout_s:g} s")
+        raise DeadlineExceeded(f"{self._target} is not ready after {timeout_s:g} s: {why}")
 
     def _watch_until_serving(self, timeout_s: float) -> bool:
         """False if the server ended the watch, as one that drains does."""
-        call = self._health.Watch(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        call = self._health.Watch(
+            health_pb2.HealthCheckRequest(), timeout=timeout_s, metadata=self._outgoing.metadata()
+        )
         try:
             with _translated():
                 return any(message.status == health_pb2.HealthCheckResponse.SERVING for message in call)

@@ -9,7 +9,7 @@ from tandem.rpc.tls import channel_credentials
 from tandem.security.credentials import Outgoing
 
 ChannelOptions = list[tuple[str, int]]
-NamedOptions = list[tuple[str, int | str]]
+MixedOptions = list[tuple[str, str | int]]
 
 MAX_RECEIVE_BYTES = 8 * 1024 * 1024
 """Largest message taken, where no option says otherwise."""
@@ -58,29 +58,34 @@ def open_channel(
     max_receive_bytes: int = MAX_RECEIVE_BYTES,
     keepalive_ms: int = _KEEPALIVE_MS,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    more_options: MixedOptions | None = None,
 ) -> grpc.aio.Channel:
     """A channel to `HOST:PORT`; the caller closes it. Connects lazily, never through a proxy.
 
     TLS as `outgoing` says; its token goes with each call (`Outgoing.metadata`). `called` is the name
     that stood for `address` and that the certificate bears, unless `outgoing` has a name for all.
     """
-    options = channel_options(max_receive_bytes, keepalive_ms, connect_timeout_s)
+    options = [*channel_options(max_receive_bytes, keepalive_ms, connect_timeout_s), *(more_options or ())]
     if outgoing.tls is None:
         return grpc.aio.insecure_channel(address, options=options)
-    named = [*options, *_name_options(outgoing.tls.server_name or called)]
-    return grpc.aio.secure_channel(address, channel_credentials(outgoing.tls), options=named)
+    options += _name_options(outgoing.tls.server_name or called)
+    return grpc.aio.secure_channel(address, channel_credentials(outgoing.tls), options=options)
 
 
 def open_blocking_channel(
-    address: str, outgoing: Outgoing = _PLAIN, *, connect_timeout_s: float = CONNECT_TIMEOUT_S
+    address: str,
+    outgoing: Outgoing = _PLAIN,
+    *,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    more_options: MixedOptions | None = None,
 ) -> grpc.Channel:
     """As `open_channel`, for callers without an event loop."""
-    options = channel_options(connect_timeout_s=connect_timeout_s)
+    options = [*channel_options(connect_timeout_s=connect_timeout_s), *(more_options or ())]
     if outgoing.tls is None:
         return grpc.insecure_channel(address, options=options)
-    named = [*options, *_name_options(outgoing.tls.server_name)]
-    return grpc.secure_channel(address, channel_credentials(outgoing.tls), options=named)
+    options += _name_options(outgoing.tls.server_name)
+    return grpc.secure_channel(address, channel_credentials(outgoing.tls), options=options)
 
 
-def _name_options(server_name: str | None) -> NamedOptions:
+def _name_options(server_name: str | None) -> MixedOptions:
     return [] if server_name is None else [("grpc.ssl_target_name_override", server_name)]
