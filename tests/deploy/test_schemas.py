@@ -1,0 +1,115 @@
+"""Every manifest against the schema of its kind: Kubernetes' own, or one in deploy/schemas for custom resources."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+
+from tests.deploy.manifests import COMPONENTS, DEPLOY, OVERLAYS, Manifest, composed, named, of_kind, overlay
+
+OLDEST = "1.30"
+"""The first Kubernetes that knows a pre-stop sleep without being asked to."""
+VERSIONS = (OLDEST, kubernetes_validate.latest_version())
+SCHEMAS = {path.stem: json.loads(path.read_text()) for path in (DEPLOY / "schemas").glob("*.json")}
+TOGETHER = (
+    ("base", ["cert-manager"]),
+    ("base", ["insecure"]),
+    ("overlays/gpu-nccl", ["cert-manager", "monitoring", "autoscale-hpa"]),
+    ("overlays/gpu-nccl", ["cert-manager", "monitoring", "autoscale-keda"]),
+    ("overlays/gpu-same-pod", ["cert-manager", "monitoring"]),
+    ("overlays/cpu", ["model-volume", "insecure"]),
+)
+"""Overlays that users may make."""
+
+
+def check(manifest: Manifest, version: str) -> None:
+    """Raises jsonschema.ValidationError; a kind of which nobody has a schema is an error too."""
+    if manifest["kind"].lower() in SCHEMAS:
+        jsonschema.Draft202012Validator(SCHEMAS[manifest["kind"].lower()]).validate(manifest)
+    else:
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_every_manifest_is_valid(name: str, version: str) -> None:
+    for manifest in overlay(name):
+        check(manifest, version)
+
+
+@pytest.mark.parametrize(("base", "components"), TOGETHER, ids=str)
+def test_components_go_together(tmp_path: Path, base: str, components: list[str]) -> None:
+    for manifest in composed(tmp_path, base, components):
+        check(manifest, OLDEST)
+
+
+def test_every_component_is_part_of_an_overlay_that_was_checked() -> None:
+    used = {name for _, components in TOGETHER for name in components}
+    for name in OVERLAYS:
+        text = (DEPLOY / "overlays" / name / "kustomization.yaml").read_text()
+        used |= {component for component in COMPONENTS if f"../../components/{component}\n" in text}
+    assert used == set(COMPONENTS)
+
+
+def test_no_two_manifests_are_the_same_thing() -> None:
+    for name in OVERLAYS:
+        identities = [(each["kind"], each["metadata"]["name"]) for each in overlay(name)]
+        assert len(identities) == len(set(identities))
+        assert {each["metadata"]["namespace"] for each in overlay(name)} == {"tandem"}
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_the_schemas_are_schemas(schema: str) -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMAS[schema])
+    assert list(objects_open_to_anything(SCHEMAS[schema])) == []
+
+
+def objects_open_to_anything(schema: Any, path: str = "") -> Iterator[str]:
+    """Paths of objects that would take a misspelt field."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "object" and "additionalProperties" not in schema:
+            yield path
+        for key, value in schema.items():
+            yield from objects_open_to_anything(value, f"{path}/{key}")
+
+
+def spoilt(overlay_name: str, kind: str, name: str, spoil: Callable[[dict[str, Any]], object]) -> Manifest:
+    manifest = named(overlay(overlay_name), kind, name)
+    spoil(manifest["spec"])
+    return manifest
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        lambda: spoilt("cpu", "Deployment", "tandem-router", lambda spec: spec.update(replica=2)),
+        lambda: spoilt("cpu", "NetworkPolicy", "tandem-router", lambda spec: spec.update(policyTypes="Ingress")),
+        lambda: spoilt("monitoring", "PodMonitor", "tandem", lambda spec: spec.update(selectors={})),
+        lambda: spoilt("monitoring", "PodMonitor", "tandem", lambda spec: spec["podMetricsEndpoints"][0].pop("port")),
+        lambda: spoilt("autoscale-keda", "ScaledObject", "tandem-decode", lambda spec: spec.update(minReplicas=1)),
+        lambda: spoilt("autoscale-keda", "ScaledObject", "tandem-decode", lambda spec: spec.pop("triggers")),
+        lambda: spoilt("autoscale-hpa", "HorizontalPodAutoscaler", "tandem-decode", lambda spec: spec.update(least=1)),
+        lambda: {"apiVersion": "v1", "kind": "Nothing", "metadata": {"name": "n"}},
+    ],
+)
+def test_a_misspelt_or_missing_field_is_noticed(manifest: Callable[[], Manifest]) -> None:
+    with pytest.raises((jsonschema.ValidationError, kubernetes_validate.SchemaNotFoundError)):
+        check(manifest(), OLDEST)
+
+
+def test_certificates_name_the_secret_that_pods_mount_and_the_server_that_they_expect(tmp_path: Path) -> None:
+    manifests = composed(tmp_path, "overlays/cpu", ["cert-manager"])
+    certificate = named(manifests, "Certificate", "tandem")["spec"]
+    (security,) = (each["data"] for each in of_kind(manifests, "ConfigMap") if "security" in each["metadata"]["name"])
+    assert certificate["secretName"] == "tandem-tls"
+    assert security["TANDEM_TLS_SERVER_NAME"] in certificate["dnsNames"]
+    authority = named(manifests, "Certificate", "tandem-authority")["spec"]
+    issuer = named(manifests, "Issuer", certificate["issuerRef"]["name"])["spec"]
+    assert issuer["ca"]["secretName"] == authority["secretName"]
+    assert "selfSigned" in named(manifests, "Issuer", authority["issuerRef"]["name"])["spec"]
