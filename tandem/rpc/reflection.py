@@ -47,8 +47,13 @@ class _Pools:
         return _first(lambda pool: pool.FindFileByName(name))
 
     def FindFileContainingSymbol(self, name: str) -> Any:  # noqa: N802
-        """The descriptor of the file in which a name is declared."""
-        return _first(lambda pool: pool.FindFileContainingSymbol(name))
+        """The descriptor of the file that declares a name; of methods too, which pools do not find."""
+        try:
+            return _first(lambda pool: pool.FindFileContainingSymbol(name))
+        except KeyError:
+            service_name, _, method = name.rpartition(".")
+            service = _first(lambda pool: pool.FindServiceByName(service_name))
+            return service.methods_by_name[method].containing_service.file
 
     def FindMessageTypeByName(self, name: str) -> Any:  # noqa: N802
         """A message's descriptor."""
