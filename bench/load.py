@@ -18,14 +18,17 @@ from bench.report import LoadReport, Sample
 from bench.workload import LoadOptions, PlannedRequest, plan, warm_up
 from tandem.client import AsyncClient
 from tandem.clock import Clock, MonotonicClock
+from tandem.config import ClientSecurityConfig
 from tandem.errors import TandemError
 
 
-def run(target: str, options: LoadOptions, timeout_s: float) -> LoadReport:
+def run(
+    target: str, options: LoadOptions, timeout_s: float, security: ClientSecurityConfig | None = None
+) -> LoadReport:
     """Runs one load test against the router at `target`. Raises TandemError if it cannot be reached."""
 
     async def main() -> LoadReport:
-        async with AsyncClient(target) as client:
+        async with AsyncClient(target, security=security) as client:
             return await measure(client, options, timeout_s, MonotonicClock())
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -68,7 +68,7 @@ def run(namespace: argparse.Namespace) -> int:
     plot = import_upward("bench.plot")
     if namespace.plot is not None and not plot.can_plot():
         raise ConfigError("--plot", "needs matplotlib, which is not installed here")
-    report = import_upward("bench.load").run(config.target, options, config.timeout_s)
+    report = import_upward("bench.load").run(config.target, options, config.timeout_s, config.security)
     print(report.as_text())
     if namespace.json is not None:
         _write(lambda: namespace.json.write_text(report.as_json() + "\n", encoding="utf-8"), "--json")

@@ -33,7 +33,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Reads lines until the end of input. Raises TandemError if the server cannot be reached at all."""
     config = load(ClientConfig, namespace)
-    with Client(config.target) as client:
+    with Client(config.target, security=config.security) as client:
         served = client.model()
         print(f"{served.model} at {config.target}, {served.context_tokens} tokens of context", file=sys.stderr)
         Conversation(client, sampling_options(namespace), config.timeout_s, namespace.system).run()

@@ -45,7 +45,7 @@ def run(namespace: argparse.Namespace) -> int:
     text, options = _request(namespace)
     last: GenerationUpdate | None = None
     with (
-        Client(config.target) as client,
+        Client(config.target, security=config.security) as client,
         contextlib.closing(client.generate(text, timeout_s=config.timeout_s, **options)) as updates,
     ):
         for last in updates:

@@ -26,6 +26,8 @@ from tandem.client import AsyncClient
 from tandem.clock import MonotonicClock
 from tandem.config import ServeConfig, add_arguments, load
 from tandem.rpc.process import StopSignal, run_process
+from tandem.security.credentials import Security
+from tandem.security.options import client_side
 from tandem.telemetry.logging import configure_logging
 
 START_TIMEOUT_S = 600.0
@@ -50,6 +52,7 @@ def run(namespace: argparse.Namespace) -> int:
     """Serves until told to stop; returns the exit code. Raises ConfigError."""
     config = load(ServeConfig, namespace)
     fleet.check(config)
+    Security.load(config.router.security, config.router.ports)  # here, before any child finds the same fault
     configure_logging("serve", config.router.log_format, config.router.log_level)
     return run_process(lambda stop: _serve(config, stop))
 
@@ -83,7 +86,7 @@ class _Server:
         address = fleet.local_address(self._router_listen)
         for spec in fleet.worker_specs(self._config, self._cores, address, on_gpu=_computes_on_gpu(self._config)):
             self._workers.append(self._supervise(spec, partial(self._start_child, spec)))
-        async with AsyncClient(address) as client:
+        async with AsyncClient(address, security=client_side(self._config.router.security)) as client:
             await client.wait_ready(START_TIMEOUT_S)
         print(f"ready {self._router_listen}", flush=True)
 

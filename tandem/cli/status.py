@@ -28,7 +28,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Prints the status. Raises TandemError."""
     config = load(ClientConfig, namespace)
-    with Client(config.target) as client:
+    with Client(config.target, security=config.security) as client:
         status = client.status(timeout_s=config.timeout_s)
     print(json.dumps(asdict(status), ensure_ascii=False) if namespace.json else render(status))
     return 0

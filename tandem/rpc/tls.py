@@ -10,7 +10,7 @@ from tandem.security.tls import ClientTls, ServerPem, ServerTls
 
 TLS_FAILURES = (
     ("CERTIFICATE_VERIFY_FAILED: certificate has expired", "the server's certificate has expired"),
-    ("CERTIFICATE_VERIFY_FAILED", "no authority in --tls-ca vouches for the server's certificate"),
+    ("CERTIFICATE_VERIFY_FAILED", "no authority that this side trusts (--tls-ca) vouches for the server's certificate"),
     ("Hostname Verification Check failed", "the server's certificate bears another name; see --tls-server-name"),
     ("WRONG_VERSION_NUMBER", "the server does not speak TLS"),
     ("handshake failed", "TLS could not be set up"),

@@ -11,6 +11,7 @@ from tandem.cli import chat, generate
 from tandem.cli.chat import Conversation
 from tandem.cli.main import main
 from tandem.client import GenerationUpdate, ServedModel, Timings, Usage
+from tandem.config import ClientSecurityConfig
 from tandem.errors import TandemError, Unavailable
 from tandem.types import FinishReason, TokenId
 
@@ -33,11 +34,13 @@ class FakeClient:
     """Answers every request alike, or fails, or is interrupted like by ctrl-C."""
 
     def __init__(self) -> None:
+        self.security = ClientSecurityConfig()
         self.asked: list[tuple[str | None, dict[str, Any]]] = []
         self.failure: TandemError | None = None
         self.interrupted = False
 
-    def __call__(self, target: str) -> "FakeClient":
+    def __call__(self, target: str, *, security: ClientSecurityConfig) -> "FakeClient":
+        self.security = security
         return self
 
     def __enter__(self) -> "FakeClient":
@@ -76,6 +79,15 @@ def test_generate_streams_text_and_ends_the_line(client: FakeClient, capsys: pyt
     assert main(["generate", "p", "--temperature", "0", "--request-id", "r"]) == 0
     assert capsys.readouterr().out == "Once upon\n"
     assert client.asked == [("p", {"temperature": 0.0, "request_id": "r", "messages": []})]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_security_options_reach_the_client(command: str, client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+
+    assert main([command, "--tls-ca", "ca.pem", "--token-file", "tokens", "--tls-server-name", "tandem"]) == 0
+
+    assert client.security == ClientSecurityConfig(tls_ca="ca.pem", token_file="tokens", tls_server_name="tandem")
 
 
 def test_generate_json_is_one_line_per_message(client: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:
