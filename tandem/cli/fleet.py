@@ -11,6 +11,8 @@ from tandem.errors import ConfigError
 
 STOP_MARGIN_S = 5.0
 """On top of a child's own drain grace, before it is killed."""
+_ADMIN_LISTEN = "127.0.0.1:0"
+"""Of workers, unless the router is to have no admin port either."""
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
@@ -48,14 +50,27 @@ def local_address(address: str) -> str:
 def worker_specs(config: ServeConfig, cores: Sequence[int], router: str, *, on_gpu: bool) -> list[ChildSpec]:
     """All workers, registered with the router at HOST:PORT `router`; on loopback, as only it calls them."""
     plan = _plan(config, cores, on_gpu=on_gpu)
+    admin_listen = None if config.router.admin_listen is None else _ADMIN_LISTEN
     specs: list[ChildSpec] = []
     for index, share in enumerate(plan.prefill):
         name = f"prefill-{index}"
-        prefill = replace(config.prefill_worker, router=(router,), worker_id=name, threads=share.threads)
+        prefill = replace(
+            config.prefill_worker,
+            router=(router,),
+            worker_id=name,
+            threads=share.threads,
+            admin_listen=admin_listen,
+        )
         specs.append(_worker(name, "prefill_worker", argv_of(prefill), share, prefill.drain_grace_s))
     for index, share in enumerate(plan.decode):
         name = f"decode-{index}"
-        decode = replace(config.decode_worker, router=(router,), worker_id=name, threads=share.threads)
+        decode = replace(
+            config.decode_worker,
+            router=(router,),
+            worker_id=name,
+            threads=share.threads,
+            admin_listen=admin_listen,
+        )
         specs.append(_worker(name, "decode_worker", argv_of(decode), share, decode.drain_grace_s))
     return specs
 

@@ -37,6 +37,18 @@ def test_workers_listen_on_loopback_whatever_the_router_does() -> None:
     assert configs[0].router == ("127.0.0.1:50051",)
 
 
+@pytest.mark.parametrize(("given", "of_workers"), [("0.0.0.0:9464", "127.0.0.1:0"), ("none", None)])
+def test_the_admin_address_is_the_routers_and_none_switches_all_admin_ports_off(
+    given: str, of_workers: str | None
+) -> None:
+    config = serve("--admin-listen", given, "--decode", "2")
+    prefill, *decodes = fleet.worker_specs(config, (0, 1), "127.0.0.1:7", on_gpu=False)
+    router: RouterConfig = parsed(RouterConfig, *fleet.router_spec(config, (0,), "127.0.0.1:7").arguments)
+    configs = [parsed(PrefillConfig, *prefill.arguments), *(parsed(DecodeConfig, *each.arguments) for each in decodes)]
+    assert router.admin_listen == (None if given == "none" else given)
+    assert [each.admin_listen for each in configs] == [of_workers] * 3
+
+
 def test_a_router_is_restarted_on_the_port_it_had() -> None:
     spec = fleet.router_spec(serve("--listen", "127.0.0.1:0"), (0, 1), "127.0.0.1:4711")
     config: RouterConfig = parsed(RouterConfig, *spec.arguments)
