@@ -1,0 +1,364 @@
+"""tritonclient from PyPI, as it is, against three real processes. Its stubs and Tandem's live in one process here:
+Tandem's foreign protocols have a descriptor pool of their own (tandem/foreign/pool.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import random
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.grpc.aio as triton_aio
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
+from bench.cluster import Cluster, becomes_idle
+from models.demo.text import make_story
+from tandem.client import Client
+
+PROMPT = make_story(random.Random(2), 6).text
+GREEDY = {"max_tokens": 40, "temperature": 0.0}
+SEEDED = {"max_tokens": 40, "temperature": 1.2, "top_p": 0.9, "top_k": 50, "seed": 7, "ignore_eos": True}
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def server(demo_cluster: Cluster, client: Client) -> Iterator[triton.InferenceServerClient]:
+    """`client` sees to it that all blocks are free afterwards."""
+    with triton.InferenceServerClient(demo_cluster.target) as server:
+        yield server
+
+
+def tensor(name: str, values: list[Any], datatype: str, shape: list[int] | None = None) -> triton.InferInput:
+    made = triton.InferInput(name, shape or [len(values)], datatype)
+    kinds = {"BYTES": np.object_, "BOOL": np.bool_, "INT32": np.int32, "FP32": np.float32, "UINT64": np.uint64}
+    encoded = [value.encode() if isinstance(value, str) else value for value in values]
+    made.set_data_from_numpy(np.array(encoded, dtype=kinds[datatype]).reshape(made.shape()))
+    return made
+
+
+def inputs(*texts: str, stream: bool | None = None, **sampling: Any) -> list[triton.InferInput]:
+    made = [tensor("text_input", list(texts or (PROMPT,)), "BYTES")]
+    if stream is not None:
+        made.append(tensor("stream", [stream], "BOOL"))
+    if sampling:
+        made.append(tensor("sampling_parameters", [json.dumps(sampling)], "BYTES"))
+    return made
+
+
+def text_of(result: triton.InferResult) -> str:
+    return b"".join(result.as_numpy("text_output").reshape(-1)).decode()
+
+
+def is_final(result: triton.InferResult) -> bool:
+    return result.get_response().parameters["triton_final_response"].bool_param
+
+
+class Responses:
+    """What a stream's callback was given, by request id."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[tuple[Any, Any]] = queue.Queue()
+
+    def __call__(self, result: Any, error: Any) -> None:
+        self._queue.put((result, error))
+
+    def next(self) -> triton.InferResult:
+        result, error = self._queue.get(timeout=PATIENCE_S)
+        if error is not None:
+            raise error
+        return result
+
+    def texts(self, count: int) -> dict[str, str]:
+        """All text of `count` requests."""
+        texts: dict[str, str] = {}
+        while count:
+            result = self.next()
+            request_id = result.get_response().id
+            texts[request_id] = texts.get(request_id, "") + text_of(result)
+            count -= is_final(result)
+        return texts
+
+
+@pytest.fixture
+def responses(server: triton.InferenceServerClient) -> Iterator[Responses]:
+    responses = Responses()
+    server.start_stream(responses)
+    yield responses
+    server.stop_stream(cancel_requests=True)
+
+
+def test_the_server_and_its_model_introduce_themselves(server: triton.InferenceServerClient) -> None:
+    assert server.is_server_live()
+    assert server.is_server_ready()
+    assert [server.is_model_ready(name) for name in ("demo", "other")] == [True, False]
+    assert server.get_server_metadata().name == "tandem"
+    assert server.get_model_metadata("demo").inputs[0].name == "text_input"
+    config = server.get_model_config("demo", as_json=True)["config"]
+    assert config["model_transaction_policy"] == {"decoupled": True}
+    assert [each["name"] for each in config["input"] if not each.get("optional")] == ["text_input"]
+    assert [model.name for model in server.get_model_repository_index().models] == ["demo"]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_text_is_what_inference_service_says(
+    server: triton.InferenceServerClient, client: Client, sampling: dict[str, Any]
+) -> None:
+    expected = client.complete(PROMPT, **sampling).choices[0]
+
+    result = server.infer("demo", inputs(**sampling), request_id="one")
+
+    assert text_of(result) == expected.text
+    assert list(result.as_numpy("finish_reason")) == [expected.finish_reason.value.encode()]
+    assert result.get_response().id == "one"
+
+
+def test_parameters_may_come_as_tensors_or_with_the_request(
+    server: triton.InferenceServerClient, client: Client
+) -> None:
+    expected = client.complete(PROMPT, **SEEDED).text
+    as_tensors = [
+        tensor("text_input", [PROMPT], "BYTES", [1, 1]),
+        tensor("max_tokens", [40], "INT32", [1, 1]),
+        tensor("temperature", [1.2], "FP32", [1, 1]),
+        tensor("top_p", [0.9], "FP32", [1, 1]),
+        tensor("top_k", [50], "INT32", [1, 1]),
+        tensor("random_seed", [7], "UINT64", [1, 1]),
+        tensor("ignore_eos", [True], "BOOL", [1, 1]),
+        tensor("beam_width", [1], "INT32", [1, 1]),
+    ]
+
+    by_tensors = server.infer("demo", as_tensors)
+    by_parameters = server.infer("demo", inputs(), parameters=SEEDED)
+
+    # 1.2 and 0.9 are other numbers in 32 bits than in 64; the field on Tandem's side has 32.
+    assert text_of(by_tensors) == text_of(by_parameters) == expected
+    assert by_tensors.as_numpy("text_output").shape == (1, 1)
+
+
+@pytest.mark.parametrize("stop", ["stop", "stop_words"])
+def test_a_stop_string_ends_the_text(server: triton.InferenceServerClient, client: Client, stop: str) -> None:
+    whole = client.complete(PROMPT, **GREEDY).text
+    word = whole.split()[2]
+
+    result = server.infer("demo", [*inputs(**GREEDY), tensor(stop, [word, ""], "BYTES")])
+
+    assert text_of(result) == whole[: whole.index(word)]
+    assert list(result.as_numpy("finish_reason")) == [b"stop"]
+
+
+def test_a_batch_gives_each_text_its_own_answer(server: triton.InferenceServerClient, client: Client) -> None:
+    texts = ["Once upon a time", "There was a", PROMPT]
+
+    result = server.infer("demo", inputs(*texts, **GREEDY))
+
+    answers = [answer.decode() for answer in result.as_numpy("text_output")]
+    assert answers == [client.complete(text, **GREEDY).text for text in texts]
+
+
+def test_outputs_are_those_asked_for(server: triton.InferenceServerClient, client: Client) -> None:
+    expected = client.complete(PROMPT, **GREEDY).usage
+    names = ["num_output_tokens", "num_input_tokens"]
+
+    result = server.infer("demo", inputs(**GREEDY), outputs=[triton.InferRequestedOutput(name) for name in names])
+
+    assert [output.name for output in result.get_response().outputs] == names
+    counts = [int(result.as_numpy(name)[0]) for name in names]
+    assert counts == [expected.completion_tokens, expected.prompt_tokens]
+
+
+def test_the_prompt_is_repeated_only_on_demand(server: triton.InferenceServerClient, client: Client) -> None:
+    answer = client.complete(PROMPT, **GREEDY).text
+
+    with_prompt = server.infer("demo", [*inputs(**GREEDY), tensor("exclude_input_in_output", [False], "BOOL")])
+
+    assert text_of(with_prompt) == PROMPT + answer
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({"model_name": "other"}, "NOT_FOUND", "serves demo"),
+        ({"model_version": "2"}, "NOT_FOUND", "version 1 only"),
+        ({"inputs": [tensor("text", ["x"], "BYTES")]}, "INVALID_ARGUMENT", "inputs.text_input: is missing"),
+        ({"inputs": [*inputs(), tensor("colour", [1], "INT32")]}, "INVALID_ARGUMENT", "colour: no such input"),
+        ({"inputs": [tensor("text_input", [1], "INT32")]}, "INVALID_ARGUMENT", "must be BYTES, not INT32"),
+        ({"inputs": inputs("x" * 3000)}, "INVALID_ARGUMENT", "leave no room in"),
+        ({"inputs": inputs(""), "request_id": "e"}, "INVALID_ARGUMENT", "text: must not be empty"),
+        ({"inputs": inputs(top_p=2)}, "INVALID_ARGUMENT", "sampling.top_p"),
+        ({"inputs": inputs(n=2)}, "UNIMPLEMENTED", "sampling.n"),
+        ({"inputs": inputs(stream=True)}, "INVALID_ARGUMENT", "call ModelStreamInfer"),
+        ({"outputs": [triton.InferRequestedOutput("logits")]}, "INVALID_ARGUMENT", "outputs.logits: no such output"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_wrong_is_refused_by_name(
+    server: triton.InferenceServerClient, changes: dict[str, Any], code: str, words: str
+) -> None:
+    with pytest.raises(InferenceServerException) as caught:
+        server.infer(**({"model_name": "demo", "inputs": inputs(max_tokens=4)} | changes))
+
+    assert caught.value.status() == f"StatusCode.{code}"
+    assert words in caught.value.message()
+
+
+def test_a_deadline_ends_the_request(server: triton.InferenceServerClient) -> None:
+    with pytest.raises(InferenceServerException, match="deadline") as caught:
+        server.infer("demo", inputs(max_tokens=900, ignore_eos=True), timeout=20_000)
+
+    assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_streamed_text_is_what_inference_service_says(
+    server: triton.InferenceServerClient, responses: Responses, client: Client, sampling: dict[str, Any]
+) -> None:
+    server.async_stream_infer("demo", inputs(stream=True, **sampling), request_id="s")
+
+    parts = []
+    while not parts or not is_final(parts[-1]):
+        parts.append(responses.next())
+
+    assert len(parts) > 1
+    assert "".join(text_of(part) for part in parts) == client.complete(PROMPT, **sampling).text
+    assert [part.as_numpy("finish_reason")[0] for part in parts[:-1]] == [b""] * (len(parts) - 1)
+    assert parts[-1].as_numpy("finish_reason")[0] in {b"stop", b"length"}
+
+
+def test_an_empty_final_response_comes_if_it_is_asked_for(
+    server: triton.InferenceServerClient, responses: Responses, client: Client
+) -> None:
+    server.async_stream_infer("demo", inputs(stream=True, **GREEDY), enable_empty_final_response=True)
+
+    text = ""
+    while not is_final(part := responses.next()):
+        text += text_of(part)
+
+    assert not part.get_response().outputs
+    assert text == client.complete(PROMPT, **GREEDY).text
+
+
+def test_a_stream_without_streaming_gives_one_response(
+    server: triton.InferenceServerClient, responses: Responses, client: Client
+) -> None:
+    server.async_stream_infer("demo", inputs(**GREEDY))
+
+    only = responses.next()
+
+    assert is_final(only)
+    assert text_of(only) == client.complete(PROMPT, **GREEDY).text
+
+
+def test_many_requests_share_a_stream(
+    server: triton.InferenceServerClient, responses: Responses, client: Client
+) -> None:
+    seeds = {f"seed {seed}": SEEDED | {"seed": seed} for seed in range(24)}
+    for request_id, sampling in seeds.items():
+        server.async_stream_infer("demo", inputs(stream=True, **sampling), request_id=request_id)
+
+    texts = responses.texts(len(seeds))
+
+    assert texts == {request_id: client.complete(PROMPT, **sampling).text for request_id, sampling in seeds.items()}
+
+
+def test_an_error_on_a_stream_ends_its_request_only(
+    server: triton.InferenceServerClient, responses: Responses, client: Client
+) -> None:
+    server.async_stream_infer("other", inputs(stream=True, **GREEDY))
+    with pytest.raises(InferenceServerException, match="serves demo"):
+        responses.next()
+    server.async_stream_infer("demo", inputs("a", "b", stream=True, **GREEDY))
+    with pytest.raises(InferenceServerException, match="one text on a stream"):
+        responses.next()
+
+    server.async_stream_infer("demo", inputs(stream=True, **GREEDY), request_id="good")
+
+    assert responses.texts(1) == {"good": client.complete(PROMPT, **GREEDY).text}
+
+
+def test_a_cancelled_stream_frees_all_blocks(server: triton.InferenceServerClient, client: Client) -> None:
+    responses = Responses()
+    server.start_stream(responses)
+    for number in range(6):
+        server.async_stream_infer("demo", inputs(stream=True, max_tokens=900, ignore_eos=True), request_id=str(number))
+    responses.next()
+    assert client.status().active_requests > 0
+
+    server.stop_stream(cancel_requests=True)
+
+    assert becomes_idle(client)
+
+
+async def test_the_asyncio_client_infers_and_streams(demo_cluster: Cluster, client: Client) -> None:
+    expected = client.complete(PROMPT, **GREEDY).text
+
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        for name in ("a", "b"):
+            yield {"model_name": "demo", "inputs": inputs(stream=True, **GREEDY), "request_id": name}
+
+    async with triton_aio.InferenceServerClient(demo_cluster.target) as server:
+        assert text_of(await server.infer("demo", inputs(**GREEDY))) == expected
+        texts = {"a": "", "b": ""}
+        async for result, error in server.stream_infer(requests()):
+            assert error is None
+            texts[result.get_response().id] += text_of(result)
+    assert texts == {"a": expected, "b": expected}
+
+
+async def test_a_cancel_by_the_asyncio_client_frees_all_blocks(demo_cluster: Cluster, client: Client) -> None:
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        yield {"model_name": "demo", "inputs": inputs(stream=True, max_tokens=900, ignore_eos=True)}
+        await asyncio.Event().wait()
+
+    async with triton_aio.InferenceServerClient(demo_cluster.target) as server:
+        answers = server.stream_infer(requests())
+        await anext(answers)
+        assert answers.cancel()
+
+        assert await asyncio.to_thread(becomes_idle, client)
+
+
+def test_statistics_count_what_came_this_way(server: triton.InferenceServerClient) -> None:
+    def counts() -> tuple[int, int]:
+        (model,) = server.get_inference_statistics("demo").model_stats
+        return model.inference_stats.success.count, model.inference_stats.fail.count
+
+    before = counts()
+    server.infer("demo", inputs("a", "b", **GREEDY))
+    with pytest.raises(InferenceServerException):
+        server.infer("demo", inputs(top_p=2))
+
+    assert counts() == (before[0] + 2, before[1] + 1)
+
+
+@pytest.mark.parametrize("datatype", ["INT32", "INT64", "UINT8", "FP64"])
+def test_typed_contents_are_read_too(demo_cluster: Cluster, client: Client, datatype: str) -> None:
+    fields = {"INT32": "int_contents", "INT64": "int64_contents", "UINT8": "uint_contents", "FP64": "fp64_contents"}
+    request = service_pb2.ModelInferRequest(model_name="demo")
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(PROMPT.encode())
+    getattr(request.inputs.add(name="max_tokens", datatype=datatype, shape=[1]).contents, fields[datatype]).append(9)
+    request.inputs.add(name="temperature", datatype="FP32", shape=[1]).contents.fp32_contents.append(0.0)
+
+    with grpc.insecure_channel(demo_cluster.target) as channel:
+        answer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
+
+    assert answer.raw_output_contents[0][4:].decode() == client.complete(PROMPT, max_tokens=9, temperature=0.0).text
+
+
+def test_every_method_of_the_protocol_is_served_or_refused_with_a_reason(demo_cluster: Cluster, client: Client) -> None:
+    service = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+    served = {"ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelConfig"}
+    served |= {"ModelInfer", "ModelStreamInfer", "ModelStatistics", "RepositoryIndex"}
+
+    with grpc.insecure_channel(demo_cluster.target) as channel:
+        for method in {each.name for each in service.methods} - served:
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(f"/{service.full_name}/{method}")(b"", timeout=PATIENCE_S)
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert caught.value.details().startswith(f"{method}: ")
