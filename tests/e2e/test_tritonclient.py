@@ -1,5 +1,6 @@
 """tritonclient from PyPI, as it is, against three real processes. Its stubs and Tandem's live in one process here:
-Tandem's foreign protocols have a descriptor pool of their own (tandem/foreign/pool.py)."""
+Tandem's foreign protocols have a descriptor pool of their own (tandem/foreign/pool.py).
+"""
 
 from __future__ import annotations
 
@@ -210,7 +211,7 @@ def test_what_is_wrong_is_refused_by_name(
 
 def test_a_deadline_ends_the_request(server: triton.InferenceServerClient) -> None:
     with pytest.raises(InferenceServerException, match="deadline") as caught:
-        server.infer("demo", inputs(max_tokens=900, ignore_eos=True), timeout=20_000)
+        server.infer("demo", inputs(max_tokens=800, ignore_eos=True), timeout=20_000)
 
     assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
 
@@ -286,7 +287,7 @@ def test_a_cancelled_stream_frees_all_blocks(server: triton.InferenceServerClien
     responses = Responses()
     server.start_stream(responses)
     for number in range(6):
-        server.async_stream_infer("demo", inputs(stream=True, max_tokens=900, ignore_eos=True), request_id=str(number))
+        server.async_stream_infer("demo", inputs(stream=True, max_tokens=800, ignore_eos=True), request_id=str(number))
     responses.next()
     assert client.status().active_requests > 0
 
@@ -313,7 +314,7 @@ async def test_the_asyncio_client_infers_and_streams(demo_cluster: Cluster, clie
 
 async def test_a_cancel_by_the_asyncio_client_frees_all_blocks(demo_cluster: Cluster, client: Client) -> None:
     async def requests() -> AsyncIterator[dict[str, Any]]:
-        yield {"model_name": "demo", "inputs": inputs(stream=True, max_tokens=900, ignore_eos=True)}
+        yield {"model_name": "demo", "inputs": inputs(stream=True, max_tokens=800, ignore_eos=True)}
         await asyncio.Event().wait()
 
     async with triton_aio.InferenceServerClient(demo_cluster.target) as server:
