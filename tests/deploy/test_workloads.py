@@ -11,6 +11,7 @@ import pytest
 import tandem
 from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, WorkerConfig
 from tandem.errors import ConfigError
+from tandem.security.exposure import check_exposure
 from tests.deploy.manifests import COMPONENTS, DEPLOY, OVERLAYS, matches, named, of_kind, overlay, pod_labels
 from tests.deploy.pods import POD_IP, Container, container, containers, quantity
 
@@ -209,6 +210,25 @@ def test_only_the_overlay_for_trying_out_is_insecure(name: str) -> None:
         assert security.insecure == (name in INSECURE)
         has_both = security.tls_cert is not None and security.token_file is not None
         assert has_both != security.insecure
+
+
+@EVERY_OVERLAY
+def test_every_port_may_be_opened_with_the_security_given(name: str) -> None:
+    for each in containers(overlay(name)):
+        check_ports(each)
+
+
+def check_ports(each: Container) -> None:
+    config = each.config()
+    check_exposure(config.security, (("--listen", config.listen), ("--admin-listen", config.admin_listen)))
+
+
+def test_a_port_that_tandem_would_not_open_is_noticed() -> None:
+    manifests = overlay("cpu")
+    for config_map in of_kind(manifests, "ConfigMap"):
+        config_map["data"].pop("TANDEM_TOKEN_FILE", None)
+    with pytest.raises(ConfigError, match="token-file"):
+        check_ports(container(manifests, "router"))
 
 
 @EVERY_OVERLAY

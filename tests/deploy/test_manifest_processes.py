@@ -1,0 +1,125 @@
+"""The containers' command lines, run: processes on loopback with TLS and tokens, asked by the manifests' probes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import trustme
+
+from bench.cluster import Cluster, run_command
+from tandem.client import Client
+from tandem.config import ClientSecurityConfig
+from tests.deploy.manifests import overlay
+from tests.deploy.pods import Container, container
+
+TOKEN = "4f1c-of-a-test-and-nowhere-else"
+PROBE_TIMEOUT_S = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """One container's process."""
+
+    container: Container
+    cluster: Cluster
+    environment: dict[str, str]
+
+    def probe(self, kind: str) -> int:
+        """Runs a probe's command as the kubelet would, in the container's environment; returns its exit code."""
+        program, *arguments = self.container.probes[kind]["exec"]["command"]
+        assert program == "tandem"
+        arguments = [re.sub(r"(?<=^--target=)127\.0\.0\.1:\d+$", self.cluster.target, each) for each in arguments]
+        command = [sys.executable, "-m", "tandem.cli.main", *arguments]
+        with pytest.MonkeyPatch.context() as patch:
+            set_all(patch, self.environment)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+        return done.returncode
+
+
+def set_all(patch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        patch.setenv(name, value)
+
+
+def on_loopback(text: str, mounts: Path, router: str) -> str:
+    """An argument or variable as it is on this machine: free ports, secrets from a folder."""
+    text = re.sub(r"tandem-router-headless:\d+", router, text)
+    text = re.sub(r"(0\.0\.0\.0|10\.1\.2\.3):\d+", "127.0.0.1:0", text)
+    text = re.sub(r"--kv-port=\d+", "--kv-port=0", text)
+    return text.replace("/etc/tandem", str(mounts))
+
+
+def start(stack: ExitStack, name: str, mounts: Path, router: str = "") -> Started:
+    """Runs a container of the overlay `cpu`; ends with the stack."""
+    each = container(overlay("cpu"), name)
+    each.spec["resources"]["limits"]["cpu"] = "1"
+    environment = {key: on_loopback(value, mounts, router) for key, value in each.environment().items()}
+    arguments = [on_loopback(argument, mounts, router) for argument in each.arguments()]
+    with pytest.MonkeyPatch.context() as patch:
+        set_all(patch, environment)
+        cluster = stack.enter_context(run_command(*arguments))
+    return Started(each, cluster, environment)
+
+
+@pytest.fixture(scope="module")
+def mounts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the Secrets hold, as files."""
+    folder = tmp_path_factory.mktemp("etc")
+    (folder / "tls").mkdir()
+    (folder / "tokens").mkdir()
+    authority = trustme.CA()
+    certificate = authority.issue_cert("tandem")
+    authority.cert_pem.write_to_path(folder / "tls/ca.crt")
+    certificate.private_key_pem.write_to_path(folder / "tls/tls.key")
+    for pem in certificate.cert_chain_pems:
+        pem.write_to_path(folder / "tls/tls.crt", append=True)
+    (folder / "tokens/tokens").write_text(TOKEN + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def started(mounts: Path) -> Iterator[dict[str, Started]]:
+    """Router and workers as the overlay `cpu` starts them."""
+    with ExitStack() as stack:
+        router = start(stack, "router", mounts)
+        workers = {name: start(stack, name, mounts, router.cluster.target) for name in ("prefill", "decode")}
+        yield {"router": router, **workers}
+
+
+def test_the_cluster_serves_and_its_probes_say_so(started: dict[str, Started], mounts: Path) -> None:
+    router = started["router"]
+    security = ClientSecurityConfig(
+        tls_ca=str(mounts / "tls/ca.crt"), tls_server_name="tandem", token_file=str(mounts / "tokens/tokens")
+    )
+    with Client(router.cluster.target, security=security) as client:
+        client.wait_ready(timeout_s=PROBE_TIMEOUT_S)
+        result = client.complete("Once upon a time", max_tokens=4, temperature=0.0)
+    assert result.usage.completion_tokens == 4
+    for each in started.values():
+        assert [each.probe(kind) for kind in each.container.probes] == [0, 0, 0], each.container.name
+
+
+def test_a_router_without_workers_lives_and_is_not_ready(mounts: Path) -> None:
+    with ExitStack() as stack:
+        alone = start(stack, "router", mounts)
+        assert alone.probe("livenessProbe") == alone.probe("startupProbe") == 0
+        assert alone.probe("readinessProbe") == 1
+
+
+def test_a_probe_fails_where_nothing_listens(started: dict[str, Started]) -> None:
+    router = started["router"]
+    gone = Started(router.container, Cluster(router.cluster.process, "127.0.0.1:1", []), router.environment)
+    assert gone.probe("livenessProbe") == 1
+
+
+def test_sigterm_ends_a_worker_in_order(mounts: Path) -> None:
+    with ExitStack() as stack:
+        worker = start(stack, "decode", mounts, "127.0.0.1:1")
+        assert worker.cluster.stop() == 0
