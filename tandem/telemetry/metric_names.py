@@ -78,7 +78,7 @@ ROUTER_WORKERS = Metric(
     _G,
     "Workers registered with this router; only those that are ready get new work.",
     _ROUTER,
-    ("role", "state"),
+    ("worker_role", "state"),
     presets=tuple((str(role), state) for role in Role for state in WORKER_STATES),
 )
 REQUESTS = Metric(
@@ -113,7 +113,7 @@ REQUEST_MOVES = Metric(
     _C,
     "Tries that failed on one pair of workers, by the role of the worker at fault.",
     _ROUTER,
-    ("role", "reason"),
+    ("worker_role", "reason"),
 )
 PROMPT_TOKENS = Metric(
     "tandem_prompt_tokens_total", _C, "Prompt tokens of the requests whose prompt was computed.", _ROUTER

@@ -77,10 +77,10 @@ async def test_workers_are_counted_by_role_and_state(cluster: Any) -> None:
     await cluster.add_pair("0")
     await cluster.add(Role.DECODE, "d1")
     cluster.router.registry.order_drain("d1")
-    assert value(cluster, "tandem_router_workers", role="decode", state="ready") == 1
-    assert value(cluster, "tandem_router_workers", role="decode", state="draining") == 1
-    assert value(cluster, "tandem_router_workers", role="prefill", state="ready") == 1
-    assert value(cluster, "tandem_router_workers", role="prefill", state="stalled") == 0
+    assert value(cluster, "tandem_router_workers", worker_role="decode", state="ready") == 1
+    assert value(cluster, "tandem_router_workers", worker_role="decode", state="draining") == 1
+    assert value(cluster, "tandem_router_workers", worker_role="prefill", state="ready") == 1
+    assert value(cluster, "tandem_router_workers", worker_role="prefill", state="stalled") == 0
 
 
 async def test_serving_is_what_health_tells(cluster: Any) -> None:

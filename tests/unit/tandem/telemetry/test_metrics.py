@@ -75,8 +75,8 @@ def test_readings_of_some_labels_leave_the_others_at_zero() -> None:
     metrics = Metrics(Process.ROUTER, "demo")
     metrics.add_reader(lambda: [Reading(names.ROUTER_WORKERS, 2, ("decode", "ready"))])
     shown = samples(metrics)
-    assert shown["tandem_router_workers", (("role", "decode"), ("state", "ready"))] == 2
-    assert shown["tandem_router_workers", (("role", "prefill"), ("state", "ready"))] == 0
+    assert shown["tandem_router_workers", (("state", "ready"), ("worker_role", "decode"))] == 2
+    assert shown["tandem_router_workers", (("state", "ready"), ("worker_role", "prefill"))] == 0
 
 
 def test_build_info_and_the_process_are_always_there() -> None:

@@ -145,7 +145,7 @@ def test_a_replay_counts_as_a_move_and_its_prompt_only_once(scene: Scene) -> Non
     request.moved(worker(Role.DECODE), Unavailable("lost", Reason.WORKER_LOST))
     request.placed(None, worker(Role.DECODE))
     request.prompt_computed(2.0, 0.1)
-    assert scene.value("tandem_request_moves_total", role="decode", reason="WORKER_LOST") == 1
+    assert scene.value("tandem_request_moves_total", worker_role="decode", reason="WORKER_LOST") == 1
     assert scene.value("tandem_request_placements_total", path="disaggregated") == 1
     assert scene.value("tandem_request_placements_total", path="local") == 1
     assert scene.value("tandem_prompt_tokens_total") == 12
