@@ -70,10 +70,12 @@ def _fit(field: FieldDescriptor, value: Any, single: Any) -> Any:
     """`value` as the field's type; raises TypeError, ValueError, OverflowError."""
     if field.name == "logit_bias":
         return {int(token_id): float(bias) for token_id, bias in dict(value).items()}
+    if isinstance(value, Mapping):
+        raise TypeError
     if field.name == "choice":
         return inference_pb2.ChoiceConstraint(choices=list(value))
     if field.is_repeated:
-        each = [value] if isinstance(value, str | int) else list(value)
+        each = value if isinstance(value, list) else [value]
         return [_scalar(field, one) for one in each if one != ""]  # "" is how "none" is said there
     return _scalar(field, single)
 

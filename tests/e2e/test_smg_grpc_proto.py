@@ -230,9 +230,12 @@ def test_what_tandem_does_not_have_is_refused_with_a_reason(stub: Any, method: s
     descriptor = engine.DESCRIPTOR.services_by_name["VllmEngine"].methods_by_name[method]
     messages = engine if hasattr(engine, descriptor.input_type.name) else common_pb2
 
-    with pytest.raises(grpc.RpcError) as caught:
+    def call() -> None:
         answered = getattr(stub, method)(getattr(messages, descriptor.input_type.name)())
-        list(answered)
+        list(answered)  # a stream tells its status when it is read
+
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
 
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert caught.value.details().startswith(f"{method}: ")

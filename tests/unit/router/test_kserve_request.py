@@ -1,0 +1,223 @@
+"""Reading ModelInferRequests: every coding of tensors, every way of saying a setting, refusals by name."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.kserve_model import INPUTS, OUTPUTS, configuration, metadata
+from router.kserve_request import InferRequest, read_request
+from tandem.errors import InvalidRequest, TandemError, UnsupportedOption
+from tandem.foreign import kserve_pb2
+
+
+def raw_bytes(*values: bytes) -> bytes:
+    return b"".join(struct.pack("<I", len(value)) + value for value in values)
+
+
+def request(*more: tuple[str, str, list[int], bytes], **parameters: Any) -> kserve_pb2.ModelInferRequest:
+    """With a text, further raw tensors, and parameters."""
+    message = kserve_pb2.ModelInferRequest(id="r", model_name="m")
+    for name, datatype, shape, raw in (("text_input", "BYTES", [1], raw_bytes(b"Hi")), *more):
+        message.inputs.add(name=name, datatype=datatype, shape=shape)
+        message.raw_input_contents.append(raw)
+    kinds = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param"}
+    for name, value in parameters.items():
+        setattr(message.parameters[name], kinds[type(value)], value)
+    return message
+
+
+def as_json(sampling: Any) -> tuple[str, str, list[int], bytes]:
+    return "sampling_parameters", "BYTES", [1], raw_bytes(json.dumps(sampling).encode())
+
+
+def sampling_of(read: InferRequest) -> dict[str, Any]:
+    return {field.name: value for field, value in read.message(0).sampling.ListFields()}
+
+
+@pytest.mark.parametrize(
+    ("datatype", "raw"),
+    [
+        ("INT8", b"\x05"),
+        ("INT16", b"\x05\x00"),
+        ("INT32", b"\x05\x00\x00\x00"),
+        ("INT64", struct.pack("<q", 5)),
+        ("UINT8", b"\x05"),
+        ("UINT16", b"\x05\x00"),
+        ("UINT32", struct.pack("<I", 5)),
+        ("UINT64", struct.pack("<Q", 5)),
+        ("FP16", struct.pack("<e", 5)),
+        ("FP32", struct.pack("<f", 5)),
+        ("FP64", struct.pack("<d", 5)),
+        ("BYTES", raw_bytes(b"5")),
+    ],
+)
+def test_a_number_may_come_in_any_datatype(datatype: str, raw: bytes) -> None:
+    assert sampling_of(read_request(request(("max_tokens", datatype, [1], raw)))) == {"max_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("said", "means"),
+    [
+        ({"temperature": "0.5", "top_p": "1"}, {"temperature": 0.5, "top_p": 1.0}),
+        ({"top_k": -1, "seed": -1, "n": 1, "beam_width": 1, "length_penalty": 1.0, "best_of": 1}, {"n": 1}),
+        ({"stop": "one"}, {"stop": ["one"]}),
+        ({"stop_words": ["one", "", "two"]}, {"stop": ["one", "two"]}),
+        ({"random_seed": 3, "min_length": 2}, {"seed": 3, "min_tokens": 2}),
+        ({"include_stop_str_in_output": "True"}, {"include_stop": True}),
+        ({"logit_bias": {"5": 1.5}}, {"logit_bias": {5: 1.5}}),
+        ({"max_tokens": 4.0, "seed": None, "bad_words": []}, {"max_tokens": 4}),
+        ({"stop_token_ids": [1, 2]}, {"stop_token_ids": [1, 2]}),
+    ],
+)
+def test_habits_of_existing_clients_are_understood(said: dict[str, Any], means: dict[str, Any]) -> None:
+    assert sampling_of(read_request(request(as_json(said)))) == means
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (request(as_json({"temprature": 1})), "temprature"),
+        (request(as_json({"max_tokens": 1.5})), "max_tokens"),
+        (request(as_json({"max_tokens": True})), "max_tokens"),
+        (request(as_json({"max_tokens": 2**40})), "max_tokens"),
+        (request(as_json({"max_tokens": [1, 2]})), "max_tokens"),
+        (request(as_json({"stop": [1]})), "stop"),
+        (request(as_json({"stop": {"a": 1}})), "stop"),
+        (request(as_json({"stop": "a"}), stop="b"), "stop"),
+        (request(as_json({"ignore_eos": "perhaps"})), "ignore_eos"),
+        (request(as_json({"logit_bias": "x"})), "logit_bias"),
+        (request(as_json([1])), "inputs.sampling_parameters"),
+        (request(("sampling_parameters", "BYTES", [1], raw_bytes(b"{"))), "inputs.sampling_parameters"),
+        (request(("sampling_parameters", "BYTES", [0], b"")), "inputs.sampling_parameters"),
+        (request(as_json({"seed": 1}), random_seed=2), "seed"),
+        (request(("stream", "BOOL", [1], b"\x01"), streaming=True), "stream"),
+        (request(("stop", "BYTES", [1], raw_bytes(b"\xff"))), "inputs.stop"),
+        (request(("seed", "INT32", [2], b"\x01\x00\x00\x00")), "inputs.seed"),
+        (request(("seed", "INT32", [-1], b"")), "inputs.seed"),
+        (request(("seed", "BF16", [1], b"\x00\x00")), "inputs.seed"),
+        (request(("stop", "BYTES", [1], b"\x09\x00\x00\x00ab")), "inputs.stop"),
+        (request(("stop", "BYTES", [1], b"\x09\x00")), "inputs.stop"),
+        (request(("stop", "BYTES", [1], raw_bytes(b"a", b"b"))), "inputs.stop"),
+        (request(("text_input", "BYTES", [1], raw_bytes(b"a"))), "inputs.text_input"),
+        (request(timeout=-1), "parameters.timeout"),
+        (request(timeout="soon"), "parameters.timeout"),
+        (request(priority=2**40), "parameters.priority"),
+        (request(exclude_input_in_output=False, stream=True), "exclude_input_in_output"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_is_refused_by_name(message: kserve_pb2.ModelInferRequest, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_request(message)
+
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("name", ["image", "embedding_request", "sequence_id", "return_logprobs", "bad_words"])
+def test_features_that_are_not_there_are_refused_by_name(name: str) -> None:
+    value = True if name.startswith("return") else "x"
+
+    with pytest.raises(UnsupportedOption) as caught:
+        read_request(request(**{name: value}))
+
+    assert caught.value.field == name
+
+
+def test_shared_memory_is_refused_by_name() -> None:
+    message = request()
+    message.inputs[0].parameters["shared_memory_region"].string_param = "region"
+
+    with pytest.raises(UnsupportedOption, match="shared memory"):
+        read_request(message)
+
+
+def test_contents_of_both_kinds_are_refused() -> None:
+    message = request()
+    message.inputs[0].contents.bytes_contents.append(b"Hi")
+
+    with pytest.raises(InvalidRequest, match="both"):
+        read_request(message)
+
+
+@pytest.mark.parametrize("shape", [[], [2], [1, 2], [1, 1, 1], [65]])
+def test_a_text_has_one_of_two_shapes(shape: list[int]) -> None:
+    message = request()
+    message.inputs[0].shape[:] = shape
+    del message.raw_input_contents[:]
+    count = 65 if shape == [65] else 1
+    message.inputs[0].contents.bytes_contents.extend([b"Hi"] * count)
+
+    with pytest.raises(InvalidRequest, match=r"inputs\.text_input"):
+        read_request(message)
+
+
+def test_settings_of_the_protocol_are_read() -> None:
+    read = read_request(request(timeout=1_500_000, priority=3, triton_enable_empty_final_response=True, streaming=True))
+
+    assert (read.timeout_s, read.empty_final_response, read.stream) == (1.5, True, True)
+    assert (read.message(0).priority, read.message(0).request_id, read.message(0).text) == (-3, "r", "Hi")
+
+
+def test_inputs_switch_outputs_on_and_off() -> None:
+    read = read_request(request(return_finish_reason=False, return_num_input_tokens=True))
+
+    assert read.outputs == ("text_output", "num_input_tokens")
+
+
+def test_a_long_name_is_cut_in_the_error() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_request(request(**{"x" * 10_000: 1}))
+
+    assert len(caught.value.message) < 200
+
+
+def test_metadata_and_configuration_name_the_same_tensors() -> None:
+    said, configured = metadata("m"), configuration("m")
+
+    assert [each.name for each in said.inputs] == [each.name for each in configured.input] == list(INPUTS)
+    assert [each.name for each in said.outputs] == [each.name for each in configured.output] == list(OUTPUTS)
+
+
+parameter_values = st.one_of(
+    st.booleans().map(lambda value: kserve_pb2.InferParameter(bool_param=value)),
+    st.integers(-(2**63), 2**63 - 1).map(lambda value: kserve_pb2.InferParameter(int64_param=value)),
+    st.text(max_size=9).map(lambda value: kserve_pb2.InferParameter(string_param=value)),
+    st.floats().map(lambda value: kserve_pb2.InferParameter(double_param=value)),
+    st.just(kserve_pb2.InferParameter()),
+)
+names = st.sampled_from(
+    [*INPUTS, "streaming", "stop_words", "choice", "logit_bias", "json_schema", "n", "timeout", "x"]
+)
+tensors = st.tuples(
+    names,
+    st.sampled_from(["BYTES", "BOOL", "INT32", "FP16", "FP32", "UINT64", "", "BF16"]),
+    st.lists(st.integers(-2, 3), max_size=3),
+    st.binary(max_size=16),
+)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(tensors, max_size=3), st.dictionaries(names, parameter_values, max_size=4), json_values)
+def test_whatever_comes_is_read_or_refused(
+    more: list[tuple[str, str, list[int], bytes]], parameters: dict[str, kserve_pb2.InferParameter], sampling: Any
+) -> None:
+    message = request(*more, as_json(sampling))
+    for name, value in parameters.items():
+        message.parameters[name].CopyFrom(value)
+
+    try:
+        read = read_request(message)
+    except TandemError:
+        return
+    assert read.message(0).text == "Hi"
