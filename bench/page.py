@@ -115,8 +115,30 @@ def _profile(results: dict[str, Any]) -> list[str]:
     ]
 
 
+def _scaling(results: dict[str, Any]) -> list[str]:
+    header = ("phase", "requests", "failed", "wrong", "TTFT p50, ms", "TTFT max", "longest gap p50, ms", "max")
+    rows = [
+        (
+            *(each["phase"], str(each["requests"]), str(each["failed"]), str(each["wrong"])),
+            *(f"{each[name]:.0f}" for name in ("ttft_p50_ms", "ttft_max_ms", "gap_p50_ms", "gap_max_ms")),
+        )
+        for each in results["accounts"]
+    ]
+    exits = results["exits"]
+    clean = sum(each["code"] == 0 for each in exits)
+    return [
+        "## A cluster that changes under load (`python -m bench.scaling`)\n",
+        f"{results['callers']} callers, {results['max_tokens']} tokens an answer, each token checked. Two routers; "
+        "workers grow from 1+1 to 2+2 and back, then every process is replaced. "
+        f"{clean} of {len(exits)} processes left with exit code 0, at most "
+        f"{max(each['seconds'] for each in exits):.1f} s after SIGTERM.\n",
+        table(header, rows),
+    ]
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "cpu": _serving,
+    "scaling": _scaling,
     "growth": _growth,
     "profile": _profile,
     "peers": peers_section,

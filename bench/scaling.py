@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import uvloop
 
@@ -30,6 +31,8 @@ NUM_ROUTERS = 2
 class Outcome:
     """What the callers saw, phase by phase, and how each process left."""
 
+    callers: int
+    max_tokens: int
     accounts: tuple[Account, ...]
     exits: tuple[Exit, ...]
     errors: tuple[str, ...]
@@ -58,7 +61,7 @@ class Scenario:
         await self._phase("prefill 2 to 1", lambda: self._leave("prefill-0"))
         await self._phase("decode 2 to 1", lambda: self._leave("decode-0"))
         for index in range(NUM_ROUTERS):
-            await self._phase(f"restart router-{index}", lambda index=index: self._restart_router(index))  # type: ignore[misc]
+            await self._phase(f"restart router-{index}", partial(self._restart_router, index))
         await self._phase("restart prefill", lambda: self._replace(Role.PREFILL))
         await self._phase("restart decode", lambda: self._replace(Role.DECODE))
         await self._phase("1+1 again")
@@ -104,7 +107,7 @@ def run(callers: int, max_tokens: int, requests_per_phase: int, transport: str) 
             witness, scenario = runner.run(walk(fleet))
         exits = [*scenario.exits, *(fleet.stop(name) for name in fleet.names)]
     errors = tuple(f"{each.phase}: {each.error}" for each in witness.sightings if each.error)
-    return Outcome(tuple(witness.accounts()), tuple(exits), errors)
+    return Outcome(callers, max_tokens, tuple(witness.accounts()), tuple(exits), errors)
 
 
 def render(outcome: Outcome) -> str:
