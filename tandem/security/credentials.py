@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tandem.errors import ConfigError
-from tandem.security.exposure import check_exposure, is_loopback
+from tandem.security.exposure import check_exposure, stays_on_this_machine
 from tandem.security.options import ClientSecurityConfig, SecurityConfig
 from tandem.security.tls import ClientTls, ServerTls
 from tandem.security.tokens import Tokens
@@ -42,7 +42,7 @@ class Outgoing:
         tls = None
         if config.uses_tls:
             tls = ClientTls(config.tls_ca, config.tls_cert, config.tls_key, config.tls_server_name)
-        elif config.token_file is not None and not config.insecure and not is_loopback(target):
+        elif config.token_file is not None and not config.insecure and not stays_on_this_machine(target):
             raise ConfigError("--token-file", f"would cross the network to {target} in clear; give --tls or --insecure")
         return cls(tls, None if config.token_file is None else Tokens(config.token_file))
 

@@ -41,3 +41,14 @@ def is_loopback(address: str) -> bool:
     except OSError:
         return False
     return all(ipaddress.ip_address(str(each[4][0]).partition("%")[0]).is_loopback for each in found)
+
+
+def stays_on_this_machine(target: str) -> bool:
+    """Whether every address of a client's target, in gRPC's notation, is loopback."""
+    scheme, _, rest = target.partition(":")
+    match scheme:
+        case "dns":
+            return is_loopback(rest.rpartition("/")[2])
+        case "ipv4" | "ipv6":
+            return all(map(is_loopback, rest.split(",")))
+    return is_loopback(target)
