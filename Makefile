@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 GEN := $(VENV)/gen
+PROTOBUF7 := $(VENV)/protobuf7
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check compile-check bench exact gen format clean
@@ -24,7 +25,7 @@ demo: install
 	$(BIN)/python -m bench.demo
 
 ## test      every test that needs neither a GPU nor hours
-test: install
+test: install $(PROTOBUF7)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not gpu and not soak'
 
 ## check     format, lint, types, layers, spelling, protos, generated code, sizes, bans: what CI runs
@@ -73,6 +74,14 @@ exact: install
 # The oldest grpcio-tools that Tandem supports: code that it generates runs on newer runtimes, not the reverse.
 $(GEN)/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $(GEN) grpcio-tools==1.76.0
+	touch $@
+
+# The environment holds protobuf 6, for the clients that it has for tests want it. Tandem runs on 7 too, which a test
+# shows with this folder in front of it: the newest of what goes with 7.
+$(PROTOBUF7)/.installed: $(VENV)/.installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $(PROTOBUF7) \
+		protobuf==7.36.2 grpcio-health-checking==1.85.1 grpcio-reflection==1.85.1 grpcio-status==1.85.1 \
+		grpcio-channelz==1.85.0
 	touch $@
 
 ## gen       regenerate the stubs in tandem/v1 and tandem/foreign from protos/
