@@ -12,11 +12,14 @@ import tandem
 from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, WorkerConfig
 from tandem.errors import ConfigError
 from tandem.security.exposure import check_exposure
-from tests.deploy.manifests import COMPONENTS, DEPLOY, OVERLAYS, matches, named, of_kind, overlay, pod_labels
+from tests.deploy.manifests import COMPONENTS, DEPLOY, OVERLAYS, Manifest, matches, named, of_kind, overlay, pod_labels
 from tests.deploy.pods import POD_IP, Container, container, containers, quantity
 
 EVERY_OVERLAY = pytest.mark.parametrize("name", OVERLAYS)
 INSECURE = {"dev"}
+PORT_NAME = re.compile(r"(?=.*[a-z])(?!.*--)[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?")
+_WORD = r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?"
+LABEL = re.compile(rf"(?:[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?/)?{_WORD}=(?:{_WORD})?")
 
 
 def port_of(address: str | None) -> int:
@@ -318,3 +321,25 @@ def test_the_pair_s_containers_see_each_other_s_processes_and_run_as_one_user() 
     assert prefill.pod["shareProcessNamespace"] is True
     assert prefill.pod["securityContext"]["runAsUser"] > 0
     assert all("runAsUser" not in each.spec["securityContext"] for each in (prefill, decode))
+
+
+@EVERY_OVERLAY
+def test_names_of_ports_and_labels_are_ones_that_kubernetes_takes(name: str) -> None:
+    assert name_complaints(overlay(name)) == []
+
+
+def name_complaints(manifests: list[Manifest]) -> list[str]:
+    """What the schemas cannot say."""
+    wrong = [port for each in containers(manifests) for port in each.ports if not PORT_NAME.fullmatch(port)]
+    for manifest in manifests:
+        template = manifest["spec"].get("template", {}) if isinstance(manifest.get("spec"), dict) else {}
+        labels = manifest["metadata"].get("labels", {}) | template.get("metadata", {}).get("labels", {})
+        wrong += [f"{key}={value}" for key, value in labels.items() if not LABEL.fullmatch(f"{key}={value}")]
+    return wrong
+
+
+def test_a_name_that_kubernetes_would_refuse_is_noticed() -> None:
+    manifests = overlay("cpu")
+    container(manifests, "prefill").spec["ports"][0]["name"] = "grpc-for-prefill"
+    named(manifests, "Service", "tandem-decode")["metadata"]["labels"]["tandem/what is it"] = "x"
+    assert name_complaints(manifests) == ["grpc-for-prefill", "tandem/what is it=x"]

@@ -1,0 +1,74 @@
+"""docs/kubernetes.md names what is there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from tests.deploy.dockerfile import parse
+from tests.deploy.manifests import DEPLOY, ROOT, named, overlay
+from tests.deploy.pods import containers
+
+PAGE = (ROOT / "docs/kubernetes.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+COMMANDS = [line.split() for language, block in BLOCKS if not language for line in block.splitlines()]
+
+
+def commands(*words: str) -> list[list[str]]:
+    found = [command for command in COMMANDS if set(words) <= set(command)]
+    assert found
+    return found
+
+
+def test_every_build_command_names_a_dockerfile_and_its_target() -> None:
+    for command in commands("docker", "build"):
+        file = ROOT / command[command.index("-f") + 1]
+        stages = parse(file.read_text())
+        target = command[command.index("--target") + 1] if "--target" in command else "router"
+        assert target in stages
+        image = command[command.index("-t") + 1]
+        used = {each.spec["image"] for name in ("cpu", "gpu-nccl") for each in containers(overlay(name))}
+        assert image in used
+
+
+def test_every_folder_applied_is_an_overlay() -> None:
+    for command in commands("kubectl", "apply"):
+        assert overlay((ROOT / command[command.index("-k") + 1]).name)
+
+
+def test_what_is_forwarded_or_scaled_is_there() -> None:
+    manifests = overlay("cpu")
+    for kind, name in re.findall(r"(service|deployment)/(tandem-[\w-]+)", PAGE):
+        assert named(manifests, kind.capitalize(), name)
+
+
+def test_the_overlay_of_the_page_is_made_of_components() -> None:
+    (block,) = (block for language, block in BLOCKS if language == "yaml")
+    kustomization = yaml.safe_load(block)
+    folders = [*kustomization["resources"], *kustomization["components"]]
+    assert all((DEPLOY / "overlays/mine" / folder).resolve().is_dir() for folder in folders)
+
+
+@pytest.mark.parametrize("name", ["tandem-tls", "tandem-tokens"])
+def test_secrets_are_made_with_the_keys_that_pods_and_prometheus_read(name: str) -> None:
+    (command,) = commands("secret", name)
+    made = {word.removeprefix("--from-file=") for word in command if word.startswith("--from-file=")}
+    assert made == keys_read(name)
+
+
+def keys_read(secret: str) -> set[str]:
+    """Keys that mounted files or references name."""
+    manifests = overlay("monitoring")
+    keys: set[str] = set()
+    for each in containers(manifests):
+        for volume in each.pod["volumes"]:
+            if volume.get("secret", {}).get("secretName") == secret:
+                (mount,) = (m["mountPath"] for m in each.spec["volumeMounts"] if m["name"] == volume["name"])
+                variables = each.environment().values()
+                keys |= {value.removeprefix(f"{mount}/") for value in variables if value.startswith(f"{mount}/")}
+    for endpoint in named(manifests, "PodMonitor", "tandem")["spec"]["podMetricsEndpoints"]:
+        for reference in (endpoint["tlsConfig"]["ca"]["secret"], endpoint["authorization"]["credentials"]):
+            keys |= {reference["key"]} if reference["name"] == secret else set()
+    return keys
