@@ -12,6 +12,8 @@ import os
 from dataclasses import replace
 from functools import partial
 
+from opentelemetry.trace import Tracer
+
 from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
 from engine.graphs import MAX_CAPTURED_SEQS
@@ -36,6 +38,8 @@ from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import WorkerObserver
 from tandem.telemetry.observers_together import worker_observers
+from tandem.telemetry.sequence_spans import sequence_spans
+from tandem.telemetry.tracing import tracing
 from tandem.telemetry.worker_metrics import WorkerMetrics, load_reader
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo
 from tandem.validation import Validator
@@ -44,10 +48,11 @@ from tandem.validation import Validator
 def run(config: DecodeConfig) -> int:
     """Runs the process until it is told to stop; returns its exit code."""
     configure_logging("decode", config.log_format, config.log_level)
-    return run_process(partial(serve, config))
+    with tracing("tandem-decode", config.worker_id) as tracer:
+        return run_process(partial(serve, config, tracer))
 
 
-async def serve(config: DecodeConfig, stop: StopSignal) -> None:
+async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -> None:
     """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
     security = Security.load(config.security, config.ports)
     checkpoint = read_checkpoint(config.model)
@@ -60,7 +65,9 @@ async def serve(config: DecodeConfig, stop: StopSignal) -> None:
         incarnation = new_incarnation()
         receiver = _new_receiver(config, engine, transports, incarnation, security.incoming.tls)
         metrics = Metrics(Process.DECODE, checkpoint.name, _worker_id(config, incarnation))
-        observer = worker_observers([WorkerMetrics(metrics, Role.DECODE, MonotonicClock())])
+        observer = worker_observers(
+            [*sequence_spans(tracer, Role.DECODE), WorkerMetrics(metrics, Role.DECODE, MonotonicClock())]
+        )
         worker = _new_worker(config, checkpoint, engine, receiver, observer)
         metrics.add_reader(load_reader(Role.DECODE, worker.load))
         describe = partial(_describe, config, checkpoint, engine, transports, incarnation)

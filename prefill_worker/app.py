@@ -11,6 +11,8 @@ import asyncio
 import os
 from functools import partial
 
+from opentelemetry.trace import Tracer
+
 from engine.loading import Engine, EngineOptions, load_engine
 from kvtransfer.base import Fingerprints, PoolMemory, Sender
 from kvtransfer.sender import KvSender
@@ -34,6 +36,8 @@ from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import WorkerObserver
 from tandem.telemetry.observers_together import worker_observers
+from tandem.telemetry.sequence_spans import sequence_spans
+from tandem.telemetry.tracing import tracing
 from tandem.telemetry.worker_metrics import WorkerMetrics, load_reader
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo
 from tandem.validation import Validator
@@ -42,10 +46,11 @@ from tandem.validation import Validator
 def run(config: PrefillConfig) -> int:
     """Runs the process until it is told to stop; returns its exit code."""
     configure_logging("prefill", config.log_format, config.log_level)
-    return run_process(partial(serve, config))
+    with tracing("tandem-prefill", config.worker_id) as tracer:
+        return run_process(partial(serve, config, tracer))
 
 
-async def serve(config: PrefillConfig, stop: StopSignal) -> None:
+async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) -> None:
     """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
     security = Security.load(config.security, config.ports)
     checkpoint = read_checkpoint(config.model)
@@ -56,7 +61,9 @@ async def serve(config: PrefillConfig, stop: StopSignal) -> None:
         incarnation = new_incarnation()
         sender = _new_sender(config, engine, incarnation, security.outgoing.tls)
         metrics = Metrics(Process.PREFILL, checkpoint.name, _worker_id(config, incarnation))
-        observer = worker_observers([WorkerMetrics(metrics, Role.PREFILL, MonotonicClock())])
+        observer = worker_observers(
+            [*sequence_spans(tracer, Role.PREFILL), WorkerMetrics(metrics, Role.PREFILL, MonotonicClock())]
+        )
         worker = _new_worker(config, checkpoint, engine, sender, observer)
         metrics.add_reader(load_reader(Role.PREFILL, worker.load))
         describe = partial(_describe, config, checkpoint, engine, transports, incarnation)

@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from random import Random
+
+from opentelemetry.trace import Tracer
 
 from router.admission import Admission, AdmissionQueue
 from router.cluster_servicer import SERVICE_NAME as CLUSTER_SERVICE
@@ -40,10 +43,11 @@ from tandem.telemetry.loop_lag import LoopLag
 from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import RouterObserver
-from tandem.telemetry.observers_silent import SilentRouter
 from tandem.telemetry.observers_together import router_observers
 from tandem.telemetry.recent_latencies import RecentLatencies
+from tandem.telemetry.request_spans import request_spans
 from tandem.telemetry.router_metrics import RouterMetrics
+from tandem.telemetry.tracing import tracing
 from tandem.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from tandem.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from tandem.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
@@ -85,16 +89,18 @@ class Router:
         stall_s: float = _STALL_S,
         rng: Random | None = None,
         observer: RouterObserver | None = None,
+        tracer: Tracer | None = None,
     ) -> Router:
         """Reads the checkpoint and wires the rooms. Raises CheckpointError, ConfigError. Call inside an event loop.
 
-        `observer` hears of every request, and so do the router's metrics.
+        `observer` hears of every request, and so do the router's metrics; `tracer` makes its spans.
         """
         clock = clock or MonotonicClock()
         security = Security.load(config.security, config.ports)
         checkpoint = read_checkpoint(config.model)
         metrics, recent = Metrics(Process.ROUTER, checkpoint.name), RecentLatencies(clock)
-        observer = router_observers([observer or SilentRouter(), RouterMetrics(metrics, recent, clock)])
+        observers = [*request_spans(tracer, checkpoint.name), RouterMetrics(metrics, recent, clock)]
+        observer = router_observers([*observers, observer] if observer else observers)
         tokenization = Tokenization.load(checkpoint.path)
         registry = Registry(checkpoint.name, checkpoint.config_fingerprint, clock, config.lease_s, stall_s)
         workers = Workers(registry, new_incarnation(), rng or Random(), security.outgoing)
@@ -118,6 +124,7 @@ class Router:
             incoming=security.incoming,
             max_receive_bytes=config.max_receive_bytes,
             metrics=metrics,
+            tracer=tracer,
         )
         metrics.add_reader(RouterReadings(config, queue, registry, pipeline))
         return cls(
@@ -191,9 +198,10 @@ def run(config: RouterConfig) -> int:
     """Runs the process until SIGTERM; returns its exit code."""
     configure_logging("router", config.log_format, config.log_level)
 
-    async def main(stop: StopSignal) -> None:
-        router = Router.build(config)
+    async def main(tracer: Tracer | None, stop: StopSignal) -> None:
+        router = Router.build(config, tracer=tracer)
         host = config.listen.rpartition(":")[0]
         await router.serve(stop.wait, lambda port: print(f"ready {host}:{port}", flush=True))
 
-    return run_process(main)
+    with tracing("tandem-router") as tracer:
+        return run_process(partial(main, tracer))

@@ -20,7 +20,7 @@ from router.timeline import Timeline
 from tandem.clock import Clock, Deadline
 from tandem.errors import TandemError
 from tandem.telemetry.observers import RouterObserver
-from tandem.telemetry.trace_context import traceparent_from_metadata
+from tandem.telemetry.trace_context import current_traceparent, traceparent_from_metadata
 from tandem.types import RequestId
 from tandem.v1 import inference_pb2
 
@@ -77,4 +77,4 @@ class Entrance:
 
 
 def _traceparent(context: Context) -> str:
-    return traceparent_from_metadata(tuple(context.invocation_metadata() or ()))
+    return current_traceparent() or traceparent_from_metadata(tuple(context.invocation_metadata() or ()))

@@ -27,11 +27,13 @@ __all__ = [
     "RouterConfig",
     "SecurityConfig",
     "ServeConfig",
+    "TraceExport",
     "WorkerConfig",
     "add_arguments",
     "argv_of",
     "load",
     "quiet_grpc",
+    "trace_export",
 ]
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -236,6 +238,44 @@ def load(cls: type[T], namespace: argparse.Namespace, environ: Mapping[str, str]
     variables = os.environ if environ is None else environ
     check_known(variables, _ALL)
     return load_options(cls, namespace, variables)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceExport:
+    """What OpenTelemetry's variables say of exporting spans; all else its SDK reads by itself."""
+
+    wanted: bool
+    obstacle: str | None = None
+    """Why it cannot be done."""
+    sets_timeout: bool = False
+    """Whether the operator gave one, so that ours does not apply."""
+    sets_batch_size: bool = False
+
+    @property
+    def possible(self) -> bool:
+        """Whether to export."""
+        return self.wanted and self.obstacle is None
+
+
+def trace_export(environ: Mapping[str, str] | None = None) -> TraceExport:
+    """Off, unless an exporter or the address of a collector is named. `environ` None = this process's own."""
+    variables = {name: value.strip() for name, value in (os.environ if environ is None else environ).items()}
+
+    def given(*names: str) -> str:
+        return next((variables[name] for name in names if variables.get(name)), "")
+
+    exporters = {name.strip() for name in given("OTEL_TRACES_EXPORTER").split(",") if name.strip()}
+    endpoint = given("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    if given("OTEL_SDK_DISABLED").lower() == "true" or exporters == {"none"} or not (exporters or endpoint):
+        return TraceExport(wanted=False)
+    obstacle = None
+    if exporters and "otlp" not in exporters:
+        obstacle = f"OTEL_TRACES_EXPORTER={','.join(sorted(exporters))}; only otlp is known"
+    protocol = given("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    if protocol not in {"", "grpc"}:
+        obstacle = f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}; only grpc is known"
+    timeout = given("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
+    return TraceExport(True, obstacle, bool(timeout), bool(given("OTEL_BSP_MAX_EXPORT_BATCH_SIZE")))
 
 
 def quiet_grpc() -> None:

@@ -22,6 +22,7 @@ from tandem.errors import DeadlineExceeded, Reason, Unavailable
 from tandem.rpc.channel import CONNECT_TIMEOUT_S, open_channel
 from tandem.rpc.status import error_from_rpc
 from tandem.security.credentials import Outgoing
+from tandem.telemetry.trace_context import trace_metadata
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0
@@ -85,7 +86,7 @@ class AsyncClient:
         """
         request = generate_request(prompt, options)
         async with _translated():
-            call = self._inference.Generate(request, timeout=timeout_s, metadata=self._outgoing.metadata())
+            call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata())
             try:
                 async for message in call:
                     yield response.update(message)
@@ -106,7 +107,7 @@ class AsyncClient:
                 await self._inference.Complete(
                     inference_pb2.CompleteRequest(generate=request),
                     timeout=timeout_s,
-                    metadata=self._outgoing.metadata(),
+                    metadata=self._metadata(),
                 )
             )
 
@@ -122,7 +123,7 @@ class AsyncClient:
         request = tokenize_request(text, messages, model)
         async with _translated():
             return response.tokenization(
-                await self._inference.Tokenize(request, timeout=timeout_s, metadata=self._outgoing.metadata())
+                await self._inference.Tokenize(request, timeout=timeout_s, metadata=self._metadata())
             )
 
     async def detokenize(
@@ -136,16 +137,14 @@ class AsyncClient:
         """The text of token ids."""
         request = detokenize_request(token_ids, skip_special_tokens, model)
         async with _translated():
-            return str(
-                (await self._inference.Detokenize(request, timeout=timeout_s, metadata=self._outgoing.metadata())).text
-            )
+            return str((await self._inference.Detokenize(request, timeout=timeout_s, metadata=self._metadata())).text)
 
     async def model(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ServedModel:
         """What is served, and within which limits."""
         async with _translated():
             return response.served_model(
                 await self._inference.GetModel(
-                    inference_pb2.GetModelRequest(), timeout=timeout_s, metadata=self._outgoing.metadata()
+                    inference_pb2.GetModelRequest(), timeout=timeout_s, metadata=self._metadata()
                 )
             )
 
@@ -154,7 +153,7 @@ class AsyncClient:
         async with _translated():
             return status_from_proto(
                 await self._cluster.GetStatus(
-                    cluster_pb2.GetStatusRequest(), timeout=timeout_s, metadata=self._outgoing.metadata()
+                    cluster_pb2.GetStatusRequest(), timeout=timeout_s, metadata=self._metadata()
                 )
             )
 
@@ -162,13 +161,13 @@ class AsyncClient:
         """Asks one worker to take no new work, finish what it has, and leave."""
         async with _translated():
             await self._cluster.Drain(
-                cluster_pb2.DrainRequest(worker_id=worker_id), timeout=timeout_s, metadata=self._outgoing.metadata()
+                cluster_pb2.DrainRequest(worker_id=worker_id), timeout=timeout_s, metadata=self._metadata()
             )
 
     async def serving(self, service: str = "", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
         """What the server's health says of one service; "" = of all. False for one that is not there."""
         request = health_pb2.HealthCheckRequest(service=service)
-        call = self._health.Watch(request, timeout=timeout_s, metadata=self._outgoing.metadata())
+        call = self._health.Watch(request, timeout=timeout_s, metadata=self._metadata())
         try:
             async with _translated():
                 async for message in call:
@@ -197,9 +196,13 @@ class AsyncClient:
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self._target} is not ready after {timeout_s:g} s: {why}") from error
 
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        """Of one call: the token as it is now, and the caller's trace if there is one."""
+        return (*self._outgoing.metadata(), *trace_metadata())
+
     async def _watch_until_serving(self) -> None:
         """Raises Unavailable if the server is not there, or ended the watch, as one that drains does."""
-        call = self._health.Watch(health_pb2.HealthCheckRequest(), metadata=self._outgoing.metadata())
+        call = self._health.Watch(health_pb2.HealthCheckRequest(), metadata=self._metadata())
         try:
             async with _translated():
                 async for message in call:

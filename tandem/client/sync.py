@@ -24,6 +24,7 @@ from tandem.errors import DeadlineExceeded, Reason, Unavailable
 from tandem.rpc.channel import CONNECT_TIMEOUT_S, open_blocking_channel
 from tandem.rpc.status import error_from_rpc
 from tandem.security.credentials import Outgoing
+from tandem.telemetry.trace_context import trace_metadata
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 
@@ -82,7 +83,7 @@ class Client:
         """
         request = generate_request(prompt, options)
         with _translated():
-            call = self._inference.Generate(request, timeout=timeout_s, metadata=self._outgoing.metadata())
+            call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata())
             try:
                 for message in call:
                     yield response.update(message)
@@ -103,7 +104,7 @@ class Client:
                 self._inference.Complete(
                     inference_pb2.CompleteRequest(generate=request),
                     timeout=timeout_s,
-                    metadata=self._outgoing.metadata(),
+                    metadata=self._metadata(),
                 )
             )
 
@@ -119,7 +120,7 @@ class Client:
         request = tokenize_request(text, messages, model)
         with _translated():
             return response.tokenization(
-                self._inference.Tokenize(request, timeout=timeout_s, metadata=self._outgoing.metadata())
+                self._inference.Tokenize(request, timeout=timeout_s, metadata=self._metadata())
             )
 
     def detokenize(
@@ -133,37 +134,33 @@ class Client:
         """The text of token ids."""
         request = detokenize_request(token_ids, skip_special_tokens, model)
         with _translated():
-            return str(self._inference.Detokenize(request, timeout=timeout_s, metadata=self._outgoing.metadata()).text)
+            return str(self._inference.Detokenize(request, timeout=timeout_s, metadata=self._metadata()).text)
 
     def model(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ServedModel:
         """What is served, and within which limits."""
         with _translated():
             return response.served_model(
-                self._inference.GetModel(
-                    inference_pb2.GetModelRequest(), timeout=timeout_s, metadata=self._outgoing.metadata()
-                )
+                self._inference.GetModel(inference_pb2.GetModelRequest(), timeout=timeout_s, metadata=self._metadata())
             )
 
     def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ClusterStatus:
         """Every worker, pool, queue and transfer that the router knows of."""
         with _translated():
             return status_from_proto(
-                self._cluster.GetStatus(
-                    cluster_pb2.GetStatusRequest(), timeout=timeout_s, metadata=self._outgoing.metadata()
-                )
+                self._cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=timeout_s, metadata=self._metadata())
             )
 
     def drain(self, worker_id: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Asks one worker to take no new work, finish what it has, and leave."""
         with _translated():
             self._cluster.Drain(
-                cluster_pb2.DrainRequest(worker_id=worker_id), timeout=timeout_s, metadata=self._outgoing.metadata()
+                cluster_pb2.DrainRequest(worker_id=worker_id), timeout=timeout_s, metadata=self._metadata()
             )
 
     def serving(self, service: str = "", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
         """What the server's health says of one service; "" = of all. False for one that is not there."""
         call = self._health.Watch(
-            health_pb2.HealthCheckRequest(service=service), timeout=timeout_s, metadata=self._outgoing.metadata()
+            health_pb2.HealthCheckRequest(service=service), timeout=timeout_s, metadata=self._metadata()
         )
         try:
             with _translated():
@@ -192,11 +189,13 @@ class Client:
             time.sleep(min(RETRY_S, max(0.0, ends_at_s - time.monotonic())))
         raise DeadlineExceeded(f"{self._target} is not ready after {timeout_s:g} s: {why}")
 
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        """Of one call: the token as it is now, and the caller's trace if there is one."""
+        return (*self._outgoing.metadata(), *trace_metadata())
+
     def _watch_until_serving(self, timeout_s: float) -> bool:
         """False if the server ended the watch, as one that drains does."""
-        call = self._health.Watch(
-            health_pb2.HealthCheckRequest(), timeout=timeout_s, metadata=self._outgoing.metadata()
-        )
+        call = self._health.Watch(health_pb2.HealthCheckRequest(), timeout=timeout_s, metadata=self._metadata())
         try:
             with _translated():
                 return any(message.status == health_pb2.HealthCheckResponse.SERVING for message in call)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
-Context = grpc.aio.ServicerContext[Any, Any]
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+from tandem.rpc.handlers import Context, Handler, behaviour_of, code_told, with_behaviour
 
 NO_METHOD = "/none/none"
 """Told instead of the method of a call that was turned away unread."""
@@ -55,18 +54,13 @@ class CallCounting(grpc.aio.ServerInterceptor):
         return self._wrap(handler, NO_METHOD if refused else handler_call_details.method)
 
     def _wrap(self, handler: Handler, method: str) -> Handler:
-        behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        behaviour = behaviour_of(handler)
 
         async def counted(request: Any, context: Context) -> Any:
             with self._counted(method, context):
                 return await behaviour(request, context)
 
-        make = _MAKERS[(bool(handler.request_streaming), bool(handler.response_streaming))]
-        return make(
-            counted,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        return with_behaviour(handler, counted)
 
     @contextmanager
     def _counted(self, method: str, context: Context) -> Iterator[None]:
@@ -74,31 +68,12 @@ class CallCounting(grpc.aio.ServerInterceptor):
         code = grpc.StatusCode.UNKNOWN.name
         try:
             yield
-            code = _code_told(context)
+            code = code_told(context).name
         except grpc.aio.AbortError:
-            code = _code_told(context)
+            code = code_told(context).name
             raise
         except asyncio.CancelledError:
             code = grpc.StatusCode.CANCELLED.name
             raise
         finally:
             self._observer.ended(method, code)
-
-
-def _code_told(context: Context) -> str:
-    """The status that the handler set, by setting it or by aborting; none = OK."""
-    code: Any = context.code()
-    if code is None:
-        return grpc.StatusCode.OK.name
-    if isinstance(code, grpc.StatusCode):
-        return code.name
-    return _NAMES.get(code, grpc.StatusCode.UNKNOWN.name)
-
-
-_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
-_MAKERS: dict[tuple[bool, bool], Callable[..., Handler]] = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}

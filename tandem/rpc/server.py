@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
+from opentelemetry.trace import Tracer
 
 from tandem.errors import ConfigError
 from tandem.rpc import health, reflection
@@ -20,6 +21,7 @@ from tandem.rpc.call_counting import CallCounting
 from tandem.rpc.channel import MAX_RECEIVE_BYTES, ChannelOptions, keepalive_options
 from tandem.rpc.interceptors import CallGuard
 from tandem.rpc.tls import server_credentials
+from tandem.rpc.tracing import CallTracing
 from tandem.security.credentials import Incoming
 from tandem.security.tls import HANDSHAKE_TIMEOUT_S
 from tandem.telemetry import metric_names
@@ -65,9 +67,12 @@ class RpcServer:
         max_receive_bytes: int = MAX_RECEIVE_BYTES,
         announce_s: float = _ANNOUNCE_S,
         metrics: Metrics | None = None,
+        tracer: Tracer | None = None,
         health_servicer: health.HealthServicer | None = None,
     ) -> None:
-        """`announce_s`: how long NOT_SERVING is told before connections are refused. `metrics` count its calls.
+        """`announce_s`: how long NOT_SERVING is told before connections are refused.
+
+        `metrics` count its calls; `tracer` gives a span to each that ends by itself and is no probe.
 
         `health_servicer`: that of another server of this process, so that both tell one truth.
         """
@@ -79,6 +84,8 @@ class RpcServer:
         self._health = health_servicer or health.HealthServicer(service.name for service in services)
         long_lived = {service.name for service in services if service.long_lived}
         self._guard = CallGuard(frozenset({*reflection.SERVICE_NAMES, *long_lived}))
+        self._untraced = frozenset({*reflection.SERVICE_NAMES, *long_lived, health.SERVICE_NAME})
+        self._tracer = tracer
         self._server: grpc.aio.Server | None = None
         self._metrics = metrics
         if metrics is not None:
@@ -135,6 +142,8 @@ class RpcServer:
     def _interceptors(self) -> tuple[grpc.aio.ServerInterceptor, ...]:
         """From the outermost inwards."""
         interceptors: list[grpc.aio.ServerInterceptor] = [self._guard]
+        if self._tracer is not None:
+            interceptors.insert(0, CallTracing(self._tracer, self._untraced))
         if self._incoming.tokens is not None:
             interceptors.insert(0, TokenGuard(self._incoming.tokens))
         if self._metrics is not None:

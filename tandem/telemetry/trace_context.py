@@ -9,19 +9,21 @@ import secrets
 from collections.abc import Sequence
 
 from opentelemetry import trace
+from opentelemetry.context import Context, get_current
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 TRACEPARENT = "traceparent"
+TRACESTATE = "tracestate"
+Metadata = Sequence[tuple[str, str | bytes]]
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def is_traceparent(value: str) -> bool:
     """Whether it names a trace and a span."""
-    span = trace.get_current_span(_PROPAGATOR.extract({TRACEPARENT: value}))
-    return span.get_span_context().is_valid
+    return _named(context_from_metadata([(TRACEPARENT, value)])).is_valid
 
 
-def traceparent_from_metadata(metadata: Sequence[tuple[str, str | bytes]] | None) -> str:
+def traceparent_from_metadata(metadata: Metadata | None) -> str:
     """The caller's trace context from gRPC metadata, if well-formed, else a new one.
 
     A new one is minted so that logs of router and workers can be joined without any tracer.
@@ -30,3 +32,38 @@ def traceparent_from_metadata(metadata: Sequence[tuple[str, str | bytes]] | None
         if key == TRACEPARENT and isinstance(value, str) and is_traceparent(value):
             return value
     return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"
+
+
+def current_traceparent() -> str | None:
+    """Names the span that is current, as it is within a traced call; None without a tracer."""
+    span = trace.get_current_span().get_span_context()
+    return traceparent_of(span) if span.is_valid else None
+
+
+def traceparent_of(span: trace.SpanContext) -> str:
+    """How a span is named to others."""
+    return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
+
+
+def context_from_metadata(metadata: Metadata | None) -> Context:
+    """What the caller's spans are to be the parents of; an empty context if it sent none that is well-formed."""
+    carrier = {key: value for key, value in metadata or () if key in {TRACEPARENT, TRACESTATE}}
+    return _PROPAGATOR.extract(carrier, Context())
+
+
+def context_of(traceparent: str) -> Context:
+    """A context in which the named span is current; the present context, if it is so already."""
+    if traceparent == current_traceparent():
+        return get_current()
+    return context_from_metadata([(TRACEPARENT, traceparent)])
+
+
+def trace_metadata() -> tuple[tuple[str, str], ...]:
+    """gRPC metadata that makes a call part of the current trace; none outside of one."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier)
+    return tuple(carrier.items())
+
+
+def _named(context: Context) -> trace.SpanContext:
+    return trace.get_current_span(context).get_span_context()

@@ -1,0 +1,104 @@
+"""One trace per request, as the router sees it.
+
+    (the call's span) → generate → queue                  admission
+                           ├─ event placed, moved         pairs of workers, one after another
+                           └─ event first_token
+
+`generate` is the parent of what the workers do. Attributes follow OpenTelemetry's conventions
+for generative AI; nothing of prompt or completion but their lengths is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from opentelemetry.trace import Span, Tracer, set_span_in_context
+
+from tandem.errors import TandemError
+from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
+from tandem.telemetry.observers_silent import SilentListener, SilentRequest
+from tandem.telemetry.span_status import CANCELLED, mark_failed
+from tandem.telemetry.trace_context import context_of, traceparent_of
+from tandem.types import WorkerInfo
+
+
+def request_spans(tracer: Tracer | None, model: str) -> Sequence[RouterObserver]:
+    """The router's observer for traces; none without a tracer."""
+    return () if tracer is None else (_RequestSpans(tracer, model),)
+
+
+class _RequestSpans:
+    """A `RouterObserver`."""
+
+    def __init__(self, tracer: Tracer, model: str) -> None:
+        self._tracer = tracer
+        self._model = model
+
+    def request(self, start: RequestStart) -> RequestObserver:
+        attributes: dict[str, str | int] = {
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.provider.name": "tandem",
+            "gen_ai.request.model": self._model,
+            "gen_ai.request.max_tokens": start.max_tokens,
+            "gen_ai.usage.input_tokens": start.num_prompt_tokens,
+            "tandem.request_id": start.request_id,
+            "tandem.priority": start.priority,
+        }
+        span = self._tracer.start_span("generate", context_of(start.traceparent), attributes=attributes)
+        if not span.is_recording():
+            return SilentRequest(traceparent_of(span.get_span_context()))
+        return _RequestSpan(self._tracer, span)
+
+    def refused(self, error: TandemError) -> None:
+        """Nothing was begun: the call's own span tells it."""
+
+
+class _RequestSpan(SilentListener):
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        self._span = span
+        self._traceparent = traceparent_of(span.get_span_context())
+        self._queue: Span | None = tracer.start_span("queue", set_span_in_context(span))
+        self._has_tokens = False
+
+    @property
+    def traceparent(self) -> str:
+        return self._traceparent
+
+    def admitted(self) -> None:
+        self._leave_queue()
+
+    def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo) -> None:
+        workers = {"tandem.decode.worker_id": decode.worker_id}
+        if prefill is not None:
+            workers["tandem.prefill.worker_id"] = prefill.worker_id
+        self._span.add_event("placed", workers)
+
+    def tokens(self, num_tokens: int) -> None:
+        if not self._has_tokens:
+            self._has_tokens = True
+            self._span.add_event("first_token")
+
+    def moved(self, culprit: WorkerInfo, error: TandemError) -> None:
+        self._span.add_event("moved", {"tandem.worker_id": culprit.worker_id, "error.type": error.reason})
+
+    def ended(self, end: RequestEnd) -> None:
+        failure = None
+        if end.error is not None:
+            failure = end.error.reason.value
+        elif end.finish_reason is None:
+            failure = CANCELLED
+        self._leave_queue(failure)
+        self._span.set_attribute("gen_ai.usage.output_tokens", end.num_completion_tokens)
+        if end.finish_reason is not None:
+            self._span.set_attribute("gen_ai.response.finish_reasons", [end.finish_reason.value])
+        if failure is not None:
+            mark_failed(self._span, failure)
+        self._span.end()
+
+    def _leave_queue(self, failure: str | None = None) -> None:
+        queue, self._queue = self._queue, None
+        if queue is None:
+            return
+        if failure is not None:
+            mark_failed(queue, failure)
+        queue.end()

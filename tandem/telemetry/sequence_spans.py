@@ -1,0 +1,165 @@
+"""What a worker does for one sequence, as spans below the request's `generate`.
+
+    prefill worker   queue → prefill ─▶ first token
+                               kv.transfer ───────▶ committed      overlaps: chunks go out while others compute
+    decode worker    queue → kv.receive → decode                   handed over
+                     queue → prefill → decode                      computed here
+
+A span that its sequence's end cuts short is marked with the error, or as released where there is
+none: whether the request was cancelled or had all it wanted is told by `generate`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, Tracer
+
+from tandem.errors import TandemError
+from tandem.telemetry.batch_spans import BatchSpans, DecodeBatches, PrefillBatches
+from tandem.telemetry.observers import SequenceObserver, StepReport, WorkerObserver
+from tandem.telemetry.observers_silent import SilentSequence
+from tandem.telemetry.span_status import mark_failed
+from tandem.telemetry.trace_context import context_of
+from tandem.types import Role, SequenceSpec
+
+QUEUE, PREFILL, TRANSFER, RECEIVE, DECODE = "queue", "prefill", "kv.transfer", "kv.receive", "decode"
+
+
+def sequence_spans(tracer: Tracer | None, role: Role) -> Sequence[WorkerObserver]:
+    """A worker's observer for traces; none without a tracer."""
+    if tracer is None:
+        return ()
+    if role is Role.PREFILL:
+        return (_SequenceSpans(tracer, PrefillBatches(tracer), _Prefilled),)
+    return (_SequenceSpans(tracer, DecodeBatches(tracer), _Decoded),)
+
+
+class _SequenceSpans:
+    """A `WorkerObserver`."""
+
+    def __init__(self, tracer: Tracer, batches: BatchSpans, kind: type[_Spans]) -> None:
+        self._tracer = tracer
+        self._batches = batches
+        self._kind = kind
+
+    def sequence(self, spec: SequenceSpec) -> SequenceObserver:
+        parent = context_of(spec.traceparent)
+        queue = self._tracer.start_span(QUEUE, parent, attributes=_attributes(spec))
+        return self._kind(self._tracer, self._batches, spec, parent, queue) if queue.is_recording() else _SILENT
+
+    def step(self, report: StepReport) -> None:
+        self._batches.step(report)
+
+
+class _Spans(SilentSequence):
+    """The open spans of one sequence."""
+
+    def __init__(self, tracer: Tracer, batches: BatchSpans, spec: SequenceSpec, parent: Context, queue: Span) -> None:
+        self._tracer = tracer
+        self._batches = batches
+        self._spec = spec
+        self._parent = parent
+        self._open: dict[str, Span] = {QUEUE: queue}
+
+    def ended(self, error: TandemError | None, num_tokens: int) -> None:
+        self._batches.left(self._spec)
+        for name, span in self._open.items():
+            if error is not None:
+                mark_failed(span, error.reason.value)
+            elif name != DECODE:
+                span.set_attribute("tandem.released", True)
+            span.end()
+        self._open.clear()
+
+    def _begin(self, name: str, start_ns: int | None = None) -> Span:
+        span = self._tracer.start_span(name, self._parent, attributes=_attributes(self._spec), start_time=start_ns)
+        self._open[name] = span
+        return span
+
+    def _finish(self, name: str, attributes: Mapping[str, str | int | float] | None = None) -> None:
+        self._finish_at(name, time.time_ns(), attributes)
+
+    def _finish_at(self, name: str, end_ns: int, attributes: Mapping[str, str | int | float] | None = None) -> None:
+        span = self._open.pop(name, None)
+        if span is not None:
+            span.set_attributes(attributes or {})
+            span.end(end_ns)
+
+    def _computes(self, name: str) -> None:
+        self._batches.joined(self._spec, self._begin(name).get_span_context())
+
+
+class _Prefilled(_Spans):
+    def started(self) -> None:
+        self._finish(QUEUE)
+        self._computes(PREFILL)
+
+    def first_token(self) -> None:
+        self._finish(PREFILL)
+        self._batches.left(self._spec)
+
+    def transfer_started(self) -> None:
+        self._begin(TRANSFER)
+
+    def transferred(self, num_bytes: int, seconds: float, transport: str | None) -> None:
+        told: dict[str, str | int | float] = {
+            "tandem.transfer.bytes": num_bytes,
+            "tandem.transfer.busy_seconds": seconds,
+        }
+        if transport is not None:
+            told["tandem.transfer.transport"] = transport
+        self._finish(TRANSFER, told)
+
+    def ended(self, error: TandemError | None, num_tokens: int) -> None:
+        if error is not None and not self._open:
+            self._begin(TRANSFER)  # computed, but the hand-off failed before its first block
+        super().ended(error, num_tokens)
+
+
+class _Decoded(_Spans):
+    _reserved_ns = 0
+
+    def reserved(self) -> None:
+        self._reserved_ns = time.time_ns()
+
+    def transfer_started(self) -> None:
+        self._finish_at(QUEUE, self._reserved_ns)
+        self._begin(RECEIVE, self._reserved_ns).add_event("transfer_started")
+
+    def transferred(self, num_bytes: int, seconds: float, transport: str | None) -> None:
+        self._finish(RECEIVE)
+        self._computes(DECODE)
+
+    def started(self) -> None:
+        if DECODE in self._open:
+            self._open[DECODE].add_event("scheduled")
+        else:
+            self._finish(QUEUE)
+            self._computes(PREFILL)
+
+    def first_token(self) -> None:
+        self._finish(PREFILL)
+        self._computes(DECODE)
+
+    def preempted(self) -> None:
+        for span in self._open.values():
+            span.add_event("preempted")
+
+    def ended(self, error: TandemError | None, num_tokens: int) -> None:
+        if DECODE in self._open:
+            self._open[DECODE].set_attribute("gen_ai.usage.output_tokens", num_tokens)
+        super().ended(error, num_tokens)
+
+
+def _attributes(spec: SequenceSpec) -> dict[str, str | int]:
+    return {
+        "tandem.request_id": spec.request_id,
+        "gen_ai.usage.input_tokens": spec.num_prompt_tokens,
+        "tandem.num_resumed_tokens": spec.num_output_tokens,
+    }
+
+
+_SILENT = SilentSequence()

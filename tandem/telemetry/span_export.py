@@ -1,0 +1,100 @@
+"""Spans on their way to a collector that may be dead, slow or hang: nothing here waits for it but its own thread.
+
+Spans wait in a bounded queue and the oldest are dropped; the log hears once that export fails, not
+once per batch. `close` is the only call that takes time, and it is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from opentelemetry.exporter.otlp.proto.grpc.exporter import InvalidCompressionValueException
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+from tandem.config import TraceExport
+from tandem.telemetry.logging import get_logger
+
+_log = get_logger(__name__)
+
+EXPORT_TIMEOUT_S = 3.0
+"""One batch, retries included, unless OTEL_EXPORTER_OTLP_(TRACES_)TIMEOUT says otherwise."""
+BATCH_SPANS = 64
+"""Spans encoded at a time, unless OTEL_BSP_MAX_EXPORT_BATCH_SIZE says otherwise.
+
+Encoding holds the interpreter, and so the event loop: about 25 µs a span.
+"""
+FLUSH_S = 1.5
+"""Given to the last spans when a process ends."""
+BAD_VALUES = (ValueError, RuntimeError, InvalidCompressionValueException)
+"""What the SDK raises where a variable of its own makes no sense."""
+_GIVE_UP_S = 0.5
+"""Given to an export whose connection was just closed."""
+_REMIND_S = 300.0
+_NOISY_LOGGERS = (
+    "opentelemetry.exporter",
+    "opentelemetry.sdk._shared_internal",
+    "opentelemetry.sdk.trace.export",
+)
+"""They log each failed batch and each dropped span."""
+
+
+class ReportingExporter(SpanExporter):
+    """Passes spans on; logs when that begins to fail, and when it works again, at most once in five minutes."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+        self._failing = False
+        self._quiet_until_s = 0.0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Called by the exporting thread."""
+        result = self._exporter.export(spans)
+        self._note(failed=result is not SpanExportResult.SUCCESS)
+        return result
+
+    def shutdown(self) -> None:
+        """Ends an export that is under way, and every later one at once. Idempotent."""
+        self._failing, self._quiet_until_s = True, float("inf")  # from now on a failure is no news
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Nothing waits here."""
+        return True
+
+    def _note(self, *, failed: bool) -> None:
+        if failed == self._failing or (failed and time.monotonic() < self._quiet_until_s):
+            return
+        self._failing = failed
+        if failed:
+            self._quiet_until_s = time.monotonic() + _REMIND_S
+            _log.warning("traces cannot be exported; spans are dropped until the collector answers")
+        else:
+            _log.info("traces are exported again")
+
+
+class SpanExport:
+    """One provider's processor and its exporter."""
+
+    def __init__(self, provider: TracerProvider, wanted: TraceExport) -> None:
+        """Starts the exporting thread; connects when there is something to export."""
+        self._exporter = ReportingExporter(OTLPSpanExporter(timeout=None if wanted.sets_timeout else EXPORT_TIMEOUT_S))
+        self._provider = provider
+        for name in _NOISY_LOGGERS:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        batch_spans = None if wanted.sets_batch_size else BATCH_SPANS
+        provider.add_span_processor(BatchSpanProcessor(self._exporter, max_export_batch_size=batch_spans))
+
+    def close(self) -> None:
+        """Exports what waits, within FLUSH_S; then gives it up."""
+        # The provider's own shutdown waits for half a minute, in which a hanging collector would hold the process.
+        flush = threading.Thread(target=self._provider.shutdown, name="span-flush", daemon=True)
+        flush.start()
+        flush.join(FLUSH_S)
+        if flush.is_alive():
+            self._exporter.shutdown()
+            flush.join(_GIVE_UP_S)

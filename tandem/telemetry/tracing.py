@@ -1,0 +1,73 @@
+"""Whether and how this process traces: OpenTelemetry's SDK, on only if its standard variables ask for it.
+
+The variables are OTEL_*, as OpenTelemetry documents them; the SDK reads all of them itself but those
+that say whether to export at all (`tandem.config.trace_export`). Without them there is no tracer, no
+thread and no import of the SDK.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from opentelemetry.trace import Tracer
+
+import tandem
+from tandem.config import TraceExport, trace_export
+from tandem.telemetry.logging import get_logger
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+
+_log = get_logger(__name__)
+
+_UNNAMED = "unknown_service"
+"""What the SDK calls a service that nobody named."""
+
+
+@contextmanager
+def tracing(service_name: str, instance_id: str | None = None) -> Iterator[Tracer | None]:
+    """The process's tracer while inside; None if nothing asks for traces. Leaving takes two seconds at most.
+
+    OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come before `service_name` and `instance_id`.
+    """
+    wanted = trace_export()
+    if wanted.obstacle is not None:
+        _log.warning("traces are asked for but cannot be exported", obstacle=wanted.obstacle)
+    started = _start(wanted, service_name, instance_id or secrets.token_hex(8)) if wanted.possible else None
+    if started is None:
+        yield None
+        return
+    tracer, close = started
+    try:
+        yield tracer
+    finally:
+        close()
+
+
+def _start(wanted: TraceExport, service_name: str, instance_id: str) -> tuple[Tracer, Callable[[], None]] | None:
+    # Here, so that a process that does not trace does not pay for the imports.
+    from opentelemetry.sdk.trace import TracerProvider
+
+    from tandem.telemetry.span_export import BAD_VALUES, SpanExport
+
+    try:
+        provider = TracerProvider(resource=_resource(service_name, instance_id), shutdown_on_exit=False)
+        export = SpanExport(provider, wanted)
+    except BAD_VALUES as error:
+        _log.warning("traces cannot be exported", obstacle=f"a bad OTEL_ variable: {error}")
+        return None
+    _log.info("traces are exported", service=provider.resource.attributes["service.name"])
+    return provider.get_tracer("tandem", tandem.__version__), export.close
+
+
+def _resource(service_name: str, instance_id: str) -> Resource:
+    from opentelemetry.sdk.resources import Resource
+
+    ours = {"service.name": service_name, "service.instance.id": instance_id, "service.version": tandem.__version__}
+    theirs = dict(Resource.create().attributes)
+    if str(theirs.get("service.name", _UNNAMED)).startswith(_UNNAMED):
+        theirs.pop("service.name", None)
+    return Resource({**ours, **theirs})
