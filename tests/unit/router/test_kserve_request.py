@@ -82,7 +82,7 @@ def test_habits_of_existing_clients_are_understood(said: dict[str, Any], means: 
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (request(as_json({"temprature": 1})), "temprature"),
+        (request(as_json({"heat": 1})), "heat"),
         (request(as_json({"max_tokens": 1.5})), "max_tokens"),
         (request(as_json({"max_tokens": True})), "max_tokens"),
         (request(as_json({"max_tokens": 2**40})), "max_tokens"),
