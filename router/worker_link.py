@@ -19,7 +19,7 @@ import grpc.aio
 from tandem.convert import delta_from_proto, error_from_failed, sequence_to_proto
 from tandem.errors import InternalError, Reason, TandemError, Unavailable
 from tandem.rpc.channel import open_channel
-from tandem.rpc.status import error_from_rpc
+from tandem.rpc.status import error_from_rpc, needs_mending
 from tandem.security.credentials import Outgoing
 from tandem.telemetry.logging import get_logger
 from tandem.types import Handle, Incarnation, SequenceSpec, TokenDelta, WorkerInfo
@@ -112,8 +112,12 @@ class WorkerLink:
         while True:
             try:
                 await self._connect_once()
-            except (grpc.aio.AioRpcError, Unavailable, TimeoutError) as error:
-                _log.info("worker stream failed", worker_id=self._info.worker_id, error=_shown(error))
+            except grpc.aio.AioRpcError as error:
+                failure = error_from_rpc(error)
+                log = _log.warning if needs_mending(failure) else _log.info
+                log("worker stream failed", worker_id=self._info.worker_id, error=failure.message)
+            except (Unavailable, TimeoutError) as error:
+                _log.info("worker stream failed", worker_id=self._info.worker_id, error=str(error) or "no answer")
             except asyncio.CancelledError:
                 # grpc.aio raises this, too, where the *worker* ends the stream with CANCELLED.
                 task = asyncio.current_task()
@@ -226,12 +230,6 @@ class WorkerLink:
         if self._connected != connected:
             self._connected = connected
             self._on_connected(connected)
-
-
-def _shown(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return error_from_rpc(error).message
-    return str(error) or type(error).__name__
 
 
 def _tell_tokens(listener: SequenceListener, message: worker_pb2.SequenceOutput) -> None:

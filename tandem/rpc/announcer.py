@@ -17,7 +17,7 @@ import grpc.aio
 
 from tandem.convert import info_to_proto, load_to_proto
 from tandem.rpc.channel import open_channel
-from tandem.rpc.status import error_from_rpc
+from tandem.rpc.status import error_from_rpc, needs_mending
 from tandem.security.credentials import Outgoing
 from tandem.telemetry.logging import get_logger
 from tandem.types import WorkerInfo, WorkerLoad
@@ -98,7 +98,9 @@ class Announcer:
                 async with open_channel(address, self._outgoing, called=called) as channel:
                     await self._register(channel, address, registered)
             except grpc.aio.AioRpcError as error:
-                _log.info("registration ended", router=address, error=error_from_rpc(error).message)
+                failure = error_from_rpc(error)
+                log = _log.warning if needs_mending(failure) else _log.info
+                log("registration ended", router=address, error=failure.message)
             except (TimeoutError, asyncio.InvalidStateError) as error:  # the latter: written to an ended call
                 _log.info("registration broke off", router=address, kind=type(error).__name__)
             backoff_s = _FIRST_BACKOFF_S if registered.is_set() else min(_MAX_BACKOFF_S, backoff_s * 2)

@@ -88,6 +88,11 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> TandemError:
     return _of_grpc_itself(error.code(), error.details() or "no details")
 
 
+def needs_mending(error: TandemError) -> bool:
+    """Whether certificates or tokens are at fault: trying again does not help, so somebody must be told."""
+    return error.reason in {Reason.UNAUTHENTICATED, Reason.TLS_FAILED}
+
+
 def _of_grpc_itself(code: grpc.StatusCode, details: str) -> TandemError:
     """From a status that no handler of ours made."""
     if code is grpc.StatusCode.UNAVAILABLE:
