@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
-from grpc_channelz.v1.channelz import add_channelz_servicer
+from grpc_channelz.v1.channelz_pb2_grpc import add_ChannelzServicer_to_server
 
+from tandem.admin.channelz import SERVICE_NAME as CHANNELZ
+from tandem.admin.channelz import ChannelzServicer
 from tandem.admin.content import AdminContent
 from tandem.admin.front_door import FrontDoor
 from tandem.admin.hosts import Hosts
@@ -26,7 +29,6 @@ from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
 
-CHANNELZ = "grpc.channelz.v1.Channelz"
 _MAX_RECEIVE_BYTES = 64 * 1024
 
 
@@ -46,7 +48,7 @@ async def admin_port(
         socket = stack.enter_context(PrivateSocket())
         rpc = RpcServer(
             f"unix:{socket.bind_path}",
-            [Service(CHANNELZ, add_channelz_servicer)],
+            [Service(CHANNELZ, partial(add_ChannelzServicer_to_server, ChannelzServicer()))],
             incoming=Incoming(None, incoming.tokens),  # TLS has ended at the front door
             max_receive_bytes=_MAX_RECEIVE_BYTES,
             announce_s=0.0,
