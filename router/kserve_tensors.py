@@ -23,6 +23,9 @@ _LENGTH = struct.Struct("<I")
 _SHOWN_CHARACTERS = 64
 """Of a caller's name in an error: statuses travel in trailers, which are small."""
 
+_MAX_DIMENSIONS = 8
+"""No input has more than two; their product must stay cheap to take."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
@@ -101,8 +104,8 @@ def _values(field: str, message: kserve_pb2.ModelInferRequest.InferInputTensor, 
     kind = _KINDS.get(message.datatype)
     if kind is None:
         raise InvalidRequest(field, f"datatype {shown(message.datatype)!r} is not known; known are {', '.join(_KINDS)}")
-    if any(dimension < 0 for dimension in message.shape):
-        raise InvalidRequest(field, "a dimension is negative")
+    if len(message.shape) > _MAX_DIMENSIONS or any(dimension < 0 for dimension in message.shape):
+        raise InvalidRequest(field, f"must have at most {_MAX_DIMENSIONS} dimensions, none of them negative")
     count = math.prod(message.shape)
     if raw is None:
         return _typed_values(field, message, kind, count)

@@ -100,6 +100,7 @@ def test_habits_of_existing_clients_are_understood(said: dict[str, Any], means: 
         (request(("stop", "BYTES", [1], raw_bytes(b"\xff"))), "inputs.stop"),
         (request(("seed", "INT32", [2], b"\x01\x00\x00\x00")), "inputs.seed"),
         (request(("seed", "INT32", [-1], b"")), "inputs.seed"),
+        (request(("seed", "INT32", [2**62] * 9, b"")), "inputs.seed"),
         (request(("seed", "BF16", [1], b"\x00\x00")), "inputs.seed"),
         (request(("stop", "BYTES", [1], b"\x09\x00\x00\x00ab")), "inputs.stop"),
         (request(("stop", "BYTES", [1], b"\x09\x00")), "inputs.stop"),
