@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from bench.cluster import serve
 from models.demo.text import make_story
-from tandem.cli.status import render
+from tandem.cli.status_view import render
 from tandem.client import Client, Timings
 
 

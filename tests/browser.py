@@ -12,7 +12,6 @@ import re
 import signal
 import tempfile
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -89,10 +88,6 @@ class Page:
         except TimeoutError:
             text = await self.value("document.body?.innerText")
             raise AssertionError(f"not within {timeout_s:g} s: {expression}\non the page:\n{text}") from None
-
-    async def screenshot(self, path: Path) -> None:
-        """The whole page as PNG."""
-        path.write_bytes(await self.picture())
 
     async def picture(self) -> bytes:
         """The whole page as PNG."""

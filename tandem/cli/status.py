@@ -1,4 +1,4 @@
-"""`tandem status`: what one router knows of its cluster, as tables or JSON."""
+"""`tandem status`: what one router knows of its cluster, as tables, JSON, or live."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import json
 from dataclasses import asdict
 
 from tandem.cli.command import Subparsers, add_command
-from tandem.cli.table import table
-from tandem.client import Client, ClusterStatus, WorkerStatus
+from tandem.cli.status_view import render
+from tandem.cli.watch import watch
+from tandem.client import Client
 from tandem.config import ClientConfig, add_arguments, load
+from tandem.errors import ConfigError
+from tandem.option_values import seconds
+
+_WATCH_S = "1"
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -21,65 +26,32 @@ def add_parser(subparsers: Subparsers) -> None:
         "workers, roles, pools, queues and transfers of a cluster",
         "As the asked router knows them from heartbeats.",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_true", help="print JSON")
+    shape.add_argument(
+        "--watch",
+        nargs="?",
+        const=_WATCH_S,
+        metavar="SECONDS",
+        help=f"show it anew every so many seconds [{_WATCH_S}] until ctrl-C, through restarts of the router as well",
+    )
     add_arguments(parser, ClientConfig)
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Prints the status. Raises TandemError."""
+    """Prints the status, once or until ctrl-C. Raises TandemError."""
     config = load(ClientConfig, namespace)
+    interval_s = None if namespace.watch is None else _interval_s(namespace.watch)
     with Client(config.target, security=config.security) as client:
+        if interval_s is not None:
+            return watch(client, config.target, interval_s, config.timeout_s)
         status = client.status(timeout_s=config.timeout_s)
     print(json.dumps(asdict(status), ensure_ascii=False) if namespace.json else render(status))
     return 0
 
 
-def render(status: ClusterStatus) -> str:
-    """The whole status, for people."""
-    ready = "ready" if status.ready else f"not ready: {status.not_ready_reason}"
-    lines = [
-        f"model {status.model}, {ready}",
-        f"requests: {status.active_requests} active, {status.queued_requests} queued"
-        f" ({status.queued_tokens} prompt tokens)",
-    ]
-    if not status.workers:
-        return "\n".join([*lines, "no workers"])
-    workers = sorted(status.workers, key=lambda worker: (worker.info.role, worker.info.worker_id))
-    return "\n".join([*lines, "", _workers(workers), "", _pools(workers)])
-
-
-def _workers(workers: list[WorkerStatus]) -> str:
-    header = "worker role address pid device state heartbeat steps running waiting prompt-tokens transfers preempted"
-    return table(
-        header.split(),
-        [
-            (
-                *(worker.info.worker_id, worker.info.role, worker.info.address, worker.info.pid, worker.info.device),
-                *(_state(worker), f"{worker.heartbeat_age_s:.1f} s ago", worker.load.engine_steps),
-                *(worker.load.running_seqs, worker.load.waiting_seqs, worker.load.queued_prompt_tokens),
-                *(worker.load.live_transfers, worker.load.preemptions),
-            )
-            for worker in workers
-        ],
-    )
-
-
-def _pools(workers: list[WorkerStatus]) -> str:
-    header = "blocks total free reserved receiving live quarantined block-size unused-slots"
-    pools = [(worker.info.worker_id, worker.load.pool) for worker in workers]
-    return table(
-        header.split(),
-        [
-            (
-                *(name, pool.total, pool.free, pool.reserved, pool.receiving),
-                *(pool.live, pool.quarantined, pool.block_size, pool.unused_slots),
-            )
-            for name, pool in pools
-        ],
-    )
-
-
-def _state(worker: WorkerStatus) -> str:
-    if not worker.connected:
-        return "not connected"
-    return "draining" if worker.load.draining else "serving"
+def _interval_s(text: str) -> float:
+    try:
+        return float(seconds(0.1, 3600)(text))
+    except ValueError as error:
+        raise ConfigError("--watch", f"{error} (got {text!r})") from error
