@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -23,6 +23,7 @@ from tandem.rpc.interceptors import CallGuard
 from tandem.rpc.tls import server_credentials
 from tandem.rpc.tracing import CallTracing
 from tandem.security.credentials import Incoming
+from tandem.security.expiry import not_after_s
 from tandem.security.tls import HANDSHAKE_TIMEOUT_S
 from tandem.telemetry import metric_names
 from tandem.telemetry.call_metrics import CallMetrics
@@ -89,7 +90,7 @@ class RpcServer:
         self._server: grpc.aio.Server | None = None
         self._metrics = metrics
         if metrics is not None:
-            metrics.add_reader(lambda: [Reading(metric_names.SERVING, self._health.serving)])
+            metrics.add_reader(self._read, metric_names.CERTIFICATE_EXPIRY)
 
     @property
     def health(self) -> health.HealthServicer:
@@ -149,6 +150,13 @@ class RpcServer:
         if self._metrics is not None:
             interceptors.insert(0, CallCounting(CallMetrics(self._metrics), REFUSALS))
         return tuple(interceptors)
+
+    def _read(self) -> Iterable[Reading]:
+        yield Reading(metric_names.SERVING, self._health.serving)
+        tls = self._incoming.tls
+        ends_s = None if tls is None else not_after_s(tls.pem().chain)
+        if ends_s is not None:
+            yield Reading(metric_names.CERTIFICATE_EXPIRY, ends_s)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         tls = self._incoming.tls

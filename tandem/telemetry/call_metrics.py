@@ -14,7 +14,7 @@ class CallMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self._ended = metrics.counter(names.GRPC_CALLS)
         self._in_flight: dict[str, int] = {}
-        metrics.add_reader(self._read)
+        metrics.add_reader(self._read, names.GRPC_IN_FLIGHT)
 
     def began(self, method: str) -> None:
         """A call of `/package.Service/Method` came in."""

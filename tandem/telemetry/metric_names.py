@@ -37,6 +37,12 @@ BUILD_INFO = Metric(
 )
 SERVING = Metric("tandem_serving", _G, "1 while health tells SERVING.", EVERYWHERE)
 DRAINING = Metric("tandem_draining", _G, "1 while no new work is taken because the process drains.", EVERYWHERE)
+CERTIFICATE_EXPIRY = Metric(
+    "tandem_tls_certificate_expiry_timestamp_seconds",
+    _G,
+    "Unix time at which the certificate of this port ends; nothing without TLS.",
+    EVERYWHERE,
+)
 LOOP_LAG = Metric(
     "tandem_event_loop_lag_seconds", _H, "How late a timer of the event loop fires.", EVERYWHERE, buckets=LATENCY_S
 )

@@ -55,6 +55,7 @@ class Metrics(Collector):
         self._counters: dict[Metric, Counter] = {}
         self._histograms: dict[Metric, Histogram] = {}
         self._readers: list[Reader] = []
+        self._shown: tuple[Metric, ...] = ()
         identity = (__version__, str(process), model, worker_id)
         self.add_reader(lambda: [Reading(metric_names.BUILD_INFO, 1, identity)])
         self._registry = CollectorRegistry(auto_describe=False)
@@ -73,9 +74,10 @@ class Metrics(Collector):
         bounds = (bound for view in self._views if view.metric is metric for bound in view.buckets)
         return self._histograms.setdefault(metric, Histogram(bounds, _presets(metric)))
 
-    def add_reader(self, reader: Reader) -> None:
-        """Asks `reader` at each scrape from now on."""
+    def add_reader(self, reader: Reader, *shown: Metric) -> None:
+        """Asks `reader` at each scrape from now on. `shown` is named even while it has nothing to tell of it."""
         self._readers.append(reader)
+        self._shown += shown
 
     def exposition(self) -> tuple[bytes, str]:
         """The body of a scrape's answer, and its content type."""
@@ -91,7 +93,7 @@ class Metrics(Collector):
                 yield view.of_values(values[view.metric])
 
     def _values(self) -> Mapping[Metric, Mapping[Labels, float]]:
-        read: dict[Metric, dict[Labels, float]] = {}
+        read: dict[Metric, dict[Labels, float]] = {metric: {} for metric in self._shown}
         for reader in self._readers:
             for reading in reader():
                 read.setdefault(reading.metric, dict.fromkeys(reading.metric.presets, 0.0))

@@ -79,6 +79,13 @@ def test_readings_of_some_labels_leave_the_others_at_zero() -> None:
     assert shown["tandem_router_workers", (("state", "ready"), ("worker_role", "prefill"))] == 0
 
 
+def test_a_reader_with_nothing_to_tell_still_names_what_it_is_for() -> None:
+    metrics = Metrics(Process.ROUTER, "demo")
+    metrics.add_reader(list, names.CERTIFICATE_EXPIRY)
+    assert b"# TYPE tandem_tls_certificate_expiry_timestamp_seconds gauge\n" in metrics.exposition()[0]
+    assert not [key for key in samples(metrics) if key[0] == names.CERTIFICATE_EXPIRY.name]
+
+
 def test_build_info_and_the_process_are_always_there() -> None:
     shown = samples(Metrics(Process.PREFILL, "demo", "prefill-0"))
     labels = (("model", "demo"), ("role", "prefill"), ("version", __version__), ("worker_id", "prefill-0"))

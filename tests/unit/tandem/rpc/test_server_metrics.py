@@ -1,0 +1,49 @@
+"""What a server tells of itself when it is asked for metrics."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from tandem.rpc.server import RpcServer
+from tandem.security.credentials import Incoming
+from tandem.security.tls import ServerTls
+from tandem.telemetry.metric import Process
+from tandem.telemetry.metrics import Metrics
+from tests.pki import Pki
+
+EXPIRY = "tandem_tls_certificate_expiry_timestamp_seconds"
+
+
+def value(metrics: Metrics, name: str) -> float | None:
+    """Of a metric without labels."""
+    lines = [line.split() for line in metrics.exposition()[0].decode().splitlines()]
+    found = [float(line[1]) for line in lines if line[0] == name]
+    return found[0] if found else None
+
+
+def test_serving_is_what_it_was_told() -> None:
+    metrics = Metrics(Process.ROUTER, "demo")
+    server = RpcServer("127.0.0.1:0", [], metrics=metrics)
+    assert value(metrics, "tandem_serving") == 0
+    server.set_serving(True)
+    assert value(metrics, "tandem_serving") == 1
+
+
+def test_the_end_of_a_certificate_is_told_and_follows_its_files(tmp_path: Path) -> None:
+    pki = Pki(tmp_path)
+    identity = pki.issue(days=3)
+    metrics = Metrics(Process.ROUTER, "demo")
+    RpcServer("127.0.0.1:0", [], incoming=Incoming(ServerTls(identity.cert, identity.key)), metrics=metrics)
+    now_s = datetime.now(UTC).timestamp()
+    assert value(metrics, EXPIRY) == pytest.approx(now_s + 3 * 86400, abs=120)
+    identity.show(pki.issue(days=90))
+    assert value(metrics, EXPIRY) == pytest.approx(now_s + 90 * 86400, abs=120)
+
+
+def test_without_tls_nothing_ends() -> None:
+    metrics = Metrics(Process.ROUTER, "demo")
+    RpcServer("127.0.0.1:0", [], metrics=metrics)
+    assert value(metrics, EXPIRY) is None
