@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from opentelemetry.trace import Span, Tracer, set_span_in_context
+from opentelemetry.trace import Span, Tracer, get_current_span, set_span_in_context
 
 from tandem.errors import TandemError
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
@@ -50,7 +50,7 @@ class _RequestSpans:
         return _RequestSpan(self._tracer, span)
 
     def refused(self, error: TandemError) -> None:
-        """Nothing was begun: the call's own span tells it."""
+        get_current_span().set_attribute("tandem.error.reason", error.reason.value)  # the call's own: nothing was begun
 
 
 class _RequestSpan(SilentListener):

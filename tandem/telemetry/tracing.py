@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
-_UNNAMED = "unknown_service"
-"""What the SDK calls a service that nobody named."""
-
 
 @contextmanager
 def tracing(service_name: str, instance_id: str | None = None) -> Iterator[Tracer | None]:
@@ -64,10 +61,7 @@ def _start(wanted: TraceExport, service_name: str, instance_id: str) -> tuple[Tr
 
 
 def _resource(service_name: str, instance_id: str) -> Resource:
-    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     ours = {"service.name": service_name, "service.instance.id": instance_id, "service.version": tandem.__version__}
-    theirs = dict(Resource.create().attributes)
-    if str(theirs.get("service.name", _UNNAMED)).startswith(_UNNAMED):
-        theirs.pop("service.name", None)
-    return Resource({**ours, **theirs})
+    return Resource.create(ours).merge(OTELResourceDetector().detect())
