@@ -90,7 +90,7 @@ ROUTER_WORKERS = Metric(
 REQUESTS = Metric(
     "tandem_requests_total",
     _C,
-    "Requests that were admitted and have ended.",
+    "Requests that ended, those left out that were refused.",
     _ROUTER,
     ("outcome",),
     presets=tuple((outcome,) for outcome in OUTCOMES),
