@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import pytest
 
 from tandem.rpc.server import RpcServer
 from tandem.security.credentials import Incoming
 from tandem.security.tls import ServerTls
+from tandem.security.tokens import Tokens
 from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
-from tests.pki import Pki
+from tests.pki import TOKEN, Pki
 
 EXPIRY = "tandem_tls_certificate_expiry_timestamp_seconds"
 
@@ -47,3 +50,19 @@ def test_without_tls_nothing_ends() -> None:
     metrics = Metrics(Process.ROUTER, "demo")
     RpcServer("127.0.0.1:0", [], metrics=metrics)
     assert value(metrics, EXPIRY) is None
+
+
+async def test_a_caller_without_a_token_is_counted_without_a_method_of_its_choice(tmp_path: Path) -> None:
+    metrics = Metrics(Process.ROUTER, "demo")
+    incoming = Incoming(tokens=Tokens(Pki(tmp_path).tokens(TOKEN)))
+    server = RpcServer("127.0.0.1:0", [], incoming=incoming, announce_s=0, metrics=metrics)
+    port = await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            method: Any = channel.unary_unary("/made.Up/Method")
+            assert (await method(b"", timeout=5).code()).name == "UNAUTHENTICATED"
+    finally:
+        await server.drain(0)
+    body = metrics.exposition()[0]
+    assert b'tandem_grpc_server_calls_total{code="UNAUTHENTICATED",method="none",service="none"} 1.0' in body
+    assert b"made.Up" not in body
