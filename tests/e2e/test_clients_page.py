@@ -12,28 +12,36 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.cluster import Cluster
+from bench.cluster import Cluster, serve
 from router.kserve_model import INPUTS, OUTPUTS
 from tandem.client import Client
+from tests.pki import OTHER_TOKEN, TOKEN, Pki
 
 PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+SNIPPETS_WITH_TLS = re.findall(r"```python tls\n(.*?)```", PAGE, flags=re.DOTALL)
 SERVICES = re.findall(r"\| `([\w.]+)` \|", PAGE.split("\n\n")[2])
 BUF = Path(sys.executable).with_name("buf")
 GREEDY = {"max_tokens": 24, "temperature": 0.0}
+
+
+def run(snippet: str, target: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """In a process of its own; warnings are errors."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", snippet.replace("127.0.0.1:50051", target)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
 def test_a_snippet_runs_as_it_stands(snippet: str, demo_cluster: Cluster, client: Client) -> None:
     assert "127.0.0.1:50051" in snippet
 
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", snippet.replace("127.0.0.1:50051", demo_cluster.target)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(snippet, demo_cluster.target)
 
     assert done.returncode == 0, done.stderr
     text = client.complete("Once upon a time", **GREEDY).text
@@ -41,6 +49,23 @@ def test_a_snippet_runs_as_it_stands(snippet: str, demo_cluster: Cluster, client
         assert text in done.stdout
     else:
         assert done.stdout.strip()
+
+
+def test_every_client_brings_a_token_over_tls(tmp_path: Path) -> None:
+    (snippet,) = SNIPPETS_WITH_TLS
+    pki = Pki(tmp_path)
+    identity = pki.issue()
+    (tmp_path / "ca.pem").write_bytes(Path(pki.ca).read_bytes())
+    (tmp_path / "token").write_text(TOKEN)
+    security = ("--tls-cert", identity.cert, "--tls-key", identity.key, "--tls-ca", pki.ca)
+
+    with serve("demo", *security, "--token-file", pki.tokens(TOKEN)) as cluster:
+        allowed = run(snippet, cluster.target, tmp_path)
+        (tmp_path / "token").write_text(OTHER_TOKEN)
+        refused = run(snippet.split("with Client(")[0] + snippet.split("model().model)")[1], cluster.target, tmp_path)
+
+    assert allowed.stdout.split() == ["demo", "True", "True"], allowed.stderr
+    assert "UNAUTHENTICATED" in refused.stderr
 
 
 @pytest.mark.parametrize("service", SERVICES)
