@@ -95,12 +95,11 @@ class Router:
 
         `observer` hears of every request, and so do the router's metrics; `tracer` makes its spans.
         """
-        clock = clock or MonotonicClock()
-        security = Security.load(config.security, config.ports)
+        clock, security = clock or MonotonicClock(), Security.load(config.security, config.ports)
         checkpoint = read_checkpoint(config.model)
         metrics, recent = Metrics(Process.ROUTER, checkpoint.name), RecentLatencies(clock)
-        observers = [*request_spans(tracer, checkpoint.name), RouterMetrics(metrics, recent, clock)]
-        observer = router_observers([*observers, observer] if observer else observers)
+        spans, counting = request_spans(tracer, checkpoint.name), RouterMetrics(metrics, recent, clock)
+        observer = router_observers([*spans, counting, *filter(None, [observer])])
         tokenization = Tokenization.load(checkpoint.path)
         registry = Registry(checkpoint.name, checkpoint.config_fingerprint, clock, config.lease_s, stall_s)
         workers = Workers(registry, new_incarnation(), rng or Random(), security.outgoing)
@@ -113,9 +112,8 @@ class Router:
         inference = InferenceServicer(checkpoint, tokenization, intake, entrance, config.limits)
         registrations = RegistryServicer(registry)
         view = ClusterView(checkpoint.name, registry, queue, health, recent, clock)
-        cluster = ClusterServicer(view, registry, registrations)
         services = (
-            *_own_services(inference, cluster, registrations),
+            *_own_services(inference, ClusterServicer(view, registry, registrations), registrations),
             *foreign_services(checkpoint, config, intake, entrance, pipeline, health, view, clock),
         )
         server = RpcServer(
