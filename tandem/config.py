@@ -279,5 +279,8 @@ def trace_export(environ: Mapping[str, str] | None = None) -> TraceExport:
 
 
 def quiet_grpc() -> None:
-    """Keeps gRPC's own informational lines off stderr, unless `GRPC_VERBOSITY` asks for them."""
+    """Keeps gRPC's own informational lines off stderr, unless `GRPC_VERBOSITY` asks for them.
+
+    To be called before gRPC is imported for the first time in a process.
+    """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import tandem
 from tandem.cli import bench, chat, decode, doctor, generate, health, prefill, router, serve, status
-from tandem.config import quiet_grpc
 from tandem.errors import CheckpointError, ConfigError, TandemError
 from tandem.rpc.process import EXIT_BAD_CONFIG, EXIT_FAILED
 
@@ -24,7 +23,6 @@ _COMMANDS = (serve, router, prefill, decode, generate, chat, status, health, ben
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `tandem ARG…`; returns the exit code."""
     namespace = _parser().parse_args(argv)
-    quiet_grpc()
     try:
         code = int(namespace.run(namespace))
         sys.stdout.flush()  # here, where a reader that has gone can still be dealt with

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from tandem.config import quiet_grpc
 from tandem.errors import CheckpointError, ConfigError, TandemError
 from tandem.telemetry.logging import get_logger
 
@@ -57,7 +56,6 @@ def run_process(main: Callable[[StopSignal], Awaitable[None]]) -> int:
 
     ConfigError and CheckpointError are the operator's to mend: one line on stderr, code 2.
     """
-    quiet_grpc()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_with_signals(main))
