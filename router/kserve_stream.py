@@ -44,6 +44,8 @@ class InferStream:
         self._num_running = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
+        self._all_read = False
+        """Whether the client is done sending."""
 
     async def run(self, requests: AsyncIterator[kserve_pb2.ModelInferRequest]) -> None:
         """Returns when all is answered. Raises Unavailable when the router drains, CancelledError with the call."""
@@ -55,6 +57,7 @@ class InferStream:
                     self._num_running += 1
                     self._quiet.clear()
                     group.create_task(self._answer(request), name="stream request")
+                self._all_read = True
                 await self._quiet.wait()
                 drain.cancel()
         except BaseExceptionGroup as errors:
@@ -64,6 +67,8 @@ class InferStream:
     async def _end_on_drain(self) -> None:
         await self._pipeline.wait_for_drain()
         await self._quiet.wait()
+        if self._all_read:
+            return  # the stream ends well by itself
         raise Unavailable("the router is draining", Reason.DRAINING)
 
     async def _answer(self, message: kserve_pb2.ModelInferRequest) -> None:

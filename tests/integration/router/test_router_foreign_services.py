@@ -148,9 +148,11 @@ async def test_a_request_that_runs_on_a_stream_is_finished_by_a_drain(launch: An
 
     cluster.stop.set()
     await cluster.until(lambda: cluster.router.pipeline.draining)
+    await stream.call.done_writing()
     decode.let_go()
 
     assert await stream.answer("a") == spoken(cluster)[1:]
+    assert await stream.read() is grpc.aio.EOF
 
 
 async def test_one_text_that_fails_fails_its_batch_and_frees_the_others(cluster: Any) -> None:
