@@ -26,6 +26,8 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, cluster_pb2_grpc.C
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
+        self.metadata: list[dict[str, Any]] = []
+        """Of calls that generate."""
         self.responses: list[inference_pb2.GenerateResponse] = []
         self.endless = False
         self.error: status_pb2.Status | None = None
@@ -33,6 +35,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, cluster_pb2_grpc.C
 
     def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[inference_pb2.GenerateResponse]:
         self.requests.append(request)
+        self.metadata.append({each.key: each.value for each in context.invocation_metadata()})
         context.add_callback(self.stream_ended.set)
         yield from self.responses
         if self.endless:
@@ -42,6 +45,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, cluster_pb2_grpc.C
 
     def Complete(self, request: Any, context: grpc.ServicerContext) -> inference_pb2.CompleteResponse:
         self.requests.append(request)
+        self.metadata.append({each.key: each.value for each in context.invocation_metadata()})
         choice = inference_pb2.Choice(text="once", token_ids=[5], stop_token_id=5, finish_reason="FINISH_REASON_STOP")
         return inference_pb2.CompleteResponse(request_id="r", choices=[choice], usage={"prompt_tokens": 2})
 

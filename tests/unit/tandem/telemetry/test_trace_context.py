@@ -1,8 +1,18 @@
 from __future__ import annotations
 
 import pytest
+from opentelemetry import trace
 
-from tandem.telemetry.trace_context import is_traceparent, traceparent_from_metadata
+from tandem.telemetry.trace_context import (
+    context_from_metadata,
+    context_of,
+    current_traceparent,
+    is_traceparent,
+    trace_metadata,
+    traceparent_from_metadata,
+    traceparent_of,
+)
+from tests.recorded_spans import RecordedSpans
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -18,3 +28,34 @@ def test_a_malformed_traceparent_is_replaced_by_a_new_one(value: str | bytes) ->
     assert minted != value
     assert is_traceparent(minted)
     assert minted != traceparent_from_metadata(None)
+
+
+def test_without_a_current_span_calls_carry_no_trace() -> None:
+    assert trace_metadata() == ()
+    assert current_traceparent() is None
+
+
+def test_a_call_carries_the_current_span(recorded: RecordedSpans) -> None:
+    with recorded.tracer.start_as_current_span("caller") as span:
+        named = traceparent_of(span.get_span_context())
+        assert trace_metadata() == (("traceparent", named),)
+        assert current_traceparent() == named
+        assert is_traceparent(named)
+
+
+def test_the_state_of_a_vendor_goes_with_the_trace() -> None:
+    context = context_from_metadata([("traceparent", TRACEPARENT), ("tracestate", "vendor=1"), ("other", "x")])
+    span = trace.get_current_span(context).get_span_context()
+    assert dict(span.trace_state) == {"vendor": "1"}
+    assert traceparent_of(span) == TRACEPARENT
+
+
+def test_metadata_without_a_trace_gives_no_parent() -> None:
+    with_nothing = context_from_metadata(None)
+    assert not trace.get_current_span(with_nothing).get_span_context().is_valid
+
+
+def test_no_parent_is_taken_from_the_present_context_for_another_trace(recorded: RecordedSpans) -> None:
+    with recorded.tracer.start_as_current_span("somebody else's"):
+        span = trace.get_current_span(context_of(TRACEPARENT)).get_span_context()
+    assert traceparent_of(span) == TRACEPARENT

@@ -1,0 +1,204 @@
+"""Exporting to collectors that live, hang or are gone; and whether the environment asks for it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from bench.collector import Collector
+from tandem.config import trace_export
+from tandem.telemetry import span_export
+from tandem.telemetry.span_export import ReportingExporter
+from tandem.telemetry.tracing import tracing
+
+CLOSE_S = 2.5
+"""What `tracing` promises, and a slow machine's own time."""
+
+
+@pytest.fixture(autouse=True)
+def levels_are_put_back() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in span_export._NOISY_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+class ScriptedExporter(SpanExporter):
+    def __init__(self) -> None:
+        self.result = SpanExportResult.SUCCESS
+        self.num_exports = 0
+
+    def export(self, spans: object) -> SpanExportResult:
+        self.num_exports += 1
+        return self.result
+
+
+SPANS: tuple[ReadableSpan, ...] = ()
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("tandem")]
+
+
+def test_one_failing_spell_is_one_warning_and_its_end_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    inner = ScriptedExporter()
+    exporter = ReportingExporter(inner)
+    exporter.export(SPANS)
+    inner.result = SpanExportResult.FAILURE
+    for _ in range(10):
+        exporter.export(SPANS)
+    inner.result = SpanExportResult.SUCCESS
+    for _ in range(10):
+        exporter.export(SPANS)
+    assert inner.num_exports == 21
+    assert [line.split(";")[0] for line in lines(caplog)] == ["traces cannot be exported", "traces are exported again"]
+
+
+def test_a_collector_that_comes_and_goes_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    inner = ScriptedExporter()
+    exporter = ReportingExporter(inner)
+    for number in range(100):
+        inner.result = SpanExportResult.FAILURE if number % 2 else SpanExportResult.SUCCESS
+        exporter.export(SPANS)
+    assert len(lines(caplog)) == 2
+
+
+@pytest.fixture
+def endpoint_of(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")  # nothing leaves before the end, or a full batch
+    return monkeypatch
+
+
+def test_spans_that_wait_are_exported_at_the_end(endpoint_of: pytest.MonkeyPatch) -> None:
+    collector = Collector()
+    with collector.serve() as endpoint:
+        endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        with tracing("tandem-router", "r0") as tracer:
+            assert tracer is not None
+            for number in range(200):
+                tracer.start_span(f"span {number}").end()
+    assert {span.name for span in collector.spans} == {f"span {number}" for number in range(200)}
+    assert {(span.service, span.instance) for span in collector.spans} == {("tandem-router", "r0")}
+
+
+def test_the_names_that_the_environment_gives_come_first(endpoint_of: pytest.MonkeyPatch) -> None:
+    collector = Collector()
+    with collector.serve() as endpoint:
+        endpoint_of.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", endpoint)
+        endpoint_of.setenv("OTEL_SERVICE_NAME", "mine")
+        endpoint_of.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.instance.id=pod-7")
+        with tracing("tandem-router", "r0") as tracer:
+            assert tracer is not None
+            tracer.start_span("span").end()
+    assert {(span.service, span.instance) for span in collector.spans} == {("mine", "pod-7")}
+
+
+def time_to_close(num_spans: int) -> float:
+    with tracing("tandem-router") as tracer:
+        assert tracer is not None
+        for _ in range(num_spans):
+            tracer.start_span("span").end()
+        began_s = time.monotonic()
+    return time.monotonic() - began_s
+
+
+def test_a_hanging_collector_does_not_hold_the_end(endpoint_of: pytest.MonkeyPatch) -> None:
+    collector = Collector(answers=False)
+    with collector.serve() as endpoint:
+        endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        assert time_to_close(300) < CLOSE_S
+        assert collector.called.is_set()
+
+
+def test_a_collector_that_is_not_there_does_not_hold_the_end(endpoint_of: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        assert time_to_close(300) < CLOSE_S
+
+
+def test_a_port_that_accepts_and_says_nothing_does_not_hold_the_end(endpoint_of: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{mute.getsockname()[1]}")
+        assert time_to_close(300) < CLOSE_S
+
+
+def test_making_spans_does_not_wait_while_a_collector_hangs(
+    endpoint_of: pytest.MonkeyPatch,
+) -> None:
+    collector = Collector(answers=False)
+    with collector.serve() as endpoint:
+        endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        endpoint_of.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "128")
+        with tracing("tandem-router") as tracer:
+            assert tracer is not None
+            slowest_s = 0.0
+            for _ in range(2000):
+                began_s = time.perf_counter()
+                tracer.start_span("span").end()
+                slowest_s = max(slowest_s, time.perf_counter() - began_s)
+            assert collector.called.wait(5)
+    assert slowest_s < span_export.EXPORT_TIMEOUT_S / 2
+
+
+def test_a_bad_value_of_the_sdks_own_is_told_and_the_process_goes_on(
+    endpoint_of: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    endpoint_of.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "zip")
+    with tracing("tandem-router") as tracer:
+        assert tracer is None
+    assert lines(caplog) == ["traces cannot be exported"]
+
+
+def test_without_variables_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_TRACES_EXPORTER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)  # importing it would raise
+    with tracing("tandem-router") as tracer:
+        assert tracer is None
+
+
+ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "possible"),
+    [
+        ({}, False),
+        (ENDPOINT, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://collector:4317"}, True),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, True),
+        ({"OTEL_TRACES_EXPORTER": "otlp,console"}, True),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": " "}, False),
+        (ENDPOINT | {"OTEL_TRACES_EXPORTER": "none"}, False),
+        (ENDPOINT | {"OTEL_TRACES_EXPORTER": ""}, True),
+        (ENDPOINT | {"OTEL_SDK_DISABLED": "true"}, False),
+        (ENDPOINT | {"OTEL_SDK_DISABLED": "TRUE"}, False),
+        (ENDPOINT | {"OTEL_SDK_DISABLED": "false"}, True),
+        (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, True),
+        (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, False),
+        ({"OTEL_TRACES_EXPORTER": "zipkin"}, False),
+    ],
+)
+def test_the_standard_variables_decide_whether_to_export(environ: dict[str, str], possible: bool) -> None:
+    assert trace_export(environ).possible is possible
+
+
+@pytest.mark.parametrize(
+    "environ", [ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, {"OTEL_TRACES_EXPORTER": "zipkin"}]
+)
+def test_what_is_asked_for_and_not_known_has_a_name(environ: dict[str, str]) -> None:
+    obstacle = trace_export(environ).obstacle
+    assert obstacle is not None
+    assert list(environ.values())[-1] in obstacle
