@@ -41,6 +41,8 @@ check: install $(GEN)/.installed
 	$(BIN)/python .ci/checks/sizes.py
 	$(BIN)/python .ci/checks/banned.py
 	$(BIN)/python .ci/checks/file_map.py
+	$(BIN)/python .ci/checks/prometheus_rule.py
+	$(BIN)/python .ci/checks/metrics_page.py
 
 ## compile-check  every Triton kernel and tile for sm_80, sm_86, sm_90, no GPU needed: registers, shared memory, spills
 compile-check: install

@@ -11,6 +11,7 @@ PAGE = ROOT / "ARCHITECTURE.md"
 HEADING = "## One line per file\n"
 FOLDERS = (
     *("tandem", "tandem/client", "tandem/cli", "tandem/rpc", "tandem/telemetry", "tandem/security", "tandem/admin"),
+    "tandem/foreign",
     *("router", "prefill_worker", "decode_worker", "engine", "kvtransfer", "kvtransfer/transports"),
     *("models", "models/demo", "kernels", "kernels/cpu", "kernels/triton", "bench", "bench/kernels", "bench/peers"),
 )
@@ -28,7 +29,7 @@ def file_map() -> str:
     """The section, heading included."""
     lines = [HEADING]
     for folder in FOLDERS:
-        files = sorted((ROOT / folder).glob("*.py"))
+        files = sorted(path for path in (ROOT / folder).glob("*.py") if "_pb2" not in path.name)
         lines.append(f"\n**`{folder}/`** {first_line(ROOT / folder / '__init__.py')}\n\n")
         lines += [f"- `{file.name}` {first_line(file)}\n" for file in files if file.name != "__init__.py"]
     return "".join(lines)
