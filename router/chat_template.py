@@ -53,10 +53,16 @@ class ChatTemplate:
                 **self._special_tokens,
             )
         except TemplateError as error:
-            raise InvalidRequest("chat.messages", f"the model's template refuses them: {error.message}") from error
+            raise InvalidRequest("chat.messages", _refusal(error.message or "", messages)) from error
         # A template is a program of the checkpoint's author: what it raises on odd input is open.
         except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise InvalidRequest("chat.messages", f"the model's template fails: {type(error).__name__}") from error
+
+
+def _refusal(why: str, messages: Sequence[Mapping[str, str]]) -> str:
+    """The template's own words, unless they quote a message: errors do not repeat prompts."""
+    quotes = any(message.get("content", "") in why for message in messages if message.get("content"))
+    return "the model's template refuses them" + ("" if quotes or not why else f": {why}")
 
 
 def load_chat_template(path: Path) -> ChatTemplate | None:

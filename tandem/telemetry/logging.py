@@ -1,7 +1,7 @@
 """Structured logs: one event per line, key=value or JSON, on stderr (stdout belongs to `ready`).
 
-Fields carry ids and numbers, never prompts or completions. The current span's trace id is
-added by itself.
+Fields carry ids and numbers, never prompts or completions; see `exception_text` for exceptions. The
+current span's trace id is added by itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import time
 from typing import Any
 
 from opentelemetry import trace
+
+from tandem.telemetry.exception_text import exception_text
 
 
 class Logger:
@@ -56,17 +58,26 @@ def get_logger(name: str) -> Logger:
 def configure_logging(process_name: str, log_format: str = "text", level: str = "info") -> None:
     """Sends all logs of this process to stderr. Called once, by a process's main."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter(process_name) if log_format == "json" else _TextFormatter(process_name))
+    formatter = _JsonFormatter if log_format == "json" else _TextFormatter
+    handler.setFormatter(formatter(process_name, with_messages=level == "debug"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
 
 
-class _TextFormatter(logging.Formatter):
-    def __init__(self, process_name: str) -> None:
+class _Formatter(logging.Formatter):
+    def __init__(self, process_name: str, *, with_messages: bool) -> None:
+        """`with_messages`: whether exceptions not of our own making say what they say."""
         super().__init__()
         self._process_name = process_name
+        self._with_messages = with_messages
 
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        error = ei[1]
+        return "" if error is None else exception_text(error, with_messages=self._with_messages)
+
+
+class _TextFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = " ".join(f"{key}={_shown(value)}" for key, value in _fields(record).items())
         line = f"{_timestamp(record)} {record.levelname.lower()} {self._process_name} {record.getMessage()}"
@@ -74,11 +85,7 @@ class _TextFormatter(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
-class _JsonFormatter(logging.Formatter):
-    def __init__(self, process_name: str) -> None:
-        super().__init__()
-        self._process_name = process_name
-
+class _JsonFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "time": _timestamp(record),

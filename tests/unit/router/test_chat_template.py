@@ -86,6 +86,20 @@ def test_what_a_template_refuses_or_breaks_on_is_the_messages_fault(source: str)
         ChatTemplate(source, {}).render(MESSAGES)
 
 
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses them: roles must alternate"),
+        ("{{ raise_exception('cannot render ' + messages[0]['content']) }}", "refuses them"),
+    ],
+)
+def test_a_refusal_repeats_the_templates_words_but_no_message(source: str, said: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        ChatTemplate(source, {}).render([{"role": "user", "content": "a prompt"}])
+
+    assert refused.value.message.endswith(said)
+
+
 def test_a_broken_template_is_found_at_start() -> None:
     with pytest.raises(CheckpointError, match="line 1"):
         ChatTemplate("{% if %}", {})

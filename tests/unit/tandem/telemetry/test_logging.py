@@ -42,7 +42,25 @@ def test_json_lines_are_json_with_the_exception_and_the_trace(capsys: pytest.Cap
     assert (line["level"], line["process"], line["event"]) == ("error", "decode", "step failed")
     assert line["request_id"] == "r-1"
     assert line["trace_id"] == trace.format_trace_id(span.get_span_context().trace_id)
-    assert "ValueError: bad" in line["exception"]
+    assert "ValueError" in line["exception"]
+    assert "in test_json_lines_are_json_with_the_exception_and_the_trace" in line["exception"]
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.parametrize(("level", "shown"), [("info", False), ("debug", True)])
+def test_what_a_bug_says_is_withheld_but_at_the_debug_level(
+    capsys: pytest.CaptureFixture[str], log_format: str, level: str, shown: bool
+) -> None:
+    configure_logging("router", log_format, level)
+    quoted = " ".join(("a", "prompt"))  # a traceback shows this very line
+    try:
+        raise KeyError(quoted)
+    except KeyError:
+        get_logger("tests").exception("handler failed")
+
+    captured = capsys.readouterr().err
+    assert "KeyError" in captured
+    assert (quoted in captured) == shown
 
 
 def test_levels_below_the_configured_one_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
