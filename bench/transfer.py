@@ -2,7 +2,7 @@
 
 A receiving process of its own, a sending pool here; per transport and block size, hand-offs of
 a fixed number of bytes are repeated and the fastest and the median are reported, with
-checksums on, from the first push to COMMITTED.
+checksums on, from the first push to COMMITTED. With `--tls DIR`, tcp is inside mutual TLS.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ import torch
 from kvtransfer.base import BlockRef, Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from kvtransfer.transports import usable
+from kvtransfer.transports import TCP, usable
 from tandem.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.incarnation import new_incarnation
 from tandem.kv_layout import DType, KvLayout
+from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
 
 MIB = 1024 * 1024
@@ -82,14 +83,33 @@ def _memory(num_blocks: int, block_bytes: int) -> Iterator[PoolMemory]:
         os.close(fd)  # the mapping goes with its last tensor
 
 
-def _receive(pipe: Connection, transport: str, num_blocks: int, block_bytes: int) -> None:
+@dataclass(frozen=True, slots=True)
+class _Tls:
+    """A folder with ca.crt, tls.crt and tls.key, as docs/security.md makes them."""
+
+    folder: Path
+
+    def _file(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def server(self) -> ServerTls:
+        return ServerTls(self._file("tls.crt"), self._file("tls.key"), self._file("ca.crt"))
+
+    def client(self) -> ClientTls:
+        return ClientTls(self._file("ca.crt"), self._file("tls.crt"), self._file("tls.key"))
+
+
+def _receive(pipe: Connection, transport: str, num_blocks: int, block_bytes: int, tls: _Tls | None) -> None:
     """The other process: one offer for every request on the pipe, until it says None."""
     with _memory(num_blocks, block_bytes) as memory:
-        asyncio.run(_serve_offers(pipe, memory, transport, block_bytes))
+        asyncio.run(_serve_offers(pipe, memory, transport, block_bytes, tls))
 
 
-async def _serve_offers(pipe: Connection, memory: PoolMemory, transport: str, block_bytes: int) -> None:
-    receiver = KvReceiver(memory, _prints(block_bytes), MonotonicClock(), (transport,), "127.0.0.1")
+async def _serve_offers(
+    pipe: Connection, memory: PoolMemory, transport: str, block_bytes: int, tls: _Tls | None
+) -> None:
+    server_tls = None if tls is None else tls.server()
+    receiver = KvReceiver(memory, _prints(block_bytes), MonotonicClock(), (transport,), "127.0.0.1", tls=server_tls)
     await receiver.start()
     loop = asyncio.get_running_loop()
     blocks = tuple(BlockRef(BlockId(i), 0) for i in range(memory.blocks.shape[0]))
@@ -99,9 +119,12 @@ async def _serve_offers(pipe: Connection, memory: PoolMemory, transport: str, bl
     await receiver.stop()
 
 
-async def _send(pipe: Connection, transport: str, memory: PoolMemory, block_bytes: int, repeats: int) -> list[float]:
+async def _send(
+    pipe: Connection, transport: str, memory: PoolMemory, block_bytes: int, repeats: int, tls: _Tls | None
+) -> list[float]:
     """Seconds of each hand-off after the first, which maps and warms up."""
-    sender = KvSender(memory, _prints(block_bytes), MonotonicClock(), transport)
+    client_tls = None if tls is None else tls.client()
+    sender = KvSender(memory, _prints(block_bytes), MonotonicClock(), transport, tls=client_tls)
     sources = tuple(BlockId(i) for i in range(memory.blocks.shape[0]))
     loop = asyncio.get_running_loop()
     seconds: list[float] = []
@@ -118,20 +141,21 @@ async def _send(pipe: Connection, transport: str, memory: PoolMemory, block_byte
     return seconds[1:]
 
 
-def measure(transport: str, block_bytes: int, num_bytes: int, repeats: int) -> Measurement:
+def measure(transport: str, block_bytes: int, num_bytes: int, repeats: int, tls: _Tls | None = None) -> Measurement:
     """Repeats a hand-off of `num_bytes` in whole blocks between two processes."""
     num_blocks = max(1, num_bytes // block_bytes)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    receiver = context.Process(target=_receive, args=(theirs, transport, num_blocks, block_bytes), daemon=True)
+    receiver = context.Process(target=_receive, args=(theirs, transport, num_blocks, block_bytes, tls), daemon=True)
     receiver.start()
     theirs.close()
     with _memory(num_blocks, block_bytes) as memory:
-        seconds = asyncio.run(_send(ours, transport, memory, block_bytes, repeats))
+        seconds = asyncio.run(_send(ours, transport, memory, block_bytes, repeats, tls))
     receiver.join(_TIMEOUT_S)
     total, median_s, best_s = num_blocks * block_bytes, statistics.median(seconds), min(seconds)
     gb = total / 1e9
-    return Measurement(transport, block_bytes, num_blocks, total, median_s, best_s, gb / median_s, gb / best_s)
+    name = f"{transport}+tls" if tls is not None and transport == TCP else transport
+    return Measurement(name, block_bytes, num_blocks, total, median_s, best_s, gb / median_s, gb / best_s)
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
@@ -141,6 +165,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--block-kib", default="16,368,4096", help="block sizes in KiB, comma-separated")
     parser.add_argument("--mib", type=int, default=64, help="payload of one hand-off")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--tls", type=Path, metavar="DIR", help="folder with ca.crt, tls.crt, tls.key for 127.0.0.1")
     parser.add_argument("--json", type=Path, help="write the result there instead of stdout")
     return parser.parse_args(argv)
 
@@ -155,8 +180,9 @@ def main(argv: list[str]) -> int:
         print(f"not measured: {reason}")
         return 0
     transports = arguments.transports.split(",") if arguments.transports else usable(arguments.device)
+    tls = None if arguments.tls is None else _Tls(arguments.tls)
     results = [
-        measure(transport, int(kib) * 1024, arguments.mib * MIB, arguments.repeats)
+        measure(transport, int(kib) * 1024, arguments.mib * MIB, arguments.repeats, tls)
         for transport in transports
         for kib in arguments.block_kib.split(",")
     ]
@@ -166,7 +192,7 @@ def main(argv: list[str]) -> int:
         return 0
     arguments.json.write_text(text + "\n", encoding="utf-8")
     for result in results:
-        print(f"{result.transport:4} {result.block_bytes // 1024:6} KiB blocks: {result.median_gb_per_s:6.2f} GB/s")
+        print(f"{result.transport:7} {result.block_bytes // 1024:6} KiB blocks: {result.median_gb_per_s:6.2f} GB/s")
     return 0
 
 

@@ -121,13 +121,13 @@ def _load_server(cert: str, key: str, client_ca: str | None, alpn: tuple[str, ..
 
 
 def _load_client(ca: str | None, cert: str | None, key: str | None) -> _Loaded[ClientPem]:
-    context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks certificate and name by default
     context.minimum_version = _MIN_VERSION
     authorities = None
-    if ca is not None:
+    if ca is None:
+        context.load_default_certs(ssl.Purpose.SERVER_AUTH)
+    else:
         authorities = _read("--tls-ca", ca)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks certificate and name by default
-        context.minimum_version = _MIN_VERSION
         _trust(context, "--tls-ca", ca, authorities)
     if cert is None or key is None:
         return _Loaded(ClientPem(None, None, authorities), context)
