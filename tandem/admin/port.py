@@ -22,7 +22,7 @@ from tandem.admin.hosts import Hosts
 from tandem.admin.http_server import HttpServer
 from tandem.admin.private_socket import PrivateSocket
 from tandem.admin.site import Site
-from tandem.rpc.address import advertised_address, is_wildcard
+from tandem.rpc.address import advertised_admin_address
 from tandem.rpc.server import RpcServer, Service
 from tandem.security.credentials import Incoming
 from tandem.telemetry.logging import get_logger
@@ -61,12 +61,6 @@ async def admin_port(
         stack.push_async_callback(http.stop)
         door = FrontDoor(http.handler, socket.connect_path, tls=incoming.tls)
         stack.push_async_callback(door.close)
-        address = _address(listen, advertise, await door.open(listen))
+        address = advertised_admin_address(listen, advertise, await door.open(listen))
         _log.info("admin port", address=address)
         yield address
-
-
-def _address(listen: str, advertise: str | None, port: int) -> str:
-    if advertise is None or not is_wildcard(listen):
-        return advertised_address(listen, None, port)
-    return f"{advertise.rpartition(':')[0]}:{port}"

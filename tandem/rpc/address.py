@@ -7,11 +7,6 @@ import socket
 _WILDCARDS = frozenset({"0.0.0.0", "[::]", "*"})
 
 
-def is_wildcard(address: str) -> bool:
-    """Whether HOST:PORT stands for every address of this machine."""
-    return address.rpartition(":")[0] in _WILDCARDS
-
-
 def advertised_address(listen: str, advertise: str | None, bound_port: int) -> str:
     """`HOST:PORT` at which this process is reached.
 
@@ -22,3 +17,14 @@ def advertised_address(listen: str, advertise: str | None, bound_port: int) -> s
     if advertise is not None and int(port) != 0:
         return advertise
     return f"{socket.gethostname() if host in _WILDCARDS else host}:{bound_port}"
+
+
+def advertised_admin_address(listen: str, advertise: str | None, bound_port: int) -> str:
+    """`HOST:PORT` at which the admin port is reached, which listens on `listen`.
+
+    Where that is a wildcard, the host is that of `advertise`, the process's own; its port is another's.
+    """
+    host = listen.rpartition(":")[0]
+    if advertise is None or host not in _WILDCARDS:
+        return advertised_address(listen, None, bound_port)
+    return f"{advertise.rpartition(':')[0]}:{bound_port}"
