@@ -59,6 +59,10 @@ class Doorman(Protocol):
         """Whether there is room for one more."""
         ...
 
+    def stay(self, connection: Connection) -> bool:
+        """Whether there is room for one more that may last: gRPC's do, HTTP's do not."""
+        ...
+
     def leave(self, connection: Connection) -> None:
         """It has ended."""
         ...
@@ -145,6 +149,9 @@ class Connection(asyncio.Protocol):
 
     def _speak_http2(self) -> None:
         assert self._transport is not None
+        if not self._doorman.stay(self):
+            self.abort()
+            return
         self._allow(self._patience.dial_s)
         self._transport.pause_reading()
         self._doorman.spawn(self._pipe(self._transport))

@@ -18,6 +18,7 @@ _log = get_logger(__name__)
 
 ALPN = ("http/1.1", "h2")
 MAX_CONNECTIONS = 128
+"""Half of them may be gRPC's, which last: so there is always room for a probe or a scrape."""
 _BACKLOG = 64
 
 
@@ -40,6 +41,7 @@ class FrontDoor:
         self._max_connections = max_connections
         self._patience = patience or Patience()
         self._connections: set[Connection] = set()
+        self._lasting: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -80,15 +82,16 @@ class FrontDoor:
 
     def enter(self, connection: Connection) -> bool:
         """Whether there is room for one more."""
-        if len(self._connections) >= self._max_connections:
-            _log.warning("admin port: too many connections", max_connections=self._max_connections)
-            return False
-        self._connections.add(connection)
-        return True
+        return self._admit(connection, self._connections, self._max_connections)
+
+    def stay(self, connection: Connection) -> bool:
+        """Whether there is room for one more that lasts."""
+        return self._admit(connection, self._lasting, self._max_connections // 2)
 
     def leave(self, connection: Connection) -> None:
         """It has ended."""
         self._connections.discard(connection)
+        self._lasting.discard(connection)
 
     def http_handler(self) -> asyncio.Protocol:
         """What handles one HTTP/1 connection."""
@@ -106,3 +109,11 @@ class FrontDoor:
         task = asyncio.get_running_loop().create_task(work, name="admin-pipe")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    def _admit(connection: Connection, present: set[Connection], most: int) -> bool:
+        if len(present) >= most:
+            _log.warning("admin port: too many connections", most=most)
+            return False
+        present.add(connection)
+        return True

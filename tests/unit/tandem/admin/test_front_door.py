@@ -282,6 +282,21 @@ async def test_callers_beyond_the_bound_are_refused_and_make_room_when_they_leav
     assert await third.hears(1) == b"C"
 
 
+async def test_callers_that_last_leave_room_for_those_that_do_not(open_door: OpenDoor) -> None:
+    _, call = await open_door(max_connections=4)
+    lasting = [await call() for _ in range(2)]
+    for caller in lasting:
+        await caller.says(HTTP2_PREFACE)
+        await caller.hears(len(GREETING))
+    refused, brief = await call(), await call()
+
+    await refused.says(HTTP2_PREFACE)
+    await brief.says(b"a")
+
+    assert await refused.is_shown_out()
+    assert await brief.hears(1) == b"A"
+
+
 async def test_without_a_private_server_http2_is_refused(open_door: OpenDoor, tmp_path: Path) -> None:
     _, call = await open_door(path=str(tmp_path / "nobody"))
     caller = await call()
