@@ -60,7 +60,10 @@ class Connection:
 
         The caller sets the deadline. Raises TransferError; the peer is then told why.
         """
-        wire = TlsWire(self._sock, context, server_name)
+        try:
+            wire = TlsWire(self._sock, context, server_name)
+        except ValueError as error:  # the name came from the peer
+            raise TransferError("no TLS with the peer: its address is no host name") from error
         try:
             await wire.shake_hands()
         except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Sequence
 
@@ -39,7 +40,10 @@ def listen(host: str, port: int = 0) -> socket.socket:
 async def dial(host: str, port: int) -> socket.socket:
     """A connected socket; the caller sets the deadline. Raises OSError."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(errno.EINVAL, "no host name") from error
     family, kind, proto, _, address = found[0]
     sock = socket.socket(family, kind, proto)
     sock.setblocking(False)

@@ -1,6 +1,7 @@
 """Hand-offs inside TLS, and everybody who does not belong there."""
 
 import asyncio
+import dataclasses
 import ssl
 from contextlib import asynccontextmanager
 
@@ -191,6 +192,15 @@ async def test_an_endpoint_that_lies_about_tls_ends_in_a_refusal_not_a_hang(
             while said not in caplog.text:  # noqa: ASYNC110  the receiver's log comes when it comes
                 await asyncio.sleep(0.01)
         assert recorder.calls == []
+
+
+@pytest.mark.parametrize("host", ["", ".example", "a" * 70])
+async def test_an_endpoint_whose_host_is_none_is_refused(pki, tls_pair, offer, recorder, host):
+    async with tls_pair(pki.server(pki.issue()), pki.caller()) as (receiver, sender, *_):
+        issued = offer(receiver, recorder)
+        endpoint = dataclasses.replace(Endpoint.decode(issued.endpoint), tcp_host=host).encode()
+        with pytest.raises(TransferError):
+            await sender.open(issued.ticket, endpoint, PATIENCE_S)
 
 
 async def test_garbage_on_a_tls_port_ends_its_own_connection_only(pki, tls_pair, offer, recorder):
