@@ -1,7 +1,13 @@
-"""A collector of traces on loopback: keeps what it is sent, or takes it and never answers."""
+"""A collector of traces on loopback: keeps what it is sent, or takes it and never answers.
+
+`python -m bench.collector [--hang]` is one in a process of its own: it prints its address, and when
+its input ends, how many spans came.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -128,3 +134,19 @@ def _value(value: AnyValue) -> Value:
         return [each.string_value for each in value.array_value.values]
     found: Value = getattr(value, kind or "string_value")
     return found
+
+
+def main() -> int:
+    """Serves until standard input ends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hang", action="store_true", help="never answer")
+    collector = Collector(answers=not parser.parse_args().hang)
+    with collector.serve() as endpoint:
+        print(endpoint, flush=True)
+        sys.stdin.read()
+    print(len(collector.spans), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
