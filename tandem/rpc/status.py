@@ -45,6 +45,9 @@ STATUS_CODES: Mapping[type[TandemError], grpc.StatusCode] = MappingProxyType(
         errors.InternalError: grpc.StatusCode.INTERNAL,
     }
 )
+_NO_RETRY = ("grpc-retry-pushback-ms", "-1")
+"""Tells gRPC's own retries in clients that this process has done what could be done (gRPC proposal A6). Not so
+where it drains: another one may answer."""
 _REASON_OF_CODE: Mapping[grpc.StatusCode, Reason] = MappingProxyType(
     {
         grpc.StatusCode.INVALID_ARGUMENT: Reason.INVALID_FIELD,
@@ -70,7 +73,10 @@ def status_code(error: TandemError) -> grpc.StatusCode:
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
     """Ends the call with `error`'s status and details; raises, as `context.abort` does."""
     status = rpc_status.to_status(_to_proto(error))
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    trailers = status.trailing_metadata
+    if error.reason is not Reason.DRAINING:
+        trailers = (*trailers, _NO_RETRY)
+    await context.abort(status.code, status.details, trailers)
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> TandemError:

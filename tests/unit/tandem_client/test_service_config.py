@@ -16,19 +16,20 @@ CALLS = 20
 
 
 class Router(inference_pb2_grpc.InferenceServiceServicer):
-    """Says its name as the model's, or the first few times that it drains."""
+    """Says its name as the model's, or the first few times that it is unavailable."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.num_calls = 0
         self.refusals = 0
+        self.reason = Reason.DRAINING
 
     async def GetModel(  # noqa: N802
         self, request: inference_pb2.GetModelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.GetModelResponse:
         self.num_calls += 1
         if self.num_calls <= self.refusals:
-            raise Unavailable("the router is draining", Reason.DRAINING)
+            raise Unavailable("not now", self.reason)
         return inference_pb2.GetModelResponse(model=self.name)
 
 
@@ -90,3 +91,13 @@ async def test_a_call_that_a_draining_router_refused_is_sent_again(pair: Routers
         assert (await client.model()).model == "a"
 
     assert pair.routers[0].num_calls == 3
+
+
+async def test_a_call_that_no_worker_can_serve_is_not_sent_again(pair: Routers) -> None:
+    pair.routers[0].refusals, pair.routers[0].reason = 2, Reason.NO_CAPABLE_WORKER
+
+    async with AsyncClient(pair.targets[0]) as client:
+        with pytest.raises(Unavailable, match="not now"):
+            await client.model()
+
+    assert pair.routers[0].num_calls == 1
