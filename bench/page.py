@@ -144,10 +144,10 @@ def _tracing(results: dict[str, Any]) -> list[str]:
         rows.append((each["tracing"], *(f"{median:.1f} ({ratio:.2f})" for median, ratio in pairs)))
     return [
         "## What tracing costs (`python -m bench.tracing`)\n",
-        f"{results['callers']} callers in a closed loop, {results['prompt_tokens']} + {results['output_tokens']} tokens, "
-        f"demo model, every request traced; median of {results['rounds']} rounds, in brackets the median of the rounds' "
-        "ratios to the first row. The second row is the first once more: what it differs by is noise. The collector "
-        f"runs on the same cores and took {results['spans']} spans.\n",
+        f"{results['callers']} callers in a closed loop, {results['prompt_tokens']} + {results['output_tokens']} "
+        f"tokens, demo model, every request traced; median of {results['rounds']} rounds, in brackets the median of "
+        "the rounds' ratios to the first row. The second row is the first once more: what it differs by is noise. "
+        f"The collector runs on the same cores and took {results['spans']} spans.\n",
         table(("traces", "tokens/s", "first token p50, ms", "inter-token p50, ms", "inter-token p99, ms"), rows),
     ]
 

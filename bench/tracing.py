@@ -78,7 +78,7 @@ def measure(options: LoadOptions, num_rounds: int) -> dict[str, object]:
             endpoints = {OFF: "", AGAIN: "", LIVE: live.endpoint, HANGING: hanging.endpoint}
             targets = {kind: clusters.enter_context(_served(endpoint)) for kind, endpoint in endpoints.items()}
             rounds = [_round(targets, replace(options, seed=number), number) for number in range(num_rounds)]
-        num_spans = live.end()
+        num_spans = int(live.end())
     return {
         "callers": options.concurrency,
         "requests": options.num_requests,
@@ -121,21 +121,23 @@ class _Collector:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         self._process = process
-        self._output = process.stdout
         self.endpoint = process.stdout.readline().strip()
 
-    def end(self) -> int:
-        """Stops it; returns how many spans came."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        return int(self._output.readline())
+    def end(self) -> str:
+        """Stops it; returns its last words: how many spans came."""
+        return self._process.communicate()[0]
 
 
 @contextmanager
 def _collector(*options: str) -> Iterator[_Collector]:
     command = [sys.executable, "-m", "bench.collector", *options]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield _Collector(process)
+        collector = _Collector(process)
+        try:
+            yield collector
+        finally:
+            if process.poll() is None:
+                collector.end()
 
 
 @contextmanager
@@ -161,10 +163,10 @@ def main() -> int:
     """Measures, prints and records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--callers", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=64, help="of each cluster in each round")
+    parser.add_argument("--requests", type=int, default=32, help="of each cluster in each round")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=24)
     arguments = parser.parse_args()
     options = LoadOptions(
         rate_per_s=None,

@@ -41,6 +41,7 @@ from tandem.errors import (
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import WorkerObserver
 from tandem.telemetry.observers_silent import SilentWorker
+from tandem.telemetry.trace_context import trace_id_of
 from tandem.types import BlockId, Handle, SequenceSpec, TokenId, WorkerLoad
 from tandem.validation import Validator
 
@@ -260,7 +261,13 @@ class DecodeWorker:
         if (arrival.router, arrival.handle) in self._arrivals:
             self._end(arrival, error)
             arrival.router.failed(arrival.handle, error)
-            _log.info("sequence failed", request_id=arrival.spec.request_id, reason=error.reason, error=error.message)
+            _log.info(
+                "sequence failed",
+                request_id=arrival.spec.request_id,
+                trace_id=trace_id_of(arrival.spec.traceparent),
+                reason=error.reason,
+                error=error.message,
+            )
 
     def _end(self, arrival: Arrival, error: TandemError | None = None) -> None:
         """Lets go of it in whatever room it is. A no-op on one that has ended."""

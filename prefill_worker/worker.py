@@ -29,6 +29,7 @@ from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Reaso
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import WorkerObserver
 from tandem.telemetry.observers_silent import SilentWorker
+from tandem.telemetry.trace_context import trace_id_of
 from tandem.types import FinishReason, Handle, SequenceSpec, TokenDelta, WorkerLoad
 from tandem.validation import Validator
 
@@ -203,8 +204,14 @@ class PrefillWorker:
         self._fail(prompt, DeadlineExceeded(f"prompt of request {prompt.sequence.spec.request_id} ran out of time"))
 
     def _fail(self, prompt: Prompt, error: TandemError) -> None:
-        request_id = prompt.sequence.spec.request_id
-        _log.warning("prompt failed", request_id=request_id, reason=error.reason, error=error.message)
+        spec = prompt.sequence.spec
+        _log.warning(
+            "prompt failed",
+            request_id=spec.request_id,
+            trace_id=trace_id_of(spec.traceparent),
+            reason=error.reason,
+            error=error.message,
+        )
         prompt.router.failed(prompt.handle, error)
         self._end(prompt, error)
 

@@ -25,6 +25,7 @@ from tandem.lifecycle import REQUEST_MOVES, RequestState, advance
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
 from tandem.telemetry.observers_together import RequestTogether
+from tandem.telemetry.trace_context import trace_id_of
 from tandem.types import FinishReason, Incarnation, TokenDelta
 
 _log = get_logger(__name__)
@@ -220,6 +221,7 @@ class Generation:
         _log.warning(
             "request moves to another pair",
             request_id=self._request.request_id,
+            trace_id=trace_id_of(self._observer.traceparent),
             culprit=culprit.worker_id,
             reason=error.reason,
             error=error.message,

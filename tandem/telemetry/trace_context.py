@@ -45,6 +45,12 @@ def traceparent_of(span: trace.SpanContext) -> str:
     return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
 
 
+def trace_id_of(traceparent: str) -> str:
+    """The trace's part of it, for logs; empty if it is none."""
+    parts = traceparent.split("-")
+    return parts[1] if len(parts) >= 4 else ""
+
+
 def context_from_metadata(metadata: Metadata | None) -> Context:
     """What the caller's spans are to be the parents of; an empty context if it sent none that is well-formed."""
     carrier = {key: value for key, value in metadata or () if key in {TRACEPARENT, TRACESTATE}}

@@ -8,6 +8,7 @@ from tandem.telemetry.trace_context import (
     context_of,
     current_traceparent,
     is_traceparent,
+    trace_id_of,
     trace_metadata,
     traceparent_from_metadata,
     traceparent_of,
@@ -59,3 +60,8 @@ def test_no_parent_is_taken_from_the_present_context_for_another_trace(recorded:
     with recorded.tracer.start_as_current_span("somebody else's"):
         span = trace.get_current_span(context_of(TRACEPARENT)).get_span_context()
     assert traceparent_of(span) == TRACEPARENT
+
+
+@pytest.mark.parametrize("value", [TRACEPARENT, ""])
+def test_logs_take_the_id_of_the_trace(value: str) -> None:
+    assert trace_id_of(value) == ("0af7651916cd43dd8448eb211c80319c" if value else "")
