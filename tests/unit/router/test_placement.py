@@ -30,6 +30,11 @@ def test_of_two_decode_workers_the_one_with_more_free_blocks_is_taken(view: Any,
     assert set(names(workers)) == {("p", "free")}
 
 
+def test_blocks_for_which_others_wait_are_not_free(view: Any, load: Any) -> None:
+    besieged = view(D, "besieged", load(free=3, queued_prompt_tokens=16 * 5))
+    assert set(names([view(P, "p"), besieged, view(D, "full", load(free=0))])) == {("p", "full")}
+
+
 def test_of_many_decode_workers_the_fullest_is_never_taken_and_the_others_share(view: Any, load: Any) -> None:
     workers = [view(P, "p"), *(view(D, f"d{free}", load(free=free)) for free in (1, 2, 3, 4))]
     taken = names(workers, tries=400)
