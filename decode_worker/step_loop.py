@@ -17,6 +17,7 @@ from typing import Protocol
 from decode_worker.arrival import Arrival, RouterPort
 from decode_worker.resident import Resident
 from decode_worker.roster import Roster, Share
+from engine.engine_thread import EngineBroken
 from engine.step import SampledToken, ScheduledSeq
 from tandem.clock import Clock
 from tandem.errors import InternalError, TandemError
@@ -66,7 +67,7 @@ class StepLoop:
         self._work.set()
 
     async def run(self) -> None:
-        """Steps while there is work, sleeps while there is none. Ends by cancellation only."""
+        """Steps while there is work, sleeps while there is none. Ends by cancellation, or raises EngineBroken."""
         while True:
             self._work.clear()
             shares = self._roster.begin_step()
@@ -85,6 +86,9 @@ class StepLoop:
             outputs = await self._engine.step([share.scheduled for share in shares])
             self._report(shares, self._clock.now_s() - began_s)
             self._apply(shares, outputs)
+        except EngineBroken as error:
+            self._fail(shares, error)
+            raise
         except Exception as error:  # noqa: BLE001 - the step's root: one bad batch must not stop the others
             _log.exception("a step failed", num_seqs=len(shares))
             self._fail(shares, error)

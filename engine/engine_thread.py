@@ -18,6 +18,13 @@ from tandem.errors import InternalError
 
 T = TypeVar("T")
 
+MAX_FAILURES = 8
+"""So many failed steps in a row are not the requests' fault: a GPU whose context is lost fails every one."""
+
+
+class EngineBroken(InternalError):
+    """No step ends well any more; only a new process helps."""
+
 
 class Stepper(Protocol):
     """What the thread runs: the runner, or a fake."""
@@ -39,6 +46,7 @@ class EngineThread:
         self._stepper = stepper
         self._executor = executor or open_engine_executor(placement or ThreadPlacement())
         self._num_steps = 0
+        self._num_failures = 0
         self._is_stepping = False
 
     @property
@@ -47,7 +55,7 @@ class EngineThread:
         return self._num_steps
 
     async def step(self, seqs: Sequence[ScheduledSeq]) -> list[SampledToken | None]:
-        """Runs one step on the engine thread; raises what it raises.
+        """Runs one step on the engine thread; raises what it raises, or EngineBroken if `MAX_FAILURES` in a row did.
 
         A cancelled caller gets CancelledError once the step has ended.
         """
@@ -56,10 +64,17 @@ class EngineThread:
         self._is_stepping = True
         future = asyncio.get_running_loop().run_in_executor(self._executor, self._stepper.step, seqs)
         try:
-            return await to_the_end(future)
+            sampled = await to_the_end(future)
+        except Exception as error:
+            self._num_failures += 1
+            if self._num_failures >= MAX_FAILURES:
+                raise EngineBroken(f"{self._num_failures} steps in a row failed") from error
+            raise
         finally:
             self._is_stepping = False
             self._num_steps += 1
+        self._num_failures = 0
+        return sampled
 
     def close(self) -> None:
         """Joins the thread, after its current step if there is one. Idempotent."""

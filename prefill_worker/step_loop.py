@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine.block_pool import BlockPool
+from engine.engine_thread import EngineBroken
 from engine.step import SampledToken, ScheduledSeq
 from prefill_worker.prompt import Prompt
 from prefill_worker.scheduler import BatchLimits, Chunk, PrefillScheduler
@@ -109,7 +110,7 @@ class StepLoop:
         self._wake.set()
 
     async def run(self) -> None:
-        """Steps until cancelled."""
+        """Steps until cancelled. Raises EngineBroken."""
         while True:
             plan = self._scheduler.plan(self._pool.num_free)
             for prompt in plan.admitted:
@@ -128,10 +129,13 @@ class StepLoop:
                 chunk.prompt.observer.started()
         self._in_step = frozenset(chunk.prompt for chunk in chunks)
         failure: InternalError | None = None
+        broken: EngineBroken | None = None
         outputs: Sequence[SampledToken | None] = [None] * len(chunks)
         try:
             outputs = await self._engine.step([c.prompt.sequence.scheduled(c.num_tokens) for c in chunks])
             self._report(chunks, self._clock.now_s() - began_s)
+        except EngineBroken as error:
+            failure = broken = error
         except Exception as error:  # noqa: BLE001 - whatever broke ends these prompts, not the worker
             _log.exception("engine step failed")
             failure = InternalError(f"engine step failed: {type(error).__name__}")
@@ -140,6 +144,8 @@ class StepLoop:
         for chunk, output in zip(chunks, outputs, strict=True):
             self._settle(chunk, output, failure)
         self._listener.step_ended()
+        if broken is not None:
+            raise broken
 
     def _report(self, chunks: tuple[Chunk[Prompt], ...], seconds: float) -> None:
         num_tokens = sum(chunk.num_tokens for chunk in chunks)

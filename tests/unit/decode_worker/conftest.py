@@ -13,6 +13,7 @@ from decode_worker.landing import LandingPolicy
 from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
 from engine.block_pool import BlockPool
+from engine.engine_thread import EngineBroken
 from engine.step import SampledToken, ScheduledSeq
 from kvtransfer.base import BlockRef, HandoffListener, Offer
 from tandem.clock import ManualClock
@@ -211,6 +212,7 @@ class Bench:
     clock: ManualClock
     router: FakeRouter
     observer: RecordingWorker
+    running: asyncio.Task[None]
 
     def reserve(self, handle: int, spec: SequenceSpec, *, local_prefill: bool = False) -> Handle:
         self.worker.reserve(self.router, Handle(handle), spec, local_prefill)
@@ -294,13 +296,13 @@ def open_bench() -> Callable[..., object]:
         observer = RecordingWorker()
         worker = DecodeWorker(WorkerParts(engine, pool, receiver, validator, clock, observer), policy)
         running = asyncio.create_task(worker.run())
-        bench = Bench(worker, engine, pool, receiver, clock, FakeRouter(), observer)
+        bench = Bench(worker, engine, pool, receiver, clock, FakeRouter(), observer, running)
         try:
             yield bench
             await bench.settled()
         finally:
             running.cancel()
-            with suppress(asyncio.CancelledError):
+            with suppress(asyncio.CancelledError, EngineBroken):
                 await running
 
     return opened

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from decode_worker.landing import LandingPolicy
+from engine.engine_thread import EngineBroken
 from tandem.errors import (
     DeadlineExceeded,
     FrameError,
@@ -238,6 +239,17 @@ async def test_a_step_that_breaks_fails_its_sequences_and_the_next_one_is_served
         handle = bench.reserve(2, spec, local_prefill=True)
         await bench.router.until(lambda: handle in bench.router.ended)
         assert bench.router.tokens[handle] == completion(spec)
+
+
+async def test_a_broken_engine_ends_the_worker(open_bench: Any, make_spec: MakeSpec) -> None:
+    async with open_bench() as bench:
+        bench.engine.error = EngineBroken("8 steps in a row failed")
+        unlucky = bench.reserve(1, make_spec(5, 7), local_prefill=True)
+
+        with pytest.raises(EngineBroken):
+            await bench.running
+
+        assert isinstance(bench.router.errors[unlucky], InternalError)
 
 
 async def test_a_full_line_is_overload(open_bench: Any, make_spec: MakeSpec) -> None:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import torch
 
-from engine.engine_thread import EngineThread
+from engine.engine_thread import MAX_FAILURES, EngineBroken, EngineThread
 from engine.placement import ThreadPlacement, open_engine_executor
 from engine.step import SampledToken, ScheduledSeq
 from tandem.errors import InternalError
@@ -152,3 +152,26 @@ def test_a_placement_holds_on_the_engine_thread_only() -> None:
 def test_a_placement_that_the_system_refuses_is_an_error() -> None:
     with pytest.raises(OSError, match="Invalid argument"):
         open_engine_executor(ThreadPlacement(cpus=frozenset({4000})))
+
+
+async def fail_once(engine: EngineThread) -> InternalError:
+    with pytest.raises(InternalError) as caught:
+        await engine.step(())
+    return caught.value
+
+
+async def test_as_many_failures_in_a_row_as_no_request_can_cause_say_that_the_engine_is_broken(stepper, engine) -> None:
+    stepper.may_end.set()
+
+    errors = [await fail_once(engine) for _ in range(MAX_FAILURES)]
+
+    assert [type(error) for error in errors] == [InternalError] * (MAX_FAILURES - 1) + [EngineBroken]
+
+
+async def test_one_good_step_among_failures_shows_that_the_engine_works(stepper, engine) -> None:
+    stepper.may_end.set()
+    for _ in range(3):
+        errors = [await fail_once(engine) for _ in range(MAX_FAILURES - 1)]
+        await engine.step(SEQS)
+
+        assert EngineBroken not in map(type, errors)

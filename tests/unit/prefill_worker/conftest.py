@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.block_pool import BlockPool
+from engine.engine_thread import EngineBroken
 from engine.step import SampledToken, ScheduledSeq
 from kvtransfer.base import TransferReport
 from prefill_worker.handoff import HandoffPolicy
@@ -192,7 +193,7 @@ class Bench:
         parts = WorkerParts(self.engine, self.pool, self.sender, validator, self.clock, self.observer)
         policy = HandoffPolicy(overlap=overlap, transfer_timeout_s=transfer_timeout_s)
         self.worker = PrefillWorker(parts, BatchLimits(8, 4), policy, max_sequence_tokens=64)
-        self._task = asyncio.create_task(self.worker.run())
+        self.running = asyncio.create_task(self.worker.run())
 
     def prefill(self, handle: int, spec: SequenceSpec, router: FakeRouter | None = None) -> Handle:
         self.worker.prefill(router or self.router, Handle(handle), spec, b"ticket-%d" % handle, b"endpoint")
@@ -210,10 +211,10 @@ class Bench:
             await gate.open()
         self.worker.router_lost(self.router)
         await self.settles()
-        assert not self._task.done()
-        self._task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await self._task
+        assert not self.running.done() or isinstance(self.running.exception(), EngineBroken)
+        self.running.cancel()
+        with pytest.raises((asyncio.CancelledError, EngineBroken)):
+            await self.running
 
     @property
     def gates(self) -> tuple[Gate, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.engine_thread import EngineBroken
 from tandem.errors import (
     DeadlineExceeded,
     InternalError,
@@ -256,6 +257,16 @@ async def test_a_bug_in_the_transfer_is_internal_and_frees_everything(bench: Any
     await bench.router.hears(lambda: handle in bench.router.errors)
     assert isinstance(bench.router.errors[handle], InternalError)
     await bench.settles()
+
+
+async def test_a_broken_engine_ends_the_worker(bench: Any, make_spec: Any) -> None:
+    bench.engine.error = EngineBroken("8 steps in a row failed")
+    handle = bench.prefill(1, make_spec(4))
+
+    with pytest.raises(EngineBroken):
+        await bench.running
+
+    assert bench.router.errors[handle].reason is Reason.INTERNAL
 
 
 async def test_a_broken_step_fails_its_prompts_and_the_next_is_served(bench: Any, make_spec: Any) -> None:
