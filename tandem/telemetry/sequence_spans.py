@@ -47,7 +47,7 @@ class _SequenceSpans:
 
     def sequence(self, spec: SequenceSpec) -> SequenceObserver:
         parent = context_of(spec.traceparent)
-        queue = self._tracer.start_span(QUEUE, parent, attributes=_attributes(spec))
+        queue = self._tracer.start_span(QUEUE, parent, attributes=_name_of(spec))
         return self._kind(self._tracer, self._batches, spec, parent, queue) if queue.is_recording() else _SILENT
 
     def step(self, report: StepReport) -> None:
@@ -74,8 +74,9 @@ class _Spans(SilentSequence):
             span.end()
         self._open.clear()
 
-    def _begin(self, name: str, start_ns: int | None = None) -> Span:
-        span = self._tracer.start_span(name, self._parent, attributes=_attributes(self._spec), start_time=start_ns)
+    def _begin(self, name: str, start_ns: int | None = None, attributes: Mapping[str, str | int] | None = None) -> Span:
+        attributes = attributes or _name_of(self._spec)
+        span = self._tracer.start_span(name, self._parent, attributes=attributes, start_time=start_ns)
         self._open[name] = span
         return span
 
@@ -89,7 +90,12 @@ class _Spans(SilentSequence):
             span.end(end_ns)
 
     def _computes(self, name: str) -> None:
-        self._batches.joined(self._spec, self._begin(name).get_span_context())
+        attributes: dict[str, str | int] = {
+            **_name_of(self._spec),
+            "gen_ai.usage.input_tokens": self._spec.num_prompt_tokens,
+            "tandem.num_resumed_tokens": self._spec.num_output_tokens,
+        }
+        self._batches.joined(self._spec, self._begin(name, attributes=attributes).get_span_context())
 
 
 class _Prefilled(_Spans):
@@ -154,12 +160,9 @@ class _Decoded(_Spans):
         super().ended(error, num_tokens)
 
 
-def _attributes(spec: SequenceSpec) -> dict[str, str | int]:
-    return {
-        "tandem.request_id": spec.request_id,
-        "gen_ai.usage.input_tokens": spec.num_prompt_tokens,
-        "tandem.num_resumed_tokens": spec.num_output_tokens,
-    }
+def _name_of(spec: SequenceSpec) -> dict[str, str | int]:
+    """All that spans of waiting and moving say of it: each attribute costs, at the start and in the export."""
+    return {"tandem.request_id": spec.request_id}
 
 
 _SILENT = SilentSequence()
