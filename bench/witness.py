@@ -121,15 +121,13 @@ class Witness:
         return [_account(phase, [each for each in self._sightings if each.phase == phase]) for phase in phases]
 
     async def _learn(self, client: AsyncClient, question: Question) -> Question:
-        done = await client.complete(
-            question.prompt,
-            max_tokens=self._max_tokens,
-            temperature=question.temperature,
-            seed=question.seed,
-            ignore_eos=True,
-            timeout_s=REQUEST_TIMEOUT_S,
-        )
+        done = await client.complete(question.prompt, timeout_s=REQUEST_TIMEOUT_S, **self._options(question))
         return Question(question.prompt, question.temperature, question.seed, done.choices[0].token_ids)
+
+    def _options(self, question: Question) -> GenerateOptions:
+        return GenerateOptions(
+            max_tokens=self._max_tokens, temperature=question.temperature, seed=question.seed, ignore_eos=True
+        )
 
     async def _call(self, client: AsyncClient, turns: Iterator[Question], going: asyncio.Event) -> None:
         while going.is_set():
@@ -142,14 +140,7 @@ class Witness:
         arrivals: list[float] = []
         tokens: list[TokenId] = []
         error = ""
-        updates = client.generate(
-            question.prompt,
-            max_tokens=self._max_tokens,
-            temperature=question.temperature,
-            seed=question.seed,
-            ignore_eos=True,
-            timeout_s=REQUEST_TIMEOUT_S,
-        )
+        updates = client.generate(question.prompt, timeout_s=REQUEST_TIMEOUT_S, **self._options(question))
         try:
             async with aclosing(updates):
                 async for update in updates:
