@@ -19,7 +19,7 @@ from router.request import GenerationRequest
 from router.stream import TokenStream
 from router.timeline import Timeline
 from router.workers import Workers
-from tandem.clock import Clock
+from tandem.clock import Clock, ended_by_deadline
 from tandem.errors import DeadlineExceeded, InternalError, Overloaded, Reason, TandemError, Unavailable
 from tandem.lifecycle import REQUEST_MOVES, RequestState, advance
 from tandem.telemetry.logging import get_logger
@@ -133,8 +133,9 @@ class Generation:
         """Nobody wants it any more. For one whose `drive` may have been cancelled before it began; else a no-op."""
         if self._state in _ENDED:
             return
-        # At the deadline the call's own cancellation may come before our timer does.
-        error = DeadlineExceeded("the deadline passed") if self._request.deadline.passed else None
+        passed_s = self._clock.now_s() - self._timeline.arrived_s
+        late = ended_by_deadline(passed_s, self._request.deadline.remaining_s())
+        error = DeadlineExceeded("the deadline passed") if late else None
         self._move(RequestState.CANCELLED)
         self._observer.ended(self._end(error=error))
 

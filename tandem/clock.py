@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+_TIMER_SLACK_S = 0.02
+
 
 class Clock(Protocol):
     """A monotonic clock local to this process."""
@@ -63,3 +65,12 @@ class Deadline:
         """Seconds left, but not more than `cap_s`."""
         left = self.remaining_s()
         return cap_s if left is None else min(left, cap_s)
+
+
+def ended_by_deadline(passed_s: float, left_s: float | None) -> bool:
+    """Whether a call that was cancelled after `passed_s`, with `left_s` to go, ran out of time.
+
+    gRPC rounds a timeout up on the wire, by a hundredth at most, so that the caller's own timer, which
+    cancels the call, comes before that of the one who is called.
+    """
+    return left_s is not None and left_s <= _TIMER_SLACK_S + (passed_s + left_s) / 100

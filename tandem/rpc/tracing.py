@@ -11,6 +11,7 @@ Source: https://opentelemetry.io/docs/specs/semconv/rpc/grpc/
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ import grpc
 import grpc.aio
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
+from tandem.clock import ended_by_deadline
 from tandem.rpc.handlers import Context, Handler, behaviour_of, code_told, with_behaviour
 from tandem.telemetry.span_status import ERROR_TYPE
 from tandem.telemetry.trace_context import context_from_metadata
@@ -79,6 +81,7 @@ class CallTracing(grpc.aio.ServerInterceptor):
 
 @contextmanager
 def _status_on(span: Span, context: Context) -> Iterator[None]:
+    began_s = time.monotonic()
     code = grpc.StatusCode.UNKNOWN
     try:
         yield
@@ -87,7 +90,8 @@ def _status_on(span: Span, context: Context) -> Iterator[None]:
         code = code_told(context)
         raise
     except asyncio.CancelledError:
-        code = _why_cancelled(context)
+        late = ended_by_deadline(time.monotonic() - began_s, context.time_remaining())
+        code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
         raise
     finally:
         span.set_attribute("rpc.grpc.status_code", code.value[0])
@@ -95,11 +99,3 @@ def _status_on(span: Span, context: Context) -> Iterator[None]:
             span.set_attribute(ERROR_TYPE, code.name)
         if code in _FAULTS:
             span.set_status(Status(StatusCode.ERROR, code.name))
-
-
-def _why_cancelled(context: Context) -> grpc.StatusCode:
-    """gRPC cancels the handler of a call whose deadline has passed."""
-    left_s = context.time_remaining()
-    if left_s is not None and left_s <= 0:
-        return grpc.StatusCode.DEADLINE_EXCEEDED
-    return grpc.StatusCode.CANCELLED
