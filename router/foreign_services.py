@@ -6,11 +6,11 @@ from router.cluster_view import ClusterView
 from router.entrance import Entrance
 from router.health import Health
 from router.intake import Intake
-from router.kserve_servicer import KserveServicer, kserve_service
+from router.kserve.servicer import KserveServicer, kserve_service
 from router.pipeline import Pipeline
-from router.vllm_info import ServerInfo
-from router.vllm_servicer import VllmServicer, vllm_service
-from router.vllm_tokenizer import TokenizerArchive
+from router.vllm.info import ServerInfo
+from router.vllm.servicer import VllmServicer, vllm_service
+from router.vllm.tokenizer import TokenizerArchive
 from tandem.checkpoint import CheckpointInfo
 from tandem.clock import Clock
 from tandem.config import RouterConfig

@@ -12,7 +12,16 @@ HEADING = "## One line per file\n"
 FOLDERS = (
     *("tandem", "tandem/client", "tandem/cli", "tandem/rpc", "tandem/telemetry", "tandem/security", "tandem/admin"),
     "tandem/foreign",
-    *("router", "prefill_worker", "decode_worker", "engine", "kvtransfer", "kvtransfer/transports"),
+    *(
+        "router",
+        "router/kserve",
+        "router/vllm",
+        "prefill_worker",
+        "decode_worker",
+        "engine",
+        "kvtransfer",
+        "kvtransfer/transports",
+    ),
     *("models", "models/demo", "kernels", "kernels/cpu", "kernels/triton", "bench", "bench/kernels", "bench/peers"),
 )
 

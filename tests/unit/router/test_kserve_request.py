@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.kserve_model import INPUTS, OUTPUTS, configuration, metadata
-from router.kserve_request import InferRequest, read_request
+from router.kserve.model import INPUTS, OUTPUTS, configuration, metadata
+from router.kserve.request import InferRequest, read_request
 from tandem.errors import InvalidRequest, TandemError, UnsupportedOption
 from tandem.foreign import kserve_pb2
 

@@ -11,11 +11,11 @@ from router.entrance import Context, Entrance, RunningRequest
 from router.health import Health
 from router.pipeline import Pipeline
 from router.refused_methods import refuse_methods
-from router.vllm_aborts import Aborts, RequestAborted
-from router.vllm_answer import ABORTED, Answer
-from router.vllm_info import ServerInfo
-from router.vllm_request import check_rank, read_request
-from router.vllm_tokenizer import TokenizerArchive
+from router.vllm.aborts import Aborts, RequestAborted
+from router.vllm.answer import ABORTED, Answer
+from router.vllm.info import ServerInfo
+from router.vllm.request import check_rank, read_request
+from router.vllm.tokenizer import TokenizerArchive
 from tandem.foreign import smg_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 from tandem.rpc.server import Service
 

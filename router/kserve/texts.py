@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from router.entrance import Context, Entrance
-from router.kserve_model import OUTPUTS, VERSION
-from router.kserve_request import InferRequest
-from router.kserve_statistics import Statistics
-from router.kserve_tensors import pack_bytes, pack_uint32
+from router.kserve.model import OUTPUTS, VERSION
+from router.kserve.request import InferRequest
+from router.kserve.statistics import Statistics
+from router.kserve.tensors import pack_bytes, pack_uint32
 from tandem.foreign import kserve_pb2
 from tandem.types import FinishReason
 

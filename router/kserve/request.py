@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from router.kserve_model import DEFAULT_OUTPUTS, OUTPUTS, VERSION
-from router.kserve_sampling import boolean, canonical, set_sampling
-from router.kserve_tensors import BYTES, Tensor, read_tensors, shown
+from router.kserve.model import DEFAULT_OUTPUTS, OUTPUTS, VERSION
+from router.kserve.sampling import boolean, canonical, set_sampling
+from router.kserve.tensors import BYTES, Tensor, read_tensors, shown
 from tandem.errors import InvalidRequest, ModelNotFound, UnsupportedOption
 from tandem.foreign import kserve_pb2
 from tandem.v1 import inference_pb2

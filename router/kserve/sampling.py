@@ -12,7 +12,7 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from router.kserve_tensors import shown
+from router.kserve.tensors import shown
 from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.v1 import inference_pb2
 

@@ -17,8 +17,8 @@ from contextlib import aclosing
 import grpc.aio
 
 from router.entrance import Context, Entrance
-from router.kserve_request import InferRequest, read_request
-from router.kserve_texts import Texts, mark_final, response
+from router.kserve.request import InferRequest, read_request
+from router.kserve.texts import Texts, mark_final, response
 from router.pipeline import Pipeline
 from tandem.errors import InternalError, InvalidRequest, Reason, TandemError, Unavailable
 from tandem.foreign import kserve_pb2

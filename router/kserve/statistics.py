@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from router.kserve_model import VERSION
+from router.kserve.model import VERSION
 from router.timeline import Summary
 from tandem.clock import Clock
 from tandem.foreign import kserve_pb2

@@ -14,11 +14,11 @@ import grpc.aio
 from router.entrance import Context, Entrance
 from router.health import Health
 from router.intake import Intake
-from router.kserve_model import VERSION, configuration, metadata
-from router.kserve_request import InferRequest, check_version, read_request
-from router.kserve_statistics import Statistics
-from router.kserve_stream import InferStream
-from router.kserve_texts import Texts, TextUpdate, response
+from router.kserve.model import VERSION, configuration, metadata
+from router.kserve.request import InferRequest, check_version, read_request
+from router.kserve.statistics import Statistics
+from router.kserve.stream import InferStream
+from router.kserve.texts import Texts, TextUpdate, response
 from router.pipeline import Pipeline
 from router.refused_methods import refuse_methods
 from tandem import __version__
@@ -116,7 +116,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelStreamInfer(  # noqa: N802
         self, request_iterator: AsyncIterator[kserve_pb2.ModelInferRequest], context: Context
     ) -> None:
-        """See `kserve_stream`."""
+        """See `stream`."""
         await InferStream(self._model, self._entrance, self._texts, self._pipeline, context).run(request_iterator)
 
     async def ModelStatistics(  # noqa: N802
