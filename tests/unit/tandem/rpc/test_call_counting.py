@@ -36,6 +36,10 @@ class Told:
         self.calls.append((method.removeprefix(SERVICE), code))
         self.one_ended.set()
 
+    async def end_of_one(self) -> None:
+        """A caller may know the status before the handler has left."""
+        await asyncio.wait_for(self.one_ended.wait(), TIMEOUT_S)
+
 
 class Servicer(inference_pb2_grpc.InferenceServiceServicer):
     """Answers, refuses, breaks or hangs, as the text says."""
@@ -105,6 +109,7 @@ async def test_a_unary_call_ends_with_its_status(serve: Serve, model: str, code:
         inference_pb2.GetModelRequest(model=model), timeout=TIMEOUT_S
     )
     assert (await call.code()).name == code
+    await told.end_of_one()
     assert (told.calls, told.running) == ([("/GetModel", code)], [])
 
 
@@ -118,6 +123,7 @@ async def test_a_stream_ends_with_its_status(serve: Serve, text: str, code: str)
         async for _ in call:
             pass
     assert (await call.code()).name == code
+    await told.end_of_one()
     assert (told.calls, told.running) == ([("/Generate", code)], [])
 
 
@@ -129,7 +135,7 @@ async def test_a_stream_that_runs_is_in_flight_and_one_that_its_caller_leaves_is
     await call.read()
     assert (told.calls, told.running) == ([], [f"{SERVICE}/Generate"])
     call.cancel()
-    await told.one_ended.wait()
+    await told.end_of_one()
     assert (told.calls, told.running) == ([("/Generate", "CANCELLED")], [])
 
 
@@ -137,6 +143,7 @@ async def test_a_call_turned_away_unread_has_no_method_of_the_callers_choice(ser
     told, channel = await serve(Refusing())
     call = inference_pb2_grpc.InferenceServiceStub(channel).GetModel(inference_pb2.GetModelRequest(), timeout=TIMEOUT_S)
     assert (await call.code()).name == "UNAUTHENTICATED"
+    await told.end_of_one()
     assert told.calls == [(NO_METHOD, "UNAUTHENTICATED")]
 
 
