@@ -137,19 +137,29 @@ def _scaling(results: dict[str, Any]) -> list[str]:
 
 
 def _tracing(results: dict[str, Any]) -> list[str]:
-    figures = ("tokens_per_s", "first_token_p50_ms", "inter_token_p50_ms", "inter_token_p99_ms")
-    rows = []
-    for each in results["rows"]:
-        pairs = [(each["median"][name], each["ratio"][name]) for name in figures]
-        rows.append((each["tracing"], *(f"{median:.1f} ({ratio:.2f})" for median, ratio in pairs)))
-    return [
+    parts = [
         "## What tracing costs (`python -m bench.tracing`)\n",
-        f"{results['callers']} callers in a closed loop, {results['prompt_tokens']} + {results['output_tokens']} "
-        f"tokens, demo model, every request traced; median of {results['rounds']} rounds, in brackets the median of "
-        "the rounds' ratios to the first row. The second row is the first once more: what it differs by is noise. "
-        f"The collector runs on the same cores and took {results['spans']} spans.\n",
-        table(("traces", "tokens/s", "first token p50, ms", "inter-token p50, ms", "inter-token p99, ms"), rows),
+        f"Closed loop, {results['prompt_tokens']} + {results['output_tokens']} tokens, demo model, every request "
+        f"traced; median of {results['rounds']} rounds, in brackets the median of the rounds' ratios to the first row. "
+        "The second row is the first once more: what it differs by is noise. The collector runs on the same cores and "
+        f"took {results['spans']} spans.\n",
     ]
+    for load in results["loads"]:
+        header = (f"traces, {load['callers']} at a time", "tokens/s", *_LATENCIES.values())
+        parts.append(table(header, [_traced(each) for each in load["rows"]]))
+    return parts
+
+
+_LATENCIES = {
+    "first_token_p50_ms": "first token p50, ms",
+    "inter_token_p50_ms": "inter-token p50, ms",
+    "inter_token_p99_ms": "inter-token p99, ms",
+}
+
+
+def _traced(row: dict[str, Any]) -> tuple[str, ...]:
+    pairs = [(row["median"][name], row["ratio"][name]) for name in ("tokens_per_s", *_LATENCIES)]
+    return (row["tracing"], *(f"{median:.1f} ({ratio:.2f})" for median, ratio in pairs))
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {

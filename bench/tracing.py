@@ -70,24 +70,29 @@ class Row:
     highest_ratio: Figures
 
 
-def measure(options: LoadOptions, num_rounds: int) -> dict[str, object]:
-    """Figures of every kind, and how many spans the live collector got."""
+def measure(options: LoadOptions, callers: Sequence[int], num_rounds: int) -> dict[str, object]:
+    """Figures of every kind under each number of callers, and how many spans the live collector got."""
     with ExitStack() as stack:
         live, hanging = stack.enter_context(_collector()), stack.enter_context(_collector("--hang"))
         with ExitStack() as clusters:
             endpoints = {OFF: "", AGAIN: "", LIVE: live.endpoint, HANGING: hanging.endpoint}
             targets = {kind: clusters.enter_context(_served(endpoint)) for kind, endpoint in endpoints.items()}
-            rounds = [_round(targets, replace(options, seed=number), number) for number in range(num_rounds)]
+            loads = [_load(targets, replace(options, concurrency=each), num_rounds) for each in callers]
         num_spans = int(live.end())
     return {
-        "callers": options.concurrency,
         "requests": options.num_requests,
         "prompt_tokens": options.prompt_tokens,
         "output_tokens": options.output_tokens,
         "rounds": num_rounds,
         "spans": num_spans,
-        "rows": [asdict(_row(kind, rounds)) for kind in endpoints],
+        "loads": loads,
     }
+
+
+def _load(targets: dict[str, str], options: LoadOptions, num_rounds: int) -> dict[str, object]:
+    print(f"{options.concurrency} callers", flush=True)
+    rounds = [_round(targets, replace(options, seed=number), number) for number in range(num_rounds)]
+    return {"callers": options.concurrency, "rows": [asdict(_row(kind, rounds)) for kind in targets]}
 
 
 def _round(targets: dict[str, str], options: LoadOptions, number: int) -> dict[str, Figures]:
@@ -162,21 +167,21 @@ def _served(endpoint: str) -> Iterator[str]:
 def main() -> int:
     """Measures, prints and records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--callers", type=int, default=16)
+    parser.add_argument("--callers", type=int, nargs="+", default=[1, 16], help="one table for each")
     parser.add_argument("--requests", type=int, default=32, help="of each cluster in each round")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=16)
     arguments = parser.parse_args()
     options = LoadOptions(
         rate_per_s=None,
-        concurrency=arguments.callers,
+        concurrency=1,
         num_requests=arguments.requests,
         num_warmup=4,
         prompt_tokens=arguments.prompt_tokens,
         output_tokens=arguments.output_tokens,
     )
-    write_record("tracing", measure(options, arguments.rounds))
+    write_record("tracing", measure(options, arguments.callers, arguments.rounds))
     return 0
 
 
