@@ -19,6 +19,8 @@ from tandem.types import Role, WorkerLoad
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.02
+_LAST_WORDS = 40
+"""Lines of the log that go with an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,9 @@ def run_command(*arguments: str) -> Iterator[Cluster]:
         reader.start()
     try:
         yield Cluster(process, _wait_ready(process, ready, log), log)
+    except Exception as error:
+        error.add_note("the processes' last words:\n" + "".join(log[-_LAST_WORDS:]))
+        raise
     finally:
         if process.poll() is None:
             Cluster(process, "", log).stop()
