@@ -77,10 +77,8 @@ class Generation:
         self._stream = TokenStream()
         self._state = RequestState.QUEUED
         self._outbox = Outbox()
-        self._lost: set[Incarnation] = set()
-        """Workers that were lost under this request: never asked again."""
         self._disappointing: set[Incarnation] = set()
-        """Workers that failed it but live: asked again only if there are no others."""
+        """Workers that failed it: asked again only if there are no others, and if they are (still, or again) there."""
 
     @property
     def outbox(self) -> Outbox:
@@ -189,11 +187,11 @@ class Generation:
     async def _place(self, failure: TandemError | None) -> Placement:
         """A pair, of workers that did not fail this request if there are any. Raises Unavailable."""
         try:
-            return self._workers.place_now(self._demand(self._lost | self._disappointing))
+            return self._workers.place_now(self._demand(self._disappointing))
         except Unavailable:
             pass
         try:
-            return await self._workers.place(self._demand(self._lost), self._patience.placement_s)
+            return await self._workers.place(self._demand(set()), self._patience.placement_s)
         except Unavailable as error:
             if failure is None:
                 raise
@@ -212,12 +210,10 @@ class Generation:
 
     def _blame(self, attempt: Attempt, placement: Placement, error: TandemError) -> None:
         culprit = attempt.culprit or placement.decode
-        if error.reason is Reason.WORKER_LOST:
-            self._lost.add(culprit.incarnation)
-        else:
-            # A hand-off that failed does not say which side was at fault.
-            pair = (placement.decode, placement.prefill or placement.decode)
-            self._disappointing.update(each.incarnation for each in pair)
+        # A hand-off that failed does not say which side was at fault.
+        pair = (placement.decode, placement.prefill or placement.decode)
+        at_fault = (culprit,) if error.reason is Reason.WORKER_LOST else pair
+        self._disappointing.update(each.incarnation for each in at_fault)
         self._observer.moved(culprit, error)
         _log.warning(
             "request moves to another pair",

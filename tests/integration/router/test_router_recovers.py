@@ -212,3 +212,16 @@ async def test_a_stream_that_breaks_under_a_living_worker_is_opened_again(cluste
     await prefill.serve_again()
     await cluster.until(lambda: cluster.router.workers.readiness() is None)
     assert await cluster.read_tokens(cluster.generate(*PROMPT)) == cluster.completion(PROMPT, 8)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_a_request_whose_stream_broke_goes_on_with_the_same_worker(cluster: Any, role: Role) -> None:
+    prefill, decode = await cluster.add_pair()
+    decode.pause_at(3)
+    call = cluster.generate(*PROMPT, max_tokens=LENGTH)
+    await cluster.until(lambda: decode.offsets == [3])
+    worker = prefill if role is Role.PREFILL else decode
+    await worker.stop_serving()
+    decode.let_go()
+    await worker.serve_again()
+    assert await cluster.read_tokens(call) == cluster.completion(PROMPT, LENGTH)
