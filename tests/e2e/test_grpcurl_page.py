@@ -138,6 +138,8 @@ def test_a_command_of_the_page_answers(command: Command, place: Place) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert "errorResponse" not in done.stdout  # what reflection says of a symbol that is not there
+    if "list" in command.words[:-1]:
+        assert f"{command.words[-1]}/" in done.stdout  # its methods
 
 
 @pytest.mark.parametrize("command", commands("status"), ids=str)
