@@ -68,6 +68,11 @@ class Fleet:
         arguments = ("router", "--model", self._model, "--listen", self._routers[index])
         return self._start(f"router-{index}", arguments)
 
+    def is_used(self, router: str) -> bool:
+        """Whether callers have found this router: it answered a request since it started."""
+        with Client(self._processes[router].target) as client:
+            return client.status(timeout_s=JOIN_TIMEOUT_S).recent.total_requests > 0
+
     def start_worker(self, role: Role, name: str) -> str:
         """A worker that every running router can use when this returns. Raises RuntimeError if it never is."""
         routers = [option for router in self._routers for option in ("--router", router)]

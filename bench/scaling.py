@@ -18,6 +18,7 @@ from functools import partial
 
 import uvloop
 
+from bench.cluster import eventually
 from bench.fleet import Exit, Fleet, free_ports
 from bench.record import write_record
 from bench.witness import Account, Witness
@@ -25,6 +26,10 @@ from tandem.cli.table import table
 from tandem.types import Role
 
 NUM_ROUTERS = 2
+
+MIN_READY_S = 10.0
+"""A rolling update goes on that long after a new router said SERVING (`minReadySeconds` in `deploy/`): callers must
+have come back to it by then, or the update would take their last router away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +84,11 @@ class Scenario:
         self.exits.append(await asyncio.to_thread(self._fleet.stop, name))
 
     async def _restart_router(self, index: int) -> None:
+        """Raises RuntimeError if callers do not come back to it in time."""
         await self._leave(f"router-{index}")
-        await asyncio.to_thread(self._fleet.start_router, index)
+        name = await asyncio.to_thread(self._fleet.start_router, index)
+        if not await asyncio.to_thread(eventually, lambda: self._fleet.is_used(name), MIN_READY_S):
+            raise RuntimeError(f"no caller came back to {name} within {MIN_READY_S:g} s")
 
     async def _replace(self, role: Role) -> None:
         """One more, then one less: what a rolling update with a surge of one does."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench.scaling import MIN_READY_S
 from tandem.config import ClientConfig, RouterConfig, add_arguments, load
 from tandem.rpc.health import LIVENESS
 from tandem.rpc.liveness import STALL_S
@@ -96,6 +97,15 @@ def test_a_worker_has_half_an_hour_to_load_and_a_rollout_waits_for_it(name: str)
         start_s = patience_s(each.probes["startupProbe"])
         assert start_s >= (120 if each.name == "router" else 1800)
         assert each.workload["spec"]["progressDeadlineSeconds"] > start_s + each.workload["spec"]["minReadySeconds"]
+
+
+@EVERY_OVERLAY
+def test_a_rollout_leaves_callers_the_time_to_come_back_that_the_rolling_restart_under_load_gives_them(
+    name: str,
+) -> None:
+    for each in containers(overlay(name)):
+        if each.name == "router":
+            assert each.workload["spec"]["minReadySeconds"] >= MIN_READY_S
 
 
 @EVERY_OVERLAY
