@@ -10,11 +10,10 @@ import torch
 
 from engine.host_memory import HostMemory
 from engine.mirror import PoolMirror
+from models.dtypes import torch_dtype
 from tandem.errors import ConfigError
-from tandem.kv_layout import DType, KvLayout
+from tandem.kv_layout import KvLayout
 from tandem.telemetry.logging import get_logger
-
-TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
 
 _log = get_logger(__name__)
 
@@ -68,7 +67,7 @@ class KvCache:
     @property
     def tensor(self) -> torch.Tensor:
         """`[N, L, 2, Hkv, S, D]` of the layout's dtype; a view, valid until `close`."""
-        return self._open_bytes().view(TORCH_DTYPES[self._layout.dtype]).view(-1, *self._layout.block_shape)
+        return self._open_bytes().view(torch_dtype(self._layout.dtype)).view(-1, *self._layout.block_shape)
 
     @property
     def blocks_view(self) -> torch.Tensor:
@@ -93,7 +92,7 @@ class KvCache:
     def fill_poison(self) -> None:
         """Writes NaN everywhere, mirror included, so that a test catches whoever reads a slot never written."""
         self.tensor.fill_(torch.nan)
-        self.host_blocks.view(TORCH_DTYPES[self._layout.dtype]).fill_(torch.nan)
+        self.host_blocks.view(torch_dtype(self._layout.dtype)).fill_(torch.nan)
 
     def close(self) -> None:
         """Gives memory and descriptor back, after copies under way. Idempotent."""

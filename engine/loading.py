@@ -17,7 +17,7 @@ from engine.block_pool import BlockPool
 from engine.capture import CudaCapturer
 from engine.engine_thread import EngineThread
 from engine.graphs import CAPTURABLE, DecodeGraphs, batch_sizes, context_bounds
-from engine.kv_cache import TORCH_DTYPES, KvCache
+from engine.kv_cache import KvCache
 from engine.memory import blocks_that_fit, check_memory
 from engine.placement import ThreadPlacement, open_engine_executor
 from engine.runner import Runner
@@ -25,6 +25,7 @@ from engine.sampler import Draws
 from engine.warm_up import warm_up
 from kernels.dispatch import select_kernels
 from models.config import load_model_config
+from models.dtypes import torch_dtype
 from models.loading import LoadedModel, load_model
 from tandem.config import WorkerConfig
 from tandem.errors import ConfigError
@@ -179,8 +180,8 @@ def _open_executor(placement: ThreadPlacement) -> ThreadPoolExecutor:
 def _probe_dtype(options: EngineOptions) -> torch.dtype:
     """The dtype that attention will run in, as far as the config tells before weights are read."""
     if options.dtype in set(DType):
-        return TORCH_DTYPES[DType(options.dtype)]
-    return TORCH_DTYPES[load_model_config(options.model_path).dtype or DType.FLOAT32]
+        return torch_dtype(DType(options.dtype))
+    return torch_dtype(load_model_config(options.model_path).dtype or DType.FLOAT32)
 
 
 def _capture_graphs(

@@ -11,6 +11,7 @@ import torch
 from kernels.operations import Kernels, LinearMap, QkNorm
 from models.config import CONFIG_FILE, ModelConfig, load_model_config
 from models.decoder import Attention, Decoder, DecoderLayer, HeadShape
+from models.dtypes import torch_dtype
 from models.fingerprint import fingerprint_files
 from models.layers import GatedMlp, RmsNorm
 from models.rope import RotaryEmbedding
@@ -42,11 +43,6 @@ class LoadedModel:
     def kv_layout(self, block_size: int) -> KvLayout:
         """How this model's KV lies in blocks of `block_size` tokens."""
         return self.config.kv_layout(block_size, self.dtype)
-
-
-def torch_dtype(dtype: DType) -> torch.dtype:
-    """Torch's dtype of that name."""
-    return {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}[dtype]
 
 
 def load_model(path: Path, dtype: str | None, device: torch.device, kernels: Kernels) -> LoadedModel:
