@@ -55,6 +55,14 @@ class Terminal:
         os.close(self._master)
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard() -> Iterator[None]:
+    """A shell that starts the tests in the background has them ignore it, and so would the commands that they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def router() -> Iterator[Cluster]:
     """A router without workers."""
