@@ -77,10 +77,16 @@ def _meminfo_available(path: Path) -> int | None:
 
 
 def _cgroup_available(folder: Path) -> int | None:
-    """What a cgroup (version 2) leaves; None without one or without a limit."""
+    """What a cgroup (version 2) leaves; None without one or without a limit.
+
+    The kernel counts cached files, such as the weights just read, but gives them back on demand. They are left
+    out, as the kubelet does, or a worker with a large checkpoint would find no room for its pool.
+    """
     try:
         limit = (folder / "memory.max").read_text().strip()
         current = int((folder / "memory.current").read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except OSError:
         return None
-    return None if limit == "max" else max(0, int(limit) - current)
+    used = current - int(stat.get("inactive_file", 0)) - int(stat.get("slab_reclaimable", 0))
+    return None if limit == "max" else max(0, int(limit) - max(0, used))

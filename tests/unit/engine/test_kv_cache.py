@@ -127,11 +127,14 @@ def make_root(root: Path, limit: str | None) -> Path:
         (root / "sys/fs/cgroup").mkdir(parents=True)
         (root / "sys/fs/cgroup/memory.max").write_text(f"{limit}\n")
         (root / "sys/fs/cgroup/memory.current").write_text("1000000\n")
+        (root / "sys/fs/cgroup/memory.stat").write_text(
+            "anon 300000\nfile 600000\nactive_file 100000\ninactive_file 500000\nslab_reclaimable 100000\n"
+        )
     return root
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"), [(None, 5_120_000), ("max", 5_120_000), ("3000000", 2_000_000), ("999", 0)]
+    ("limit", "expected"), [(None, 5_120_000), ("max", 5_120_000), ("3000000", 2_600_000), ("999", 0)]
 )
 def test_available_memory_is_the_machines_or_the_containers(tmp_path: Path, limit: str | None, expected: int) -> None:
     assert available_memory_bytes(CPU, make_root(tmp_path, limit)) == expected
