@@ -7,15 +7,13 @@ nobody can make up label values.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
-from tandem.rpc.handlers import Context, Handler, behaviour_of, code_told, with_behaviour
+from tandem.rpc.handlers import Context, Handler, behaviour_of, telling_end, with_behaviour
 
 NO_METHOD = "/none/none"
 """Told instead of the method of a call that was turned away unread."""
@@ -57,23 +55,8 @@ class CallCounting(grpc.aio.ServerInterceptor):
         behaviour = behaviour_of(handler)
 
         async def counted(request: Any, context: Context) -> Any:
-            with self._counted(method, context):
+            self._observer.began(method)
+            with telling_end(context, lambda code: self._observer.ended(method, code.name)):
                 return await behaviour(request, context)
 
         return with_behaviour(handler, counted)
-
-    @contextmanager
-    def _counted(self, method: str, context: Context) -> Iterator[None]:
-        self._observer.began(method)
-        code = grpc.StatusCode.UNKNOWN.name
-        try:
-            yield
-            code = code_told(context).name
-        except grpc.aio.AbortError:
-            code = code_told(context).name
-            raise
-        except asyncio.CancelledError:
-            code = grpc.StatusCode.CANCELLED.name
-            raise
-        finally:
-            self._observer.ended(method, code)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
+
+from tandem.clock import ended_by_deadline
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -19,15 +24,38 @@ def behaviour_of(handler: Handler) -> Any:
 
 def with_behaviour(handler: Handler, behaviour: Any) -> Handler:
     """The same handler, doing this."""
-    make = _MAKERS[(bool(handler.request_streaming), bool(handler.response_streaming))]
-    return make(
+    return maker_of(handler)(
         behaviour,
         request_deserializer=handler.request_deserializer,
         response_serializer=handler.response_serializer,
     )
 
 
-def code_told(context: Context) -> grpc.StatusCode:
+def maker_of(handler: Handler) -> Callable[..., Handler]:
+    """gRPC's function that makes handlers of its kind."""
+    return _MAKERS[(bool(handler.request_streaming), bool(handler.response_streaming))]
+
+
+@contextmanager
+def telling_end(context: Context, tell: Callable[[grpc.StatusCode], None]) -> Iterator[None]:
+    """Tells, once, the status that the call inside ended with; UNKNOWN where its handler has a bug."""
+    began_s = time.monotonic()
+    code = grpc.StatusCode.UNKNOWN
+    try:
+        yield
+        code = _code_told(context)
+    except grpc.aio.AbortError:
+        code = _code_told(context)
+        raise
+    except asyncio.CancelledError:
+        late = ended_by_deadline(time.monotonic() - began_s, context.time_remaining())
+        code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+        raise
+    finally:
+        tell(code)
+
+
+def _code_told(context: Context) -> grpc.StatusCode:
     """The status that the handler set, by setting it or by aborting; none = OK."""
     code: Any = context.code()
     if code is None:

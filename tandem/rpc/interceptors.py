@@ -19,12 +19,11 @@ import grpc.aio
 
 from tandem.errors import InternalError, TandemError
 from tandem.rpc.decoding import decode_request
+from tandem.rpc.handlers import Context, Handler, behaviour_of, maker_of
 from tandem.rpc.status import abort_with
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CallGuard(grpc.aio.ServerInterceptor):
@@ -48,20 +47,20 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    ) -> Handler | None:
         """Called by gRPC once per call."""
         handler = await continuation(handler_call_details)
         return None if handler is None else self._wrap(handler, handler_call_details.method)
 
-    def _wrap(self, handler: grpc.RpcMethodHandler[Any, Any], method: str) -> grpc.RpcMethodHandler[Any, Any]:
+    def _wrap(self, handler: Handler, method: str) -> Handler:
         deserialize = handler.request_deserializer
 
         def decode(raw: bytes) -> Any:
             return raw if deserialize is None else decode_request(deserialize, raw)
 
-        behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        behaviour = behaviour_of(handler)
 
         async def unary(request: Any, context: Context) -> Any:
             async with self._guarded(method, context):
@@ -77,8 +76,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
                     async for response in result:
                         await context.write(response)
 
-        make = _MAKERS[(bool(handler.request_streaming), bool(handler.response_streaming))]
-        return make(
+        return maker_of(handler)(
             stream if handler.response_streaming else unary,
             request_deserializer=decode if handler.request_streaming else None,
             response_serializer=handler.response_serializer,
@@ -130,11 +128,3 @@ class _Count:
             self.zero.set()
         else:
             self.zero.clear()
-
-
-_MAKERS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]] = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}

@@ -10,18 +10,16 @@ Source: https://opentelemetry.io/docs/specs/semconv/rpc/grpc/
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
-from tandem.clock import ended_by_deadline
-from tandem.rpc.handlers import Context, Handler, behaviour_of, code_told, with_behaviour
+from tandem.rpc.handlers import Context, Handler, behaviour_of, telling_end, with_behaviour
 from tandem.telemetry.span_status import ERROR_TYPE
 from tandem.telemetry.trace_context import context_from_metadata
 
@@ -61,7 +59,7 @@ class CallTracing(grpc.aio.ServerInterceptor):
         metadata: Sequence[tuple[str, str | bytes]] = tuple(handler_call_details.invocation_metadata or ())
 
         async def traced(request: Any, context: Context) -> Any:
-            with self._span(service, method, metadata) as span, _status_on(span, context):
+            with self._span(service, method, metadata) as span, telling_end(context, partial(_tell, span)):
                 return await behaviour(request, context)
 
         return with_behaviour(handler, traced)
@@ -79,23 +77,9 @@ class CallTracing(grpc.aio.ServerInterceptor):
             yield span
 
 
-@contextmanager
-def _status_on(span: Span, context: Context) -> Iterator[None]:
-    began_s = time.monotonic()
-    code = grpc.StatusCode.UNKNOWN
-    try:
-        yield
-        code = code_told(context)
-    except grpc.aio.AbortError:
-        code = code_told(context)
-        raise
-    except asyncio.CancelledError:
-        late = ended_by_deadline(time.monotonic() - began_s, context.time_remaining())
-        code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
-        raise
-    finally:
-        span.set_attribute("rpc.grpc.status_code", code.value[0])
-        if code is not grpc.StatusCode.OK:
-            span.set_attribute(ERROR_TYPE, code.name)
-        if code in _FAULTS:
-            span.set_status(Status(StatusCode.ERROR, code.name))
+def _tell(span: Span, code: grpc.StatusCode) -> None:
+    span.set_attribute("rpc.grpc.status_code", code.value[0])
+    if code is not grpc.StatusCode.OK:
+        span.set_attribute(ERROR_TYPE, code.name)
+    if code in _FAULTS:
+        span.set_status(Status(StatusCode.ERROR, code.name))

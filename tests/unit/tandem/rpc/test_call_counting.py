@@ -139,6 +139,17 @@ async def test_a_stream_that_runs_is_in_flight_and_one_that_its_caller_leaves_is
     assert (told.calls, told.running) == ([("/Generate", "CANCELLED")], [])
 
 
+async def test_a_call_past_its_deadline_is_counted_as_that(serve: Serve) -> None:
+    told, channel = await serve()
+    await channel.channel_ready()  # else a slow connection takes the time, and no handler hears of the call
+    call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
+        inference_pb2.GenerateRequest(text="hang"), timeout=0.5
+    )
+    assert (await call.code()).name == "DEADLINE_EXCEEDED"
+    await told.end_of_one()
+    assert (told.calls, told.running) == ([("/Generate", "DEADLINE_EXCEEDED")], [])
+
+
 async def test_a_call_turned_away_unread_has_no_method_of_the_callers_choice(serve: Serve) -> None:
     told, channel = await serve(Refusing())
     call = inference_pb2_grpc.InferenceServiceStub(channel).GetModel(inference_pb2.GetModelRequest(), timeout=TIMEOUT_S)
