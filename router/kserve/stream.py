@@ -10,7 +10,6 @@ reading ──request──▶ a task of its own ──▶ responses under its i
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -20,8 +19,9 @@ from router.entrance import Context, Entrance
 from router.kserve.request import InferRequest, read_request
 from router.kserve.texts import Texts, mark_final, response
 from router.pipeline import Pipeline
-from tandem.errors import InternalError, InvalidRequest, Reason, TandemError, Unavailable
+from tandem.errors import InvalidRequest, Reason, TandemError, Unavailable
 from tandem.foreign import kserve_pb2
+from tandem.rpc.status import bug_logged
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
@@ -83,9 +83,7 @@ class InferStream:
         except grpc.aio.BaseError:  # the peer is gone: so is the stream
             raise
         except Exception as error:  # noqa: BLE001  (the task's root)
-            error_id = secrets.token_hex(6)
-            _log.exception("a request on a stream failed by a bug", error_id=error_id, kind=type(error).__name__)
-            await self._fail(message, InternalError(f"internal error {error_id}"))
+            await self._fail(message, bug_logged(_log, "a request on a stream failed by a bug", error))
         finally:
             self._places.release()
             self._num_running -= 1

@@ -8,7 +8,6 @@ that the log explains). The call count is what an ordered drain waits for.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from inspect import isasyncgen
@@ -20,7 +19,7 @@ import grpc.aio
 from tandem.errors import InternalError, TandemError
 from tandem.rpc.decoding import decode_request
 from tandem.rpc.handlers import Context, Handler, behaviour_of, maker_of
-from tandem.rpc.status import abort_with
+from tandem.rpc.status import abort_with, bug_logged
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
@@ -101,9 +100,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         except grpc.aio.BaseError as error:  # a write found the peer gone: the third way of being cancelled
             raise asyncio.CancelledError from error
         except Exception as error:  # noqa: BLE001
-            error_id = secrets.token_hex(6)
-            _log.exception("handler failed", method=method, error_id=error_id, kind=type(error).__name__)
-            await abort_with(context, InternalError(f"internal error {error_id}"))
+            await abort_with(context, bug_logged(_log, "handler failed", error, method=method))
         finally:
             for count in counts:
                 count.add(-1)

@@ -7,6 +7,7 @@ where a field is at fault, RetryInfo where waiting helps.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -18,8 +19,9 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from tandem import errors
-from tandem.errors import Reason, TandemError, rebuild_error
+from tandem.errors import InternalError, Reason, TandemError, rebuild_error
 from tandem.rpc.tls import closed_early, tls_failure
+from tandem.telemetry.logging import Logger
 
 DOMAIN = "tandem"
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -68,6 +70,13 @@ _REASON_OF_CODE: Mapping[grpc.StatusCode, Reason] = MappingProxyType(
 def status_code(error: TandemError) -> grpc.StatusCode:
     """By the error's class, else its nearest base in the table."""
     return next(STATUS_CODES[cls] for cls in type(error).__mro__ if cls in STATUS_CODES)
+
+
+def bug_logged(log: Logger, event: str, error: Exception, **fields: object) -> InternalError:
+    """For an exception that is being handled and is our own bug: the caller gets an id, which the log explains."""
+    error_id = secrets.token_hex(6)
+    log.exception(event, **fields, error_id=error_id, kind=type(error).__name__)
+    return InternalError(f"internal error {error_id}")
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
