@@ -246,12 +246,12 @@ class DecodeWorker:
         )
 
     def _let_in(self, arrival: Arrival) -> None:
-        arrival.observer.reserved()
         if arrival.local_prefill:
             self._roster.join(Resident(arrival))
             arrival.router.reserved(arrival.handle, b"", b"")
         else:
             offer = self._landings.offer(arrival)
+            arrival.observer.reserved()
             arrival.router.reserved(arrival.handle, offer.ticket, offer.endpoint)
 
     # --- ends ---

@@ -117,7 +117,7 @@ class SequenceObserver(Protocol):
     """Hears of one sequence on one worker, from its arrival there."""
 
     def reserved(self) -> None:
-        """Decode worker: blocks are promised to it, or it may compute its prompt here; a hand-off can come."""
+        """Decode worker: blocks are promised to it, and a hand-off can come. Not told where it computes the prompt."""
         ...
 
     def started(self) -> None:

@@ -132,8 +132,7 @@ class _Decoded(_Spans):
         self._reserved_ns = time.time_ns()
 
     def transfer_started(self) -> None:
-        self._finish_at(QUEUE, self._reserved_ns)
-        self._begin(RECEIVE, self._reserved_ns).add_event("transfer_started")
+        self._receive().add_event("transfer_started")
 
     def transferred(self, num_bytes: int, seconds: float, transport: str | None) -> None:
         self._finish(RECEIVE)
@@ -155,9 +154,15 @@ class _Decoded(_Spans):
             span.add_event("preempted")
 
     def ended(self, error: TandemError | None, num_tokens: int) -> None:
+        if QUEUE in self._open and self._reserved_ns:
+            self._receive()  # no writer came: that is not the queue's fault
         if DECODE in self._open:
             self._open[DECODE].set_attribute("gen_ai.usage.output_tokens", num_tokens)
         super().ended(error, num_tokens)
+
+    def _receive(self) -> Span:
+        self._finish_at(QUEUE, self._reserved_ns)
+        return self._begin(RECEIVE, self._reserved_ns)
 
 
 def _name_of(spec: SequenceSpec) -> dict[str, str | int]:

@@ -28,7 +28,7 @@ async def test_a_local_prompt_is_told_with_its_first_token(open_bench: Any, make
         bench.reserve(1, make_spec(13, 5), local_prefill=True)
         await bench.settled()
     (sequence,) = bench.observer.sequences
-    assert sequence.story == ["reserved", "started", "first_token", "ended"]
+    assert sequence.story == ["started", "first_token", "ended"]
     assert sequence.args("ended") == (None, 5)
 
 

@@ -136,17 +136,29 @@ def test_a_decode_worker_queues_receives_and_decodes(recorded: RecordedSpans, de
     assert "tandem.released" not in recorded.attributes("decode")
 
 
+@pytest.mark.parametrize("error", [None, PeerLost("gone")])
+def test_waiting_for_a_writer_is_no_part_of_the_queue(
+    recorded: RecordedSpans, decoded: SequenceObserver, error: PeerLost | None
+) -> None:
+    tell(decoded, "reserved")
+    decoded.ended(error, 0)
+    assert recorded.names == ["queue", "kv.receive"]
+    assert recorded.failure("queue") is None
+    assert "tandem.released" not in recorded.attributes("queue")
+    assert start_and_end(recorded.one("queue"))[1] == start_and_end(recorded.one("kv.receive"))[0]
+
+
 def test_a_prompt_computed_by_the_decode_worker_queues_until_it_starts(
     recorded: RecordedSpans, decoded: SequenceObserver
 ) -> None:
-    tell(decoded, "reserved", "started", "first_token")
+    tell(decoded, "started", "first_token")
     decoded.ended(None, 9)
     assert recorded.names == ["queue", "prefill", "decode"]
     assert recorded.attributes("decode")["gen_ai.usage.output_tokens"] == 9
 
 
 def test_a_preemption_is_an_event_of_what_it_interrupts(recorded: RecordedSpans, decoded: SequenceObserver) -> None:
-    tell(decoded, "reserved", "started", "preempted", "first_token", "preempted", "preempted")
+    tell(decoded, "started", "preempted", "first_token", "preempted", "preempted")
     decoded.ended(None, 9)
     assert recorded.events("prefill") == ["preempted"]
     assert recorded.events("decode") == ["preempted", "preempted"]
@@ -156,11 +168,11 @@ def test_a_preemption_is_an_event_of_what_it_interrupts(recorded: RecordedSpans,
     ("calls", "failed"),
     [
         ((), "queue"),
-        (("reserved",), "queue"),
+        (("reserved",), "kv.receive"),
         (("reserved", "transfer_started"), "kv.receive"),
         (("reserved", "transfer_started", "transferred"), "decode"),
-        (("reserved", "started"), "prefill"),
-        (("reserved", "started", "first_token"), "decode"),
+        (("started",), "prefill"),
+        (("started", "first_token"), "decode"),
     ],
 )
 def test_an_error_marks_what_was_under_way_on_a_decode_worker(
@@ -199,7 +211,7 @@ def test_steps_are_linked_to_the_work_that_they_do(recorded: RecordedSpans, role
 def test_nothing_is_kept_of_sequences_that_ended(recorded: RecordedSpans) -> None:
     observer = observer_of(recorded, Role.DECODE)
     sequence = observer.sequence(SPEC)
-    tell(sequence, "reserved", "started", "first_token")
+    tell(sequence, "started", "first_token")
     observer.step(StepReport(0.002, 0, 1, (SPEC,)))
     sequence.ended(None, 1)
     before = len(recorded.all)
