@@ -11,6 +11,7 @@ from router.placement import Obstacle, WorkerView
 from router.registry import Registry
 from tandem.config import RouterConfig
 from tandem.telemetry import metric_names as names
+from tandem.telemetry.metric import Labels
 from tandem.telemetry.metrics import Reading
 
 
@@ -32,9 +33,9 @@ class RouterReadings:
         yield Reading(names.ROUTER_ACTIVE_REQUESTS, queue.num_active)
         yield Reading(names.ROUTER_MAX_ACTIVE, self._config.max_active_requests)
         yield Reading(names.ROUTER_MAX_QUEUED, self._config.max_queued_requests)
-        workers = Counter((str(view.info.role), _state(view)) for view in self._registry.views())
-        for labels, count in workers.items():
-            yield Reading(names.ROUTER_WORKERS, count, labels)
+        workers = Counter[Labels]((str(view.info.role), _state(view)) for view in self._registry.views())
+        for labels in names.ROUTER_WORKERS.presets:
+            yield Reading(names.ROUTER_WORKERS, workers[labels], labels)
 
 
 def _state(view: WorkerView) -> str:

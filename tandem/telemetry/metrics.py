@@ -96,8 +96,7 @@ class Metrics(Collector):
         read: dict[Metric, dict[Labels, float]] = {metric: {} for metric in self._shown}
         for reader in self._readers:
             for reading in reader():
-                read.setdefault(reading.metric, dict.fromkeys(reading.metric.presets, 0.0))
-                read[reading.metric][reading.labels] = reading.value
+                read.setdefault(reading.metric, {})[reading.labels] = reading.value
         return {**{metric: each.values for metric, each in self._counters.items()}, **read}
 
     def _check(self, metric: Metric, kind: Kind) -> None:

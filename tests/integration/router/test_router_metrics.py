@@ -83,6 +83,15 @@ async def test_workers_are_counted_by_role_and_state(cluster: Any) -> None:
     assert value(cluster, "tandem_router_workers", worker_role="prefill", state="stalled") == 0
 
 
+async def test_a_router_that_knows_no_worker_tells_zeros_for_an_alert_to_see(cluster: Any) -> None:
+    states = {("tandem_router_workers", role, state) for role in Role for state in metric_names.WORKER_STATES}
+    assert {
+        (each.name, each.labels["worker_role"], each.labels["state"])
+        for each in samples(cluster)
+        if each.name == "tandem_router_workers" and each.value == 0
+    } == states
+
+
 async def test_serving_is_what_health_tells(cluster: Any) -> None:
     assert value(cluster, "tandem_serving") == 0
     await cluster.add_pair()

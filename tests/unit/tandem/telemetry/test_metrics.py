@@ -71,14 +71,6 @@ def test_counters_stand_at_zero_before_the_first_event() -> None:
     assert shown["tandem_completion_tokens_total", ()] == 0
 
 
-def test_readings_of_some_labels_leave_the_others_at_zero() -> None:
-    metrics = Metrics(Process.ROUTER, "demo")
-    metrics.add_reader(lambda: [Reading(names.ROUTER_WORKERS, 2, ("decode", "ready"))])
-    shown = samples(metrics)
-    assert shown["tandem_router_workers", (("state", "ready"), ("worker_role", "decode"))] == 2
-    assert shown["tandem_router_workers", (("state", "ready"), ("worker_role", "prefill"))] == 0
-
-
 def test_a_reader_with_nothing_to_tell_still_names_what_it_is_for() -> None:
     metrics = Metrics(Process.ROUTER, "demo")
     metrics.add_reader(list, names.CERTIFICATE_EXPIRY)
