@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tandem.errors import Reason
 from tandem.lifecycle import BlockState
-from tandem.telemetry.metric import EVERYWHERE, WORKERS, Kind, Metric, Process, one_two_five
+from tandem.telemetry.metric import EVERYWHERE, WORKERS, Kind, Labels, Metric, Process, one_two_five
 from tandem.types import FinishReason, Role
 
 LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
@@ -25,6 +25,20 @@ _ROUTER = (Process.ROUTER,)
 _DECODE = (Process.DECODE,)
 _PREFILL = (Process.PREFILL,)
 _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+
+
+def _reasons(*reasons: Reason) -> tuple[Labels, ...]:
+    """Presets of a metric whose one label is `reason`."""
+    return tuple((str(reason),) for reason in reasons)
+
+
+_LOST_ON_THE_WAY = (
+    *(Reason.TRANSFER_FAILED, Reason.TICKET_REFUSED, Reason.CHECKSUM_MISMATCH),
+    *(Reason.FRAME_ERROR, Reason.PEER_LOST),
+)
+_TRANSFER_FAILS = (*_LOST_ON_THE_WAY, Reason.HANDSHAKE_MISMATCH)
+_MOVES = (Reason.NO_CAPABLE_WORKER, Reason.WORKER_LOST, Reason.DRAINING, Reason.QUEUE_FULL, *_LOST_ON_THE_WAY)
+"""Why a try on one pair of workers fails where another pair may do better."""
 
 # --- every process ---
 
@@ -96,7 +110,14 @@ REQUESTS = Metric(
     presets=tuple((outcome,) for outcome in OUTCOMES),
 )
 REQUEST_FAILURES = Metric(
-    "tandem_request_failures_total", _C, "Requests that failed after admission.", _ROUTER, ("reason",)
+    "tandem_request_failures_total",
+    _C,
+    "Requests that failed after admission.",
+    _ROUTER,
+    ("reason",),
+    presets=_reasons(
+        *(*_MOVES, Reason.HANDSHAKE_MISMATCH, Reason.INVALID_FIELD, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL)
+    ),
 )
 REQUESTS_REFUSED = Metric(
     "tandem_requests_refused_total",
@@ -104,7 +125,10 @@ REQUESTS_REFUSED = Metric(
     "Requests that were turned away before they ran.",
     _ROUTER,
     ("reason",),
-    presets=tuple((str(reason),) for reason in (Reason.QUEUE_FULL, Reason.DRAINING, Reason.INVALID_FIELD)),
+    presets=_reasons(
+        *(Reason.INVALID_FIELD, Reason.OPTION_NOT_SUPPORTED, Reason.MODEL_NOT_FOUND),
+        *(Reason.QUEUE_FULL, Reason.DRAINING, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL),
+    ),
 )
 PLACEMENTS = Metric(
     "tandem_request_placements_total",
@@ -120,6 +144,7 @@ REQUEST_MOVES = Metric(
     "Tries that failed on one pair of workers, by the role of the worker at fault.",
     _ROUTER,
     ("worker_role", "reason"),
+    presets=tuple((str(role), str(reason)) for role in Role for reason in _MOVES),
 )
 PROMPT_TOKENS = Metric(
     "tandem_prompt_tokens_total", _C, "Prompt tokens of the requests whose prompt was computed.", _ROUTER
@@ -143,6 +168,13 @@ REQUEST_SECONDS = Metric(
     "tandem_request_seconds",
     _H,
     "A finished request's arrival to its last token.",
+    _ROUTER,
+    buckets=LATENCY_S,
+)
+WITHOUT_TOKEN_SECONDS = Metric(
+    "tandem_request_without_token_seconds",
+    _H,
+    "Arrival to the end of a request that broke off before its first token: given up, failed, or not admitted.",
     _ROUTER,
     buckets=LATENCY_S,
 )
@@ -199,6 +231,9 @@ POOL_USAGE = Metric(
 POOL_UNUSED_SLOTS = Metric(
     "tandem_kv_pool_unused_slots", _G, "Token slots of live KV blocks that hold no token: the pool's waste.", WORKERS
 )
+POOL_INFO = Metric(
+    "tandem_kv_pool_info", _G, "Always 1; the labels say how the KV pool is cut.", WORKERS, ("block_tokens", "blocks")
+)
 POOL_BLOCK_TOKENS = Metric("tandem_kv_pool_block_tokens", _G, "Token slots of one KV block.", WORKERS)
 TRANSFERS_LIVE = Metric("tandem_transfers_live", _G, "Hand-offs of KV under way.", WORKERS)
 ENGINE_STEPS = Metric("tandem_engine_steps_total", _C, "Steps that the engine has made.", WORKERS)
@@ -237,7 +272,14 @@ SEQUENCES = Metric(
     ("outcome",),
     presets=(("ended",), ("failed",)),
 )
-SEQUENCE_FAILURES = Metric("tandem_sequence_failures_total", _C, "Sequences that failed here.", WORKERS, ("reason",))
+SEQUENCE_FAILURES = Metric(
+    "tandem_sequence_failures_total",
+    _C,
+    "Sequences that failed here.",
+    WORKERS,
+    ("reason",),
+    presets=_reasons(*_TRANSFER_FAILS, Reason.QUEUE_FULL, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL),
+)
 SEQUENCE_WAIT = Metric(
     "tandem_sequence_wait_seconds",
     _H,
@@ -253,7 +295,14 @@ TRANSFERS = Metric(
     ("outcome",),
     presets=(("committed",), ("failed",), ("withdrawn",)),
 )
-TRANSFER_FAILURES = Metric("tandem_transfer_failures_total", _C, "Hand-offs of KV that failed.", WORKERS, ("reason",))
+TRANSFER_FAILURES = Metric(
+    "tandem_transfer_failures_total",
+    _C,
+    "Hand-offs of KV that failed.",
+    WORKERS,
+    ("reason",),
+    presets=_reasons(*_TRANSFER_FAILS),
+)
 TRANSFER_BYTES = Metric("tandem_transfer_bytes_total", _C, "Bytes of KV handed over, counted by the sender.", _PREFILL)
 TRANSFER_SECONDS = Metric(
     "tandem_transfer_seconds",

@@ -30,6 +30,7 @@ class RouterMetrics:
         self.completion_tokens = metrics.counter(names.COMPLETION_TOKENS)
         self.first_token_s = metrics.histogram(names.TIME_TO_FIRST_TOKEN).cells()
         self.inter_token_s = metrics.histogram(names.INTER_TOKEN).cells()
+        self.without_token_s = metrics.histogram(names.WITHOUT_TOKEN_SECONDS).cells()
         self.request_s = metrics.histogram(names.REQUEST_SECONDS).cells()
         self.admission_s = metrics.histogram(names.ADMISSION_SECONDS).cells()
         self.queue_s = metrics.histogram(names.QUEUE_SECONDS).cells()
@@ -111,6 +112,8 @@ class _Request:
             return
         of = self._of
         of.recent.broken_off()
+        if self._first_s is None:
+            of.without_token_s.observe(end.total_s)
         if end.error is None:
             of.requests.add(1, "cancelled")
         elif not self._admitted:

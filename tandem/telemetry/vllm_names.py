@@ -52,6 +52,12 @@ ALL: tuple[Alias, ...] = (
         "The same, by its older name.",
         {_PREFILL: names.POOL_USAGE, _DECODE: names.POOL_USAGE},
     ),
+    Alias(
+        "vllm:cache_config_info",
+        "Always 1; the labels say how the KV pool is cut.",
+        {_PREFILL: names.POOL_INFO, _DECODE: names.POOL_INFO},
+        labels=("block_size", "num_gpu_blocks"),
+    ),
     Alias("vllm:num_preemptions_total", "Preempted sequences.", {_DECODE: names.PREEMPTIONS}),
     Alias(
         "vllm:iteration_tokens_total",
@@ -99,6 +105,12 @@ ALL: tuple[Alias, ...] = (
     Alias(
         "vllm:request_generation_tokens",
         "Generated tokens per request.",
+        {_ROUTER: names.REQUEST_COMPLETION_TOKENS},
+        _REQUEST_TOKENS,
+    ),
+    Alias(
+        "vllm:request_max_num_generation_tokens",
+        "Generated tokens of a request's longest completion: it has one.",
         {_ROUTER: names.REQUEST_COMPLETION_TOKENS},
         _REQUEST_TOKENS,
     ),

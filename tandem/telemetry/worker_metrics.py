@@ -106,6 +106,7 @@ def load_reader(role: Role, load: Callable[[], WorkerLoad]) -> Callable[[], Iter
         yield Reading(names.TRANSFERS_LIVE, now.live_transfers)
         yield Reading(names.POOL_USAGE, 1 - pool.free / pool.total)
         yield Reading(names.POOL_UNUSED_SLOTS, pool.unused_slots)
+        yield Reading(names.POOL_INFO, 1, (str(pool.block_size), str(pool.total)))
         yield Reading(names.POOL_BLOCK_TOKENS, pool.block_size)
         for state in names.BLOCK_STATES:
             yield Reading(names.POOL_BLOCKS, getattr(pool, state), (state,))

@@ -8,13 +8,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.clock import ManualClock
-from tandem.errors import Overloaded, Reason, Unavailable
+from tandem.errors import DeadlineExceeded, Overloaded, Reason, Unavailable, rebuild_error
 from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart
 from tandem.telemetry.recent_latencies import RecentLatencies
 from tandem.telemetry.router_metrics import RouterMetrics
 from tandem.types import FinishReason, Incarnation, RequestId, Role, WorkerId, WorkerInfo
+
+MOVING = [each for each in Reason if rebuild_error(each, "").retryable and each is not Reason.TLS_FAILED]
+"""Reasons for which another pair is tried; of TLS no worker says a word about a sequence."""
 
 
 def worker(role: Role) -> WorkerInfo:
@@ -127,6 +130,28 @@ def test_a_request_that_broke_off_has_an_outcome_but_no_latency(
     assert reason is None or scene.value("tandem_request_failures_total", reason=reason) == 1
     assert scene.value("tandem_request_seconds_count") == 0
     assert scene.recent.total_requests == 1
+
+
+@pytest.mark.parametrize("end", [RequestEnd(0, 2.5), RequestEnd(0, 2.5, error=DeadlineExceeded("late"))])
+def test_who_ends_without_a_first_token_has_waited_in_vain(scene: Scene, end: RequestEnd) -> None:
+    scene.request().ended(end)
+    assert scene.value("tandem_request_without_token_seconds_sum") == 2.5
+    assert scene.value("tandem_request_without_token_seconds_bucket", le="2.0") == 0
+    assert scene.value("tandem_time_to_first_token_seconds_count") == 0
+
+
+def test_who_breaks_off_after_a_token_has_not_waited_in_vain(scene: Scene) -> None:
+    request = scene.request()
+    request.tokens(1)
+    request.ended(RequestEnd(1, 2.5))
+    assert scene.value("tandem_request_without_token_seconds_count") == 0
+
+
+@pytest.mark.parametrize("reason", MOVING)
+def test_every_reason_that_moves_a_request_stands_at_zero_before_it_does(scene: Scene, reason: Reason) -> None:
+    assert scene.value("tandem_request_failures_total", reason=reason) == 0
+    for role in Role:
+        assert scene.value("tandem_request_moves_total", worker_role=role, reason=reason) == 0
 
 
 def test_turned_away_at_the_door_or_by_admission_is_refused_and_no_outcome(scene: Scene) -> None:

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.clock import ManualClock
-from tandem.errors import ChecksumMismatch, DeadlineExceeded, TandemError
+from tandem.errors import ChecksumMismatch, DeadlineExceeded, TandemError, TransferError
 from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import SequenceObserver, StepReport
@@ -112,21 +112,26 @@ def test_the_receiver_counts_no_bytes(decode: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "transfer", "reasons"),
-    [
-        (ChecksumMismatch("block 3"), "failed", {("CHECKSUM_MISMATCH",): 1.0}),
-        (DeadlineExceeded("late"), "withdrawn", {}),
-        (None, "withdrawn", {}),
-    ],
+    ("error", "transfer", "num_failures"),
+    [(ChecksumMismatch("block 3"), "failed", 1), (DeadlineExceeded("late"), "withdrawn", 0), (None, "withdrawn", 0)],
 )
 def test_a_hand_off_that_was_under_way_fails_by_its_own_faults_only(
-    decode: Scene, error: TandemError | None, transfer: str, reasons: dict[tuple[str], float]
+    decode: Scene, error: TandemError | None, transfer: str, num_failures: int
 ) -> None:
     sequence = decode.sequence()
     sequence.transfer_started()
     sequence.ended(error, 0)
     assert decode.value("tandem_transfers_total", transfer) == 1
-    assert decode.samples("tandem_transfer_failures_total") == reasons
+    failures = decode.samples("tandem_transfer_failures_total")
+    assert failures["CHECKSUM_MISMATCH",] == sum(failures.values()) == num_failures
+
+
+@pytest.mark.parametrize("cls", [TransferError, *TransferError.__subclasses__()])
+def test_every_reason_why_a_hand_off_fails_stands_at_zero_before_it_does(
+    decode: Scene, cls: type[TransferError]
+) -> None:
+    assert decode.value("tandem_transfer_failures_total", cls.reason) == 0
+    assert decode.value("tandem_sequence_failures_total", cls.reason) == 0
 
 
 def test_a_sequence_that_fails_after_its_hand_off_leaves_the_hand_off_committed(decode: Scene) -> None:
@@ -168,6 +173,8 @@ def test_the_load_is_told_as_it_is(decode: Scene) -> None:
         ("quarantined",): 1,
     }
     assert decode.value("vllm:kv_cache_usage_perc", "0", "demo") == 0.75
+    assert decode.value("tandem_kv_pool_info", "16", "20") == 1
+    assert decode.value("vllm:cache_config_info", "16", "0", "demo", "20") == 1
 
 
 def test_what_waits_on_a_prefill_worker_is_its_own_metric(prefill: Scene) -> None:
