@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from tandem.admin.pipe import Pipe
+from tandem.security.tls import HANDSHAKE_TIMEOUT_S
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
@@ -50,20 +51,30 @@ class Patience:
     """To reach the private gRPC server."""
     flush_s: float = 5.0
     """To take what was left when the gRPC server closed."""
+    handshake_s: float = HANDSHAKE_TIMEOUT_S
+    """For TLS, before any of these."""
+
+
+class Caller(Protocol):
+    """Who has a place at the door: a Connection, or a Handshake before it."""
+
+    def abort(self) -> None:
+        """Ends it."""
+        ...
 
 
 class Doorman(Protocol):
     """Who counts connections and leads them on."""
 
-    def enter(self, connection: Connection) -> bool:
+    def enter(self, caller: Caller) -> bool:
         """Whether there is room for one more."""
         ...
 
-    def stay(self, connection: Connection) -> bool:
+    def stay(self, caller: Caller) -> bool:
         """Whether there is room for one more that may last: gRPC's do, HTTP's do not."""
         ...
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, caller: Caller) -> None:
         """It has ended."""
         ...
 

@@ -7,19 +7,23 @@ first; gRPC, which offers only `h2`, gets that. What is spoken is told from the 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 
-from tandem.admin.connection import Connection, Patience
+from tandem.admin.connection import Caller, Connection, Patience
+from tandem.admin.handshake import Handshake
 from tandem.errors import ConfigError
-from tandem.security.tls import HANDSHAKE_TIMEOUT_S, ServerTls
+from tandem.security.tls import ServerTls
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
 
 ALPN = ("http/1.1", "h2")
 MAX_CONNECTIONS = 128
-"""Half of them may be gRPC's, which last: so there is always room for a probe or a scrape."""
+"""Handshakes included. Half of them may be gRPC's, which last: so these alone never keep out a probe or a scrape."""
 _BACKLOG = 64
+_REMIND_S = 60.0
+"""Callers that are turned away are worth one line in so long: strangers must not be able to fill the log."""
 
 
 class FrontDoor:
@@ -37,31 +41,26 @@ class FrontDoor:
         """`private_path` is the Unix socket of the gRPC server behind."""
         self._http_handler = http_handler
         self._private_path = private_path
-        self._tls = tls
+        self._context = None if tls is None else tls.serving_context(ALPN)
         self._max_connections = max_connections
         self._patience = patience or Patience()
-        self._connections: set[Connection] = set()
-        self._lasting: set[Connection] = set()
+        self._callers: set[Caller] = set()
+        self._lasting: set[Caller] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._quiet_until_s = 0.0
         self._server: asyncio.Server | None = None
 
     @property
     def num_connections(self) -> int:
         """Callers that are here now."""
-        return len(self._connections)
+        return len(self._callers)
 
     async def open(self, listen: str) -> int:
         """Listens on HOST:PORT; returns the port. Raises ConfigError if the address cannot be had."""
         host, _, port = listen.rpartition(":")
-        tls = None if self._tls is None else self._tls.serving_context(ALPN)
         try:
             self._server = await asyncio.get_running_loop().create_server(
-                lambda: Connection(self, self._patience),
-                host.strip("[]"),
-                int(port),
-                ssl=tls,
-                ssl_handshake_timeout=None if tls is None else HANDSHAKE_TIMEOUT_S,
-                backlog=_BACKLOG,
+                self._greet, host.strip("[]"), int(port), backlog=_BACKLOG
             )
         except OSError as error:
             raise ConfigError("--admin-listen", f"cannot listen on {listen}: {error.strerror or error}") from error
@@ -73,25 +72,26 @@ class FrontDoor:
         if server is None:
             return
         server.close()
-        for connection in tuple(self._connections):
-            connection.abort()
+        await asyncio.sleep(0)  # a task that is cancelled before it began cannot clean up
+        for caller in tuple(self._callers):
+            caller.abort()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await server.wait_closed()
 
-    def enter(self, connection: Connection) -> bool:
+    def enter(self, caller: Caller) -> bool:
         """Whether there is room for one more."""
-        return self._admit(connection, self._connections, self._max_connections)
+        return self._admit(caller, self._callers, self._max_connections)
 
-    def stay(self, connection: Connection) -> bool:
+    def stay(self, caller: Caller) -> bool:
         """Whether there is room for one more that lasts."""
-        return self._admit(connection, self._lasting, self._max_connections // 2)
+        return self._admit(caller, self._lasting, self._max_connections // 2)
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, caller: Caller) -> None:
         """It has ended."""
-        self._connections.discard(connection)
-        self._lasting.discard(connection)
+        self._callers.discard(caller)
+        self._lasting.discard(caller)
 
     def http_handler(self) -> asyncio.Protocol:
         """What handles one HTTP/1 connection."""
@@ -110,10 +110,23 @@ class FrontDoor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    @staticmethod
-    def _admit(connection: Connection, present: set[Connection], most: int) -> bool:
-        if len(present) >= most:
-            _log.warning("admin port: too many connections", most=most)
+    def _greet(self) -> asyncio.Protocol:
+        connection = Connection(self, self._patience)
+        if self._context is None:
+            return connection
+        return Handshake(self, connection, self._context, self._patience.handshake_s)
+
+    def _admit(self, caller: Caller, present: set[Caller], most: int) -> bool:
+        if self._server is None:
             return False
-        present.add(connection)
+        if len(present) >= most:
+            self._warn(most)
+            return False
+        present.add(caller)
         return True
+
+    def _warn(self, most: int) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._quiet_until_s:
+            self._quiet_until_s = now_s + _REMIND_S
+            _log.warning("admin port: too many connections; more are refused", most=most)

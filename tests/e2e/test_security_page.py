@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.cluster import Cluster, run_command
+from tandem.admin import front_door
 from tandem.rpc import server
 from tandem.security.tls import HANDSHAKE_TIMEOUT_S, ServerTls
 from tandem.security.tokens import MIN_TOKEN_CHARS
@@ -82,6 +83,7 @@ def test_the_caps_are_those_of_the_code() -> None:
     assert f"| metadata of a call | {server._MAX_METADATA_BYTES // 1024} KiB |" in PAGE
     assert f"| streams on a connection | {server._MAX_STREAMS_PER_CONNECTION} |" in PAGE
     assert f"handshakes included | {server._MAX_CONNECTIONS};" in PAGE
+    assert f"| connections of an admin port, handshakes included | {front_door.MAX_CONNECTIONS}, of which" in PAGE
     assert f"| a TLS handshake | {HANDSHAKE_TIMEOUT_S:g} s |" in PAGE
     assert f"| a gRPC connection without calls | {server._MAX_IDLE_MS // 60_000} min" in PAGE
     assert f"at least {MIN_TOKEN_CHARS} characters" in PAGE

@@ -282,6 +282,15 @@ async def test_callers_beyond_the_bound_are_refused_and_make_room_when_they_leav
     assert await third.hears(1) == b"C"
 
 
+async def test_many_who_are_refused_are_one_line_in_the_log(
+    open_door: OpenDoor, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, call = await open_door(max_connections=0)
+    for _ in range(5):
+        assert await (await call()).is_shown_out()
+    assert [record.getMessage() for record in caplog.records] == ["admin port: too many connections; more are refused"]
+
+
 async def test_callers_that_last_leave_room_for_those_that_do_not(open_door: OpenDoor) -> None:
     _, call = await open_door(max_connections=4)
     lasting = [await call() for _ in range(2)]
