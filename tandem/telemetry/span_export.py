@@ -1,12 +1,13 @@
 """Spans on their way to a collector that may be dead, slow or hang: nothing here waits for it but its own thread.
 
-Spans wait in a bounded queue and the oldest are dropped; the log hears once that export fails, not
-once per batch. `close` is the only call that takes time, and it is bounded.
+Spans wait in a bounded queue and the oldest are dropped; the log hears once that export fails, and why,
+not once per batch. `close` is the only call that takes time, and it is bounded.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -35,12 +36,36 @@ BAD_VALUES = (ValueError, RuntimeError, InvalidCompressionValueException)
 _GIVE_UP_S = 0.5
 """Given to an export whose connection was just closed."""
 _REMIND_S = 300.0
-_NOISY_LOGGERS = (
-    "opentelemetry.exporter",
-    "opentelemetry.sdk._shared_internal",
-    "opentelemetry.sdk.trace.export",
-)
+_EXPORTER_LOGGER = "opentelemetry.exporter.otlp.proto.grpc.exporter"
+_NOISY_LOGGERS = (_EXPORTER_LOGGER, "opentelemetry.sdk._shared_internal", "opentelemetry.sdk.trace.export")
 """They log each failed batch and each dropped span."""
+_HEADERS_LOGGER = "opentelemetry.util.re"
+"""It quotes what it cannot read of OTEL_EXPORTER_OTLP_HEADERS, which hold keys."""
+_USER = re.compile(r"[^\s/@]+@")
+"""Before the host of an address: a name, a password."""
+_MAX_ERROR_CHARS = 300
+
+
+class _SdkLog(logging.Filter):
+    """Keeps the SDK's lines out of the log, and the last one on exporting for `ReportingExporter` to tell."""
+
+    last = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name == _EXPORTER_LOGGER:
+            self.last = _USER.sub("", record.getMessage())[:_MAX_ERROR_CHARS]
+        return False
+
+
+class _Unquoted(logging.Filter):
+    """Says that a header is malformed, but not what it is."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = "OTEL_EXPORTER_OTLP_HEADERS: what is no name=value, URL-encoded, is left out", ()
+        return True
+
+
+_SDK_LOG, _UNQUOTED = _SdkLog(), _Unquoted()  # one of each, as there is one of each logger
 
 
 class ReportingExporter(SpanExporter):
@@ -53,7 +78,11 @@ class ReportingExporter(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Called by the exporting thread."""
-        result = self._exporter.export(spans)
+        try:
+            result = self._exporter.export(spans)
+        except Exception as error:  # noqa: BLE001  (the SDK would catch it, and tell a logger that is hushed)
+            _SDK_LOG.last = type(error).__name__  # what it says may quote the headers
+            result = SpanExportResult.FAILURE
         self._note(failed=result is not SpanExportResult.SUCCESS)
         return result
 
@@ -72,7 +101,7 @@ class ReportingExporter(SpanExporter):
         self._failing = failed
         if failed:
             self._quiet_until_s = time.monotonic() + _REMIND_S
-            _log.warning("traces cannot be exported; spans are dropped until the collector answers")
+            _log.warning("traces cannot be exported; their spans are dropped", error=_SDK_LOG.last)
         else:
             _log.info("traces are exported again")
 
@@ -82,12 +111,13 @@ class SpanExport:
 
     def __init__(self, provider: TracerProvider, wanted: TraceExport) -> None:
         """Starts the exporting thread; connects when there is something to export."""
+        logging.getLogger(_HEADERS_LOGGER).addFilter(_UNQUOTED)
         self._exporter = ReportingExporter(OTLPSpanExporter(timeout=None if wanted.sets_timeout else EXPORT_TIMEOUT_S))
         self._provider = provider
-        for name in _NOISY_LOGGERS:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
         batch_spans = None if wanted.sets_batch_size else BATCH_SPANS
         provider.add_span_processor(BatchSpanProcessor(self._exporter, max_export_batch_size=batch_spans))
+        for name in _NOISY_LOGGERS:  # from now on: what they say of bad variables has been said
+            logging.getLogger(name).addFilter(_SDK_LOG)
 
     def close(self) -> None:
         """Exports what waits, within FLUSH_S; then gives it up."""

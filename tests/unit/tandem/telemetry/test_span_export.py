@@ -6,8 +6,9 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from typing import Any
 
+import grpc
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -23,21 +24,23 @@ CLOSE_S = 2.5
 
 
 @pytest.fixture(autouse=True)
-def levels_are_put_back() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in span_export._NOISY_LOGGERS]
-    levels = [logger.level for logger in loggers]
-    yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
+def filters_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the SDK's loggers, whose own filter drops what they said a moment ago, as for another test."""
+    for name in (*span_export._NOISY_LOGGERS, span_export._HEADERS_LOGGER):
+        monkeypatch.setattr(logging.getLogger(name), "filters", [])
+    monkeypatch.setattr(span_export._SDK_LOG, "last", "")
 
 
 class ScriptedExporter(SpanExporter):
     def __init__(self) -> None:
         self.result = SpanExportResult.SUCCESS
         self.num_exports = 0
+        self.error: Exception | None = None
 
     def export(self, spans: object) -> SpanExportResult:
         self.num_exports += 1
+        if self.error is not None:
+            raise self.error
         return self.result
 
 
@@ -71,6 +74,13 @@ def test_a_collector_that_comes_and_goes_does_not_fill_the_log(caplog: pytest.Lo
         inner.result = SpanExportResult.FAILURE if number % 2 else SpanExportResult.SUCCESS
         exporter.export(SPANS)
     assert len(lines(caplog)) == 2
+
+
+def test_an_exporter_that_raises_is_told_by_kind_alone(caplog: pytest.LogCaptureFixture) -> None:
+    inner = ScriptedExporter()
+    inner.error = ValueError("x-api-key=secret")
+    assert ReportingExporter(inner).export(SPANS) is SpanExportResult.FAILURE
+    assert [record.fields for record in caplog.records] == [{"error": "ValueError"}]  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -149,6 +159,59 @@ def test_making_spans_does_not_wait_while_a_collector_hangs(
                 slowest_s = max(slowest_s, time.perf_counter() - began_s)
             assert collector.called.wait(5)
     assert slowest_s < span_export.EXPORT_TIMEOUT_S / 2
+
+
+class RefusingCollector(Collector):
+    def Export(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        self.called.set()
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing api key " + "x" * 1000)
+
+
+def test_the_log_says_once_why_a_collector_refuses(
+    endpoint_of: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector = RefusingCollector()
+    with collector.serve() as endpoint:
+        endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        endpoint_of.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-api-key=secret")
+        with tracing("tandem-router") as tracer:
+            assert tracer is not None
+            for _ in range(300):
+                tracer.start_span("span").end()
+            assert collector.called.wait(5)
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    error = warning.fields["error"]  # type: ignore[attr-defined]
+    assert "UNAUTHENTICATED" in error
+    assert "missing api key" in error
+    assert len(error) <= 300
+    assert "secret" not in caplog.text
+
+
+def test_no_password_of_an_address_is_kept() -> None:
+    said = {"name": span_export._EXPORTER_LOGGER, "msg": "failed: %s", "args": ("me:secret@collector:4317",)}
+    assert not span_export._SDK_LOG.filter(logging.makeLogRecord(said))
+    assert span_export._SDK_LOG.last == "failed: collector:4317"
+
+
+def test_a_malformed_header_is_told_but_not_quoted(
+    endpoint_of: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    endpoint_of.setenv("OTEL_EXPORTER_OTLP_HEADERS", "api key=secret")
+    with tracing("tandem-router") as tracer:
+        assert tracer is not None
+    assert "OTEL_EXPORTER_OTLP_HEADERS" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_a_bad_size_of_the_sdks_own_is_told_and_its_default_taken(
+    endpoint_of: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    endpoint_of.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "many")
+    with tracing("tandem-router") as tracer:
+        assert tracer is not None
+    assert "OTEL_BSP_MAX_QUEUE_SIZE" in caplog.text
 
 
 def test_a_bad_value_of_the_sdks_own_is_told_and_the_process_goes_on(
