@@ -43,17 +43,15 @@ RUN apt-get update \
 RUN python3 -m venv --without-pip /opt/tandem
 WORKDIR /src
 COPY constraints.txt .
-# torch's wheel for CUDA names the Triton that it goes with.
-RUN sed '/^triton==/d' constraints.txt > /constraints.txt
-RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c /constraints.txt torch
+RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt torch
 # Compiled against the torch that was just installed, hence without isolation.
 RUN if [ "${FLASH_ATTN}" = 1 ]; then \
-        pip --python /opt/tandem/bin/python install --no-cache-dir -c /constraints.txt packaging psutil setuptools wheel \
-        && pip --python /opt/tandem/bin/python install --no-cache-dir -c /constraints.txt --no-build-isolation \
+        pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt packaging psutil setuptools wheel \
+        && pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt --no-build-isolation \
             'flash-attn>=2.7'; \
     fi
 COPY . .
-RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c /constraints.txt '.[worker]'
+RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt '.[worker]'
 RUN cd / && /opt/tandem/bin/python -c "import sys; from kernels.cpu import build; sys.exit(not build.LIBRARY.exists())"
 
 FROM nvidia/cuda:${CUDA_VERSION}-base-ubuntu24.04 AS cuda
