@@ -81,7 +81,7 @@ def _shown(authorization: str) -> bytes | None:
     scheme, _, value = authorization.partition(" ")
     match scheme.lower():
         case "bearer":
-            return value.strip().encode()
+            return value.strip().encode("utf-8", "surrogatepass")  # of a header that was not UTF-8
         case "basic":
             try:
                 return base64.b64decode(value.strip(), validate=True).partition(b":")[2]

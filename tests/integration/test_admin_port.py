@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tandem.admin.content import AdminContent, RouterReport
 from tandem.admin.port import CHANNELZ, admin_port
+from tandem.admin.site import HEADERS
 from tandem.cluster_status import ClusterStatus
 from tandem.errors import ConfigError
 from tandem.rpc.channel import open_channel
@@ -184,28 +185,58 @@ async def test_after_it_has_closed_nobody_is_answered() -> None:
 # ---- callers that mean no good
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
-        b"\x00" * 1000,
-        b"GET\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
-        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 100_000 + b"\r\n",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
-    ],
-    ids=["tls", "zeros", "no-path", "version", "long-field", "long-line", "many-fields", "length"],
-)
-async def test_garbage_is_refused_and_the_port_lives_on(start: StartProcess, said: bytes) -> None:
+GARBAGE = {
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    "zeros": b"\x00" * 1000,
+    "method": b"GARBAGE\r\n\r\n",
+    "no-path": b"GET\r\n\r\n",
+    "version": b"GET / HTTP/9.9\r\n\r\n",
+    "address": b"GET http://[::1/ HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "host": b"GET http://xn--/ HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "field-name": b"GET / HTTP/1.1\r\nHost: localhost\r\nA b: c\r\n\r\n",
+    "two-hosts": b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: elsewhere\r\n\r\n",
+    "long-field": b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+    "long-line": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "many-fields": b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 100_000 + b"\r\n",
+    "length": b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+}
+
+
+def assert_ours(answer: bytes) -> None:
+    """It says no more than we want said, and bears the headers of every answer."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    for name, value in HEADERS.items():
+        assert f"{name}: {value}".encode() in head.split(b"\r\n")
+    assert b"aiohttp" not in head
+    assert body in {b"not a request that this port understands\n", b"a token is needed\n"}
+
+
+@pytest.mark.parametrize("said", GARBAGE.values(), ids=GARBAGE)
+async def test_garbage_is_refused_and_the_port_lives_on(
+    start: StartProcess, said: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     process = await start()
+    caplog.clear()
     try:
         answer = await talk(process.admin, said)
-    except ConnectionResetError:
+    except ConnectionResetError:  # it went before all was said
         answer = b""
-    assert answer == b"" or (answer.startswith(b"HTTP/1.") and answer.split()[1] in {b"400", b"431", b"505"})
+    assert caplog.records == []
+    if answer:
+        assert answer.startswith(b"HTTP/1.0 400 ")
+        assert_ours(answer)
     assert (await fetch(f"http://{process.admin}/livez"))[0] == 200
+
+
+async def test_a_token_that_is_no_text_is_refused_as_any_other(
+    start: StartProcess, pki: Pki, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = await start(Incoming(None, Tokens(pki.tokens(TOKEN))))
+    caplog.clear()
+    answer = await talk(process.admin, b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert_ours(answer)
+    assert caplog.records == []
 
 
 async def test_a_preface_with_garbage_behind_is_refused_and_grpc_lives_on(start: StartProcess) -> None:
@@ -230,7 +261,9 @@ async def test_head_gets_the_headers_alone(start: StartProcess) -> None:
     assert body == b""
 
 
-async def test_a_report_that_fails_is_an_error_without_its_reason(start: StartProcess) -> None:
+async def test_a_report_that_fails_is_an_error_without_its_reason(
+    start: StartProcess, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail() -> RouterReport:
         raise ZeroDivisionError("secret")
 
@@ -240,6 +273,9 @@ async def test_a_report_that_fails_is_an_error_without_its_reason(start: StartPr
         status, _, body = await fetch(f"http://{address}/status.json")
     assert status == 500
     assert "secret" not in body
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "admin port: a request failed"
+    ]
 
 
 # ---- TLS and tokens

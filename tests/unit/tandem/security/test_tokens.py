@@ -41,6 +41,7 @@ def test_a_token_of_the_file_is_allowed(pki: Pki, header: str) -> None:
         "Basic not-base64",
         "Basic \u00e9",
         "Bearer \u00e9",
+        "Bearer \udcff",
     ],
 )
 def test_anything_else_is_not(pki: Pki, header: str | None) -> None:
