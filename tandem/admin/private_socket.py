@@ -18,8 +18,13 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
+from tandem.errors import ConfigError
+
 _MEMORY = "/dev/shm"
 """Writable where a container's root file system is not."""
+_NAME = "s"
+_MAX_PATH_BYTES = 107
+"""Linux' `sun_path` without its last zero."""
 
 
 class PrivateSocket:
@@ -38,7 +43,7 @@ class PrivateSocket:
     @property
     def bind_path(self) -> str:
         """Where the server listens."""
-        return str(self._folder / "s")
+        return str(self._folder / _NAME)
 
     @property
     def connect_path(self) -> str:
@@ -66,8 +71,13 @@ class PrivateSocket:
 
 
 def _new_folder() -> str:
-    """Mode 0700, as mkdtemp makes them."""
-    try:
-        return tempfile.mkdtemp(prefix="tandem-")
-    except FileNotFoundError:  # no usable temporary folder
-        return tempfile.mkdtemp(prefix="tandem-", dir=_MEMORY)
+    """Mode 0700, as mkdtemp makes them. Raises ConfigError if there is no place for one."""
+    for parent in (None, _MEMORY):  # None = where the system has temporary files
+        with contextlib.suppress(OSError):
+            folder = tempfile.mkdtemp(prefix="tandem-", dir=parent)
+            if len(os.fsencode(f"{folder}/{_NAME}")) <= _MAX_PATH_BYTES:
+                return folder
+            os.rmdir(folder)
+    raise ConfigError(
+        "TMPDIR", f"neither it nor {_MEMORY} is writable and short enough for the admin port's own socket"
+    )

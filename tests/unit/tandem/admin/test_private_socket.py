@@ -11,6 +11,7 @@ import pytest
 
 from tandem.admin import private_socket
 from tandem.admin.private_socket import PrivateSocket
+from tandem.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +71,30 @@ def test_where_no_temporary_folder_is_writable_it_lives_in_memory(
     monkeypatch.setattr(private_socket, "_MEMORY", str(memory))
     with PrivateSocket() as private:
         assert Path(private.bind_path).parent.parent == memory
+
+
+@pytest.fixture
+def too_deep(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder whose path leaves no room for a socket's."""
+    deep = folder / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    return deep
+
+
+def test_where_the_temporary_folder_lies_too_deep_it_lives_in_memory(
+    folder: Path, too_deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_socket, "_MEMORY", str(folder))
+    with PrivateSocket() as private, listen(private):
+        assert Path(private.bind_path).parent.parent == folder
+    assert list(too_deep.iterdir()) == []
+
+
+def test_where_no_folder_will_do_the_variable_is_named(
+    folder: Path, too_deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_socket, "_MEMORY", str(folder / "missing"))
+    with pytest.raises(ConfigError, match="TMPDIR: neither it nor"):
+        PrivateSocket()
+    assert list(too_deep.iterdir()) == []
