@@ -153,8 +153,7 @@ class Router:
             health = asyncio.create_task(self.health.run(self.server), name="health")
             stack.callback(health.cancel)
             await _first_of(health, until)
-            self.pipeline.begin_drain()
-            await self.server.drain(self.config.drain_grace_s)
+            await self.server.drain(self.config.drain_grace_s, self.pipeline.begin_drain)
 
 
 def _own_services(

@@ -1,9 +1,10 @@
 """How gRPC itself treats calls of our clients: spread over all routers that a target names, and retried.
 
 A call is retried only while nothing of its answer has come, so a stream is never repeated; what a
-router cannot finish it moves to other workers by itself. Of several routers only those are called that
-say SERVING; a single one is called in any case, since it says best what is missing. Sources: gRPC
-proposals A6 (client retries) and A17 (client-side health checking).
+router cannot finish it moves to other workers by itself. CANCELLED, where it is not the caller's own
+doing, is what a call gets that crosses the GOAWAY of a router that drains. Of several routers only
+those are called that say SERVING; a single one is called in any case, since it says best what is
+missing. Sources: gRPC proposals A6 (client retries) and A17 (client-side health checking).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _CONFIG: dict[str, Any] = {
                 "initialBackoff": "0.05s",
                 "maxBackoff": "1s",
                 "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
+                "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
             },
         }
     ],

@@ -114,22 +114,30 @@ class RpcServer:
 
     def set_serving(self, serving: bool) -> None:
         """What health tells, for the process and each service. Without effect once draining."""
-        if serving != self._health.serving:
-            _log.info("serving" if serving else "not serving", listen=self._listen)
+        before = self._health.serving
         self._health.set_serving(serving)
+        if self._health.serving != before:
+            _log.info("serving" if serving else "not serving", listen=self._listen)
 
     def set_alive(self, alive: bool) -> None:
         """What health tells of the process's life (`health.LIVENESS`); true until told otherwise."""
         self._health.set_alive(alive)
 
-    async def drain(self, grace_s: float) -> None:
-        """NOT_SERVING at once; waits for running calls, `grace_s` at most; then stops. Idempotent."""
+    async def drain(self, grace_s: float, refuse: Callable[[], None] = lambda: None) -> None:
+        """NOT_SERVING at once; then takes no new calls and waits for running ones, `grace_s` at most. Idempotent.
+
+        `refuse` is called once clients were told to call elsewhere, for what still comes on streams left open.
+        """
         server, self._server = self._server, None
         self._health.close()
         if server is None:
             return
+        await asyncio.sleep(self._announce_s)
+        # GOAWAY now, for a client that stayed connected would call here until the last of its streams ends.
+        leaving = asyncio.create_task(server.stop(grace=grace_s + _FLUSH_S), name="goaway")
         try:
-            await asyncio.sleep(self._announce_s)
+            await asyncio.sleep(0)  # it is under way
+            refuse()
             async with asyncio.timeout(grace_s):
                 await self._guard.idle()
         except TimeoutError:
@@ -139,6 +147,7 @@ class RpcServer:
             with contextlib.suppress(TimeoutError):  # a handler that ignores its cancellation
                 async with asyncio.timeout(_CLEANUP_S):
                     await self._guard.ended()
+            await leaving
 
     def _interceptors(self) -> tuple[grpc.aio.ServerInterceptor, ...]:
         """From the outermost inwards."""

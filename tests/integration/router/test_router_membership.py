@@ -118,8 +118,9 @@ async def test_a_draining_router_finishes_what_runs_and_refuses_the_rest(launch:
     assert (await watch.read()).status == SERVING
     cluster.stop.set()
     assert (await watch.read()).status == NOT_SERVING
-    error, _, _ = await cluster.error_of(cluster.generate(1))
-    assert error.reason == "DRAINING"
+    await cluster.until(lambda: cluster.router.pipeline.draining)
+    _, code, _ = await cluster.error_of(cluster.generate(1))
+    assert code is grpc.StatusCode.UNAVAILABLE
     decode.let_go()
     assert await cluster.read_tokens(running) == cluster.completion(PROMPT, 8)
     async with asyncio.timeout(5):

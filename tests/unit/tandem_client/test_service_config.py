@@ -23,6 +23,7 @@ class Router(inference_pb2_grpc.InferenceServiceServicer):
         self.num_calls = 0
         self.refusals = 0
         self.reason = Reason.DRAINING
+        self.cancels = 0
 
     async def GetModel(  # noqa: N802
         self, request: inference_pb2.GetModelRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -30,6 +31,8 @@ class Router(inference_pb2_grpc.InferenceServiceServicer):
         self.num_calls += 1
         if self.num_calls <= self.refusals:
             raise Unavailable("not now", self.reason)
+        if self.num_calls <= self.cancels:
+            await context.abort(grpc.StatusCode.CANCELLED)
         return inference_pb2.GetModelResponse(model=self.name)
 
 
@@ -91,6 +94,15 @@ async def test_a_call_that_a_draining_router_refused_is_sent_again(pair: Routers
         assert (await client.model()).model == "a"
 
     assert pair.routers[0].num_calls == 3
+
+
+async def test_a_call_that_crosses_the_goaway_of_a_router_is_sent_again(pair: Routers) -> None:
+    pair.routers[0].cancels = 1
+
+    async with AsyncClient(pair.targets[0]) as client:
+        assert (await client.model()).model == "a"
+
+    assert pair.routers[0].num_calls == 2
 
 
 async def test_a_call_that_no_worker_can_serve_is_not_sent_again(pair: Routers) -> None:
