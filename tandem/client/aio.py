@@ -29,6 +29,7 @@ CALL_TIMEOUT_S = 10.0
 """For calls that do not generate, where the caller names no time."""
 RETRY_S = 0.1
 """Between two looks at a server that is not ready."""
+CLOSED = "this client was closed"
 
 
 class AsyncClient:
@@ -52,6 +53,7 @@ class AsyncClient:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         self._target = target
+        self._closed = False
         self._outgoing = Outgoing.of_client(security or ClientSecurityConfig(), target)
         self._channel = open_channel(
             target,
@@ -70,7 +72,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Cancels what is under way and closes the channel."""
+        """Cancels what is under way, which raises Unavailable, as every later call does."""
+        self._closed = True
         await self._channel.close()
 
     async def generate(
@@ -85,7 +88,7 @@ class AsyncClient:
         Closing the iterator early cancels the request.
         """
         request = generate_request(prompt, options)
-        async with _translated():
+        async with self._translated():
             call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata())
             try:
                 async for message in call:
@@ -102,7 +105,7 @@ class AsyncClient:
     ) -> Completion:
         """Generates everything, then returns. Cancelling the task cancels the request."""
         request = generate_request(prompt, options)
-        async with _translated():
+        async with self._translated():
             return response.completion(
                 await self._inference.Complete(
                     inference_pb2.CompleteRequest(generate=request),
@@ -121,7 +124,7 @@ class AsyncClient:
     ) -> Tokenization:
         """The token ids of a text, or of a conversation as the chat template renders it."""
         request = tokenize_request(text, messages, model)
-        async with _translated():
+        async with self._translated():
             return response.tokenization(
                 await self._inference.Tokenize(request, timeout=timeout_s, metadata=self._metadata())
             )
@@ -136,12 +139,12 @@ class AsyncClient:
     ) -> str:
         """The text of token ids."""
         request = detokenize_request(token_ids, skip_special_tokens, model)
-        async with _translated():
+        async with self._translated():
             return str((await self._inference.Detokenize(request, timeout=timeout_s, metadata=self._metadata())).text)
 
     async def model(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ServedModel:
         """What is served, and within which limits."""
-        async with _translated():
+        async with self._translated():
             return response.served_model(
                 await self._inference.GetModel(
                     inference_pb2.GetModelRequest(), timeout=timeout_s, metadata=self._metadata()
@@ -150,7 +153,7 @@ class AsyncClient:
 
     async def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ClusterStatus:
         """Every worker, pool, queue and transfer that the router knows of."""
-        async with _translated():
+        async with self._translated():
             return status_from_proto(
                 await self._cluster.GetStatus(
                     cluster_pb2.GetStatusRequest(), timeout=timeout_s, metadata=self._metadata()
@@ -159,7 +162,7 @@ class AsyncClient:
 
     async def drain(self, worker_id: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Asks one worker to take no new work, finish what it has, and leave."""
-        async with _translated():
+        async with self._translated():
             await self._cluster.Drain(
                 cluster_pb2.DrainRequest(worker_id=worker_id), timeout=timeout_s, metadata=self._metadata()
             )
@@ -167,13 +170,13 @@ class AsyncClient:
     async def serving(self, service: str = "", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
         """What the server's health says of one service; "" = of all. False for one that is not there."""
         request = health_pb2.HealthCheckRequest(service=service)
-        call = self._health.Watch(request, timeout=timeout_s, metadata=self._metadata())
-        try:
-            async with _translated():
+        async with self._translated():
+            call = self._health.Watch(request, timeout=timeout_s, metadata=self._metadata())
+            try:
                 async for message in call:
                     return bool(message.status == health_pb2.HealthCheckResponse.SERVING)
-        finally:
-            call.cancel()
+            finally:
+                call.cancel()
         return False  # it is ending
 
     async def wait_ready(self, timeout_s: float) -> None:
@@ -202,21 +205,30 @@ class AsyncClient:
 
     async def _watch_until_serving(self) -> None:
         """Raises Unavailable if the server is not there, or ended the watch, as one that drains does."""
-        call = self._health.Watch(health_pb2.HealthCheckRequest(), metadata=self._metadata())
-        try:
-            async with _translated():
+        async with self._translated():
+            call = self._health.Watch(health_pb2.HealthCheckRequest(), metadata=self._metadata())
+            try:
                 async for message in call:
                     if message.status == health_pb2.HealthCheckResponse.SERVING:
                         return
-        finally:
-            call.cancel()
+            finally:
+                call.cancel()
         raise Unavailable("it is draining", Reason.DRAINING)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable(CLOSED)
 
-@contextlib.asynccontextmanager
-async def _translated() -> AsyncIterator[None]:
-    """The one place where this client's gRPC errors become ours."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise error_from_rpc(error) from error
+    @contextlib.asynccontextmanager
+    async def _translated(self) -> AsyncIterator[None]:
+        """The one place where this client's gRPC errors become ours."""
+        self._check_open()
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and (task is None or not task.cancelling()):  # the call was cancelled, not its caller
+                raise Unavailable(CLOSED) from None
+            raise

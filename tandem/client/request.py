@@ -35,7 +35,7 @@ class SamplingOptions(TypedDict, total=False):
     n: int
     beam_width: int
     length_penalty: float
-    stop: Sequence[str]
+    stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     include_stop: bool
     ignore_eos: bool
@@ -46,7 +46,7 @@ class SamplingOptions(TypedDict, total=False):
     json_schema: str
     regex: str
     grammar: str
-    choice: Sequence[str]
+    choice: str | Sequence[str]
 
 
 class GenerateOptions(SamplingOptions, total=False):
@@ -64,6 +64,7 @@ class GenerateOptions(SamplingOptions, total=False):
 
 
 _REQUEST_FIELDS = ("request_id", "model", "priority", "cache_salt")
+_LISTS_OF_TEXT = {"stop", "choice"}
 
 
 def generate_request(text: str | None, options: GenerateOptions) -> inference_pb2.GenerateRequest:
@@ -81,9 +82,14 @@ def generate_request(text: str | None, options: GenerateOptions) -> inference_pb
     for name, value in given.items():
         if name not in SamplingOptions.__annotations__:
             raise InvalidRequest(f"sampling.{name}", "no such option")
-        fitting = inference_pb2.ChoiceConstraint(choices=value) if name == "choice" else value
-        _set(request.sampling, name, fitting, f"sampling.{name}")
+        _set(request.sampling, name, _fitting(name, value), f"sampling.{name}")
     return request
+
+
+def _fitting(name: str, value: Any) -> Any:
+    """The value in the shape of its field. One text stands for a list of it; it would be taken letter by letter."""
+    several = [value] if name in _LISTS_OF_TEXT and isinstance(value, str) else value
+    return inference_pb2.ChoiceConstraint(choices=several) if name == "choice" else several
 
 
 def tokenize_request(text: str | None, messages: Sequence[Message] | None, model: str) -> inference_pb2.TokenizeRequest:

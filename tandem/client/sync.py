@@ -13,7 +13,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.client import response
-from tandem.client.aio import CALL_TIMEOUT_S, RETRY_S
+from tandem.client.aio import CALL_TIMEOUT_S, CLOSED, RETRY_S
 from tandem.client.request import GenerateOptions, Message, detokenize_request, generate_request, tokenize_request
 from tandem.client.results import Completion, GenerationUpdate, ServedModel, Tokenization
 from tandem.client.service_config import service_config_options
@@ -49,6 +49,7 @@ class Client:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         self._target = target
+        self._closed = False
         self._outgoing = Outgoing.of_client(security or ClientSecurityConfig(), target)
         self._channel = open_blocking_channel(
             target,
@@ -67,7 +68,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Cancels what is under way and closes the channel."""
+        """Cancels what is under way, which raises Unavailable, as every later call does."""
+        self._closed = True
         self._channel.close()
 
     def generate(
@@ -82,7 +84,7 @@ class Client:
         Closing the iterator early cancels the request.
         """
         request = generate_request(prompt, options)
-        with _translated():
+        with self._translated():
             call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata())
             try:
                 for message in call:
@@ -99,7 +101,7 @@ class Client:
     ) -> Completion:
         """Generates everything, then returns."""
         request = generate_request(prompt, options)
-        with _translated():
+        with self._translated():
             return response.completion(
                 self._inference.Complete(
                     inference_pb2.CompleteRequest(generate=request),
@@ -118,7 +120,7 @@ class Client:
     ) -> Tokenization:
         """The token ids of a text, or of a conversation as the chat template renders it."""
         request = tokenize_request(text, messages, model)
-        with _translated():
+        with self._translated():
             return response.tokenization(
                 self._inference.Tokenize(request, timeout=timeout_s, metadata=self._metadata())
             )
@@ -133,40 +135,39 @@ class Client:
     ) -> str:
         """The text of token ids."""
         request = detokenize_request(token_ids, skip_special_tokens, model)
-        with _translated():
+        with self._translated():
             return str(self._inference.Detokenize(request, timeout=timeout_s, metadata=self._metadata()).text)
 
     def model(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ServedModel:
         """What is served, and within which limits."""
-        with _translated():
+        with self._translated():
             return response.served_model(
                 self._inference.GetModel(inference_pb2.GetModelRequest(), timeout=timeout_s, metadata=self._metadata())
             )
 
     def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ClusterStatus:
         """Every worker, pool, queue and transfer that the router knows of."""
-        with _translated():
+        with self._translated():
             return status_from_proto(
                 self._cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=timeout_s, metadata=self._metadata())
             )
 
     def drain(self, worker_id: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Asks one worker to take no new work, finish what it has, and leave."""
-        with _translated():
+        with self._translated():
             self._cluster.Drain(
                 cluster_pb2.DrainRequest(worker_id=worker_id), timeout=timeout_s, metadata=self._metadata()
             )
 
     def serving(self, service: str = "", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
         """What the server's health says of one service; "" = of all. False for one that is not there."""
-        call = self._health.Watch(
-            health_pb2.HealthCheckRequest(service=service), timeout=timeout_s, metadata=self._metadata()
-        )
-        try:
-            with _translated():
+        request = health_pb2.HealthCheckRequest(service=service)
+        with self._translated():
+            call = self._health.Watch(request, timeout=timeout_s, metadata=self._metadata())
+            try:
                 return any(message.status == health_pb2.HealthCheckResponse.SERVING for message in islice(call, 1))
-        finally:
-            call.cancel()
+            finally:
+                call.cancel()
 
     def wait_ready(self, timeout_s: float) -> None:
         """Returns once the server is SERVING; waits for one that is not there yet.
@@ -195,22 +196,27 @@ class Client:
 
     def _watch_until_serving(self, timeout_s: float) -> bool:
         """False if the server ended the watch, as one that drains does."""
-        call = self._health.Watch(health_pb2.HealthCheckRequest(), timeout=timeout_s, metadata=self._metadata())
-        try:
-            with _translated():
+        with self._translated():
+            call = self._health.Watch(health_pb2.HealthCheckRequest(), timeout=timeout_s, metadata=self._metadata())
+            try:
                 return any(message.status == health_pb2.HealthCheckResponse.SERVING for message in call)
-        finally:
-            call.cancel()
+            finally:
+                call.cancel()
 
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """The one place where this client's gRPC errors become ours."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        failed = grpc.aio.AioRpcError(error.code(), grpc.aio.Metadata(), _aio_metadata(error), error.details())
-        raise error_from_rpc(failed) from error
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """The one place where this client's gRPC errors become ours."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            if self._closed:
+                raise Unavailable(CLOSED) from error
+            failed = grpc.aio.AioRpcError(error.code(), grpc.aio.Metadata(), _aio_metadata(error), error.details())
+            raise error_from_rpc(failed) from error
+        except ValueError as error:
+            if self._closed:  # how gRPC refuses a call
+                raise Unavailable(CLOSED) from error
+            raise
 
 
 def _aio_metadata(error: grpc.RpcError) -> grpc.aio.Metadata:

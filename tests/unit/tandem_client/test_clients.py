@@ -1,5 +1,6 @@
 """Both clients against one scripted router: what one does, the other does."""
 
+import asyncio
 import contextlib
 import inspect
 import threading
@@ -79,6 +80,45 @@ def test_sync_close_cancels_the_request(server: Any, sync: Client) -> None:
     with contextlib.closing(sync.generate("p")) as updates:
         assert next(updates).text == "Once"
     assert server.router.stream_ended.wait(5)
+
+
+async def test_a_closed_async_client_says_so_to_calls_under_way_and_after(server: Any, aio: AsyncClient) -> None:
+    server.router.responses, server.router.endless = DELTAS, True
+    updates = aio.generate("p")
+    await anext(updates)
+    await anext(updates)
+    waiting = asyncio.create_task(anext(updates))
+    await asyncio.sleep(0)
+    await aio.close()
+    with pytest.raises(Unavailable, match="closed"):
+        await waiting
+    for call in (aio.status, aio.serving):
+        with pytest.raises(Unavailable, match="closed"):
+            await call()
+    assert not waiting.cancelled()
+
+
+async def test_a_cancelled_caller_of_a_closed_async_client_stays_cancelled(server: Any, aio: AsyncClient) -> None:
+    server.router.endless = True
+    waiting = asyncio.create_task(anext(aio.generate("p")))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await aio.close()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+def test_a_closed_sync_client_says_so_to_calls_under_way_and_after(server: Any, sync: Client) -> None:
+    server.router.responses, server.router.endless = DELTAS, True
+    updates = sync.generate("p")
+    next(updates)
+    next(updates)
+    threading.Timer(0.05, sync.close).start()
+    with pytest.raises(Unavailable, match="closed"):
+        next(updates)
+    for call in (sync.status, sync.serving):
+        with pytest.raises(Unavailable, match="closed"):
+            call()
 
 
 async def test_async_errors_keep_their_class_and_field(server: Any, aio: AsyncClient, invalid_top_p: Any) -> None:

@@ -65,3 +65,9 @@ def test_tokenize_takes_exactly_one_input() -> None:
 def test_detokenize_refuses_a_negative_id() -> None:
     with pytest.raises(InvalidRequest):
         detokenize_request([-1], True, "")
+
+
+def test_one_stop_or_choice_may_be_given_without_a_list() -> None:
+    request = generate_request("x", {"stop": "END", "choice": "yes"})
+    assert list(request.sampling.stop) == ["END"]
+    assert list(request.sampling.choice.choices) == ["yes"]
