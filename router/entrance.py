@@ -20,7 +20,7 @@ from router.timeline import Timeline
 from tandem.clock import Clock, Deadline
 from tandem.errors import TandemError
 from tandem.telemetry.observers import RouterObserver
-from tandem.telemetry.trace_context import current_traceparent, traceparent_from_metadata
+from tandem.telemetry.trace_context import current_trace, trace_from_metadata
 from tandem.types import RequestId
 from tandem.v1 import inference_pb2
 
@@ -67,7 +67,7 @@ class Entrance:
         deadline = self._deadline(context, timeout_s)
         with self.judging():
             self._pipeline.check_open(message.priority)
-            resolved = await self._intake.read(message, deadline, _traceparent(context))
+            resolved = await self._intake.read(message, deadline, *_trace_of(context))
         async with self._pipeline.start(resolved, timeline) as outbox:
             yield RunningRequest(resolved.request_id, len(resolved.prompt), outbox)
 
@@ -76,5 +76,5 @@ class Entrance:
         return Deadline.after(self._clock, min(given, default=None))
 
 
-def _traceparent(context: Context) -> str:
-    return current_traceparent() or traceparent_from_metadata(tuple(context.invocation_metadata() or ()))
+def _trace_of(context: Context) -> tuple[str, str]:
+    return current_trace() or trace_from_metadata(tuple(context.invocation_metadata() or ()))

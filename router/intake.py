@@ -43,7 +43,7 @@ class Intake:
             raise ModelNotFound(f"this router serves {self._checkpoint.name}, not the model asked for")
 
     async def read(
-        self, message: inference_pb2.GenerateRequest, deadline: Deadline, traceparent: str
+        self, message: inference_pb2.GenerateRequest, deadline: Deadline, traceparent: str, tracestate: str = ""
     ) -> GenerationRequest:
         """Raises InvalidRequest, UnsupportedOption, ModelNotFound, each naming the field."""
         self._validator.validate_request_id(message.request_id)
@@ -65,6 +65,7 @@ class Intake:
             deadline=deadline,
             priority=message.priority,
             traceparent=traceparent,
+            tracestate=tracestate,
         )
 
     async def tokenize(self, message: inference_pb2.TokenizeRequest) -> tuple[TokenId, ...]:

@@ -20,6 +20,8 @@ class GenerationRequest:
     priority: int = 0
     traceparent: str = ""
     """Trace context of the call that brought it."""
+    tracestate: str = ""
+    """Goes with it, unchanged."""
 
     def spec(self, emitted: tuple[TokenId, ...], traceparent: str) -> SequenceSpec:
         """The sequence as a worker is to run it, after `emitted` tokens of its completion.
@@ -34,4 +36,5 @@ class GenerationRequest:
             timeout_s=self.deadline.remaining_s(),
             priority=self.priority,
             traceparent=traceparent,
+            tracestate=self.tracestate,
         )

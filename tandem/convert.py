@@ -81,6 +81,7 @@ def sequence_to_proto(spec: SequenceSpec) -> worker_pb2.Sequence:
         timeout_seconds=spec.timeout_s,
         priority=spec.priority,
         traceparent=spec.traceparent,
+        tracestate=spec.tracestate,
     )
 
 
@@ -95,6 +96,7 @@ def sequence_from_proto(message: worker_pb2.Sequence) -> SequenceSpec:
         timeout_s=message.timeout_seconds if message.HasField("timeout_seconds") else None,
         priority=message.priority,
         traceparent=message.traceparent,
+        tracestate=message.tracestate,
     )
 
 

@@ -88,6 +88,7 @@ class SequenceSpec:
     timeout_s: float | None = None
     priority: int = 0
     traceparent: str = ""
+    tracestate: str = ""
 
     @property
     def num_output_tokens(self) -> int:

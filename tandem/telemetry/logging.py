@@ -16,6 +16,9 @@ from opentelemetry import trace
 
 from tandem.telemetry.exception_text import exception_text
 
+_QUOTING_LOGGERS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
+"""They quote a malformed trace context, a line for each call that brings one: whoever can call could fill the log."""
+
 
 class Logger:
     """Logs events with fields: `log.info("worker registered", worker_id=..., role=...)`."""
@@ -63,6 +66,8 @@ def configure_logging(process_name: str, log_format: str = "text", level: str = 
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    for name in _QUOTING_LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 class _Formatter(logging.Formatter):

@@ -46,7 +46,7 @@ class _SequenceSpans:
         self._kind = kind
 
     def sequence(self, spec: SequenceSpec) -> SequenceObserver:
-        parent = context_of(spec.traceparent)
+        parent = context_of(spec.traceparent, spec.tracestate)
         queue = self._tracer.start_span(QUEUE, parent, attributes=_name_of(spec))
         return self._kind(self._tracer, self._batches, spec, parent, queue) if queue.is_recording() else _SILENT
 

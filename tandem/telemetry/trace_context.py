@@ -1,4 +1,4 @@
-"""W3C trace context: read from gRPC metadata, carried in `Sequence.traceparent` to the workers, logged.
+"""W3C trace context: read from gRPC metadata, carried in `Sequence` to the workers, logged.
 
 Source: https://www.w3.org/TR/trace-context/, through OpenTelemetry's propagator.
 """
@@ -14,24 +14,28 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
+MAX_TRACESTATE_CHARS = 512
+"""W3C asks that so much be passed on; more is dropped whole."""
+_KEYS = frozenset({TRACEPARENT, TRACESTATE})
 Metadata = Sequence[tuple[str, str | bytes]]
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
-def is_traceparent(value: str) -> bool:
-    """Whether it names a trace and a span."""
-    return _named(context_from_metadata([(TRACEPARENT, value)])).is_valid
-
-
-def traceparent_from_metadata(metadata: Metadata | None) -> str:
-    """The caller's trace context from gRPC metadata, if well-formed, else a new one.
+def trace_from_metadata(metadata: Metadata | None) -> tuple[str, str]:
+    """The caller's traceparent and tracestate from gRPC metadata, if well-formed, else a new one and none.
 
     A new one is minted so that logs of router and workers can be joined without any tracer.
     """
-    for key, value in metadata or ():
-        if key == TRACEPARENT and isinstance(value, str) and is_traceparent(value):
-            return value
-    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"
+    span = _named(context_from_metadata(metadata))
+    if span.is_valid:
+        return traceparent_of(span), span.trace_state.to_header()
+    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00", ""
+
+
+def current_trace() -> tuple[str, str] | None:
+    """traceparent and tracestate of the span that is current, as it is within a traced call; None without a tracer."""
+    span = trace.get_current_span().get_span_context()
+    return (traceparent_of(span), span.trace_state.to_header()) if span.is_valid else None
 
 
 def current_traceparent() -> str | None:
@@ -53,15 +57,23 @@ def trace_id_of(traceparent: str) -> str:
 
 def context_from_metadata(metadata: Metadata | None) -> Context:
     """What the caller's spans are to be the parents of; an empty context if it sent none that is well-formed."""
-    carrier = {key: value for key, value in metadata or () if key in {TRACEPARENT, TRACESTATE}}
+    carrier: dict[str, list[str]] = {}
+    for key, value in metadata or ():
+        if key in _KEYS and isinstance(value, str):
+            carrier.setdefault(key, []).append(value)
+    if TRACEPARENT not in carrier:
+        return Context()
+    if TRACESTATE in carrier and len(",".join(carrier[TRACESTATE])) > MAX_TRACESTATE_CHARS:
+        del carrier[TRACESTATE]
     return _PROPAGATOR.extract(carrier, Context())
 
 
-def context_of(traceparent: str) -> Context:
+def context_of(traceparent: str, tracestate: str = "") -> Context:
     """A context in which the named span is current; the present context, if it is so already."""
     if traceparent == current_traceparent():
         return get_current()
-    return context_from_metadata([(TRACEPARENT, traceparent)])
+    carrier = {TRACEPARENT: traceparent, TRACESTATE: tracestate} if tracestate else {TRACEPARENT: traceparent}
+    return _PROPAGATOR.extract(carrier, Context())
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:

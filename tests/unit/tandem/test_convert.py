@@ -35,6 +35,7 @@ SEQUENCES: st.SearchStrategy[SequenceSpec] = st.builds(
     timeout_s=st.none() | st.floats(allow_nan=False),
     priority=st.integers(-(2**31), 2**31 - 1),
     traceparent=NAMES,
+    tracestate=NAMES,
     sampling=st.builds(
         SamplingParams,
         max_tokens=UINT32,

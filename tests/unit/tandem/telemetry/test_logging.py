@@ -8,16 +8,21 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
+from tandem.telemetry import logging as tandem_logging
 from tandem.telemetry.logging import configure_logging, get_logger
+from tandem.telemetry.trace_context import trace_from_metadata
 
 
 @pytest.fixture(autouse=True)
-def _root_logger_is_put_back() -> Iterator[None]:
+def _loggers_are_put_back() -> Iterator[None]:
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers = root.handlers[:]
+    loggers = [root, *map(logging.getLogger, tandem_logging._QUOTING_LOGGERS)]
+    levels = [logger.level for logger in loggers]
     yield
     root.handlers[:] = handlers
-    root.setLevel(level)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 def test_text_lines_hold_event_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,3 +77,11 @@ def test_levels_below_the_configured_one_are_silent(capsys: pytest.CaptureFixtur
     log.error("d")
 
     assert [line.split()[-1] for line in capsys.readouterr().err.splitlines()] == ["c", "d"]
+
+
+def test_a_malformed_trace_context_is_no_line_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("router", level="debug")
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    trace_from_metadata([("traceparent", traceparent), ("tracestate", "secret")])
+    trace_from_metadata([("traceparent", traceparent + "-" + "x" * 600)])
+    assert capsys.readouterr().err == ""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
@@ -71,6 +73,14 @@ def test_all_spans_lie_below_the_one_that_the_router_named(
     for span in recorded.all:
         assert span.parent is not None
         assert (f"{span.parent.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE_ID, SPAN_ID)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_the_trace_state_of_the_caller_reaches_the_spans(recorded: RecordedSpans, role: Role) -> None:
+    observer_of(recorded, role).sequence(replace(SPEC, tracestate="ot=th:c,vendor=1")).ended(None, 0)
+    context = recorded.one("queue").context
+    assert context is not None
+    assert dict(context.trace_state) == {"ot": "th:c", "vendor": "1"}
 
 
 def test_spans_tell_the_request_and_lengths_but_no_tokens(recorded: RecordedSpans, prefilled: SequenceObserver) -> None:
