@@ -1,8 +1,8 @@
 """Whether and how this process traces: OpenTelemetry's SDK, on only if its standard variables ask for it.
 
 The variables are OTEL_*, as OpenTelemetry documents them; the SDK reads all of them itself but those
-that say whether to export at all (`tandem.config.trace_export`). Without them there is no tracer, no
-thread and no import of the SDK.
+that say whether to export at all (`tandem.config.trace_export`), and OTEL_PROPAGATORS, which is not
+followed. Without them there is no tracer, no thread and no import of the SDK.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ def tracing(service_name: str, instance_id: str | None = None) -> Iterator[Trace
     wanted = trace_export()
     if wanted.obstacle is not None:
         _log.warning("traces are asked for but cannot be exported", obstacle=wanted.obstacle)
+    if wanted.foreign_propagators:
+        _log.warning(
+            "OTEL_PROPAGATORS is not followed: traces are joined by W3C's trace context", got=wanted.foreign_propagators
+        )
     started = _start(wanted, service_name, instance_id or secrets.token_hex(8)) if wanted.possible else None
     if started is None:
         yield None

@@ -224,6 +224,19 @@ def test_a_bad_value_of_the_sdks_own_is_told_and_the_process_goes_on(
     assert lines(caplog) == ["traces cannot be exported"]
 
 
+@pytest.mark.parametrize(
+    ("propagators", "num_warnings"), [("", 0), ("tracecontext,baggage", 0), ("b3", 1), ("none", 1)]
+)
+def test_propagators_that_are_not_spoken_are_told(
+    endpoint_of: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, propagators: str, num_warnings: int
+) -> None:
+    endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    endpoint_of.setenv("OTEL_PROPAGATORS", propagators)
+    with tracing("tandem-router") as tracer:
+        assert tracer is not None
+    assert len([line for line in lines(caplog) if "OTEL_PROPAGATORS" in line]) == num_warnings
+
+
 def test_without_variables_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_TRACES_EXPORTER"):
         monkeypatch.delenv(name, raising=False)
@@ -242,14 +255,17 @@ ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
         (ENDPOINT, True),
         ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://collector:4317"}, True),
         ({"OTEL_TRACES_EXPORTER": "otlp"}, True),
+        ({"OTEL_TRACES_EXPORTER": "OTLP"}, True),
         ({"OTEL_TRACES_EXPORTER": "otlp,console"}, True),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": " "}, False),
         (ENDPOINT | {"OTEL_TRACES_EXPORTER": "none"}, False),
+        (ENDPOINT | {"OTEL_TRACES_EXPORTER": "None"}, False),
         (ENDPOINT | {"OTEL_TRACES_EXPORTER": ""}, True),
         (ENDPOINT | {"OTEL_SDK_DISABLED": "true"}, False),
         (ENDPOINT | {"OTEL_SDK_DISABLED": "TRUE"}, False),
         (ENDPOINT | {"OTEL_SDK_DISABLED": "false"}, True),
         (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, True),
+        (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "GRPC"}, True),
         (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, False),
         ({"OTEL_TRACES_EXPORTER": "zipkin"}, False),
     ],
