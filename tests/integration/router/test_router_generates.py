@@ -151,11 +151,11 @@ async def test_the_trace_context_of_the_caller_reaches_both_workers(cluster: Any
     prefill, decode = await cluster.add_pair()
     traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
     request = pb.GenerateRequest(text="Hi", sampling=pb.SamplingParams(max_tokens=2))
-    sent = (("traceparent", traceparent), ("tracestate", "ot=th:c"), ("tracestate", "vendor=1"))
+    sent = (("traceparent", traceparent), ("tracestate", "sampler=th:c"), ("tracestate", "vendor=1"))
     call = cluster.inference.Generate(request, metadata=grpc.aio.Metadata(*sent))
     await cluster.read_tokens(call)
     got = [(worker.specs[0].traceparent, worker.specs[0].tracestate) for worker in (prefill, decode)]
-    assert got == [(traceparent, "ot=th:c,vendor=1")] * 2
+    assert got == [(traceparent, "sampler=th:c,vendor=1")] * 2
 
 
 async def test_detokenize_and_get_model_answer_without_workers(cluster: Any) -> None:

@@ -77,10 +77,10 @@ def test_all_spans_lie_below_the_one_that_the_router_named(
 
 @pytest.mark.parametrize("role", Role)
 def test_the_trace_state_of_the_caller_reaches_the_spans(recorded: RecordedSpans, role: Role) -> None:
-    observer_of(recorded, role).sequence(replace(SPEC, tracestate="ot=th:c,vendor=1")).ended(None, 0)
+    observer_of(recorded, role).sequence(replace(SPEC, tracestate="sampler=th:c,vendor=1")).ended(None, 0)
     context = recorded.one("queue").context
     assert context is not None
-    assert dict(context.trace_state) == {"ot": "th:c", "vendor": "1"}
+    assert dict(context.trace_state) == {"sampler": "th:c", "vendor": "1"}
 
 
 def test_spans_tell_the_request_and_lengths_but_no_tokens(recorded: RecordedSpans, prefilled: SequenceObserver) -> None:

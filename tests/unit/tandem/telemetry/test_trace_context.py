@@ -38,7 +38,7 @@ LONGEST_STATE = f"a={'x' * 254},b={'x' * 253}"  # 512 characters
 @pytest.mark.parametrize(
     ("sent", "kept"),
     [
-        (["ot=th:c;rv:d29d6a7215ced0, vendor=abc"], "ot=th:c;rv:d29d6a7215ced0,vendor=abc"),
+        (["sampler=th:c;rv:d29d6a7215ced0, vendor=abc"], "sampler=th:c;rv:d29d6a7215ced0,vendor=abc"),
         (["a=1", "b=2"], "a=1,b=2"),
         ([LONGEST_STATE], LONGEST_STATE),
         ([LONGEST_STATE + "x"], ""),
