@@ -47,17 +47,24 @@ class Announcer:
         load: Callable[[], WorkerLoad],
         on_drain: Callable[[], None],
         *,
+        on_registered: Callable[[], None] = lambda: None,
         outgoing: Outgoing = _PLAIN,
         resolve_every_s: float = _RESOLVE_EVERY_S,
     ) -> None:
-        """`load` is asked at each heartbeat; `on_drain` is called each time a router asks for it."""
+        """`load` is asked at each heartbeat; `on_drain` is called each time a router asks for it.
+
+        `on_registered` is called each time a router takes the worker in.
+        """
         self._outgoing = outgoing
         self._routers = routers
         self._info = info
         self._load = load
         self._on_drain = on_drain
+        self._on_registered = on_registered
         self._resolve_every_s = resolve_every_s
         self._news = asyncio.Event()
+        self._listed: dict[str, set[str]] = {}
+        """Addresses of each router name by the last lookup that found any."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -76,12 +83,11 @@ class Announcer:
         try:
             while True:
                 found = await _resolve(router)
+                if found:
+                    self._listed[router] = found
+                streams = {address: task for address, task in streams.items() if not task.done()}
                 for address in found - streams.keys():
                     streams[address] = asyncio.create_task(self._hold(address, router), name=f"register-{address}")
-                # An address that left DNS is dropped only once its stream broke: a lookup may be wrong.
-                for address in [each for each in streams if found and each not in found]:
-                    if streams[address].done():
-                        del streams[address]
                 await asyncio.sleep(self._resolve_every_s if found else _FIRST_BACKOFF_S * 5)
         finally:
             for task in streams.values():
@@ -89,10 +95,14 @@ class Announcer:
             await asyncio.gather(*streams.values(), return_exceptions=True)
 
     async def _hold(self, address: str, router: str) -> None:
-        """Registers again and again with the router of that name at `address`."""
+        """Registers again and again with the router of that name at `address`.
+
+        Returns once its stream broke and it is no longer listed: the address may become a stranger's. A stream
+        that stands is left alone, for a lookup may be wrong.
+        """
         called = router.rpartition(":")[0].strip("[]")
         backoff_s = _FIRST_BACKOFF_S
-        while True:
+        while address in self._listed[router]:
             registered = asyncio.Event()
             try:
                 async with open_channel(address, self._outgoing, called=called) as channel:
@@ -116,6 +126,7 @@ class Announcer:
         if not isinstance(first, registry_pb2.RegisterResponse):
             return
         registered.set()
+        self._on_registered()
         _log.info("registered", router=address, lease_s=first.lease_seconds)
         self._heed(first)
         tasks = {

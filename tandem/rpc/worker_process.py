@@ -1,6 +1,6 @@
 """One life of a worker process around its core: serve, register, drain. The same for both roles.
 
-    serve (NOT_SERVING) → register → `ready HOST:PORT` → SERVING
+    serve (NOT_SERVING) → `ready HOST:PORT` → a router takes it in → SERVING
     SIGTERM             → NOT_SERVING, no new work → what was begun ends → streams end
 
 Knows nothing of engines and transfers: the workers' `app` builds those, and closes them.
@@ -116,7 +116,12 @@ class WorkerProcess:
 
     async def _work(self, info: WorkerInfo, stop: StopSignal) -> None:
         announcer = Announcer(
-            self._config.router, info, self._core.load, self._refuse_new_work, outgoing=self._security.outgoing
+            self._config.router,
+            info,
+            self._core.load,
+            self._refuse_new_work,
+            on_registered=self._take_work,
+            outgoing=self._security.outgoing,
         )
         async with asyncio.TaskGroup() as tasks:
             background = (
@@ -125,7 +130,6 @@ class WorkerProcess:
                 tasks.create_task(self._watch_progress(), name="liveness"),
             )
             _spare_the_collector()
-            self._server.set_serving(True)
             print(f"ready {info.address}", flush=True)
             await stop.wait()
             await self._drain(announcer)
@@ -157,6 +161,11 @@ class WorkerProcess:
                 _log.warning("the engine moves again" if alive else "the engine stands still with sequences to run")
                 self._server.set_alive(alive)
             await asyncio.sleep(self._watch_every_s)
+
+    def _take_work(self) -> None:
+        """Ready no sooner: one that every router refuses would let a rolling update go on until none is left."""
+        if not self._core.load().draining:
+            self._server.set_serving(True)
 
     def _refuse_new_work(self) -> None:
         self._core.drain()

@@ -2,19 +2,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import grpc.aio
 import pytest
 
 from tandem.convert import info_from_proto, load_from_proto
 from tandem.rpc.announcer import Announcer
-from tandem.rpc.server import RpcServer, Service
+from tandem.rpc.server import RpcServer
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
-from tandem.v1 import registry_pb2, registry_pb2_grpc
-
-Serve = Callable[..., Awaitable[tuple[RpcServer, grpc.aio.Channel]]]
+from tandem.v1 import registry_pb2
+from tests.fake_registry import Registry, listen
 
 TIMEOUT_S = 5
 INFO = WorkerInfo(
@@ -32,48 +30,6 @@ INFO = WorkerInfo(
     pid=1,
     device="cpu",
 )
-
-
-class Registry(registry_pb2_grpc.RegistryServiceServicer):
-    """Collects what workers say; `answers` are sent on each new stream."""
-
-    def __init__(self, lease_s: float = 0.05) -> None:
-        self.answers = [registry_pb2.RegisterResponse(lease_seconds=lease_s)]
-        self.said: asyncio.Queue[registry_pb2.RegisterRequest] = asyncio.Queue()
-        self.num_streams = 0
-        self.hang_up = asyncio.Event()
-
-    async def Register(  # noqa: N802
-        self,
-        request_iterator: AsyncIterator[registry_pb2.RegisterRequest],
-        context: grpc.aio.ServicerContext[registry_pb2.RegisterRequest, registry_pb2.RegisterResponse],
-    ) -> None:
-        self.num_streams += 1
-        for answer in self.answers:
-            await context.write(answer)
-        reading = asyncio.create_task(self._read(request_iterator))
-        hanging_up = asyncio.create_task(self.hang_up.wait())
-        try:
-            await asyncio.wait({reading, hanging_up}, return_when=asyncio.FIRST_COMPLETED)
-            self.hang_up.clear()
-        finally:
-            reading.cancel()
-            hanging_up.cancel()
-
-    async def _read(self, requests: AsyncIterator[registry_pb2.RegisterRequest]) -> None:
-        async for request in requests:
-            self.said.put_nowait(request)
-
-    async def hear(self) -> registry_pb2.RegisterRequest:
-        return await asyncio.wait_for(self.said.get(), TIMEOUT_S)
-
-    @property
-    def service(self) -> Service:
-        return Service(
-            "tandem.v1.RegistryService",
-            lambda server: registry_pb2_grpc.add_RegistryServiceServicer_to_server(self, server),
-            long_lived=True,
-        )
 
 
 class Worker:
@@ -108,11 +64,6 @@ async def announcing(worker: Worker, *routers: str) -> AsyncIterator[Announcer]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def listen(registry: Registry, port: int = 0) -> tuple[RpcServer, int]:
-    server = RpcServer(f"127.0.0.1:{port}", [registry.service], announce_s=0)
-    return server, await server.start()
 
 
 async def test_info_comes_first_and_heartbeats_follow_with_fresh_loads() -> None:
@@ -187,24 +138,82 @@ async def test_every_router_is_told() -> None:
         await server.drain(0)
 
 
-async def test_a_name_stands_for_all_its_addresses_and_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    registries = {"127.0.0.1": Registry(), "127.0.0.2": Registry()}
-    server = RpcServer("127.0.0.1:0", [registries["127.0.0.1"].service], announce_s=0)
-    port = await server.start()
-    late = RpcServer(f"127.0.0.2:{port}", [registries["127.0.0.2"].service], announce_s=0)
-    await late.start()
-    known = ["127.0.0.1"]
+class Names:
+    """A resolver: `routers.internal` stands for `known`."""
 
-    async def getaddrinfo(host: str, port: int, **_: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+    def __init__(self, *known: str) -> None:
+        self.known = list(known)
+        self._asked = asyncio.Event()
+
+    async def getaddrinfo(self, host: str, port: int, **_: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
         assert host == "routers.internal"
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in known]
+        self._asked.set()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in self.known]
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    async with announcing(Worker(), f"routers.internal:{port}"):
+    async def asked_again(self) -> None:
+        """Returns once what the resolver says now was heeded: the lookup after the next one has begun."""
+        for _ in range(2):
+            self._asked.clear()
+            await asyncio.wait_for(self._asked.wait(), TIMEOUT_S)
+
+
+@asynccontextmanager
+async def two_routers() -> AsyncIterator[tuple[dict[str, Registry], dict[str, RpcServer], int]]:
+    """At 127.0.0.1 and 127.0.0.2, on one port."""
+    registries = {"127.0.0.1": Registry(), "127.0.0.2": Registry()}
+    servers: dict[str, RpcServer] = {}
+    port = 0
+    for host, registry in registries.items():
+        servers[host], port = await listen(registry, port, host)
+    try:
+        yield registries, servers, port
+    finally:
+        for server in servers.values():
+            await server.drain(0)
+
+
+async def test_a_name_stands_for_all_its_addresses_and_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names("127.0.0.1")
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", names.getaddrinfo)
+    async with two_routers() as (registries, _, port), announcing(Worker(), f"routers.internal:{port}"):
         assert (await registries["127.0.0.1"].hear()).HasField("info")
         assert registries["127.0.0.2"].num_streams == 0
-        known.append("127.0.0.2")
+        names.known.append("127.0.0.2")
         assert (await registries["127.0.0.2"].hear()).HasField("info")
         assert registries["127.0.0.1"].num_streams == 1
-    await server.drain(0)
-    await late.drain(0)
+
+
+async def test_a_router_that_left_the_name_is_kept_while_its_stream_stands_and_then_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = Names("127.0.0.1", "127.0.0.2")
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", names.getaddrinfo)
+    async with two_routers() as (registries, servers, port), announcing(Worker(), f"routers.internal:{port}"):
+        leaving = registries["127.0.0.2"]
+        assert (await leaving.hear()).HasField("info")
+        names.known.remove("127.0.0.2")
+        await names.asked_again()
+        while not leaving.said.empty():
+            leaving.said.get_nowait()
+        assert (await leaving.hear()).HasField("load")
+
+        [held] = [task for task in asyncio.all_tasks() if task.get_name() == f"register-127.0.0.2:{port}"]
+        await servers["127.0.0.2"].drain(0)
+        await asyncio.wait_for(held, TIMEOUT_S)
+
+        stranger = Registry()
+        servers["127.0.0.2"], _ = await listen(stranger, port, "127.0.0.2")
+        names.known.append("127.0.0.2")
+        assert (await stranger.hear()).HasField("info")
+
+
+async def test_routers_whose_name_is_not_found_for_a_while_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names("127.0.0.1")
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", names.getaddrinfo)
+    async with two_routers() as (registries, _, port), announcing(Worker(), f"routers.internal:{port}"):
+        assert (await registries["127.0.0.1"].hear()).HasField("info")
+        names.known.clear()
+        await names.asked_again()
+        registries["127.0.0.1"].hang_up.set()
+        while not (await registries["127.0.0.1"].hear()).HasField("info"):
+            pass

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import grpc.aio
@@ -10,15 +9,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.clock import ManualClock
-from tandem.config import DecodeConfig
-from tandem.incarnation import new_incarnation
-from tandem.rpc.channel import open_channel
 from tandem.rpc.health import LIVENESS
 from tandem.rpc.liveness import ProgressWatch
-from tandem.rpc.process import StopSignal
 from tandem.rpc.server import RpcServer, Service
-from tandem.rpc.worker_process import WorkerProcess
-from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
+from tandem.types import PoolCounts, WorkerLoad
 
 Serve = Callable[..., Awaitable[tuple[RpcServer, grpc.aio.Channel]]]
 
@@ -36,21 +30,6 @@ IDLE = WorkerLoad(
     draining=False,
 )
 BUSY = replace(IDLE, running_seqs=2)
-INFO = WorkerInfo(
-    worker_id=WorkerId("d"),
-    incarnation=Incarnation("life"),
-    role=Role.DECODE,
-    address="127.0.0.1:1",
-    model="demo",
-    config_fingerprint="c",
-    model_fingerprint="m",
-    layout_fingerprint="l",
-    transports=("tcp",),
-    local_prefill_tokens=0,
-    max_sequence_tokens=64,
-    pid=1,
-    device="fake",
-)
 
 
 @pytest.fixture
@@ -149,61 +128,3 @@ async def test_a_draining_process_is_not_ready_but_alive(serve: Serve) -> None:
     holding.may_end.set()
     await call
     await draining
-
-
-class FakeCore:
-    """A worker whose load the test sets."""
-
-    def __init__(self) -> None:
-        self.now = IDLE
-
-    async def run(self) -> None:
-        await asyncio.Event().wait()
-
-    def drain(self) -> None:
-        self.now = replace(self.now, draining=True)
-
-    async def drained(self) -> None:
-        return None
-
-    def load(self) -> WorkerLoad:
-        return self.now
-
-
-@asynccontextmanager
-async def worker_process(core: FakeCore, progress: ProgressWatch) -> AsyncIterator[grpc.aio.Channel]:
-    process = WorkerProcess(
-        DecodeConfig(),
-        core,  # type: ignore[arg-type]  # no router connects
-        new_incarnation(),
-        progress=progress,
-        watch_every_s=0.001,
-    )
-    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def describe(bound: str) -> WorkerInfo:
-        address.set_result(bound)
-        return replace(INFO, address=bound)
-
-    stop = StopSignal()
-    running = asyncio.create_task(process.run(describe, stop))
-    async with open_channel(await address) as channel:
-        yield channel
-    stop.requested.set()
-    await running
-
-
-async def test_a_worker_whose_engine_stands_still_is_not_alive_until_it_moves(clock: ManualClock) -> None:
-    core = FakeCore()
-    async with worker_process(core, ProgressWatch(clock, stall_s=60)) as channel:
-        request = health_pb2.HealthCheckRequest(service=LIVENESS)
-        watching = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=TIMEOUT_S)
-        assert (await watching.read()).status == SERVING
-
-        core.now = BUSY
-        clock.advance_s(61)
-        assert (await watching.read()).status == NOT_SERVING
-        assert await status(channel, "") == SERVING
-
-        core.now = replace(BUSY, engine_steps=8)
-        assert (await watching.read()).status == SERVING

@@ -1,0 +1,63 @@
+"""A router as workers see it: a RegistryService that takes in whoever comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc.aio
+
+from tandem.rpc.server import RpcServer, Service
+from tandem.v1 import registry_pb2, registry_pb2_grpc
+
+TIMEOUT_S = 5
+
+
+class Registry(registry_pb2_grpc.RegistryServiceServicer):
+    """Collects what workers say; `answers` are sent on each new stream."""
+
+    def __init__(self, lease_s: float = 0.05) -> None:
+        self.answers = [registry_pb2.RegisterResponse(lease_seconds=lease_s)]
+        self.said: asyncio.Queue[registry_pb2.RegisterRequest] = asyncio.Queue()
+        self.num_streams = 0
+        self.hang_up = asyncio.Event()
+        self.hung_up = asyncio.Event()
+
+    async def Register(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[registry_pb2.RegisterRequest],
+        context: grpc.aio.ServicerContext[registry_pb2.RegisterRequest, registry_pb2.RegisterResponse],
+    ) -> None:
+        self.num_streams += 1
+        for answer in self.answers:
+            await context.write(answer)
+        reading = asyncio.create_task(self._read(request_iterator))
+        hanging_up = asyncio.create_task(self.hang_up.wait())
+        try:
+            await asyncio.wait({reading, hanging_up}, return_when=asyncio.FIRST_COMPLETED)
+            self.hang_up.clear()
+            self.hung_up.set()
+        finally:
+            reading.cancel()
+            hanging_up.cancel()
+
+    async def _read(self, requests: AsyncIterator[registry_pb2.RegisterRequest]) -> None:
+        async for request in requests:
+            self.said.put_nowait(request)
+
+    async def hear(self) -> registry_pb2.RegisterRequest:
+        return await asyncio.wait_for(self.said.get(), TIMEOUT_S)
+
+    @property
+    def service(self) -> Service:
+        return Service(
+            "tandem.v1.RegistryService",
+            lambda server: registry_pb2_grpc.add_RegistryServiceServicer_to_server(self, server),
+            long_lived=True,
+        )
+
+
+async def listen(registry: Registry, port: int = 0, host: str = "127.0.0.1") -> tuple[RpcServer, int]:
+    """Serves it until drained; returns the port, too."""
+    server = RpcServer(f"{host}:{port}", [registry.service], announce_s=0)
+    return server, await server.start()
