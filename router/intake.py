@@ -69,20 +69,23 @@ class Intake:
         )
 
     async def tokenize(self, message: inference_pb2.TokenizeRequest) -> tuple[TokenId, ...]:
-        """Tokens of the message's text or chat; no text gives none. Raises InvalidRequest, ModelNotFound."""
+        """Tokens of the message's text or chat, were they too many for the model; no text gives none.
+
+        Raises InvalidRequest, ModelNotFound, Overloaded.
+        """
         self.check_model(message.model)
         match message.WhichOneof("input"):
+            case "text" if not message.text:
+                return await self._tokenization.encode_text("")
             case "text":
-                if not message.text:
-                    return await self._tokenization.encode_text("")
-                return await self._encode_text(message.text)
+                return await self._encode_text(message.text, None)
             case "chat":
-                return await self._encode_chat(message.chat)
+                return await self._encode_chat(message.chat, None)
             case _:
                 raise InvalidRequest("input", "one of text and chat must be set")
 
     async def detokenize(self, message: inference_pb2.DetokenizeRequest) -> str:
-        """Text of the message's tokens. Raises InvalidRequest, ModelNotFound."""
+        """Text of the message's tokens. Raises InvalidRequest, ModelNotFound, Overloaded."""
         self.check_model(message.model)
         cap, vocab_size = self._limits.max_prompt_tokens, self._checkpoint.vocab_size
         if len(message.token_ids) > cap:
@@ -93,25 +96,27 @@ class Intake:
         return await self._tokenization.decode(message.token_ids, skip_special_tokens=skip)
 
     async def _prompt(self, message: inference_pb2.GenerateRequest) -> tuple[TokenId, ...]:
-        match message.WhichOneof("prompt"):
+        field, most = message.WhichOneof("prompt"), self._checkpoint.context_tokens
+        match field:
             case "text":
-                token_ids, field = await self._encode_text(message.text), "text"
+                token_ids = await self._encode_text(message.text, most)
             case "token_ids":
-                token_ids, field = tuple(map(TokenId, message.token_ids.ids)), "token_ids.ids"
+                self._validator.validate_prompt_tokens(message.token_ids.ids)
+                return tuple(map(TokenId, message.token_ids.ids))
             case "chat":
-                token_ids, field = await self._encode_chat(message.chat), "chat"
+                token_ids = await self._encode_chat(message.chat, most)
             case _:
                 raise InvalidRequest("prompt", "one of text, token_ids and chat must be set")
         self._validator.validate_prompt_tokens(token_ids, field)
         return token_ids
 
-    async def _encode_text(self, text: str) -> tuple[TokenId, ...]:
+    async def _encode_text(self, text: str, max_tokens: int | None) -> tuple[TokenId, ...]:
         self._validator.validate_prompt_bytes("text", len(text.encode()))
-        return await self._tokenization.encode_text(text)
+        return await self._tokenization.encode_text(text, max_tokens)
 
-    async def _encode_chat(self, chat: inference_pb2.Chat) -> tuple[TokenId, ...]:
+    async def _encode_chat(self, chat: inference_pb2.Chat, max_tokens: int | None) -> tuple[TokenId, ...]:
         self._validator.validate_chat_messages(len(chat.messages))
         num_bytes = sum(len(each.content.encode()) + len(each.role.encode()) for each in chat.messages)
         self._validator.validate_prompt_bytes("chat", num_bytes)
         messages: list[Mapping[str, str]] = [{"role": each.role, "content": each.content} for each in chat.messages]
-        return await self._tokenization.encode_chat(messages)
+        return await self._tokenization.encode_chat(messages, max_tokens)

@@ -70,7 +70,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.TokenizeResponse:
         """Text or a conversation to tokens."""
         token_ids = await self._intake.tokenize(request)
-        return inference_pb2.TokenizeResponse(token_ids=token_ids, tokens=self._tokenization.token_texts(token_ids))
+        tokens = await self._tokenization.token_texts(token_ids)
+        return inference_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
 
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, context: Context

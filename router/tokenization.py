@@ -1,27 +1,38 @@
 """Text to tokens and back, with the checkpoint's own tokenizer.json.
 
 Gives what `transformers` gives: text prompts with the special tokens that the tokenizer adds,
-chats rendered by their template without. Knows nothing of requests or protobuf.
+chats rendered by their template without. Long texts are done in threads, a bounded number of bytes
+at a time. Knows nothing of requests or protobuf.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from tokenizers import Tokenizer
 
 from router.chat_template import ChatTemplate, load_chat_template
 from router.detokenization import Detokenizer
-from tandem.errors import CheckpointError, InvalidRequest
+from tandem.errors import CheckpointError, InvalidRequest, Overloaded
 from tandem.types import TokenId
 
-_INLINE_CHARACTERS = 2048
-"""Longer text is tokenized in a thread (the library lets go of the interpreter's lock)."""
-_INLINE_TOKENS = 4096
-_NUM_THREADS = 2
+_INLINE_BYTES = 2048
+"""Longer text is tokenized in a thread."""
+_SHORT_BYTES = 65536
+"""Up to here a text has a thread that long ones cannot take."""
+_NUM_LONG_THREADS = 2
+_BYTES_PER_TOKEN = 4
+"""About as much work to decode a token."""
+MAX_BYTES_UNDER_WAY = 16 * 1024 * 1024
+"""Of texts in threads or waiting for one: some seconds of work."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class Tokenization:
@@ -36,7 +47,10 @@ class Tokenization:
         self._special_ids = frozenset(
             TokenId(token_id) for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
+        self._longest_token_bytes = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
+        self._short_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize-short")
+        self._long_threads = ThreadPoolExecutor(_NUM_LONG_THREADS, thread_name_prefix="tokenize-long")
+        self._bytes_under_way = 0
 
     @classmethod
     def load(cls, path: Path) -> Tokenization:
@@ -55,26 +69,30 @@ class Tokenization:
         """Whether chats can be rendered."""
         return self._chat_template is not None
 
-    async def encode_text(self, text: str) -> tuple[TokenId, ...]:
-        """Tokens of a text prompt, with the special tokens that the tokenizer adds."""
-        return await self._encode(text, add_special_tokens=True)
+    async def encode_text(self, text: str, max_tokens: int | None = None) -> tuple[TokenId, ...]:
+        """Tokens of a text prompt, with the special tokens that the tokenizer adds.
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[TokenId, ...]:
-        """Tokens of a conversation up to where the assistant speaks. Raises InvalidRequest."""
+        Raises InvalidRequest for a text too long for `max_tokens` of the longest token, before the work
+        (it may give more of shorter ones), and Overloaded.
+        """
+        return await self._encode(text, max_tokens, add_special_tokens=True)
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], max_tokens: int | None = None
+    ) -> tuple[TokenId, ...]:
+        """Tokens of a conversation up to where the assistant speaks. Raises as `encode_text`."""
         if self._chat_template is None:
             raise InvalidRequest("chat", "the model has no chat template")
-        return await self._encode(self._chat_template.render(messages), add_special_tokens=False)
+        return await self._encode(self._chat_template.render(messages), max_tokens, add_special_tokens=False)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of ids, each within the vocabulary."""
-        if len(token_ids) <= _INLINE_TOKENS:
-            return self._decode_now(token_ids, skip_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._decode_now, token_ids, skip_special_tokens)
+        """The text of ids, each within the vocabulary. Raises Overloaded."""
+        num_bytes = len(token_ids) * _BYTES_PER_TOKEN
+        return await self._run(num_bytes, self._decode_now, token_ids, skip_special_tokens)
 
-    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The token each id stands for; "" for an id that the tokenizer does not have."""
-        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The token each id stands for; "" for an id that the tokenizer does not have. Raises Overloaded."""
+        return await self._run(len(token_ids) * _BYTES_PER_TOKEN, self._token_texts_now, token_ids)
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """A new incremental decoder for one choice."""
@@ -82,17 +100,40 @@ class Tokenization:
 
     def close(self) -> None:
         """Ends its threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._short_thread, self._long_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[TokenId, ...]:
-        if len(text) <= _INLINE_CHARACTERS:
-            return self._encode_now(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode_now, text, add_special_tokens)
+    async def _encode(self, text: str, max_tokens: int | None, *, add_special_tokens: bool) -> tuple[TokenId, ...]:
+        num_bytes = len(text.encode())
+        if max_tokens is not None and num_bytes > max_tokens * self._longest_token_bytes:
+            raise InvalidRequest("prompt", f"{num_bytes} bytes do not fit into {max_tokens} tokens")
+        return await self._run(num_bytes, self._encode_now, text, add_special_tokens)
+
+    async def _run(self, num_bytes: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Does `work` here if it is small, else in a thread. Raises Overloaded."""
+        if num_bytes <= _INLINE_BYTES:
+            return work(*args, **kwargs)
+        # Whoever comes alone is taken at any size: else the largest prompts could never come in.
+        if self._bytes_under_way and self._bytes_under_way + num_bytes > MAX_BYTES_UNDER_WAY:
+            raise Overloaded(f"{self._bytes_under_way} bytes of text wait to be tokenized already")
+        threads = self._short_thread if num_bytes <= _SHORT_BYTES else self._long_threads
+        self._bytes_under_way += num_bytes
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, partial(work, *args, **kwargs))
+        finally:
+            self._bytes_under_way -= num_bytes
+
+    # The library's batch calls let go of the interpreter's lock; `encode` and `decode` keep it for
+    # seconds on a long text, in which no thread of the router does anything.
 
     def _encode_now(self, text: str, add_special_tokens: bool) -> tuple[TokenId, ...]:
-        return tuple(map(TokenId, self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids))
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(map(TokenId, encoding.ids))
 
     def _decode_now(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        text: str
+        (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
         return text
+
+    def _token_texts_now(self, token_ids: Sequence[int]) -> list[str]:
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
