@@ -100,6 +100,8 @@ class AdmissionQueue:
         self._measure(now_s)
         if not self._num_queued:
             self._num_active -= 1
+            # Else an old slow pace would refuse those by whom alone a new one can be measured.
+            self._interval_s = None
             return None
         entry = next(iter(self._by_priority[max(self._by_priority)]))
         self.withdraw(entry)

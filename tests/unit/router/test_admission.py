@@ -66,6 +66,16 @@ def test_who_would_outwait_its_deadline_is_shed_at_once_and_told_when_to_come_ba
     assert not waiting.enter(Entry(1), 4.1)
 
 
+def test_a_slow_spell_is_forgotten_once_a_place_is_free() -> None:
+    waiting = queue()
+    for _ in range(3):
+        waiting.enter(Entry(1), None)
+    for now_s in (100.0, 200.0, 300.0):
+        waiting.depart(now_s)
+    waiting.enter(Entry(1), 1.0)
+    assert not waiting.enter(Entry(1), 1.0)
+
+
 @given(st.lists(st.tuples(st.sampled_from(["enter", "depart", "withdraw"]), st.integers(0, 3)), max_size=60))
 def test_counts_and_bounds_hold_whatever_happens(steps: list[tuple[str, int]]) -> None:
     waiting, queued, active, now_s = queue(max_active=2), [], 0, 0.0
