@@ -39,21 +39,33 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         info = await self._introduction(request_iterator)
         self._registry.register(info)
         drain = self._drain[info.incarnation] = asyncio.Event()
+        try:
+            await self._keep(info, drain, request_iterator, context)
+        finally:
+            # A newer stream of the same life may have taken over: then the lease is its own.
+            if self._drain.get(info.incarnation) is drain:
+                del self._drain[info.incarnation]
+                self._registry.deregister(info)
+
+    async def _keep(
+        self,
+        info: WorkerInfo,
+        drain: asyncio.Event,
+        requests: AsyncIterator[registry_pb2.RegisterRequest],
+        context: Context,
+    ) -> None:
+        """Grants the lease; then heartbeats one way, and the order to drain the other."""
         if self._registry.drain_ordered(info):
             drain.set()
         await context.write(registry_pb2.RegisterResponse(lease_seconds=self._registry.lease_s))
         orders = asyncio.create_task(self._send_orders(drain, context), name=f"orders to {info.worker_id}")
         try:
-            async for request in request_iterator:
+            async for request in requests:
                 if request.WhichOneof("message") != "load":
                     raise InvalidRequest("message", "must be load after the first")
                 self._registry.heartbeat(info, load_from_proto(request.load))
         finally:
             orders.cancel()
-            # A newer stream of the same life may have taken over: then the lease is its own.
-            if self._drain.get(info.incarnation) is drain:
-                del self._drain[info.incarnation]
-                self._registry.deregister(info)
 
     async def _introduction(self, requests: AsyncIterator[registry_pb2.RegisterRequest]) -> WorkerInfo:
         try:
