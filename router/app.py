@@ -52,8 +52,6 @@ from tandem.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from tandem.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from tandem.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
 
-_TICKS_PER_LEASE = 20
-_LONGEST_TICK_S = 0.25
 _STALL_S = 30.0
 """An engine with sequences that makes no step for this long is not used (a step of a large
 prompt on a starved CPU may take several seconds)."""
@@ -106,7 +104,7 @@ class Router:
         queue = AdmissionQueue(config.max_active_requests, config.max_queued_requests, config.max_queued_tokens)
         patience = patience or Patience(max_retries=config.max_retries)
         pipeline = Pipeline(workers, Admission(queue, clock), tokenization, clock, patience, observer)
-        health = Health(workers, registry, pipeline, min(_LONGEST_TICK_S, config.lease_s / _TICKS_PER_LEASE))
+        health = Health(workers, registry, pipeline)
         intake = Intake(checkpoint, tokenization, config.limits, workers.longest_sequence)
         entrance = Entrance(intake, pipeline, clock, observer)
         inference = InferenceServicer(checkpoint, tokenization, intake, entrance, config.limits)

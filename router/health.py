@@ -20,11 +20,10 @@ class HealthSink(Protocol):
 class Health:
     """Ready = a usable pair of workers stands, and the router does not drain."""
 
-    def __init__(self, workers: Workers, registry: Registry, pipeline: Pipeline, tick_s: float) -> None:
+    def __init__(self, workers: Workers, registry: Registry, pipeline: Pipeline) -> None:
         self._workers = workers
         self._registry = registry
         self._pipeline = pipeline
-        self._tick_s = tick_s
 
     def obstacle(self) -> str | None:
         """What keeps this router from serving, for people; None = nothing."""
@@ -37,4 +36,4 @@ class Health:
         while True:
             self._registry.tick()
             sink.set_serving(self.obstacle() is None)
-            await self._workers.wait_for_change(self._tick_s)
+            await self._workers.wait_for_change(self._registry.tick_s)

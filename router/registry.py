@@ -7,7 +7,8 @@
                           stalled
 
 `worker_added` is told on entering `registered`, `worker_lost` on leaving it. Time is the clock
-given; `tick` must be called regularly. Knows nothing of gRPC or of requests.
+given; `tick` must be called every `tick_s`: what it is late by is time in which this router stood
+still, and heard nobody. Knows nothing of gRPC or of requests.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from tandem.errors import HandshakeMismatch, InvalidRequest, Unavailable
 from tandem.types import Incarnation, WorkerId, WorkerInfo, WorkerLoad
 
 _REMEMBERED_INCARNATIONS = 1024
+_TICKS_PER_LEASE = 20
+_LONGEST_TICK_S = 0.25
 
 
 class WorkerListener(Protocol):
@@ -59,6 +62,11 @@ class _Record:
         self.heard_s = now_s
         self.assigned_tokens = 0
 
+    def forgive(self, seconds: float, now_s: float) -> None:
+        """Time that is not to count against it."""
+        self.heard_s = min(now_s, self.heard_s + seconds)
+        self.moved_s = min(now_s, self.moved_s + seconds)
+
     def obstacle(self) -> Obstacle | None:
         """Why it takes no new work."""
         if self.stalled:
@@ -81,6 +89,7 @@ class Registry:
         self._clock = clock
         self._lease_s = lease_s
         self._stall_s = stall_s
+        self._awake_s = clock.now_s()
         self._records: dict[WorkerId, _Record] = {}
         self._superseded: deque[Incarnation] = deque(maxlen=_REMEMBERED_INCARNATIONS)
         self._listeners: list[WorkerListener] = []
@@ -89,6 +98,11 @@ class Registry:
     def lease_s(self) -> float:
         """How long a silent worker is trusted."""
         return self._lease_s
+
+    @property
+    def tick_s(self) -> float:
+        """How often `tick` is to be called."""
+        return min(_LONGEST_TICK_S, self._lease_s / _TICKS_PER_LEASE)
 
     def subscribe(self, listener: WorkerListener) -> None:
         """Tells `listener` of everything from now on."""
@@ -118,6 +132,7 @@ class Registry:
 
     def heartbeat(self, info: WorkerInfo, load: WorkerLoad) -> None:
         """Renews the lease, or registers again whom silence had removed. Raises as `register`."""
+        self._forgive_standstill()
         self.register(info)
         record = self._records[info.worker_id]
         record.take_load(load, self._clock.now_s())
@@ -159,6 +174,7 @@ class Registry:
 
     def tick(self) -> None:
         """Ends leases that ran out and judges engines."""
+        self._forgive_standstill()
         now_s = self._clock.now_s()
         for record in list(self._records.values()):
             if now_s - record.heard_s > self._lease_s:
@@ -174,12 +190,20 @@ class Registry:
         ]
 
     def silence_s(self, info: WorkerInfo) -> float:
-        """Time since the worker was last heard."""
+        """Time since the worker was last heard, without such in which this router stood still."""
         return self._clock.now_s() - self._records[info.worker_id].heard_s
 
     def connected(self, info: WorkerInfo) -> bool:
         """Whether this router's stream to the worker stands."""
         return self._records[info.worker_id].connected
+
+    def _forgive_standstill(self) -> None:
+        now_s = self._clock.now_s()
+        late_s = now_s - self._awake_s - self.tick_s
+        self._awake_s = now_s
+        if late_s > 0:
+            for record in self._records.values():
+                record.forgive(late_s, now_s)
 
     def _judge_engine(self, record: _Record) -> None:
         """A live loop with a dead engine still sends heartbeats; only its step count tells."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from router.placement import Obstacle
 from router.registry import Registry
 from tandem.clock import ManualClock
 from tandem.errors import HandshakeMismatch, InvalidRequest, Unavailable
@@ -41,6 +42,13 @@ def events(registry: Registry) -> Events:
     return events
 
 
+def pass_time(registry: Registry, clock: ManualClock, seconds: float) -> None:
+    """As it passes for a router that does not stand still."""
+    for _ in range(round(seconds / registry.tick_s)):
+        clock.advance_s(registry.tick_s)
+        registry.tick()
+
+
 def test_a_worker_is_usable_once_it_is_connected_and_has_sent_a_heartbeat(
     registry: Registry, info: Any, load: Any
 ) -> None:
@@ -64,14 +72,29 @@ def test_a_lease_ends_by_silence_and_begins_anew_with_a_heartbeat(
 ) -> None:
     worker = info(Role.DECODE, "d")
     registry.heartbeat(worker, load())
-    clock.advance_s(LEASE_S)
-    registry.tick()
+    pass_time(registry, clock, LEASE_S)
     assert len(registry.views()) == 1
     clock.advance_s(0.001)
     registry.tick()
     assert registry.views() == []
     registry.heartbeat(worker, load())
     assert [name for name, _ in events.seen] == ["added", "lost", "added"]
+
+
+def test_time_in_which_the_router_stood_still_is_nobodys_silence(
+    registry: Registry, events: Events, clock: ManualClock, info: Any, load: Any
+) -> None:
+    registry.heartbeat(info(Role.DECODE, "d"), load(running_seqs=1))
+    pass_time(registry, clock, 1)
+    clock.advance_s(LEASE_S + STALL_S)
+    registry.heartbeat(info(Role.DECODE, "e"), load(running_seqs=1))
+    registry.tick()
+    pass_time(registry, clock, LEASE_S - 2)
+    assert [view.obstacle for view in registry.views()] == [Obstacle.NOT_CONNECTED] * 2
+    pass_time(registry, clock, 1)
+    assert [view.info.worker_id for view in registry.views()] == ["e"]
+    pass_time(registry, clock, 2)
+    assert not registry.views()
 
 
 def test_a_new_incarnation_replaces_the_old_at_once_and_for_good(
@@ -107,9 +130,8 @@ def test_an_engine_without_steps_is_stalled_only_if_it_has_work(
 
     def beat_for(seconds: float, **changes: Any) -> None:
         for _ in range(int(seconds)):
-            clock.advance_s(1)
+            pass_time(registry, clock, 1)
             registry.heartbeat(worker, load(**changes))
-            registry.tick()
 
     registry.set_connected(worker, connected=True)
     beat_for(100, running_seqs=0)
