@@ -41,6 +41,11 @@ def resolve_sampling(
     """
     _refuse_not_built(message, limits)
     validator = Validator(limits, info.vocab_size, info.context_tokens)
+    validator.validate_counts(
+        num_stop=len(message.stop),
+        num_stop_token_ids=len(message.stop_token_ids),
+        num_logit_bias=len(message.logit_bias),
+    )
     text = TextParams(
         stop=tuple(message.stop),
         include_stop=message.include_stop,

@@ -65,14 +65,18 @@ class Validator:
             )
         self._in_vocabulary(field, token_ids)
 
+    def validate_counts(self, *, num_stop: int, num_stop_token_ids: int, num_logit_bias: int) -> None:
+        """Entries as given, before there is work for each and equal ones become one. Raises InvalidRequest."""
+        _at_most("sampling.stop", num_stop, self.limits.max_stop_strings, "strings")
+        _at_most("sampling.stop_token_ids", num_stop_token_ids, self.limits.max_stop_token_ids, "ids")
+        _at_most("sampling.logit_bias", num_logit_bias, self.limits.max_logit_bias, "entries")
+
     def validate_text(self, text: TextParams) -> None:
-        """Stop strings and the caller's stop ids. Raises InvalidRequest."""
-        _at_most("sampling.stop", len(text.stop), self.limits.max_stop_strings, "strings")
+        """Each stop string and stop id. Raises InvalidRequest."""
         for stop in text.stop:
             if not stop:
                 raise InvalidRequest("sampling.stop", "must not hold an empty string")
             _at_most("sampling.stop", len(stop.encode()), self.limits.max_stop_bytes, "bytes")
-        _at_most("sampling.stop_token_ids", len(text.stop_token_ids), self.limits.max_stop_token_ids, "ids")
         self._in_vocabulary("sampling.stop_token_ids", text.stop_token_ids)
 
     def validate_sampling(self, sampling: SamplingParams) -> None:

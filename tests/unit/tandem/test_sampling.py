@@ -39,6 +39,23 @@ def test_the_checkpoints_defaults_come_before_ours_and_after_the_callers(info: C
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.0, 7, 0.25)
 
 
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (Message(stop=["a"] * (LIMITS.max_stop_strings + 1)), "sampling.stop"),
+        (Message(stop_token_ids=[5] * (LIMITS.max_stop_token_ids + 1)), "sampling.stop_token_ids"),
+        (Message(logit_bias=dict.fromkeys(range(LIMITS.max_logit_bias + 1), 0)), "sampling.logit_bias"),
+    ],
+)
+def test_too_many_entries_are_refused_even_if_they_are_the_same(
+    info: CheckpointInfo, message: Message, field: str
+) -> None:
+    with pytest.raises(InvalidRequest, match="exceed the limit") as refused:
+        resolve(message, info)
+
+    assert refused.value.field == field
+
+
 def test_zero_differs_from_unset(info: CheckpointInfo) -> None:
     info = replace(info, generation_defaults={"temperature": 0.5, "top_k": 7})
 
