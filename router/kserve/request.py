@@ -14,13 +14,18 @@ from typing import Any
 
 from router.kserve.model import DEFAULT_OUTPUTS, OUTPUTS, VERSION
 from router.kserve.sampling import boolean, canonical, set_sampling
-from router.kserve.tensors import BYTES, Tensor, read_tensors, shown
+from router.kserve.tensors import BYTES, MAX_ELEMENTS, Tensor, read_tensors, shown
 from tandem.errors import InvalidRequest, ModelNotFound, UnsupportedOption
 from tandem.foreign import kserve_pb2
 from tandem.v1 import inference_pb2
 
 MAX_TEXTS = 64
 """Of one ModelInfer."""
+_MAX_ENTRIES = 128
+"""Inputs, outputs, parameters: more than there are names."""
+_MAX_SETTINGS_BYTES = 128 * 1024
+"""Of the JSON, and of all settings together: room for stop strings and biases at their default caps."""
+_MAX_MICROSECONDS = 2**63 - 1
 _TEXT = "text_input"
 _JSON = "sampling_parameters"
 _RETURNS = {
@@ -68,6 +73,13 @@ def check_version(version: str) -> None:
 def read_request(request: kserve_pb2.ModelInferRequest) -> InferRequest:
     """Raises InvalidRequest, UnsupportedOption, ModelNotFound; each names the input or parameter."""
     check_version(request.model_version)
+    for field, entries in (
+        ("inputs", request.inputs),
+        ("outputs", request.outputs),
+        ("parameters", request.parameters),
+    ):
+        if len(entries) > _MAX_ENTRIES:
+            raise InvalidRequest(field, f"{len(entries)} entries exceed the limit of {_MAX_ENTRIES}")
     tensors = read_tensors(request)
     texts, shape = _texts(tensors.pop(_TEXT, None))
     settings = _settings(tensors, request.parameters)
@@ -110,6 +122,8 @@ def _settings(tensors: Mapping[str, Tensor], parameters: Mapping[str, kserve_pb2
         name = "stream" if name == "streaming" else canonical(name)
         if name in settings:
             raise InvalidRequest(shown(name), "is given twice")
+        if isinstance(value, list | dict) and len(value) > MAX_ELEMENTS:
+            raise InvalidRequest(shown(name), f"{len(value)} elements exceed the limit of {MAX_ELEMENTS}")
         settings[name] = value
 
     for name, tensor in tensors.items():
@@ -130,6 +144,8 @@ def _settings(tensors: Mapping[str, Tensor], parameters: Mapping[str, kserve_pb2
 def _json_object(values: list[Any]) -> dict[str, Any]:
     if len(values) != 1:
         raise InvalidRequest(f"inputs.{_JSON}", f"must hold one element, not {len(values)}")
+    if isinstance(values[0], str) and len(values[0]) > _MAX_SETTINGS_BYTES:
+        raise InvalidRequest(f"inputs.{_JSON}", f"is longer than {_MAX_SETTINGS_BYTES} characters")
     try:
         parsed = json.loads(values[0])
     except (TypeError, ValueError, RecursionError) as error:
@@ -160,7 +176,7 @@ def _outputs(request: kserve_pb2.ModelInferRequest, settings: dict[str, Any]) ->
 def _timeout_s(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_MICROSECONDS:
         raise InvalidRequest("parameters.timeout", "must be a number of microseconds")
     return value / _MICROSECONDS if value else None  # 0 = none, as in Triton
 
@@ -176,6 +192,8 @@ def _template(request: kserve_pb2.ModelInferRequest, settings: dict[str, Any]) -
     )
     for name, value in settings.items():
         set_sampling(template.sampling, name, value)
+    if template.ByteSize() > _MAX_SETTINGS_BYTES:  # it is copied for each text
+        raise InvalidRequest("inputs", f"all but {_TEXT} takes more than {_MAX_SETTINGS_BYTES} bytes")
     return template
 
 

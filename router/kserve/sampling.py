@@ -16,7 +16,8 @@ from router.kserve.tensors import shown
 from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.v1 import inference_pb2
 
-_FIELDS: Mapping[str, Any] = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+_FIELDS: Mapping[str, Any] = dict(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+"""A copy: protobuf's own mapping fails on names that are not valid UTF-8."""
 _ALIASES = {
     "include_stop_str_in_output": "include_stop",
     "stop_words": "stop",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.errors import InvalidRequest, UnsupportedOption
@@ -25,6 +25,9 @@ _SHOWN_CHARACTERS = 64
 
 _MAX_DIMENSIONS = 8
 """No input has more than two; their product must stay cheap to take."""
+
+MAX_ELEMENTS = 4096
+"""Of all inputs together, and of one list of settings: each element becomes an object of its own, on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,9 @@ class Tensor:
 
 
 def shown(name: str) -> str:
-    """A caller's name, short enough for an error."""
-    return name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}…"
+    """A caller's name, fit for an error: short, and valid UTF-8, which a name from JSON need not be."""
+    name = name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}…"
+    return name.encode(errors="replace").decode()
 
 
 def read_tensors(request: kserve_pb2.ModelInferRequest) -> dict[str, Tensor]:
@@ -73,12 +77,17 @@ def read_tensors(request: kserve_pb2.ModelInferRequest) -> dict[str, Tensor]:
     if raws and len(raws) != len(request.inputs):
         raise InvalidRequest("raw_input_contents", f"{len(raws)} entries for {len(request.inputs)} inputs")
     tensors: dict[str, Tensor] = {}
+    num_elements = 0
     for index, message in enumerate(request.inputs):
         field = f"inputs.{shown(message.name)}"
         if message.name in tensors:
             raise InvalidRequest(field, "is given twice")
         _refuse_parameters(field, message.parameters)
-        values = _values(field, message, raws[index] if raws else None)
+        count = _count(field, message.shape)
+        num_elements += count
+        if num_elements > MAX_ELEMENTS:
+            raise InvalidRequest(field, f"with it the inputs hold more than {MAX_ELEMENTS} elements")
+        values = _values(field, message, count, raws[index] if raws else None)
         tensors[message.name] = Tensor(message.name, message.datatype, tuple(message.shape), values)
     return tensors
 
@@ -100,13 +109,18 @@ def _refuse_parameters(field: str, parameters: Mapping[str, kserve_pb2.InferPara
         raise InvalidRequest(f"{field}.{shown(name)}", "no such parameter of an input")
 
 
-def _values(field: str, message: kserve_pb2.ModelInferRequest.InferInputTensor, raw: bytes | None) -> tuple[Value, ...]:
+def _count(field: str, shape: Sequence[int]) -> int:
+    if len(shape) > _MAX_DIMENSIONS or any(dimension < 0 for dimension in shape):
+        raise InvalidRequest(field, f"must have at most {_MAX_DIMENSIONS} dimensions, none of them negative")
+    return math.prod(shape)
+
+
+def _values(
+    field: str, message: kserve_pb2.ModelInferRequest.InferInputTensor, count: int, raw: bytes | None
+) -> tuple[Value, ...]:
     kind = _KINDS.get(message.datatype)
     if kind is None:
         raise InvalidRequest(field, f"datatype {shown(message.datatype)!r} is not known; known are {', '.join(_KINDS)}")
-    if len(message.shape) > _MAX_DIMENSIONS or any(dimension < 0 for dimension in message.shape):
-        raise InvalidRequest(field, f"must have at most {_MAX_DIMENSIONS} dimensions, none of them negative")
-    count = math.prod(message.shape)
     if raw is None:
         return _typed_values(field, message, kind, count)
     if message.HasField("contents"):
@@ -120,10 +134,10 @@ def _typed_values(
     given = [descriptor.name for descriptor, _ in message.contents.ListFields()]
     if any(name != kind.contents_field for name in given):
         raise InvalidRequest(field, f"a {message.datatype} tensor has its elements in {kind.contents_field or 'raw'}")
-    values = () if kind.contents_field is None else tuple(getattr(message.contents, kind.contents_field))
+    values = () if kind.contents_field is None else getattr(message.contents, kind.contents_field)
     if len(values) != count:
         raise InvalidRequest(field, f"{len(values)} elements do not fill its shape of {count}")
-    return values
+    return tuple(values)
 
 
 def _raw_numbers(field: str, raw: bytes, count: int, kind: _Kind) -> tuple[Value, ...]:
@@ -136,7 +150,7 @@ def _raw_numbers(field: str, raw: bytes, count: int, kind: _Kind) -> tuple[Value
 def _raw_bytes(field: str, raw: bytes, count: int) -> tuple[Value, ...]:
     values: list[Value] = []
     start = 0
-    while start < len(raw):
+    while start < len(raw) and len(values) < count:
         end = start + _LENGTH.size
         if end <= len(raw):
             end += _LENGTH.unpack_from(raw, start)[0]
@@ -144,6 +158,6 @@ def _raw_bytes(field: str, raw: bytes, count: int) -> tuple[Value, ...]:
             raise InvalidRequest(field, f"element {len(values)} ends beyond its {len(raw)} bytes")
         values.append(raw[start + _LENGTH.size : end])
         start = end
-    if len(values) != count:
-        raise InvalidRequest(field, f"{len(values)} elements do not fill its shape of {count}")
+    if len(values) != count or start != len(raw):
+        raise InvalidRequest(field, f"its {len(raw)} bytes are not the {count} elements of its shape")
     return tuple(values)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from router.kserve.model import INPUTS, OUTPUTS, configuration, metadata
 from router.kserve.request import InferRequest, read_request
-from tandem.errors import InvalidRequest, TandemError, UnsupportedOption
+from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.foreign import kserve_pb2
+from tandem.limits import Limits
 
 
 def raw_bytes(*values: bytes) -> bytes:
@@ -106,7 +107,11 @@ def test_habits_of_existing_clients_are_understood(said: dict[str, Any], means: 
         (request(("stop", "BYTES", [1], b"\x09\x00")), "inputs.stop"),
         (request(("stop", "BYTES", [1], raw_bytes(b"a", b"b"))), "inputs.stop"),
         (request(("text_input", "BYTES", [1], raw_bytes(b"a"))), "inputs.text_input"),
+        (request(("stop", "BYTES", [1], raw_bytes(b"a") + b"\x09")), "inputs.stop"),
+        (request(as_json({"\ud800": 1})), "?"),
+        (request(as_json({"stop": "\ud800"})), "stop"),
         (request(timeout=-1), "parameters.timeout"),
+        (request(as_json({"timeout": 10**400})), "parameters.timeout"),
         (request(timeout="soon"), "parameters.timeout"),
         (request(priority=2**40), "parameters.priority"),
         (request(exclude_input_in_output=False, stream=True), "exclude_input_in_output"),
@@ -171,6 +176,60 @@ def test_inputs_switch_outputs_on_and_off() -> None:
     assert read.outputs == ("text_output", "num_input_tokens")
 
 
+def many_inputs() -> kserve_pb2.ModelInferRequest:
+    """Each takes eight bytes; together they would keep the event loop for seconds."""
+    return request(*((f"{number}", "INT8", [0], b"") for number in range(200)))
+
+
+def many_outputs() -> kserve_pb2.ModelInferRequest:
+    message = request()
+    for _ in range(200):
+        message.outputs.add(name="text_output")
+    return message
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (request(("stop_token_ids", "UINT8", [5000], b"\x01" * 5000)), "inputs.stop_token_ids"),
+        (request(("a", "UINT8", [2500], bytes(2500)), ("b", "UINT8", [2500], bytes(2500))), "inputs.b"),
+        (request(as_json({"stop_token_ids": [1] * 5000})), "stop_token_ids"),
+        (request(as_json({"logit_bias": dict.fromkeys(range(5000), 1)})), "logit_bias"),
+        (request(as_json({"stop": "x" * 200_000})), "inputs.sampling_parameters"),
+        (request(("stop", "BYTES", [1], raw_bytes(b"x" * 200_000))), "inputs"),
+        (many_inputs(), "inputs"),
+        (many_outputs(), "outputs"),
+        (request(**{f"{number}": 1 for number in range(200)}), "parameters"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_would_cost_too_much_to_read_or_to_copy_per_text_is_refused(
+    message: kserve_pb2.ModelInferRequest, field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_request(message)
+
+    assert caught.value.field == field
+
+
+def test_settings_at_their_default_caps_are_read() -> None:
+    limits = Limits()
+    stop = [chr(0xE9) * (limits.max_stop_bytes // 2 - 8) + f"{number}" for number in range(limits.max_stop_strings)]
+    bias = {f"{token_id}": -12.345678 for token_id in range(100_000, 100_000 + limits.max_logit_bias)}
+    stop_token_ids = list(range(100_000, 100_000 + limits.max_stop_token_ids))
+
+    read = read_request(request(as_json({"stop": stop, "logit_bias": bias, "stop_token_ids": stop_token_ids})))
+
+    assert list(read.message(0).sampling.stop) == stop
+
+
+def test_a_tensor_is_not_read_beyond_its_shape() -> None:
+    message = request(("stop", "BYTES", [1], b"\x00" * 4_000_000))
+
+    with pytest.raises(InvalidRequest, match="are not the 1 elements"):
+        read_request(message)
+
+
 def test_a_long_name_is_cut_in_the_error() -> None:
     with pytest.raises(InvalidRequest) as caught:
         read_request(request(**{"x" * 10_000: 1}))
@@ -201,15 +260,18 @@ tensors = st.tuples(
     st.lists(st.integers(-2, 3), max_size=3),
     st.binary(max_size=16),
 )
+any_text = st.text(st.characters(), max_size=5)
+"""Lone surrogates too, which JSON can say and protobuf cannot."""
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4),
+    st.none() | st.booleans() | st.integers() | st.integers(-(10**400), 10**400) | st.floats() | any_text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names | any_text, inner, max_size=4),
     max_leaves=8,
 )
+json_objects = st.dictionaries(names | any_text | st.just("\ud800"), json_values, max_size=4)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(tensors, max_size=3), st.dictionaries(names, parameter_values, max_size=4), json_values)
+@given(st.lists(tensors, max_size=3), st.dictionaries(names, parameter_values, max_size=4), json_objects | json_values)
 def test_whatever_comes_is_read_or_refused(
     more: list[tuple[str, str, list[int], bytes]], parameters: dict[str, kserve_pb2.InferParameter], sampling: Any
 ) -> None:
@@ -219,6 +281,7 @@ def test_whatever_comes_is_read_or_refused(
 
     try:
         read = read_request(message)
-    except TandemError:
+    except (InvalidRequest, UnsupportedOption) as error:
+        f"{error.message} {error.field}".encode()  # both go into a status
         return
     assert read.message(0).text == "Hi"
