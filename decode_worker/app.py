@@ -7,7 +7,6 @@ Knows every part and decides nothing about sequences (see `worker`).
 
 from __future__ import annotations
 
-import asyncio
 import os
 from dataclasses import replace
 from functools import partial
@@ -60,7 +59,7 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
     options = replace(
         EngineOptions.of_worker(config, checkpoint.path, shared_kv=SHM in transports), graph_seqs=_graph_seqs(config)
     )
-    engine = await asyncio.to_thread(load_engine, options)
+    engine = await stop.unless_stopped(partial(load_engine, options))
     try:
         incarnation = new_incarnation()
         receiver = _new_receiver(config, engine, transports, incarnation, security.incoming.tls)

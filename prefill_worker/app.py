@@ -7,7 +7,6 @@ Knows every part and decides nothing about prompts (see `worker`).
 
 from __future__ import annotations
 
-import asyncio
 import os
 from functools import partial
 
@@ -55,7 +54,7 @@ async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) 
     security = Security.load(config.security, config.ports)
     checkpoint = read_checkpoint(config.model)
     options = EngineOptions.of_worker(config, checkpoint.path, shared_kv=False)
-    engine = await asyncio.to_thread(load_engine, options)
+    engine = await stop.unless_stopped(partial(load_engine, options))
     try:
         transports = choose(config.transport, engine.model.device)
         incarnation = new_incarnation()

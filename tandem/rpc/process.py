@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import uvloop
 
@@ -17,6 +18,8 @@ from tandem.errors import CheckpointError, ConfigError, TandemError
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
+
+T = TypeVar("T")
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -38,6 +41,21 @@ class StopSignal:
     async def wait(self) -> None:
         """Returns once a stop was asked for."""
         await self.requested.wait()
+
+    async def unless_stopped(self, load: Callable[[], T]) -> T:
+        """What `load` returns, called in a thread. A stop ends the process at once, with code 0.
+
+        For what takes minutes, cannot be told to end, and holds nothing that outlives the process.
+        """
+        loading = asyncio.ensure_future(asyncio.to_thread(load))
+        stopping = asyncio.ensure_future(self.wait())
+        try:
+            await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                os._exit(EXIT_OK)
+            return loading.result()
+        finally:
+            stopping.cancel()
 
     def deliver(self, signum: signal.Signals) -> None:
         """Takes one signal."""

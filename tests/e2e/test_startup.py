@@ -1,4 +1,4 @@
-"""What cannot be served is refused at the start, in one line, with exit code 2."""
+"""What cannot be served is refused at the start, in one line, with exit code 2; what is starting can be stopped."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ from bench.cluster import eventually, run_command
 from tandem.checkpoint import resolve_model
 from tandem.client import Client
 from tandem.errors import Unavailable
+
+LOADS_FOR_EVER = """
+import importlib, sys, threading
+from tandem.cli.main import main
+app = importlib.import_module(f"{sys.argv[1]}_worker.app")
+def load_engine(options):
+    print("loading", flush=True)
+    threading.Event().wait()
+app.load_engine = load_engine
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -113,3 +124,16 @@ def test_workers_whose_block_layouts_differ_are_no_pair() -> None:
         assert "layout" in status.not_ready_reason
         with pytest.raises(Unavailable, match="layout"):
             unequal.complete("Once", max_tokens=2)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_that_is_told_to_stop_does_not_load_to_the_end(role: str) -> None:
+    command = [sys.executable, "-c", LOADS_FOR_EVER, role, "--model", "demo", "--router", "127.0.0.1:1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "loading\n"
+            process.terminate()
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()

@@ -23,6 +23,17 @@ async def main(stop):
 run_process(main)
 """
 
+LOADING = """
+import threading
+from tandem.rpc.process import run_process
+def load():
+    print("loading", flush=True)
+    threading.Event().wait()
+async def main(stop):
+    await stop.unless_stopped(load)
+run_process(main)
+"""
+
 
 def test_the_first_signal_asks_and_main_ends_in_order() -> None:
     ended: list[str] = []
@@ -80,6 +91,27 @@ def test_the_second_signal_ends_the_process_at_once(signum: signal.Signals) -> N
             assert process.wait(timeout=10) == 128 + signum
         finally:
             process.kill()
+
+
+def test_a_stop_does_not_wait_for_what_is_being_loaded() -> None:
+    with subprocess.Popen([sys.executable, "-c", LOADING], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "loading\n"
+            process.terminate()
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
+
+
+async def test_what_was_loaded_is_handed_on_and_an_error_too() -> None:
+    assert await StopSignal().unless_stopped(lambda: "engine") == "engine"
+
+    def fail() -> None:
+        raise CheckpointError("config.json: no such file")
+
+    with pytest.raises(CheckpointError):
+        await StopSignal().unless_stopped(fail)
 
 
 def test_it_runs_on_uvloop() -> None:
