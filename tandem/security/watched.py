@@ -3,6 +3,7 @@
     get → files unchanged → the value as it was
         → changed, and read whole → the new value
         → changed, but broken or half-written → the value as it was, one warning per change
+        → changed, but cannot be read         → the same, and whoever asks next tries again
 
 Owns no thread: files are looked at when somebody asks. Any thread may ask, since gRPC does so from its own.
 """
@@ -10,6 +11,7 @@ Owns no thread: files are looked at when somebody asks. Any thread may ask, sinc
 from __future__ import annotations
 
 import os
+import ssl
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeAlias, TypeVar
@@ -35,6 +37,7 @@ class Watched(Generic[T]):
         self._read = read
         self._lock = threading.Lock()
         self._marks = _marks(paths)
+        self._warned_of = self._marks
         self._value = read()
 
     def get(self) -> T:
@@ -51,15 +54,29 @@ class Watched(Generic[T]):
         try:
             value = self._read()
         except ConfigError as error:
-            _log.warning(
-                "files changed but are no good; going on with those before", what=self._what, why=error.message
-            )
+            self._warn_once(marks, error)
+            if _may_pass(error):
+                return
         else:
             if _marks(self._paths) != marks:  # changed while they were read: the next to ask reads them
                 return
             _log.info("files were read again", what=self._what)
             self._value = value
         self._marks = marks
+
+    def _warn_once(self, marks: _Marks, error: ConfigError) -> None:
+        if marks == self._warned_of:
+            return
+        self._warned_of = marks
+        _log.warning("files changed but are no good; going on with those before", what=self._what, why=error.message)
+
+
+def _may_pass(error: ConfigError) -> bool:
+    """Whether reading failed, for want of descriptors say, and not what was read: files that stay as they are may do.
+
+    An SSLError is an OSError too, and tells what the files hold.
+    """
+    return isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, ssl.SSLError)
 
 
 def _marks(paths: tuple[str, ...]) -> _Marks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,13 @@ class Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_reads = 0
+        self.out_of_descriptors = False
 
     def __call__(self) -> int:
         self.num_reads += 1
         try:
+            if self.out_of_descriptors:
+                raise OSError(errno.EMFILE, "Too many open files")
             return int(self.path.read_text())
         except (OSError, ValueError) as error:
             raise ConfigError("--file", "holds no number") from error
@@ -70,6 +74,26 @@ def test_a_broken_file_leaves_the_old_value_and_is_warned_of_once(
     assert [watched.get() for _ in range(3)] == [1, 1, 1]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert caplog.records[0].fields == {"what": "a number", "why": "--file: holds no number"}  # type: ignore[attr-defined]
+
+
+def test_what_is_broken_is_not_read_over_and_over(watched: Watched[int], reader: Reader) -> None:
+    replace_file(str(reader.path), b"no number")
+
+    assert [watched.get() for _ in range(3)] == [1, 1, 1]
+    assert reader.num_reads == 2
+
+
+def test_a_read_that_failed_is_tried_again_though_the_file_stays_as_it_is(
+    watched: Watched[int], reader: Reader, caplog: pytest.LogCaptureFixture
+) -> None:
+    replace_file(str(reader.path), b"2")
+    reader.out_of_descriptors = True
+    assert [watched.get() for _ in range(3)] == [1, 1, 1]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+    reader.out_of_descriptors = False
+
+    assert watched.get() == 2
 
 
 def test_a_file_that_is_mended_takes_effect(watched: Watched[int], reader: Reader) -> None:
