@@ -20,7 +20,7 @@ from router.stream import TokenStream
 from router.timeline import Timeline
 from router.workers import Workers
 from tandem.clock import Clock, ended_by_deadline
-from tandem.errors import DeadlineExceeded, InternalError, Overloaded, Reason, TandemError, Unavailable
+from tandem.errors import DeadlineExceeded, InternalError, Overloaded, TandemError, TransferError, Unavailable
 from tandem.lifecycle import REQUEST_MOVES, RequestState, advance
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
@@ -43,6 +43,11 @@ class Patience:
     """Wait for a pair of workers to be there."""
     silence_s: float = 120.0
     """Longest time without a word about a sequence from its workers."""
+    progress_tokens: int = 16
+    """New tokens by which a pair that failed was still a good one: the count of tries begins anew.
+
+    More than one: prefill gives a token even where no hand-off works. Not much more, but enough that
+    a sequence which kills its workers does not go on killing them."""
     total_s: float = 3600.0
     """Deadline of a request that brings none."""
     overload_backoff_s: float = 0.1
@@ -78,7 +83,7 @@ class Generation:
         self._state = RequestState.QUEUED
         self._outbox = Outbox()
         self._disappointing: set[Incarnation] = set()
-        """Workers that failed it: asked again only if there are no others, and if they are (still, or again) there."""
+        """Workers that failed it since it last got on: asked again only where there are no others."""
 
     @property
     def outbox(self) -> Outbox:
@@ -150,11 +155,13 @@ class Generation:
             ) from error
 
     async def _try_pairs(self) -> None:
-        """Tries pairs until one brings the sequence to its end. Raises the last failure."""
+        """Tries pairs until one brings the sequence to its end, or too many in a row fail. Raises the last failure."""
         failure: TandemError | None = None
-        for num_tries in range(self._patience.max_retries + 1):
+        num_tries = 0
+        while failure is None or num_tries <= self._patience.max_retries:
             placement = await self._place(failure)
             attempt = self._attempt(placement)
+            first_offset = self._stream.next_offset
             try:
                 await attempt.run(self._request.spec(self._stream.token_ids, self._observer.traceparent))
                 return
@@ -162,13 +169,16 @@ class Generation:
                 if not error.retryable:
                     raise
                 failure = error
+                if self._stream.next_offset - first_offset >= self._patience.progress_tokens:
+                    num_tries = 0
+                    self._disappointing.clear()
+                num_tries += 1
                 self._blame(attempt, placement, error)
             finally:
                 attempt.release()
                 self._stream.forget_waiting()
             if isinstance(failure, Overloaded):
-                await asyncio.sleep(self._patience.overload_backoff_s * (num_tries + 1))
-        assert failure is not None
+                await asyncio.sleep(self._patience.overload_backoff_s * num_tries)
         raise failure
 
     def _attempt(self, placement: Placement) -> Attempt:
@@ -185,13 +195,9 @@ class Generation:
         )
 
     async def _place(self, failure: TandemError | None) -> Placement:
-        """A pair, of workers that did not fail this request if there are any. Raises Unavailable."""
+        """A pair, of workers that did not fail this request as far as there are others. Raises Unavailable."""
         try:
-            return self._workers.place_now(self._demand(self._disappointing))
-        except Unavailable:
-            pass
-        try:
-            return await self._workers.place(self._demand(set()), self._patience.placement_s)
+            return await self._workers.place(self._demand(), self._patience.placement_s)
         except Unavailable as error:
             if failure is None:
                 raise
@@ -200,19 +206,19 @@ class Generation:
                 raise Unavailable(known, failure.reason) from error
             raise failure from error
 
-    def _demand(self, excluded: set[Incarnation]) -> Demand:
+    def _demand(self) -> Demand:
         request = self._request
         return Demand(
             num_tokens=len(request.prompt) + self._stream.next_offset,
             max_total_tokens=len(request.prompt) + request.sampling.max_tokens,
-            excluded=frozenset(excluded),
+            blamed=frozenset(self._disappointing),
         )
 
     def _blame(self, attempt: Attempt, placement: Placement, error: TandemError) -> None:
         culprit = attempt.culprit or placement.decode
-        # A hand-off that failed does not say which side was at fault.
+        # A hand-off that failed does not say which side was at fault; any other failure is its worker's own.
         pair = (placement.decode, placement.prefill or placement.decode)
-        at_fault = (culprit,) if error.reason is Reason.WORKER_LOST else pair
+        at_fault = pair if isinstance(error, TransferError) else (culprit,)
         self._disappointing.update(each.incarnation for each in at_fault)
         self._observer.moved(culprit, error)
         _log.warning(

@@ -61,8 +61,8 @@ class Demand:
     """Tokens to compute before the next one: prompt, and what was emitted before a replay."""
     max_total_tokens: int
     """Most tokens the sequence can come to."""
-    excluded: frozenset[Incarnation] = frozenset()
-    """Workers that failed this request."""
+    blamed: frozenset[Incarnation] = frozenset()
+    """Workers that failed this request: no more of them are taken than need be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,16 @@ def place(demand: Demand, workers: Sequence[WorkerView], rng: Random) -> Placeme
     choices = [each for each in decodes if _is_local(demand, each) or _partners(each, prefills)]
     if not choices:
         raise Unavailable(_what_is_missing(demand, workers, prefills, decodes))
+    fewest_blamed = min(_num_blamed(demand, each, prefills) for each in choices)
+    choices = [each for each in choices if _num_blamed(demand, each, prefills) == fewest_blamed]
     contenders = rng.sample(choices, 2) if len(choices) > 2 else choices
     decode = max(contenders, key=lambda view: (view.free_blocks, rng.random()))
     if _is_local(demand, decode):
         return Placement(None, decode.info)
-    prefill = min(_partners(decode, prefills), key=lambda view: (view.queued_tokens, rng.random()))
+    prefill = min(
+        _partners(decode, prefills),
+        key=lambda view: (_is_blamed(demand, view), view.queued_tokens, rng.random()),
+    )
     return Placement(prefill.info, decode.info)
 
 
@@ -117,11 +122,19 @@ def _refusal(demand: Demand, view: WorkerView) -> str | None:
     """Why this worker cannot serve `demand`, whatever its partner."""
     if view.obstacle is not None:
         return view.obstacle
-    if view.info.incarnation in demand.excluded:
-        return "failed this request before"
     if demand.max_total_tokens > view.info.max_sequence_tokens:
         return f"holds sequences of {view.info.max_sequence_tokens} tokens, not {demand.max_total_tokens}"
     return None
+
+
+def _num_blamed(demand: Demand, decode: WorkerView, prefills: Iterable[WorkerView]) -> int:
+    """Of the best pair with this decode worker, how many failed the request before."""
+    partners = [] if _is_local(demand, decode) else _partners(decode, prefills)
+    return _is_blamed(demand, decode) + min((_is_blamed(demand, each) for each in partners), default=0)
+
+
+def _is_blamed(demand: Demand, view: WorkerView) -> bool:
+    return view.info.incarnation in demand.blamed
 
 
 def _is_local(demand: Demand, decode: WorkerView) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -149,6 +150,52 @@ async def test_a_pair_that_failed_is_avoided_while_there_are_others(cluster: Any
     decode.fail_all(TransferError("bytes differ"))
     assert await cluster.read_tokens(call) == cluster.completion(PROMPT, LENGTH)
     assert (len(decode.specs), len(other.specs)) == (1, 1)
+
+
+async def test_a_worker_that_failed_is_left_alone_though_its_only_partner_was_blamed_as_well(cluster: Any) -> None:
+    _, broken = await cluster.add_pair()
+    broken.hold("decode")
+    call = cluster.generate(*PROMPT, max_tokens=LENGTH)
+    await cluster.until(lambda: not broken.idle)
+    other = await cluster.add(Role.DECODE, "d1")
+    await _burden(cluster, other, pool=replace(other.load.pool, free=1, live=63))
+    broken.fail_all(ChecksumMismatch("block 7"))
+    assert await cluster.read_tokens(call) == cluster.completion(PROMPT, LENGTH)
+    assert (len(broken.specs), len(other.specs)) == (1, 1)
+
+
+async def test_a_refusal_does_not_tell_against_the_partner(cluster: Any) -> None:
+    prefill, draining = await cluster.add_pair()
+    draining.hold("decode")
+    call = cluster.generate(*PROMPT, max_tokens=LENGTH)
+    await cluster.until(lambda: not draining.idle)
+    busy_prefill, other = await cluster.add_pair("1")
+    await _burden(cluster, busy_prefill, queued_prompt_tokens=500)
+    draining.fail_all(Unavailable("this decode worker takes no new work", Reason.DRAINING))
+    assert await cluster.read_tokens(call) == cluster.completion(PROMPT, LENGTH)
+    assert [len(each.specs) for each in (prefill, draining, busy_prefill, other)] == [2, 1, 0, 1]
+
+
+async def _burden(cluster: Any, worker: Any, **load: Any) -> None:
+    """Returns once the router knows of the worker's new load."""
+    worker.load = replace(worker.load, **load)
+    await cluster.until(lambda: any(view.load == worker.load for view in cluster.router.registry.views()))
+
+
+async def test_a_stream_that_gets_on_outlives_any_number_of_workers(launch: Any, patience: Any) -> None:
+    cluster = await launch(patience=patience(max_retries=1, progress_tokens=3))
+    _, decode = await cluster.add_pair()
+    decode.pause_at(3)
+    call = cluster.generate(*PROMPT, max_tokens=LENGTH)
+    tokens: list[int] = []
+    for number in range(1, 4):
+        while len(tokens) < 3 * number:
+            tokens += (await call.read()).token_ids
+        successor = await cluster.add(Role.DECODE, f"d{number}")
+        successor.pause_at(3 * (number + 1))
+        await decode.die()
+        decode = successor
+    assert tokens + await cluster.read_tokens(call) == cluster.completion(PROMPT, LENGTH)
 
 
 async def test_kv_lost_again_and_again_is_data_loss(launch: Any, patience: Any) -> None:

@@ -74,10 +74,31 @@ def test_what_keeps_a_pair_from_serving_is_said(view: Any, changes: dict[str, An
         names([view(P, "p"), view(D, "d", **changes)])
 
 
-def test_workers_that_failed_the_request_are_not_taken_again(view: Any) -> None:
-    workers = [view(P, "p"), view(D, "d0"), view(D, "d1")]
-    demand = Demand(10, 20, frozenset({Incarnation("d0-life-1")}))
-    assert set(names(workers, demand)) == {("p", "d1")}
+@pytest.mark.parametrize(
+    ("blamed", "taken"),
+    [
+        ({"d0"}, {("p0", "d1"), ("p1", "d1")}),
+        ({"p0", "d0"}, {("p1", "d1")}),
+        ({"p0", "p1", "d0"}, {("p0", "d1"), ("p1", "d1")}),
+        ({"p0", "d0", "d1"}, {("p1", "d0"), ("p1", "d1")}),
+        ({"p0", "p1", "d0", "d1"}, {("p0", "d0"), ("p0", "d1"), ("p1", "d0"), ("p1", "d1")}),
+    ],
+)
+def test_of_workers_that_failed_the_request_no_more_are_taken_than_need_be(
+    view: Any, blamed: set[str], taken: set[tuple[str, str]]
+) -> None:
+    workers = [view(P, "p0"), view(P, "p1"), view(D, "d0"), view(D, "d1")]
+    demand = Demand(10, 20, frozenset(Incarnation(f"{name}-life-1") for name in blamed))
+    assert set(names(workers, demand)) == taken
+
+
+def test_a_worker_that_failed_the_request_is_not_taken_for_being_the_emptiest(view: Any, load: Any) -> None:
+    workers = [
+        *(view(P, "p0"), view(P, "p1", load(queued_prompt_tokens=9))),
+        *(view(D, "d0"), view(D, "d1", load(free=1))),
+    ]
+    demand = Demand(10, 20, frozenset({Incarnation("p0-life-1"), Incarnation("d0-life-1")}))
+    assert set(names(workers, demand)) == {("p1", "d1")}
 
 
 def test_ready_needs_a_pair_or_a_decode_worker_that_computes_any_prompt(view: Any) -> None:
