@@ -58,11 +58,12 @@ class AdmissionQueue:
         """Prompt tokens of those that wait."""
         return self._queued_tokens
 
-    def check_room(self, priority: int) -> None:
-        """Raises Overloaded if not one more request may wait, or run."""
-        if self._num_active >= self._max_active and self._num_queued >= self._max_queued:
+    def check_room(self, priority: int, num_coming: int = 0) -> None:
+        """Raises Overloaded if not one more request may wait, or run, once `num_coming` others have entered."""
+        free = self._max_active - self._num_active + self._max_queued - self._num_queued
+        if free <= num_coming:
             wait_s = self.expected_wait_s(priority)
-            raise Overloaded(f"{self._num_queued} requests wait already", _retry_after_s(wait_s))
+            raise Overloaded(f"{self._num_queued + num_coming} requests wait already", _retry_after_s(wait_s))
 
     def enter(self, entry: Entry, patience_s: float | None) -> bool:
         """True: it runs. False: it waits. Raises Overloaded if it can do neither in `patience_s`."""

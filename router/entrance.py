@@ -17,7 +17,7 @@ from router.intake import Intake
 from router.outbox import Outbox
 from router.pipeline import Pipeline
 from router.timeline import Timeline
-from tandem.clock import Clock, Deadline
+from tandem.clock import Clock
 from tandem.errors import TandemError
 from tandem.telemetry.observers import RouterObserver
 from tandem.telemetry.trace_context import current_trace, trace_from_metadata
@@ -64,16 +64,11 @@ class Entrance:
         what fails later comes by the outbox.
         """
         timeline = Timeline(self._clock)
-        deadline = self._deadline(context, timeout_s)
-        with self.judging():
-            self._pipeline.check_open(message.priority)
+        deadline = self._pipeline.deadline(context.time_remaining(), timeout_s)
+        with self.judging(), self._pipeline.reading(message.priority):
             resolved = await self._intake.read(message, deadline, *_trace_of(context))
         async with self._pipeline.start(resolved, timeline) as outbox:
             yield RunningRequest(resolved.request_id, len(resolved.prompt), outbox)
-
-    def _deadline(self, context: Context, timeout_s: float | None) -> Deadline:
-        given = [each for each in (context.time_remaining(), timeout_s) if each is not None]
-        return Deadline.after(self._clock, min(given, default=None))
 
 
 def _trace_of(context: Context) -> tuple[str, str]:

@@ -7,8 +7,8 @@ ends the request and releases all it holds before the block is left.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from router.admission import Admission
 from router.choice import Choice
@@ -18,7 +18,7 @@ from router.request import GenerationRequest
 from router.timeline import Timeline
 from router.tokenization import Tokenization
 from router.workers import Workers
-from tandem.clock import Clock
+from tandem.clock import Clock, Deadline
 from tandem.errors import Reason, Unavailable
 from tandem.telemetry.observers import RouterObserver
 
@@ -42,6 +42,7 @@ class Pipeline:
         self._patience = patience
         self._observer = observer
         self._draining = asyncio.Event()
+        self._num_reading = 0
 
     @property
     def draining(self) -> bool:
@@ -56,11 +57,25 @@ class Pipeline:
         """Returns once new requests are refused."""
         await self._draining.wait()
 
-    def check_open(self, priority: int) -> None:
-        """For before the work of tokenizing. Raises Unavailable when draining, Overloaded when full."""
+    def deadline(self, *seconds: float | None) -> Deadline:
+        """Of a request that arrives now and may take so long: the least of them, and the router's own patience."""
+        given = [each for each in seconds if each is not None]
+        return Deadline.after(self._clock, min([self._patience.total_s, *given]))
+
+    @contextmanager
+    def reading(self, priority: int) -> Iterator[None]:
+        """For the work of tokenizing, which is not begun for more requests than could then run or wait.
+
+        Raises Unavailable when draining, Overloaded when full.
+        """
         if self.draining:
             raise Unavailable("the router is draining", Reason.DRAINING)
-        self._admission.queue.check_room(priority)
+        self._admission.queue.check_room(priority, self._num_reading)
+        self._num_reading += 1
+        try:
+            yield
+        finally:
+            self._num_reading -= 1
 
     @asynccontextmanager
     async def start(self, request: GenerationRequest, timeline: Timeline) -> AsyncIterator[Outbox]:

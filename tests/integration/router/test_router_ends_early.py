@@ -56,6 +56,14 @@ async def test_the_routers_own_deadline_says_where_the_request_stood(launch: Any
     assert tokens == cluster.completion(PROMPT, 1)
 
 
+async def test_a_deadline_beyond_the_routers_own_is_the_routers_own(launch: Any, patience: Any) -> None:
+    cluster = await launch(patience=patience(total_s=60.0))
+    _, decode = await cluster.add_pair()
+    for timeout_s in (8 * 86400.0, None):
+        await cluster.read_tokens(cluster.generate(*PROMPT, timeout_s=timeout_s))
+    assert all(0 < spec.timeout_s <= 60.0 for spec in decode.specs)
+
+
 async def test_a_client_that_leaves_while_waiting_for_admission_holds_no_place(launch: Any) -> None:
     cluster = await launch(max_active_requests=1)
     first, prefill, decode = await reach(cluster, "decode")

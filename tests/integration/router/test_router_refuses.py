@@ -123,6 +123,16 @@ async def test_a_full_queue_sheds_with_a_time_to_come_back(launch: Any) -> None:
     assert prefill.num_releases == decode.num_releases == 2
 
 
+async def test_requests_whose_prompts_are_being_read_take_up_room(launch: Any) -> None:
+    cluster = await launch(max_active_requests=1, max_queued_requests=0)
+    await cluster.add_pair()
+    with cluster.router.pipeline.reading(priority=0):
+        error, code, _ = await cluster.error_of(cluster.generate(*PROMPT))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert isinstance(error, Overloaded)
+    assert await cluster.read_tokens(cluster.generate(*PROMPT)) == cluster.completion(PROMPT, 8)
+
+
 async def test_without_workers_the_status_says_what_is_missing(cluster: Any) -> None:
     error, code, _ = await cluster.error_of(cluster.generate(*PROMPT))
     assert code is grpc.StatusCode.UNAVAILABLE

@@ -45,6 +45,14 @@ def test_too_many_requests_are_shed() -> None:
         waiting.check_room(0)
 
 
+def test_requests_about_to_enter_count_as_if_they_had() -> None:
+    waiting = queue(max_active=2, max_queued=1)
+    waiting.enter(Entry(1), None)
+    waiting.check_room(0, num_coming=1)
+    with pytest.raises(Overloaded, match="2 requests"):
+        waiting.check_room(0, num_coming=2)
+
+
 def test_too_many_tokens_are_shed_but_one_large_prompt_may_wait_alone() -> None:
     waiting = queue(max_queued_tokens=100)
     waiting.enter(Entry(1), None)
