@@ -43,6 +43,7 @@ class KvSender:
         self._timing = timing or Timing()
         self._dialer = Dialer(self._pool, transport, clock, self._timing, tls)
         self._links: dict[bytes, asyncio.Task[Link]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
         self._stopped = False
 
     async def open(self, ticket: bytes, endpoint: bytes, timeout_s: float) -> Handoff:
@@ -59,17 +60,16 @@ class KvSender:
     async def stop(self) -> None:
         """Aborts every hand-off and closes every connection. Idempotent."""
         self._stopped = True
-        dialing = list(self._links.values())
-        self._links.clear()
-        await asyncio.gather(*(_hang_up(task) for task in dialing))
+        for endpoint in tuple(self._links):
+            self._forget(endpoint)
+        await asyncio.gather(*self._leaving)
         self._pool.close()
 
     async def _link(self, endpoint: bytes) -> Link:
         """The open link to the endpoint, dialled once for all who ask at the same time."""
         if self._stopped:
             raise TransferError("the sender has stopped")
-        await self._forget_closed()
-        await self._forget_predecessors(endpoint)
+        self._forget_gone(Endpoint.decode(endpoint))
         dialing = self._links.get(endpoint)
         if dialing is None:
             work = self._dialer.dial(Endpoint.decode(endpoint))
@@ -77,26 +77,34 @@ class KvSender:
             self._links[endpoint] = dialing
         return await _undisturbed(dialing)
 
-    async def _forget_closed(self) -> None:
-        for endpoint, task in list(self._links.items()):
-            if task.done() and (task.cancelled() or task.exception() or not task.result().is_open):
-                del self._links[endpoint]
-                await _hang_up(task)
-
-    async def _forget_predecessors(self, endpoint: bytes) -> None:
-        """A peer that restarted on the same address is gone: closes its mapping at once."""
-        new = Endpoint.decode(endpoint)
+    def _forget_gone(self, wanted: Endpoint) -> None:
+        """Lets go of links that have ended, and of peers that `wanted` has replaced at their address."""
         for known, task in list(self._links.items()):
-            old = Endpoint.decode(known)
-            same_place = old.tcp_port != 0 and (old.tcp_host, old.tcp_port) == (new.tcp_host, new.tcp_port)
-            if same_place and old.incarnation != new.incarnation:
-                del self._links[known]
-                await _hang_up(task)
+            if _has_ended(task) or _replaces(wanted, Endpoint.decode(known)):
+                self._forget(known)
+
+    def _forget(self, endpoint: bytes) -> None:
+        """Hangs up in a task of its own: while one opener waited for that, another could dial the endpoint again."""
+        leaving = asyncio.get_running_loop().create_task(_hang_up(self._links.pop(endpoint)), name="kv-hang-up")
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
+
+def _has_ended(task: asyncio.Task[Link]) -> bool:
+    return task.done() and bool(task.cancelled() or task.exception() or not task.result().is_open)
+
+
+def _replaces(new: Endpoint, old: Endpoint) -> bool:
+    """Whether a peer has restarted on the same address."""
+    same_place = old.tcp_port != 0 and (old.tcp_host, old.tcp_port) == (new.tcp_host, new.tcp_port)
+    return same_place and old.incarnation != new.incarnation
 
 
 async def _undisturbed(task: asyncio.Task[T]) -> T:
-    """The task's result; a caller that is cancelled leaves it running for the others."""
+    """The task's result; a caller that is cancelled leaves it running for the others. Raises PeerLost if it was."""
     await asyncio.wait({task})
+    if task.cancelled():
+        raise PeerLost("the connection was given up")
     return task.result()
 
 
