@@ -14,11 +14,20 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from tandem.errors import ConfigError
+from tandem.security.certificate import first_certificate
 from tandem.security.watched import Watched
 
 HANDSHAKE_TIMEOUT_S = 5.0
 """Given to a caller to finish its TLS handshake; a silent one is cut off."""
 _MIN_VERSION = ssl.TLSVersion.TLSv1_3
+_KEY_ALGORITHMS = frozenset(
+    {
+        bytes.fromhex("300d 0609 2a864886f70d010101 0500"),  # RSA
+        bytes.fromhex("3013 0607 2a8648ce3d0201 0608 2a8648ce3d030107"),  # P-256
+        bytes.fromhex("3010 0607 2a8648ce3d0201 0605 2b81040022"),  # P-384
+    }
+)
+"""What both OpenSSL and gRPC's BoringSSL speak: with any other key no gRPC caller would ever get through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +140,9 @@ def _load_client(ca: str | None, cert: str | None, key: str | None) -> _Loaded[C
         _trust(context, "--tls-ca", ca, authorities)
     if cert is None or key is None:
         return _Loaded(ClientPem(None, None, authorities), context)
-    pem = ClientPem(_read("--tls-cert", cert), _read("--tls-key", key), authorities)
+    pem = ClientPem(chain := _read("--tls-cert", cert), _read("--tls-key", key), authorities)
     _identify(context, cert, key)
+    _check_key_algorithm(cert, chain)
     return _Loaded(pem, context)
 
 
@@ -140,9 +150,10 @@ def _server_context(cert: str, key: str, client_ca: str | None, alpn: tuple[str,
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = _MIN_VERSION
     context.num_tickets = 0  # a resumed session would not meet authorities that have changed since
-    _read("--tls-cert", cert)
+    chain = _read("--tls-cert", cert)
     _read("--tls-key", key)
     _identify(context, cert, key)
+    _check_key_algorithm(cert, chain)
     if client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         _trust(context, "--tls-client-ca", client_ca, _read("--tls-client-ca", client_ca))
@@ -159,6 +170,14 @@ def _identify(context: ssl.SSLContext, cert: str, key: str) -> None:
         raise ConfigError("--tls-cert", f"{cert} and {key} are no pair: {error.reason or 'not PEM'}") from error
     except OSError as error:
         raise ConfigError("--tls-cert", f"cannot read {cert} or {key}: {error.strerror}") from error
+
+
+def _check_key_algorithm(path: str, chain: bytes) -> None:
+    certificate = first_certificate(chain)
+    if certificate is not None and certificate.key_algorithm not in _KEY_ALGORITHMS:
+        raise ConfigError(
+            "--tls-cert", f"the key of {path} is of a kind that gRPC does not speak; take RSA, P-256 or P-384"
+        )
 
 
 def _no_password() -> str:
