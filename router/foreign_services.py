@@ -28,7 +28,7 @@ def foreign_services(
     clock: Clock,
 ) -> tuple[Service, ...]:
     """Wired over the same rooms as InferenceService."""
-    kserve = KserveServicer(checkpoint.name, intake, entrance, pipeline, health, clock)
+    kserve = KserveServicer(checkpoint.name, intake, entrance, pipeline, health, clock, config.limits)
     info = ServerInfo(checkpoint, config.limits, view, config.max_active_requests)
     vllm = VllmServicer(entrance, pipeline, health, info, TokenizerArchive(checkpoint.path))
     return kserve_service(kserve), vllm_service(vllm)

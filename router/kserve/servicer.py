@@ -25,6 +25,7 @@ from tandem import __version__
 from tandem.clock import Clock
 from tandem.errors import InvalidRequest
 from tandem.foreign import kserve_pb2, kserve_pb2_grpc
+from tandem.limits import Limits
 from tandem.rpc.server import Service
 
 SERVICE_NAME = "inference.GRPCInferenceService"
@@ -48,13 +49,21 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     """Serves one model."""
 
     def __init__(
-        self, model: str, intake: Intake, entrance: Entrance, pipeline: Pipeline, health: Health, clock: Clock
+        self,
+        model: str,
+        intake: Intake,
+        entrance: Entrance,
+        pipeline: Pipeline,
+        health: Health,
+        clock: Clock,
+        limits: Limits,
     ) -> None:
         self._model = model
         self._intake = intake
         self._entrance = entrance
         self._pipeline = pipeline
         self._health = health
+        self._limits = limits
         self._statistics = Statistics(clock)
         self._texts = Texts(entrance, self._statistics)
 
@@ -117,7 +126,8 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self, request_iterator: AsyncIterator[kserve_pb2.ModelInferRequest], context: Context
     ) -> None:
         """See `stream`."""
-        await InferStream(self._model, self._entrance, self._texts, self._pipeline, context).run(request_iterator)
+        cap = self._limits.max_request_id_bytes
+        await InferStream(self._model, self._entrance, self._texts, self._pipeline, context, cap).run(request_iterator)
 
     async def ModelStatistics(  # noqa: N802
         self, request: kserve_pb2.ModelStatisticsRequest, context: Context
