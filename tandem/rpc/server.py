@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
 from opentelemetry.trace import Tracer
 
 from tandem.errors import ConfigError
@@ -84,8 +83,9 @@ class RpcServer:
         self._announce_s = announce_s
         self._health = health_servicer or health.HealthServicer(service.name for service in services)
         long_lived = {service.name for service in services if service.long_lived}
-        self._guard = CallGuard(frozenset({*reflection.SERVICE_NAMES, *long_lived}))
-        self._untraced = frozenset({*reflection.SERVICE_NAMES, *long_lived, health.SERVICE_NAME})
+        # Health too: anybody may watch it, and take no answer, for as long as they like.
+        self._unending = frozenset({*reflection.SERVICE_NAMES, *long_lived, health.SERVICE_NAME})
+        self._guard = CallGuard(self._unending)
         self._tracer = tracer
         self._server: grpc.aio.Server | None = None
         self._metrics = metrics
@@ -102,7 +102,7 @@ class RpcServer:
         server = grpc.aio.server(interceptors=self._interceptors(), options=self._options())
         for service in self._services:
             service.register(server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self._health.add_to(server)
         reflection.add_reflection(server, [*(service.name for service in self._services), health.SERVICE_NAME])
         try:
             port = self._bind(server)
@@ -153,7 +153,7 @@ class RpcServer:
         """From the outermost inwards."""
         interceptors: list[grpc.aio.ServerInterceptor] = [self._guard]
         if self._tracer is not None:
-            interceptors.insert(0, CallTracing(self._tracer, self._untraced))
+            interceptors.insert(0, CallTracing(self._tracer, self._unending))
         if self._incoming.tokens is not None:
             interceptors.insert(0, TokenGuard(self._incoming.tokens))
         if self._metrics is not None:

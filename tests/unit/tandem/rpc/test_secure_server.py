@@ -244,6 +244,26 @@ async def test_health_needs_no_token(port: Port, pki: Pki) -> None:
     assert (await stub.Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S).read()).status
 
 
+async def test_without_a_token_a_connection_may_watch_health_a_few_times_only(port: Port, pki: Pki) -> None:
+    await port.open(Incoming(None, Tokens(pki.tokens(TOKEN))))
+    stub = health_pb2_grpc.HealthStub(port.channel(Outgoing()))
+    bearer = (("authorization", f"Bearer {TOKEN}"),)
+
+    def watch(*metadata: tuple[str, str]) -> grpc.aio.UnaryStreamCall[object, health_pb2.HealthCheckResponse]:
+        return stub.Watch(health_pb2.HealthCheckRequest(), timeout=30, metadata=metadata)
+
+    watching = [watch() for _ in range(8)]
+    for call in watching:
+        assert await call.read()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await watch().read()
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    assert await watch(*bearer).read()
+    other = health_pb2_grpc.HealthStub(port.channel(Outgoing()))
+    assert await other.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+
+
 async def test_tokens_change_without_a_restart(port: Port, pki: Pki) -> None:
     path = pki.tokens(TOKEN)
     await port.open(Incoming(None, Tokens(path)))

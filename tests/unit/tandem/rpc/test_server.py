@@ -174,6 +174,7 @@ async def test_an_oversize_message_is_refused_and_the_next_call_served(serve: Se
         ("Tokenize", b"\x1a\x06\x0a\x04\x0a\x02\xff\xfe", "chat.messages.role"),
         ("Tokenize", b"\xff", "request"),
         ("Tokenize", b"\x12\x7fshort", "request"),
+        ("Tokenize", b"\x12\x01\xff" + b"\x1a\x00" * 10_000, "request"),  # long
     ],
 )
 async def test_bytes_that_are_no_request_are_refused_by_field(
