@@ -72,7 +72,7 @@ class Session:
             await self._establish()
             await self._release(await self._serve())
         except TransferError as error:
-            _log.warning("kv handshake over %s failed: %s", self._landing.name, error)
+            _log.warning("kv handshake over %s failed: %.300s", self._landing.name, error)  # quotes a stranger
             await self._connection.finish()
         finally:
             self._landing.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 
 from tandem.errors import TandemError
+from tandem.telemetry.printable import printable
 
 WITHHELD = "(message withheld; --log-level debug shows it)"
 _MAX_DEPTH = 8
@@ -27,7 +28,7 @@ def _lines(error: BaseException, with_messages: bool, depth: int) -> list[str]:
         lines += [*_lines(before, with_messages, depth - 1), "", "which led to:"]
     lines += "".join(traceback.format_tb(error.__traceback__)).splitlines()
     shown = with_messages or isinstance(error, TandemError | OSError)
-    lines.append(f"{type(error).__module__}.{type(error).__qualname__}: {error if shown else WITHHELD}")
+    lines.append(f"{type(error).__module__}.{type(error).__qualname__}: {printable(str(error)) if shown else WITHHELD}")
     if isinstance(error, BaseExceptionGroup) and depth > 0:
         for each in error.exceptions:
             lines += [f"  {line}" for line in _lines(each, with_messages, depth - 1)]

@@ -15,6 +15,7 @@ from typing import Any
 from opentelemetry import trace
 
 from tandem.telemetry.exception_text import exception_text
+from tandem.telemetry.printable import printable
 
 _QUOTING_LOGGERS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
 """They quote a malformed trace context, a line for each call that brings one: whoever can call could fill the log."""
@@ -85,7 +86,7 @@ class _Formatter(logging.Formatter):
 class _TextFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = " ".join(f"{key}={_shown(value)}" for key, value in _fields(record).items())
-        line = f"{_timestamp(record)} {record.levelname.lower()} {self._process_name} {record.getMessage()}"
+        line = f"{_timestamp(record)} {record.levelname.lower()} {self._process_name} {printable(record.getMessage())}"
         line = f"{line} {fields}" if fields else line
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 

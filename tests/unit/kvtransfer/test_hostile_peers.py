@@ -269,6 +269,16 @@ async def test_a_field_that_only_one_side_knows_is_a_mismatch(paired, recorder, 
         assert "rope differs: ours absent, theirs new" in caplog.text
 
 
+async def test_a_hello_has_little_room_in_the_log(paired, recorder, raw, caplog):
+    async with paired("tcp") as pair:
+        hello = Hello("ab" * 16, "tcp", 16, (("model", "x" * 10_000),))
+        async with raw(pair.offer(recorder), "tcp", hello) as peer:
+            with pytest.raises(PeerLost):
+                await peer.hear()
+        assert "model differs" in caplog.text
+        assert len(caplog.text) < 1000
+
+
 async def test_bytes_that_are_no_frame_end_the_connection_only(paired, recorder, raw):
     async with paired("tcp") as pair:
         offer = pair.offer(recorder)

@@ -8,6 +8,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
+from tandem.errors import PeerLost
 from tandem.telemetry import logging as tandem_logging
 from tandem.telemetry.logging import configure_logging, get_logger
 from tandem.telemetry.trace_context import trace_from_metadata
@@ -33,6 +34,21 @@ def test_text_lines_hold_event_and_fields(capsys: pytest.CaptureFixture[str]) ->
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert ' info router request done request_id="r 1" tokens=3 seconds=0.25 empty="" line="a\\nb"' in captured.err
+
+
+def test_what_a_stranger_chose_writes_neither_lines_nor_terminal_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("decode")
+    chosen = "x\r\n\x1b[2K\x9b2K\u202e\ud800 é"
+    try:
+        raise PeerLost(chosen)
+    except PeerLost:
+        get_logger("tests").exception(chosen, field=chosen)
+    logging.getLogger("tests").warning("refused: %s", chosen)
+
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert lines[-1].endswith(r"refused: x\r\n\x1b[2K\x9b2K\u202e\ud800 é")
+    assert [line for line in lines if line.startswith("x")] == []
 
 
 def test_json_lines_are_json_with_the_exception_and_the_trace(capsys: pytest.CaptureFixture[str]) -> None:
