@@ -20,6 +20,7 @@ from engine.loading import Engine, EngineOptions, load_engine, resolve_device
 from kvtransfer.base import Fingerprints, PoolMemory, Receiver
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.staged import stage_receiver
+from kvtransfer.ticket import MAX_BLOCKS
 from kvtransfer.timing import Timing
 from kvtransfer.transports import SHM, choose
 from tandem.checkpoint import CheckpointInfo, read_checkpoint
@@ -53,7 +54,7 @@ def run(config: DecodeConfig) -> int:
 
 async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -> None:
     """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
-    security = Security.load(config.security, config.ports)
+    security = Security.load(config.security, config.ports, config.calls)
     checkpoint = read_checkpoint(config.model)
     transports = choose(config.transport, resolve_device(config.device))
     options = replace(
@@ -85,6 +86,11 @@ def _graph_seqs(config: DecodeConfig) -> int:
     return min(config.max_seqs, wanted)
 
 
+def _max_sequence_tokens(engine: Engine) -> int:
+    """What context and pool can hold, if one ticket can name its blocks."""
+    return min(engine.max_sequence_tokens, MAX_BLOCKS * engine.layout.block_size)
+
+
 def _worker_id(config: DecodeConfig, incarnation: Incarnation) -> WorkerId:
     return WorkerId(config.worker_id or f"decode-{incarnation[:8]}")
 
@@ -108,7 +114,7 @@ def _describe(
         layout_fingerprint=engine.layout.fingerprint(),
         transports=transports,
         local_prefill_tokens=config.local_prefill_tokens,
-        max_sequence_tokens=engine.max_sequence_tokens,
+        max_sequence_tokens=_max_sequence_tokens(engine),
         pid=os.getpid(),
         device=str(engine.model.device),
     )
@@ -149,4 +155,4 @@ def _new_worker(
     validator = Validator(config.limits, checkpoint.vocab_size, checkpoint.context_tokens)
     parts = WorkerParts(engine.thread, engine.pool, receiver, validator, MonotonicClock(), observer)
     limits = StepLimits(config.block_size, config.max_seqs, config.chunk_tokens)
-    return DecodeWorker(parts, WorkerPolicy(limits, engine.max_sequence_tokens))
+    return DecodeWorker(parts, WorkerPolicy(limits, _max_sequence_tokens(engine)))

@@ -147,13 +147,17 @@ class LandingStrip:
     def offer(self, arrival: Arrival) -> Offer:
         """Reserves blocks for the arrival's tokens and mints a ticket for them.
 
-        Raises PoolExhausted if there are not enough; then nothing was changed.
+        Raises PoolExhausted if there are not enough, or what the receiver raises; then nothing was changed.
         """
         num_blocks = -(-len(arrival.spec.token_ids) // self._pool.block_size)
         block_ids = self._pool.allocate(num_blocks, BlockState.RESERVED)
         landing = Landing(arrival, block_ids, self._pool, self._clock, self)
         refs = tuple(BlockRef(block_id, self._pool.generation(block_id)) for block_id in block_ids)
-        offer = self._receiver.offer(refs, landing, self._policy.ticket_s)
+        try:
+            offer = self._receiver.offer(refs, landing, self._policy.ticket_s)
+        except TandemError:
+            self._pool.release(block_ids)
+            raise
         commit_by = Deadline.after(self._clock, self._policy.handoff_s)
         self._entries[arrival] = _Entry(landing, offer.transfer_id, commit_by)
         return offer

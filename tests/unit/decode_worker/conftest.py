@@ -107,6 +107,7 @@ class FakeReceiver:
 
     def __init__(self) -> None:
         self.offers: dict[str, FakeOffer] = {}
+        self.refusal: TandemError | None = None
 
     @property
     def num_live(self) -> int:
@@ -119,6 +120,8 @@ class FakeReceiver:
     def reap(self) -> None: ...
 
     def offer(self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float) -> Offer:
+        if self.refusal is not None:
+            raise self.refusal
         transfer_id = f"transfer-{len(self.offers)}"
         self.offers[transfer_id] = FakeOffer(blocks, listener)
         return Offer(transfer_id, transfer_id.encode(), b"endpoint")

@@ -191,6 +191,17 @@ async def test_a_failed_transfer_ends_the_sequence_and_quarantines_its_blocks(
         assert bench.pool.counts().free == bench.pool.num_blocks
 
 
+async def test_an_offer_that_cannot_be_made_fails_the_sequence_and_holds_nothing(
+    open_bench: Any, make_spec: MakeSpec
+) -> None:
+    async with open_bench() as bench:
+        bench.receiver.refusal = InternalError("offer of too many blocks")
+        handle = bench.reserve(1, make_spec(9, 7))
+        await bench.router.until(lambda: handle in bench.router.errors)
+        assert bench.router.errors[handle] is bench.receiver.refusal
+        assert bench.pool.counts().free == bench.pool.num_blocks
+
+
 async def test_a_commit_that_never_comes_fails_the_sequence_without_new_work(
     open_bench: Any, make_spec: MakeSpec
 ) -> None:
