@@ -51,7 +51,7 @@ def run(config: PrefillConfig) -> int:
 
 async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) -> None:
     """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
-    security = Security.load(config.security, config.ports)
+    security = Security.load(config.security, config.ports, config.calls)
     checkpoint = read_checkpoint(config.model)
     options = EngineOptions.of_worker(config, checkpoint.path, shared_kv=False)
     engine = await stop.unless_stopped(partial(load_engine, options))

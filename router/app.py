@@ -108,7 +108,7 @@ class Router:
         intake = Intake(checkpoint, tokenization, config.limits, workers.longest_sequence)
         entrance = Entrance(intake, pipeline, clock, observer)
         inference = InferenceServicer(checkpoint, tokenization, intake, entrance, config.limits)
-        registrations = RegistryServicer(registry)
+        registrations = RegistryServicer(registry, security.outgoing)
         view = ClusterView(checkpoint.name, registry, queue, health, recent, clock)
         services = (
             *_own_services(inference, ClusterServicer(view, registry, registrations), registrations),

@@ -11,9 +11,14 @@ import grpc.aio
 from router.registry import Registry
 from tandem.convert import info_from_proto, load_from_proto
 from tandem.errors import InvalidRequest
+from tandem.security.credentials import Outgoing
+from tandem.telemetry.logging import get_logger
 from tandem.types import Incarnation, WorkerInfo
 from tandem.v1 import registry_pb2, registry_pb2_grpc
 
+_log = get_logger(__name__)
+
+_PLAIN = Outgoing()
 SERVICE_NAME = "tandem.v1.RegistryService"
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -22,8 +27,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     """Feeds the registry; keeps for each stream the event that orders its worker to drain."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, outgoing: Outgoing = _PLAIN) -> None:
+        """`outgoing` is what workers are shown when they are called."""
         self._registry = registry
+        self._outgoing = outgoing
         self._drain: dict[Incarnation, asyncio.Event] = {}
 
     def tell_drain(self, info: WorkerInfo) -> None:
@@ -37,6 +44,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     ) -> None:
         """One worker's stream. Raises HandshakeMismatch that names the field, InvalidRequest, Unavailable."""
         info = await self._introduction(request_iterator)
+        await self._check_address(info)
         self._registry.register(info)
         drain = self._drain[info.incarnation] = asyncio.Event()
         try:
@@ -79,6 +87,16 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             return info_from_proto(first.info)
         except KeyError as error:
             raise InvalidRequest("info.role", "is not known to this version") from error
+
+    async def _check_address(self, info: WorkerInfo) -> None:
+        if await asyncio.to_thread(self._outgoing.shows_token_in_clear, info.address):
+            _log.warning(
+                "worker refused: the token would cross the network in clear; give --tls-cert, --tls-key and --tls-ca, "
+                "or else --insecure",
+                worker_id=info.worker_id,
+                address=info.address,
+            )
+            raise InvalidRequest("info.address", "this router's token would cross the network to it in clear")
 
     async def _send_orders(self, drain: asyncio.Event, context: Context) -> None:
         await drain.wait()

@@ -164,6 +164,11 @@ class WorkerConfig:
         """Where it listens, by option."""
         return (("--listen", self.listen), ("--admin-listen", self.admin_listen))
 
+    @property
+    def calls(self) -> tuple[tuple[str, str], ...]:
+        """Whom it calls, by option."""
+        return tuple(("--router", router) for router in self.router)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig(WorkerConfig):

@@ -29,10 +29,16 @@ class Outgoing:
 
     tls: ClientTls | None = None
     tokens: Tokens | None = None
+    insecure: bool = False
+    """Whether the token may cross a network in clear."""
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """gRPC metadata of one call, with the token as it is now."""
         return () if self.tokens is None else (("authorization", self.tokens.bearer()),)
+
+    def shows_token_in_clear(self, target: str) -> bool:
+        """Whether the token would cross a network on its way to `target`, and may not. May wait for a name server."""
+        return self.tokens is not None and self.tls is None and not self.insecure and not stays_on_this_machine(target)
 
     @classmethod
     def of_client(cls, config: ClientSecurityConfig, target: str) -> Outgoing:
@@ -42,9 +48,11 @@ class Outgoing:
         tls = None
         if config.uses_tls:
             tls = ClientTls(config.tls_ca, config.tls_cert, config.tls_key, config.tls_server_name)
-        elif config.token_file is not None and not config.insecure and not stays_on_this_machine(target):
+        tokens = None if config.token_file is None else Tokens(config.token_file)
+        outgoing = cls(tls, tokens, config.insecure)
+        if outgoing.shows_token_in_clear(target):
             raise ConfigError("--token-file", f"would cross the network to {target} in clear; give --tls or --insecure")
-        return cls(tls, None if config.token_file is None else Tokens(config.token_file))
+        return outgoing
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +63,37 @@ class Security:
     outgoing: Outgoing = Outgoing()
 
     @classmethod
-    def load(cls, config: SecurityConfig, listens: Iterable[tuple[str, str | None]]) -> Security:
-        """Reads every file; `listens` are (option, HOST:PORT or None) of its ports.
+    def load(
+        cls,
+        config: SecurityConfig,
+        listens: Iterable[tuple[str, str | None]],
+        calls: Iterable[tuple[str, str]] = (),
+    ) -> Security:
+        """Reads every file; `listens` are (option, HOST:PORT or None) of its ports, `calls` those of whom it calls.
 
-        Raises ConfigError: a bad file, options that do not go together, or a port open to others unprotected.
+        Raises ConfigError: a bad file, options that do not go together, a port open to others unprotected, or a
+        token that would cross a network in clear.
         """
         _check_together(config)
         check_exposure(config, listens)
         tokens = None if config.token_file is None else Tokens(config.token_file)
         if config.tls_cert is None or config.tls_key is None:
-            return cls(Incoming(None, tokens), Outgoing(None, tokens))
+            outgoing = Outgoing(None, tokens, config.insecure)
+            _check_calls(outgoing, calls)
+            return cls(Incoming(None, tokens), outgoing)
         server = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
         client = ClientTls(config.tls_ca, config.tls_cert, config.tls_key, config.tls_server_name)
         return cls(Incoming(server, tokens), Outgoing(client, tokens))
+
+
+def _check_calls(outgoing: Outgoing, calls: Iterable[tuple[str, str]]) -> None:
+    for option, target in calls:
+        if outgoing.shows_token_in_clear(target):
+            raise ConfigError(
+                option,
+                f"the token of --token-file would cross the network to {target} in clear: "
+                "give --tls-cert, --tls-key and --tls-ca, or else --insecure",
+            )
 
 
 def _check_together(config: SecurityConfig) -> None:

@@ -50,7 +50,9 @@ class SecurityConfig:
         _FILE,
         none_word="none",
     )
-    insecure: bool = option("insecure", False, "listen beyond loopback without TLS and tokens")
+    insecure: bool = option(
+        "insecure", False, "listen beyond loopback without TLS and tokens, or bring a token there in clear"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,12 @@ from router.registry import Registry
 from router.registry_servicer import RegistryServicer
 from tandem.clock import ManualClock
 from tandem.convert import info_to_proto
-from tandem.types import Role
+from tandem.errors import InvalidRequest
+from tandem.security.credentials import Outgoing
+from tandem.security.tokens import Tokens
+from tandem.types import Role, WorkerInfo
 from tandem.v1 import registry_pb2
+from tests.pki import Pki
 
 
 class GoneWorker:
@@ -25,9 +30,24 @@ async def test_a_worker_that_leaves_before_it_has_its_lease_leaves_nothing(clock
     registry = Registry("tiny", "config", clock, lease_s=5.0, stall_s=30.0)
     servicer = RegistryServicer(registry)
 
-    async def introduction() -> AsyncIterator[registry_pb2.RegisterRequest]:
-        yield registry_pb2.RegisterRequest(info=info_to_proto(info(Role.DECODE, "d")))
-
     with pytest.raises(asyncio.CancelledError):
-        await servicer.Register(introduction(), GoneWorker())  # type: ignore[arg-type]
+        await servicer.Register(introduction(info(Role.DECODE, "d")), GoneWorker())  # type: ignore[arg-type]
     assert registry.views() == []
+
+
+async def test_a_worker_to_whom_the_routers_token_would_go_in_clear_is_refused(
+    clock: ManualClock, info: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = Registry("tiny", "config", clock, lease_s=5.0, stall_s=30.0)
+    servicer = RegistryServicer(registry, Outgoing(None, Tokens(Pki(tmp_path).tokens())))
+    elsewhere = info(Role.DECODE, "d", address="192.0.2.1:1")
+
+    with pytest.raises(InvalidRequest, match="in clear") as refused:
+        await servicer.Register(introduction(elsewhere), GoneWorker())  # type: ignore[arg-type]
+    assert refused.value.field == "info.address"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert registry.views() == []
+
+
+async def introduction(worker: WorkerInfo) -> AsyncIterator[registry_pb2.RegisterRequest]:
+    yield registry_pb2.RegisterRequest(info=info_to_proto(worker))

@@ -95,6 +95,29 @@ def test_a_token_goes_by_tls_on_loopback_or_on_purpose(pki: Pki, changes: dict[s
     assert (outgoing.tls is not None) == ("tls" in changes)
 
 
+@pytest.mark.parametrize("router", ["router.example:50051", "192.0.2.1:1"])
+def test_a_process_brings_its_token_to_no_other_machine_in_clear(pki: Pki, router: str) -> None:
+    with pytest.raises(ConfigError, match="in clear") as refused:
+        Security.load(
+            SecurityConfig(token_file=pki.tokens()), PORTS, (("--router", "127.0.0.1:1"), ("--router", router))
+        )
+
+    assert refused.value.option == "--router"
+
+
+def test_a_process_brings_its_token_by_tls_or_on_purpose(pki: Pki) -> None:
+    tokens = pki.tokens(TOKEN)
+    for config in (pki.process(pki.issue(), tokens=tokens), SecurityConfig(token_file=tokens, insecure=True)):
+        outgoing = Security.load(config, PORTS, (("--router", "192.0.2.1:1"),)).outgoing
+
+        assert not outgoing.shows_token_in_clear("192.0.2.1:1")
+        assert outgoing.metadata() == (("authorization", f"Bearer {TOKEN}"),)
+
+
+def test_a_process_without_a_token_has_none_to_show() -> None:
+    Security.load(SecurityConfig(), PORTS, (("--router", "192.0.2.1:1"),))
+
+
 def test_a_clients_certificate_needs_its_key(pki: Pki) -> None:
     with pytest.raises(ConfigError, match="goes with --tls-key"):
         Outgoing.of_client(ClientSecurityConfig(tls_cert=pki.issue().cert), "127.0.0.1:1")

@@ -18,7 +18,8 @@ def test_loopback_is_this_machines_own(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["0.0.0.0:1", "[::]:1", "192.0.2.1:1", "[2001:db8::1]:1", "no-such-name.invalid:1", ":1"]
+    "address",
+    ["0.0.0.0:1", "[::]:1", "192.0.2.1:1", "[2001:db8::1]:1", "no-such-name.invalid:1", "a" * 64 + ".b:1", ":1"],
 )
 def test_others_reach_everything_else(address: str) -> None:
     assert not is_loopback(address)
