@@ -2,7 +2,7 @@
 # Prefill and decode workers, for CPUs and for NVIDIA GPUs. From the repository's root:
 #   docker build -f deploy/docker/worker.Dockerfile --target cpu -t tandem-worker:0.1.0-cpu .
 #   docker build -f deploy/docker/worker.Dockerfile --target cuda -t tandem-worker:0.1.0-cuda .
-# PIP_INDEX_URL: for `cpu`, an index with CPU builds of torch makes the image some gigabytes smaller.
+# PIP_EXTRA_INDEX_URL: for `cpu`, one with CPU builds of torch makes the image some gigabytes smaller.
 # FLASH_ATTN=1: compiles flash-attn into `cuda` (an hour or more; serving works without it).
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 # The major version is that of torch's wheel, which brings CUDA's libraries; the driver comes from the node.

@@ -29,18 +29,24 @@ def overlay(name: str) -> list[Manifest]:
 
 def composed(folder: Path, base: str, components: Sequence[str]) -> list[Manifest]:
     """An overlay of a user's own: `base`, a path under deploy/, with components, written to `folder`."""
-
-    def relative(path: str) -> str:
-        return os.path.relpath(DEPLOY / path, folder)
-
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "namespace": "tandem",
-        "resources": [relative(base)],
-        "components": [relative(f"components/{name}") for name in components],
+        "resources": [f"../../{base}"],
+        "components": [f"../../components/{name}" for name in components],
     }
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return own_overlay(folder, kustomization)
+
+
+def own_overlay(folder: Path, kustomization: dict[str, Any]) -> list[Manifest]:
+    """What becomes of a kustomization that stands beside those in deploy/overlays; it is written to `folder`."""
+    moved = {
+        key: [os.path.relpath(DEPLOY / "overlays/mine" / path, folder) for path in paths]
+        for key, paths in kustomization.items()
+        if key in {"resources", "components"}
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization | moved))
     return copy.deepcopy(list(_rendered(folder)))
 
 

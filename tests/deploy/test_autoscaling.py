@@ -114,6 +114,13 @@ def test_workers_leave_one_at_a_time_each_after_the_one_before_has_drained(name:
         assert each.behavior["scaleUp"]["stabilizationWindowSeconds"] <= 30
 
 
+def test_keda_leaves_a_pool_as_it_is_while_nothing_is_measured() -> None:
+    for scaled in of_kind(overlay("autoscale-keda"), "ScaledObject"):
+        (trigger,) = scaled["spec"]["triggers"]
+        assert "fallback" not in scaled["spec"]  # it would be set at once, past the pace of scaleDown
+        assert trigger["metadata"]["ignoreNullValues"] == "false"
+
+
 def test_keda_s_queries_look_at_this_namespace_and_at_a_container_that_is_there() -> None:
     manifests = overlay("autoscale-keda")
     names = {each.name for each in containers(manifests)}

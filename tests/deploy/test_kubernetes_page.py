@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.deploy.dockerfile import parse
-from tests.deploy.manifests import DEPLOY, ROOT, named, overlay
+from tests.deploy.manifests import ROOT, named, of_kind, overlay, own_overlay
 from tests.deploy.pods import containers
 
 PAGE = (ROOT / "docs/kubernetes.md").read_text()
@@ -44,11 +46,28 @@ def test_what_is_forwarded_or_scaled_is_there() -> None:
         assert named(manifests, kind.capitalize(), name)
 
 
-def test_the_overlay_of_the_page_is_made_of_components() -> None:
-    (block,) = (block for language, block in BLOCKS if language == "yaml")
-    kustomization = yaml.safe_load(block)
-    folders = [*kustomization["resources"], *kustomization["components"]]
-    assert all((DEPLOY / "overlays/mine" / folder).resolve().is_dir() for folder in folders)
+SNIPPETS = [yaml.safe_load(block) for language, block in BLOCKS if language == "yaml"]
+"""Whole kustomizations, and parts of one."""
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids="+".join)
+def test_every_overlay_of_the_page_renders_and_has_an_effect(tmp_path: Path, snippet: dict[str, Any]) -> None:
+    whole = {"resources": ["../monitoring"], **snippet}
+    plain = overlay(Path(whole["resources"][0]).name)
+    assert own_overlay(tmp_path, whole) != plain
+
+
+def test_images_of_the_page_come_from_the_registry_named(tmp_path: Path) -> None:
+    (snippet,) = (each for each in SNIPPETS if "images" in each)
+    images = [each.spec["image"] for each in containers(own_overlay(tmp_path, snippet))]
+    assert all(image.startswith("registry.example.com/") for image in images)
+
+
+def test_labels_of_the_page_reach_what_an_operator_selects(tmp_path: Path) -> None:
+    (snippet,) = (each for each in SNIPPETS if "labels" in each)
+    manifests = own_overlay(tmp_path, {"resources": ["../monitoring"], **snippet})
+    for each in of_kind(manifests, "PodMonitor", "PrometheusRule"):
+        assert each["metadata"]["labels"]["release"] == "kube-prometheus-stack"
 
 
 @pytest.mark.parametrize("name", ["tandem-tls", "tandem-tokens"])
