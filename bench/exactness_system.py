@@ -18,6 +18,7 @@ from engine.chunking import plan_chunks
 from engine.kv_cache import KvCache
 from engine.runner import Runner
 from engine.sequence import Sequence as Seq
+from engine.step import BrokenLogits
 from kernels.dispatch import AUTO, select_kernels
 from models.loading import load_model
 from tandem.types import RequestId, SamplingParams, SequenceSpec, TokenId
@@ -73,6 +74,8 @@ class EngineSystem:
         outputs = self._runner.step([seq.scheduled(num_tokens) for seq, num_tokens in work])
         for (seq, num_tokens), sampled in zip(work, outputs, strict=True):
             seq.advance(num_tokens)
+            if isinstance(sampled, BrokenLogits):
+                raise sampled.error(seq.spec.request_id)
             if sampled is not None:
                 seq.append_token(sampled.token_id)
 

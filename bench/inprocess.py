@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from engine.chunking import plan_chunks
 from engine.loading import Engine
 from engine.sequence import Sequence
-from engine.step import SampledToken
+from engine.step import BrokenLogits
 from tandem.types import RequestId, SamplingParams, SequenceSpec, TokenId
 
 
@@ -61,8 +61,10 @@ async def _step(engine: Engine, chunks: SequenceOf[tuple[Sequence, int]]) -> Non
         wanted = seq.blocks_wanted(num_tokens, engine.pool.block_size)
         if wanted:
             seq.add_blocks(engine.pool.allocate(wanted))
-    outputs: list[SampledToken | None] = await engine.thread.step([seq.scheduled(size) for seq, size in chunks])
+    outputs = await engine.thread.step([seq.scheduled(size) for seq, size in chunks])
     for (seq, num_tokens), sampled in zip(chunks, outputs, strict=True):
         seq.advance(num_tokens)
+        if isinstance(sampled, BrokenLogits):
+            raise sampled.error(seq.spec.request_id)
         if sampled is not None:
             seq.append_token(sampled.token_id)

@@ -4,8 +4,8 @@ The engine computes in its own thread; while a step runs, the control loop is fr
 step made for one router goes out in one call, which never awaits a reader. When nobody can
 get on, the loop sleeps until `wake`.
 
-A step that raises fails the sequences in it and nobody else. A bug in the planning itself
-ends `run`, and with it the process.
+A step that raises fails the sequences in it and nobody else; one whose logits are broken fails
+alone. A bug in the planning itself ends `run`, and with it the process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from decode_worker.arrival import Arrival, RouterPort
 from decode_worker.resident import Resident
 from decode_worker.roster import Roster, Share
 from engine.engine_thread import EngineBroken
-from engine.step import SampledToken, ScheduledSeq
+from engine.step import BrokenLogits, Sampled, ScheduledSeq
 from tandem.clock import Clock
 from tandem.errors import InternalError, TandemError
 from tandem.telemetry.logging import get_logger
@@ -36,7 +36,7 @@ class StepEngine(Protocol):
         """Steps made since start."""
         ...
 
-    async def step(self, batch: Sequence[ScheduledSeq]) -> list[SampledToken | None]:
+    async def step(self, batch: Sequence[ScheduledSeq]) -> Sequence[Sampled | None]:
         """One result per seq in order; None where nothing was to be sampled."""
         ...
 
@@ -112,9 +112,9 @@ class StepLoop:
         specs = tuple([share.resident.arrival.spec for share in shares])
         self._observer.step(StepReport(seconds, num_tokens, num_decode_seqs, specs))
 
-    def _apply(self, shares: tuple[Share, ...], outputs: list[SampledToken | None]) -> None:
+    def _apply(self, shares: tuple[Share, ...], outputs: Sequence[Sampled | None]) -> None:
         fan_out: dict[RouterPort, list[tuple[Handle, TokenDelta]]] = {}
-        finished: list[Arrival] = []
+        ended: list[tuple[Arrival, TandemError | None]] = []
         for share, sampled in zip(shares, outputs, strict=True):
             resident = share.resident
             if resident not in self._roster:
@@ -122,17 +122,20 @@ class StepLoop:
             self._roster.advance(share)
             if sampled is None:
                 continue
+            if isinstance(sampled, BrokenLogits):
+                ended.append((resident.arrival, sampled.error(resident.arrival.spec.request_id)))
+                continue
             delta = resident.take_token(sampled)
             if resident.owes_first_token:
                 self._announce_first(resident, delta)
             else:
                 fan_out.setdefault(resident.arrival.router, []).append((resident.arrival.handle, delta))
             if delta.finish_reason is not None:
-                finished.append(resident.arrival)
+                ended.append((resident.arrival, None))
         for router, deltas in fan_out.items():
             router.deltas(deltas)
-        for arrival in finished:
-            self._on_ended(arrival, None)
+        for arrival, error in ended:
+            self._on_ended(arrival, error)
 
     def _announce_first(self, resident: Resident, delta: TokenDelta) -> None:
         arrival, now_s = resident.arrival, self._clock.now_s()

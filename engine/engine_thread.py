@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from engine.placement import ThreadPlacement, open_engine_executor
-from engine.step import SampledToken, ScheduledSeq
+from engine.step import Sampled, ScheduledSeq
 from tandem.errors import InternalError
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class EngineBroken(InternalError):
 class Stepper(Protocol):
     """What the thread runs: the runner, or a fake."""
 
-    def step(self, seqs: Sequence[ScheduledSeq]) -> list[SampledToken | None]:
+    def step(self, seqs: Sequence[ScheduledSeq]) -> Sequence[Sampled | None]:
         """Computes one step; one result per seq, None where nothing was sampled."""
         ...
 
@@ -54,7 +54,7 @@ class EngineThread:
         """Steps that ended, failed ones included: a heartbeat that shows a stuck engine."""
         return self._num_steps
 
-    async def step(self, seqs: Sequence[ScheduledSeq]) -> list[SampledToken | None]:
+    async def step(self, seqs: Sequence[ScheduledSeq]) -> Sequence[Sampled | None]:
         """Runs one step on the engine thread; raises what it raises, or EngineBroken if `MAX_FAILURES` in a row did.
 
         A cancelled caller gets CancelledError once the step has ended.

@@ -14,7 +14,7 @@ from engine.forward import Forward
 from engine.graphs import DecodeGraphs
 from engine.kv_cache import KvCache
 from engine.sampler import TORCH_DRAWS, Draws, sample
-from engine.step import SampledToken, ScheduledSeq
+from engine.step import Sampled, ScheduledSeq
 
 
 class Runner:
@@ -33,7 +33,7 @@ class Runner:
         self._kv = kv_cache.tensor  # [N, L, 2, Hkv, S, D]
         self._block_size = kv_cache.layout.block_size
 
-    def step(self, seqs: Sequence[ScheduledSeq]) -> list[SampledToken | None]:
+    def step(self, seqs: Sequence[ScheduledSeq]) -> list[Sampled | None]:
         """Computes KV of every scheduled token, in place; samples where a seq asks for it.
 
         KV is written when it returns, on a GPU too: other streams may read it (`engine.mirror`).

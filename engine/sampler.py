@@ -28,12 +28,11 @@ import torch
 from engine.penalties import adjust, changes_logits
 from engine.philox import uniforms
 from engine.row_scan import chunk_masses, first_max, inverse_cdf, largest
-from engine.step import SampledToken, SampleSpec
+from engine.step import BrokenLogits, Sampled, SampledToken, SampleSpec
 from engine.truncation import truncate
 from engine.upload import upload
 from kernels.operations import Kernels
 from kernels.sampling import DrawParams, RowMaximum, Sampler
-from tandem.errors import InternalError
 from tandem.types import TokenId, TokenLogprobs
 
 _TILE_ELEMENTS = 1 << 20
@@ -58,23 +57,25 @@ class Draws:
 TORCH_DRAWS = Draws()
 
 
-def sample(logits: torch.Tensor, specs: Sequence[SampleSpec], draws: Draws = TORCH_DRAWS) -> list[SampledToken]:
+def sample(logits: torch.Tensor, specs: Sequence[SampleSpec], draws: Draws = TORCH_DRAWS) -> list[Sampled]:
     """Returns one token per row of `logits` `[R, V]`, of any floating-point dtype; they stay as they are.
 
-    Raises InternalError if a row holds NaN or has no finite maximum: nothing may be drawn from
-    a broken computation.
+    A row that holds NaN or has no finite maximum gets BrokenLogits, and changes nothing for the others: nothing may
+    be drawn from a broken computation.
     """
     if not specs:
         return []
     if draws.row_max is not None and all(map(_takes_best, specs)):
-        return [SampledToken(TokenId(token_id), None) for token_id in _read(*draws.row_max(logits))]
+        return [_sampled(token_id, None) for token_id in _read(*draws.row_max(logits))]
     logits = logits.to(torch.float32)
     adjusted = _adjusted(logits, specs)
     token_ids = _choose(adjusted, specs) if draws.sampler is None else _draw_by(draws.sampler, adjusted, specs)
-    if all(spec.params.logprobs is None for spec in specs):
-        return [SampledToken(TokenId(token_id), None) for token_id in token_ids]
     logprobs = _logprobs(logits, token_ids, specs)
-    return [SampledToken(TokenId(token_id), logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+    return [_sampled(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+
+
+def _sampled(token_id: int | None, logprobs: TokenLogprobs | None) -> Sampled:
+    return BrokenLogits() if token_id is None else SampledToken(TokenId(token_id), logprobs)
 
 
 def _adjusted(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
@@ -88,7 +89,7 @@ def _adjusted(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor
     return logits
 
 
-def _choose(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+def _choose(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int | None]:
     best, chosen = first_max(logits)  # [R], [R]
     drawn = [row for row, spec in enumerate(specs) if spec.params.temperature > 0.0]
     for rows in _tiles(drawn, logits):
@@ -101,27 +102,22 @@ def _takes_best(spec: SampleSpec) -> bool:
     return spec.params.temperature == 0.0 and spec.params.logprobs is None and not changes_logits(spec)
 
 
-def _read(best: torch.Tensor, chosen: torch.Tensor) -> list[int]:
-    """The tokens `chosen` `[R]`, once `best` `[R]`, the rows' maxima, are known to be finite."""
+def _read(best: torch.Tensor, chosen: torch.Tensor) -> list[int | None]:
+    """The tokens `chosen` `[R]`; None where `best` `[R]`, the row's maximum, is not finite."""
     # Both come to the host together: each trip waits for a GPU. Both are exact in float64.
     maxima, token_ids = torch.stack((best.double(), chosen.double())).tolist()
-    _check_finite([row for row, maximum in enumerate(maxima) if not math.isfinite(maximum)])
-    return [int(token_id) for token_id in token_ids]
+    return [
+        int(token_id) if math.isfinite(maximum) else None for maximum, token_id in zip(maxima, token_ids, strict=True)
+    ]
 
 
-def _check_finite(bad_rows: list[int]) -> None:
-    if bad_rows:
-        raise InternalError(f"logits of rows {bad_rows} are not finite")
-
-
-def _draw_by(sampler: Sampler, logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+def _draw_by(sampler: Sampler, logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int | None]:
     if all(spec.params.temperature == 0.0 for spec in specs):
         drawn = sampler.best_tokens(logits)
     else:
         drawn = sampler.draw(logits, _draw_params(specs, logits))
     token_ids: list[int] = drawn.tolist()  # the step's one wait for the device
-    _check_finite([row for row, token_id in enumerate(token_ids) if token_id < 0])
-    return token_ids
+    return [token_id if token_id >= 0 else None for token_id in token_ids]
 
 
 def _draw_params(specs: Sequence[SampleSpec], logits: torch.Tensor) -> DrawParams:
@@ -166,20 +162,27 @@ def _draw(
     chosen[index] = inverse_cdf(weights, masses, targets)
 
 
-def _logprobs(logits: torch.Tensor, token_ids: list[int], specs: Sequence[SampleSpec]) -> dict[int, TokenLogprobs]:
-    """Returns, for each row that wants them, the drawn token's log-probability and the best ones'."""
+def _logprobs(
+    logits: torch.Tensor, token_ids: list[int | None], specs: Sequence[SampleSpec]
+) -> dict[int, TokenLogprobs]:
+    """Returns, for each drawn row that wants them, the token's log-probability and the best ones'."""
+    wanted = {
+        row: token_id
+        for row, (token_id, spec) in enumerate(zip(token_ids, specs, strict=True))
+        if spec.params.logprobs is not None and token_id is not None
+    }
     found: dict[int, TokenLogprobs] = {}
-    for rows in _tiles([row for row, spec in enumerate(specs) if spec.params.logprobs is not None], logits):
+    for rows in _tiles(list(wanted), logits):
         scores = logits.index_select(0, torch.tensor(rows, device=logits.device))  # [r, V]
         scores.sub_(first_max(scores)[0][:, None])
         log_mass = chunk_masses(scores.exp())[:, -1:].log()  # [r, 1] float64
-        drawn = torch.tensor([[token_ids[row]] for row in rows], device=logits.device)
+        drawn = torch.tensor([[wanted[row]] for row in rows], device=logits.device)
         drawn_logprobs = (scores.gather(1, drawn) - log_mass)[:, 0].tolist()
         counts = [specs[row].params.logprobs or 0 for row in rows]
         values, indices = largest(scores, min(max(1, *counts), scores.shape[1]))
         best = zip((values - log_mass).tolist(), indices.tolist(), strict=True)
         for row, count, logprob, (top, ids) in zip(rows, counts, drawn_logprobs, best, strict=True):
-            found[row] = TokenLogprobs(TokenId(token_ids[row]), logprob, _ranked(top, ids)[:count])
+            found[row] = TokenLogprobs(TokenId(wanted[row]), logprob, _ranked(top, ids)[:count])
     return found
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from tandem.types import BlockId, SamplingParams, TokenId, TokenLogprobs
+from tandem.errors import InternalError
+from tandem.types import BlockId, RequestId, SamplingParams, TokenId, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +44,15 @@ class SampledToken:
 
     token_id: TokenId
     logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenLogits:
+    """In a token's place: the row holds NaN or has no finite maximum. Other rows of its batch are none the worse."""
+
+    def error(self, request_id: RequestId) -> InternalError:
+        """What the request is to be failed with."""
+        return InternalError(f"the logits of request {request_id} are not finite")
+
+
+Sampled: TypeAlias = SampledToken | BrokenLogits

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
-from engine.step import SampledToken, ScheduledSeq
+from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq
 from prefill_worker.prompt import Prompt
 from prefill_worker.scheduler import BatchLimits, Chunk, PrefillScheduler
 from tandem.clock import Clock
@@ -35,7 +35,7 @@ class StepEngine(Protocol):
         """Steps made since start."""
         ...
 
-    async def step(self, batch: Sequence[ScheduledSeq]) -> list[SampledToken | None]:
+    async def step(self, batch: Sequence[ScheduledSeq]) -> Sequence[Sampled | None]:
         """One result per seq, None where no token was asked for."""
         ...
 
@@ -52,7 +52,7 @@ class StepListener(Protocol):
         ...
 
     def step_failed(self, prompt: Prompt, error: InternalError) -> None:
-        """The engine broke on a step that held this prompt; its blocks are gone."""
+        """The engine broke on a step that held this prompt, or the logits of this one; its blocks are gone."""
         ...
 
     def step_ended(self) -> None:
@@ -130,7 +130,7 @@ class StepLoop:
         self._in_step = frozenset(chunk.prompt for chunk in chunks)
         failure: InternalError | None = None
         broken: EngineBroken | None = None
-        outputs: Sequence[SampledToken | None] = [None] * len(chunks)
+        outputs: Sequence[Sampled | None] = [None] * len(chunks)
         try:
             outputs = await self._engine.step([c.prompt.sequence.scheduled(c.num_tokens) for c in chunks])
             self._report(chunks, self._clock.now_s() - began_s)
@@ -151,27 +151,32 @@ class StepLoop:
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         self._observer.step(StepReport(seconds, num_tokens, 0, tuple(c.prompt.sequence.spec for c in chunks)))
 
-    def _settle(self, chunk: Chunk[Prompt], output: SampledToken | None, failure: InternalError | None) -> None:
+    def _settle(self, chunk: Chunk[Prompt], output: Sampled | None, failure: InternalError | None) -> None:
         prompt = chunk.prompt
         if prompt in self._leaving:
             self._leaving.discard(prompt)
             self._free(prompt)
         elif failure is not None:
-            self.remove(prompt)
-            self._listener.step_failed(prompt, failure)
+            self._give_up(prompt, failure)
         else:
             self._advance(chunk, output)
 
-    def _advance(self, chunk: Chunk[Prompt], output: SampledToken | None) -> None:
+    def _advance(self, chunk: Chunk[Prompt], output: Sampled | None) -> None:
         prompt, sequence = chunk.prompt, chunk.prompt.sequence
         start = sequence.num_computed_tokens
         sequence.advance(chunk.num_tokens)
         self._pool.set_filled(sequence.block_table, sequence.num_computed_tokens, from_token=start)
         if output is None:
             self._listener.chunk_computed(prompt)
+        elif isinstance(output, BrokenLogits):
+            self._give_up(prompt, output.error(sequence.spec.request_id))
         else:
             self._listener.first_token_sampled(prompt, output)
             self.remove(prompt)
+
+    def _give_up(self, prompt: Prompt, error: InternalError) -> None:
+        self.remove(prompt)
+        self._listener.step_failed(prompt, error)
 
     def _free(self, prompt: Prompt) -> None:
         blocks = prompt.sequence.take_blocks()

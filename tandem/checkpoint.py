@@ -34,7 +34,7 @@ _SAMPLING_DEFAULTS: Mapping[str, tuple[float, float]] = {
     "top_p": (1e-6, 1),
     "top_k": (0, 2**31),
     "min_p": (0, 1),
-    "repetition_penalty": (1e-6, 100),
+    "repetition_penalty": (0.01, 100),
 }
 """What is taken from generation_config.json, and its bounds: a bad default would fail every request."""
 _FACTOR_ROPES = frozenset({"linear", "dynamic", "yarn"})

@@ -17,6 +17,8 @@ from tandem.types import SamplingParams, SequenceSpec, TextParams
 __all__ = ["Limits", "Validator"]
 
 _MAX_TEMPERATURE = 100.0
+_MIN_PENALTY = 0.0099999997
+"""0.01 as the caller's float32; less would lift logits out of what their type can hold."""
 _MAX_PENALTY = 100.0
 _MAX_BIAS = 100.0
 _MAX_TIMEOUT_S = 7 * 86_400.0
@@ -87,7 +89,7 @@ class Validator:
         _within("sampling.top_k", sampling.top_k, 0, 2**32 - 1)
         _above_zero("sampling.top_p", sampling.top_p, 1)
         _within("sampling.min_p", sampling.min_p, 0, 1)
-        _above_zero("sampling.repetition_penalty", sampling.repetition_penalty, _MAX_PENALTY)
+        _within("sampling.repetition_penalty", sampling.repetition_penalty, _MIN_PENALTY, _MAX_PENALTY)
         _within("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
         _within("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
         _within("sampling.seed", sampling.seed, 0, _MAX_SEED)

@@ -11,7 +11,7 @@ import torch
 
 from engine.philox import uniforms
 from engine.sampler import Draws, sample
-from engine.step import SampleSpec
+from engine.step import BrokenLogits, SampleSpec
 from kernels.sampling import DrawParams
 from tandem.errors import InternalError
 from tandem.types import SamplingParams
@@ -244,8 +244,9 @@ def test_the_engine_samples_the_same_through_the_kernels(device):
 def test_the_engine_refuses_broken_rows_that_the_kernels_report(temperature, device):
     logits = torch.zeros(3, 50, device=device)
     logits[1, 3] = torch.nan
-    with pytest.raises(InternalError, match=r"logits of rows \[1\] are not finite"):
-        sample(logits, [spec(temperature=temperature)] * 3, Draws(TritonSampler()))
+    drawn = sample(logits, [spec(temperature=temperature, logprobs=1)] * 3, Draws(TritonSampler()))
+    assert drawn[1] == BrokenLogits()
+    assert [drawn[0], drawn[2]] == sample(logits[::2], [spec(temperature=temperature, logprobs=1)] * 2)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
-from engine.step import SampledToken, ScheduledSeq
+from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq
 from kvtransfer.base import BlockRef, HandoffListener, Offer
 from tandem.clock import ManualClock
 from tandem.errors import TandemError, TransferError
@@ -53,6 +53,8 @@ class FakeEngine:
         self.slots: dict[tuple[int, int], int] = {}
         self.num_steps = 0
         self.error: Exception | None = None
+        self.breaks: tuple[int, int] | None = None
+        """Seed of the sequences whose logits are broken, and the output from which on."""
         self.batches: list[Sequence[ScheduledSeq]] = []
         self._block_size = block_size
         self._may_end = asyncio.Event()
@@ -71,7 +73,7 @@ class FakeEngine:
         for position, token_id in enumerate(token_ids):
             self.slots[block_ids[position // self._block_size], position % self._block_size] = token_id
 
-    async def step(self, batch: Sequence[ScheduledSeq]) -> list[SampledToken | None]:
+    async def step(self, batch: Sequence[ScheduledSeq]) -> list[Sampled | None]:
         self.batches.append(batch)
         self.stepping.set()
         try:
@@ -84,13 +86,17 @@ class FakeEngine:
             raise error
         return [self._compute(seq) for seq in batch]
 
-    def _compute(self, seq: ScheduledSeq) -> SampledToken | None:
+    def _compute(self, seq: ScheduledSeq) -> Sampled | None:
         end = seq.context_len + len(seq.token_ids)
         where = [(seq.block_table[p // self._block_size], p % self._block_size) for p in range(end)]
         for slot, token_id in zip(where[seq.context_len :], seq.token_ids, strict=True):
             self.slots[slot] = token_id
         if seq.sample is None:
             return None
+        if self.breaks is not None:
+            seed, output_index = self.breaks
+            if seq.sample.params.seed == seed and seq.sample.output_index >= output_index:
+                return BrokenLogits()
         return SampledToken(next_token([self.slots[slot] for slot in where]), None)
 
 

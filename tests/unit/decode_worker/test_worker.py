@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -250,6 +251,22 @@ async def test_a_step_that_breaks_fails_its_sequences_and_the_next_one_is_served
         handle = bench.reserve(2, spec, local_prefill=True)
         await bench.router.until(lambda: handle in bench.router.ended)
         assert bench.router.tokens[handle] == completion(spec)
+
+
+@pytest.mark.parametrize("output_index", [0, 2])
+async def test_a_sequence_whose_logits_break_fails_alone(
+    open_bench: Any, make_spec: MakeSpec, completion: Completion, output_index: int
+) -> None:
+    async with open_bench() as bench:
+        bench.engine.breaks = (13, output_index)
+        good = {bench.reserve(i, make_spec(5, 9, salt=i), local_prefill=True): make_spec(5, 9, salt=i) for i in (1, 2)}
+        spec = make_spec(5, 9, salt=3)
+        bad = bench.reserve(3, replace(spec, sampling=replace(spec.sampling, seed=13)), local_prefill=True)
+        await bench.router.until(lambda: bad in bench.router.errors and set(good) == set(bench.router.ended))
+        assert isinstance(bench.router.errors[bad], InternalError)
+        assert "request r3 " in bench.router.errors[bad].message
+        assert bench.router.tokens.get(bad, []) == completion(spec)[:output_index]
+        assert {handle: completion(spec) for handle, spec in good.items()} == {h: bench.router.tokens[h] for h in good}
 
 
 async def test_a_broken_engine_ends_the_worker(open_bench: Any, make_spec: MakeSpec) -> None:

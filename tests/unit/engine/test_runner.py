@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
 from engine.block_pool import BlockPool
 from engine.chunking import plan_chunks
+from engine.engine_thread import MAX_FAILURES, EngineThread
 from engine.kv_cache import KvCache
 from engine.runner import Runner
 from engine.sequence import Sequence
-from tandem.errors import InternalError
+from engine.step import BrokenLogits, SampledToken
 from tandem.types import TokenId
 
 VOCAB_SIZE = 97
@@ -98,5 +100,17 @@ def test_reading_a_slot_that_was_never_written_is_caught(make_spec, decoder, kv_
     seq = Sequence(make_spec((1, 2, 3)))
     seq.add_blocks(BlockPool(4, BLOCK_SIZE).allocate(1))
     seq.advance(2)  # claims KV that nobody computed
-    with pytest.raises(InternalError):
-        Runner(decoder, kv_cache).step([seq.scheduled(1)])
+    assert Runner(decoder, kv_cache).step([seq.scheduled(1)]) == [BrokenLogits()]
+
+
+async def test_logits_that_break_end_neither_their_batch_nor_the_engine(make_spec, decoder, kv_cache) -> None:
+    good, bad = Sequence(make_spec((1, 2))), Sequence(make_spec((1, 2), logit_bias={TokenId(5): math.inf}))
+    good.add_blocks((0,))
+    bad.add_blocks((1,))
+    engine = EngineThread(Runner(decoder, kv_cache))
+    try:
+        for _ in range(MAX_FAILURES + 1):
+            sampled = await engine.step([good.scheduled(2), bad.scheduled(2)])
+            assert sampled == [SampledToken(TokenId(3), None), BrokenLogits()]
+    finally:
+        engine.close()

@@ -13,8 +13,7 @@ from transformers import (
 )
 
 from engine.sampler import Draws, sample
-from engine.step import SampleSpec
-from tandem.errors import InternalError
+from engine.step import BrokenLogits, SampledToken, SampleSpec
 from tandem.types import SamplingParams, TokenId
 
 CHI_SQUARE_P = 1e-6
@@ -84,8 +83,8 @@ def test_best_tokens_come_from_the_kernels_maximum_if_no_row_wants_more() -> Non
 def test_the_kernels_maximum_does_not_hide_broken_rows() -> None:
     logits = torch.zeros(3, 50)
     logits[1] = -torch.inf
-    with pytest.raises(InternalError, match=r"logits of rows \[1\] are not finite"):
-        sample(logits, [spec(temperature=0.0)] * 3, Draws(row_max=CountingRowMax()))
+    first, broken, last = sample(logits, [spec(temperature=0.0)] * 3, Draws(row_max=CountingRowMax()))
+    assert (first.token_id, broken, last.token_id) == (0, BrokenLogits(), 0)
 
 
 def test_the_lowest_of_equally_good_tokens_is_taken() -> None:
@@ -102,12 +101,13 @@ def test_a_temperature_near_zero_draws_the_best_token(temperature: float) -> Non
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_logits_that_are_not_finite_are_never_drawn_from(temperature: float, bad: float) -> None:
-    logits = random_logits(3, 300)
-    logits[1, 200] = bad
-    with pytest.raises(InternalError, match=r"rows \[1\]"):
-        sample(logits, [spec(temperature=temperature)] * 3)
+def test_the_strongest_penalties_and_biases_that_pass_leave_something_to_draw_from(temperature: float) -> None:
+    logits = random_logits(4, 300)
+    logits[:2] = logits[:2].sign() * torch.finfo(torch.float16).max
+    seen = tuple(range(300))
+    params = {"temperature": temperature, "presence_penalty": -2.0, "logit_bias": {TokenId(3): 100.0}}
+    specs = [spec(repetition_penalty=r, output=seen, **params) for r in (0.01, 100.0, 0.01, 100.0)]
+    assert BrokenLogits() not in sample(logits, specs)
 
 
 def test_the_logits_stay_as_they_are() -> None:
@@ -290,6 +290,26 @@ MIXES = [
     {"temperature": 0.0, "logprobs": 4},
     {"logprobs": 2, "top_p": 0.99},
 ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_whose_logits_are_not_finite_is_broken_and_the_others_draw_as_ever(
+    temperature: float, bad: float
+) -> None:
+    specs = [spec(output_index=n, prompt=(1, 2), output=(3, n), **mix) for n, mix in enumerate(MIXES * 2)]
+    logits = random_logits(len(specs), 300)
+    expected = sample(logits, specs)
+    for row, params in ((0, {}), (5, {"logprobs": 3}), (9, {"top_p": 0.5, "top_k": 3}), (17, {"min_p": 0.1})):
+        logits[row, 200] = bad
+        specs[row] = spec(temperature=temperature, **params)
+        expected[row] = BrokenLogits()
+    assert sample(logits, specs) == expected
+
+
+def test_a_row_that_may_draw_nothing_is_broken_alone() -> None:
+    forbidden = spec(min_tokens=1, end_token_ids=frozenset(map(TokenId, range(300))))
+    assert [type(drawn) for drawn in sample(random_logits(2, 300), [forbidden, spec()])] == [BrokenLogits, SampledToken]
 
 
 @pytest.mark.parametrize("vocab_size", [333, 1024, 5003])

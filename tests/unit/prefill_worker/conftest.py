@@ -10,7 +10,7 @@ import pytest
 
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
-from engine.step import SampledToken, ScheduledSeq
+from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq
 from kvtransfer.base import TransferReport
 from prefill_worker.handoff import HandoffPolicy
 from prefill_worker.scheduler import BatchLimits
@@ -78,15 +78,22 @@ class FakeEngine:
         self.num_steps = 0
         self.batches: list[list[ScheduledSeq]] = []
         self.error: Exception | None = None
+        self.broken_length: int | None = None
+        """Length of the prompts whose logits are broken."""
 
-    async def step(self, batch: Sequence[ScheduledSeq]) -> list[SampledToken | None]:
+    async def step(self, batch: Sequence[ScheduledSeq]) -> list[Sampled | None]:
         self.batches.append(list(batch))
         await self.gate.passed()
         self.num_steps += 1
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        return [None if seq.sample is None else SampledToken(first_token(seq), None) for seq in batch]
+        return [None if seq.sample is None else self._sample(seq) for seq in batch]
+
+    def _sample(self, seq: ScheduledSeq) -> Sampled:
+        if seq.context_len + len(seq.token_ids) == self.broken_length:
+            return BrokenLogits()
+        return SampledToken(first_token(seq), None)
 
 
 def first_token(seq: ScheduledSeq) -> TokenId:

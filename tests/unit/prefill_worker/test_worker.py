@@ -279,6 +279,16 @@ async def test_a_broken_step_fails_its_prompts_and_the_next_is_served(bench: Any
     await bench.settles()
 
 
+async def test_a_prompt_whose_logits_break_fails_alone(bench: Any, make_spec: Any) -> None:
+    bench.engine.broken_length = 5
+    good, bad = bench.prefill(1, make_spec(3)), bench.prefill(2, make_spec(5))
+    await bench.router.hears(lambda: good in bench.router.handoffs and bad in bench.router.errors)
+    assert bench.router.errors[bad].reason is Reason.INTERNAL
+    assert good not in bench.router.errors
+    assert len(bench.engine.batches) == 1
+    await bench.settles()
+
+
 async def test_a_broken_step_says_nothing_to_a_released_prompt(bench: Any, make_spec: Any) -> None:
     bench.engine.gate.close()
     bench.engine.error = RuntimeError("out of memory")

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tandem.errors import InvalidRequest
@@ -38,7 +39,7 @@ def field_at_fault(spec: SequenceSpec, max_sequence_tokens: int | None = None) -
         {"temperature": 0.0},
         {"temperature": 1e-6},
         {"top_p": 1e-6, "min_p": 1.0, "top_k": 2**32 - 1},
-        {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 0.01},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": float(np.float32(0.01))},
         {"seed": 2**64 - 1, "logprobs": 20},
         {"logit_bias": {TokenId(0): -100.0, TokenId(99): 100.0}},
         {"min_tokens": 8},
@@ -73,6 +74,8 @@ def test_a_value_that_is_no_finite_number_is_refused(name: str, bad: float) -> N
         ("min_p", 1.01),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", -1.0),
+        ("repetition_penalty", 1e-38),
+        ("repetition_penalty", 100.1),
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("seed", -1),
