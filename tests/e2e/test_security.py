@@ -13,14 +13,23 @@ from pathlib import Path
 import pytest
 
 from bench.cluster import Cluster, becomes_idle, eventually, run_command, serve
+from kvtransfer.frame import Frame, FrameType
+from kvtransfer.handshake import Hello
 from tandem.client import Client
 from tandem.errors import Unauthenticated
-from tandem.types import Role
+from tandem.types import Incarnation, Role
 from tests.listening import listening_ports
 from tests.pki import LOOPBACK, OTHER_TOKEN, TOKEN, Identity, Pki, replace_file
 
 PATIENCE_S = 10.0
 PROMPT = "Once upon a time"
+REQUESTS = (
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5),  # HTTP/2's preface and empty SETTINGS
+    Frame(
+        FrameType.HELLO, payload=Hello(Incarnation("0" * 32), "tcp", 1, ()).encode()
+    ).encode(),  # KV: answered by name
+)
+"""The first words of every protocol spoken on a port."""
 
 
 @pytest.fixture(scope="module")
@@ -125,16 +134,19 @@ def caller_context(pki: Pki, identity: Identity | None = None) -> ssl.SSLContext
 
 
 def answers_tls(port: int, context: ssl.SSLContext) -> bool:
-    """Whether the handshake holds: a refusal of our certificate comes within moments of its end."""
+    """Whether whoever listens answers in its own protocol: with TLS 1.3 we hear no sooner whether we were let in."""
+    return any(answers(port, context, request) for request in REQUESTS)
+
+
+def answers(port: int, context: ssl.SSLContext, request: bytes) -> bool:
+    """Whether anything comes back but an alert or the end. Raises TimeoutError if neither does."""
     with (
         socket.create_connection((LOOPBACK, port), timeout=PATIENCE_S) as plain,
         context.wrap_socket(plain, server_hostname=LOOPBACK) as sock,
     ):
-        sock.settimeout(0.2)
         try:
+            sock.sendall(request)
             return len(sock.recv(1)) == 1
-        except TimeoutError:
-            return True
         except (ssl.SSLError, ConnectionError):
             return False
 
@@ -253,6 +265,13 @@ def test_no_process_listens_beyond_loopback_unprotected(command: str) -> None:
     assert refused.returncode == 2
     assert "--listen: other machines can reach 0.0.0.0:0" in refused.stderr
     assert "--insecure" in refused.stderr
+
+
+def test_a_worker_takes_its_token_to_no_router_elsewhere_in_clear(tokens: str) -> None:
+    refused = tandem("decode", "--router", "192.0.2.1:50051", "--token-file", tokens)
+
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("tandem: --router: the token of --token-file would cross the network")
 
 
 def test_insecure_is_taken_at_its_word() -> None:
