@@ -6,7 +6,7 @@ limits, defaults, admission and times are the same through every door. Knows no 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,8 @@ class RunningRequest:
     request_id: RequestId
     num_prompt_tokens: int
     outbox: Outbox
+    cancel: Callable[[TandemError], None]
+    """Ends it at once, though its caller does not read; the outbox then ends with the error."""
 
 
 class Entrance:
@@ -67,8 +69,8 @@ class Entrance:
         deadline = self._pipeline.deadline(context.time_remaining(), timeout_s)
         with self.judging(), self._pipeline.reading(message.priority):
             resolved = await self._intake.read(message, deadline, *_trace_of(context))
-        async with self._pipeline.start(resolved, timeline) as outbox:
-            yield RunningRequest(resolved.request_id, len(resolved.prompt), outbox)
+        async with self._pipeline.start(resolved, timeline) as running:
+            yield RunningRequest(resolved.request_id, len(resolved.prompt), running.outbox, running.cancel)
 
 
 def _trace_of(context: Context) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 from router.admission import Admission
 from router.choice import Choice
@@ -19,8 +20,21 @@ from router.timeline import Timeline
 from router.tokenization import Tokenization
 from router.workers import Workers
 from tandem.clock import Clock, Deadline
-from tandem.errors import Reason, Unavailable
+from tandem.errors import Reason, TandemError, Unavailable
 from tandem.telemetry.observers import RouterObserver
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """One request under way."""
+
+    outbox: Outbox
+    task: asyncio.Task[None]
+
+    def cancel(self, error: TandemError) -> None:
+        """Ends it at once, whether or not its outbox is being read; there, `error` is the end."""
+        self.outbox.fail(error)
+        self.task.cancel()
 
 
 class Pipeline:
@@ -78,7 +92,7 @@ class Pipeline:
             self._num_reading -= 1
 
     @asynccontextmanager
-    async def start(self, request: GenerationRequest, timeline: Timeline) -> AsyncIterator[Outbox]:
+    async def start(self, request: GenerationRequest, timeline: Timeline) -> AsyncIterator[Running]:
         """Runs the request while inside. All errors come by the outbox."""
         detokenizer = self._tokenization.detokenizer(skip_special_tokens=request.text.skip_special_tokens)
         generation = Generation(
@@ -93,7 +107,7 @@ class Pipeline:
         )
         task = asyncio.create_task(generation.drive(), name=f"request {request.request_id}")
         try:
-            yield generation.outbox
+            yield Running(generation.outbox, task)
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

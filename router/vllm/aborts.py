@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from router.entrance import RunningRequest
-from router.outbox import Outbox
 from tandem.errors import TandemError
 
 
@@ -14,26 +13,47 @@ class RequestAborted(TandemError):
     """Somebody ended the request by its id; its own caller is answered, not refused."""
 
 
+class Abortable:
+    """One request, from before its prompt is read."""
+
+    def __init__(self) -> None:
+        self._aborted = False
+        self._running: RunningRequest | None = None
+
+    def begin(self, running: RunningRequest) -> None:
+        """It runs now, unless it was aborted before."""
+        self._running = running
+        if self._aborted:
+            self.abort()
+
+    def abort(self) -> None:
+        """Its outbox ends with RequestAborted, and what it holds is released."""
+        self._aborted = True
+        if self._running is not None:
+            self._running.cancel(RequestAborted("aborted by its id"))
+
+
 class Aborts:
     """Single-threaded."""
 
     def __init__(self) -> None:
-        self._outboxes: dict[str, list[Outbox]] = {}
+        self._listed: dict[str, list[Abortable]] = {}
 
     @contextmanager
-    def listed(self, running: RunningRequest) -> Iterator[None]:
-        """While inside, `abort` lets the request's outbox end with RequestAborted."""
-        outboxes = self._outboxes.setdefault(running.request_id, [])
-        outboxes.append(running.outbox)
+    def listed(self, request_id: str) -> Iterator[Abortable]:
+        """While inside, `abort` finds the request."""
+        abortable = Abortable()
+        same_id = self._listed.setdefault(request_id, [])
+        same_id.append(abortable)
         try:
-            yield
+            yield abortable
         finally:
-            outboxes.remove(running.outbox)
-            if not outboxes:
-                self._outboxes.pop(running.request_id, None)
+            same_id.remove(abortable)
+            if not same_id:
+                del self._listed[request_id]
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Ends those that run; the rest is passed over."""
-        for request_id in request_ids:
-            for outbox in self._outboxes.get(request_id, ()):
-                outbox.fail(RequestAborted("aborted by its id"))
+        """Ends those that are under way; the rest is passed over, and so is "", which many may be listed by."""
+        for request_id in filter(None, request_ids):
+            for abortable in self._listed.get(request_id, ()):
+                abortable.abort()

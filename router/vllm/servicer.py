@@ -48,8 +48,9 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._info.request_came()
         with self._entrance.judging():
             message = read_request(request)
-        async with self._entrance.run(message, context) as running:
-            with self._aborts.listed(running):
+        with self._aborts.listed(message.request_id) as abortable:
+            async with self._entrance.run(message, context) as running:
+                abortable.begin(running)
                 final = await _read(running, context if request.stream else None)
         await context.write(final)
 
@@ -63,7 +64,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Abort(  # noqa: N802
         self, request: vllm_engine_pb2.AbortRequest, context: Context
     ) -> vllm_engine_pb2.AbortResponse:
-        """Ends requests of this service; their own callers are answered when what they held is released."""
+        """Ends requests of this service and lets go of what they hold, also where nobody reads their answers."""
         self._aborts.abort(request.request_ids)
         return vllm_engine_pb2.AbortResponse()
 
