@@ -42,7 +42,8 @@ class Patience:
     placement_s: float = 1.0
     """Wait for a pair of workers to be there."""
     silence_s: float = 120.0
-    """Longest time without a word about a sequence from its workers."""
+    """Longest time without a word about a sequence from its workers, or while it waits in line
+    without a step of the worker's engine."""
     progress_tokens: int = 16
     """New tokens by which a pair that failed was still a good one: the count of tries begins anew.
 

@@ -189,6 +189,11 @@ class Registry:
             for record in self._records.values()
         ]
 
+    def load(self, info: WorkerInfo) -> WorkerLoad | None:
+        """The last heartbeat of this life of a worker; None if it is gone or was never heard."""
+        record = self._current(info.worker_id, info.incarnation)
+        return None if record is None else record.load
+
     def silence_s(self, info: WorkerInfo) -> float:
         """Time since the worker was last heard, without such in which this router stood still."""
         return self._clock.now_s() - self._records[info.worker_id].heard_s

@@ -48,6 +48,11 @@ class Workers:
         """The stream to this life of a worker; None if it is gone."""
         return self._links.get(info.incarnation)
 
+    def engine_steps(self, info: WorkerInfo) -> int | None:
+        """Steps that its engine has made, as last heard; None if it is gone or was never heard."""
+        load = self._registry.load(info)
+        return None if load is None else load.engine_steps
+
     def readiness(self) -> str | None:
         """None if a request could be served now, else what is missing."""
         return readiness(self._registry.views())
