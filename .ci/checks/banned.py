@@ -4,8 +4,8 @@ Banned, under whatever name it was imported:
 
     runs what it reads      pickle and its kin, torch.load, allow_pickle=True, yaml.load without a safe loader,
                             eval, exec, trust_remote_code, collectives of objects (torch pickles them)
-    runs a shell            shell=True, os.system, os.popen
-    trusts anybody          ssl._create_unverified_context, ssl.CERT_NONE, check_hostname = False
+    runs a shell            shell=True, os.system, os.popen, subprocess.getoutput, pty.spawn, …
+    trusts anybody          ssl._create_unverified_context, ssl.CERT_NONE, check_hostname or verify_mode less than full
     says less than it does  NotImplementedError (an option does what it says or is refused by name),
                             os.environ outside tandem/config.py
 """
@@ -19,12 +19,15 @@ from pathlib import Path
 
 from sources import ROOT, python_files
 
-BANNED_MODULES = frozenset({"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"})
+BANNED_MODULES = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"})
 BANNED_NAMES = frozenset(
     {
-        *("eval", "exec", "builtins.eval", "builtins.exec", "torch.load", "os.system", "os.popen"),
+        *("eval", "exec", "builtins.eval", "builtins.exec", "torch.load", "torch.serialization.load"),
+        *("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "pty.spawn"),
+        *("asyncio.create_subprocess_shell", "asyncio.subprocess.create_subprocess_shell"),
         *("yaml.unsafe_load", "yaml.unsafe_load_all", "yaml.full_load", "yaml.full_load_all"),
         *("ssl._create_unverified_context", "ssl._create_stdlib_context", "ssl.CERT_NONE", "ssl.CERT_OPTIONAL"),
+        *("ssl.VerifyMode.CERT_NONE", "ssl.VerifyMode.CERT_OPTIONAL"),
         "NotImplementedError",
     }
 )
@@ -32,7 +35,12 @@ OBJECT_COLLECTIVES = ("_object", "_object_list")
 """Ends of names in torch.distributed: all_gather_object, broadcast_object_list, …"""
 YAML_LOADS = frozenset({"yaml.load", "yaml.load_all"})
 SAFE_LOADERS = frozenset({"yaml.SafeLoader", "yaml.CSafeLoader"})
-ENVIRONMENT = frozenset({"os.environ", "os.getenv", "os.putenv"})
+IMPORTERS = frozenset({"importlib.import_module", "importlib.__import__", "builtins.__import__", "__import__"})
+ALLOW_PICKLE_AT = 2
+"""Place of numpy.load's `allow_pickle`."""
+CHECKS_OF_PEERS = {"check_hostname": {"True"}, "verify_mode": {"ssl.CERT_REQUIRED", "ssl.VerifyMode.CERT_REQUIRED"}}
+"""Attributes of an SSLContext, and all that they may be set to."""
+ENVIRONMENT = frozenset({"os.environ", "os.environb", "os.getenv", "os.putenv"})
 MAY_READ_ENVIRONMENT = ("tandem/config.py", "tests/", "bench/", ".ci/")
 
 
@@ -77,8 +85,12 @@ def banned_use(node: ast.AST, full_names: Mapping[str, str]) -> str | None:
         case ast.Attribute() | ast.Name():
             name = dotted(node, full_names)
             return f"uses {name}" if is_banned(name) else None
-        case ast.Assign(targets=[ast.Attribute(attr="check_hostname")], value=ast.Constant(value=False)):
-            return "sets check_hostname = False"
+        case ast.Assign():
+            for target in (inner for outer in node.targets for inner in ast.walk(outer)):
+                if isinstance(target, ast.Attribute) and target.attr in CHECKS_OF_PEERS:
+                    value = dotted(node.value, full_names) or ast.unparse(node.value)
+                    if value not in CHECKS_OF_PEERS[target.attr]:
+                        return f"sets {target.attr} = {value}"
     return None
 
 
@@ -86,15 +98,31 @@ def banned_call(node: ast.AST, full_names: Mapping[str, str]) -> str | None:
     """Arguments that make a call dangerous."""
     if not isinstance(node, ast.Call):
         return None
-    for keyword in node.keywords:
-        if keyword.arg in {"trust_remote_code", "allow_pickle", "shell"} and not is_false(keyword.value):
-            return f"sets {keyword.arg}={ast.unparse(keyword.value)}"
     function = dotted(node.func, full_names)
+    for name, value in named_arguments(node, function):
+        if name in {"trust_remote_code", "allow_pickle", "shell"} and not is_false(value):
+            return f"sets {name}={ast.unparse(value)}"
+    if function in IMPORTERS:
+        modules = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "name")]
+        names = [str(module.value) for module in modules if isinstance(module, ast.Constant)]
+        return next((f"imports {name}" for name in names if name.split(".")[0] in BANNED_MODULES), None)
     if function in YAML_LOADS:
         loaders = [*node.args[1:2], *(keyword.value for keyword in node.keywords if keyword.arg == "Loader")]
         if not any(dotted(loader, full_names) in SAFE_LOADERS for loader in loaders):
             return f"calls {function} without SafeLoader"
     return None
+
+
+def named_arguments(call: ast.Call, function: str) -> Iterator[tuple[str, ast.expr]]:
+    """Arguments by name, also those of `**{…}` and the one that numpy.load takes by place."""
+    for keyword in call.keywords:
+        if keyword.arg is not None:
+            yield keyword.arg, keyword.value
+        elif isinstance(keyword.value, ast.Dict):
+            pairs = zip(keyword.value.keys, keyword.value.values, strict=True)
+            yield from ((str(key.value), value) for key, value in pairs if isinstance(key, ast.Constant))
+    if function == "numpy.load":
+        yield from (("allow_pickle", value) for value in call.args[ALLOW_PICKLE_AT:][:1])
 
 
 def banned_environment(node: ast.AST, name: str, full_names: Mapping[str, str]) -> str | None:
