@@ -13,17 +13,23 @@ ABORTED = "abort"
 
 
 class Answer:
-    """Gathers one request's deltas, for the final message repeats them."""
+    """Gathers one request's deltas for the final message.
 
-    def __init__(self, num_prompt_tokens: int) -> None:
+    Streamed, that repeats the tokens alone: with all log-probabilities it would outgrow what clients receive.
+    """
+
+    def __init__(self, num_prompt_tokens: int, *, streamed: bool) -> None:
         self._num_prompt_tokens = num_prompt_tokens
+        self._streamed = streamed
         self._token_ids: list[TokenId] = []
         self._logprobs: list[TokenLogprobs] = []
 
     def add(self, delta: ChoiceDelta) -> vllm_engine_pb2.GenerateResponse | None:
-        """The chunk that says what is new; None if there are no new tokens."""
+        """The chunk that says what is new; None if there are no new tokens, or no chunks are wanted."""
         self._token_ids += delta.token_ids
-        self._logprobs += delta.logprobs
+        if not self._streamed:
+            self._logprobs += delta.logprobs
+            return None
         if not delta.token_ids:
             return None
         chunk = vllm_engine_pb2.GenerateStreamChunk(

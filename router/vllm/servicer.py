@@ -51,7 +51,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         with self._aborts.listed(message.request_id) as abortable:
             async with self._entrance.run(message, context) as running:
                 abortable.begin(running)
-                final = await _read(running, context if request.stream else None)
+                final = await _read(running, context, streamed=request.stream)
         await context.write(final)
 
     async def HealthCheck(  # noqa: N802
@@ -95,17 +95,17 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             await context.write(chunk)
 
 
-async def _read(running: RunningRequest, chunks_to: Context | None) -> vllm_engine_pb2.GenerateResponse:
-    """Reads the request to its end, which is returned; writes chunks if there is where to."""
-    answer = Answer(running.num_prompt_tokens)
+async def _read(running: RunningRequest, context: Context, *, streamed: bool) -> vllm_engine_pb2.GenerateResponse:
+    """Reads the request to its end, which is returned; writes chunks until then if they are wanted."""
+    answer = Answer(running.num_prompt_tokens, streamed=streamed)
     while True:
         try:
             message = await running.outbox.get()
         except RequestAborted:
             return answer.complete(ABORTED)
         chunk = answer.add(message.delta)
-        if chunk is not None and chunks_to is not None:
-            await chunks_to.write(chunk)
+        if chunk is not None:
+            await context.write(chunk)
         if message.summary is not None:
             return answer.complete(message.delta.finish_reason or "", message.delta.matched_stop)
 

@@ -96,15 +96,18 @@ def test_a_stop_string_or_token_is_reported(stub: Any, client: Client) -> None:
     assert (by_token.finish_reason, by_token.matched_token_id) == ("stop", token_id)
 
 
-def test_log_probabilities_are_those_of_inference_service(stub: Any, client: Client) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+def test_log_probabilities_are_those_of_inference_service(stub: Any, client: Client, stream: bool) -> None:
     expected = client.complete(PROMPT, logprobs=2, **GREEDY).choices[0].logprobs
 
-    _, complete = answer(stub, request(logprobs=2, **GREEDY))
+    *chunks, last = stub.Generate(request(stream=stream, logprobs=2, **GREEDY), timeout=PATIENCE_S)
 
-    told = complete.output_logprobs
-    assert list(told.token_ids) == [each.token_id for each in expected]
-    assert list(told.token_logprobs) == pytest.approx([each.logprob for each in expected], abs=1e-4)
-    assert [list(top.token_ids) for top in told.top_logprobs] == [[key for key, _ in each.top] for each in expected]
+    told = [message.chunk.output_logprobs for message in chunks] + [last.complete.output_logprobs]
+    logprobs = [value for each in told for value in each.token_logprobs]
+    tops = [list(top.token_ids) for each in told for top in each.top_logprobs]
+    assert [token_id for each in told for token_id in each.token_ids] == [each.token_id for each in expected]
+    assert logprobs == pytest.approx([each.logprob for each in expected], abs=1e-4)
+    assert tops == [[key for key, _ in each.top] for each in expected]
 
 
 @pytest.mark.parametrize(
