@@ -7,7 +7,7 @@ import io
 import json
 import random
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,8 @@ def test_what_is_wrong_is_refused_by_name(stub: Any, asked: Any, code: str, word
     assert words in caught.value.details()
 
 
-def test_a_cancelled_call_frees_all_blocks(stub: Any, client: Client) -> None:
+def test_a_cancelled_call_frees_all_blocks(stub: Any, client: Client, num_cancelled: Callable[[], int]) -> None:
+    before = num_cancelled()
     calls = [stub.Generate(request(**ENDLESS)) for _ in range(4)]
     for call in calls:
         next(call)
@@ -151,6 +152,7 @@ def test_a_cancelled_call_frees_all_blocks(stub: Any, client: Client) -> None:
         call.cancel()
 
     assert becomes_idle(client)
+    assert num_cancelled() == before + 4
 
 
 def test_an_aborted_request_ends_with_what_it_has_and_frees_its_blocks(stub: Any, client: Client) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import json
 import queue
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import grpc
@@ -283,7 +283,10 @@ def test_an_error_on_a_stream_ends_its_request_only(
     assert responses.texts(1) == {"good": client.complete(PROMPT, **GREEDY).text}
 
 
-def test_a_cancelled_stream_frees_all_blocks(server: triton.InferenceServerClient, client: Client) -> None:
+def test_a_cancelled_stream_frees_all_blocks(
+    server: triton.InferenceServerClient, client: Client, num_cancelled: Callable[[], int]
+) -> None:
+    before = num_cancelled()
     responses = Responses()
     server.start_stream(responses)
     for number in range(6):
@@ -294,6 +297,7 @@ def test_a_cancelled_stream_frees_all_blocks(server: triton.InferenceServerClien
     server.stop_stream(cancel_requests=True)
 
     assert becomes_idle(client)
+    assert num_cancelled() == before + 6
 
 
 async def test_the_asyncio_client_infers_and_streams(demo_cluster: Cluster, client: Client) -> None:
@@ -312,7 +316,11 @@ async def test_the_asyncio_client_infers_and_streams(demo_cluster: Cluster, clie
     assert texts == {"a": expected, "b": expected}
 
 
-async def test_a_cancel_by_the_asyncio_client_frees_all_blocks(demo_cluster: Cluster, client: Client) -> None:
+async def test_a_cancel_by_the_asyncio_client_frees_all_blocks(
+    demo_cluster: Cluster, client: Client, num_cancelled: Callable[[], int]
+) -> None:
+    before = num_cancelled()
+
     async def requests() -> AsyncIterator[dict[str, Any]]:
         yield {"model_name": "demo", "inputs": inputs(stream=True, max_tokens=800, ignore_eos=True)}
         await asyncio.Event().wait()
@@ -323,6 +331,7 @@ async def test_a_cancel_by_the_asyncio_client_frees_all_blocks(demo_cluster: Clu
         assert answers.cancel()
 
         assert await asyncio.to_thread(becomes_idle, client)
+    assert num_cancelled() == before + 1
 
 
 def test_statistics_count_what_came_this_way(server: triton.InferenceServerClient) -> None:
