@@ -105,7 +105,7 @@ class Router:
         patience = patience or Patience(max_retries=config.max_retries)
         pipeline = Pipeline(workers, Admission(queue, clock), tokenization, clock, patience, observer)
         health = Health(workers, registry, pipeline)
-        intake = Intake(checkpoint, tokenization, config.limits, workers.longest_sequence)
+        intake = Intake(checkpoint, tokenization, config.limits, workers)
         entrance = Entrance(intake, pipeline, clock, observer)
         inference = InferenceServicer(checkpoint, tokenization, intake, entrance, config.limits)
         registrations = RegistryServicer(registry, security.outgoing)

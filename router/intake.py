@@ -6,7 +6,8 @@ The only place of the router that reads client protobufs; `tandem.validation` ju
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 from router.request import GenerationRequest
 from router.tokenization import Tokenization
@@ -20,6 +21,18 @@ from tandem.v1 import inference_pb2
 from tandem.validation import Validator
 
 
+class Capacity(Protocol):
+    """Tokens that workers hold of one sequence."""
+
+    def longest_sequence(self) -> int | None:
+        """Of those that hold most; None if unknown."""
+        ...
+
+    def common_sequence(self, num_prompt_tokens: int) -> int | None:
+        """Of those that take such a prompt now; None if none does."""
+        ...
+
+
 class Intake:
     """Judges and resolves what clients ask of one model."""
 
@@ -28,13 +41,13 @@ class Intake:
         checkpoint: CheckpointInfo,
         tokenization: Tokenization,
         limits: Limits,
-        longest_sequence: Callable[[], int | None],
+        capacity: Capacity,
     ) -> None:
-        """`longest_sequence`: tokens that the workers can hold of one sequence, None if unknown."""
+        """`capacity`: of the workers."""
         self._checkpoint = checkpoint
         self._tokenization = tokenization
         self._limits = limits
-        self._longest_sequence = longest_sequence
+        self._capacity = capacity
         self._validator = Validator(limits, checkpoint.vocab_size, checkpoint.context_tokens)
 
     def check_model(self, name: str) -> None:
@@ -55,7 +68,8 @@ class Intake:
             self._checkpoint,
             len(prompt),
             self._limits,
-            max_sequence_tokens=self._longest_sequence(),
+            max_sequence_tokens=self._capacity.longest_sequence(),
+            usual_sequence_tokens=self._capacity.common_sequence(len(prompt)),
         )
         return GenerationRequest(
             request_id=RequestId(message.request_id or secrets.token_hex(16)),

@@ -114,6 +114,23 @@ def longest_sequence(workers: Sequence[WorkerView]) -> int | None:
     return max(lengths, default=None)
 
 
+def common_sequence(workers: Sequence[WorkerView], num_prompt_tokens: int) -> int | None:
+    """Tokens of the longest sequence that all pairs hold which take such a prompt now; None if none does.
+
+    A pair that leaves less than half as much room as the best does not count: to be served by
+    it, too, is not worth so short a completion.
+    """
+    demand = Demand(num_tokens=num_prompt_tokens, max_total_tokens=num_prompt_tokens + 1)
+    prefills = _candidates(Role.PREFILL, demand, workers)
+    lengths: list[int] = []
+    for decode in _candidates(Role.DECODE, demand, workers):
+        partners = [decode] if _is_local(demand, decode) else _partners(decode, prefills)
+        own = decode.info.max_sequence_tokens
+        lengths += (min(own, each.info.max_sequence_tokens) for each in partners)
+    least = (max(lengths, default=0) + num_prompt_tokens) / 2
+    return min((each for each in lengths if each >= least), default=None)
+
+
 def _candidates(role: Role, demand: Demand, workers: Sequence[WorkerView]) -> list[WorkerView]:
     return [view for view in workers if view.info.role is role and _refusal(demand, view) is None]
 

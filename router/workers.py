@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from random import Random
 
-from router.placement import Demand, Placement, longest_sequence, place, readiness
+from router.placement import Demand, Placement, common_sequence, longest_sequence, place, readiness
 from router.registry import Registry
 from router.worker_link import WorkerLink
 from tandem.errors import Unavailable
@@ -60,6 +60,10 @@ class Workers:
     def longest_sequence(self) -> int | None:
         """Tokens of the longest sequence that any decode worker holds; None without one."""
         return longest_sequence(self._registry.views())
+
+    def common_sequence(self, num_prompt_tokens: int) -> int | None:
+        """Tokens of the longest sequence that most pairs hold which take such a prompt now; None without one."""
+        return common_sequence(self._registry.views(), num_prompt_tokens)
 
     async def place(self, demand: Demand, wait_s: float) -> Placement:
         """A pair for `demand`, waiting at most `wait_s` for one to come. Raises Unavailable."""

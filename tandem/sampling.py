@@ -32,11 +32,14 @@ def resolve_sampling(
     seed_source: Callable[[], int] = draw_seed,
     *,
     max_sequence_tokens: int | None = None,
+    usual_sequence_tokens: int | None = None,
 ) -> tuple[SamplingParams, TextParams]:
     """Resolves one request's parameters.
 
-    `max_sequence_tokens` is what the workers' pools can hold of one sequence: it bounds the
-    default of max_tokens; an explicit max_tokens beyond it is refused.
+    `max_sequence_tokens` is what the largest worker's pool can hold of one sequence: an explicit
+    max_tokens beyond it is refused. `usual_sequence_tokens` is what workers hold that take such a
+    prompt now: there ends the default of max_tokens, lest only the largest could serve it.
+    None = not known; then the first bounds the default, too.
     Raises InvalidRequest (a value) and UnsupportedOption (a feature), both naming the field.
     """
     _refuse_not_built(message, limits)
@@ -53,7 +56,8 @@ def resolve_sampling(
         stop_token_ids=frozenset(TokenId(each) for each in message.stop_token_ids),
     )
     validator.validate_text(text)
-    sampling = _fill_in(message, info, text, _room(info, num_prompt_tokens, max_sequence_tokens), seed_source)
+    room = _room(info, num_prompt_tokens, usual_sequence_tokens or max_sequence_tokens)
+    sampling = _fill_in(message, info, text, room, seed_source)
     validator.validate_sampling(sampling)
     validator.validate_length(num_prompt_tokens, sampling.max_tokens, max_sequence_tokens)
     return sampling, text
@@ -78,8 +82,8 @@ def _refuse_not_built(message: inference_pb2.SamplingParams, limits: Limits) -> 
         raise UnsupportedOption(f"sampling.{constraint}")
 
 
-def _room(info: CheckpointInfo, num_prompt_tokens: int, max_sequence_tokens: int | None) -> int:
-    end = info.context_tokens if max_sequence_tokens is None else min(info.context_tokens, max_sequence_tokens)
+def _room(info: CheckpointInfo, num_prompt_tokens: int, sequence_tokens: int | None) -> int:
+    end = info.context_tokens if sequence_tokens is None else min(info.context_tokens, sequence_tokens)
     return max(1, end - num_prompt_tokens)  # at least 1, so that validate_length blames the prompt
 
 

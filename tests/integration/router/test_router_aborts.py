@@ -64,7 +64,7 @@ def engine(cluster: Any, tokenizing: Any) -> VllmServicer:
     """The servicer itself, over the rooms of the running router."""
     router = cluster.router
     checkpoint, config = read_checkpoint(router.config.model), router.config
-    intake = Intake(checkpoint, tokenizing, config.limits, router.workers.longest_sequence)
+    intake = Intake(checkpoint, tokenizing, config.limits, router.workers)
     entrance = Entrance(intake, router.pipeline, MonotonicClock(), RecordingRouter())
     info = ServerInfo(checkpoint, config.limits, router.view, config.max_active_requests)
     return VllmServicer(entrance, router.pipeline, router.health, info, TokenizerArchive(checkpoint.path))

@@ -11,6 +11,7 @@ from tandem.types import Role
 from tandem.v1 import inference_pb2 as pb
 
 PROMPT = (72, 105)
+PATIENCE_S = 5.0
 
 
 async def test_tokens_text_usage_and_timings_of_a_handed_over_request(cluster: Any) -> None:
@@ -179,3 +180,14 @@ async def test_a_special_token_has_no_text(cluster: Any) -> None:
     assert (first.text, second.text) == (bytes(first.token_ids).decode(), "")
     assert list(second.token_ids) == [256]
     call.cancel()
+
+
+async def test_without_max_tokens_any_of_unequal_workers_can_serve(cluster: Any) -> None:
+    await cluster.add(Role.PREFILL, "p")
+    small = await cluster.add(Role.DECODE, "small", max_sequence_tokens=16)
+    large = await cluster.add(Role.DECODE, "large", max_sequence_tokens=20)
+    for _ in range(20):
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT))
+        assert len(await cluster.read_tokens(cluster.inference.Generate(request, timeout=PATIENCE_S))) == 14
+    assert small.specs
+    assert large.specs

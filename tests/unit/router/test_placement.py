@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.placement import Demand, Obstacle, WorkerView, longest_sequence, place, readiness
+from router.placement import Demand, Obstacle, WorkerView, common_sequence, longest_sequence, place, readiness
 from tandem.errors import Unavailable
 from tandem.types import Incarnation, Role
 
@@ -114,3 +114,29 @@ def test_the_longest_sequence_is_that_of_the_best_pair(view: Any) -> None:
     small, large = view(D, "d0", max_sequence_tokens=100), view(D, "d1", max_sequence_tokens=300)
     assert longest_sequence([view(P, "p", max_sequence_tokens=200), small, large]) == 200
     assert longest_sequence([view(D, "d", max_sequence_tokens=300, local_prefill_tokens=None)]) == 300
+
+
+@pytest.mark.parametrize(
+    ("lengths", "common"),
+    [
+        ((200, 208), 200),
+        ((208, 208), 208),
+        ((110, 208), 208),  # a tenth of the room is not worth the choice of two
+        ((155, 208), 155),
+        ((100, 208), 208),
+        ((90, 100), None),
+        ((), None),
+    ],
+)
+def test_the_common_length_is_what_pairs_hold_that_leave_room_enough(
+    view: Any, lengths: tuple[int, ...], common: int | None
+) -> None:
+    decodes = [view(D, f"d{number}", max_sequence_tokens=each) for number, each in enumerate(lengths)]
+    assert common_sequence([view(P, "p"), *decodes], num_prompt_tokens=100) == common
+
+
+def test_the_common_length_is_that_of_pairs_which_take_work_now(view: Any) -> None:
+    small, large = view(D, "d0", max_sequence_tokens=200), view(D, "d1", None, Obstacle.DRAINING)
+    assert common_sequence([view(P, "p", max_sequence_tokens=150), large], 10) is None
+    assert common_sequence([view(P, "p0"), view(P, "p1", max_sequence_tokens=150), small, large], 10) == 150
+    assert common_sequence([view(D, "d", max_sequence_tokens=300, local_prefill_tokens=10), small], 10) == 300

@@ -85,6 +85,15 @@ def test_max_tokens_is_what_the_pool_leaves_where_that_is_less(info: CheckpointI
     assert resolve(Message(), info, max_sequence_tokens=32)[0].max_tokens == 22
 
 
+def test_only_the_default_of_max_tokens_ends_where_the_usual_worker_does(info: CheckpointInfo) -> None:
+    def max_tokens(message: Message) -> int:
+        bounds = {"max_sequence_tokens": 32, "usual_sequence_tokens": 24}
+        return resolve_sampling(message, info, 10, LIMITS, **bounds)[0].max_tokens
+
+    assert max_tokens(Message()) == 14
+    assert max_tokens(Message(max_tokens=22)) == 22
+
+
 @pytest.mark.parametrize(
     ("num_prompt_tokens", "max_tokens", "max_sequence_tokens", "field"),
     [
