@@ -38,9 +38,15 @@ class OfferTable:
         self._clock = clock
         self._offers: dict[int, Incoming] = {}
         self._lent: set[BlockId] = set()
+        self._num_shown = 0
 
     def __len__(self) -> int:
         return len(self._offers)
+
+    @property
+    def num_shown(self) -> int:
+        """Tickets accepted since the start."""
+        return self._num_shown
 
     def mint(self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float) -> Ticket:
         """A new offer. Raises InternalError if the blocks are not the owner's to offer."""
@@ -181,6 +187,7 @@ class OfferTable:
             self._end_failed(number, incoming, error)
             raise
         incoming.writer = writer
+        self._num_shown += 1
 
     def _receiving(self, number: int) -> Incoming | None:
         incoming = self._offers.get(number)

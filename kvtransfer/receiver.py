@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from kvtransfer.base import BlockRef, Fingerprints, HandoffListener, Offer, PoolMemory
@@ -27,7 +27,7 @@ from tandem.errors import ConfigError, TransferError
 from tandem.security.tls import ServerTls
 
 MAX_SESSIONS = 1024
-"""Senders connected at a time; more are turned away."""
+"""Senders connected at a time. One more takes the place of one without a transfer, or is turned away."""
 MAX_HANDSHAKES = 128
 """Of these, who have yet to say who they are; each has a lease to do so."""
 _ACCEPT_PAUSE_S = 0.1
@@ -183,12 +183,25 @@ class KvReceiver:
         task.add_done_callback(self._session_ended)
 
     def _check_room(self) -> None:
-        if len(self._sessions) >= MAX_SESSIONS:
-            raise TransferError(f"{MAX_SESSIONS} senders are connected")
         if sum(not session.established for session in self._sessions.values()) >= MAX_HANDSHAKES:
             raise TransferError(f"{MAX_HANDSHAKES} senders are shaking hands")
+        staying = {task: session for task, session in self._sessions.items() if not task.cancelling()}
+        if len(staying) >= MAX_SESSIONS:
+            _end_idlest(staying)
 
     def _session_ended(self, task: asyncio.Task[None]) -> None:
         del self._sessions[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a kv session ended by our own bug", exc_info=error)
+
+
+def _end_idlest(sessions: Mapping[asyncio.Task[None], Session]) -> None:
+    """Ends the session that will be missed least: strangers, who have no ticket to show, must not fill the house.
+
+    A sender of ours dials again for its next hand-off. Raises TransferError if transfers are open on all.
+    """
+    idle = [task for task, session in sessions.items() if session.is_idle]
+    if not idle:
+        raise TransferError(f"{len(sessions)} senders are connected, none of them idle")
+    min(idle, key=lambda task: sessions[task].last_shown).cancel()
+    _log.warning("closed an idle kv connection for a new one: %d senders are connected", len(sessions))

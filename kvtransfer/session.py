@@ -52,6 +52,7 @@ class Session:
         self._pool = pool
         self._table = table
         self._open: set[int] = set()
+        self._last_shown = 0
         self._landing_now: int | None = None
         self._peer_let_go = False
 
@@ -59,6 +60,16 @@ class Session:
     def established(self) -> bool:
         """Whether hands were shaken."""
         return self._established
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether hands were shaken and no transfer is open."""
+        return self._established and not self._open
+
+    @property
+    def last_shown(self) -> int:
+        """Which of all tickets that the table accepted was the last one of this sender; 0 = it has shown none."""
+        return self._last_shown
 
     def stop_writing(self, number: int, error: TransferError) -> bool:
         """Tells the sender to stop. True unless bytes can still arrive in the blocks."""
@@ -143,6 +154,7 @@ class Session:
             self._connection.send(Frame(FrameType.REFUSED, number, payload=encode_error(error)))
             return
         self._open.add(number)
+        self._last_shown = self._table.num_shown
         self._connection.send(Frame(FrameType.OPEN_OK, number, payload=encode_window(WINDOW_WRITES)))
 
     async def _write(self, frame: Frame) -> None:
