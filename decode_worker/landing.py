@@ -33,8 +33,11 @@ class LandingPolicy:
 
     ticket_s: float = 15.0
     """From the ticket to its being shown."""
-    handoff_s: float = 120.0
-    """From the ticket to the commit."""
+    handoff_s: float = 900.0
+    """From the ticket to the commit, most of which a prompt may spend in the prefill worker's line.
+
+    Reached only where that worker forgets the prompt and goes on with others: of an idle one the
+    router hears the silence, and releases."""
 
 
 class LandingOwner(Protocol):

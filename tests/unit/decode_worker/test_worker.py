@@ -216,6 +216,19 @@ async def test_a_commit_that_never_comes_fails_the_sequence_without_new_work(
         bench.receiver.writer_stops(ticket)
 
 
+async def test_a_shown_ticket_outlasts_a_long_line_at_the_prefill_worker(open_bench: Any, make_spec: MakeSpec) -> None:
+    async with open_bench() as bench:
+        spec = make_spec(9, 7)
+        handle = bench.reserve(1, spec)
+        ticket = await bench.ticket(handle)
+        bench.receiver.show(ticket)
+        bench.clock.advance_s(600.0)
+        bench.worker.tick()
+        assert not bench.router.errors
+        bench.hand_over(ticket, spec)
+        await bench.router.until(lambda: handle in bench.router.ended)
+
+
 @pytest.mark.parametrize("payload", [b"", b"12345", (999_999).to_bytes(4, "big")])
 async def test_a_first_token_that_is_none_fails_the_sequence(
     open_bench: Any, make_spec: MakeSpec, payload: bytes
