@@ -34,6 +34,7 @@ _log = get_logger(__name__)
 _ANNOUNCE_S = 0.2
 _FLUSH_S = 0.25
 """Between the end of the last handler and the end of connections: its status is still under way."""
+_UNLIMITED_S = 1e7
 _CLEANUP_S = 2.0
 """Given to handlers' `finally` after their calls were cancelled."""
 _PLAIN = Incoming()
@@ -133,8 +134,9 @@ class RpcServer:
         if server is None:
             return
         await asyncio.sleep(self._announce_s)
-        # GOAWAY now, for a client that stayed connected would call here until the last of its streams ends.
-        leaving = asyncio.create_task(server.stop(grace=grace_s + _FLUSH_S), name="goaway")
+        # GOAWAY now, for a client that stayed connected would call here until the last of its streams ends. No
+        # grace that runs out: gRPC crashes when one of two stops does so while the other ends.
+        leaving = asyncio.create_task(server.stop(grace=_UNLIMITED_S), name="goaway")
         try:
             await asyncio.sleep(0)  # it is under way
             refuse()
@@ -143,7 +145,9 @@ class RpcServer:
         except TimeoutError:
             _log.warning("calls still running at the end of the drain", grace_s=grace_s)
         finally:
-            await server.stop(grace=_FLUSH_S)
+            await asyncio.wait({leaving}, timeout=_FLUSH_S)
+            if not leaving.done():
+                await server.stop(grace=None)  # cuts what is left
             with contextlib.suppress(TimeoutError):  # a handler that ignores its cancellation
                 async with asyncio.timeout(_CLEANUP_S):
                     await self._guard.ended()

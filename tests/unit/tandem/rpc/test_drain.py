@@ -113,3 +113,18 @@ async def test_what_is_left_is_refused_only_after_clients_were_told_to_call_else
         await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
         stream.cancel()
         await draining
+
+
+async def _end_under_a_stuck_call() -> None:
+    async with Named("stuck").listening() as (server, port), open_channel(f"127.0.0.1:{port}") as channel:
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest())
+        await call.read()
+        await server.drain(0)
+        assert await call.code() is not grpc.StatusCode.OK
+
+
+async def test_calls_cut_at_the_end_of_a_drain_do_not_bring_the_process_down() -> None:
+    """gRPC does not survive two of its stops that run out of time within a moment of each other."""
+    async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as group:
+        for _ in range(100):
+            group.create_task(_end_under_a_stuck_call())
