@@ -63,7 +63,8 @@ def test_a_cluster_on_protobuf_7_gives_the_same_text(cluster: Cluster, client: C
     with Client(cluster.target) as on_7:
         on_7.wait_ready(timeout_s=30)
         for worker in on_7.status().workers:
-            assert str(PACKAGES.resolve()) in Path(f"/proc/{worker.info.pid}/maps").read_text()  # its C library is loaded there
+            maps = Path(f"/proc/{worker.info.pid}/maps").read_text()
+            assert str(PACKAGES.resolve()) in maps  # its C library is loaded there
 
         text = on_7.complete("Once upon a time", **asked).text
 
