@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.rpc.server import RpcServer, Service
 from tandem.v1 import registry_pb2, registry_pb2_grpc
@@ -55,6 +57,24 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
             lambda server: registry_pb2_grpc.add_RegistryServiceServicer_to_server(self, server),
             long_lived=True,
         )
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[str]:
+    """The address of one that takes in whoever comes, until the block ends."""
+    server, port = await listen(Registry(lease_s=TIMEOUT_S))
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.drain(0)
+
+
+async def becomes_ready(address: str, timeout_s: float) -> None:
+    """Returns once the process there says SERVING. Raises TimeoutError."""
+    async with asyncio.timeout(timeout_s), grpc.aio.insecure_channel(address) as channel:
+        async for message in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
+            if message.status == health_pb2.HealthCheckResponse.SERVING:
+                return
 
 
 async def listen(registry: Registry, port: int = 0, host: str = "127.0.0.1") -> tuple[RpcServer, int]:

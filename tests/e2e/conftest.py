@@ -33,7 +33,7 @@ def client(demo_cluster: Cluster) -> Iterator[Client]:
 
 @pytest.fixture
 def num_cancelled(client: Client) -> Callable[[], int]:
-    """Counts requests whose callers left before the end. Idle workers alone prove no cancel: all work ends some time."""
+    """Counts requests whose callers left before the end. Idle workers alone prove no cancel: all work ends."""
 
     def count() -> int:
         with urllib.request.urlopen(f"http://{client.status().admin_address}/metrics", timeout=10) as answer:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.tiny_models import TINY_MODELS, save_tiny_model
 from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tests.fake_registry import becomes_ready, listening
 
 DEADLINE_S = 60.0
 
@@ -79,11 +79,9 @@ async def connected(address: str) -> AsyncIterator[Callable[[worker_pb2.ConnectR
 
 
 async def test_it_serves_answers_and_leaves_with_code_0_on_sigterm(model: Path) -> None:
-    async with process(model) as child:
+    async with listening() as router, process(model, "--router", router) as child:
         address = await address_of(child)
-        async with grpc.aio.insecure_channel(address) as channel:
-            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-            assert health.status == health_pb2.HealthCheckResponse.SERVING
+        await becomes_ready(address, DEADLINE_S)
         async with connected(address) as ask:
             refused = await ask(prefill_message(1, max_tokens=100_000))
             assert (refused.failed.handle, refused.failed.field) == (1, "sampling.max_tokens")

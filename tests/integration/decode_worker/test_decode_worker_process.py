@@ -13,11 +13,11 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.convert import sequence_to_proto
 from tandem.types import SequenceSpec, TokenId
 from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tests.fake_registry import becomes_ready, listening
 
 DEADLINE_S = 60.0
 
@@ -85,11 +85,9 @@ async def test_it_serves_and_leaves_with_code_0_on_sigterm(
     tiny_llama: Path, make_spec: MakeSpec, reference: Reference
 ) -> None:
     spec = make_spec(40, 12)
-    async with process(tiny_llama) as child:
+    async with listening() as router, process(tiny_llama, "--router", router) as child:
         address = await address_of(child)
-        async with grpc.aio.insecure_channel(address) as channel:
-            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-            assert health.status == health_pb2.HealthCheckResponse.SERVING
+        await becomes_ready(address, DEADLINE_S)
         async with connected(address) as call:
             await call.write(reserve(1, spec))
             assert await completion(call) == reference(spec)

@@ -96,7 +96,7 @@ async def test_the_loop_turns_while_a_long_text_is_tokenized_and_decoded(byte_to
 
 
 @pytest.mark.parametrize("text", ["", "Hi", "a<eos>b", "héllo 👩‍👧", SHORT])
-async def test_tokens_are_those_of_the_librarys_plain_call(byte_tokenizer: Tokenizer, text: str) -> None:
+async def test_tokens_are_those_of_the_tokenizers_plain_call(byte_tokenizer: Tokenizer, text: str) -> None:
     with tokenization(byte_tokenizer) as tokens:
         token_ids = await tokens.encode_text(text)
         assert list(token_ids) == byte_tokenizer.encode(text).ids
