@@ -50,7 +50,7 @@ class Patience:
     More than one: prefill gives a token even where no hand-off works. Not much more, but enough that
     a sequence which kills its workers does not go on killing them."""
     total_s: float = 3600.0
-    """Deadline of a request that brings none."""
+    """Deadline of a request that brings none, or a later one."""
     overload_backoff_s: float = 0.1
     """Pause before a full worker is asked again, times the number of tries."""
 
@@ -146,7 +146,7 @@ class Generation:
     async def _run(self) -> None:
         request = self._request
         try:
-            async with asyncio.timeout(request.deadline.at_most_s(self._patience.total_s)):
+            async with asyncio.timeout(request.deadline.remaining_s()):
                 async with self._admission.slot(len(request.prompt), request.priority, request.deadline):
                     self._observer.admitted()
                     await self._try_pairs()

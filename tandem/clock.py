@@ -61,11 +61,6 @@ class Deadline:
         """Seconds left, never negative; None = no end."""
         return None if self.at_s is None else max(0.0, self.at_s - self.clock.now_s())
 
-    def at_most_s(self, cap_s: float) -> float:
-        """Seconds left, but not more than `cap_s`."""
-        left = self.remaining_s()
-        return cap_s if left is None else min(left, cap_s)
-
 
 def ended_by_deadline(passed_s: float, left_s: float | None) -> bool:
     """Whether a call that was cancelled after `passed_s`, with `left_s` to go, ran out of time.
