@@ -10,26 +10,12 @@ import pytest
 from tandem.convert import info_from_proto, load_from_proto
 from tandem.rpc.announcer import Announcer
 from tandem.rpc.server import RpcServer
-from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
+from tandem.types import PoolCounts, WorkerLoad
 from tandem.v1 import registry_pb2
 from tests.fake_registry import Registry, listen
+from tests.registering import INFO
 
 TIMEOUT_S = 5
-INFO = WorkerInfo(
-    worker_id=WorkerId("decode-0"),
-    incarnation=Incarnation("life"),
-    role=Role.DECODE,
-    address="127.0.0.1:1",
-    model="demo",
-    config_fingerprint="c",
-    model_fingerprint="m",
-    layout_fingerprint="l",
-    transports=("shm",),
-    local_prefill_tokens=0,
-    max_sequence_tokens=64,
-    pid=1,
-    device="cpu",
-)
 
 
 class Worker:

@@ -12,24 +12,13 @@ from tandem.clock import ManualClock
 from tandem.rpc.health import LIVENESS
 from tandem.rpc.liveness import ProgressWatch
 from tandem.rpc.server import RpcServer, Service
-from tandem.types import PoolCounts, WorkerLoad
+from tests.registering import BUSY, IDLE
 
 Serve = Callable[..., Awaitable[tuple[RpcServer, grpc.aio.Channel]]]
 
 TIMEOUT_S = 5
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-IDLE = WorkerLoad(
-    engine_steps=7,
-    running_seqs=0,
-    waiting_seqs=0,
-    queued_prompt_tokens=0,
-    pool=PoolCounts(8, 8, 0, 0, 0, 0, 16, 0),
-    live_transfers=0,
-    draining=False,
-)
-BUSY = replace(IDLE, running_seqs=2)
 
 
 @pytest.fixture

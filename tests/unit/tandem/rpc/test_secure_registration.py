@@ -14,9 +14,9 @@ from tandem.rpc.announcer import Announcer
 from tandem.rpc.server import RpcServer, Service
 from tandem.security.credentials import Incoming, Outgoing
 from tandem.security.tokens import Tokens
-from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 from tandem.v1 import registry_pb2, registry_pb2_grpc
 from tests.pki import LOOPBACK, OTHER_TOKEN, TOKEN, Pki, replace_file
+from tests.registering import IDLE, INFO
 
 TIMEOUT_S = 10.0
 
@@ -53,41 +53,13 @@ async def router(incoming: Incoming) -> AsyncIterator[tuple[Registry, int]]:
 
 @asynccontextmanager
 async def worker(router_address: str, outgoing: Outgoing) -> AsyncIterator[None]:
-    info = WorkerInfo(
-        worker_id=WorkerId("p"),
-        incarnation=Incarnation("ab" * 16),
-        role=Role.PREFILL,
-        address="127.0.0.1:1",
-        model="m",
-        config_fingerprint="c",
-        model_fingerprint="w",
-        layout_fingerprint="l",
-        transports=("tcp",),
-        local_prefill_tokens=0,
-        max_sequence_tokens=64,
-        pid=1,
-        device="cpu",
-    )
-    announcer = Announcer((router_address,), info, load, lambda: None, outgoing=outgoing)
+    announcer = Announcer((router_address,), INFO, lambda: IDLE, lambda: None, outgoing=outgoing)
     task = asyncio.create_task(announcer.run())
     try:
         yield
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-def load() -> WorkerLoad:
-    pool = PoolCounts(total=1, free=1, reserved=0, receiving=0, live=0, quarantined=0, block_size=16, unused_slots=0)
-    return WorkerLoad(
-        engine_steps=0,
-        running_seqs=0,
-        waiting_seqs=0,
-        queued_prompt_tokens=0,
-        pool=pool,
-        live_transfers=0,
-        draining=False,
-    )
 
 
 @pytest.fixture

@@ -17,39 +17,14 @@ from tandem.rpc.health import LIVENESS
 from tandem.rpc.liveness import ProgressWatch
 from tandem.rpc.process import StopSignal
 from tandem.rpc.worker_process import WorkerProcess
-from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
+from tandem.types import WorkerInfo, WorkerLoad
 from tandem.v1 import registry_pb2
 from tests.fake_registry import Registry, listen
+from tests.registering import BUSY, IDLE, INFO
 
 TIMEOUT_S = 5
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-IDLE = WorkerLoad(
-    engine_steps=7,
-    running_seqs=0,
-    waiting_seqs=0,
-    queued_prompt_tokens=0,
-    pool=PoolCounts(8, 8, 0, 0, 0, 0, 16, 0),
-    live_transfers=0,
-    draining=False,
-)
-BUSY = replace(IDLE, running_seqs=2)
-INFO = WorkerInfo(
-    worker_id=WorkerId("d"),
-    incarnation=Incarnation("life"),
-    role=Role.DECODE,
-    address="127.0.0.1:1",
-    model="demo",
-    config_fingerprint="c",
-    model_fingerprint="m",
-    layout_fingerprint="l",
-    transports=("tcp",),
-    local_prefill_tokens=0,
-    max_sequence_tokens=64,
-    pid=1,
-    device="fake",
-)
 
 
 class FakeCore:
