@@ -26,6 +26,8 @@ from tandem.cli.table import table
 from tandem.types import Role
 
 NUM_ROUTERS = 2
+LONGEST_S = 1200.0
+"""Whatever hangs, the walk ends; it takes a minute on idle cores."""
 
 MIN_READY_S = 10.0
 """A rolling update goes on that long after a new router said SERVING (`minReadySeconds` in `deploy/`): callers must
@@ -102,7 +104,7 @@ def run(callers: int, max_tokens: int, requests_per_phase: int, transport: str) 
     async def walk(fleet: Fleet) -> tuple[Witness, Scenario]:
         witness = Witness(fleet.target, callers, max_tokens)
         scenario = Scenario(fleet, witness, requests_per_phase)
-        async with witness.watching():
+        async with asyncio.timeout(LONGEST_S), witness.watching():
             await scenario.run()
         return witness, scenario
 

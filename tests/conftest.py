@@ -1,4 +1,4 @@
-"""For every test: one compute thread, and Triton's interpreter where there is no GPU."""
+"""For every test: one compute thread, Triton's interpreter where there is no GPU, and no example that is too slow."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read once, when anything imports triton: transformers does
+
+# What an example takes is the machine's affair: a busy one stands still for longer than Hypothesis allows.
+settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tandem")

@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from bench.cluster import Cluster, run_command, serve
+from bench.cluster import Cluster, eventually, run_command, serve
 from tandem.checkpoint import read_checkpoint
 from tandem.client import AsyncClient, Client, ClusterStatus
 from tandem.convert import info_to_proto, load_to_proto
@@ -58,7 +58,14 @@ LOW_CONTRAST = """
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two workers of each kind with small pools, so that there is something to see in them."""
-    with serve("demo", "--prefill", "2", "--decode", "2", "--kv-blocks", "192") as running:
+    with (
+        serve("demo", "--prefill", "2", "--decode", "2", "--kv-blocks", "192") as running,
+        Client(running.target) as client,
+    ):
+        # `ready` is said once one pair stands.
+        assert eventually(
+            lambda: [each.load.pool.total for each in client.status().workers if each.connected] == [192] * 4, 60
+        )
         yield running
 
 
@@ -135,7 +142,7 @@ async def test_under_load_figures_and_bars_follow_and_come_to_rest_again(cluster
     async with page_of(status_of(cluster).admin_address) as page:
         async with streams(cluster.target, 4):
             await page.until("document.getElementById('active').textContent === '4'")
-            assert status_of(cluster).active_requests == 4
+            assert 0 < status_of(cluster).active_requests <= 4  # a caller between two calls waits for this one
             await page.until("parseFloat(document.getElementById('token-rate').textContent.replace(',', '')) > 10")
             await page.until("/^[\\d.]+ m?s$/.test(document.querySelector('#latency-inter_token .p99').textContent)")
             await page.until(

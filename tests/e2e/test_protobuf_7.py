@@ -26,8 +26,8 @@ STUBS = [
 
 
 @pytest.fixture(scope="module")
-def protobuf_7() -> Iterator[None]:
-    """Processes started inside find protobuf 7 before the environment's own."""
+def protobuf_7(demo_cluster: Cluster) -> Iterator[None]:
+    """Processes started inside find protobuf 7 before the environment's own. `demo_cluster` is outside."""
     if not PACKAGES.is_dir():
         if os.environ.get("REQUIRE_PROGRAMS"):
             pytest.fail(f"{PACKAGES} is missing, and REQUIRE_PROGRAMS is set")

@@ -38,6 +38,7 @@ async def under_load(fleet: Fleet, max_tokens: int = LONG) -> AsyncIterator[Witn
         yield witness
 
 
+@pytest.mark.timeout(1500)
 def test_growing_shrinking_and_restarting_everything_loses_no_request_and_no_token() -> None:
     outcome = scaling.run(callers=4, max_tokens=48, requests_per_phase=8, transport="auto")
 

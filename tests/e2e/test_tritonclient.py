@@ -19,7 +19,7 @@ import tritonclient.grpc.aio as triton_aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from bench.cluster import Cluster, becomes_idle
+from bench.cluster import Cluster, becomes_idle, eventually
 from models.demo.text import make_story
 from tandem.client import Client
 
@@ -292,7 +292,7 @@ def test_a_cancelled_stream_frees_all_blocks(
     for number in range(6):
         server.async_stream_infer("demo", inputs(stream=True, max_tokens=800, ignore_eos=True), request_id=str(number))
     responses.next()
-    assert client.status().active_requests > 0
+    assert eventually(lambda: client.status().active_requests == 6)
 
     server.stop_stream(cancel_requests=True)
 

@@ -92,6 +92,8 @@ async def open_door(pki: Pki, patience: Patience = PATIENT, **tls: Any) -> Async
 async def is_refused(call: Awaitable[asyncio.StreamWriter]) -> bool:
     try:
         await call
+    except TimeoutError:  # an OSError as well
+        raise
     except (OSError, EOFError):
         return True
     return False
