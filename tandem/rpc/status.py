@@ -6,6 +6,7 @@ where a field is at fault, RetryInfo where waiting helps.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import secrets
 from collections.abc import Mapping
@@ -80,12 +81,20 @@ def bug_logged(log: Logger, event: str, error: Exception, **fields: object) -> I
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
-    """Ends the call with `error`'s status and details; raises, as `context.abort` does."""
+    """Ends the call with `error`'s status and details. Raises AbortError; CancelledError where it is over already.
+
+    A deadline that both sides see at once, or a caller that leaves, may end the call before its error is sent.
+    """
     status = rpc_status.to_status(_to_proto(error))
     trailers = status.trailing_metadata
     if error.reason is not Reason.DRAINING:
         trailers = (*trailers, _NO_RETRY)
-    await context.abort(status.code, status.details, trailers)
+    try:
+        await context.abort(status.code, status.details, trailers)
+    except grpc.aio.AbortError:
+        raise
+    except grpc.aio.BaseError as gone:  # it could not be sent
+        raise asyncio.CancelledError from gone
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> TandemError:

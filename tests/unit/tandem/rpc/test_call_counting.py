@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from tandem.errors import InvalidRequest
+from tandem.errors import DeadlineExceeded, InvalidRequest
 from tandem.rpc.call_counting import NO_METHOD, CallCounting, Handler
 from tandem.rpc.interceptors import CallGuard
 from tandem.v1 import inference_pb2, inference_pb2_grpc
@@ -56,6 +57,9 @@ class Servicer(inference_pb2_grpc.InferenceServiceServicer):
     async def GetModel(self, request: inference_pb2.GetModelRequest, context: Any) -> inference_pb2.GetModelResponse:  # noqa: N802
         if request.model == "bad":
             raise InvalidRequest("model", "is bad")
+        if request.model == "late":
+            time.sleep(1.5 * context.time_remaining())  # noqa: ASYNC251  (the call ends, and the loop has yet to hear)
+            raise DeadlineExceeded("found by the handler itself")
         if request.model == "abort":
             await context.abort(grpc.StatusCode.ABORTED, "no")
         return inference_pb2.GetModelResponse()
@@ -148,6 +152,20 @@ async def test_a_call_past_its_deadline_is_counted_as_that(serve: Serve) -> None
     assert (await call.code()).name == "DEADLINE_EXCEEDED"
     await told.end_of_one()
     assert (told.calls, told.running) == ([("/Generate", "DEADLINE_EXCEEDED")], [])
+
+
+async def test_an_error_that_comes_after_the_call_is_over_is_no_bug_of_the_handler(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    told, channel = await serve()
+    await channel.channel_ready()
+    call = inference_pb2_grpc.InferenceServiceStub(channel).GetModel(
+        inference_pb2.GetModelRequest(model="late"), timeout=0.5
+    )
+    assert (await call.code()).name == "DEADLINE_EXCEEDED"
+    await told.end_of_one()
+    assert (told.calls, told.running) == ([("/GetModel", "DEADLINE_EXCEEDED")], [])
+    assert not caplog.records
 
 
 async def test_a_call_turned_away_unread_has_no_method_of_the_callers_choice(serve: Serve) -> None:
