@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -113,10 +112,3 @@ class Fleet:
         with Client(router) as client:
             status = client.status(timeout_s=JOIN_TIMEOUT_S)
         return any(worker.info.worker_id == name and worker.connected for worker in status.workers)
-
-
-def free_ports(count: int) -> tuple[int, ...]:
-    """Ports on loopback that nobody listens on; all are held until all are chosen."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return tuple(each.getsockname()[1] for each in sockets)

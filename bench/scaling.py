@@ -19,7 +19,8 @@ from functools import partial
 import uvloop
 
 from bench.cluster import eventually
-from bench.fleet import Exit, Fleet, free_ports
+from bench.fleet import Exit, Fleet
+from bench.ports import free_ports
 from bench.record import write_record
 from bench.witness import Account, Witness
 from tandem.cli.table import table

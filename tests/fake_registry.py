@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.ports import free_ports
 from tandem.rpc.server import RpcServer, Service
 from tandem.v1 import registry_pb2, registry_pb2_grpc
 
-TIMEOUT_S = 5
+TIMEOUT_S = 10
 
 
 class Registry(registry_pb2_grpc.RegistryServiceServicer):
@@ -78,6 +79,6 @@ async def becomes_ready(address: str, timeout_s: float) -> None:
 
 
 async def listen(registry: Registry, port: int = 0, host: str = "127.0.0.1") -> tuple[RpcServer, int]:
-    """Serves it until drained; returns the port, too."""
-    server = RpcServer(f"{host}:{port}", [registry.service], announce_s=0)
+    """Serves it until drained, at a port that stays free for a next life; returns the port, too."""
+    server = RpcServer(f"{host}:{port or free_ports(1)[0]}", [registry.service], announce_s=0)
     return server, await server.start()

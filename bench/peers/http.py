@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from bench.peers.process import OPEN_TIMEOUT_S, PeerError, PeerProcess, vllm_environment
 from bench.peers.streams import REQUEST_TIMEOUT_S, Arrivals, OnFirst, Prompt, Stream
+from bench.ports import free_ports
 
 _HOST = "127.0.0.1"
 _MODEL = "peer"
@@ -26,7 +26,7 @@ class VllmServer:
     """The server's process and its address."""
 
     def __init__(self, model: Path, cores: Sequence[int], vllm_python: Path, context_tokens: int) -> None:
-        self.port = _free_port()
+        (self.port,) = free_ports(1)
         options = (
             *("--model", str(model), "--served-model-name", _MODEL, "--dtype", "bfloat16"),
             *("--host", _HOST, "--port", str(self.port), "--max-model-len", str(context_tokens)),
@@ -118,10 +118,3 @@ async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             if data == _DONE:
                 return
             yield data
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -18,6 +17,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.cluster import Cluster, eventually
+from bench.ports import free_ports
 from tandem.client import Client
 from tandem.telemetry import metric_names, vllm_names
 from tandem.telemetry.metric import Process
@@ -149,7 +149,8 @@ def prometheus(demo_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) 
     (job,) = config["scrape_configs"]
     job["http_sd_configs"] = [{"url": f"http://{admin_address}/targets", "refresh_interval": "1s"}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    address = f"127.0.0.1:{_free_port()}"
+    (port,) = free_ports(1)  # Prometheus does not tell which one it took
+    address = f"127.0.0.1:{port}"
     arguments = {
         "config.file": folder / "prometheus.yml",
         "storage.tsdb.path": folder / "data",
@@ -166,14 +167,6 @@ def prometheus(demo_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) 
         finally:
             process.terminate()
             process.wait(TIMEOUT_S)
-
-
-def _free_port() -> int:
-    """Prometheus cannot tell which port it chose, so one is chosen for it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_prometheus_finds_every_process_by_the_router_and_answers_queries(prometheus: Prometheus) -> None:

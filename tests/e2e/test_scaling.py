@@ -10,7 +10,8 @@ import pytest
 
 from bench import scaling
 from bench.cluster import becomes_idle, serve
-from bench.fleet import Fleet, free_ports
+from bench.fleet import Fleet
+from bench.ports import free_ports
 from bench.witness import Witness
 from tandem.client import Client
 from tandem.types import Role

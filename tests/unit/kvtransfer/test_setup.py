@@ -7,6 +7,7 @@ import socket
 import pytest
 import torch
 
+from bench.ports import free_ports
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.transports import available, tcp, usable
@@ -64,8 +65,7 @@ def test_a_misshapen_pool_is_our_own_bug(make_pool, prints):
 
 
 async def test_kv_is_received_at_the_port_asked_for(make_pool, prints):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     receiver = KvReceiver(make_pool().memory, prints, ManualClock(), ("tcp",), "127.0.0.1", listen_port=port)
     await receiver.start()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

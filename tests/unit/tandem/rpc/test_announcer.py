@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from bench.ports import free_ports
 from tandem.convert import info_from_proto, load_from_proto
 from tandem.rpc.announcer import Announcer
 from tandem.rpc.server import RpcServer
@@ -105,8 +106,7 @@ async def test_it_registers_again_after_the_stream_ends_and_after_the_router_res
 
 
 async def test_it_waits_for_a_router_that_is_not_there_yet() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as reservation:
-        port = reservation.getsockname()[1]
+    (port,) = free_ports(1)
     registry = Registry()
     async with announcing(Worker(), f"127.0.0.1:{port}"):
         server, _ = await listen(registry, port)
