@@ -20,6 +20,8 @@ from tandem.types import Role
 
 NUM_CALLERS = 24
 STATUS_WITHIN_S = 5.0
+STALL_FOUND_WITHIN_S = 8.0  # a lease or an unanswered ping ends after 5
+STALL_BORNE_S = 2.5
 IDLE_WITHIN_S = 10.0  # before any ticket expires
 OUTPUT_TOKENS = 64
 
@@ -144,7 +146,27 @@ def test_a_worker_that_stands_still_costs_its_callers_no_more_than_a_status_in_t
 
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     assert failed
-    assert all(outcome.ended_s - stopped_s < STATUS_WITHIN_S for outcome in failed)
+    assert all(outcome.ended_s - stopped_s < STALL_FOUND_WITHIN_S for outcome in failed)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_worker_that_stands_still_for_less_than_a_lease_loses_nobody(fragile: Client, role: Role) -> None:
+    pid = pid_of(fragile, role)
+    begun = threading.Semaphore(0)
+
+    with ThreadPoolExecutor(NUM_CALLERS) as callers:
+        futures = [callers.submit(call, fragile, caller, begun) for caller in range(NUM_CALLERS)]
+        for _ in range(3):
+            assert begun.acquire(timeout=30)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            time.sleep(STALL_BORNE_S)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        outcomes = [future.result(timeout=60) for future in futures]
+
+    assert [outcome.error for outcome in outcomes] == [None] * NUM_CALLERS
+    assert pid_of(fragile, role) == pid
 
 
 def test_with_a_second_decode_worker_nobody_notices_that_one_was_killed() -> None:
