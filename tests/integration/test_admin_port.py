@@ -29,7 +29,7 @@ from tandem.security.credentials import Incoming, Outgoing
 from tandem.security.tokens import Tokens
 from tests.pki import OTHER_TOKEN, TOKEN, Pki
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
 PLAIN = Incoming()
 
 

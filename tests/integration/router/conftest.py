@@ -28,7 +28,7 @@ from tandem.v1 import inference_pb2 as pb
 from tandem.v1 import inference_pb2_grpc, registry_pb2, registry_pb2_grpc
 from tests.recording_observers import RecordingRouter
 
-PATIENCE_S = 5.0
+PATIENCE_S = 20.0
 POLL_S = 0.001
 
 

@@ -15,7 +15,7 @@ from tandem.foreign.vllm_engine_pb2_grpc import VllmEngineStub
 
 PROMPT = "Hi"
 PROMPT_IDS = (72, 105)
-PATIENCE_S = 5.0
+PATIENCE_S = 20.0
 
 
 def infer(request_id: str, *texts: str, max_tokens: int = 8, stream: bool = True, **parameters: Any) -> Any:

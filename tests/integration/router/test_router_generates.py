@@ -11,7 +11,7 @@ from tandem.types import Role
 from tandem.v1 import inference_pb2 as pb
 
 PROMPT = (72, 105)
-PATIENCE_S = 5.0
+PATIENCE_S = 20.0
 
 
 async def test_tokens_text_usage_and_timings_of_a_handed_over_request(cluster: Any) -> None:

@@ -13,7 +13,7 @@ from tandem.convert_status import status_from_proto
 from tandem.types import Role
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
 
 
 async def status_of(cluster: Any) -> ClusterStatus:

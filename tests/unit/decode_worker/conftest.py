@@ -25,7 +25,7 @@ from tandem.validation import Validator
 from tests.recording_observers import RecordingWorker
 
 VOCAB_SIZE = 1000
-WAIT_S = 5.0
+WAIT_S = 20.0
 
 
 def next_token(token_ids: Sequence[int]) -> TokenId:

@@ -34,7 +34,7 @@ async def _hand_over(pair, sender, listener, block_ids=(3, 1, 2)):
 async def _hung_up(sender):
     """Returns once the sender has noticed that its only connection has ended."""
     (dialing,) = sender._links.values()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while dialing.result().is_open:  # noqa: ASYNC110  a link tells nobody
             await asyncio.sleep(0)
 

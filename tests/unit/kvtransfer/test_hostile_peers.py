@@ -234,7 +234,7 @@ async def test_withdrawing_in_the_middle_of_a_block_frees_it_only_when_reading_h
 
 
 async def _until(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110  memory tells nobody when it changes
             await asyncio.sleep(0)
 

@@ -8,7 +8,7 @@ from tandem.cli.supervisor import Supervisor
 from tandem.clock import ManualClock
 from tandem.errors import ConfigError, Unavailable
 
-DEADLINE_S = 5.0
+DEADLINE_S = 20.0
 
 
 class FakeChild:

@@ -14,7 +14,7 @@ from tandem.admin.front_door import FrontDoor
 from tandem.admin.pipe import Pipe
 from tandem.errors import ConfigError
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
 BRIEF_S = 0.05
 FOREVER_S = 60.0
 PATIENT = Patience(FOREVER_S, FOREVER_S, FOREVER_S, FOREVER_S)

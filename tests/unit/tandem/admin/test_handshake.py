@@ -19,7 +19,7 @@ from tandem.admin.connection import Patience
 from tandem.admin.front_door import FrontDoor
 from tests.pki import LOOPBACK, Pki
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
 BRIEF_S = 0.05
 FOREVER_S = 60.0
 PATIENT = Patience(FOREVER_S, FOREVER_S, FOREVER_S, FOREVER_S, FOREVER_S)

@@ -16,7 +16,7 @@ from tandem.v1 import registry_pb2
 from tests.fake_registry import Registry, listen
 from tests.registering import INFO
 
-TIMEOUT_S = 5
+TIMEOUT_S = 20
 
 
 class Worker:

@@ -17,7 +17,7 @@ from tandem.rpc.call_counting import NO_METHOD, CallCounting, Handler
 from tandem.rpc.interceptors import CallGuard
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
-TIMEOUT_S = 5
+TIMEOUT_S = 20
 SERVICE = "/tandem.v1.InferenceService"
 
 
@@ -84,7 +84,7 @@ Serve = Callable[..., Awaitable[tuple[Told, grpc.aio.Channel]]]
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
     """Starts a server with these interceptors under the counting one."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         running: list[tuple[grpc.aio.Server, grpc.aio.Channel]] = []
 
         async def start(*inner: grpc.aio.ServerInterceptor) -> Any:

@@ -25,7 +25,7 @@ from tests.recorded_spans import RecordedSpans
 
 TRACEPARENT = f"00-{'a' * 32}-{'b' * 16}-01"
 GENERATE, GET_MODEL = "tandem.v1.InferenceService/Generate", "tandem.v1.InferenceService/GetModel"
-WAIT_S = 5.0
+WAIT_S = 20.0
 
 
 class Servicer(inference_pb2_grpc.InferenceServiceServicer):

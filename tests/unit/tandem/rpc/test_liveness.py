@@ -16,7 +16,7 @@ from tests.registering import BUSY, IDLE
 
 Serve = Callable[..., Awaitable[tuple[RpcServer, grpc.aio.Channel]]]
 
-TIMEOUT_S = 5
+TIMEOUT_S = 20
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 

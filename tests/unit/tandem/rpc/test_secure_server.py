@@ -29,7 +29,7 @@ from tandem.security.tokens import Tokens
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 from tests.pki import LOOPBACK, OTHER_TOKEN, TOKEN, Pki, replace_file
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
 
 
 class Inference(inference_pb2_grpc.InferenceServiceServicer):

@@ -20,7 +20,7 @@ NAME = "tandem.v1.InferenceService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-TIMEOUT_S = 5
+TIMEOUT_S = 20
 
 
 class Streaming(inference_pb2_grpc.InferenceServiceServicer):

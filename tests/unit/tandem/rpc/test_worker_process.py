@@ -22,7 +22,7 @@ from tandem.v1 import registry_pb2
 from tests.fake_registry import Registry, listen
 from tests.registering import BUSY, IDLE, INFO
 
-TIMEOUT_S = 5
+TIMEOUT_S = 20
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 

@@ -18,7 +18,7 @@ from tandem.v1 import worker_pb2, worker_pb2_grpc
 Serve = Callable[..., Awaitable[tuple[RpcServer, grpc.aio.Channel]]]
 Call = Any  # grpc.aio.StreamStreamCall[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse]
 
-TIMEOUT_S = 5
+TIMEOUT_S = 20
 ROUTER = "router-1"
 
 

@@ -16,7 +16,7 @@ from tandem.security.tls import ClientTls, ServerTls
 from tests.pki import LOOPBACK, Pki, replace_by_copy, replace_file
 from tests.programs import program
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
 
 
 @asynccontextmanager
