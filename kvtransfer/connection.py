@@ -20,12 +20,13 @@ from dataclasses import dataclass
 
 from kvtransfer.frame import HEADER_BYTES, Frame, FrameType, Header
 from kvtransfer.timing import Timing
-from kvtransfer.wire import PlainWire, TlsWire, Wire, reason
+from kvtransfer.wire import TURN_BYTES, PlainWire, TlsWire, Wire, readable, reason
 from tandem.errors import FrameError, PeerLost, TransferError
 
 MAX_QUEUED_FRAMES = 65536
 """A peer that lets this many answers pile up does not read; it is cut off."""
 _SEND_SLICE_BYTES = 1024 * 1024
+_GATHER_BYTES = 64 * 1024
 _LINGER_S = 0.5
 _LINGER_READ_BYTES = 64 * 1024
 
@@ -52,6 +53,9 @@ class Connection:
         self._wake = asyncio.Event()
         self._finishing = False
         self._broken: TransferError | None = None
+        self._frame = bytearray()
+        """What has come of the frame that is being read."""
+        self._since_pause_bytes = 0
         self._patience_s: float | None = timing.lease_s
         self._writing: asyncio.Task[None] | None = None
 
@@ -105,33 +109,50 @@ class Connection:
     async def receive(self, first: bytes = b"") -> Frame:
         """The next frame, of which `first` was read before.
 
-        Raises PeerLost, FrameError, HandshakeMismatch (another protocol version).
+        Raises PeerLost, FrameError, HandshakeMismatch (another protocol version). A frame in which a peer
+        fell silent is read on by the next call.
         """
-        head = bytearray(HEADER_BYTES)
-        head[: len(first)] = first
-        await self.receive_into(memoryview(head)[len(first) :])
-        header = Header.decode(head)
-        payload = bytearray(header.length)
-        await self.receive_into(memoryview(payload))
-        return header.complete(bytes(payload))
-
-    async def receive_into(self, view: memoryview) -> None:
-        """Fills `view`. Raises PeerLost."""
-        filled = 0
-        while filled < len(view):
-            filled += await self.receive_some(view[filled:])
+        self._frame += first
+        await self._gather(HEADER_BYTES)
+        header = Header.decode(self._frame[:HEADER_BYTES])
+        await self._gather(HEADER_BYTES + header.length)
+        frame = header.complete(bytes(self._frame[HEADER_BYTES:]))
+        self._frame.clear()
+        return frame
 
     async def receive_some(self, view: memoryview) -> int:
         """Puts at least one byte into `view` and says how many. Raises PeerLost."""
+        if self._since_pause_bytes >= TURN_BYTES:
+            self._since_pause_bytes = 0
+            await asyncio.sleep(0)
         try:
-            async with asyncio.timeout(self._patience_s):
-                count = await self._wire.receive_some(view)
-        except TimeoutError:
-            raise PeerLost("the peer went silent for longer than its lease") from None
+            count = await self._receive(view)
         except OSError as error:
             raise self._broken or PeerLost(f"connection failed: {reason(error)}") from error
         if count == 0:
             raise self._broken or PeerLost("the peer closed the connection")
+        self._since_pause_bytes += count
+        return count
+
+    async def _gather(self, num_bytes: int) -> None:
+        """Reads until so much of the frame is there."""
+        while (missing := num_bytes - len(self._frame)) > 0:
+            piece = bytearray(min(missing, _GATHER_BYTES))
+            count = await self.receive_some(memoryview(piece))
+            self._frame += piece[:count]
+
+    async def _receive(self, view: memoryview) -> int:
+        """Waits for bytes. What has come counts, however late it is read: this side may have stood still itself."""
+        patience_ends_s = None if self._patience_s is None else self._loop.time() + self._patience_s
+        silent = False
+        while (count := self._wire.receive_now(view)) is None:
+            if silent:
+                raise PeerLost("the peer went silent for longer than its lease")
+            try:
+                async with asyncio.timeout_at(patience_ends_s):
+                    await readable(self._sock)
+            except TimeoutError:
+                silent = True
         return count
 
     async def finish(self) -> None:

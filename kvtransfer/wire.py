@@ -3,6 +3,8 @@
 Owns no socket, no deadline and no task: `connection` does. One task reads and one writes; they may be two.
 Errors are OSError, of which ssl.SSLError is one; the end of the stream is zero bytes, with or without TLS's own
 goodbye, because the frames above say for themselves whether all was said.
+
+To read never waits, and to wait never reads: a wait that is cut off, as by a deadline, takes no bytes with it.
 """
 
 from __future__ import annotations
@@ -12,15 +14,16 @@ import socket
 import ssl
 from typing import Any, Protocol
 
-_PIECE_BYTES = 256 * 1024
-"""Encrypted or decrypted at a time (about 0.1 ms); after each, the loop gets its turn."""
+TURN_BYTES = 256 * 1024
+"""Taken, encrypted or decrypted at a time (about 0.1 ms). After each the loop is to have its turn: sockets that are
+ready never suspend a task."""
 
 
 class Wire(Protocol):
     """A stream of bytes both ways."""
 
-    async def receive_some(self, view: memoryview) -> int:
-        """Puts at least one byte into `view` and says how many; 0 = nothing follows. Raises OSError."""
+    def receive_now(self, view: memoryview) -> int | None:
+        """Puts bytes that have come into `view` and says how many; 0 = none will, None = none yet. Raises OSError."""
         ...
 
     async def send(self, data: memoryview) -> None:
@@ -35,9 +38,12 @@ class PlainWire:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
 
-    async def receive_some(self, view: memoryview) -> int:
+    def receive_now(self, view: memoryview) -> int | None:
         """See `Wire`."""
-        return await self._loop.sock_recv_into(self._sock, view)
+        try:
+            return self._sock.recv_into(view)
+        except BlockingIOError:
+            return None
 
     async def send(self, data: memoryview) -> None:
         """See `Wire`."""
@@ -60,8 +66,7 @@ class TlsWire:
         self._tls = context.wrap_bio(
             self._incoming, self._outgoing, server_side=server_name is None, server_hostname=server_name
         )
-        self._received = memoryview(bytearray(_PIECE_BYTES))
-        self._since_pause_bytes = 0
+        self._received = memoryview(bytearray(TURN_BYTES))
 
     async def shake_hands(self) -> None:
         """Raises OSError; the peer has then been told why, where TLS has words for it."""
@@ -70,7 +75,8 @@ class TlsWire:
                 self._tls.do_handshake()
             except ssl.SSLWantReadError:
                 await self._flush()
-                await self._fill()
+                while not self._fill():
+                    await readable(self._sock)
             except ssl.SSLError:
                 await self._flush()
                 raise
@@ -78,8 +84,9 @@ class TlsWire:
                 await self._flush()
                 return
 
-    async def receive_some(self, view: memoryview) -> int:
-        """See `Wire`. Takes as many records as have come and fit."""
+    def receive_now(self, view: memoryview) -> int | None:
+        """See `Wire`. Takes as many records as have come and fit, up to a piece."""
+        view = view[:TURN_BYTES]
         filled = 0
         while filled < len(view):
             try:
@@ -87,47 +94,56 @@ class TlsWire:
             except ssl.SSLWantReadError:
                 if filled:
                     break
-                await self._fill()
+                if not self._fill():
+                    return None
                 continue
             except ssl.SSLEOFError:
                 break
             if count == 0:
                 break
             filled += count
-            await self._pause_after(count)
         return filled
 
     async def send(self, data: memoryview) -> None:
         """See `Wire`."""
-        for start in range(0, len(data), _PIECE_BYTES):
-            piece = data[start : start + _PIECE_BYTES]
+        for start in range(0, len(data), TURN_BYTES):
+            piece = data[start : start + TURN_BYTES]
             while len(piece):
                 piece = piece[self._tls.write(piece) :]  # one record at a time
             await self._flush()
-            await self._pause_after(_PIECE_BYTES)
+            await asyncio.sleep(0)
 
     def _read_into(self, view: memoryview) -> int:
         """What is left of one record, or as much of it as fits. 0 = TLS's goodbye. Raises ssl.SSLError."""
         count: Any = self._tls.read(len(view), view)
         return int(count)
 
-    async def _fill(self) -> None:
-        count = await self._loop.sock_recv_into(self._sock, self._received)
+    def _fill(self) -> bool:
+        """False if nothing has come."""
+        try:
+            count = self._sock.recv_into(self._received)
+        except BlockingIOError:
+            return False
         if count:
             self._incoming.write(self._received[:count])
         else:
             self._incoming.write_eof()
+        return True
 
     async def _flush(self) -> None:
         if self._outgoing.pending:
             await self._loop.sock_sendall(self._sock, self._outgoing.read())
 
-    async def _pause_after(self, num_bytes: int) -> None:
-        """Sockets that are ready never suspend a task, and encryption takes time: lets others run now and then."""
-        self._since_pause_bytes += num_bytes
-        if self._since_pause_bytes >= _PIECE_BYTES:
-            self._since_pause_bytes = 0
-            await asyncio.sleep(0)
+
+async def readable(descriptor: socket.socket | int) -> None:
+    """Returns once it can be read; the caller sets the deadline."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(descriptor, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(descriptor)
 
 
 def reason(error: OSError) -> str:

@@ -24,6 +24,7 @@ from kvtransfer.base import BlockRef
 from kvtransfer.connection import Connection
 from kvtransfer.frame import HEADER_BYTES, Frame
 from kvtransfer.local_pool import LocalPool, Rows
+from kvtransfer.wire import readable
 from tandem.errors import ConfigError, PeerLost, TransferError
 from tandem.types import BlockId
 
@@ -81,7 +82,7 @@ def send_with_descriptor(connection: Connection, frame: Frame, descriptor: int) 
 
 async def receive_with_descriptor(connection: Connection) -> tuple[Frame, int | None]:
     """The connection's first frame and the descriptor passed with it, owned by the caller."""
-    await _readable(connection.sock)
+    await readable(connection.sock)
     try:
         first, descriptors, _, _ = socket.recv_fds(connection.sock, HEADER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
@@ -95,17 +96,6 @@ async def receive_with_descriptor(connection: Connection) -> tuple[Frame, int | 
             os.close(descriptor)
         raise
     return frame, descriptors[0] if descriptors else None
-
-
-async def _readable(descriptor: socket.socket | int) -> None:
-    """Returns once it can be read; the caller sets the deadline."""
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(descriptor, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(descriptor)
 
 
 class ShmLane:
@@ -169,7 +159,7 @@ class ShmLanding:
     async def peer_dead(self) -> None:
         """Returns once the peer process has ended."""
         if self._pidfd is not None:
-            await _readable(self._pidfd)
+            await readable(self._pidfd)
 
     def close(self) -> None:
         """Closes the pidfd."""

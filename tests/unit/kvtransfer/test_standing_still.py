@@ -1,0 +1,69 @@
+"""A receiver that stood still for longer than a lease hears what was said meanwhile; so does one whose peer did."""
+
+import asyncio
+import time
+
+import pytest
+import xxhash
+
+from kvtransfer.frame import Frame, FrameType
+from kvtransfer.messages import Commit, Write, digest_of
+
+BLOCK = bytes(range(256))
+SUM = xxhash.xxh3_64_intdigest(BLOCK)
+
+
+def _stand_still(quick):
+    """Nothing on this loop runs, for longer than a lease."""
+    time.sleep(1.5 * quick.lease_s)
+
+
+def _say_now(peer, kind, number=0):
+    """The bytes lie in the receiver's socket when this returns."""
+    frame = Frame(kind, number).encode()
+    assert peer.connection.sock.send(frame) == len(frame)
+
+
+async def test_a_goodbye_said_meanwhile_frees_the_blocks(paired, recorder, raw, quick):
+    async with paired("shm") as pair:
+        offer = pair.offer(recorder, (3,))
+        async with raw(offer, "shm") as peer:
+            await peer.open(offer)
+            _say_now(peer, FrameType.BYE)
+            _stand_still(quick)
+            await recorder.until("writer_stopped")
+        assert "closed the connection" in str(recorder.error)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_sign_of_life_said_meanwhile_keeps_the_handoff(paired, recorder, raw, quick, transport):
+    async with paired(transport) as pair:
+        offer = pair.offer(recorder, (3,))
+        async with raw(offer, transport) as peer:
+            number = await peer.open(offer)
+            _say_now(peer, FrameType.HEARTBEAT)
+            _stand_still(quick)
+            if transport == "shm":
+                peer.rows[3 * len(BLOCK) : 4 * len(BLOCK)] = BLOCK
+                peer.say(FrameType.WRITE, number, Write(0, (SUM,)).encode())
+            else:
+                peer.say(FrameType.WRITE, number, Write(0, (SUM,)).encode(), 0, BLOCK)
+            assert (await peer.hear()).type is FrameType.WRITE_OK
+            commit = Commit(1, digest_of([SUM]), b"x").encode()
+            assert (await peer.ask(FrameType.COMMIT, number, commit)).type is FrameType.COMMITTED
+        assert recorder.calls == ["receiving", "committed"]
+
+
+async def test_a_peer_that_fell_silent_within_a_frame_can_still_say_goodbye(paired, recorder, raw):
+    async with paired("shm") as pair:
+        offer = pair.offer(recorder, (3,))
+        async with raw(offer, "shm") as peer:
+            number = await peer.open(offer)
+            peer.connection._writing.cancel()  # no heartbeat goes between the two halves
+            drained = Frame(FrameType.DRAINED, number).encode()
+            peer.connection.sock.send(drained[:10])
+            await recorder.until("failed")
+            assert "silent" in str(recorder.error)
+            assert recorder.calls == ["receiving", "failed"]
+            await asyncio.get_running_loop().sock_sendall(peer.connection.sock, drained[10:])
+            await recorder.until("writer_stopped")
