@@ -30,7 +30,7 @@ from tandem.types import BlockId, Incarnation
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, block_size=4, head_dim=8, dtype=DType.BFLOAT16)
 PRINTS = Fingerprints(model="model-a", layout=LAYOUT)
-QUICK = Timing(lease_s=0.6, reply_s=2.0, stop_s=1.0)
+QUICK = Timing(lease_s=1.5, reply_s=2.0, stop_s=1.0)
 PATIENCE_S = 20.0
 
 

@@ -24,7 +24,7 @@ from tandem.types import BlockId
 from tests.pki import LOOPBACK, Pki
 
 PATIENCE_S = 10.0
-QUICK = Timing(lease_s=0.6, reply_s=2.0, stop_s=1.0)
+QUICK = Timing(lease_s=1.5, reply_s=2.0, stop_s=1.0)
 LARGE = KvLayout(num_layers=4, num_kv_heads=4, block_size=128, head_dim=128, dtype=DType.BFLOAT16)
 
 
