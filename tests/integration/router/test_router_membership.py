@@ -109,7 +109,7 @@ async def test_an_engine_that_stands_still_with_work_is_not_used_and_its_request
 
 
 async def test_a_draining_router_finishes_what_runs_and_refuses_the_rest(launch: Any) -> None:
-    cluster = await launch(drain_grace_s=5.0)
+    cluster = await launch(drain_grace_s=60.0)
     _, decode = await cluster.add_pair()
     decode.pause_at(3)
     running = cluster.generate(*PROMPT)
@@ -120,8 +120,8 @@ async def test_a_draining_router_finishes_what_runs_and_refuses_the_rest(launch:
     assert (await watch.read()).status == NOT_SERVING
     await cluster.until(lambda: cluster.router.pipeline.draining)
     _, code, _ = await cluster.error_of(cluster.generate(1))
-    assert code is grpc.StatusCode.UNAVAILABLE
+    assert code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}  # the latter where it crosses the GOAWAY
     decode.let_go()
     assert await cluster.read_tokens(running) == cluster.completion(PROMPT, 8)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await cluster.serving
