@@ -100,7 +100,7 @@ def test_a_port_in_use_is_named() -> None:
         (("serve", "--listen", "nowhere"), "--listen"),
         (("serve", "--dtype", "int3"), "--dtype"),
         (("decode", "--local-prefill-tokens", "-1"), "--local-prefill-tokens"),
-        (("serve", "--attention-backend", "flash_attn"), "--attention-backend"),
+        (("serve", "--listen", "127.0.0.1:0", "--attention-backend", "flash_attn"), "--attention-backend"),
     ],
 )
 def test_a_bad_option_is_named(arguments: tuple[str, ...], named: str) -> None:

@@ -7,8 +7,9 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -33,6 +34,10 @@ class Outcome:
     token_ids: tuple[int, ...]
     error: TandemError | None
     ended_s: float
+
+
+Outcomes = Callable[[], list[Outcome]]
+"""Waits for them."""
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +76,27 @@ def call(client: Client, caller: int, begun: threading.Semaphore) -> Outcome:
     return Outcome(tuple(token_ids), error, time.monotonic())
 
 
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process stands still while inside."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def calls_in_every_stage(client: Client, num_callers: int = NUM_CALLERS, num_begun: int = 3) -> Iterator[Outcomes]:
+    """Calls of so many; inside, so many have their first token, and the others prefill or wait."""
+    begun = threading.Semaphore(0)
+    with ThreadPoolExecutor(num_callers) as callers:
+        futures = [callers.submit(call, client, caller, begun) for caller in range(num_callers)]
+        for _ in range(num_begun):
+            assert begun.acquire(timeout=30)
+        yield lambda: [future.result(timeout=60) for future in futures]
+
+
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_every_caller_gets_its_tokens_or_a_status_in_time_and_the_worker_comes_back(
     fragile: Client, role: Role
@@ -84,23 +110,18 @@ def test_every_caller_gets_its_tokens_or_a_status_in_time_and_the_worker_comes_b
         for caller in range(NUM_CALLERS)
     }
     pid = pid_of(fragile, role)
-    begun = threading.Semaphore(0)
 
-    with ThreadPoolExecutor(NUM_CALLERS) as callers:
-        futures: list[Future[Outcome]] = [callers.submit(call, fragile, caller, begun) for caller in range(NUM_CALLERS)]
-        for _ in range(3):
-            assert begun.acquire(timeout=30)  # some decode, others prefill or wait
+    with calls_in_every_stage(fragile) as outcomes:
         os.kill(pid, signal.SIGKILL)
         killed_s = time.monotonic()
-        outcomes = [future.result(timeout=60) for future in futures]
 
-    for caller, outcome in enumerate(outcomes):
+    for caller, outcome in enumerate(outcomes()):
         if outcome.error is None:
             assert outcome.token_ids == expected[caller]
         else:
             assert outcome.ended_s - killed_s < STATUS_WITHIN_S, outcome.error
             assert outcome.token_ids == expected[caller][: len(outcome.token_ids)]
-    assert any(outcome.error is not None for outcome in outcomes)
+    assert any(outcome.error is not None for outcome in outcomes())
     fragile.wait_ready(timeout_s=30)
     again = fragile.complete(token_ids=prompt_of(0), max_tokens=OUTPUT_TOKENS, temperature=1.0, seed=0, ignore_eos=True)
     assert again.choices[0].token_ids == expected[0]
@@ -131,20 +152,11 @@ def test_a_worker_that_stands_still_costs_its_callers_no_more_than_a_status_in_t
     fragile: Client, role: Role
 ) -> None:
     pid = pid_of(fragile, role)
-    begun = threading.Semaphore(0)
 
-    with ThreadPoolExecutor(NUM_CALLERS) as callers:
-        futures = [callers.submit(call, fragile, caller, begun) for caller in range(NUM_CALLERS)]
-        for _ in range(3):
-            assert begun.acquire(timeout=30)
-        os.kill(pid, signal.SIGSTOP)
+    with calls_in_every_stage(fragile) as outcomes, stopped(pid):
         stopped_s = time.monotonic()
-        try:
-            outcomes = [future.result(timeout=60) for future in futures]
-        finally:
-            os.kill(pid, signal.SIGCONT)
+        failed = [outcome for outcome in outcomes() if outcome.error is not None]
 
-    failed = [outcome for outcome in outcomes if outcome.error is not None]
     assert failed
     assert all(outcome.ended_s - stopped_s < STALL_FOUND_WITHIN_S for outcome in failed)
 
@@ -152,20 +164,11 @@ def test_a_worker_that_stands_still_costs_its_callers_no_more_than_a_status_in_t
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_a_worker_that_stands_still_for_less_than_a_lease_loses_nobody(fragile: Client, role: Role) -> None:
     pid = pid_of(fragile, role)
-    begun = threading.Semaphore(0)
 
-    with ThreadPoolExecutor(NUM_CALLERS) as callers:
-        futures = [callers.submit(call, fragile, caller, begun) for caller in range(NUM_CALLERS)]
-        for _ in range(3):
-            assert begun.acquire(timeout=30)
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            time.sleep(STALL_BORNE_S)
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        outcomes = [future.result(timeout=60) for future in futures]
+    with calls_in_every_stage(fragile) as outcomes, stopped(pid):
+        time.sleep(STALL_BORNE_S)
 
-    assert [outcome.error for outcome in outcomes] == [None] * NUM_CALLERS
+    assert [outcome.error for outcome in outcomes()] == [None] * NUM_CALLERS
     assert pid_of(fragile, role) == pid
 
 
@@ -175,17 +178,12 @@ def test_with_a_second_decode_worker_nobody_notices_that_one_was_killed() -> Non
         client.wait_ready(timeout_s=30)
         assert eventually(lambda: len(client.status().workers) == 3, 30)
         expected = [call(client, caller, threading.Semaphore(0)).token_ids for caller in range(8)]
-        begun = threading.Semaphore(0)
 
-        with ThreadPoolExecutor(8) as callers:
-            futures = [callers.submit(call, client, caller, begun) for caller in range(8)]
-            for _ in range(6):
-                assert begun.acquire(timeout=30)
+        with calls_in_every_stage(client, num_callers=8, num_begun=6) as outcomes:
             workers = [worker for worker in client.status().workers if worker.info.role is Role.DECODE]
             busiest = max(workers, key=lambda worker: worker.load.pool.live)
             os.kill(busiest.info.pid, signal.SIGKILL)
-            outcomes = [future.result(timeout=60) for future in futures]
 
-        assert [outcome.error for outcome in outcomes] == [None] * 8
-        assert [outcome.token_ids for outcome in outcomes] == expected
+        assert [outcome.error for outcome in outcomes()] == [None] * 8
+        assert [outcome.token_ids for outcome in outcomes()] == expected
         assert any("moves to another pair" in line for line in cluster.log)
