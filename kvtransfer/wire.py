@@ -85,7 +85,7 @@ class TlsWire:
                 return
 
     def receive_now(self, view: memoryview) -> int | None:
-        """See `Wire`. Takes as many records as have come and fit, up to a piece."""
+        """See `Wire`. Takes as many records as have come and fit, `TURN_BYTES` of them at most."""
         view = view[:TURN_BYTES]
         filled = 0
         while filled < len(view):

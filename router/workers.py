@@ -62,7 +62,7 @@ class Workers:
         return longest_sequence(self._registry.views())
 
     def common_sequence(self, num_prompt_tokens: int) -> int | None:
-        """Tokens of the longest sequence that most pairs hold which take such a prompt now; None without one."""
+        """See `placement.common_sequence`; None without a pair that takes such a prompt now."""
         return common_sequence(self._registry.views(), num_prompt_tokens)
 
     async def place(self, demand: Demand, wait_s: float) -> Placement:

@@ -21,9 +21,8 @@ from tandem.types import Role
 
 NUM_CALLERS = 24
 STATUS_WITHIN_S = 5.0
-STALL_FOUND_WITHIN_S = 8.0  # a lease or an unanswered ping ends after 5
-STALL_BORNE_S = 2.5
-IDLE_WITHIN_S = 10.0  # before any ticket expires
+STALL_BORNE_S = 2.0
+IDLE_WITHIN_S = 3.0
 OUTPUT_TOKENS = 64
 
 
@@ -158,11 +157,11 @@ def test_a_worker_that_stands_still_costs_its_callers_no_more_than_a_status_in_t
         failed = [outcome for outcome in outcomes() if outcome.error is not None]
 
     assert failed
-    assert all(outcome.ended_s - stopped_s < STALL_FOUND_WITHIN_S for outcome in failed)
+    assert all(outcome.ended_s - stopped_s < STATUS_WITHIN_S for outcome in failed)
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_a_worker_that_stands_still_for_less_than_a_lease_loses_nobody(fragile: Client, role: Role) -> None:
+def test_a_worker_that_stands_still_for_two_seconds_loses_nobody(fragile: Client, role: Role) -> None:
     pid = pid_of(fragile, role)
 
     with calls_in_every_stage(fragile) as outcomes, stopped(pid):

@@ -19,8 +19,8 @@ from tandem.telemetry import span_export
 from tandem.telemetry.span_export import ReportingExporter
 from tandem.telemetry.tracing import tracing
 
-CLOSE_S = 6.0
-"""What `tracing` promises, and a slow machine's own time; unbounded, the exporter would take ten and more."""
+CLOSE_S = 2.5
+"""What `tracing` promises, and a slow machine's own time."""
 
 
 @pytest.fixture(autouse=True)
@@ -122,11 +122,16 @@ def time_to_close(num_spans: int) -> float:
     return time.monotonic() - began_s
 
 
+def closes_in_time() -> bool:
+    """A machine that stands still makes one measurement longer; what waits for a collector makes all."""
+    return any(time_to_close(300) < CLOSE_S for _ in range(3))
+
+
 def test_a_hanging_collector_does_not_hold_the_end(endpoint_of: pytest.MonkeyPatch) -> None:
     collector = Collector(answers=False)
     with collector.serve() as endpoint:
         endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
-        assert time_to_close(300) < CLOSE_S
+        assert closes_in_time()
         assert collector.called.is_set()
 
 
@@ -134,13 +139,13 @@ def test_a_collector_that_is_not_there_does_not_hold_the_end(endpoint_of: pytest
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
-        assert time_to_close(300) < CLOSE_S
+        assert closes_in_time()
 
 
 def test_a_port_that_accepts_and_says_nothing_does_not_hold_the_end(endpoint_of: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{mute.getsockname()[1]}")
-        assert time_to_close(300) < CLOSE_S
+        assert closes_in_time()
 
 
 def test_making_spans_does_not_wait_while_a_collector_hangs(
