@@ -13,15 +13,15 @@ MixedOptions = list[tuple[str, str | int]]
 
 MAX_RECEIVE_BYTES = 8 * 1024 * 1024
 """Largest message taken, where no option says otherwise."""
-_PING_EVERY_MS = 1000
-_PING_TIMEOUT_MS = 3000
+_PING_EVERY_MS = 750
+_PING_TIMEOUT_MS = 2500
 CONNECT_TIMEOUT_S = 5.0
 """Given to one attempt to connect, handshake included; a refusal is known at once."""
 _PLAIN = Outgoing()
 
 
 def keepalive_options() -> ChannelOptions:
-    """Detects a peer that stopped without closing within 4 s; one that stands still for less than 3 s is borne.
+    """Detects a peer that stopped without closing within 3.25 s; one that stands still for less than 2.5 s is borne.
 
     `grpc.keepalive_timeout_ms` has no effect in this library; the ping timeout has.
     """
