@@ -40,7 +40,6 @@ check: install $(GEN)/.installed
 	PYTHON=$(BIN)/python GEN=$(GEN) bash .ci/checks/gen_drift.sh
 	$(BIN)/python .ci/checks/sizes.py
 	$(BIN)/python .ci/checks/banned.py
-	$(BIN)/python .ci/checks/file_map.py
 	$(BIN)/python .ci/checks/prometheus_rule.py
 	$(BIN)/python .ci/checks/metrics_page.py
 

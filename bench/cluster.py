@@ -52,7 +52,7 @@ def serve(model: str, *options: str) -> contextlib.AbstractContextManager[Cluste
 def run_command(*arguments: str) -> Iterator[Cluster]:
     """Any `tandem` command that says `ready HOST:PORT`. Raises RuntimeError with the log if it does not get ready."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tandem.cli.main", *arguments],
+        [sys.executable, "-m", "cli.main", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

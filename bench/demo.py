@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass
 
 from bench.cluster import serve
+from cli.status_view import render
 from models.demo.text import make_story
-from tandem.cli.status_view import render
 from tandem.client import Client, Timings
 
 

@@ -30,7 +30,7 @@ from bench.peers.served import (
 )
 from bench.peers.streams import Prompt, Stream, StreamClient, fresh_prompts
 from bench.report import quantile
-from tandem.cli.cores import usable_cores
+from tandem.cores import usable_cores
 
 DISAGGREGATED = "tandem disaggregated"
 

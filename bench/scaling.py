@@ -23,7 +23,7 @@ from bench.fleet import Exit, Fleet
 from bench.ports import free_ports
 from bench.record import write_record
 from bench.witness import Account, Witness
-from tandem.cli.table import table
+from cli.table import table
 from tandem.types import Role
 
 NUM_ROUTERS = 2

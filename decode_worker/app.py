@@ -1,6 +1,6 @@
 """The decode worker's composition root: builds the parts, serves, closes them in order.
 
-    load engine → listen for KV → serve and register (`tandem.rpc.worker_process`) → receiver stops → engine closes
+    load engine → listen for KV → serve and register (`worker.process`) → receiver stops → engine closes
 
 Knows every part and decides nothing about sequences (see `worker`).
 """
@@ -29,7 +29,6 @@ from tandem.config import DecodeConfig
 from tandem.incarnation import new_incarnation
 from tandem.rpc.address import advertised_address
 from tandem.rpc.process import StopSignal, run_process
-from tandem.rpc.worker_process import WorkerProcess
 from tandem.security.credentials import Security
 from tandem.security.tls import ServerTls
 from tandem.telemetry.logging import configure_logging
@@ -38,11 +37,12 @@ from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import WorkerObserver
 from tandem.telemetry.observers_together import worker_observers
-from tandem.telemetry.sequence_spans import sequence_spans
 from tandem.telemetry.tracing import tracing
-from tandem.telemetry.worker_metrics import WorkerMetrics, load_reader
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo
 from tandem.validation import Validator
+from worker.metrics import WorkerMetrics, load_reader
+from worker.process import WorkerProcess
+from worker.spans import sequence_spans
 
 
 def run(config: DecodeConfig) -> int:

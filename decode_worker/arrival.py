@@ -22,7 +22,7 @@ from tandem.types import Handle, SequenceSpec, TokenDelta
 
 
 class RouterPort(Protocol):
-    """What a decode worker tells a router; `tandem.rpc.worker_service.RouterSession` is one.
+    """What a decode worker tells a router; `worker.service.RouterSession` is one.
 
     Nothing of it awaits or blocks.
     """

@@ -74,7 +74,7 @@ class WorkerPolicy:
 
 
 class DecodeWorker:
-    """A `tandem.rpc.worker_service.WorkerCore` that owns a paged pool and decodes in it."""
+    """A `worker.service.WorkerCore` that owns a paged pool and decodes in it."""
 
     def __init__(self, parts: WorkerParts, policy: WorkerPolicy) -> None:
         self._parts = parts

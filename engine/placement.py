@@ -1,6 +1,6 @@
 """Where the engine thread runs: how many threads compute, on which cores, how politely.
 
-Measured (tandem/cli/cores.py): two workers whose threads share cores at equal priority stall each
+Measured (tandem/cores.py): two workers whose threads share cores at equal priority stall each
 other for up to a second, so this is part of the design. All three settings belong to the
 calling thread and to the OpenMP threads that it will start, not to the process.
 """

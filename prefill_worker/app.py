@@ -1,6 +1,6 @@
 """The prefill worker's composition root: builds the parts, serves, closes them in order.
 
-    load engine → serve and register (`tandem.rpc.worker_process`) → sender stops → engine closes
+    load engine → serve and register (`worker.process`) → sender stops → engine closes
 
 Knows every part and decides nothing about prompts (see `worker`).
 """
@@ -26,7 +26,6 @@ from tandem.clock import MonotonicClock
 from tandem.config import PrefillConfig
 from tandem.incarnation import new_incarnation
 from tandem.rpc.process import StopSignal, run_process
-from tandem.rpc.worker_process import WorkerProcess
 from tandem.security.credentials import Security
 from tandem.security.tls import ClientTls
 from tandem.telemetry.logging import configure_logging
@@ -35,11 +34,12 @@ from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import WorkerObserver
 from tandem.telemetry.observers_together import worker_observers
-from tandem.telemetry.sequence_spans import sequence_spans
 from tandem.telemetry.tracing import tracing
-from tandem.telemetry.worker_metrics import WorkerMetrics, load_reader
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo
 from tandem.validation import Validator
+from worker.metrics import WorkerMetrics, load_reader
+from worker.process import WorkerProcess
+from worker.spans import sequence_spans
 
 
 def run(config: PrefillConfig) -> int:

@@ -20,7 +20,7 @@ from tandem.types import Handle, TokenDelta
 
 
 class RouterPort(Protocol):
-    """What a prefill worker tells a router; `tandem.rpc.worker_service.RouterSession` is one."""
+    """What a prefill worker tells a router; `worker.service.RouterSession` is one."""
 
     def prefill_done(self, handle: Handle, delta: TokenDelta, queue_s: float, prefill_s: float) -> None:
         """The first token."""

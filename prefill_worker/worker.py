@@ -49,7 +49,7 @@ class WorkerParts:
 
 
 class PrefillWorker:
-    """A `tandem.rpc.worker_service.WorkerCore` that computes prompts and hands them over."""
+    """A `worker.service.WorkerCore` that computes prompts and hands them over."""
 
     def __init__(
         self, parts: WorkerParts, limits: BatchLimits, policy: HandoffPolicy, max_sequence_tokens: int

@@ -12,21 +12,23 @@ from random import Random
 from opentelemetry.trace import Tracer
 
 from router.admission import Admission, AdmissionQueue
-from router.cluster_servicer import SERVICE_NAME as CLUSTER_SERVICE
-from router.cluster_servicer import ClusterServicer
 from router.cluster_view import ClusterView
 from router.entrance import Entrance
-from router.foreign_services import foreign_services
+from router.faces.foreign_services import foreign_services
+from router.faces.tandem.cluster import SERVICE_NAME as CLUSTER_SERVICE
+from router.faces.tandem.cluster import ClusterServicer
+from router.faces.tandem.inference import SERVICE_NAME as INFERENCE_SERVICE
+from router.faces.tandem.inference import InferenceServicer
 from router.generation import Patience
 from router.health import Health
 from router.intake import Intake
+from router.metrics import RouterMetrics
 from router.pipeline import Pipeline
 from router.readings import RouterReadings
 from router.registry import Registry
 from router.registry_servicer import SERVICE_NAME as REGISTRY_SERVICE
 from router.registry_servicer import RegistryServicer
-from router.servicer import SERVICE_NAME as INFERENCE_SERVICE
-from router.servicer import InferenceServicer
+from router.request_spans import request_spans
 from router.tokenization import Tokenization
 from router.workers import Workers
 from tandem.admin.content import AdminContent, RouterReport
@@ -45,8 +47,6 @@ from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import RouterObserver
 from tandem.telemetry.observers_together import router_observers
 from tandem.telemetry.recent_latencies import RecentLatencies
-from tandem.telemetry.request_spans import request_spans
-from tandem.telemetry.router_metrics import RouterMetrics
 from tandem.telemetry.tracing import tracing
 from tandem.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from tandem.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server

@@ -52,7 +52,7 @@ from bench.peers.served import TANDEM_SERVERS, VLLM_SERVER, ServedShape, open_se
 from bench.peers.served import measure as measure_served
 from bench.record import write_record
 from models.config import load_model_config
-from tandem.cli.cores import usable_cores
+from tandem.cores import usable_cores
 
 NO_VLLM = "no vLLM venv given"
 VLLM_SERVER_NAME = "vllm server"

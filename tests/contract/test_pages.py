@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cli.main import main
+from cli.main import main
 from tandem.errors import Reason
 from tests.kernels.oracle import TOLERANCES
 

@@ -36,7 +36,7 @@ class Started:
         program, *arguments = self.container.probes[kind]["exec"]["command"]
         assert program == "tandem"
         arguments = [re.sub(r"(?<=^--target=)127\.0\.0\.1:\d+$", self.cluster.target, each) for each in arguments]
-        command = [sys.executable, "-m", "tandem.cli.main", *arguments]
+        command = [sys.executable, "-m", "cli.main", *arguments]
         with pytest.MonkeyPatch.context() as patch:
             set_all(patch, self.environment)
             done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)

@@ -10,9 +10,9 @@ import pytest
 from bench.scaling import MIN_READY_S
 from tandem.config import ClientConfig, RouterConfig, add_arguments, load
 from tandem.rpc.health import LIVENESS
-from tandem.rpc.liveness import STALL_S
 from tests.deploy.manifests import OVERLAYS, named, overlay
 from tests.deploy.pods import Container, container, containers
+from worker.liveness import STALL_S
 
 EVERY_OVERLAY = pytest.mark.parametrize("name", OVERLAYS)
 KINDS = ("startupProbe", "readinessProbe", "livenessProbe")

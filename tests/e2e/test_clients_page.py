@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.cluster import Cluster, serve
-from router.kserve.model import INPUTS, OUTPUTS
+from router.faces.kserve.model import INPUTS, OUTPUTS
 from tandem.client import Client
 from tests.pki import OTHER_TOKEN, TOKEN, Pki
 

@@ -43,7 +43,7 @@ def test_a_command_line_example_works(command: str, demo_cluster: Cluster, clien
     target = [] if command == "doctor" else ["--target", demo_cluster.target]
 
     done = subprocess.run(
-        [sys.executable, "-m", "tandem.cli.main", *words, *target],
+        [sys.executable, "-m", "cli.main", *words, *target],
         capture_output=True,
         text=True,
         timeout=60,

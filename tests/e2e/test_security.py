@@ -70,7 +70,7 @@ def command_line(pki: Pki, cluster: Cluster) -> list[str]:
 
 
 def tandem(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tandem.cli.main", *arguments]
+    command = [sys.executable, "-m", "cli.main", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=60, env=os.environ | environment, check=False
     )

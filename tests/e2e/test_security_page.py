@@ -55,7 +55,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
 
 def call(cluster: Cluster, folder: Path) -> subprocess.CompletedProcess[str]:
     words = [word.replace("127.0.0.1:50051", cluster.target) for word in arguments("call", folder)]
-    command = [sys.executable, "-m", "tandem.cli.main", *words]
+    command = [sys.executable, "-m", "cli.main", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

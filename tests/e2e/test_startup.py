@@ -18,7 +18,7 @@ from tandem.errors import Unavailable
 
 LOADS_FOR_EVER = """
 import importlib, sys, threading
-from tandem.cli.main import main
+from cli.main import main
 app = importlib.import_module(f"{sys.argv[1]}_worker.app")
 def load_engine(options):
     print("loading", flush=True)
@@ -31,7 +31,7 @@ sys.exit(main(sys.argv[1:]))
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "tandem.cli.main", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "cli.main", *arguments], capture_output=True, text=True, timeout=60, check=False
     )
 
 

@@ -16,7 +16,7 @@ import pytest
 from bench.cluster import Cluster, run_command
 
 TIMEOUT_S = 30.0
-COMMAND = (sys.executable, "-m", "tandem.cli.main", "status", "--watch", "0.2", "--target")
+COMMAND = (sys.executable, "-m", "cli.main", "status", "--watch", "0.2", "--target")
 
 
 class Terminal:

@@ -17,10 +17,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tandem.errors import TandemError
-from tandem.rpc.announcer import Announcer
-from tandem.rpc.router_session import RouterSession
 from tandem.rpc.server import RpcServer, Service
-from tandem.rpc.worker_service import WorkerServicer
 from tandem.types import (
     FinishReason,
     Handle,
@@ -33,6 +30,9 @@ from tandem.types import (
     WorkerLoad,
 )
 from tandem.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from worker.announcer import Announcer
+from worker.router_session import RouterSession
+from worker.service import WorkerServicer
 
 EOS = TokenId(256)
 VOCAB_SIZE = 260

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from router.entrance import Entrance
+from router.faces.vllm.info import ServerInfo
+from router.faces.vllm.servicer import VllmServicer
+from router.faces.vllm.tokenizer import TokenizerArchive
 from router.intake import Intake
-from router.vllm.info import ServerInfo
-from router.vllm.servicer import VllmServicer
-from router.vllm.tokenizer import TokenizerArchive
 from tandem.checkpoint import read_checkpoint
 from tandem.clock import MonotonicClock
 from tandem.foreign import vllm_engine_pb2 as vllm

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.kserve.model import INPUTS, OUTPUTS, configuration, metadata
-from router.kserve.request import InferRequest, read_request
+from router.faces.kserve.model import INPUTS, OUTPUTS, configuration, metadata
+from router.faces.kserve.request import InferRequest, read_request
 from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.foreign import kserve_pb2
 from tandem.limits import Limits

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from router.choice import ChoiceDelta
-from router.vllm.answer import Answer
+from router.faces.vllm.answer import Answer
 from tandem.types import TokenId, TokenLogprobs
 
 DELTAS = [

@@ -1,0 +1,131 @@
+"""`tandem doctor`: what this machine offers, which kernels and transports work here, and why others don't.
+
+Says what it can where torch is missing, as on a router's or a client's machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tandem
+from cli.command import Subparsers, add_command
+from cli.table import table
+from tandem.cores import plan_cores, usable_cores
+
+_LIBRARIES = (
+    *("grpcio", "protobuf", "tokenizers", "uvloop", "opentelemetry-sdk"),
+    *("torch", "safetensors", "numpy", "xxhash", "transformers", "triton", "flash-attn"),
+)
+_NEEDS_TORCH = "needs torch, which is not installed here: pip install 'tandem[worker]'"
+_GIB = 1024**3
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Declares the command."""
+    add_command(
+        subparsers,
+        "doctor",
+        run,
+        "which kernels and transports work here, and why the others don't",
+        "Changes nothing and calls nobody.",
+    )
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Prints the report."""
+    torch = _torch()
+    devices = _devices(torch)
+    for title, lines in (
+        ("machine", _machine()),
+        ("libraries", _libraries()),
+        ("devices", [table(("device", "what"), devices)] if devices else [_NEEDS_TORCH]),
+        ("attention", _attention(torch, [name for name, _ in devices])),
+        ("transports", _transports([name for name, _ in devices])),
+    ):
+        print(title)
+        print("\n".join(f"  {line}" for text in lines for line in text.splitlines()), end="\n\n")
+    return 0
+
+
+def _machine() -> Iterator[str]:
+    cores = usable_cores()
+    shares = plan_cores(cores, 1, 1, None)
+    yield f"tandem {tandem.__version__}, Python {platform.python_version()}, {platform.platform()}"
+    yield f"cores usable: {len(cores)} of {os.cpu_count()}"
+    yield (
+        f"`tandem serve` would give its prefill worker cores {_listed(shares.prefill[0].cores)}"
+        f" and its decode worker cores {_listed(shares.decode[0].cores)}"
+    )
+    yield f"memory: {_memory()}"
+
+
+def _listed(cores: Sequence[int]) -> str:
+    return ",".join(map(str, cores))
+
+
+def _memory() -> str:
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        total, free = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
+    except (ValueError, OSError, AttributeError):
+        return "not known on this system"
+    return f"{total / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
+
+
+def _libraries() -> list[str]:
+    return [table(("library", "version"), [(name, _version(name)) for name in _LIBRARIES])]
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _torch() -> Any:
+    """The module, or None where it is not installed."""
+    try:
+        return importlib.import_module("torch")
+    except ModuleNotFoundError:
+        return None
+
+
+def _devices(torch: Any) -> list[tuple[str, str]]:
+    """`(name, description)` of each; empty without torch."""
+    if torch is None:
+        return []
+    gpus = [(f"cuda:{index}", torch.cuda.get_device_name(index)) for index in range(torch.cuda.device_count())]
+    return [("cpu", f"{torch.get_num_threads()} threads by default"), *gpus]
+
+
+def _attention(torch: Any, devices: Sequence[str]) -> list[str]:
+    if torch is None:
+        return [_NEEDS_TORCH]
+    dispatch = importlib.import_module("kernels.dispatch")
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    rows = [
+        (device, str(dtype).removeprefix("torch."), *_verdict(status))
+        for device in devices
+        for dtype in dtypes
+        for status in dispatch.available_backends(torch.device(device), dtype)
+    ]
+    return [table(("device", "dtype", "back-end", "works", "why"), rows)]
+
+
+def _transports(devices: Sequence[str]) -> list[str]:
+    if not devices:
+        return [_NEEDS_TORCH]
+    transports = importlib.import_module("kvtransfer.transports")
+    rows = [(device, *_verdict(status)) for device in devices for status in transports.available(device)]
+    return [table(("KV pool on", "transport", "works", "why"), rows)]
+
+
+def _verdict(status: Any) -> tuple[str, str, str]:
+    return status.name, "yes" if status.usable else "no", status.reason

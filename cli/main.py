@@ -1,0 +1,55 @@
+"""`tandem`: parses the command line, runs one subcommand, turns errors into exit codes.
+
+0 ok · 1 it failed, with one line on stderr · 2 a bad option · 130 ctrl-C
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import tandem
+from cli import bench, chat, decode, doctor, generate, health, prefill, router, serve, status
+from tandem.errors import CheckpointError, ConfigError, TandemError
+from tandem.rpc.process import EXIT_BAD_CONFIG, EXIT_FAILED
+
+EXIT_INTERRUPTED = 130
+
+_COMMANDS = (serve, router, prefill, decode, generate, chat, status, health, bench, doctor)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `tandem ARG…`; returns the exit code."""
+    namespace = _parser().parse_args(argv)
+    try:
+        code = int(namespace.run(namespace))
+        sys.stdout.flush()  # here, where a reader that has gone can still be dealt with
+        return code
+    except TandemError as error:
+        print(f"tandem: {error.message}", file=sys.stderr)
+        return EXIT_BAD_CONFIG if isinstance(error, ConfigError | CheckpointError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tandem",
+        description="Serves language models with prefill and decode in separate workers.",
+        epilog="Every option of a command also reads TANDEM_<OPTION> from the environment where its help says so.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"tandem {tandem.__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.add_parser(subparsers)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

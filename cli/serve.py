@@ -1,0 +1,130 @@
+"""`tandem serve`: a router and its workers as supervised child processes.
+
+start   router → its address → workers → health SERVING → `ready HOST:PORT` on stdout
+stop    router (NOT_SERVING at once, finishes what runs) → workers → exit 0
+second signal, or this process killed: every child ends at once
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from cli import fleet
+from cli.child import Child, ProcessChild
+from cli.command import Subparsers, add_command
+from cli.fleet import ChildSpec
+from cli.launch import launch_command
+from cli.restart import RestartPolicy
+from cli.supervisor import Supervisor
+from tandem.client import AsyncClient
+from tandem.clock import MonotonicClock
+from tandem.config import ServeConfig, add_arguments, load
+from tandem.cores import usable_cores
+from tandem.rpc.process import StopSignal, run_process
+from tandem.security.credentials import Security
+from tandem.security.options import client_side
+from tandem.telemetry.logging import configure_logging
+
+START_TIMEOUT_S = 600.0
+"""A large checkpoint on a slow disk takes minutes."""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Declares the command."""
+    parser = add_command(
+        subparsers,
+        "serve",
+        run,
+        "router and workers as supervised child processes on this machine",
+        "Prints `ready HOST:PORT` on stdout once it can serve; everything else goes to stderr. Workers that die are "
+        "restarted. Ctrl-C or SIGTERM finishes running requests, a second one ends at once. The cores that this "
+        "process may use are divided among the workers (--threads N gives each N threads instead).",
+    )
+    add_arguments(parser, ServeConfig)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Serves until told to stop; returns the exit code. Raises ConfigError."""
+    config = load(ServeConfig, namespace)
+    fleet.check(config)
+    Security.load(config.router.security, config.router.ports)  # here, before any child finds the same fault
+    configure_logging("serve", config.router.log_format, config.router.log_level)
+    return run_process(lambda stop: _serve(config, stop))
+
+
+async def _serve(config: ServeConfig, stop: StopSignal) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        server = _Server(config, tasks, stop)
+        stop.on_abort(server.kill)
+        start = tasks.create_task(server.start(), name="start")
+        await stop.wait()
+        start.cancel()
+        await server.stop()
+
+
+class _Server:
+    """The children, in the order in which they start and stop."""
+
+    def __init__(self, config: ServeConfig, tasks: asyncio.TaskGroup, stop: StopSignal) -> None:
+        self._config = config
+        self._tasks = tasks
+        self._stop = stop
+        self._cores = usable_cores()
+        self._router: Supervisor | None = None
+        self._router_listen = config.router.listen
+        self._workers: list[Supervisor] = []
+
+    async def start(self) -> None:
+        """Returns once the ready line is printed; a child's failure ends the task group instead."""
+        self._router = self._supervise(self._router_spec(), self._start_router)
+        self._router_listen = await self._router.address()  # a restart must have the same port
+        address = fleet.local_address(self._router_listen)
+        for spec in fleet.worker_specs(self._config, self._cores, address, on_gpu=_computes_on_gpu(self._config)):
+            self._workers.append(self._supervise(spec, partial(self._start_child, spec)))
+        async with AsyncClient(address, security=client_side(self._config.router.security)) as client:
+            await client.wait_ready(START_TIMEOUT_S)
+        print(f"ready {self._router_listen}", flush=True)
+
+    async def stop(self) -> None:
+        """Router first, so that what runs can finish on the workers."""
+        if self._router is not None:
+            await self._router.stop()
+        await asyncio.gather(*(worker.stop() for worker in self._workers))
+
+    def kill(self) -> None:
+        """Ends every child at once."""
+        for supervisor in (self._router, *self._workers):
+            if supervisor is not None:
+                supervisor.kill()
+
+    def _supervise(self, spec: ChildSpec, start: Callable[[], Child]) -> Supervisor:
+        supervisor = Supervisor(spec.name, start, RestartPolicy(MonotonicClock()), spec.stop_grace_s)
+        self._tasks.create_task(self._keep(supervisor), name=f"keep-{spec.name}")
+        return supervisor
+
+    async def _keep(self, supervisor: Supervisor) -> None:
+        await supervisor.run()
+        if supervisor is self._router:  # stopped, or told to leave by somebody: no use without it
+            self._stop.requested.set()
+
+    def _router_spec(self) -> ChildSpec:
+        return fleet.router_spec(self._config, self._cores, self._router_listen)
+
+    def _start_router(self) -> Child:
+        return self._start_child(self._router_spec())
+
+    def _start_child(self, spec: ChildSpec) -> Child:
+        command = launch_command(spec.module, spec.arguments, spec.cores, spec.nice)
+        prefix = "" if self._config.router.log_format == "json" else f"{spec.name:<9} | "
+        return ProcessChild.start(command, lambda line: print(f"{prefix}{line}", file=sys.stderr, flush=True))
+
+
+def _computes_on_gpu(config: ServeConfig) -> bool:
+    """As the workers will decide (`engine.loading.resolve_device`), told from device files: no torch here."""
+    device = config.decode_worker.device
+    return device.startswith("cuda") or (device == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))

@@ -1,0 +1,211 @@
+"""From a ModelInferRequest to what it asks for: texts, how to sample, what to answer.
+
+Settings come by three ways, none over another: one tensor each, a JSON object in the tensor
+`sampling_parameters`, request parameters. Given twice is refused. Judges shape and names only;
+the texts and values are judged at the entrance, like everybody's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from router.faces.kserve.model import DEFAULT_OUTPUTS, OUTPUTS, VERSION
+from router.faces.kserve.sampling import boolean, canonical, set_sampling
+from router.faces.kserve.tensors import BYTES, MAX_ELEMENTS, Tensor, read_tensors, shown
+from tandem.errors import InvalidRequest, ModelNotFound, UnsupportedOption
+from tandem.foreign import kserve_pb2
+from tandem.v1 import inference_pb2
+
+MAX_TEXTS = 64
+"""Of one ModelInfer."""
+_MAX_ENTRIES = 128
+"""Inputs, outputs, parameters: more than there are names."""
+_MAX_SETTINGS_BYTES = 128 * 1024
+"""Of the JSON, and of all settings together: room for stop strings and biases at their default caps."""
+_MAX_MICROSECONDS = 2**63 - 1
+_TEXT = "text_input"
+_JSON = "sampling_parameters"
+_RETURNS = {
+    "return_finish_reason": "finish_reason",
+    "return_num_input_tokens": "num_input_tokens",
+    "return_num_output_tokens": "num_output_tokens",
+}
+"""Inputs that switch an output on or off."""
+_NOT_BUILT = frozenset({"return_logprobs", "return_cumulative_logprob"})
+_SEQUENCES = frozenset({"sequence_id", "sequence_start", "sequence_end"})
+_NOT_SERVED = frozenset({"image", "embedding_request"})
+_MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class InferRequest:
+    """One request, read."""
+
+    id: str
+    texts: tuple[str, ...]
+    shape: tuple[int, ...]
+    """Of the texts, and of every output."""
+    template: inference_pb2.GenerateRequest
+    """All but the prompt."""
+    stream: bool
+    echo: bool
+    """Whether the text of the answer begins with the prompt."""
+    outputs: tuple[str, ...]
+    timeout_s: float | None
+    empty_final_response: bool
+
+    def message(self, index: int) -> inference_pb2.GenerateRequest:
+        """What InferenceService would be asked for text `index`."""
+        message = inference_pb2.GenerateRequest(text=self.texts[index])
+        message.MergeFrom(self.template)
+        return message
+
+
+def check_version(version: str) -> None:
+    """Empty means any. Raises ModelNotFound."""
+    if version not in {"", VERSION}:
+        raise ModelNotFound(f"the model has version {VERSION} only")
+
+
+def read_request(request: kserve_pb2.ModelInferRequest) -> InferRequest:
+    """Raises InvalidRequest, UnsupportedOption, ModelNotFound; each names the input or parameter."""
+    check_version(request.model_version)
+    for field, entries in (
+        ("inputs", request.inputs),
+        ("outputs", request.outputs),
+        ("parameters", request.parameters),
+    ):
+        if len(entries) > _MAX_ENTRIES:
+            raise InvalidRequest(field, f"{len(entries)} entries exceed the limit of {_MAX_ENTRIES}")
+    tensors = read_tensors(request)
+    texts, shape = _texts(tensors.pop(_TEXT, None))
+    settings = _settings(tensors, request.parameters)
+    stream = boolean("stream", settings.pop("stream", False))
+    echo = not boolean("exclude_input_in_output", settings.pop("exclude_input_in_output", True))
+    if echo and stream:
+        raise InvalidRequest("exclude_input_in_output", "must be true on a stream")
+    return InferRequest(
+        id=request.id,
+        texts=texts,
+        shape=shape,
+        outputs=_outputs(request, settings),
+        stream=stream,
+        echo=echo,
+        timeout_s=_timeout_s(settings.pop("timeout", None)),
+        empty_final_response=boolean(
+            "triton_enable_empty_final_response", settings.pop("triton_enable_empty_final_response", False)
+        ),
+        template=_template(request, settings),
+    )
+
+
+def _texts(tensor: Tensor | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    if tensor is None:
+        raise InvalidRequest(f"inputs.{_TEXT}", "is missing")
+    if tensor.datatype != BYTES:
+        raise InvalidRequest(f"inputs.{_TEXT}", f"must be BYTES, not {tensor.datatype}")
+    if len(tensor.shape) not in {1, 2} or tensor.shape[1:] not in {(), (1,)}:
+        raise InvalidRequest(f"inputs.{_TEXT}", f"its shape must be [N] or [N, 1], not {list(tensor.shape[:8])}")
+    if not 1 <= len(tensor.values) <= MAX_TEXTS:
+        raise InvalidRequest(f"inputs.{_TEXT}", f"must hold 1 to {MAX_TEXTS} texts, not {len(tensor.values)}")
+    return tuple(_text(f"inputs.{_TEXT}", value) for value in tensor.values), tensor.shape
+
+
+def _settings(tensors: Mapping[str, Tensor], parameters: Mapping[str, kserve_pb2.InferParameter]) -> dict[str, Any]:
+    """All that was set, by canonical name."""
+    settings: dict[str, Any] = {}
+
+    def add(name: str, value: Any) -> None:
+        name = "stream" if name == "streaming" else canonical(name)
+        if name in settings:
+            raise InvalidRequest(shown(name), "is given twice")
+        if isinstance(value, list | dict) and len(value) > MAX_ELEMENTS:
+            raise InvalidRequest(shown(name), f"{len(value)} elements exceed the limit of {MAX_ELEMENTS}")
+        settings[name] = value
+
+    for name, tensor in tensors.items():
+        values = [_text(f"inputs.{shown(name)}", each) if isinstance(each, bytes) else each for each in tensor.values]
+        if name != _JSON:
+            add(name, values)
+            continue
+        for key, value in _json_object(values).items():
+            add(key, value)
+    for name, parameter in parameters.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is None:
+            raise InvalidRequest(f"parameters.{shown(name)}", "has no value")
+        add(name, getattr(parameter, choice))
+    return settings
+
+
+def _json_object(values: list[Any]) -> dict[str, Any]:
+    if len(values) != 1:
+        raise InvalidRequest(f"inputs.{_JSON}", f"must hold one element, not {len(values)}")
+    if isinstance(values[0], str) and len(values[0]) > _MAX_SETTINGS_BYTES:
+        raise InvalidRequest(f"inputs.{_JSON}", f"is longer than {_MAX_SETTINGS_BYTES} characters")
+    try:
+        parsed = json.loads(values[0])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"inputs.{_JSON}", "is not JSON") from error
+    if not isinstance(parsed, dict):
+        raise InvalidRequest(f"inputs.{_JSON}", "is not a JSON object")
+    return parsed
+
+
+def _outputs(request: kserve_pb2.ModelInferRequest, settings: dict[str, Any]) -> tuple[str, ...]:
+    """Those asked for by name, else the default, as the return_… inputs change it."""
+    for output in request.outputs:
+        if output.name not in OUTPUTS:
+            raise InvalidRequest(f"outputs.{shown(output.name)}", f"no such output; there are {', '.join(OUTPUTS)}")
+        for name in output.parameters:
+            raise UnsupportedOption(f"outputs.{output.name}.{shown(name)}")
+    wanted = dict.fromkeys(each.name for each in request.outputs) or dict.fromkeys(DEFAULT_OUTPUTS)
+    for setting, output_name in _RETURNS.items():
+        if setting not in settings:
+            continue
+        if boolean(setting, settings.pop(setting)):
+            wanted[output_name] = None
+        elif not request.outputs:
+            wanted.pop(output_name, None)
+    return tuple(wanted)
+
+
+def _timeout_s(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_MICROSECONDS:
+        raise InvalidRequest("parameters.timeout", "must be a number of microseconds")
+    return value / _MICROSECONDS if value else None  # 0 = none, as in Triton
+
+
+def _template(request: kserve_pb2.ModelInferRequest, settings: dict[str, Any]) -> inference_pb2.GenerateRequest:
+    for name in _NOT_BUILT & settings.keys():
+        if boolean(name, settings.pop(name)):
+            raise UnsupportedOption(name)
+    for name in settings.keys() & (_SEQUENCES | _NOT_SERVED):
+        raise UnsupportedOption(name)
+    template = inference_pb2.GenerateRequest(
+        request_id=request.id, model=request.model_name, priority=_priority(settings.pop("priority", 0))
+    )
+    for name, value in settings.items():
+        set_sampling(template.sampling, name, value)
+    if template.ByteSize() > _MAX_SETTINGS_BYTES:  # it is copied for each text
+        raise InvalidRequest("inputs", f"all but {_TEXT} takes more than {_MAX_SETTINGS_BYTES} bytes")
+    return template
+
+
+def _priority(level: Any) -> int:
+    """Triton's lower levels go first, Tandem's larger numbers."""
+    if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level < 2**31:
+        raise InvalidRequest("parameters.priority", "must be a level from 0 on, 0 first")
+    return -level
+
+
+def _text(field: str, value: Any) -> str:
+    try:
+        return bytes(value).decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(field, "is not valid UTF-8") from error

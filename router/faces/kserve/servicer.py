@@ -1,0 +1,168 @@
+"""KServe v2 / Triton's GRPCInferenceService: a thin face over the entrance. Errors are raised as TandemErrors.
+
+The protocol is described in protos/tandem/foreign/kserve.proto, what tensors mean in docs/clients.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import grpc.aio
+
+from router.entrance import Context, Entrance
+from router.faces.kserve.model import VERSION, configuration, metadata
+from router.faces.kserve.request import InferRequest, check_version, read_request
+from router.faces.kserve.statistics import Statistics
+from router.faces.kserve.stream import InferStream
+from router.faces.kserve.texts import Texts, TextUpdate, response
+from router.faces.refused_methods import refuse_methods
+from router.health import Health
+from router.intake import Intake
+from router.pipeline import Pipeline
+from tandem import __version__
+from tandem.clock import Clock
+from tandem.errors import InvalidRequest
+from tandem.foreign import kserve_pb2, kserve_pb2_grpc
+from tandem.limits import Limits
+from tandem.rpc.server import Service
+
+SERVICE_NAME = "inference.GRPCInferenceService"
+"""As its owners named it."""
+_EXTENSIONS = ("model_configuration", "parameters", "schedule_policy", "statistics")
+_REFUSED = {
+    **dict.fromkeys(("RepositoryModelLoad", "RepositoryModelUnload"), "a router serves the model it was started with"),
+    **dict.fromkeys(
+        (
+            *("SystemSharedMemoryStatus", "SystemSharedMemoryRegister", "SystemSharedMemoryUnregister"),
+            *("CudaSharedMemoryStatus", "CudaSharedMemoryRegister", "CudaSharedMemoryUnregister"),
+        ),
+        "shared memory is not supported; send tensors in the request",
+    ),
+    "TraceSetting": "tracing is set by the OTEL_ environment variables",
+    "LogSettings": "logging is set by --log-level and --log-format",
+}
+
+
+class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
+    """Serves one model."""
+
+    def __init__(
+        self,
+        model: str,
+        intake: Intake,
+        entrance: Entrance,
+        pipeline: Pipeline,
+        health: Health,
+        clock: Clock,
+        limits: Limits,
+    ) -> None:
+        self._model = model
+        self._intake = intake
+        self._entrance = entrance
+        self._pipeline = pipeline
+        self._health = health
+        self._limits = limits
+        self._statistics = Statistics(clock)
+        self._texts = Texts(entrance, self._statistics)
+
+    async def ServerLive(  # noqa: N802
+        self, request: kserve_pb2.ServerLiveRequest, context: Context
+    ) -> kserve_pb2.ServerLiveResponse:
+        """True."""
+        return kserve_pb2.ServerLiveResponse(live=True)
+
+    async def ServerReady(  # noqa: N802
+        self, request: kserve_pb2.ServerReadyRequest, context: Context
+    ) -> kserve_pb2.ServerReadyResponse:
+        """As the health service says."""
+        return kserve_pb2.ServerReadyResponse(ready=self._health.obstacle() is None)
+
+    async def ModelReady(  # noqa: N802
+        self, request: kserve_pb2.ModelReadyRequest, context: Context
+    ) -> kserve_pb2.ModelReadyResponse:
+        """False, and no error, for a model that is not here: so Triton does it."""
+        known = request.name == self._model and request.version in {"", VERSION}
+        return kserve_pb2.ModelReadyResponse(ready=known and self._health.obstacle() is None)
+
+    async def ServerMetadata(  # noqa: N802
+        self, request: kserve_pb2.ServerMetadataRequest, context: Context
+    ) -> kserve_pb2.ServerMetadataResponse:
+        """Name, version, extensions."""
+        return kserve_pb2.ServerMetadataResponse(name="tandem", version=__version__, extensions=_EXTENSIONS)
+
+    async def ModelMetadata(  # noqa: N802
+        self, request: kserve_pb2.ModelMetadataRequest, context: Context
+    ) -> kserve_pb2.ModelMetadataResponse:
+        """Its tensors. Raises ModelNotFound."""
+        self._check_model(request.name, request.version)
+        return metadata(self._model)
+
+    async def ModelConfig(  # noqa: N802
+        self, request: kserve_pb2.ModelConfigRequest, context: Context
+    ) -> kserve_pb2.ModelConfigResponse:
+        """Its tensors in Triton's words. Raises ModelNotFound."""
+        self._check_model(request.name, request.version)
+        return kserve_pb2.ModelConfigResponse(config=configuration(self._model))
+
+    async def ModelInfer(  # noqa: N802
+        self, request: kserve_pb2.ModelInferRequest, context: Context
+    ) -> kserve_pb2.ModelInferResponse:
+        """All texts at once; one that fails, fails all."""
+        with self._entrance.judging():
+            infer = read_request(request)
+            if infer.stream:
+                raise InvalidRequest("stream", "ModelInfer gives one response; call ModelStreamInfer")
+        tasks = [asyncio.create_task(self._whole(infer, index, context)) for index in range(len(infer.texts))]
+        try:
+            return response(self._model, infer, await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def ModelStreamInfer(  # noqa: N802
+        self, request_iterator: AsyncIterator[kserve_pb2.ModelInferRequest], context: Context
+    ) -> None:
+        """See `stream`."""
+        cap = self._limits.max_request_id_bytes
+        await InferStream(self._model, self._entrance, self._texts, self._pipeline, context, cap).run(request_iterator)
+
+    async def ModelStatistics(  # noqa: N802
+        self, request: kserve_pb2.ModelStatisticsRequest, context: Context
+    ) -> kserve_pb2.ModelStatisticsResponse:
+        """The one model's. Raises ModelNotFound."""
+        self._check_model(request.name, request.version)
+        return kserve_pb2.ModelStatisticsResponse(model_stats=[self._statistics.of(self._model)])
+
+    async def RepositoryIndex(  # noqa: N802
+        self, request: kserve_pb2.RepositoryIndexRequest, context: Context
+    ) -> kserve_pb2.RepositoryIndexResponse:
+        """The one model."""
+        obstacle = self._health.obstacle()
+        index = kserve_pb2.RepositoryIndexResponse.ModelIndex(
+            name=self._model,
+            version=VERSION,
+            state="READY" if obstacle is None else "UNAVAILABLE",
+            reason=obstacle or "",
+        )
+        return kserve_pb2.RepositoryIndexResponse(models=[index] if obstacle is None or not request.ready else [])
+
+    async def _whole(self, infer: InferRequest, index: int, context: Context) -> TextUpdate:
+        async with aclosing(self._texts.updates(infer, index, context)) as updates:
+            return await anext(updates)
+
+    def _check_model(self, name: str, version: str) -> None:
+        self._intake.check_model(name)
+        check_version(version)
+
+
+def kserve_service(servicer: KserveServicer) -> Service:
+    """With what of the protocol is refused by name."""
+
+    def register(server: grpc.aio.Server) -> None:
+        kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
+        refuse_methods(server, SERVICE_NAME, _REFUSED)
+
+    return Service(SERVICE_NAME, register)

@@ -1,0 +1,135 @@
+"""One ModelStreamInfer call: any number of requests at once, answered as they come.
+
+reading ──request──▶ a task of its own ──▶ responses under its id, or one error; the stream lives on
+   │
+   ├─ the client is done sending ─▶ the call ends with its last answer
+   ├─ the call is cancelled ──────▶ every task is, and releases what it holds
+   └─ the router drains ──────────▶ UNAVAILABLE once nothing runs on it: a stream left open holds up no drain
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import grpc.aio
+
+from router.entrance import Context, Entrance
+from router.faces.kserve.request import InferRequest, read_request
+from router.faces.kserve.stream_room import StreamRoom
+from router.faces.kserve.texts import Texts, mark_final, response
+from router.pipeline import Pipeline
+from tandem.errors import InvalidRequest, Reason, TandemError, Unavailable
+from tandem.foreign import kserve_pb2
+from tandem.rpc.status import bug_logged
+from tandem.telemetry.logging import get_logger
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """All that is kept of a request that failed until its answer is written."""
+
+    request_id: str
+    message: str
+
+
+class InferStream:
+    """Serves one call; `run` it once."""
+
+    def __init__(
+        self,
+        model: str,
+        entrance: Entrance,
+        texts: Texts,
+        pipeline: Pipeline,
+        context: Context,
+        max_request_id_bytes: int,
+    ) -> None:
+        self._model = model
+        self._entrance = entrance
+        self._texts = texts
+        self._pipeline = pipeline
+        self._context = context
+        self._max_request_id_bytes = max_request_id_bytes
+        self._room = StreamRoom()
+        self._writing = asyncio.Lock()
+        self._all_read = False
+        """Whether the client is done sending."""
+
+    async def run(self, requests: AsyncIterator[kserve_pb2.ModelInferRequest]) -> None:
+        """Returns when all is answered. Raises Unavailable when the router drains, CancelledError with the call."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                drain = group.create_task(self._end_on_drain(), name="stream drain")
+                async for message in requests:
+                    num_bytes = message.ByteSize()
+                    await self._room.enter(num_bytes)
+                    group.create_task(self._answer(self._read(message), num_bytes), name="stream request")
+                self._all_read = True
+                await self._room.empty()
+                drain.cancel()
+        except BaseExceptionGroup as errors:
+            # The first to fail is the reason; the others were cancelled with it, or failed the same way.
+            raise errors.exceptions[0] from None
+
+    async def _end_on_drain(self) -> None:
+        await self._pipeline.wait_for_drain()
+        await self._room.empty()
+        if self._all_read:
+            return  # the stream ends well by itself
+        raise Unavailable("the router is draining", Reason.DRAINING)
+
+    def _read(self, message: kserve_pb2.ModelInferRequest) -> InferRequest | _Failure:
+        """Before its task begins, and without awaiting: no frame then holds the message while an answer waits."""
+        try:
+            with self._entrance.judging():
+                request = read_request(message)
+                if len(request.texts) != 1:
+                    raise InvalidRequest("inputs.text_input", "must hold one text on a stream; ModelInfer takes more")
+                return request
+        except Exception as error:  # noqa: BLE001  (one request's bug must not end the others)
+            return self._failure(message.id, error)
+
+    async def _answer(self, request: InferRequest | _Failure, num_bytes: int) -> None:
+        try:
+            failure = request if isinstance(request, _Failure) else await self._generate(request)
+            if failure is not None:
+                about = kserve_pb2.ModelInferResponse(id=failure.request_id)
+                await self._write(error_message=failure.message, infer_response=mark_final(about, True))
+        finally:
+            self._room.leave(num_bytes)
+
+    async def _generate(self, request: InferRequest) -> _Failure | None:
+        """None if it ended well."""
+        try:
+            async with aclosing(self._texts.updates(request, 0, self._context)) as updates:
+                async for update in updates:
+                    last = update.finish_reason is not None
+                    final = last and not request.empty_final_response
+                    await self._write(infer_response=mark_final(response(self._model, request, [update]), final))
+                    if last and request.empty_final_response:
+                        await self._write(infer_response=mark_final(response(self._model, request, []), True))
+        except grpc.aio.BaseError:  # the peer is gone: so is the stream
+            raise
+        except Exception as error:  # noqa: BLE001  (the task's root)
+            return self._failure(request.id, error)
+        return None
+
+    def _failure(self, request_id: str, error: Exception) -> _Failure:
+        """Call it while `error` is handled."""
+        if not isinstance(error, TandemError):
+            error = bug_logged(_log, "a request on a stream failed by a bug", error)
+        # One that is too long was refused for it, but is still repeated.
+        request_id = request_id.encode()[: self._max_request_id_bytes].decode(errors="ignore")
+        # tritonclient gives its caller nothing but the message; Triton begins its own in the same way.
+        return _Failure(request_id, f"[request id: {request_id or '<id_unknown>'}] {error.message}")
+
+    async def _write(self, *, infer_response: kserve_pb2.ModelInferResponse, error_message: str = "") -> None:
+        async with self._writing:  # the call takes one write at a time
+            await self._context.write(
+                kserve_pb2.ModelStreamInferResponse(error_message=error_message, infer_response=infer_response)
+            )

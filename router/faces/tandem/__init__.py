@@ -1,0 +1,1 @@
+"""Tandem's own services: InferenceService and ClusterService."""

@@ -1,7 +1,0 @@
-"""The tandem command: one file per subcommand."""
-
-from tandem.cli.first_process import heed_sigterm
-from tandem.config import quiet_grpc
-
-heed_sigterm()  # here: the commands' imports take a second
-quiet_grpc()  # here: gRPC looks when it is imported, and no later

@@ -1,0 +1,172 @@
+"""Each command's own part: the command line, what it prints, its exit code."""
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cli import doctor, status
+from cli.main import main
+from cli.sampling import add_sampling_arguments, sampling_options
+from cli.table import table
+from tandem.client import ClusterStatus, SamplingOptions, WorkerStatus
+from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
+
+COMMANDS = ("serve", "router", "prefill", "decode", "generate", "chat", "status", "bench", "doctor")
+
+
+def flags(*argv: str) -> Any:
+    parser = argparse.ArgumentParser()
+    add_sampling_arguments(parser)
+    return sampling_options(parser.parse_args(argv))
+
+
+def worker(worker_id: str, role: Role, *, draining: bool = False, connected: bool = True) -> WorkerStatus:
+    pool = PoolCounts(10, 4, 1, 1, 3, 1, 16, 7)
+    info = WorkerInfo(
+        WorkerId(worker_id), Incarnation("i"), role, "127.0.0.1:9", "demo", "c", "m", "l", ("shm",), 0, 4096, 77, "cpu"
+    )
+    return WorkerStatus(info, WorkerLoad(1234, 2, 3, 99, pool, 5, draining), 0.26, connected)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_help_text(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: tandem {command}" in capsys.readouterr().out
+
+
+def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("tandem ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["status", "--target", "nowhere"], "--target"),
+        (["serve", "--kv-blocks", "0"], "--kv-blocks"),
+        (["serve", "--prefill", "0"], "--prefill"),
+        (["prefill", "--transport", "pigeon"], "--transport"),
+        (["generate", "--token-ids", "1", "prompt"], "--token-ids"),
+    ],
+)
+def test_a_bad_option_is_exit_code_two_and_named(
+    argv: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert named in error
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["dance"],
+        ["generate", "--temperature", "hot"],
+        ["generate", "--stop-token-ids", "a"],
+        ["bench", "--rate", "0"],
+        ["bench", "--rate", "1", "--concurrency", "1"],
+        ["serve", "--kv-block", "7"],
+    ],
+)
+def test_what_argparse_refuses_is_exit_code_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_a_bad_environment_variable_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TANDEM_PAGE_SIZE", "16")
+    assert main(["status"]) == 2
+    assert "TANDEM_PAGE_SIZE" in capsys.readouterr().err
+
+
+def test_every_sampling_option_has_a_flag() -> None:
+    parser = argparse.ArgumentParser()
+    add_sampling_arguments(parser)
+    assert set(vars(parser.parse_args([]))) == set(SamplingOptions.__annotations__)
+
+
+def test_flags_become_options_and_those_not_given_stay_unset() -> None:
+    assert flags() == {}
+    assert flags(
+        *("--temperature", "0", "--stop", "a", "--stop", "b", "--stop-token-ids", "1,2"),
+        *("--logit-bias", "4=-1.5", "--logit-bias", "5=2", "--no-skip-special-tokens"),
+    ) == {
+        "temperature": 0.0,
+        "stop": ["a", "b"],
+        "stop_token_ids": [1, 2],
+        "logit_bias": {4: -1.5, 5: 2.0},
+        "skip_special_tokens": False,
+    }
+
+
+def test_status_shows_every_worker_and_pool() -> None:
+    workers = (worker("prefill-0", Role.PREFILL, draining=True), worker("decode-0", Role.DECODE, connected=False))
+    text = status.render(ClusterStatus("demo", False, "no decode worker", 3, 400, 2, workers))
+    lines = text.splitlines()
+    assert lines[0] == "model demo, not ready: no decode worker"
+    assert "2 active, 3 queued (400 prompt tokens)" in lines[1]
+    assert next(line for line in lines if line.startswith("decode-0")).split()[5:7] == ["not", "connected"]
+    assert "draining" in next(line for line in lines if line.startswith("prefill-0"))
+    assert lines[-1].split() == ["prefill-0", "10", "4", "1", "1", "3", "1", "16", "7"]
+
+
+def test_status_without_workers_says_so() -> None:
+    assert status.render(ClusterStatus("demo", False, "none", 0, 0, 0, ())).endswith("no workers")
+
+
+def test_tables_align_words_left_and_numbers_right() -> None:
+    assert table(("name", "n"), [("a", 5), ("bcdef", 10)]).splitlines() == ["name    n", "a       5", "bcdef  10"]
+
+
+def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    output = capsys.readouterr().out
+    assert "reference" in output
+    assert "shm" in output
+    assert "cores usable" in output
+
+
+def test_doctor_works_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def import_module(name: str) -> Any:
+        if name == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+        return importlib.import_module(name)
+
+    monkeypatch.setattr(doctor, "importlib", SimpleNamespace(import_module=import_module, metadata=importlib.metadata))
+    assert main(["doctor"]) == 0
+    assert "needs torch" in capsys.readouterr().out
+
+
+def test_serve_ends_with_the_reason_of_a_child_that_refuses_its_model(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cli.main", "serve", "--model", str(tmp_path), "--listen", "127.0.0.1:0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr.splitlines()[-1].startswith("tandem: router: ")
+    assert "config.json" in ended.stderr.splitlines()[-1]
+
+
+def test_output_to_a_reader_that_left_is_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as gone:
+        command = [sys.executable, "-m", "cli.main", "doctor"]
+        ended = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "")

@@ -1,0 +1,59 @@
+import signal
+
+import pytest
+
+from cli.restart import RestartPolicy, Verdict
+from tandem.clock import ManualClock
+
+KILLED = -signal.SIGKILL
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def policy(clock: ManualClock) -> RestartPolicy:
+    return RestartPolicy(clock, first_delay_s=1, max_delay_s=5, healthy_after_s=30, max_failed_starts=3)
+
+
+def test_delays_double_up_to_the_cap(policy: RestartPolicy) -> None:
+    policy.became_ready()
+    assert [policy.exited(KILLED).delay_s for _ in range(5)] == [1, 2, 4, 5, 5]
+
+
+def test_a_healthy_life_starts_the_delays_over(policy: RestartPolicy, clock: ManualClock) -> None:
+    policy.became_ready()
+    policy.exited(KILLED)
+    policy.exited(KILLED)
+    policy.became_ready()
+    clock.advance_s(30)
+    assert policy.exited(KILLED).delay_s == 1
+
+
+def test_a_short_life_does_not(policy: RestartPolicy, clock: ManualClock) -> None:
+    policy.became_ready()
+    policy.exited(KILLED)
+    policy.became_ready()
+    clock.advance_s(29)
+    assert policy.exited(KILLED).delay_s == 2
+
+
+def test_a_bad_config_gives_up_at_once(policy: RestartPolicy) -> None:
+    policy.became_ready()
+    assert policy.exited(2).verdict is Verdict.GIVE_UP
+
+
+def test_a_child_that_exits_cleanly_has_left(policy: RestartPolicy) -> None:
+    assert policy.exited(0).verdict is Verdict.LEFT
+
+
+def test_a_child_that_never_gets_ready_is_given_up(policy: RestartPolicy) -> None:
+    verdicts = [policy.exited(1).verdict for _ in range(3)]
+    assert verdicts == [Verdict.RESTART, Verdict.RESTART, Verdict.GIVE_UP]
+
+
+def test_a_child_that_was_ready_once_is_never_given_up(policy: RestartPolicy) -> None:
+    policy.became_ready()
+    assert {policy.exited(1).verdict for _ in range(10)} == {Verdict.RESTART}

@@ -1,0 +1,174 @@
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from cli.restart import RestartPolicy
+from cli.supervisor import Supervisor
+from tandem.clock import ManualClock
+from tandem.errors import ConfigError, Unavailable
+
+DEADLINE_S = 20.0
+
+
+class FakeChild:
+    """A child that does what the test tells it."""
+
+    def __init__(self) -> None:
+        self.last_words = "tandem: --kv-blocks: too many"
+        self.signals: list[str] = []
+        self.stubborn = False
+        self._ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def become_ready(self, address: str) -> None:
+        self._ready.set_result(address)
+
+    def exit(self, code: int) -> None:
+        if not self._ready.done():
+            self._ready.set_result(None)
+        if not self._code.done():
+            self._code.set_result(code)
+
+    async def ready(self) -> str | None:
+        return await asyncio.shield(self._ready)
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._code)
+
+    def terminate(self) -> None:
+        self.signals.append("TERM")
+        if not self.stubborn:
+            self.exit(0)
+
+    def kill(self) -> None:
+        self.signals.append("KILL")
+        self.exit(-9)
+
+
+class Nursery:
+    """Starts fakes and lets a test wait for the next one."""
+
+    def __init__(self) -> None:
+        self._born: asyncio.Queue[FakeChild] = asyncio.Queue()
+
+    def start(self) -> FakeChild:
+        child = FakeChild()
+        self._born.put_nowait(child)
+        return child
+
+    async def next_child(self) -> FakeChild:
+        return await asyncio.wait_for(self._born.get(), DEADLINE_S)
+
+    @property
+    def is_empty(self) -> bool:
+        return self._born.empty()
+
+
+@pytest.fixture
+def nursery() -> Nursery:
+    return Nursery()
+
+
+@pytest.fixture
+async def supervisor(nursery: Nursery) -> Supervisor:
+    policy = RestartPolicy(ManualClock(), first_delay_s=0, max_failed_starts=2)
+    return Supervisor("decode-0", nursery.start, policy, stop_grace_s=0.05)
+
+
+@pytest.fixture
+async def running(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(supervisor.run())
+    yield task
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_the_address_is_that_of_the_first_life(
+    nursery: Nursery, supervisor: Supervisor, running: asyncio.Task[None]
+) -> None:
+    first = await nursery.next_child()
+    first.become_ready("127.0.0.1:1")
+    assert await asyncio.wait_for(supervisor.address(), DEADLINE_S) == "127.0.0.1:1"
+    first.exit(-9)
+    (await nursery.next_child()).become_ready("127.0.0.1:2")
+    assert await supervisor.address() == "127.0.0.1:1"
+
+
+async def test_a_killed_child_is_started_again(nursery: Nursery, running: asyncio.Task[None]) -> None:
+    for _ in range(4):
+        child = await nursery.next_child()
+        child.become_ready("127.0.0.1:1")
+        child.exit(-9)
+    assert not running.done()
+
+
+async def test_refused_options_end_it_with_the_words_of_the_child(
+    nursery: Nursery, running: asyncio.Task[None]
+) -> None:
+    (await nursery.next_child()).exit(2)
+    with pytest.raises(ConfigError) as caught:
+        await asyncio.wait_for(running, DEADLINE_S)
+    assert caught.value.message == "decode-0: --kv-blocks: too many"
+
+
+async def test_a_child_that_never_gets_ready_ends_it(nursery: Nursery, running: asyncio.Task[None]) -> None:
+    (await nursery.next_child()).exit(1)
+    (await nursery.next_child()).exit(1)
+    with pytest.raises(Unavailable, match="decode-0 exits with code 1"):
+        await asyncio.wait_for(running, DEADLINE_S)
+
+
+async def test_a_child_that_left_on_request_is_not_started_again(nursery: Nursery, running: asyncio.Task[None]) -> None:
+    child = await nursery.next_child()
+    child.become_ready("127.0.0.1:1")
+    child.exit(0)
+    await asyncio.wait_for(running, DEADLINE_S)
+    assert nursery.is_empty
+
+
+async def test_stop_asks_once_and_does_not_restart(
+    nursery: Nursery, supervisor: Supervisor, running: asyncio.Task[None]
+) -> None:
+    child = await nursery.next_child()
+    child.become_ready("127.0.0.1:1")
+    await supervisor.stop()
+    await asyncio.wait_for(running, DEADLINE_S)
+    assert child.signals == ["TERM"]
+    assert nursery.is_empty
+
+
+async def test_stop_kills_a_child_that_does_not_end(
+    nursery: Nursery, supervisor: Supervisor, running: asyncio.Task[None]
+) -> None:
+    child = await nursery.next_child()
+    child.stubborn = True
+    await supervisor.stop()
+    await asyncio.wait_for(running, DEADLINE_S)
+    assert child.signals == ["TERM", "KILL"]
+
+
+async def test_stop_cuts_the_delay_before_a_restart_short(nursery: Nursery) -> None:
+    policy = RestartPolicy(ManualClock(), first_delay_s=1000, max_delay_s=1000)
+    supervisor = Supervisor("decode-0", nursery.start, policy, stop_grace_s=DEADLINE_S)
+    running = asyncio.create_task(supervisor.run())
+    child = await nursery.next_child()
+    child.become_ready("127.0.0.1:1")
+    child.exit(-9)
+    await supervisor.stop()
+    await asyncio.wait_for(running, DEADLINE_S)
+    assert nursery.is_empty
+
+
+async def test_cancelling_it_kills_the_child(nursery: Nursery, running: asyncio.Task[None]) -> None:
+    child = await nursery.next_child()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert child.signals == ["KILL"]
+
+
+async def test_stopping_before_the_first_start_starts_nothing(nursery: Nursery, supervisor: Supervisor) -> None:
+    supervisor.kill()
+    await supervisor.run()
+    await supervisor.stop()
+    assert nursery.is_empty

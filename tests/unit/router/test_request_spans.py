@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from opentelemetry.trace import SpanKind
+
+from router.request_spans import request_spans
+from tandem.errors import DeadlineExceeded, Overloaded, Reason, Unavailable
+from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart
+from tandem.telemetry.trace_context import traceparent_of
+from tandem.types import FinishReason, Incarnation, RequestId, Role, WorkerId, WorkerInfo
+from tests.recorded_spans import RecordedSpans
+
+TRACE_ID, SPAN_ID = "a" * 32, "b" * 16
+START = RequestStart(RequestId("r1"), 7, 20, 3, f"00-{TRACE_ID}-{SPAN_ID}-01", 0.01)
+DONE = RequestEnd(12, 1.5, FinishReason.STOP)
+
+
+def worker(name: str, role: Role) -> WorkerInfo:
+    return WorkerInfo(WorkerId(name), Incarnation("i"), role, "", "m", "", "", "", (), 0, 64, 1, "cpu")
+
+
+PREFILL, DECODE = worker("p0", Role.PREFILL), worker("d0", Role.DECODE)
+
+
+def begin(recorded: RecordedSpans, start: RequestStart = START) -> RequestObserver:
+    (observer,) = request_spans(recorded.tracer, "demo")
+    return observer.request(start)
+
+
+def test_without_a_tracer_there_is_no_observer() -> None:
+    assert tuple(request_spans(None, "demo")) == ()
+
+
+def test_a_request_is_a_span_below_the_one_that_its_call_names(recorded: RecordedSpans) -> None:
+    request = begin(recorded)
+    request.admitted()
+    request.ended(DONE)
+    span = recorded.one("generate")
+    assert span.context is not None
+    assert span.parent is not None
+    assert f"{span.parent.trace_id:032x}" == TRACE_ID
+    assert f"{span.parent.span_id:016x}" == SPAN_ID
+    assert span.kind is SpanKind.INTERNAL
+    assert request.traceparent == f"00-{TRACE_ID}-{span.context.span_id:016x}-01"
+
+
+def test_the_current_span_is_the_parent_itself_where_it_is_the_one_named(recorded: RecordedSpans) -> None:
+    with recorded.tracer.start_as_current_span("call") as call:
+        context = call.get_span_context()
+        begin(recorded, replace(START, traceparent=traceparent_of(context))).ended(DONE)
+    parent = recorded.one("generate").parent
+    assert parent is context
+    assert not parent.is_remote
+
+
+def test_it_says_what_was_asked_and_what_came(recorded: RecordedSpans) -> None:
+    begin(recorded).ended(DONE)
+    assert recorded.attributes("generate") == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "tandem",
+        "gen_ai.request.model": "demo",
+        "gen_ai.request.max_tokens": 20,
+        "gen_ai.usage.input_tokens": 7,
+        "gen_ai.usage.output_tokens": 12,
+        "gen_ai.response.finish_reasons": ("stop",),
+        "tandem.request_id": "r1",
+        "tandem.priority": 3,
+    }
+    assert recorded.failure("generate") is None
+
+
+def test_the_wait_for_admission_is_a_span_below_it(recorded: RecordedSpans) -> None:
+    request = begin(recorded)
+    request.admitted()
+    assert recorded.names == ["queue"]
+    request.ended(DONE)
+    parent, generate = recorded.one("queue").parent, recorded.one("generate").context
+    assert parent is not None
+    assert generate is not None
+    assert parent.span_id == generate.span_id
+
+
+def test_placements_moves_and_the_first_token_are_events(recorded: RecordedSpans) -> None:
+    request = begin(recorded)
+    request.admitted()
+    request.placed(PREFILL, DECODE)
+    for _ in range(3):
+        request.tokens(1)
+    request.moved(DECODE, Unavailable("lost", Reason.WORKER_LOST))
+    request.placed(None, DECODE)
+    request.tokens(1)
+    request.ended(DONE)
+    assert recorded.events("generate") == ["placed", "first_token", "moved", "placed"]
+    placed, _, moved, again = recorded.one("generate").events
+    assert placed.attributes == {"tandem.prefill.worker_id": "p0", "tandem.decode.worker_id": "d0"}
+    assert moved.attributes == {"tandem.worker_id": "d0", "error.type": "WORKER_LOST"}
+    assert again.attributes == {"tandem.decode.worker_id": "d0"}
+
+
+def test_a_failure_is_an_error_with_its_reason_and_without_its_message(recorded: RecordedSpans) -> None:
+    request = begin(recorded)
+    request.admitted()
+    request.ended(RequestEnd(3, 1.0, error=DeadlineExceeded("a secret prompt")))
+    assert recorded.failure("generate") == "DEADLINE_EXCEEDED"
+    assert recorded.failure("queue") is None
+    assert "secret" not in recorded.one("generate").to_json()
+
+
+def test_a_cancel_is_an_error_that_says_so(recorded: RecordedSpans) -> None:
+    request = begin(recorded)
+    request.admitted()
+    request.ended(RequestEnd(3, 1.0))
+    assert recorded.failure("generate") == "cancelled"
+
+
+def test_a_request_that_is_not_admitted_fails_in_the_queue(recorded: RecordedSpans) -> None:
+    begin(recorded).ended(RequestEnd(0, 0.1, error=Overloaded("full")))
+    assert (recorded.failure("queue"), recorded.failure("generate")) == ("QUEUE_FULL", "QUEUE_FULL")
+
+
+def test_a_request_that_the_caller_did_not_sample_has_no_spans_here_or_below(recorded: RecordedSpans) -> None:
+    request = begin(recorded, replace(START, traceparent=f"00-{TRACE_ID}-{SPAN_ID}-00"))
+    request.admitted()
+    request.ended(DONE)
+    assert recorded.all == ()
+    assert request.traceparent.startswith(f"00-{TRACE_ID}-")
+    assert request.traceparent.endswith("-00")
+
+
+def test_a_refusal_marks_the_span_of_its_call(recorded: RecordedSpans) -> None:
+    (observer,) = request_spans(recorded.tracer, "demo")
+    with recorded.tracer.start_as_current_span("call"):
+        observer.refused(Overloaded("full"))
+    assert recorded.attributes("call") == {"tandem.error.reason": "QUEUE_FULL"}
+
+
+@pytest.mark.parametrize("end", [DONE, RequestEnd(0, 1.0), RequestEnd(0, 1.0, error=Overloaded("full"))])
+def test_every_end_leaves_no_span_open(recorded: RecordedSpans, end: RequestEnd) -> None:
+    begin(recorded).ended(end)
+    assert sorted(recorded.names) == ["generate", "queue"]

@@ -1,0 +1,181 @@
+"""What the router's metrics make of what they are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.metrics import RouterMetrics
+from tandem.clock import ManualClock
+from tandem.errors import DeadlineExceeded, Overloaded, Reason, Unavailable, rebuild_error
+from tandem.telemetry.metric import Process
+from tandem.telemetry.metrics import Metrics
+from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart
+from tandem.telemetry.recent_latencies import RecentLatencies
+from tandem.types import FinishReason, Incarnation, RequestId, Role, WorkerId, WorkerInfo
+
+MOVING = [each for each in Reason if rebuild_error(each, "").retryable and each is not Reason.TLS_FAILED]
+"""Reasons for which another pair is tried; of TLS no worker says a word about a sequence."""
+
+
+def worker(role: Role) -> WorkerInfo:
+    """One that nothing is known of but its role."""
+    return WorkerInfo(WorkerId("w"), Incarnation("i"), role, "", "demo", "", "", "", (), 0, 1, 1, "cpu")
+
+
+class Scene:
+    """A router's metrics, and the clock that its requests live by."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.recent = RecentLatencies(self.clock)
+        self.metrics = Metrics(Process.ROUTER, "demo")
+        self.observer = RouterMetrics(self.metrics, self.recent, self.clock)
+
+    def request(self, *, num_prompt_tokens: int = 10, age_s: float = 0.0) -> RequestObserver:
+        return self.observer.request(
+            RequestStart(
+                RequestId("r"), num_prompt_tokens, max_tokens=8, priority=0, traceparent="00-a-b-01", age_s=age_s
+            )
+        )
+
+    def value(self, name: str, **labels: Any) -> float:
+        """The one sample of this name and these labels."""
+        (value,) = [
+            sample.value
+            for family in text_string_to_metric_families(self.metrics.exposition()[0].decode())
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        ]
+        return value
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_time_to_first_token_counts_from_arrival_not_from_the_telling(scene: Scene) -> None:
+    request = scene.request(age_s=0.5)
+    scene.clock.advance_s(0.25)
+    request.tokens(1)
+    assert scene.value("tandem_time_to_first_token_seconds_sum") == pytest.approx(0.75)
+    assert scene.value("tandem_inter_token_seconds_count") == 0
+    assert scene.recent.summary()[0].count == 1
+
+
+def test_tokens_that_come_together_share_the_gap(scene: Scene) -> None:
+    request = scene.request()
+    request.tokens(1)
+    scene.clock.advance_s(0.04)
+    request.tokens(4)
+    assert scene.value("tandem_inter_token_seconds_count") == 4
+    assert scene.value("tandem_inter_token_seconds_sum") == pytest.approx(0.04)
+    assert scene.value("tandem_inter_token_seconds_bucket", le="0.01") == 4
+    assert scene.value("vllm:inter_token_latency_seconds_bucket", le="0.01") == 4
+    assert scene.value("tandem_completion_tokens_total") == 5
+
+
+def test_a_first_message_of_several_tokens_has_gaps_of_nothing(scene: Scene) -> None:
+    scene.request().tokens(3)
+    assert scene.value("tandem_time_to_first_token_seconds_count") == 1
+    assert scene.value("tandem_inter_token_seconds_count") == 2
+    assert scene.value("tandem_inter_token_seconds_sum") == 0
+
+
+def test_a_finished_request_tells_its_times_and_sizes(scene: Scene) -> None:
+    request = scene.request(num_prompt_tokens=12)
+    scene.clock.advance_s(0.1)
+    request.admitted()
+    request.placed(worker(Role.PREFILL), worker(Role.DECODE))
+    request.prompt_computed(queue_s=0.3, prefill_s=0.2)
+    request.handed_over(1024, 0.05)
+    request.tokens(1)
+    scene.clock.advance_s(0.7)
+    request.tokens(2)
+    request.ended(RequestEnd(3, 1.0, FinishReason.LENGTH))
+    assert scene.value("tandem_requests_total", outcome="length") == 1
+    assert scene.value("vllm:request_success_total", finished_reason="length") == 1
+    sums = {
+        "tandem_request_admission_seconds": 0.1,
+        "tandem_request_queue_seconds": 0.3,
+        "tandem_request_prefill_seconds": 0.2,
+        "tandem_request_transfer_seconds": 0.05,
+        "tandem_request_decode_seconds": 0.7,
+        "tandem_request_seconds": 1.0,
+        "tandem_request_prompt_tokens": 12,
+        "tandem_request_completion_tokens": 3,
+    }
+    assert {name: scene.value(f"{name}_sum") for name in sums} == pytest.approx(sums)
+    assert scene.value("tandem_prompt_tokens_total") == 12
+    assert scene.recent.summary()[2].count == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "outcome", "reason"),
+    [
+        (RequestEnd(0, 1.0), "cancelled", None),
+        (RequestEnd(2, 1.0, error=Unavailable("gone", Reason.WORKER_LOST)), "failed", "WORKER_LOST"),
+    ],
+)
+def test_a_request_that_broke_off_has_an_outcome_but_no_latency(
+    scene: Scene, end: RequestEnd, outcome: str, reason: str | None
+) -> None:
+    request = scene.request()
+    request.admitted()
+    request.ended(end)
+    assert scene.value("tandem_requests_total", outcome=outcome) == 1
+    assert reason is None or scene.value("tandem_request_failures_total", reason=reason) == 1
+    assert scene.value("tandem_request_seconds_count") == 0
+    assert scene.recent.total_requests == 1
+
+
+@pytest.mark.parametrize("end", [RequestEnd(0, 2.5), RequestEnd(0, 2.5, error=DeadlineExceeded("late"))])
+def test_who_ends_without_a_first_token_has_waited_in_vain(scene: Scene, end: RequestEnd) -> None:
+    scene.request().ended(end)
+    assert scene.value("tandem_request_without_token_seconds_sum") == 2.5
+    assert scene.value("tandem_request_without_token_seconds_bucket", le="2.0") == 0
+    assert scene.value("tandem_time_to_first_token_seconds_count") == 0
+
+
+def test_who_breaks_off_after_a_token_has_not_waited_in_vain(scene: Scene) -> None:
+    request = scene.request()
+    request.tokens(1)
+    request.ended(RequestEnd(1, 2.5))
+    assert scene.value("tandem_request_without_token_seconds_count") == 0
+
+
+@pytest.mark.parametrize("reason", MOVING)
+def test_every_reason_that_moves_a_request_stands_at_zero_before_it_does(scene: Scene, reason: Reason) -> None:
+    assert scene.value("tandem_request_failures_total", reason=reason) == 0
+    for role in Role:
+        assert scene.value("tandem_request_moves_total", worker_role=role, reason=reason) == 0
+
+
+def test_turned_away_at_the_door_or_by_admission_is_refused_and_no_outcome(scene: Scene) -> None:
+    scene.observer.refused(Unavailable("draining", Reason.DRAINING))
+    scene.request().ended(RequestEnd(0, 0.1, error=Overloaded("full")))
+    assert scene.value("tandem_requests_refused_total", reason="DRAINING") == 1
+    assert scene.value("tandem_requests_refused_total", reason="QUEUE_FULL") == 1
+    assert scene.value("tandem_requests_total", outcome="failed") == 0
+
+
+def test_a_replay_counts_as_a_move_and_its_prompt_only_once(scene: Scene) -> None:
+    request = scene.request(num_prompt_tokens=12)
+    request.placed(worker(Role.PREFILL), worker(Role.DECODE))
+    request.prompt_computed(0.1, 0.1)
+    request.tokens(1)
+    request.moved(worker(Role.DECODE), Unavailable("lost", Reason.WORKER_LOST))
+    request.placed(None, worker(Role.DECODE))
+    request.prompt_computed(2.0, 0.1)
+    assert scene.value("tandem_request_moves_total", worker_role="decode", reason="WORKER_LOST") == 1
+    assert scene.value("tandem_request_placements_total", path="disaggregated") == 1
+    assert scene.value("tandem_request_placements_total", path="local") == 1
+    assert scene.value("tandem_prompt_tokens_total") == 12
+    assert scene.value("tandem_request_queue_seconds_count") == 1
+
+
+def test_a_request_passes_its_trace_on(scene: Scene) -> None:
+    assert scene.request().traceparent == "00-a-b-01"

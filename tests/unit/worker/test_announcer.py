@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from bench.ports import free_ports
+from tandem.convert import info_from_proto, load_from_proto
+from tandem.rpc.server import RpcServer
+from tandem.types import PoolCounts, WorkerLoad
+from tandem.v1 import registry_pb2
+from tests.fake_registry import Registry, listen
+from tests.registering import INFO
+from worker.announcer import Announcer
+
+TIMEOUT_S = 20
+
+
+class Worker:
+    """A load that counts how often it was asked, and a drain that is noted."""
+
+    def __init__(self) -> None:
+        self.engine_steps = 0
+        self.drained = asyncio.Event()
+
+    def load(self) -> WorkerLoad:
+        self.engine_steps += 1
+        pool = PoolCounts(
+            total=8, free=8, reserved=0, receiving=0, live=0, quarantined=0, block_size=16, unused_slots=0
+        )
+        return WorkerLoad(
+            engine_steps=self.engine_steps,
+            running_seqs=0,
+            waiting_seqs=0,
+            queued_prompt_tokens=0,
+            pool=pool,
+            live_transfers=0,
+            draining=self.drained.is_set(),
+        )
+
+
+@asynccontextmanager
+async def announcing(worker: Worker, *routers: str) -> AsyncIterator[Announcer]:
+    announcer = Announcer(routers, INFO, worker.load, worker.drained.set, resolve_every_s=0.01)
+    task = asyncio.create_task(announcer.run())
+    try:
+        yield announcer
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_info_comes_first_and_heartbeats_follow_with_fresh_loads() -> None:
+    registry = Registry()
+    server, port = await listen(registry)
+    async with announcing(Worker(), f"127.0.0.1:{port}"):
+        info = (await registry.hear()).info
+        loads = [load_from_proto((await registry.hear()).load) for _ in range(3)]
+    await server.drain(0)
+
+    assert info_from_proto(info) == INFO
+    assert [load.engine_steps for load in loads] == [1, 2, 3]
+
+
+async def test_a_heartbeat_can_be_sent_at_once() -> None:
+    registry = Registry(lease_s=600)
+    server, port = await listen(registry)
+    async with announcing(Worker(), f"127.0.0.1:{port}") as announcer:
+        for _ in range(2):
+            await registry.hear()
+        heard = asyncio.create_task(registry.hear())
+        while not heard.done():
+            announcer.announce_now()
+            await asyncio.sleep(0.001)  # the stream's heartbeat task may only be starting
+        assert heard.result().HasField("load")
+    await server.drain(0)
+
+
+async def test_a_router_can_ask_for_a_drain() -> None:
+    registry = Registry()
+    registry.answers.append(registry_pb2.RegisterResponse(lease_seconds=0.05, drain=True))
+    worker = Worker()
+    server, port = await listen(registry)
+    async with announcing(worker, f"127.0.0.1:{port}"):
+        await asyncio.wait_for(worker.drained.wait(), TIMEOUT_S)
+    await server.drain(0)
+
+
+async def test_it_registers_again_after_the_stream_ends_and_after_the_router_restarts() -> None:
+    registry = Registry()
+    server, port = await listen(registry)
+    async with announcing(Worker(), f"127.0.0.1:{port}"):
+        assert (await registry.hear()).HasField("info")
+        registry.hang_up.set()
+        while not (await registry.hear()).HasField("info"):
+            pass
+        await server.drain(0)
+
+        successor = Registry()
+        server, _ = await listen(successor, port)
+        assert (await successor.hear()).HasField("info")
+    await server.drain(0)
+
+
+async def test_it_waits_for_a_router_that_is_not_there_yet() -> None:
+    (port,) = free_ports(1)
+    registry = Registry()
+    async with announcing(Worker(), f"127.0.0.1:{port}"):
+        server, _ = await listen(registry, port)
+        assert (await registry.hear()).HasField("info")
+    await server.drain(0)
+
+
+async def test_every_router_is_told() -> None:
+    registries = [Registry(), Registry()]
+    listening = [await listen(registry) for registry in registries]
+    async with announcing(Worker(), *(f"127.0.0.1:{port}" for _, port in listening)):
+        for registry in registries:
+            assert (await registry.hear()).HasField("info")
+    for server, _ in listening:
+        await server.drain(0)
+
+
+class Names:
+    """A resolver: `routers.internal` stands for `known`."""
+
+    def __init__(self, *known: str) -> None:
+        self.known = list(known)
+        self._asked = asyncio.Event()
+
+    async def getaddrinfo(self, host: str, port: int, **_: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        assert host == "routers.internal"
+        self._asked.set()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in self.known]
+
+    async def asked_again(self) -> None:
+        """Returns once what the resolver says now was heeded: the lookup after the next one has begun."""
+        for _ in range(2):
+            self._asked.clear()
+            await asyncio.wait_for(self._asked.wait(), TIMEOUT_S)
+
+
+@asynccontextmanager
+async def two_routers() -> AsyncIterator[tuple[dict[str, Registry], dict[str, RpcServer], int]]:
+    """At 127.0.0.1 and 127.0.0.2, on one port."""
+    registries = {"127.0.0.1": Registry(), "127.0.0.2": Registry()}
+    servers: dict[str, RpcServer] = {}
+    port = 0
+    for host, registry in registries.items():
+        servers[host], port = await listen(registry, port, host)
+    try:
+        yield registries, servers, port
+    finally:
+        for server in servers.values():
+            await server.drain(0)
+
+
+async def test_a_name_stands_for_all_its_addresses_and_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names("127.0.0.1")
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", names.getaddrinfo)
+    async with two_routers() as (registries, _, port), announcing(Worker(), f"routers.internal:{port}"):
+        assert (await registries["127.0.0.1"].hear()).HasField("info")
+        assert registries["127.0.0.2"].num_streams == 0
+        names.known.append("127.0.0.2")
+        assert (await registries["127.0.0.2"].hear()).HasField("info")
+        assert registries["127.0.0.1"].num_streams == 1
+
+
+async def test_a_router_that_left_the_name_is_kept_while_its_stream_stands_and_then_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = Names("127.0.0.1", "127.0.0.2")
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", names.getaddrinfo)
+    async with two_routers() as (registries, servers, port), announcing(Worker(), f"routers.internal:{port}"):
+        leaving = registries["127.0.0.2"]
+        assert (await leaving.hear()).HasField("info")
+        names.known.remove("127.0.0.2")
+        await names.asked_again()
+        while not leaving.said.empty():
+            leaving.said.get_nowait()
+        assert (await leaving.hear()).HasField("load")
+
+        [held] = [task for task in asyncio.all_tasks() if task.get_name() == f"register-127.0.0.2:{port}"]
+        await servers["127.0.0.2"].drain(0)
+        await asyncio.wait_for(held, TIMEOUT_S)
+
+        stranger = Registry()
+        servers["127.0.0.2"], _ = await listen(stranger, port, "127.0.0.2")
+        names.known.append("127.0.0.2")
+        assert (await stranger.hear()).HasField("info")
+
+
+async def test_routers_whose_name_is_not_found_for_a_while_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names("127.0.0.1")
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", names.getaddrinfo)
+    async with two_routers() as (registries, _, port), announcing(Worker(), f"routers.internal:{port}"):
+        assert (await registries["127.0.0.1"].hear()).HasField("info")
+        names.known.clear()
+        await names.asked_again()
+        registries["127.0.0.1"].hang_up.set()
+        while not (await registries["127.0.0.1"].hear()).HasField("info"):
+            pass

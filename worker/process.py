@@ -1,0 +1,180 @@
+"""One life of a worker process around its core: serve, register, drain. The same for both roles.
+
+    serve (NOT_SERVING) → `ready HOST:PORT` → a router takes it in → SERVING
+    SIGTERM             → NOT_SERVING, no new work → what was begun ends → streams end
+
+Knows nothing of engines and transfers: the workers' `app` builds those, and closes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from tandem import __version__
+from tandem.admin.content import AdminContent, WorkerReport
+from tandem.admin.port import admin_port
+from tandem.clock import MonotonicClock
+from tandem.config import WorkerConfig
+from tandem.rpc.address import advertised_address
+from tandem.rpc.process import StopSignal
+from tandem.rpc.server import RpcServer, Service
+from tandem.security.credentials import Security
+from tandem.telemetry.logging import get_logger
+from tandem.telemetry.metrics import Metrics
+from tandem.types import Incarnation, WorkerInfo, WorkerLoad
+from tandem.v1 import worker_pb2_grpc
+from worker.announcer import Announcer
+from worker.liveness import ProgressWatch
+from worker.service import SERVICE_NAME, WorkerCore, WorkerServicer
+
+_log = get_logger(__name__)
+
+_WATCH_EVERY_S = 1.0
+_PLAIN = Security()
+
+
+def _no_metrics() -> tuple[bytes, str]:
+    return b"", "text/plain"
+
+
+def _spare_the_collector() -> None:
+    """What was loaded stays for good: full collections need not look at it again, which takes tens of milliseconds."""
+    gc.collect()
+    gc.freeze()
+
+
+class ServedCore(WorkerCore, Protocol):
+    """A worker core that runs, reports and can be drained."""
+
+    async def run(self) -> None:
+        """Steps until cancelled."""
+        ...
+
+    def drain(self) -> None:
+        """Takes no new work from now on. Idempotent."""
+        ...
+
+    async def drained(self) -> None:
+        """Returns once nothing is held any more."""
+        ...
+
+    def load(self) -> WorkerLoad:
+        """How it fares now."""
+        ...
+
+
+class WorkerProcess:
+    """Serves one core to routers until it is told to stop."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        core: ServedCore,
+        incarnation: Incarnation,
+        *,
+        security: Security = _PLAIN,
+        metrics: Metrics | None = None,
+        progress: ProgressWatch | None = None,
+        watch_every_s: float = _WATCH_EVERY_S,
+    ) -> None:
+        """`progress` judges the engine's load, every `watch_every_s`."""
+        self._config = config
+        self._core = core
+        self._security = security
+        self._exposition = _no_metrics if metrics is None else metrics.exposition
+        self._clock = MonotonicClock()
+        self._progress = progress or ProgressWatch(self._clock)
+        self._watch_every_s = watch_every_s
+        register = partial(worker_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerServicer(core, incarnation))
+        service = Service(SERVICE_NAME, register, long_lived=True)
+        self._server = RpcServer(
+            config.listen,
+            [service],
+            incoming=security.incoming,
+            max_receive_bytes=config.max_receive_bytes,
+            metrics=metrics,
+        )
+
+    async def run(self, info_at: Callable[[str], WorkerInfo], stop: StopSignal) -> None:
+        """Serves until a stop is asked for. `info_at` describes the worker, given its address.
+
+        Raises ConfigError if the address cannot be had.
+        """
+        port = await self._server.start()
+        info = info_at(advertised_address(self._config.listen, self._config.advertise, port))
+        try:
+            async with self._admin_port(info) as admin_address:
+                await self._work(replace(info, admin_address=admin_address), stop)
+        finally:
+            await self._server.drain(grace_s=0)
+
+    async def _work(self, info: WorkerInfo, stop: StopSignal) -> None:
+        announcer = Announcer(
+            self._config.router,
+            info,
+            self._core.load,
+            self._refuse_new_work,
+            on_registered=self._take_work,
+            outgoing=self._security.outgoing,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            background = (
+                tasks.create_task(self._core.run(), name="step-loop"),
+                tasks.create_task(announcer.run(), name="announcer"),
+                tasks.create_task(self._watch_progress(), name="liveness"),
+            )
+            _spare_the_collector()
+            print(f"ready {info.address}", flush=True)
+            await stop.wait()
+            await self._drain(announcer)
+            for task in background:
+                task.cancel()
+
+    def _admin_port(self, info: WorkerInfo) -> AbstractAsyncContextManager[str]:
+        began_s = self._clock.now_s()
+
+        def report() -> WorkerReport:
+            return WorkerReport(
+                process=info.role,
+                version=__version__,
+                uptime_s=self._clock.now_s() - began_s,
+                ready=self._server.health.serving,
+                info=info,
+                load=self._core.load(),
+            )
+
+        content = AdminContent(health=self._server.health, report=report, metrics=self._exposition)
+        return admin_port(self._config.admin_listen, content, self._security.incoming, self._config.advertise)
+
+    async def _watch_progress(self) -> None:
+        """A loop that turns says nothing of its engine: looks at it and tells, until cancelled."""
+        alive = True
+        while True:
+            if self._progress.observe(self._core.load()) != alive:
+                alive = not alive
+                _log.warning("the engine moves again" if alive else "the engine stands still with sequences to run")
+                self._server.set_alive(alive)
+            await asyncio.sleep(self._watch_every_s)
+
+    def _take_work(self) -> None:
+        """Ready no sooner: one that every router refuses would let a rolling update go on until none is left."""
+        if not self._core.load().draining:
+            self._server.set_serving(True)
+
+    def _refuse_new_work(self) -> None:
+        self._core.drain()
+        self._server.set_serving(False)
+
+    async def _drain(self, announcer: Announcer) -> None:
+        self._refuse_new_work()
+        announcer.announce_now()
+        try:
+            await asyncio.wait_for(self._core.drained(), self._config.drain_grace_s)
+        except TimeoutError:
+            _log.warning("work still held at the end of the drain", grace_s=self._config.drain_grace_s)

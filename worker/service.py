@@ -1,0 +1,129 @@
+"""The worker's end of `WorkerService.Connect`: one stream per router, all its requests in it.
+
+Life of a stream: RouterHello → WorkerHello → any number of Reserve, Prefill, Release one way and
+answers the other → its end, in whatever way, is `router_lost`, exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import grpc.aio
+
+from tandem.convert import sequence_from_proto
+from tandem.errors import InternalError, InvalidRequest, TandemError
+from tandem.telemetry.logging import get_logger
+from tandem.types import Handle, Incarnation, SequenceSpec
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+from worker.router_session import RouterSession
+
+_log = get_logger(__name__)
+
+SERVICE_NAME = "tandem.v1.WorkerService"
+_HELLO_TIMEOUT_S = 5.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WorkerCore(Protocol):
+    """The worker itself. Called on the loop; never awaits; answers through the session.
+
+    A TandemError raised by `reserve` or `prefill` becomes the sequence's `failed`.
+    """
+
+    def reserve(self, session: RouterSession, handle: Handle, spec: SequenceSpec, local_prefill: bool) -> None:
+        """Decode worker: make room."""
+        ...
+
+    def prefill(
+        self, session: RouterSession, handle: Handle, spec: SequenceSpec, ticket: bytes, kv_endpoint: bytes
+    ) -> None:
+        """Prefill worker: compute the prompt and hand it off."""
+        ...
+
+    def release(self, session: RouterSession, handle: Handle) -> None:
+        """Nothing more is wanted of it. Idempotent; the handle may be unknown."""
+        ...
+
+    def router_lost(self, session: RouterSession) -> None:
+        """The stream ended: let go of all that this router asked for."""
+        ...
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves one worker to any number of routers."""
+
+    def __init__(self, core: WorkerCore, incarnation: Incarnation, hello_timeout_s: float = _HELLO_TIMEOUT_S) -> None:
+        self._core = core
+        self._incarnation = incarnation
+        self._hello_timeout_s = hello_timeout_s
+
+    async def Connect(  # noqa: N802
+        self, request_iterator: AsyncIterator[worker_pb2.ConnectRequest], context: Context
+    ) -> None:
+        """One router's stream."""
+        session = RouterSession(await self._hello(request_iterator))
+        _log.info("router connected", router=session.router_incarnation, peer=context.peer())
+        reader = asyncio.create_task(self._read(request_iterator, session), name="connect-reader")
+        writer = asyncio.create_task(self._write(context, session), name="connect-writer")
+        try:
+            done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            # First of all, and without an await before it: whatever way the stream ended.
+            self._core.router_lost(session)
+            _log.info("router gone", router=session.router_incarnation)
+            reader.cancel()
+            writer.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+
+    async def _hello(self, requests: AsyncIterator[worker_pb2.ConnectRequest]) -> Incarnation:
+        try:
+            first = await asyncio.wait_for(anext(requests, None), self._hello_timeout_s)
+        except TimeoutError:
+            first = None
+        if first is None or first.WhichOneof("message") != "hello" or not first.hello.router_incarnation:
+            raise InvalidRequest("hello", "must be the stream's first message")
+        return Incarnation(first.hello.router_incarnation)
+
+    async def _write(self, context: Context, session: RouterSession) -> None:
+        hello = worker_pb2.WorkerHello(incarnation=self._incarnation)
+        await context.write(worker_pb2.ConnectResponse(hello=hello))
+        while True:
+            await session.outbox.wait()
+            for response in session.outbox.take():
+                await context.write(response)
+
+    async def _read(self, requests: AsyncIterator[worker_pb2.ConnectRequest], session: RouterSession) -> None:
+        async for request in requests:
+            match request.WhichOneof("message"):
+                case "reserve":
+                    self._start(session, Handle(request.reserve.handle), request)
+                case "prefill":
+                    self._start(session, Handle(request.prefill.handle), request)
+                case "release":
+                    handle = Handle(request.release.handle)
+                    session.close_handle(handle)
+                    self._core.release(session, handle)
+                case other:
+                    raise InvalidRequest(other or "message", "is not expected here")
+
+    def _start(self, session: RouterSession, handle: Handle, request: worker_pb2.ConnectRequest) -> None:
+        """One bad sequence must not end the stream that others share."""
+        if not session.open_handle(handle):
+            raise InvalidRequest("handle", f"{handle} is in use")
+        try:
+            if request.HasField("reserve"):
+                spec = sequence_from_proto(request.reserve.sequence)
+                self._core.reserve(session, handle, spec, request.reserve.local_prefill)
+            else:
+                spec = sequence_from_proto(request.prefill.sequence)
+                self._core.prefill(session, handle, spec, request.prefill.ticket, request.prefill.kv_endpoint)
+        except TandemError as error:
+            session.failed(handle, error)
+        except Exception as error:  # noqa: BLE001 - a bug in one sequence's handling
+            _log.exception("worker refused a sequence by a bug", handle=handle)
+            session.failed(handle, InternalError(f"{type(error).__name__} at the start of a sequence"))
