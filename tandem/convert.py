@@ -11,14 +11,15 @@ from collections.abc import Iterable
 from tandem.errors import TandemError, rebuild_error
 from tandem.sampling import resolve_sampling
 from tandem.types import (
+    ChoiceSpec,
     FinishReason,
+    GroupSpec,
     Handle,
     Incarnation,
     PoolCounts,
     RequestId,
     Role,
     SamplingParams,
-    SequenceSpec,
     TokenDelta,
     TokenId,
     TokenLogprobs,
@@ -35,6 +36,8 @@ __all__ = [
     "failed_to_proto",
     "finish_reason_from_proto",
     "finish_reason_to_proto",
+    "group_from_proto",
+    "group_to_proto",
     "info_from_proto",
     "info_to_proto",
     "load_from_proto",
@@ -44,8 +47,6 @@ __all__ = [
     "pool_from_proto",
     "pool_to_proto",
     "resolve_sampling",
-    "sequence_from_proto",
-    "sequence_to_proto",
 ]
 
 _FINISH_TO_PROTO = {
@@ -70,13 +71,14 @@ def finish_reason_from_proto(reason: inference_pb2.FinishReason) -> FinishReason
     return _FINISH_FROM_PROTO.get(reason)
 
 
-def sequence_to_proto(spec: SequenceSpec) -> worker_pb2.Sequence:
-    """A sequence as it travels to a worker."""
-    return worker_pb2.Sequence(
+def group_to_proto(spec: GroupSpec) -> worker_pb2.Group:
+    """A request as it travels to a worker."""
+    return worker_pb2.Group(
         request_id=spec.request_id,
-        index=spec.index,
-        token_ids=spec.token_ids,
-        num_prompt_tokens=spec.num_prompt_tokens,
+        prompt_token_ids=spec.prompt_token_ids,
+        choices=[
+            worker_pb2.GroupChoice(index=each.index, output_token_ids=each.output_token_ids) for each in spec.choices
+        ],
         sampling=_sampling_to_proto(spec.sampling),
         timeout_seconds=spec.timeout_s,
         priority=spec.priority,
@@ -85,14 +87,13 @@ def sequence_to_proto(spec: SequenceSpec) -> worker_pb2.Sequence:
     )
 
 
-def sequence_from_proto(message: worker_pb2.Sequence) -> SequenceSpec:
-    """A sequence as it came from a router; not yet validated."""
-    return SequenceSpec(
+def group_from_proto(message: worker_pb2.Group) -> GroupSpec:
+    """A request as it came from a router; not yet validated."""
+    return GroupSpec(
         request_id=RequestId(message.request_id),
-        index=message.index,
-        token_ids=_token_ids(message.token_ids),
-        num_prompt_tokens=message.num_prompt_tokens,
+        prompt_token_ids=_token_ids(message.prompt_token_ids),
         sampling=_sampling_from_proto(message.sampling),
+        choices=tuple(ChoiceSpec(each.index, _token_ids(each.output_token_ids)) for each in message.choices),
         timeout_s=message.timeout_seconds if message.HasField("timeout_seconds") else None,
         priority=message.priority,
         traceparent=message.traceparent,
@@ -144,6 +145,7 @@ def delta_to_proto(handle: Handle, delta: TokenDelta) -> worker_pb2.SequenceOutp
         token_ids=delta.token_ids,
         logprobs=[logprobs_to_proto(each) for each in delta.logprobs],
         finish_reason=finish_reason_to_proto(delta.finish_reason),
+        index=delta.index,
     )
 
 
@@ -154,6 +156,7 @@ def delta_from_proto(message: worker_pb2.SequenceOutput) -> TokenDelta:
         token_ids=_token_ids(message.token_ids),
         logprobs=tuple(logprobs_from_proto(each) for each in message.logprobs),
         finish_reason=finish_reason_from_proto(message.finish_reason),
+        index=message.index,
     )
 
 
@@ -210,6 +213,7 @@ def info_to_proto(info: WorkerInfo) -> registry_pb2.WorkerInfo:
         pid=info.pid,
         device=info.device,
         admin_address=info.admin_address,
+        pool_tokens=info.pool_tokens,
     )
 
 
@@ -230,6 +234,7 @@ def info_from_proto(message: registry_pb2.WorkerInfo) -> WorkerInfo:
         pid=message.pid,
         device=message.device,
         admin_address=message.admin_address,
+        pool_tokens=message.pool_tokens,
     )
 
 
@@ -244,6 +249,7 @@ def pool_to_proto(pool: PoolCounts) -> registry_pb2.PoolStatus:
         quarantined_blocks=pool.quarantined,
         block_size=pool.block_size,
         unused_slots=pool.unused_slots,
+        cached_blocks=pool.cached,
     )
 
 
@@ -258,6 +264,7 @@ def pool_from_proto(message: registry_pb2.PoolStatus) -> PoolCounts:
         quarantined=message.quarantined_blocks,
         block_size=message.block_size,
         unused_slots=message.unused_slots,
+        cached=message.cached_blocks,
     )
 
 
