@@ -26,14 +26,14 @@ class RouterPort(Protocol):
         """Decode worker: there is room; ticket and endpoint are empty where the prompt is computed here."""
         ...
 
+    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
+        """The prompt is computed. Told before the first tokens, which are given to `token` like all others."""
+        ...
+
     def token(
         self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
     ) -> None:
-        """Token number `offset` of a choice. Written into the message that goes out at the next `flush`."""
-        ...
-
-    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
-        """The prompt is computed; the first tokens are those given to `token` for this handle just before."""
+        """Token number `offset` of a choice. Goes out with all others of this step, in one message."""
         ...
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:

@@ -159,16 +159,14 @@ class StepOutputs(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
-    __slots__ = ("handle", "outputs", "queue_seconds", "prefill_seconds")
+    __slots__ = ("handle", "queue_seconds", "prefill_seconds")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
-    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     handle: int
-    outputs: _containers.RepeatedCompositeFieldContainer[SequenceOutput]
     queue_seconds: float
     prefill_seconds: float
-    def __init__(self, handle: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, handle: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...
 
 class HandoffDone(_message.Message):
     __slots__ = ("handle", "transfer_bytes", "transfer_seconds")
