@@ -162,8 +162,31 @@ def _traced(row: dict[str, Any]) -> tuple[str, ...]:
     return (row["tracing"], *(f"{median:.1f} ({ratio:.2f})" for median, ratio in pairs))
 
 
+def _sharing(results: dict[str, Any]) -> list[str]:
+    return [
+        "## n choices of one request against n requests (`python -m bench.sharing`)\n",
+        f"Demo model, {results['prompt_tokens']} + {results['output_tokens']} tokens, block size "
+        f"{results['block_size']}; most live blocks of the decode pool by its own accounting, the same tokens.\n",
+        table(
+            ("n", "blocks, one group", "blocks, single requests", "saved", "KiB handed over", "single requests"),
+            [
+                (
+                    str(row["n"]),
+                    str(row["group_blocks"]),
+                    str(row["single_blocks"]),
+                    f"{row['saved']:.0%}",
+                    f"{row['group_bytes'] / 1024:.0f}",
+                    f"{row['single_bytes'] / 1024:.0f}",
+                )
+                for row in results["rows"]
+            ],
+        ),
+    ]
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "cpu": _serving,
+    "sharing": _sharing,
     "scaling": _scaling,
     "tracing": _tracing,
     "growth": _growth,

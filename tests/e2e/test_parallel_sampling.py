@@ -1,0 +1,188 @@
+"""n choices of one request, end to end: equal to single requests, sharing blocks, under whatever happens."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from bench.cluster import Cluster, becomes_idle, eventually, pid_of, serve
+from tandem.client import Client
+from tandem.client.results import Choice, Completion
+from tandem.types import Role
+
+CHOICES = (1, 2, 3, 5, 8, 16)
+SEED = 2**64 - 3
+"""So that the seeds of later choices wrap around."""
+BLOCK_SIZE = 16
+
+
+def options(num_prompt_tokens: int, max_tokens: int, **more: object) -> dict[str, object]:
+    rng = random.Random(num_prompt_tokens)
+    return {
+        "token_ids": tuple(rng.randrange(4, 600) for _ in range(num_prompt_tokens)),
+        "max_tokens": max_tokens,
+        "temperature": 1.0,
+        "seed": SEED,
+        "ignore_eos": True,
+        **more,
+    }
+
+
+def said(choice: Choice) -> tuple[object, ...]:
+    return choice.token_ids, choice.text, choice.finish_reason, choice.matched_stop, choice.logprobs
+
+
+def singles(client: Client, n: int, request: dict[str, object]) -> list[tuple[object, ...]]:
+    """What n requests of one choice say, each with its own derived seed."""
+    return [said(client.complete(**{**request, "seed": (SEED + i) % 2**64}).choices[0]) for i in range(n)]
+
+
+def together(client: Client, n: int, request: dict[str, object]) -> Completion:
+    completion = client.complete(n=n, **request)
+    assert [choice.index for choice in completion.choices] == list(range(n))
+    return completion
+
+
+@pytest.fixture(scope="module", params=["shm", "tcp", "colocated"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    way = ("--local-prefill-tokens", "unlimited") if request.param == "colocated" else ("--transport", request.param)
+    with serve("demo", "--prefill", "1", "--decode", "1", "--block-size", str(BLOCK_SIZE), *way) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[Client]:
+    with Client(cluster.target) as client:
+        client.wait_ready(timeout_s=30)
+        yield client
+        assert becomes_idle(client, 10), client.status()
+
+
+@pytest.mark.parametrize("n", CHOICES)
+@pytest.mark.parametrize("num_prompt_tokens", [1, BLOCK_SIZE - 1, BLOCK_SIZE, 75])
+def test_choices_equal_single_requests_with_the_derived_seeds(client: Client, n: int, num_prompt_tokens: int) -> None:
+    request = options(num_prompt_tokens, 20)
+
+    completion = together(client, n, request)
+
+    assert [said(choice) for choice in completion.choices] == singles(client, n, request)
+    assert completion.usage.prompt_tokens == num_prompt_tokens
+    assert completion.usage.completion_tokens == 20 * n
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": 0.0},
+        {"top_k": 20, "top_p": 0.9, "logprobs": 3},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+        {"min_tokens": 3, "ignore_eos": False, "stop": (".", "e")},
+        {"ignore_eos": False, "max_tokens": 1},
+    ],
+)
+def test_every_parameter_means_for_a_choice_what_it_means_for_a_request(
+    client: Client, more: dict[str, object]
+) -> None:
+    request = options(40, 24, **more)
+
+    assert [said(choice) for choice in together(client, 6, request).choices] == singles(client, 6, request)
+
+
+def test_a_stream_carries_every_choice_in_order_and_ends_once_with_the_usage(client: Client) -> None:
+    request = options(40, 30)
+    token_ids: dict[int, tuple[int, ...]] = {}
+    finished: list[int] = []
+    usages = []
+    for update in client.generate(n=4, **request):
+        assert update.index not in finished
+        token_ids[update.index] = token_ids.get(update.index, ()) + update.token_ids
+        if update.finish_reason is not None:
+            finished.append(update.index)
+        usages.append(update.usage)
+
+    assert [token_ids[i] for i in range(4)] == [each[0] for each in singles(client, 4, request)]
+    assert sorted(finished) == [0, 1, 2, 3]
+    assert usages[-1] is not None
+    assert usages[-1].completion_tokens == 120
+    assert usages[:-1] == [None] * (len(usages) - 1)
+
+
+def test_a_group_holds_the_prompt_once(client: Client) -> None:
+    """The pool's own accounting: prompt blocks once, and each choice's completion beside them."""
+    n, num_prompt_tokens, max_tokens = 8, 640, 300
+    peaks = []
+
+    def watch(done: threading.Event) -> None:
+        while not done.wait(0.05):
+            pools = [each.load.pool for each in client.status().workers if each.info.role is Role.DECODE]
+            peaks.append(max(pool.live for pool in pools))
+
+    done = threading.Event()
+    with ThreadPoolExecutor(1) as watcher:
+        watching = watcher.submit(watch, done)
+        together(client, n, options(num_prompt_tokens, max_tokens))
+        done.set()
+        watching.result()
+
+    prompt_blocks, own_blocks = num_prompt_tokens // BLOCK_SIZE, -(-max_tokens // BLOCK_SIZE)
+    assert prompt_blocks < max(peaks) <= prompt_blocks + n * own_blocks
+
+
+def test_a_client_that_leaves_frees_every_choice(client: Client) -> None:
+    stream = client.generate(n=16, **options(200, 200))
+    for _ in range(20):
+        next(stream)
+
+    stream.close()
+
+    assert becomes_idle(client, 5), client.status()
+
+
+def test_a_pool_too_small_for_all_groups_changes_no_token() -> None:
+    """Groups are preempted as one, computed again and end as if nothing had happened."""
+    requests = [options(60 + i, 60, seed=i) for i in range(6)]
+    with serve("demo", "--kv-blocks", "48", "--block-size", "16") as small, Client(small.target) as client:
+        client.wait_ready(timeout_s=30)
+        expected = [[said(c) for c in client.complete(n=5, **each).choices] for each in requests]
+        with ThreadPoolExecutor(len(requests)) as callers:
+            futures = [callers.submit(client.complete, n=5, **each) for each in requests]
+            completions = [future.result(timeout=120) for future in futures]
+
+        assert [[said(choice) for choice in each.choices] for each in completions] == expected
+        assert sum(worker.load.preemptions for worker in client.status().workers) > 0
+        assert becomes_idle(client, 10), client.status()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_worker_killed_in_the_middle_changes_no_token(role: Role) -> None:
+    requests = [options(60 + 40 * i, 150, seed=100 * i) for i in range(6)]
+    pair = ("--prefill", "2", "--decode", "2")
+    with serve("demo", *pair) as cluster, Client(cluster.target) as client:
+        client.wait_ready(timeout_s=30)
+        assert eventually(lambda: len(client.status().workers) == 4, 30)
+        expected = [[said(c) for c in client.complete(n=4, **each).choices] for each in requests]
+        with ThreadPoolExecutor(len(requests)) as callers:
+            futures = [callers.submit(client.complete, n=4, timeout_s=60, **each) for each in requests]
+            assert eventually(lambda: any(w.load.running_seqs > 4 for w in client.status().workers), 20)
+            workers = [each for each in client.status().workers if each.info.role is role]
+            busiest = max(workers, key=lambda worker: worker.load.pool.live)
+            os.kill(busiest.info.pid, signal.SIGKILL)
+            completions = [future.result(timeout=90) for future in futures]
+
+        assert [[said(choice) for choice in each.choices] for each in completions] == expected
+
+
+def test_what_cannot_fit_into_the_pool_is_refused_by_name(client: Client) -> None:
+    del client
+    with serve("demo", "--kv-blocks", "16", "--block-size", "16") as small, Client(small.target) as tiny:
+        tiny.wait_ready(timeout_s=30)
+        assert len(tiny.complete(n=2, **options(16, 100)).choices) == 2
+        with pytest.raises(Exception, match=r"sampling\.(n|max_tokens)"):
+            tiny.complete(n=16, **options(16, 100))
+        assert pid_of(tiny, Role.DECODE)
