@@ -74,7 +74,7 @@ def _request(prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
 
 
 def _peak_of(client: Client, work: Callable[[], None]) -> tuple[int, float]:
-    """Most live blocks of the decode pool while `work` runs, and how long it took; the pool is idle before and after."""
+    """Most live blocks of the decode pool while `work` runs, and how long it took; nothing else may run."""
     if not becomes_idle(client, 10):
         raise RuntimeError("blocks are held before the work begins")
     peak, done = 0, threading.Event()
@@ -102,7 +102,8 @@ def main() -> int:
     for row in rows:
         print(
             f"n = {row.n:2}: {row.group_blocks} blocks against {row.single_blocks} ({row.saved:.0%} saved), "
-            f"{row.group_bytes} bytes handed over against {row.single_bytes}, {row.group_s:.2f} s against {row.single_s:.2f} s"
+            f"{row.group_bytes} bytes handed over against {row.single_bytes}, "
+            f"{row.group_s:.2f} s against {row.single_s:.2f} s"
         )
     results = {
         "block_size": BLOCK_SIZE,
