@@ -1,4 +1,4 @@
-"""Small checkpoints with random weights, in every shape that the four families come in.
+"""Small checkpoints with random weights, in every shape that the families come in.
 
 Written by transformers itself, so that loading them tests the real file format. Logits are
 spread widely (a large `initializer_range`), biases and norms are random too: a wrong position,
@@ -53,6 +53,17 @@ TINY_MODELS = (
     TinyModel("llama-single-kv-head", "llama", {"num_key_value_heads": 1, "head_dim": 24}),
     TinyModel("mistral", "mistral", {"sliding_window": None, "head_dim": 32}),
     TinyModel("mistral-windowed", "mistral", {"sliding_window": 37, "num_key_value_heads": 4}),
+    TinyModel("ministral", "ministral", {"sliding_window": 29, "head_dim": 24}),
+    TinyModel(
+        "ministral-mixed",
+        "ministral",
+        {
+            "sliding_window": 45,
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     TinyModel("qwen2", "qwen2", {"tie_word_embeddings": True}),
     TinyModel(
         "qwen2-windowed",

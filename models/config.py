@@ -118,7 +118,10 @@ def _read_bias(config: ConfigJson, bias: Bias, key: str) -> bool:
 
 def _read_windows(config: ConfigJson, family: Family, num_layers: int) -> tuple[int | None, ...]:
     if family.windows is Windows.BY_LAYER:
-        return _read_layer_windows(config, num_layers)
+        window = _read_window(config) if config.flag("use_sliding_window", default=False) else None
+        return _read_layer_windows(config, num_layers, window)
+    if family.windows is Windows.TYPED and config.has("layer_types"):
+        return _read_layer_windows(config, num_layers, _read_window(config))
     if config.has("layer_types") and len(set(config.texts("layer_types"))) > 1:
         raise config.error("layer_types", f"{family.name} does not mix layer types")
     if family.windows is Windows.NONE:
@@ -134,8 +137,7 @@ def _read_window(config: ConfigJson) -> int | None:
     return config.integer("sliding_window", _ABSENT_WINDOW)
 
 
-def _read_layer_windows(config: ConfigJson, num_layers: int) -> tuple[int | None, ...]:
-    window = _read_window(config) if config.flag("use_sliding_window", default=False) else None
+def _read_layer_windows(config: ConfigJson, num_layers: int, window: int | None) -> tuple[int | None, ...]:
     if not config.has("layer_types"):
         first = config.integer("max_window_layers", _ABSENT_MAX_WINDOW_LAYERS, minimum=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
@@ -146,7 +148,7 @@ def _read_layer_windows(config: ConfigJson, num_layers: int) -> tuple[int | None
     if unknown:
         raise config.error("layer_types", f"{min(unknown)!r} is not supported")
     if "sliding_attention" in layer_types and window is None:
-        raise config.error("layer_types", "has sliding_attention, but use_sliding_window or sliding_window is unset")
+        raise config.error("layer_types", "has sliding_attention, but its window is unset")
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 

@@ -1,4 +1,4 @@
-"""Decoder families as data: what distinguishes Llama, Mistral, Qwen2 and Qwen3, and nothing else does.
+"""Decoder families as data: what distinguishes Llama, Mistral, Ministral, Qwen2 and Qwen3, and nothing else does.
 
 Taken from transformers 5.23 (`modeling_*.py` and `configuration_*.py` of each).
 """
@@ -26,6 +26,8 @@ class Windows(enum.Enum):
     """`sliding_window`, if not null, holds for every layer."""
     BY_LAYER = "by layer"
     """`use_sliding_window` with `layer_types`, or from layer `max_window_layers` on."""
+    TYPED = "typed"
+    """`sliding_window` for the layers that `layer_types` names so; without it for every layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,12 @@ FAMILIES = {
             name="mistral",
             architecture="MistralForCausalLM",
             windows=Windows.ALL_LAYERS,
+            absent_kv_heads=8,
+        ),
+        Family(
+            name="ministral",
+            architecture="MinistralForCausalLM",
+            windows=Windows.TYPED,
             absent_kv_heads=8,
         ),
         Family(
