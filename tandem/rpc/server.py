@@ -21,8 +21,8 @@ from tandem.rpc.channel import MAX_RECEIVE_BYTES, ChannelOptions, keepalive_opti
 from tandem.rpc.interceptors import CallGuard
 from tandem.rpc.tls import server_credentials
 from tandem.rpc.tracing import CallTracing
+from tandem.security.certificate import not_after_s
 from tandem.security.credentials import Incoming
-from tandem.security.expiry import not_after_s
 from tandem.security.tls import HANDSHAKE_TIMEOUT_S
 from tandem.telemetry import metric_names
 from tandem.telemetry.call_metrics import CallMetrics

@@ -14,20 +14,12 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from tandem.errors import ConfigError
-from tandem.security.certificate import first_certificate
+from tandem.security.certificate import grpc_speaks_key
 from tandem.security.watched import Watched
 
 HANDSHAKE_TIMEOUT_S = 5.0
 """Given to a caller to finish its TLS handshake; a silent one is cut off."""
 _MIN_VERSION = ssl.TLSVersion.TLSv1_3
-_KEY_ALGORITHMS = frozenset(
-    {
-        bytes.fromhex("300d 0609 2a864886f70d010101 0500"),  # RSA
-        bytes.fromhex("3013 0607 2a8648ce3d0201 0608 2a8648ce3d030107"),  # P-256
-        bytes.fromhex("3010 0607 2a8648ce3d0201 0605 2b81040022"),  # P-384
-    }
-)
-"""What both OpenSSL and gRPC's BoringSSL speak: with any other key no gRPC caller would ever get through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +165,7 @@ def _identify(context: ssl.SSLContext, cert: str, key: str) -> None:
 
 
 def _check_key_algorithm(path: str, chain: bytes) -> None:
-    certificate = first_certificate(chain)
-    if certificate is not None and certificate.key_algorithm not in _KEY_ALGORITHMS:
+    if not grpc_speaks_key(chain):
         raise ConfigError(
             "--tls-cert", f"the key of {path} is of a kind that gRPC does not speak; take RSA, P-256 or P-384"
         )
