@@ -1,4 +1,4 @@
-"""TLS of one process: the files it is made of, and contexts for those who speak it by themselves.
+"""TLS of one process: its files, and SSL contexts for what is not gRPC (the admin port, KV over tcp).
 
 `ServerTls` is for ports, `ClientTls` for calls. Both check certificate, key and authorities when they are
 read, so that a broken or half-written file never takes the place of a good one (see `watched`); what is
@@ -57,7 +57,8 @@ class ServerTls:
         self._cert = cert
         self._key = key
         self._client_ca = client_ca
-        self._files = self._watch(())
+        paths = tuple(path for path in (cert, key, client_ca) if path is not None)
+        self._files = Watched("certificate", paths, partial(_load_server, cert, key, client_ca))
 
     @property
     def requires_client_certificate(self) -> bool:
@@ -72,26 +73,20 @@ class ServerTls:
         """For one handshake, of the files as they are now."""
         return self._files.get().context
 
-    def serving_context(self, alpn: tuple[str, ...] = ()) -> ssl.SSLContext:
-        """For a server that takes one context for good: each handshake uses the files as they are then."""
-        files = self._watch(alpn)
-        context = _server_context(self._cert, self._key, self._client_ca, alpn)
+    def serving_context(self) -> ssl.SSLContext:
+        """For a server that keeps one context: each handshake uses the files as they are then."""
+        context = _server_context(self._cert, self._key, self._client_ca)
 
         def switch(connection: ssl.SSLObject, server_name: str | None, initial: ssl.SSLContext) -> None:
             del server_name, initial
-            connection.context = files.get().context
+            connection.context = self.context()
 
         context.sni_callback = switch
         return context
 
-    def _watch(self, alpn: tuple[str, ...]) -> Watched[_Loaded[ServerPem]]:
-        paths = (self._cert, self._key, self._client_ca)
-        read = partial(_load_server, *paths, alpn)
-        return Watched("certificate", tuple(path for path in paths if path is not None), read)
-
 
 class ClientTls:
-    """What this process shows those it calls, and whom it takes for them."""
+    """What this process shows those it calls, and which authorities and name it expects of them."""
 
     def __init__(
         self, ca: str | None, cert: str | None = None, key: str | None = None, server_name: str | None = None
@@ -115,8 +110,8 @@ class ClientTls:
         return self._files.get().context
 
 
-def _load_server(cert: str, key: str, client_ca: str | None, alpn: tuple[str, ...]) -> _Loaded[ServerPem]:
-    context = _server_context(cert, key, client_ca, alpn)
+def _load_server(cert: str, key: str, client_ca: str | None) -> _Loaded[ServerPem]:
+    context = _server_context(cert, key, client_ca)
     authorities = None if client_ca is None else _read("--tls-client-ca", client_ca)
     return _Loaded(ServerPem(_read("--tls-cert", cert), _read("--tls-key", key), authorities), context)
 
@@ -138,7 +133,7 @@ def _load_client(ca: str | None, cert: str | None, key: str | None) -> _Loaded[C
     return _Loaded(pem, context)
 
 
-def _server_context(cert: str, key: str, client_ca: str | None, alpn: tuple[str, ...]) -> ssl.SSLContext:
+def _server_context(cert: str, key: str, client_ca: str | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = _MIN_VERSION
     context.num_tickets = 0  # a resumed session would not meet authorities that have changed since
@@ -149,8 +144,6 @@ def _server_context(cert: str, key: str, client_ca: str | None, alpn: tuple[str,
     if client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         _trust(context, "--tls-client-ca", client_ca, _read("--tls-client-ca", client_ca))
-    if alpn:
-        context.set_alpn_protocols(list(alpn))
     return context
 
 
