@@ -19,7 +19,6 @@ from engine.graphs import MAX_CAPTURED_SEQS
 from engine.loading import Engine, EngineOptions, load_engine, resolve_device
 from kvtransfer.base import Fingerprints, PoolMemory, Receiver
 from kvtransfer.receiver import KvReceiver
-from kvtransfer.staged import stage_receiver
 from kvtransfer.ticket import MAX_BLOCKS
 from kvtransfer.timing import Timing
 from kvtransfer.transports import SHM, choose
@@ -127,11 +126,11 @@ def _new_receiver(
     incarnation: Incarnation,
     tls: ServerTls | None,
 ) -> Receiver:
-    memory = PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, incarnation)
+    memory = PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, incarnation, engine.kv_cache.mirror)
     fingerprints = Fingerprints(engine.fingerprint, engine.layout)
     # Senders reach the KV endpoint at the host where routers reach the worker.
     advertised = advertised_address(config.listen, config.advertise, 1)
-    receiver = KvReceiver(
+    return KvReceiver(
         memory,
         fingerprints,
         MonotonicClock(),
@@ -142,7 +141,6 @@ def _new_receiver(
         tls=tls,
         timing=Timing(lease_s=config.lease_s),
     )
-    return stage_receiver(receiver, engine.kv_cache.mirror)
 
 
 def _host_of(address: str) -> str:

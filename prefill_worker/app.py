@@ -15,7 +15,6 @@ from opentelemetry.trace import Tracer
 from engine.loading import Engine, EngineOptions, load_engine
 from kvtransfer.base import Fingerprints, PoolMemory, Sender
 from kvtransfer.sender import KvSender
-from kvtransfer.staged import stage_sender
 from kvtransfer.timing import Timing
 from kvtransfer.transports import choose
 from prefill_worker.handoff import HandoffPolicy
@@ -105,11 +104,10 @@ def _describe(
 
 
 def _new_sender(config: PrefillConfig, engine: Engine, incarnation: Incarnation, tls: ClientTls | None) -> Sender:
-    memory = PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, incarnation)
+    memory = PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, incarnation, engine.kv_cache.mirror)
     fingerprints = Fingerprints(engine.fingerprint, engine.layout)
     timing = Timing(lease_s=config.lease_s)
-    sender = KvSender(memory, fingerprints, MonotonicClock(), config.transport, tls=tls, timing=timing)
-    return stage_sender(sender, engine.kv_cache.mirror)
+    return KvSender(memory, fingerprints, MonotonicClock(), config.transport, tls=tls, timing=timing)
 
 
 def _new_worker(

@@ -165,8 +165,9 @@ class BlockHandoff:
             if self._num_pushed == 0:
                 self._on_started()
             self._pushing, self._pending = tuple(self._pending), []
+            held = max(0, handoff.first_block - self._num_pushed)  # the decode worker has these already
             async with asyncio.timeout(self._policy.transfer_timeout_s):
-                await handoff.push(self._num_pushed, self._pushing)
+                await handoff.push(self._num_pushed + held, self._pushing[held:])
             self._num_pushed += len(self._pushing)
             self._give_back()
         return self._first_token
