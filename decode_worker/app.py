@@ -17,7 +17,6 @@ from engine.graphs import MAX_CAPTURED_SEQS
 from engine.loading import Engine, EngineOptions
 from kvtransfer.base import Receiver
 from kvtransfer.receiver import KvReceiver
-from kvtransfer.staged import stage_receiver
 from kvtransfer.ticket import MAX_BLOCKS
 from kvtransfer.timing import Timing
 from kvtransfer.transports import SHM
@@ -59,7 +58,7 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
 
 
 def _new_receiver(config: DecodeConfig, base: Foundation, engine: Engine) -> Receiver:
-    receiver = KvReceiver(
+    return KvReceiver(
         base.pool_memory(engine),
         base.fingerprints(engine),
         base.clock,
@@ -71,7 +70,6 @@ def _new_receiver(config: DecodeConfig, base: Foundation, engine: Engine) -> Rec
         tls=base.security.incoming.tls,
         timing=Timing(lease_s=config.lease_s),
     )
-    return stage_receiver(receiver, engine.kv_cache.mirror)
 
 
 def _host_of(address: str) -> str:

@@ -11,7 +11,6 @@ from opentelemetry.trace import Tracer
 
 from engine.loading import EngineOptions
 from kvtransfer.sender import KvSender
-from kvtransfer.staged import stage_sender
 from kvtransfer.timing import Timing
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.transfer import TransferPolicy
@@ -32,16 +31,13 @@ async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) 
     base = Foundation.lay(Role.PREFILL, config, tracer)
     options = EngineOptions.of_worker(config, base.checkpoint.path, shared_kv=False)
     async with base.engine(options, stop) as engine:
-        sender = stage_sender(
-            KvSender(
-                base.pool_memory(engine),
-                base.fingerprints(engine),
-                base.clock,
-                config.transport,
-                tls=base.security.outgoing.tls,
-                timing=Timing(lease_s=config.lease_s),
-            ),
-            engine.kv_cache.mirror,
+        sender = KvSender(
+            base.pool_memory(engine),
+            base.fingerprints(engine),
+            base.clock,
+            config.transport,
+            tls=base.security.outgoing.tls,
+            timing=Timing(lease_s=config.lease_s),
         )
         parts = WorkerParts(engine.thread, engine.pool, sender, base.validator, base.clock, base.observer)
         limits = BatchLimits(config.chunk_tokens, config.max_seqs)

@@ -95,7 +95,8 @@ class Foundation:
 
     def pool_memory(self, engine: Engine) -> PoolMemory:
         """The pool as transfers see it."""
-        return PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, self.incarnation)
+        cache = engine.kv_cache
+        return PoolMemory(cache.host_blocks, cache.shared_fd, self.incarnation, cache.mirror)
 
     def fingerprints(self, engine: Engine) -> Fingerprints:
         """What the other side of a transfer must share."""

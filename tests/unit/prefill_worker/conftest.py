@@ -107,6 +107,7 @@ class FakeHandoff:
         self._sender = sender
         self.ticket = ticket
         self.pushes: list[tuple[int, tuple[BlockId, ...]]] = []
+        self.first_block = sender.first_block
         self.committed: TokenId | None = None
         self.num_aborts = 0
 
@@ -134,6 +135,8 @@ class FakeSender:
     def __init__(self) -> None:
         self.open_gate, self.push_gate, self.commit_gate, self.abort_gate = Gate(), Gate(), Gate(), Gate()
         self.errors: dict[str, Exception] = {}
+        self.first_block = 0
+        """Of the offers to come."""
         self.handoffs: list[FakeHandoff] = []
 
     def raise_error(self, call: str) -> None:

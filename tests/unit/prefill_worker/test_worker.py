@@ -45,6 +45,20 @@ async def test_the_blocks_go_in_the_order_of_positions_each_once(bench: Any, mak
     assert position == 6
 
 
+@pytest.mark.parametrize("held", [1, 3, 5, 6])
+async def test_blocks_that_the_decode_worker_holds_already_are_not_pushed(
+    bench: Any, make_spec: Any, held: int
+) -> None:
+    bench.sender.first_block = held
+    handle = bench.prefill(1, make_spec(23))
+    await bench.router.hears(lambda: handle in bench.router.handoffs)
+    (handoff,) = bench.sender.handoffs
+    pushed = [first + i for first, blocks in handoff.pushes for i in range(len(blocks))]
+    assert pushed == list(range(held, 6))
+    assert all(held <= first for first, _ in handoff.pushes)
+    await bench.settles()
+
+
 async def test_full_blocks_are_pushed_while_the_next_chunk_computes(bench: Any, make_spec: Any) -> None:
     bench.engine.gate.close()
     bench.prefill(1, make_spec(20))
