@@ -75,9 +75,7 @@ class Foundation:
         worker_id = WorkerId(config.worker_id or f"{role.value}-{incarnation[:8]}")
         metrics = Metrics(Process(role.value), checkpoint.name, worker_id)
         observer = worker_observers([*sequence_spans(tracer, role), WorkerMetrics(metrics, role, clock)])
-        return cls(
-            role, config, security, checkpoint, transports, incarnation, worker_id, metrics, observer, clock
-        )
+        return cls(role, config, security, checkpoint, transports, incarnation, worker_id, metrics, observer, clock)
 
     @property
     def validator(self) -> Validator:
