@@ -105,13 +105,9 @@ def test_an_answer_carries_what_it_was_told() -> None:
 
     reserved, prefill_done, handoff_done = session.take()
 
-    assert reserved.reserved == worker_pb2.Reserved(
-        handle=A, ticket=b"ticket", kv_endpoint=b"endpoint", held_tokens=32
-    )
+    assert reserved.reserved == worker_pb2.Reserved(handle=A, ticket=b"ticket", kv_endpoint=b"endpoint", held_tokens=32)
     assert prefill_done.prefill_done == worker_pb2.PrefillDone(handle=A, queue_seconds=0.5, prefill_seconds=0.25)
-    assert handoff_done.handoff_done == worker_pb2.HandoffDone(
-        handle=A, transfer_bytes=4096, transfer_seconds=0.125
-    )
+    assert handoff_done.handoff_done == worker_pb2.HandoffDone(handle=A, transfer_bytes=4096, transfer_seconds=0.125)
 
 
 def test_the_end_of_a_choice_is_kept_when_tokens_merge() -> None:

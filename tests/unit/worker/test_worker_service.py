@@ -110,9 +110,7 @@ def release(handle: int) -> worker_pb2.ConnectRequest:
 async def test_requests_reach_the_core_and_its_answers_the_router(core: RecordingCore, stream: Call) -> None:
     await stream.write(reserve(1, local_prefill=True))
     reserved = (await stream.read()).reserved
-    prefill = worker_pb2.Prefill(
-        handle=2, group=worker_pb2.Group(request_id="r-2"), ticket=b"t", kv_endpoint=b"e"
-    )
+    prefill = worker_pb2.Prefill(handle=2, group=worker_pb2.Group(request_id="r-2"), ticket=b"t", kv_endpoint=b"e")
     await stream.write(worker_pb2.ConnectRequest(prefill=prefill))
     prefill_done = (await stream.read()).prefill_done
     (first,) = (await stream.read()).step_outputs.outputs
