@@ -2,7 +2,7 @@
 
     load engine → listen for KV → serve and register (`worker.process`) → receiver stops → engine closes
 
-Knows every part and decides nothing about sequences (see `worker`).
+Knows every part and decides nothing about requests (see `worker`).
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ def _describe(
         max_sequence_tokens=_max_sequence_tokens(engine),
         pid=os.getpid(),
         device=str(engine.model.device),
+        pool_tokens=engine.pool.num_blocks * engine.layout.block_size,
     )
 
 
@@ -155,4 +156,5 @@ def _new_worker(
     validator = Validator(config.limits, checkpoint.vocab_size, checkpoint.context_tokens)
     parts = WorkerParts(engine.thread, engine.pool, receiver, validator, MonotonicClock(), observer)
     limits = StepLimits(config.block_size, config.max_seqs, config.chunk_tokens)
-    return DecodeWorker(parts, WorkerPolicy(limits, _max_sequence_tokens(engine)))
+    policy = WorkerPolicy(limits, _max_sequence_tokens(engine), overlap_steps=config.overlap_steps == "auto")
+    return DecodeWorker(parts, policy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.errors import TandemError
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, SequenceObserver, StepReport
-from tandem.types import SequenceSpec, WorkerInfo
+from tandem.types import GroupSpec, WorkerInfo
 
 
 class SilentListener:
@@ -83,7 +83,7 @@ class SilentSequence:
 class SilentWorker:
     """A `WorkerObserver`."""
 
-    def sequence(self, spec: SequenceSpec) -> SequenceObserver:
+    def sequence(self, spec: GroupSpec) -> SequenceObserver:
         """A sequence arrives."""
         return SilentSequence()
 

@@ -19,7 +19,7 @@ from tandem.telemetry.observers import (
     WorkerObserver,
 )
 from tandem.telemetry.observers_silent import SilentRouter, SilentWorker
-from tandem.types import SequenceSpec, WorkerInfo
+from tandem.types import GroupSpec, WorkerInfo
 
 
 def router_observers(observers: Iterable[RouterObserver]) -> RouterObserver:
@@ -132,7 +132,7 @@ class _Workers:
     def __init__(self, observers: tuple[WorkerObserver, ...]) -> None:
         self._all = observers
 
-    def sequence(self, spec: SequenceSpec) -> SequenceObserver:
+    def sequence(self, spec: GroupSpec) -> SequenceObserver:
         return _Sequences(tuple(each.sequence(spec) for each in self._all))
 
     def step(self, report: StepReport) -> None:
