@@ -67,6 +67,11 @@ class Sequence:
         return len(self._prompt_token_ids) + len(self._output_token_ids) + self._num_pending_tokens
 
     @property
+    def output_token_ids(self) -> tuple[TokenId, ...]:
+        """Known completion tokens, those drawn elsewhere included; a copy."""
+        return tuple(self._output_token_ids)
+
+    @property
     def num_output_tokens(self) -> int:
         """Known completion tokens, those drawn elsewhere included."""
         return len(self._output_token_ids)
