@@ -49,7 +49,8 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
         receiver = _new_receiver(config, base, engine)
         parts = WorkerParts(engine.thread, engine.pool, receiver, base.validator, base.clock, base.observer)
         limits = StepLimits(config.block_size, config.max_seqs, config.chunk_tokens)
-        worker = DecodeWorker(parts, WorkerPolicy(limits, info.max_sequence_tokens))
+        policy = WorkerPolicy(limits, info.max_sequence_tokens, overlap_steps=config.overlap_steps == "auto")
+        worker = DecodeWorker(parts, policy)
         await receiver.start()
         try:
             await base.serve(worker, info, stop)

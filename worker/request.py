@@ -41,5 +41,7 @@ class Request:
         self.observer = observer
         self.started_s: float | None = None
         """When its first tokens were scheduled; None before."""
+        self.owes_prefill_done = True
+        """Whether the prompt is computed here, and the router has not been told that it is done."""
         self.num_sampled_tokens = 0
         """Tokens drawn here, of all choices."""
