@@ -24,7 +24,6 @@ from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import StepLimits
 from decode_worker.step_loop import StepLoop
 from decode_worker.step_outputs import StepOutputs
-from decode_worker.ticker import Ticker
 from engine.block_pool import BlockPool
 from kvtransfer.base import Receiver
 from tandem.clock import Clock, Deadline
@@ -37,6 +36,7 @@ from tandem.types import BlockId, GroupSpec, Handle, TokenId, WorkerLoad
 from tandem.validation import Validator
 from worker.ports import RouterPort, StepEngine
 from worker.request import Request
+from worker.ticker import Ticker
 
 _log = get_logger(__name__)
 

@@ -12,8 +12,8 @@ from opentelemetry.trace import Tracer
 from engine.loading import EngineOptions
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
+from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.scheduler import BatchLimits
-from prefill_worker.transfer import TransferPolicy
 from prefill_worker.worker import PrefillWorker, WorkerParts
 from tandem.config import PrefillConfig
 from tandem.rpc.process import StopSignal
@@ -41,7 +41,7 @@ async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) 
         )
         parts = WorkerParts(engine.thread, engine.pool, sender, base.validator, base.clock, base.observer)
         limits = BatchLimits(config.chunk_tokens, config.max_seqs)
-        policy = TransferPolicy(overlap=config.overlap)
+        policy = OutgoingPolicy(overlap=config.overlap)
         try:
             worker = PrefillWorker(parts, limits, policy, engine.max_sequence_tokens)
             await base.serve(worker, base.info(engine), stop)

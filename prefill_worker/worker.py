@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from engine.block_pool import BlockPool
 from engine.step import SampledToken
 from kvtransfer.base import Sender, TransferReport
+from prefill_worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.step_loop import StepLoop
-from prefill_worker.transfer import PromptTransfer, TransferPolicy
 from tandem.clock import Clock, Deadline
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Reason, TandemError, Unavailable
 from tandem.first_tokens import encode_first_tokens
@@ -56,14 +56,14 @@ class PrefillWorker:
     """A `worker.ports.WorkerCore` that computes prompts and hands them over."""
 
     def __init__(
-        self, parts: WorkerParts, limits: BatchLimits, policy: TransferPolicy, max_sequence_tokens: int
+        self, parts: WorkerParts, limits: BatchLimits, policy: OutgoingPolicy, max_sequence_tokens: int
     ) -> None:
         self._parts = parts
         self._policy = policy
         self._max_sequence_tokens = max_sequence_tokens
         self._steps = StepLoop(parts.engine, parts.pool, limits, parts.clock, self, parts.observer)
         self._live: dict[tuple[RouterPort, Handle], Request] = {}
-        self._transfers: dict[Request, PromptTransfer] = {}
+        self._transfers: dict[Request, OutgoingTransfer] = {}
         """One per live request, and those that have not let go of the blocks of an ended one."""
         self._num_arrived = 0
         self._idle = asyncio.Event()
@@ -89,7 +89,7 @@ class PrefillWorker:
         deadline = Deadline.after(parts.clock, spec.timeout_s)
         observer = parts.observer.sequence(spec)
         request = Request(session, handle, spec, self._num_arrived, parts.clock.now_s(), deadline, observer)
-        transfer = PromptTransfer(request, parts.sender, parts.pool, self._policy, self)
+        transfer = OutgoingTransfer(request, parts.sender, parts.pool, self._policy, self)
         self._idle.clear()
         self._live[session, handle] = request
         self._transfers[request] = transfer
@@ -158,20 +158,14 @@ class PrefillWorker:
 
     def prompt_computed(self, request: Request, tokens: tuple[SampledToken, ...]) -> None:
         """Tells the first tokens at once, then hands over the rest, unless they end every choice."""
-        now_s = self._parts.clock.now_s()
-        started_s = now_s if request.started_s is None else request.started_s
-        request.router.prefill_done(request.handle, started_s - request.arrived_s, now_s - started_s)
         drawers = request.group.prefix.drawers
-        for sequence, token in zip(drawers, tokens, strict=True):
-            offset = sequence.num_output_tokens
-            finish_reason = sequence.append_token(token.token_id)
-            request.router.token(request.handle, sequence.index, offset, token, finish_reason)
-        request.num_sampled_tokens = len(tokens)
-        request.observer.first_token()
+        request.prompt_computed(self._parts.clock.now_s())
+        for choice, token in zip(drawers, tokens, strict=True):
+            request.take_token(choice, token)
         if request.group.is_finished:
             self._end(request)
         else:
-            first_tokens = {each.index: token.token_id for each, token in zip(drawers, tokens, strict=True)}
+            first_tokens = {choice.index: token.token_id for choice, token in zip(drawers, tokens, strict=True)}
             self._transfers[request].finish(encode_first_tokens(first_tokens))
 
     def step_failed(self, request: Request, error: InternalError) -> None:
@@ -182,7 +176,7 @@ class PrefillWorker:
         """Blocks of ended requests are back."""
         self._note_idle()
 
-    # --- from transfers (TransferOwner) ---
+    # --- from transfers (OutgoingOwner) ---
 
     def transfer_committed(self, request: Request, report: TransferReport) -> None:
         """The decode worker has all of it."""

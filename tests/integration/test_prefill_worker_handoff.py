@@ -23,7 +23,7 @@ from kvtransfer.base import BlockRef, Fingerprints, Offer, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from prefill_worker.scheduler import BatchLimits
-from prefill_worker.transfer import TransferPolicy
+from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.worker import PrefillWorker, WorkerParts
 from tandem.clock import MonotonicClock
 from tandem.errors import TandemError, TransferError
@@ -229,7 +229,7 @@ async def make_rig(engine: Engine) -> AsyncIterator[Callable[..., Rig]]:
         counted = CountedEngine(engine)
         parts = WorkerParts(counted, engine.pool, sender, validator, clock, RecordingWorker())
         limits = BatchLimits(CHUNK_TOKENS, 8)
-        worker = PrefillWorker(parts, limits, TransferPolicy(overlap=overlap), engine.max_sequence_tokens)
+        worker = PrefillWorker(parts, limits, OutgoingPolicy(overlap=overlap), engine.max_sequence_tokens)
         rigs.append((Rig(worker, counted, RecordingRouter()), asyncio.create_task(worker.run())))
         return rigs[-1][0]
 

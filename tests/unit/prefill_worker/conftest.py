@@ -12,8 +12,8 @@ from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
 from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq, Step, StepResult
 from kvtransfer.base import TransferReport
+from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.scheduler import BatchLimits
-from prefill_worker.transfer import TransferPolicy
 from prefill_worker.worker import PrefillWorker, WorkerParts
 from tandem.clock import ManualClock
 from tandem.errors import TandemError
@@ -225,7 +225,7 @@ class Bench:
         self.observer = RecordingWorker()
         validator = Validator(Limits(), vocab_size=1000, context_tokens=256)
         parts = WorkerParts(self.engine, self.pool, self.sender, validator, self.clock, self.observer)
-        policy = TransferPolicy(overlap=overlap, transfer_timeout_s=transfer_timeout_s)
+        policy = OutgoingPolicy(overlap=overlap, transfer_timeout_s=transfer_timeout_s)
         self.worker = PrefillWorker(parts, BatchLimits(8, 4), policy, max_sequence_tokens=64)
         self.running = asyncio.create_task(self.worker.run())
 

@@ -32,7 +32,7 @@ OPEN_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class TransferPolicy:
+class OutgoingPolicy:
     """How blocks are handed over."""
 
     overlap: bool = True
@@ -41,7 +41,7 @@ class TransferPolicy:
     transfer_timeout_s: float = TRANSFER_TIMEOUT_S
 
 
-class TransferOwner(Protocol):
+class OutgoingOwner(Protocol):
     """Told how a transfer went: one of the first two calls, or neither after `abort`."""
 
     def transfer_committed(self, request: Request, report: TransferReport) -> None:
@@ -57,11 +57,11 @@ class TransferOwner(Protocol):
         ...
 
 
-class PromptTransfer:
+class OutgoingTransfer:
     """The transfer of one prompt."""
 
     def __init__(
-        self, request: Request, sender: Sender, pool: BlockPool, policy: TransferPolicy, owner: TransferOwner
+        self, request: Request, sender: Sender, pool: BlockPool, policy: OutgoingPolicy, owner: OutgoingOwner
     ) -> None:
         self._request = request
         self._sender = sender
