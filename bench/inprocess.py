@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from engine.chunking import plan_chunks
 from engine.loading import Engine
 from engine.sequence import Sequence
-from engine.step import BrokenLogits
-from tandem.types import RequestId, SamplingParams, SequenceSpec, TokenId
+from engine.step import BrokenLogits, Step
+from tandem.types import RequestId, SamplingParams, TokenId
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,12 @@ async def _run(engine: Engine, prompts: SequenceOf[SequenceOf[int]], max_tokens:
         step_s.append(time.perf_counter() - began_s)
     for seq in seqs:
         engine.pool.release(seq.take_blocks())
-    completions = tuple(tuple(seq.token_ids[seq.spec.num_prompt_tokens :]) for seq in seqs)
-    return EngineTimes(first_token_s, tuple(step_s), completions)
+    return EngineTimes(first_token_s, tuple(step_s), tuple(seq.output_token_ids for seq in seqs))
 
 
 def _sequence(number: int, prompt: SequenceOf[int], max_tokens: int) -> Sequence:
     token_ids = tuple(TokenId(token_id) for token_id in prompt)
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    return Sequence(SequenceSpec(RequestId(f"bench-{number}"), token_ids, len(token_ids), sampling))
+    return Sequence(number, SamplingParams(max_tokens=max_tokens, temperature=0.0), token_ids)
 
 
 async def _step(engine: Engine, chunks: SequenceOf[tuple[Sequence, int]]) -> None:
@@ -61,10 +59,9 @@ async def _step(engine: Engine, chunks: SequenceOf[tuple[Sequence, int]]) -> Non
         wanted = seq.blocks_wanted(num_tokens, engine.pool.block_size)
         if wanted:
             seq.add_blocks(engine.pool.allocate(wanted))
-    outputs = await engine.thread.step([seq.scheduled(size) for seq, size in chunks])
-    for (seq, num_tokens), sampled in zip(chunks, outputs, strict=True):
-        seq.advance(num_tokens)
-        if isinstance(sampled, BrokenLogits):
-            raise sampled.error(seq.spec.request_id)
-        if sampled is not None:
-            seq.append_token(sampled.token_id)
+    result = await engine.thread.launch(Step(tuple(seq.schedule(size) for seq, size in chunks)))
+    for (seq, _), outputs in zip(chunks, result.outputs, strict=True):
+        for sampled in outputs:
+            if isinstance(sampled, BrokenLogits):
+                raise sampled.error(RequestId(f"bench-{seq.index}"))
+            seq.append_token(sampled[0].token_id)

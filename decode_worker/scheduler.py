@@ -1,60 +1,55 @@
 """Which sequences compute how many tokens in the next step: continuous batching, as a pure function.
 
-Every sequence has a rank, larger priority first, then order of arrival; ranks differ. One step:
+Every request has a rank, larger priority first, then order of arrival; ranks differ. A request's choices are one
+group: admitted, seated and preempted together. A seat is a row of the batch: one for each choice that has not
+finished. One step:
 
- 1. admit     waiting sequences that hold blocks (landed hand-offs) take free seats; then, in
-              rank order, those without blocks (fresh or preempted prompts) for whose tokens
-              there is room *and* head-room
- 2. share     a sequence with one token to compute takes it (decode); all others share
-              `chunk_tokens` of prompt among them
- 3. secure    in rank order, each gets the blocks its tokens need; when the pool is dry the
-              last-ranked holder of blocks is preempted: it loses its blocks and later computes
-              its tokens again. Who finds no victim behind it takes fewer tokens, or sits out
+ 1. admit     waiting groups that hold blocks (received hand-offs) take free seats; then, in rank order, those
+              without blocks (new or preempted prompts) for whose tokens there is room *and* head-room
+ 2. share     a sequence with one token to compute takes it (decode); all others share `chunk_tokens` among them
+ 3. allocate  in rank order, each gets the blocks that its tokens need, and one more to copy a shared block before
+              it writes there; when the pool is dry the last-ranked holder of blocks is preempted: its group loses
+              all blocks and is computed again later. With no victim behind it, a sequence takes fewer tokens or none
 
-Nothing is preempted for a sequence ranked behind it. So the first-ranked sequence is never
-preempted and takes what all others hold: it always gets on, unless blocks are away on
-hand-offs, which end by themselves (see `reservations`).
+INVARIANT: a plan allocates at most what is free and what its victims alone hold. A block that a victim shares with
+others is not credited: it stays held.
 
-Knows no clock, no pool and no engine: block counts in, decisions out.
+Nothing is preempted for a group ranked behind it. So the first-ranked group is never preempted and takes what all
+others hold: it always progresses, unless blocks are reserved for hand-offs, which end by themselves (`reservations`).
+
+Reads groups and the pool's counts, changes neither; knows no clock and no engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from engine.block_pool import BlockPool
 from engine.chunking import plan_chunks
-
-Rank = tuple[int, int]
-"""Smaller goes first: `(-priority, arrival number)`."""
+from engine.group import Group
+from engine.sequence import Sequence
+from tandem.types import BlockId
+from worker.request import Rank
 
 
 class Schedulable(Protocol):
-    """What a plan must know of a sequence."""
+    """What a plan reads of a request."""
 
     @property
     def rank(self) -> Rank:
-        """Its place in line; no two are equal."""
+        """Smaller goes first; no two are equal."""
         ...
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens known so far, prompt and completion."""
-        ...
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Tokens whose KV lies in its blocks; less than `num_tokens`."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks it holds."""
+    def group(self) -> Group:
+        """Its choices, and the blocks they hold."""
         ...
 
 
-S = TypeVar("S", bound=Schedulable)
+R = TypeVar("R", bound=Schedulable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,122 +61,154 @@ class StepLimits:
     chunk_tokens: int
     """Prompt tokens per step; decode tokens do not count."""
     headroom_tokens: int = 32
-    """Growth to keep free for each active sequence when another is let in."""
+    """Growth to keep free for each seated or arriving sequence when another group is admitted."""
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
-
-    def headroom_blocks(self, num_active: int) -> int:
-        """Blocks to leave free when `num_active` sequences may grow; none for one that is alone."""
-        return 0 if num_active <= 1 else num_active * self.blocks_for(self.headroom_tokens)
-
-    def missing_blocks(self, seqs: Iterable[Schedulable]) -> int:
-        """Blocks that these still need for the tokens they already have."""
-        return sum(max(0, self.blocks_for(seq.num_tokens) - seq.num_blocks) for seq in seqs)
+    def headroom_blocks(self, num_seqs: int) -> int:
+        """Blocks to leave free when `num_seqs` sequences of several groups may grow."""
+        return num_seqs * -(-self.headroom_tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan(Generic[S]):
+class StepPlan(Generic[R]):
     """Decisions of one step, to be carried out in the order of the fields."""
 
-    admitted: tuple[S, ...]
-    """Leave waiting for running."""
-    preempted: tuple[S, ...]
+    admitted: tuple[R, ...]
+    """Move from waiting to running."""
+    preempted: tuple[R, ...]
     """Lose their blocks and go (back) to waiting."""
-    scheduled: tuple[tuple[S, int], ...]
-    """Who computes how many tokens, each at least one; one-token seqs first, each part in rank order."""
+    scheduled: tuple[tuple[R, Sequence, int], ...]
+    """Which sequence computes how many tokens, each at least one; one-token seqs first, each part in rank order."""
+    lacks_blocks: bool
+    """Whether a sequence got fewer tokens than its share because the pool was dry."""
 
 
-def plan_step(running: Sequence[S], waiting: Sequence[S], free_blocks: int, limits: StepLimits) -> StepPlan[S]:
-    """Plans one step; arguments are in rank order and are not changed.
+def plan_step(running: SequenceOf[R], waiting: SequenceOf[R], pool: BlockPool, limits: StepLimits) -> StepPlan[R]:
+    """Plans one step; `running` and `waiting` are in rank order.
 
-    The plan allocates no more than `free_blocks` plus the blocks of those it preempts.
+    Sequences that cannot take part in a step launched now (`can_step`) are left out.
     """
-    return _Planner(running, waiting, free_blocks, limits).plan()
+    return _Planner(running, waiting, pool, limits).plan()
 
 
-class _Planner(Generic[S]):
+def can_step(sequence: Sequence) -> bool:
+    """Whether a step launched now could compute anything of use for it."""
+    if sequence.num_pending_tokens and (sequence.is_exhausted or not sequence.runs_ahead):
+        return False
+    return sequence.num_remaining_tokens > 0
+
+
+class _Planner(Generic[R]):
     """Working state of one `plan_step`."""
 
-    def __init__(self, running: Sequence[S], waiting: Sequence[S], free_blocks: int, limits: StepLimits) -> None:
+    def __init__(self, running: SequenceOf[R], waiting: SequenceOf[R], pool: BlockPool, limits: StepLimits) -> None:
         self._running = list(running)
         self._waiting = list(waiting)
-        self._free_blocks = free_blocks
+        self._pool = pool
         self._limits = limits
-        self._preempted: list[S] = []
-        self._victims: list[S] | None = None
+        self._free_blocks = pool.num_free
+        self._preempted: list[R] = []
+        self._victims: list[R] | None = None
+        self._copied: Counter[BlockId] = Counter()
+        """How many holders of a shared block leave it for a copy of their own."""
+        self._lacks_blocks = False
 
-    def plan(self) -> StepPlan[S]:
+    def plan(self) -> StepPlan[R]:
         admitted = self._admit() if self._waiting else []
-        decodes, chunks = self._secure(self._share())
-        return StepPlan(tuple(admitted), tuple(self._preempted), (*decodes, *chunks))
+        decodes, chunks = self._allocate(self._share())
+        return StepPlan(tuple(admitted), tuple(self._preempted), (*decodes, *chunks), self._lacks_blocks)
 
-    def _admit(self) -> list[S]:
+    def _admit(self) -> list[R]:
         """Moves from waiting to running as far as seats and blocks go."""
-        admitted = []
-        for seq in [*(s for s in self._waiting if s.num_blocks), *(s for s in self._waiting if not s.num_blocks)]:
-            if len(self._running) >= self._limits.max_seqs or not (seq.num_blocks or self._has_room_for(seq)):
+        admitted: list[R] = []
+        num_seats = sum(request.group.num_seats for request in self._running)
+        for request in sorted(self._waiting, key=lambda waiting: not waiting.group.holds_blocks):  # stable
+            num_seats += request.group.num_seats
+            if num_seats > self._limits.max_seqs:
                 break
-            self._waiting.remove(seq)
-            self._running.append(seq)
-            admitted.append(seq)
+            if not request.group.holds_blocks and not self._has_room_for(request, num_seats):
+                break
+            self._waiting.remove(request)
+            self._running.append(request)
+            admitted.append(request)
         self._running.sort(key=_rank)
         return admitted
 
-    def _has_room_for(self, seq: S) -> bool:
+    def _has_room_for(self, request: R, num_seats: int) -> bool:
         """Whether all its tokens and the head-room fit beside what the running ones still lack."""
-        spare = self._free_blocks - self._limits.missing_blocks(self._running)
-        headroom = self._limits.headroom_blocks(len(self._running) + 1)
-        return spare >= self._limits.blocks_for(seq.num_tokens) + headroom
+        spare = self._free_blocks - sum(other.group.num_missing_blocks(self._pool) for other in self._running)
+        headroom = self._limits.headroom_blocks(num_seats) if self._running else 0
+        return spare >= request.group.num_missing_blocks(self._pool) + headroom
 
-    def _share(self) -> list[tuple[S, int, bool]]:
+    def _share(self) -> list[tuple[R, Sequence, int, bool]]:
         """Tokens that each would compute if blocks were no matter, and whether it is a chunk; in rank order."""
-        remaining = [seq.num_tokens - seq.num_computed_tokens for seq in self._running]
-        prompts = [num_tokens for num_tokens in remaining if num_tokens > 1]
+        seqs = [
+            (request, seq, seq.num_remaining_tokens)
+            for request in self._running
+            for seq in request.group.running
+            if can_step(seq)
+        ]
+        prompts = [num_tokens for *_, num_tokens in seqs if num_tokens > 1]
         chunks = iter(plan_chunks(prompts, self._limits.chunk_tokens, len(prompts)))
         return [
-            (seq, next(chunks), True) if num_tokens > 1 else (seq, 1, False)
-            for seq, num_tokens in zip(self._running, remaining, strict=True)
+            (request, seq, next(chunks), True) if num_tokens > 1 else (request, seq, 1, False)
+            for request, seq, num_tokens in seqs
         ]
 
-    def _secure(self, wanted: list[tuple[S, int, bool]]) -> tuple[list[tuple[S, int]], list[tuple[S, int]]]:
+    def _allocate(
+        self, wanted: list[tuple[R, Sequence, int, bool]]
+    ) -> tuple[list[tuple[R, Sequence, int]], list[tuple[R, Sequence, int]]]:
         """Gives out blocks in rank order, preempting from the other end; returns decodes and chunks."""
-        decodes: list[tuple[S, int]] = []
-        chunks: list[tuple[S, int]] = []
-        for seq, num_wanted, is_chunk in wanted:
-            if self._preempted and seq.rank >= self._preempted[-1].rank:
+        decodes: list[tuple[R, Sequence, int]] = []
+        chunks: list[tuple[R, Sequence, int]] = []
+        for request, seq, num_wanted, is_chunk in wanted:
+            if num_wanted == 0:
+                continue  # the budget for chunks is used up
+            if self._preempted and request.rank >= self._preempted[-1].rank:
                 break  # preempted, or behind a victim whose blocks it must not take
-            num_tokens = self._grow(seq, num_wanted)
+            num_tokens = self._grow(request, seq, num_wanted)
             if num_tokens > 0:
-                (chunks if is_chunk else decodes).append((seq, num_tokens))
+                (chunks if is_chunk else decodes).append((request, seq, num_tokens))
         return decodes, chunks
 
-    def _grow(self, seq: S, num_wanted: int) -> int:
+    def _grow(self, request: R, seq: Sequence, num_wanted: int) -> int:
         """Takes blocks for up to `num_wanted` more tokens; returns for how many there is room."""
-        num_computed, num_blocks = seq.num_computed_tokens, seq.num_blocks
-        end = num_computed + num_wanted
-        num_needed = self._limits.blocks_for(end) - num_blocks
-        if num_needed <= 0:
+        size = self._pool.block_size
+        source = self._shared_block(request, seq)
+        num_copies = 0 if source is None else 1
+        num_needed = seq.blocks_wanted(num_wanted, size) + num_copies
+        if num_needed == 0:
             return num_wanted
-        while num_needed > self._free_blocks and self._preempt_behind(seq):
+        while num_needed > self._free_blocks and self._preempt_behind(request):
             pass
         num_taken = min(num_needed, self._free_blocks)
+        self._lacks_blocks |= num_taken < num_needed
+        if num_taken < num_copies:
+            return 0
+        if source is not None:
+            self._copied[source] += 1
         self._free_blocks -= num_taken
-        return min(end, (num_blocks + num_taken) * self._limits.block_size) - num_computed
+        num_slots = (len(seq.block_table) + num_taken - num_copies) * size
+        return min(num_wanted, num_slots - seq.num_computed_tokens)
 
-    def _preempt_behind(self, seq: S) -> bool:
-        """Takes the blocks of the last-ranked holder, if that ranks behind `seq`."""
+    def _shared_block(self, request: R, seq: Sequence) -> BlockId | None:
+        """The block that must be copied before `seq` writes there, if others will still hold it by then."""
+        if not request.group.needs_copy(seq, self._pool):
+            return None
+        block = seq.block_table[seq.num_computed_tokens // self._pool.block_size]
+        return block if self._pool.ref_count(block) - self._copied[block] > 1 else None
+
+    def _preempt_behind(self, request: R) -> bool:
+        """Takes the blocks of the last-ranked holder, if that ranks behind `request`."""
         if self._victims is None:
-            holders = [s for s in (*self._running, *self._waiting) if s.num_blocks]
+            holders = [other for other in (*self._running, *self._waiting) if other.group.holds_blocks]
             self._victims = sorted(holders, key=_rank)
-        if not self._victims or self._victims[-1].rank <= seq.rank:
+        if not self._victims or self._victims[-1].rank <= request.rank:
             return False
         victim = self._victims.pop()
         self._preempted.append(victim)
-        self._free_blocks += victim.num_blocks
+        self._free_blocks += victim.group.num_own_blocks(self._pool)
         return True
 
 
-def _rank(seq: Schedulable) -> Rank:
-    return seq.rank
+def _rank(request: Schedulable) -> Rank:
+    return request.rank

@@ -1,44 +1,48 @@
-"""The loop that turns the batch: plan, step, apply, tell each router once.
+"""Keeps the engine stepping: plan, launch, wait, apply. Up to two steps are in flight.
 
-The engine computes in its own thread; while a step runs, the control loop is free. What a
-step made for one router goes out in one call, which never awaits a reader. When nobody can
-get on, the loop sleeps until `wake`.
+    launch k ────────────── wait ──────┬─ k ends: apply k ─┬─ k + 1 ends: apply …
+                                       │                   │
+             just before k's end: launch k + 1   just before its end: launch k + 2
 
-A step that raises fails the sequences in it and nobody else; one whose logits are broken fails
-alone. A bug in the planning itself ends `run`, and with it the process.
+The engine computes in its own thread; while a step runs, the control loop is free. A second step is launched behind a
+decode step only, when that is about to end (`step_timing`), and only if waiting for its end would not bring a better
+one (`RunningBatch.step_behind`); the tokens it starts from then go from step to step inside the engine. A sequence
+that turns out to have ended costs one discarded token. When nobody can step, the loop sleeps until `wake`.
+
+A step that raises fails the requests in it and nobody else, each once; one whose logits are broken fails alone. A bug
+in the planning itself ends `run`, and with it the process.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 
-from decode_worker.arrival import Arrival, RouterPort
-from decode_worker.resident import Resident
-from decode_worker.roster import Roster, Share
-from engine.engine_thread import EngineBroken
-from engine.step import BrokenLogits, Sampled, ScheduledSeq
+from decode_worker.running_batch import BatchedStep, RunningBatch
+from decode_worker.step_outputs import StepOutputs
+from decode_worker.step_timing import StepTiming
+from engine.engine_thread import EngineBroken, to_the_end
+from engine.step import StepResult
 from tandem.clock import Clock
 from tandem.errors import InternalError, TandemError
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import StepReport, WorkerObserver
-from tandem.types import Handle, TokenDelta
+from worker.ports import StepEngine
 
 _log = get_logger(__name__)
 
 
-class StepEngine(Protocol):
-    """What computes a step; `engine.engine_thread.EngineThread` is one."""
+@dataclass(slots=True)
+class _InFlight:
+    """A launched step."""
 
-    @property
-    def num_steps(self) -> int:
-        """Steps made since start."""
-        ...
-
-    async def step(self, batch: Sequence[ScheduledSeq]) -> Sequence[Sampled | None]:
-        """One result per seq in order; None where nothing was to be sampled."""
-        ...
+    batched: BatchedStep
+    result: asyncio.Future[StepResult]
+    started_s: float
+    """When the engine began with it, as far as the loop can tell."""
 
 
 class StepLoop:
@@ -46,20 +50,25 @@ class StepLoop:
 
     def __init__(
         self,
-        roster: Roster,
+        batch: RunningBatch,
         engine: StepEngine,
         clock: Clock,
-        on_ended: Callable[[Arrival, TandemError | None], None],
+        outputs: StepOutputs,
         on_step_ended: Callable[[], None],
         observer: WorkerObserver,
+        *,
+        overlap: bool,
     ) -> None:
-        """`on_ended` once per sequence that finished (None) or broke; it must make it leave the roster."""
-        self._roster = roster
+        """`overlap`: whether a second step may be in flight."""
+        self._batch = batch
         self._engine = engine
         self._clock = clock
-        self._on_ended = on_ended
+        self._outputs = outputs
         self._on_step_ended = on_step_ended
         self._observer = observer
+        self._overlap = overlap
+        self._timing = StepTiming()
+        self._in_flight: deque[_InFlight] = deque()
         self._work = asyncio.Event()
 
     def wake(self) -> None:
@@ -67,85 +76,94 @@ class StepLoop:
         self._work.set()
 
     async def run(self) -> None:
-        """Steps while there is work, sleeps while there is none. Ends by cancellation, or raises EngineBroken."""
-        while True:
-            self._work.clear()
-            shares = self._roster.begin_step()
-            if not shares:
-                await self._work.wait()
-                continue
-            try:
-                await self._step(shares)
-            finally:
-                self._roster.end_step()
-            self._on_step_ended()
+        """Steps while there is work, sleeps while there is none. Ends by cancellation, or raises EngineBroken.
 
-    async def _step(self, shares: tuple[Share, ...]) -> None:
-        began_s = self._note_start(shares)
+        It does not end before every launched step has.
+        """
         try:
-            outputs = await self._engine.step([share.scheduled for share in shares])
-            self._report(shares, self._clock.now_s() - began_s)
-            self._apply(shares, outputs)
+            while True:
+                self._work.clear()
+                if not self._in_flight and not self._launch(self._batch.next_step):
+                    await self._work.wait()
+                    continue
+                await self._launch_behind()
+                await self._end_oldest()
+        finally:
+            await self._drain()
+
+    def _launch(self, plan: Callable[[], BatchedStep | None]) -> bool:
+        """Launches what `plan` returns; False if that is nothing."""
+        began_s = self._clock.now_s()
+        batched = plan()
+        if batched is None:
+            return False
+        for request, _ in batched.seqs:
+            if request.started_s is None:
+                request.started_s = began_s
+                request.observer.started()
+        self._batch.releases.step_launched()
+        result, now_s = self._launched(batched), self._clock.now_s()
+        self._in_flight.append(_InFlight(batched, result, now_s))
+        self._timing.planning_took(now_s - began_s)
+        return True
+
+    def _launched(self, batched: BatchedStep) -> asyncio.Future[StepResult]:
+        try:
+            return asyncio.ensure_future(self._engine.launch(batched.step))
+        except Exception as error:  # noqa: BLE001 - one way out for all that goes wrong with a step
+            failed = asyncio.get_running_loop().create_future()
+            failed.set_exception(error)
+            return failed
+
+    async def _launch_behind(self) -> None:
+        """Waits until the step in flight has ended, or launches the next one behind it shortly before."""
+        running = self._in_flight[0]
+        if not self._overlap or not running.batched.is_decode:
+            return
+        after_s = self._timing.launch_after_s(len(running.batched.seqs))
+        if after_s is None:
+            return
+        timeout_s = running.started_s + after_s - self._clock.now_s()
+        if timeout_s > 0:
+            await asyncio.wait({running.result}, timeout=timeout_s)
+        if not running.result.done():
+            self._launch(lambda: self._batch.step_behind(running.batched))
+
+    async def _end_oldest(self) -> None:
+        """Waits for the oldest step in flight and applies what it brought."""
+        batched, future = self._in_flight[0].batched, self._in_flight[0].result
+        await asyncio.wait({future})  # not the future itself: a cancelled wait must leave the step alone
+        self._ended()
+        try:
+            result = future.result()
         except EngineBroken as error:
-            self._fail(shares, error)
+            self._outputs.fail(batched, error)
             raise
         except Exception as error:  # noqa: BLE001 - the step's root: one bad batch must not stop the others
-            _log.exception("a step failed", num_seqs=len(shares))
-            self._fail(shares, error)
+            _log.exception("a step failed", num_seqs=len(batched.seqs))
+            known = error if isinstance(error, TandemError) else None
+            self._outputs.fail(batched, known or InternalError(f"a step broke: {type(error).__name__}"))
+        else:
+            self._report(batched, result.seconds)
+            self._outputs.apply(batched, result)
+        self._on_step_ended()
 
-    def _note_start(self, shares: tuple[Share, ...]) -> float:
-        """Returns the time."""
-        now_s = self._clock.now_s()
-        for share in shares:
-            if share.resident.started_s is None:
-                share.resident.started_s = now_s
-                share.resident.arrival.observer.started()
-        return now_s
+    def _ended(self) -> None:
+        self._in_flight.popleft()
+        self._batch.releases.step_ended()
+        if self._in_flight:
+            self._in_flight[0].started_s = self._clock.now_s()
 
-    def _report(self, shares: tuple[Share, ...], seconds: float) -> None:
-        num_tokens = num_decode_seqs = 0
-        for share in shares:
-            if share.num_tokens == 1 and not share.resident.owes_first_token:
-                num_decode_seqs += 1
-            else:
-                num_tokens += share.num_tokens
-        specs = tuple([share.resident.arrival.spec for share in shares])
-        self._observer.step(StepReport(seconds, num_tokens, num_decode_seqs, specs))
+    def _report(self, batched: BatchedStep, seconds: float) -> None:
+        if batched.is_decode:
+            self._timing.step_took(len(batched.seqs), seconds)
+        num_tokens = sum(len(seq.token_ids) for seq in batched.step.seqs)
+        specs = tuple([request.spec for request, _ in batched.seqs])
+        self._observer.step(StepReport(seconds, num_tokens - batched.num_decodes, batched.num_decodes, specs))
 
-    def _apply(self, shares: tuple[Share, ...], outputs: Sequence[Sampled | None]) -> None:
-        fan_out: dict[RouterPort, list[tuple[Handle, TokenDelta]]] = {}
-        ended: list[tuple[Arrival, TandemError | None]] = []
-        for share, sampled in zip(shares, outputs, strict=True):
-            resident = share.resident
-            if resident not in self._roster:
-                continue  # released while the step ran
-            self._roster.advance(share)
-            if sampled is None:
-                continue
-            if isinstance(sampled, BrokenLogits):
-                ended.append((resident.arrival, sampled.error(resident.arrival.spec.request_id)))
-                continue
-            delta = resident.take_token(sampled)
-            if resident.owes_first_token:
-                self._announce_first(resident, delta)
-            else:
-                fan_out.setdefault(resident.arrival.router, []).append((resident.arrival.handle, delta))
-            if delta.finish_reason is not None:
-                ended.append((resident.arrival, None))
-        for router, deltas in fan_out.items():
-            router.deltas(deltas)
-        for arrival, error in ended:
-            self._on_ended(arrival, error)
-
-    def _announce_first(self, resident: Resident, delta: TokenDelta) -> None:
-        arrival, now_s = resident.arrival, self._clock.now_s()
-        started_s = now_s if resident.started_s is None else resident.started_s
-        resident.owes_first_token = False
-        arrival.observer.first_token()
-        arrival.router.prefill_done(arrival.handle, delta, started_s - arrival.arrived_s, now_s - started_s)
-
-    def _fail(self, shares: tuple[Share, ...], error: Exception) -> None:
-        reported = error if isinstance(error, TandemError) else InternalError(f"a step broke: {type(error).__name__}")
-        for share in shares:
-            if share.resident in self._roster:
-                self._on_ended(share.resident.arrival, reported)
+    async def _drain(self) -> None:
+        """Waits for what is in flight, cancelled or not."""
+        while self._in_flight:
+            with suppress(Exception, asyncio.CancelledError):
+                await to_the_end(self._in_flight[0].result)
+            self._ended()

@@ -1,49 +1,42 @@
-"""The decode worker's core: lets sequences in, sees each to its one end, lets go of all it held.
+"""The decode worker's core: admits requests, sees each to its one end, releases all it held.
 
-    Reserve ─▶ queue ─▶ Reserved ─▶ landing ─▶ roster ─▶ StepOutputs … finish
-                           └─ (prompt computed here) ─▶ roster ─▶ PrefillDone, StepOutputs … finish
-               └────────────┴───────────┴─────────┴─▶ Failed | released
+    Reserve ─▶ queue ─▶ Reserved ─▶ incoming transfer ─▶ batch ─▶ tokens … finish
+                           └─ (prompt computed here) ──▶ batch ─▶ PrefillDone, tokens … finish
+               └────────────┴──────────────┴─────────────┴─▶ Failed | released
 
-A sequence ends once, at `_end`: finished, failed, out of time, released by its router, or its
-router lost. From there on nothing more is said about it. Its blocks are back at once, or when
-the running step, or the writer of its hand-off, has let go of them.
+A request, with all its choices, ends once, at `_end`: finished, failed, out of time, released by its router, or its
+router lost. From there on nothing more is said about it. Its blocks are free at once, or when
+the last step that touches them, or the writer of its hand-off, has stopped.
 
-Nobody waits for new work to be noticed: `tick` lets deadlines, tickets and hand-offs run out.
+Nothing waits for new work to be noticed: `tick` lets deadlines, tickets and hand-offs run out.
 All calls on the loop; none awaits but `run` and `drained`. Knows no gRPC.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from decode_worker.arrival import Arrival, RouterPort
-from decode_worker.landing import LandingPolicy, LandingStrip
+from decode_worker.incoming_transfers import IncomingTransfers, TransferPolicy
 from decode_worker.reservations import MAX_QUEUED, ReservationQueue, Room
-from decode_worker.resident import Resident
-from decode_worker.roster import Roster
+from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import StepLimits
-from decode_worker.step_loop import StepEngine, StepLoop
-from decode_worker.ticker import Ticker
+from decode_worker.step_loop import StepLoop
+from decode_worker.step_outputs import StepOutputs
 from engine.block_pool import BlockPool
 from kvtransfer.base import Receiver
 from tandem.clock import Clock, Deadline
-from tandem.errors import (
-    DeadlineExceeded,
-    FrameError,
-    InternalError,
-    InvalidRequest,
-    Overloaded,
-    Reason,
-    TandemError,
-    Unavailable,
-)
+from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Reason, TandemError, Unavailable
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import WorkerObserver
 from tandem.telemetry.observers_silent import SilentWorker
 from tandem.telemetry.trace_context import trace_id_of
-from tandem.types import BlockId, Handle, SequenceSpec, TokenId, WorkerLoad
+from tandem.types import BlockId, GroupSpec, Handle, TokenId, WorkerLoad
 from tandem.validation import Validator
+from worker.ports import RouterPort, StepEngine
+from worker.request import Request
+from worker.ticker import Ticker
 
 _log = get_logger(__name__)
 
@@ -70,64 +63,79 @@ class WorkerPolicy:
     limits: StepLimits
     max_sequence_tokens: int
     max_queued: int = MAX_QUEUED
-    landing: LandingPolicy = field(default_factory=LandingPolicy)
+    transfers: TransferPolicy = field(default_factory=TransferPolicy)
+    overlap_steps: bool = True
+    """Whether a second step may be in flight."""
 
 
 class DecodeWorker:
-    """A `worker.service.WorkerCore` that owns a paged pool and decodes in it."""
+    """A `worker.ports.WorkerCore` that owns a paged pool and decodes in it."""
 
     def __init__(self, parts: WorkerParts, policy: WorkerPolicy) -> None:
         self._parts = parts
         self._policy = policy
-        self._queue = ReservationQueue(policy.limits, policy.max_queued)
-        self._landings = LandingStrip(parts.pool, parts.receiver, parts.clock, self, policy.landing)
-        self._roster = Roster(parts.pool, policy.limits)
-        self._steps = StepLoop(
-            self._roster, parts.engine, parts.clock, self._step_took, self._look_again, parts.observer
+        self._queue = ReservationQueue(parts.pool, policy.limits, policy.max_queued)
+        self._transfers = IncomingTransfers(
+            parts.pool, parts.receiver, parts.clock, self, policy.transfers, parts.validator.vocab_size
         )
-        self._arrivals: dict[tuple[RouterPort, Handle], Arrival] = {}
+        self._batch = RunningBatch(parts.pool, policy.limits)
+        self._steps = StepLoop(
+            self._batch,
+            parts.engine,
+            parts.clock,
+            StepOutputs(self._batch, parts.pool, parts.clock, self._end),
+            self._admit,
+            parts.observer,
+            overlap=policy.overlap_steps,
+        )
+        self._requests: dict[tuple[RouterPort, Handle], Request] = {}
         self._num_arrived = 0
         self._draining = False
-        self._look_pending = False
+        self._admission_pending = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     # --- from routers (WorkerCore) ---
 
-    def reserve(self, session: RouterPort, handle: Handle, spec: SequenceSpec, local_prefill: bool) -> None:
-        """Puts a sequence in line; `Reserved` follows when there is room, or `Failed`."""
-        try:
-            self._check(session, handle, spec)
-        except TandemError as error:
-            session.failed(handle, error)
-            return
-        arrival = self._arrive(session, handle, spec, local_prefill)
-        self._arrivals[session, handle] = arrival
+    def reserve(self, session: RouterPort, handle: Handle, spec: GroupSpec, local_prefill: bool) -> None:
+        """Puts a request in line; `reserved` follows when there is room, or `failed`. Raises what makes it refuse."""
+        self._check(session, handle, spec)
+        clock = self._parts.clock
+        self._num_arrived += 1
+        request = Request(
+            session,
+            handle,
+            spec,
+            self._num_arrived,
+            clock.now_s(),
+            Deadline.after(clock, spec.timeout_s),
+            self._parts.observer.sequence(spec),
+        )
+        request.owes_prefill_done = local_prefill
+        self._requests[session, handle] = request
         self._idle.clear()
         try:
-            self._queue.add(arrival)
+            self._queue.add(request)
         except Overloaded as error:
-            self._fail(arrival, error)
-        self._look_soon()
+            self._end(request, error)
+        self._admit_soon()
 
-    def prefill(
-        self, session: RouterPort, handle: Handle, spec: SequenceSpec, ticket: bytes, kv_endpoint: bytes
-    ) -> None:
+    def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec, ticket: bytes, kv_endpoint: bytes) -> None:
         """Refuses: what is prefilled here is asked for by `reserve`."""
-        session.failed(handle, InvalidRequest("prefill", "this is a decode worker"))
+        raise InvalidRequest("prefill", "this is a decode worker")
 
     def release(self, session: RouterPort, handle: Handle) -> None:
         """Nothing more is wanted of it. Idempotent."""
-        arrival = self._arrivals.get((session, handle))
-        if arrival is not None:
-            self._end(arrival)
+        request = self._requests.get((session, handle))
+        if request is not None:
+            self._end(request)
 
     def router_lost(self, session: RouterPort) -> None:
-        """Lets go of all that this router had asked for."""
-        for arrival in [a for a in self._arrivals.values() if a.router is session]:
-            self._end(arrival)
+        """Releases all that this router had asked for."""
+        for request in [each for each in self._requests.values() if each.router is session]:
+            self._end(request)
 
-    # --- from the process ---
+    # --- from the process (WorkerCore) ---
 
     async def run(self) -> None:
         """Steps and ticks until cancelled. Anything it raises is our own bug and the end of the process."""
@@ -140,140 +148,124 @@ class DecodeWorker:
 
     def tick(self) -> None:
         """Lets time run out: deadlines, tickets, hand-offs. Whether or not new work arrives."""
-        for arrival in [a for a in self._arrivals.values() if a.deadline.passed]:
-            self._fail(arrival, DeadlineExceeded(f"request {arrival.spec.request_id} ran out of time"))
-        self._landings.expire()
-        self._look_soon()
+        for request in [each for each in self._requests.values() if each.deadline.passed]:
+            self._end(request, DeadlineExceeded(f"request {request.spec.request_id} ran out of time"))
+        self._transfers.expire()
+        self._admit_soon()
 
     def drain(self) -> None:
-        """Takes no new sequences from now on. Idempotent."""
+        """Takes no new requests from now on. Idempotent."""
         self._draining = True
 
     async def drained(self) -> None:
-        """Returns once no sequence is here and the engine has let go of all of them."""
+        """Returns once no request is here and no step is in flight."""
         await self._idle.wait()
 
     def check_idle(self) -> None:
         """Raises InternalError if anything is still held. For when idle and every writer has stopped."""
-        held = (len(self._arrivals), len(self._queue), len(self._landings), len(self._roster))
-        if any(held) or not self._roster.is_settled:
-            raise InternalError("not idle: {} sequences; {} queued, {} landing, {} in the batch".format(*held))
+        held = (len(self._requests), len(self._queue), len(self._transfers), len(self._batch))
+        if any(held) or not self._batch.is_settled:
+            raise InternalError("not idle: {} requests; {} queued, {} incoming, {} in the batch".format(*held))
         self._parts.pool.assert_idle()
 
     def load(self) -> WorkerLoad:
-        """How it fares now."""
+        """What runs, waits and is held now; each choice counts as a sequence."""
         return WorkerLoad(
             engine_steps=self._parts.engine.num_steps,
-            running_seqs=self._roster.num_running,
-            waiting_seqs=len(self._queue) + self._roster.num_waiting,
-            queued_prompt_tokens=self._queue.num_tokens + self._roster.num_prompt_tokens_left,
+            running_seqs=self._batch.num_running,
+            waiting_seqs=self._queue.num_seqs + self._batch.num_waiting,
+            queued_prompt_tokens=self._queue.num_tokens + self._batch.num_prompt_tokens_left,
             pool=self._parts.pool.counts(),
             live_transfers=self._parts.receiver.num_live,
             draining=self._draining,
-            preemptions=self._roster.num_preemptions,
+            preemptions=self._batch.num_preemptions,
         )
 
-    # --- from hand-offs (LandingOwner) ---
+    # --- from hand-offs (TransferOwner) ---
 
-    def landed(self, arrival: Arrival, block_ids: tuple[BlockId, ...], first_token: TokenId) -> None:
-        """Its KV is here and verified: it joins the batch."""
-        if first_token >= self._parts.validator.vocab_size:
-            self._parts.pool.release(block_ids)
-            self._fail(arrival, FrameError(f"first token {first_token} is not in the vocabulary"))
-            return
-        resident = Resident.landed(arrival, block_ids, first_token)
-        self._roster.join(resident)
-        if resident.sequence.is_finished:
-            self._end(arrival)
-        self._look_soon()
+    def received(self, request: Request, block_ids: tuple[BlockId, ...], first_tokens: Mapping[int, TokenId]) -> None:
+        """The prefix's KV is here and verified: all choices join the batch."""
+        self._parts.pool.set_filled(block_ids, request.group.prefix.num_tokens)
+        request.group.land(block_ids, first_tokens, self._parts.pool)
+        if request.group.is_finished:
+            self._end(request)
+        else:
+            self._batch.join(request)
+        self._admit_soon()
 
-    def landing_failed(self, arrival: Arrival, error: TandemError) -> None:
+    def transfer_failed(self, request: Request, error: TandemError) -> None:
         """Nothing of it may be decoded."""
-        self._fail(arrival, error)
+        self._end(request, error)
 
     def blocks_freed(self) -> None:
         """There may be room for the next one."""
-        self._look_soon()
+        self._admit_soon()
 
-    # --- from the step loop ---
+    # --- admission ---
 
-    def _step_took(self, arrival: Arrival, error: TandemError | None) -> None:
-        if error is None:
-            self._end(arrival)
-        else:
-            self._fail(arrival, error)
-
-    # --- letting in ---
-
-    def _check(self, session: RouterPort, handle: Handle, spec: SequenceSpec) -> None:
+    def _check(self, session: RouterPort, handle: Handle, spec: GroupSpec) -> None:
         if self._draining:
             raise Unavailable("this decode worker takes no new work", Reason.DRAINING)
-        if (session, handle) in self._arrivals:
+        if (session, handle) in self._requests:
             raise InvalidRequest("handle", f"{handle} is in use")
-        self._parts.validator.validate_sequence(spec, self._policy.max_sequence_tokens)
+        limits, validator, pool = self._policy.limits, self._parts.validator, self._parts.pool
+        validator.validate_group(spec, self._policy.max_sequence_tokens)
+        validator.validate_pool(spec, pool.block_size, pool.num_blocks)
+        if len(spec.choices) > limits.max_seqs:
+            raise InvalidRequest(
+                "sampling.n", f"{len(spec.choices)} choices exceed a batch of {limits.max_seqs} sequences"
+            )
 
-    def _arrive(self, session: RouterPort, handle: Handle, spec: SequenceSpec, local_prefill: bool) -> Arrival:
-        self._num_arrived += 1
-        clock = self._parts.clock
-        deadline = Deadline.after(clock, spec.timeout_s)
-        observer = self._parts.observer.sequence(spec)
-        return Arrival(session, handle, spec, local_prefill, self._num_arrived, clock.now_s(), deadline, observer)
+    def _admit_soon(self) -> None:
+        """Something has changed. Once per iteration of the loop, however many things change in it."""
+        if not self._admission_pending:
+            self._admission_pending = True
+            asyncio.get_running_loop().call_soon(self._admit)
 
-    def _look_soon(self) -> None:
-        """Something has changed. Once per turn of the loop, however many things change in it."""
-        if not self._look_pending:
-            self._look_pending = True
-            asyncio.get_running_loop().call_soon(self._look_again)
-
-    def _look_again(self) -> None:
-        """Lets in whom there is room for, and wakes the step loop."""
-        self._look_pending = False
-        while len(self._queue) and (arrival := self._queue.pop_admissible(self._room())) is not None:
+    def _admit(self) -> None:
+        """Admits queued requests as far as there is room, and wakes the step loop."""
+        self._admission_pending = False
+        while len(self._queue) and (request := self._queue.pop_admissible(self._room())) is not None:
             try:
-                self._let_in(arrival)
+                self._let_in(request)
             except TandemError as error:
-                self._fail(arrival, error)
+                self._end(request, error)
         self._steps.wake()
-        if not self._arrivals and self._roster.is_settled:
+        if not self._requests and self._batch.is_settled:
             self._idle.set()
 
     def _room(self) -> Room:
         return Room(
-            free_blocks=self._parts.pool.num_free,
-            missing_blocks=self._roster.missing_blocks,
-            num_landing=len(self._landings),
-            num_seqs=len(self._roster),
+            spare_blocks=self._parts.pool.num_free - self._batch.num_missing_blocks,
+            num_seqs=self._transfers.num_seqs + self._batch.num_running + self._batch.num_waiting,
         )
 
-    def _let_in(self, arrival: Arrival) -> None:
-        if arrival.local_prefill:
-            self._roster.join(Resident(arrival))
-            arrival.router.reserved(arrival.handle, b"", b"")
+    def _let_in(self, request: Request) -> None:
+        if request.owes_prefill_done:
+            self._batch.join(request)
+            request.router.reserved(request.handle)
         else:
-            offer = self._landings.offer(arrival)
-            arrival.observer.reserved()
-            arrival.router.reserved(arrival.handle, offer.ticket, offer.endpoint)
+            offer = self._transfers.offer(request)
+            request.observer.reserved()
+            request.router.reserved(request.handle, offer.ticket, offer.endpoint)
 
     # --- ends ---
 
-    def _fail(self, arrival: Arrival, error: TandemError) -> None:
-        """Ends it with a last word to its router. A no-op on one that has ended."""
-        if (arrival.router, arrival.handle) in self._arrivals:
-            self._end(arrival, error)
-            arrival.router.failed(arrival.handle, error)
+    def _end(self, request: Request, error: TandemError | None = None) -> None:
+        """Releases what it holds, wherever that is; tells its router if it failed. A no-op on one that has ended."""
+        if self._requests.pop((request.router, request.handle), None) is None:
+            return
+        self._queue.discard(request)
+        self._transfers.withdraw(request)
+        self._batch.leave(request)
+        request.observer.ended(error, request.num_sampled_tokens)
+        self._admit_soon()
+        if error is not None:
+            request.router.failed(request.handle, error)
             _log.info(
-                "sequence failed",
-                request_id=arrival.spec.request_id,
-                trace_id=trace_id_of(arrival.spec.traceparent),
+                "request failed",
+                request_id=request.spec.request_id,
+                trace_id=trace_id_of(request.spec.traceparent),
                 reason=error.reason,
                 error=error.message,
             )
-
-    def _end(self, arrival: Arrival, error: TandemError | None = None) -> None:
-        """Lets go of it in whatever room it is. A no-op on one that has ended."""
-        if self._arrivals.pop((arrival.router, arrival.handle), None) is not None:
-            self._queue.discard(arrival)
-            self._landings.withdraw(arrival)
-            resident = self._roster.leave(arrival)
-            arrival.observer.ended(error, 0 if resident is None else resident.num_sampled_tokens)
-            self._look_soon()

@@ -21,18 +21,44 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class Feeds:
+    """Tokens of a batch that the step before draws: F of them."""
+
+    tokens: torch.Tensor
+    """`[F]` int64: indices into T."""
+    draws: torch.Tensor
+    """`[F]` int64: numbers of draws of the step before."""
+    draw_by_sample: dict[int, int]
+    """For each of this step's draws that sees a fed token: by which draw of the step before it was brought."""
+    lowest: int
+    highest: int
+    """Of `draws`, on the host."""
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """What the decoder and the sampler read in one step; B seqs, T tokens, R rows to sample."""
+    """What the decoder and the sampler read in one step; B seqs, T tokens, R rows of logits, D ≥ R draws."""
 
     token_ids: torch.Tensor
-    """`[T]` int64, seq after seq."""
+    """`[T]` int64, seq after seq; 0 in the place of tokens still to be fed."""
     positions: torch.Tensor
     """`[T]` int64: absolute position of each token in its seq."""
     metadata: AttentionMetadata
     sample_rows: torch.Tensor
-    """`[R]` int64: the tokens, as indices into T, whose logits are wanted."""
+    """`[R]` int64, ascending: the tokens, as indices into T, whose logits are wanted; each once."""
     sample_specs: tuple[SampleSpec, ...]
-    """R of them, in the order of `sample_rows`."""
+    """D of them, seq after seq."""
+    draw_rows: torch.Tensor | None
+    """`[D]` int64: the row of each draw, as an index into R; None if draw i is from row i."""
+    num_draws: tuple[int, ...]
+    """Of each seq; D in all."""
+    feeds: Feeds | None
+
+    def feed(self, drawn_ids: torch.Tensor) -> None:
+        """Puts the step before's tokens, `[D']` int64 with -1 for broken rows, where they are fed, in `token_ids`."""
+        if self.feeds is not None:
+            fed = drawn_ids.index_select(0, self.feeds.draws).clamp_(min=0)  # a broken seq's next token is not kept
+            self.token_ids.index_copy_(0, self.feeds.tokens, fed)
 
 
 def build_batch(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.device) -> Batch:
@@ -48,11 +74,14 @@ def build_batch(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.dev
     rows = np.repeat(np.arange(len(seqs)), query_lens)  # [T]
     positions = np.arange(len(token_ids)) + (context_lens - cu_seqlens_q[:-1])[rows]  # [T]
     slots = block_tables[rows, positions // block_size] * np.int64(block_size) + positions % block_size  # [T]
-    sampled = [index for index, seq in enumerate(seqs) if seq.sample is not None]
-    sample_rows = cu_seqlens_q[1:][sampled].astype(np.int64) - 1  # [R]
-    longs = (np.array(token_ids, dtype=np.int64), positions, sample_rows, slots)
+    num_draws = tuple(len(seq.samples) for seq in seqs)
+    sample_rows, draw_rows = _rows_of_draws(seqs, num_draws, cu_seqlens_q)  # [R], [D]
+    fed_tokens, feeds, draw_by_sample = _feeds(seqs, num_draws, cu_seqlens_q)  # [F], [F]
+    longs = (np.array(token_ids, dtype=np.int64), positions, sample_rows, draw_rows, fed_tokens, feeds, slots)
     ints = (cu_seqlens_q, seq_lens.astype(np.int32), block_tables)
-    tokens, at, sampled_at, slot_mapping, starts, lens, tables = upload((*longs, *ints), device)
+    tokens, at, sampled_at, drawn_at, fed_at, fed_by, slot_mapping, starts, lens, tables = upload(
+        (*longs, *ints), device
+    )
     metadata = AttentionMetadata(
         cu_seqlens_q=starts,
         seq_lens=lens,
@@ -66,8 +95,45 @@ def build_batch(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.dev
         positions=at,
         metadata=metadata,
         sample_rows=sampled_at,
-        sample_specs=tuple(seq.sample for seq in seqs if seq.sample is not None),
+        sample_specs=tuple(spec for seq in seqs for spec in seq.samples),
+        draw_rows=drawn_at if len(draw_rows) else None,
+        num_draws=num_draws,
+        feeds=Feeds(fed_at, fed_by, draw_by_sample, int(feeds.min()), int(feeds.max())) if len(feeds) else None,
     )
+
+
+def _rows_of_draws(
+    seqs: Sequence[ScheduledSeq], num_draws: tuple[int, ...], cu_seqlens_q: npt.NDArray[np.int32]
+) -> tuple[Ints, Ints]:
+    """Returns the tokens `[R]` to draw from, each once, and each draw's index into them; none if they are 0, 1, …"""
+    from_end = np.array([spec.from_end for seq in seqs for spec in seq.samples], dtype=np.int64)  # [D]
+    seq_of = np.repeat(np.arange(len(seqs)), num_draws)  # [D]
+    rows = cu_seqlens_q[1:][seq_of] - 1 - from_end  # [D]
+    if (from_end < 0).any() or (rows < cu_seqlens_q[:-1][seq_of]).any():
+        raise InternalError(f"a draw {from_end.max()} tokens before the end of a share that is shorter")
+    if (np.diff(rows) > 0).all():
+        return rows, rows[:0]
+    unique, inverse = np.unique(rows, return_inverse=True)
+    return unique, inverse.astype(np.int64)
+
+
+def _feeds(
+    seqs: Sequence[ScheduledSeq], num_draws: tuple[int, ...], cu_seqlens_q: npt.NDArray[np.int32]
+) -> tuple[Ints, Ints, dict[int, int]]:
+    """Returns where fed tokens go `[F]`, by which draws they are brought `[F]`, and by which of our draws seen."""
+    fed = [index for index, seq in enumerate(seqs) if seq.feed is not None]
+    feeds = np.array([seqs[index].feed for index in fed], dtype=np.int64)
+    tokens = cu_seqlens_q[1:][fed].astype(np.int64) - 1
+    if not fed:
+        return tokens, feeds, {}
+    first_draw = np.cumsum((0, *num_draws)).tolist()
+    draw_by_sample = {
+        first_draw[index] + number: draw
+        for index, draw in zip(fed, feeds.tolist(), strict=True)
+        for number, spec in enumerate(seqs[index].samples)
+        if spec.from_end == 0
+    }
+    return tokens, feeds, draw_by_sample
 
 
 def _pad_tables(seqs: Sequence[ScheduledSeq], seq_lens: Ints, block_size: int) -> npt.NDArray[np.int32]:

@@ -1,23 +1,30 @@
-"""The one thread that steps the model, seen from the control loop.
+"""The thread that steps the model, seen from the control loop.
 
-The loop awaits a step; the thread computes it. At most one step runs at a time, and `step`
-never returns, not even cancelled, before the thread has let go of the batch: blocks of
-scheduled seqs may be freed as soon as it has returned.
+    loop              prepare k ─ launch ──▶ prepare k+1 ─ launch ──▶ … ◀─ result of k
+    engine thread             └▶ step k ──────────────────└▶ step k+1
+    collecting thread                        waits for k ─▶           on a GPU only
+
+At most two steps are in flight; they run and end in the order of their launch, and the engine thread goes from
+one to the next without the loop. A result, or what the step raised, comes only once nothing of the step runs any
+more: blocks that no later step touches may be freed then.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
+from engine.launch import Launched, Prepared
 from engine.placement import ThreadPlacement, open_engine_executor
-from engine.step import Sampled, ScheduledSeq
+from engine.step import Step, StepResult
 from tandem.errors import InternalError
 
 T = TypeVar("T")
 
+MAX_IN_FLIGHT = 2
 MAX_FAILURES = 8
 """So many failed steps in a row are not the requests' fault: a GPU whose context is lost fails every one."""
 
@@ -26,12 +33,44 @@ class EngineBroken(InternalError):
     """No step ends well any more; only a new process helps."""
 
 
-class Stepper(Protocol):
-    """What the thread runs: the runner, or a fake."""
+class FeederFailed(InternalError):
+    """The step took its input from one that failed; nothing was computed, or it is of no use."""
 
-    def step(self, seqs: Sequence[ScheduledSeq]) -> Sequence[Sampled | None]:
-        """Computes one step; one result per seq, None where nothing was sampled."""
+
+class StepRunner(Protocol):
+    """What the thread runs: `engine.runner.Runner`, or a fake."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a launched step goes on after `launch` has returned, so that `collect` waits."""
         ...
+
+    def prepare(self, step: Step) -> Prepared:
+        """On the loop, while another step may be running."""
+        ...
+
+    def launch(self, prepared: Prepared, previous: Launched | None) -> Launched:
+        """On the engine thread; `previous` None: the step before failed, or there is none. When it raises, nothing of
+        the step runs any more.
+        """
+        ...
+
+    def collect(self, launched: Launched) -> StepResult:
+        """In order. When it returns or raises, nothing of the step runs any more."""
+        ...
+
+
+class InFlight(Awaitable[StepResult]):
+    """A launched step, to be awaited: a cancelled wait ends with CancelledError, but only once the step has ended."""
+
+    __slots__ = ("_ended",)
+
+    def __init__(self, ended: asyncio.Future[StepResult]) -> None:
+        self._ended = ended
+
+    def __await__(self) -> Generator[Any, Any, StepResult]:
+        """The result, or what the step raised."""
+        return to_the_end(self._ended).__await__()
 
 
 class EngineThread:
@@ -39,46 +78,110 @@ class EngineThread:
 
     def __init__(
         self,
-        stepper: Stepper,
+        runner: StepRunner,
         placement: ThreadPlacement | None = None,
         executor: ThreadPoolExecutor | None = None,
     ) -> None:
-        self._stepper = stepper
+        self._runner = runner
         self._executor = executor or open_engine_executor(placement or ThreadPlacement())
+        self._collector = ThreadPoolExecutor(1, "tandem-collect") if runner.is_asynchronous else None
+        self._previous: Launched | None = None  # for the engine thread alone
+        self._last_failed = False  # for whoever collects: whether the step that ended before this one failed
+        self._num_in_flight = 0
         self._num_steps = 0
         self._num_failures = 0
-        self._is_stepping = False
 
     @property
     def num_steps(self) -> int:
         """Steps that ended, failed ones included: a heartbeat that shows a stuck engine."""
         return self._num_steps
 
-    async def step(self, seqs: Sequence[ScheduledSeq]) -> Sequence[Sampled | None]:
-        """Runs one step on the engine thread; raises what it raises, or EngineBroken if `MAX_FAILURES` in a row did.
+    def launch(self, step: Step) -> InFlight:
+        """Prepares a step and hands it to the engine thread; the seqs' tables have been read when this returns.
 
-        A cancelled caller gets CancelledError once the step has ended.
+        The result raises what the step raised, FeederFailed if it was fed by a step that failed, or EngineBroken if
+        `MAX_FAILURES` in a row failed. Raises InternalError if two steps are in flight already.
         """
-        if self._is_stepping:
-            raise InternalError("two steps at a time")
-        self._is_stepping = True
-        future = asyncio.get_running_loop().run_in_executor(self._executor, self._stepper.step, seqs)
+        if self._num_in_flight == MAX_IN_FLIGHT:
+            raise InternalError(f"more than {MAX_IN_FLIGHT} steps in flight")
+        loop = asyncio.get_running_loop()
+        launched = _Launch(loop, loop.create_future(), any(seq.feed is not None for seq in step.seqs))
+        prepared: Prepared | Exception
         try:
-            sampled = await to_the_end(future)
-        except Exception as error:
-            self._num_failures += 1
-            if self._num_failures >= MAX_FAILURES:
-                raise EngineBroken(f"{self._num_failures} steps in a row failed") from error
-            raise
-        finally:
-            self._is_stepping = False
-            self._num_steps += 1
-        self._num_failures = 0
-        return sampled
+            prepared = self._runner.prepare(step)
+        except Exception as error:  # noqa: BLE001 - a step's root: whatever it is, the result raises it
+            prepared = error
+        self._executor.submit(self._step, launched, prepared)
+        self._num_in_flight += 1
+        return InFlight(launched.ended)
 
     def close(self) -> None:
-        """Joins the thread, after its current step if there is one. Idempotent."""
+        """Joins the threads, after the steps in flight if there are any. Idempotent."""
         self._executor.shutdown(wait=True)
+        if self._collector is not None:
+            self._collector.shutdown(wait=True)
+
+    def _step(self, launch: _Launch, prepared: Prepared | Exception) -> None:
+        """On the engine thread."""
+        outcome: Launched | Exception
+        try:
+            if isinstance(prepared, Exception):
+                raise prepared
+            if launch.is_fed and self._previous is None:
+                raise FeederFailed("a step is fed by one that failed")
+            outcome = self._previous = self._runner.launch(prepared, self._previous)
+        except Exception as error:  # noqa: BLE001 - a step's root
+            outcome, self._previous = error, None
+        if self._collector is None:
+            launch.loop.call_soon_threadsafe(self._end, launch, outcome)
+        else:
+            self._collector.submit(self._collect_and_end, launch, outcome)
+
+    def _collect_and_end(self, launch: _Launch, outcome: Launched | Exception) -> None:
+        """On the collecting thread."""
+        launch.loop.call_soon_threadsafe(self._resolve, launch, self._collect(launch, outcome))
+
+    def _end(self, launch: _Launch, outcome: Launched | Exception) -> None:
+        """On the loop, where `collect` has nothing to wait for."""
+        self._resolve(launch, self._collect(launch, outcome))
+
+    def _collect(self, launch: _Launch, outcome: Launched | Exception) -> StepResult | Exception:
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            result = self._runner.collect(outcome)
+            if launch.is_fed and self._last_failed:
+                raise FeederFailed("a step was fed by one that failed")
+        except Exception as error:  # noqa: BLE001 - a step's root
+            self._last_failed = True
+            return error
+        self._last_failed = False
+        return result
+
+    def _resolve(self, launch: _Launch, outcome: StepResult | Exception) -> None:
+        """On the loop."""
+        self._num_in_flight -= 1
+        self._num_steps += 1
+        if isinstance(outcome, StepResult):
+            self._num_failures = 0
+            launch.ended.set_result(outcome)
+            return
+        self._num_failures += not isinstance(outcome, FeederFailed)
+        if self._num_failures >= MAX_FAILURES:
+            broken = EngineBroken(f"{self._num_failures} steps in a row failed")
+            broken.__cause__ = outcome
+            outcome = broken
+        launch.ended.set_exception(outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """Where a step's result goes."""
+
+    loop: asyncio.AbstractEventLoop
+    ended: asyncio.Future[StepResult]
+    is_fed: bool
+    """Whether it takes tokens from the step launched before it."""
 
 
 async def to_the_end(future: asyncio.Future[T]) -> T:

@@ -142,12 +142,12 @@ class DecodeGraphs:
         )
 
     def run(self, batch: Batch) -> torch.Tensor | None:
-        """Computes a decode step; None if no graph serves it, and nothing has been done then.
+        """Computes a decode step in which every seq draws; None if no graph serves it, and nothing has been done then.
 
         Returns logits `[B, V]` float32, one row per seq, valid until the next call.
         """
         num_seqs = len(batch.metadata.query_lens_host)
-        if batch.metadata.max_query_len != 1 or len(batch.sample_specs) != num_seqs:
+        if batch.metadata.max_query_len != 1 or len(batch.sample_rows) != num_seqs:
             return None
         shape = self._shape_for(num_seqs, batch.metadata.max_seq_len)
         graph = None if shape is None else self._graphs.get(shape)

@@ -81,6 +81,18 @@ class Group:
         holds = Counter(block for each in self._holders() for block in each.block_table)
         return sum(pool.ref_count(block) == count for block, count in holds.items())
 
+    def num_missing_blocks(self, pool: BlockPool) -> int:
+        """Blocks that it still lacks for the tokens it has, copies on write included; at most one copy too many."""
+        size = pool.block_size
+        if self._forked or self._alone:
+            return sum(
+                each.blocks_wanted(each.num_remaining_tokens, size) + self.needs_copy(each, pool)
+                for each in self.running
+            )
+        shared = self.prefix.num_tokens // size
+        own = sum(-(-each.num_tokens // size) - shared for each in self.sequences if not each.is_finished)
+        return shared + own - len(self.prefix.block_table)
+
     def land(self, blocks: tuple[BlockId, ...], first_tokens: Mapping[int, TokenId], pool: BlockPool) -> None:
         """Takes over blocks into which the prefix's KV was received, with the first token of each choice that is not
         resumed among others; then forks.

@@ -21,7 +21,6 @@ from engine.kv_cache import KvCache
 from engine.memory import blocks_that_fit, check_memory
 from engine.placement import ThreadPlacement, open_engine_executor
 from engine.runner import Runner
-from engine.sampler import Draws
 from engine.warm_up import warm_up
 from kernels.dispatch import select_kernels
 from models.config import load_model_config
@@ -121,7 +120,7 @@ def load_engine(options: EngineOptions) -> Engine:
         num_blocks = _num_blocks(options, model, layout)
         kv_cache = KvCache.create(layout, num_blocks, device, shared=options.shared_kv, mirrored=options.mirrored_kv)
         graphs = executor.submit(_capture_graphs, options, model, kv_cache, kernels.name).result()
-        runner = Runner(model.decoder, kv_cache, graphs, Draws.of(kernels))
+        runner = Runner(model.decoder, kv_cache, kernels, graphs)
         if device.type == "cuda":
             executor.submit(warm_up, runner, num_blocks, options.block_size).result()
     except BaseException:

@@ -13,9 +13,11 @@ In this order, each from the row's own parameters:
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.step import SampleSpec
+from engine.upload import upload
 
 
 def changes_logits(spec: SampleSpec) -> bool:
@@ -30,24 +32,31 @@ def changes_logits(spec: SampleSpec) -> bool:
     )
 
 
+def reads_output(spec: SampleSpec) -> bool:
+    """Whether `adjust` looks at the completion so far."""
+    params = spec.params
+    return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
+
+
 def adjust(row: torch.Tensor, spec: SampleSpec) -> None:
     """Changes one row of logits `[V]` in place."""
     params = spec.params
     if params.repetition_penalty != 1.0:
-        seen = _ids(np.unique(np.array(spec.prompt_token_ids + spec.output_token_ids, dtype=np.int64)), row)
+        seen = _to(np.unique(np.array(spec.prompt_token_ids + spec.output_token_ids, dtype=np.int64)), row)
         logits = row[seen]
         penalty = params.repetition_penalty
         row[seen] = torch.where(logits > 0, logits / penalty, logits * penalty)
     if (params.presence_penalty or params.frequency_penalty) and spec.output_token_ids:
         ids, counts = np.unique(np.array(spec.output_token_ids, dtype=np.int64), return_counts=True)
         loss = params.presence_penalty + params.frequency_penalty * counts
-        row[_ids(ids, row)] -= torch.from_numpy(loss).to(row)
+        row[_to(ids, row)] -= _to(loss, row).to(row.dtype)
     if params.logit_bias:
         bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
-        row[_ids(np.array(list(params.logit_bias), dtype=np.int64), row)] += torch.from_numpy(bias).to(row)
+        row[_to(np.array(list(params.logit_bias), dtype=np.int64), row)] += _to(bias, row).to(row.dtype)
     if spec.output_index < params.min_tokens and params.end_token_ids:
-        row[_ids(np.array(sorted(params.end_token_ids), dtype=np.int64), row)] = -torch.inf
+        row[_to(np.array(sorted(params.end_token_ids), dtype=np.int64), row)] = -torch.inf
 
 
-def _ids(ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]], row: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(ids).to(row.device)
+def _to(values: npt.NDArray[np.generic], row: torch.Tensor) -> torch.Tensor:
+    """On the row's device, without waiting for it."""
+    return upload((values,), row.device)[0]

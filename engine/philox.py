@@ -1,4 +1,4 @@
-"""Philox4x32-10: uniform numbers that are a pure function of (seed, choice, position).
+"""Philox4x32-10: uniform numbers that are a pure function of (seed, position).
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), with
 the constants of the Random123 library. There is no state: any worker that knows the seed and
@@ -32,18 +32,16 @@ def philox4x32(counter: Words, key: Words) -> Words:
     return np.stack((even[0], odd[0], even[1], odd[1]))  # [4, R]
 
 
-def uniforms(
-    seeds: Sequence[int], choice_indices: Sequence[int], output_indices: Sequence[int]
-) -> npt.NDArray[np.float64]:
+def uniforms(seeds: Sequence[int], output_indices: Sequence[int]) -> npt.NDArray[np.float64]:
     """Returns `[R]` numbers in [0, 1), multiples of 2^-53, one per row.
 
-    The seed's 64 bits are the key; the counter is (output index's low and high word, choice
-    index, 0). 53 bits are taken from the first two words of the result.
+    The seed's 64 bits are the key; the counter is (output index's low and high word, 0, 0). 53 bits
+    are taken from the first two words of the result.
     """
     seed = np.array([value & 0xFFFFFFFFFFFFFFFF for value in seeds], dtype=np.uint64)
     output = np.array(output_indices, dtype=np.uint64)
-    choice = np.array(choice_indices, dtype=np.uint64)
-    counter = np.stack((output & _LOW, output >> _SHIFT, choice, np.zeros_like(choice)))  # [4, R]
+    zero = np.zeros_like(output)
+    counter = np.stack((output & _LOW, output >> _SHIFT, zero, zero))  # [4, R]
     first, second, _, _ = philox4x32(counter, np.stack((seed & _LOW, seed >> _SHIFT)))
     bits = ((first << _SHIFT) | second) >> np.uint64(11)
     numbers: npt.NDArray[np.float64] = bits * 2.0**-53

@@ -1,53 +1,193 @@
-"""One engine step: scheduled seqs in, sampled tokens out. Runs on the engine thread only.
+"""One engine step: seqs, block copies and tier moves in, drawn tokens out.
 
-Owns nothing: model and KV cache are lent to it. It knows no seq beyond the step.
+    prepare   any thread    the step's layout in numpy, uploaded beside the step that runs
+    launch    engine thread moves out, moves in, copies, KV and logits, draws; on a GPU queued, not awaited
+    collect   any thread    waits for the step's end, reads its tokens
+
+A step may be fed by the one launched just before it, on the device; so steps are launched in the order in
+which they were prepared. Owns nothing: model, KV cache and host tier are lent to it. It knows no seq beyond the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 
-from engine.batch import build_batch
+from engine.batch import Batch, build_batch
+from engine.device import Device, open_device
 from engine.forward import Forward
 from engine.graphs import DecodeGraphs
+from engine.host_tier import HostTier
 from engine.kv_cache import KvCache
-from engine.sampler import TORCH_DRAWS, Draws, sample
-from engine.step import Sampled, ScheduledSeq
+from engine.launch import Launched, Prepared
+from engine.penalties import reads_output
+from engine.sampler import Draws, draw, plan_draws
+from engine.step import BlockCopy, Direction, Step, StepResult
+from engine.upload import upload
+from kernels.operations import Kernels
+from kernels.reference import ReferenceBackend
+from kernels.reference_operations import ReferenceOperations
+from tandem.errors import InternalError
+from tandem.types import TokenId
+
+_REFERENCE = Kernels(ReferenceBackend(), ReferenceOperations())
 
 
 class Runner:
-    """Steps `decoder` over `kv_cache`; decode steps through `graphs`, tokens are drawn by `draws`."""
+    """Steps `decoder` over `kv_cache`: decode steps through `graphs`, draws and copies by `kernels`."""
 
     def __init__(
         self,
         decoder: Forward,
         kv_cache: KvCache,
+        kernels: Kernels = _REFERENCE,
         graphs: DecodeGraphs | None = None,
-        draws: Draws = TORCH_DRAWS,
+        tier: HostTier | None = None,
+        device: Device | None = None,
     ) -> None:
+        """`device` None: the one that the cache lies on."""
         self._decoder = decoder
         self._graphs = graphs
-        self._draws = draws
+        self._draws = Draws.of(kernels)
+        self._operations = kernels.operations
         self._kv = kv_cache.tensor  # [N, L, 2, Hkv, S, D]
+        self._blocks = kv_cache.blocks_view  # [N, block_bytes]
+        self._tier = tier
         self._block_size = kv_cache.layout.block_size
+        self._device = open_device(self._kv.device) if device is None else device
 
-    def step(self, seqs: Sequence[ScheduledSeq]) -> list[Sampled | None]:
-        """Computes KV of every scheduled token, in place; samples where a seq asks for it.
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a launched step goes on after `launch` has returned."""
+        return self._device.is_asynchronous
 
-        KV is written when it returns, on a GPU too: other streams may read it (`engine.mirror`).
+    def run(self, step: Step) -> StepResult:
+        """All three phases of a step that is not fed."""
+        return self.collect(self.launch(self.prepare(step), None))
+
+    def prepare(self, step: Step) -> Prepared:
+        """Lays out a step; the seqs' tables have been read when it returns. Raises InternalError if it cannot be."""
+        if not step.seqs:
+            raise InternalError("a step without seqs")
+        if any(seq.adapter_id is not None for seq in step.seqs):
+            raise InternalError("a seq asks for an adapter; none is loaded")
+        self._check_moves(step)
+        with self._device.uploading():
+            batch = build_batch(step.seqs, self._block_size, self._kv.device)
+            return Prepared(
+                batch=batch,
+                plan=plan_draws(batch.sample_specs, self._draws, self._kv.device) if batch.sample_specs else None,
+                moves=step.moves,
+                copies=tuple(self._pairs(copies) for copies in independent_runs(step.copies)),
+                uploaded=self._device.mark(),
+            )
+
+    def launch(self, prepared: Prepared, previous: Launched | None) -> Launched:
+        """Computes or queues the step behind `previous`, the one launched just before it; None if that failed.
+
+        KV of every scheduled token is written in place. If it raises, nothing of the step runs any more.
         """
-        if not seqs:
-            return []
-        with torch.inference_mode():
-            batch = build_batch(seqs, self._block_size, self._kv.device)
-            logits = None if self._graphs is None else self._graphs.run(batch)
-            if logits is None:
-                logits = self._decoder.forward(
-                    batch.token_ids, batch.positions, self._kv, batch.metadata, batch.sample_rows
-                )  # [R, V]
-            tokens = iter(sample(logits, batch.sample_specs, self._draws))
-            if self._kv.is_cuda and not batch.sample_specs:  # else tokens on the host have waited for all of it
-                torch.cuda.current_stream(self._kv.device).synchronize()
-        return [None if seq.sample is None else next(tokens) for seq in seqs]
+        try:
+            with torch.inference_mode():
+                return self._launch(prepared, previous)
+        except BaseException:
+            self._device.synchronize()
+            raise
+
+    def collect(self, launched: Launched) -> StepResult:
+        """Waits for the step's end: its KV is written when this returns, for other streams too (`engine.mirror`).
+
+        If it raises, nothing of the step runs any more.
+        """
+        try:
+            launched.ended.wait()
+        except BaseException:
+            self._device.synchronize()
+            raise
+        sampled = [] if launched.fetched is None else launched.fetched.read()
+        borders = pairwise(accumulate(launched.prepared.batch.num_draws, initial=0))
+        return StepResult(
+            outputs=tuple(tuple(sampled[start:end]) for start, end in borders),
+            seconds=launched.ended.seconds_since(launched.began),
+        )
+
+    def _launch(self, prepared: Prepared, previous: Launched | None) -> Launched:
+        batch, plan = prepared.batch, prepared.plan
+        began = self._device.mark()
+        self._device.wait_for(prepared.uploaded)
+        if batch.feeds is not None:
+            batch.feed(_ids_for(batch, previous))
+        if self._tier is not None:
+            self._tier.move(prepared.moves, self._blocks)
+        for pairs in prepared.copies:
+            self._operations.copy_blocks(self._blocks, pairs)
+        logits = None if self._graphs is None else self._graphs.run(batch)
+        if logits is None:
+            logits = self._decoder.forward(
+                batch.token_ids, batch.positions, self._kv, batch.metadata, batch.sample_rows
+            )  # [R, V]
+        drawn = None if plan is None else draw(logits, plan, batch.draw_rows, _fed_history(batch, previous))
+        fetched = None if drawn is None else drawn.fetch(self._device.to_host)
+        return Launched(
+            prepared=prepared,
+            drawn_ids=batch.sample_rows[:0] if drawn is None else drawn.token_ids,
+            fetched=fetched,
+            began=began,
+            ended=self._device.mark(),
+        )
+
+    def _pairs(self, copies: Sequence[BlockCopy]) -> torch.Tensor:
+        pairs = np.array([(copy.source, copy.target) for copy in copies], dtype=np.int64)  # [M, 2]
+        if (pairs < 0).any() or (pairs >= len(self._blocks)).any():
+            raise InternalError(f"a copy of a block beyond the {len(self._blocks)} of the pool")
+        return upload((pairs,), self._kv.device)[0]
+
+    def _check_moves(self, step: Step) -> None:
+        if step.moves and self._tier is None:
+            raise InternalError("a step moves blocks, but there is no host tier")
+        moved_in = [move.block for move in step.moves if move.direction is Direction.IN]
+        if len(set(moved_in)) != len(moved_in):
+            raise InternalError("a step moves two rows into one block")
+        if not {copy.source for copy in step.copies}.isdisjoint(moved_in):
+            raise InternalError("a step copies a block that it moves into")
+
+
+def independent_runs(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:
+    """Splits copies, to be made in order, into runs that may be made in any: as few as that order allows."""
+    runs: list[list[BlockCopy]] = []
+    sources: set[int] = set()
+    targets: set[int] = set()
+    for copy in copies:
+        if not runs or copy.source in targets or copy.target in targets or copy.target in sources:
+            runs.append([])
+            sources, targets = set(), set()
+        runs[-1].append(copy)
+        sources.add(copy.source)
+        targets.add(copy.target)
+    return runs
+
+
+def _ids_for(batch: Batch, previous: Launched | None) -> torch.Tensor:
+    """What the step before drew, `[D']`. Raises InternalError if it failed, or did not draw all that is fed."""
+    if previous is None:
+        raise InternalError("a step is fed by one that failed or was never launched")
+    assert batch.feeds is not None
+    if not 0 <= batch.feeds.lowest <= batch.feeds.highest < len(previous.drawn_ids):
+        raise InternalError(f"draw {batch.feeds.highest} is fed, of {len(previous.drawn_ids)}")
+    return previous.drawn_ids
+
+
+def _fed_history(batch: Batch, previous: Launched | None) -> dict[int, TokenId]:
+    """Fed tokens that penalties must see, by number of draw. Where there are any, waits for the step before alone:
+    this one's forward pass has been queued by then.
+    """
+    if batch.feeds is None or previous is None:
+        return {}
+    reading = {n: by for n, by in batch.feeds.draw_by_sample.items() if reads_output(batch.sample_specs[n])}
+    if not reading:
+        return {}
+    token_ids = previous.read_ids()
+    return {number: TokenId(token_ids[by]) for number, by in reading.items() if token_ids[by] >= 0}

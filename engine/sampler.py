@@ -1,16 +1,22 @@
-"""Draws the next token of each row: a pure function of (logits, SampleSpec).
+"""Draws tokens from rows of logits: a pure function of (logits, SampleSpec).
 
 Order of work, as in vLLM and transformers:
 
- 1. log-probabilities are taken from the raw logits
- 2. penalties, biases, min_tokens          `engine.penalties`
+ 1. log-probabilities are taken from the raw logits                     `engine.logprobs`
+ 2. penalties, biases, min_tokens, then the mask                        `engine.penalties`, `engine.token_masks`
  3. temperature 0: the best token, the lowest index among equals; done
  4. temperature
- 5. top-k, top-p, min-p                    `engine.truncation`
- 6. one uniform number per row             `engine.philox`, counter = (output index, choice)
+ 5. top-k, top-p, min-p                                                 `engine.truncation`
+ 6. one uniform number per row, counter = output index                  `engine.philox`
  7. inverse of the cumulative distribution in the order of the vocabulary
 
-Steps 3 to 7 are torch on any device, or the kernels' own `Sampler` where they have one.
+Steps 3 to 7 are torch on any device, or the kernels' own `Sampler` where they have one. A draw of
+candidates is transformers' beam search instead: step 2 changes the log-probabilities of the raw logits,
+and the best of the result are taken; temperature and filters have no say.
+
+    plan_draws   any thread: everything that does not depend on the logits
+    draw         queues the work; on a GPU nothing waits
+    read         what was drawn, once it is on the host
 
 Rows are worked on together but never look at each other: on a CPU a row's token is the same,
 bit for bit, alone and in any batch. There is no state; any worker can draw any token.
@@ -19,26 +25,29 @@ bit for bit, alone and in any batch. There is no state; any worker can draw any 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
+from engine.logprobs import BestTokens, LogprobPlan, best_tokens, log_softmax_rows, tiles
 from engine.penalties import adjust, changes_logits
 from engine.philox import uniforms
-from engine.row_scan import chunk_masses, first_max, inverse_cdf, largest
+from engine.row_scan import first_max, inverse_cdf
 from engine.step import BrokenLogits, Sampled, SampledToken, SampleSpec
+from engine.token_masks import TokenMasks
 from engine.truncation import truncate
 from engine.upload import upload
 from kernels.operations import Kernels
 from kernels.sampling import DrawParams, RowMaximum, Sampler
 from tandem.types import TokenId, TokenLogprobs
 
-_TILE_ELEMENTS = 1 << 20
-"""Size of the rows worked on at a time on a CPU: larger intermediates cost page faults, twice the time of the work."""
 _MIN_TEMPERATURE = 1e-30
 """Below it float32 runs out of exponents; the draw is the best token well before."""
+_LARGEST_INT32 = 2**31 - 1
+_NOTHING_FED: Mapping[int, TokenId] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,141 +66,209 @@ class Draws:
 TORCH_DRAWS = Draws()
 
 
+@dataclass(frozen=True, slots=True)
+class _TorchDraws:
+    """Arguments of steps 4 to 7 for the r rows that have a temperature."""
+
+    specs: tuple[SampleSpec, ...]
+    rows: torch.Tensor  # [r] int64
+    divisors: torch.Tensor  # [r] float32
+    targets: torch.Tensor  # [r] float64
+
+
+@dataclass(frozen=True, slots=True)
+class DrawPlan:
+    """D draws, with all that can be known before their logits; tensors on the logits' device."""
+
+    specs: tuple[SampleSpec, ...]
+    kernels: Draws
+    takes_best: bool
+    """Whether every draw wants the raw logits' maximum and nothing else."""
+    by_kernels: DrawParams | None
+    """Given where a sampler draws and some draw has a temperature."""
+    by_torch: _TorchDraws | None
+    """Given where torch draws and some draw has a temperature."""
+    masks: TokenMasks | None
+    logprobs: LogprobPlan | None
+    candidates: LogprobPlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What D draws brought; on the logits' device, or on the host after `fetch`."""
+
+    token_ids: torch.Tensor
+    """`[D]` int64, -1 where the logits are broken; of candidates the best."""
+    logprobs: BestTokens | None = None
+    candidates: BestTokens | None = None
+
+    def fetch(self, to_host: Callable[[torch.Tensor], torch.Tensor]) -> Drawn:
+        """The same with each tensor as `to_host` gives it."""
+        logprobs = None if self.logprobs is None else self.logprobs.fetch(to_host)
+        candidates = None if self.candidates is None else self.candidates.fetch(to_host)
+        return Drawn(to_host(self.token_ids), logprobs, candidates)
+
+    def read(self) -> list[Sampled]:
+        """One for each draw."""
+        logprobs = {} if self.logprobs is None else self.logprobs.read()
+        candidates = {} if self.candidates is None else self.candidates.read()
+        drawn: list[Sampled] = []
+        for number, token_id in enumerate(self.token_ids.tolist()):
+            if token_id < 0:
+                drawn.append(BrokenLogits())
+            elif number in candidates:
+                pairs = candidates[number].top  # fewer than asked for where a mask leaves fewer
+                drawn.append(tuple(_candidate(*pair) for pair in pairs if pair[1] > -math.inf))
+            else:
+                drawn.append((SampledToken(token_id, _with_token(logprobs.get(number), token_id)),))
+        return drawn
+
+
+def _candidate(token_id: TokenId, logprob: float) -> SampledToken:
+    return SampledToken(token_id, TokenLogprobs(token_id, logprob))
+
+
+def _with_token(logprobs: TokenLogprobs | None, token_id: TokenId) -> TokenLogprobs | None:
+    return None if logprobs is None else replace(logprobs, token_id=token_id)
+
+
 def sample(logits: torch.Tensor, specs: Sequence[SampleSpec], draws: Draws = TORCH_DRAWS) -> list[Sampled]:
-    """Returns one token per row of `logits` `[R, V]`, of any floating-point dtype; they stay as they are.
+    """Draw i from row i of `logits` `[R, V]`, of any floating-point dtype; they stay as they are.
 
     A row that holds NaN or has no finite maximum gets BrokenLogits, and changes nothing for the others: nothing may
     be drawn from a broken computation.
     """
     if not specs:
         return []
-    if draws.row_max is not None and all(map(_takes_best, specs)):
-        return [_sampled(token_id, None) for token_id in _read(*draws.row_max(logits))]
+    return draw(logits, plan_draws(specs, draws, logits.device)).read()
+
+
+def plan_draws(specs: Sequence[SampleSpec], draws: Draws, device: torch.device) -> DrawPlan:
+    """What `draw` needs besides the logits, for D > 0 draws; uploads to `device`."""
+    takes_best = draws.row_max is not None and all(map(_takes_best, specs))
+    has_temperature = not takes_best and any(map(_temperature, specs))
+    return DrawPlan(
+        specs=tuple(specs),
+        kernels=draws,
+        takes_best=takes_best,
+        by_kernels=_draw_params(specs, device) if has_temperature and draws.sampler is not None else None,
+        by_torch=_torch_draws(specs, device) if has_temperature and draws.sampler is None else None,
+        masks=TokenMasks.of([spec.mask for spec in specs], device),
+        logprobs=LogprobPlan.of([None if s.num_candidates else s.params.logprobs for s in specs], device),
+        candidates=LogprobPlan.of([spec.num_candidates or None for spec in specs], device),
+    )
+
+
+def draw(
+    logits: torch.Tensor,
+    plan: DrawPlan,
+    draw_rows: torch.Tensor | None = None,
+    fed: Mapping[int, TokenId] = _NOTHING_FED,
+) -> Drawn:
+    """Draws from `logits` `[R, V]`, which stay as they are: draw i from row `draw_rows[i]` (`[D]` int64), None = i.
+
+    `fed`: by number of draw, a token that its history lacks (`SampleSpec.output_token_ids`).
+    """
+    if plan.takes_best and plan.kernels.row_max is not None:
+        best, chosen = plan.kernels.row_max(logits)
+        return Drawn(_checked(best, chosen) if draw_rows is None else _checked(best, chosen)[draw_rows])
     logits = logits.to(torch.float32)
-    adjusted = _adjusted(logits, specs)
-    token_ids = _choose(adjusted, specs) if draws.sampler is None else _draw_by(draws.sampler, adjusted, specs)
-    logprobs = _logprobs(logits, token_ids, specs)
-    return [_sampled(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
-
-
-def _sampled(token_id: int | None, logprobs: TokenLogprobs | None) -> Sampled:
-    return BrokenLogits() if token_id is None else SampledToken(TokenId(token_id), logprobs)
-
-
-def _adjusted(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    """Returns `[R, V]`: the logits themselves if no row asks for a change."""
-    rows = [row for row, spec in enumerate(specs) if changes_logits(spec)]
-    if not rows:
-        return logits
-    logits = logits.clone()
-    for row in rows:
-        adjust(logits[row], specs[row])
-    return logits
-
-
-def _choose(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int | None]:
-    best, chosen = first_max(logits)  # [R], [R]
-    drawn = [row for row, spec in enumerate(specs) if spec.params.temperature > 0.0]
-    for rows in _tiles(drawn, logits):
-        _draw(logits, best, chosen, rows, [specs[row] for row in rows])
-    return _read(best, chosen)
+    if draw_rows is not None:
+        logits = logits.index_select(0, draw_rows)  # [D, V]
+    adjusted = _adjusted(logits, plan, fed)
+    token_ids = _choose(adjusted, plan)
+    return Drawn(
+        token_ids,
+        None if plan.logprobs is None else plan.logprobs.of_drawn(logits, token_ids),
+        None if plan.candidates is None else best_tokens(adjusted, plan.candidates),
+    )
 
 
 def _takes_best(spec: SampleSpec) -> bool:
-    """Whether the raw logits' maximum is all that the row wants."""
-    return spec.params.temperature == 0.0 and spec.params.logprobs is None and not changes_logits(spec)
+    """Whether the raw logits' maximum is all that the draw wants."""
+    return (
+        spec.params.temperature == 0.0
+        and spec.params.logprobs is None
+        and spec.mask is None
+        and not spec.num_candidates
+        and not changes_logits(spec)
+    )
 
 
-def _read(best: torch.Tensor, chosen: torch.Tensor) -> list[int | None]:
-    """The tokens `chosen` `[R]`; None where `best` `[R]`, the row's maximum, is not finite."""
-    # Both come to the host together: each trip waits for a GPU. Both are exact in float64.
-    maxima, token_ids = torch.stack((best.double(), chosen.double())).tolist()
-    return [
-        int(token_id) if math.isfinite(maximum) else None for maximum, token_id in zip(maxima, token_ids, strict=True)
-    ]
+def _temperature(spec: SampleSpec) -> float:
+    """0 for the best token: of candidates too, which have been put in its place."""
+    return 0.0 if spec.num_candidates else spec.params.temperature
 
 
-def _draw_by(sampler: Sampler, logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int | None]:
-    if all(spec.params.temperature == 0.0 for spec in specs):
-        drawn = sampler.best_tokens(logits)
-    else:
-        drawn = sampler.draw(logits, _draw_params(specs, logits))
-    token_ids: list[int] = drawn.tolist()  # the step's one wait for the device
-    return [token_id if token_id >= 0 else None for token_id in token_ids]
+def _adjusted(logits: torch.Tensor, plan: DrawPlan, fed: Mapping[int, TokenId]) -> torch.Tensor:
+    """Returns `[D, V]`: the logits themselves if no draw asks for a change, log-probabilities for candidates."""
+    changed = [number for number, spec in enumerate(plan.specs) if changes_logits(spec)]
+    if not changed and plan.masks is None and plan.candidates is None:
+        return logits
+    logits = logits.clone()
+    if plan.candidates is not None:
+        log_softmax_rows(logits, plan.candidates)
+    for number in changed:
+        spec = plan.specs[number]
+        if number in fed:
+            spec = replace(spec, output_token_ids=(*spec.output_token_ids, fed[number]))
+        adjust(logits[number], spec)
+    if plan.masks is not None:
+        plan.masks.apply(logits)
+    return logits
 
 
-def _draw_params(specs: Sequence[SampleSpec], logits: torch.Tensor) -> DrawParams:
-    vocab_size = logits.shape[1]
+def _choose(logits: torch.Tensor, plan: DrawPlan) -> torch.Tensor:
+    """Returns `[D]` int64: a token of each row, -1 where its maximum is not finite."""
+    sampler = plan.kernels.sampler
+    if sampler is not None:
+        return sampler.best_tokens(logits) if plan.by_kernels is None else sampler.draw(logits, plan.by_kernels)
+    best, chosen = first_max(logits)  # [D], [D]
+    if plan.by_torch is not None:
+        for start, end in tiles(len(plan.by_torch.specs), logits):
+            _draw(logits, best, chosen, plan.by_torch, slice(start, end))
+    return _checked(best, chosen)
+
+
+def _checked(best: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """The tokens `chosen` `[R]`; -1 where `best` `[R]`, the row's maximum, is not finite."""
+    return torch.where(best.isfinite(), chosen, -1)
+
+
+def _draw_params(specs: Sequence[SampleSpec], device: torch.device) -> DrawParams:
     params = [spec.params for spec in specs]
     return DrawParams(
         *upload(
             (
-                np.array([p.temperature for p in params], dtype=np.float32),
-                np.array([min(p.top_k, vocab_size) for p in params], dtype=np.int32),
+                np.array([_temperature(spec) for spec in specs], dtype=np.float32),
+                np.array([min(p.top_k, _LARGEST_INT32) for p in params], dtype=np.int32),
                 np.array([p.top_p for p in params], dtype=np.float64),
                 np.array([p.min_p for p in params], dtype=np.float32),
                 np.array([p.seed & 0xFFFFFFFFFFFFFFFF for p in params], dtype=np.uint64).view(np.int64),
-                np.array([spec.choice_index for spec in specs], dtype=np.int64),
                 np.array([spec.output_index for spec in specs], dtype=np.int64),
             ),
-            logits.device,
+            device,
         )
     )
 
 
-def _draw(
-    logits: torch.Tensor, best: torch.Tensor, chosen: torch.Tensor, rows: Sequence[int], specs: Sequence[SampleSpec]
-) -> None:
-    """Writes a token for each of `rows` of `logits` into `chosen` `[R]`; `best` `[R]` are all rows' maxima.
+def _torch_draws(specs: Sequence[SampleSpec], device: torch.device) -> _TorchDraws:
+    rows = [row for row, spec in enumerate(specs) if _temperature(spec) > 0.0]
+    drawn = tuple(specs[row] for row in rows)
+    temperatures = [max(_temperature(spec), _MIN_TEMPERATURE) for spec in drawn]
+    numbers = uniforms([spec.params.seed for spec in drawn], [spec.output_index for spec in drawn])
+    arrays = (np.array(rows, dtype=np.int64), np.array(temperatures, dtype=np.float32), numbers)
+    return _TorchDraws(drawn, *upload(arrays, device))
+
+
+def _draw(logits: torch.Tensor, best: torch.Tensor, chosen: torch.Tensor, draws: _TorchDraws, tile: slice) -> None:
+    """Writes a token for each row of the tile into `chosen` `[D]`; `best` `[D]` are all rows' maxima.
 
     A row without a finite maximum gets any number.
     """
-    temperatures = [max(spec.params.temperature, _MIN_TEMPERATURE) for spec in specs]
-    numbers = uniforms(
-        [spec.params.seed for spec in specs],
-        [spec.choice_index for spec in specs],
-        [spec.output_index for spec in specs],
-    )
-    index, divisors, targets = upload(
-        (np.array(rows, dtype=np.int64), np.array(temperatures, dtype=np.float32), numbers), logits.device
-    )
-    scores = logits.index_select(0, index)  # [r, V], a copy
-    scores.sub_(best[index, None]).div_(divisors[:, None])  # at most 0
+    rows = draws.rows[tile]
+    scores = logits.index_select(0, rows)  # [r, V], a copy
+    scores.sub_(best[rows, None]).div_(draws.divisors[tile, None])  # at most 0
     weights = scores.exp()
-    masses = truncate(scores, weights, [spec.params for spec in specs])
-    chosen[index] = inverse_cdf(weights, masses, targets)
-
-
-def _logprobs(
-    logits: torch.Tensor, token_ids: list[int | None], specs: Sequence[SampleSpec]
-) -> dict[int, TokenLogprobs]:
-    """Returns, for each drawn row that wants them, the token's log-probability and the best ones'."""
-    wanted = {
-        row: token_id
-        for row, (token_id, spec) in enumerate(zip(token_ids, specs, strict=True))
-        if spec.params.logprobs is not None and token_id is not None
-    }
-    found: dict[int, TokenLogprobs] = {}
-    for rows in _tiles(list(wanted), logits):
-        scores = logits.index_select(0, torch.tensor(rows, device=logits.device))  # [r, V]
-        scores.sub_(first_max(scores)[0][:, None])
-        log_mass = chunk_masses(scores.exp())[:, -1:].log()  # [r, 1] float64
-        drawn = torch.tensor([[wanted[row]] for row in rows], device=logits.device)
-        drawn_logprobs = (scores.gather(1, drawn) - log_mass)[:, 0].tolist()
-        counts = [specs[row].params.logprobs or 0 for row in rows]
-        values, indices = largest(scores, min(max(1, *counts), scores.shape[1]))
-        best = zip((values - log_mass).tolist(), indices.tolist(), strict=True)
-        for row, count, logprob, (top, ids) in zip(rows, counts, drawn_logprobs, best, strict=True):
-            found[row] = TokenLogprobs(TokenId(wanted[row]), logprob, _ranked(top, ids)[:count])
-    return found
-
-
-def _tiles(rows: list[int], logits: torch.Tensor) -> Iterator[list[int]]:
-    size = max(1, len(rows) if logits.is_cuda else _TILE_ELEMENTS // logits.shape[1])
-    return (rows[start : start + size] for start in range(0, len(rows), size))
-
-
-def _ranked(logprobs: list[float], token_ids: list[int]) -> tuple[tuple[TokenId, float], ...]:
-    """Descending; equal ones by id."""
-    ranked = sorted(zip(token_ids, logprobs, strict=True), key=lambda pair: (-pair[1], pair[0]))
-    return tuple((TokenId(token_id), logprob) for token_id, logprob in ranked)
+    masses = truncate(scores, weights, [spec.params for spec in draws.specs[tile]])
+    chosen[rows] = inverse_cdf(weights, masses, draws.targets[tile])

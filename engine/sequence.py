@@ -50,6 +50,9 @@ class Sequence:
         self.drawers: tuple[Sequence, ...] = (self,)
         """Choices that draw from its last token: itself, or those that are about to fork from it."""
         self.block_table = BlockTable()
+        self.runs_ahead = True
+        """Whether a step may be launched for it while its last token is pending; False where the host must know the
+        token first, as for a token mask: it sits out that step."""
         self._prompt_token_ids = prompt_token_ids
         self._output_token_ids = list(output_token_ids)
         self._num_pending_tokens = 0
@@ -62,6 +65,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Known and pending tokens."""
         return len(self._prompt_token_ids) + len(self._output_token_ids) + self._num_pending_tokens
+
+    @property
+    def output_token_ids(self) -> tuple[TokenId, ...]:
+        """Known completion tokens, those drawn elsewhere included; a copy."""
+        return tuple(self._output_token_ids)
 
     @property
     def num_output_tokens(self) -> int:

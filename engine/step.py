@@ -66,7 +66,11 @@ class SampleSpec:
     from_end: int = 0
     """From which of the seq's scheduled tokens: 0 = the last, 1 = the one before, …"""
     num_candidates: int = 0
-    """0 = one token is drawn as `params` say; k = the k best with their log-probabilities, best first (beam search)."""
+    """0 = one token is drawn as `params` say; k = the k best with their log-probabilities, best first (beam search).
+
+    Fewer where the mask leaves fewer. As in transformers' beam search, penalties, biases and mask change the
+    log-probabilities of the raw logits, which are not normalized again; temperature and filters have no say.
+    """
     mask: TokenMask | None = None
     """Tokens that may be drawn; None = all."""
 
@@ -85,7 +89,7 @@ class ScheduledSeq:
     """Draws from its logits; several choices may draw from one row."""
     feed: int | None = None
     """Set where the last of `token_ids` is not known yet: it is what draw number `feed` of the step launched just
-    before brings, counted over all its seqs; `token_ids` holds 0 in its place."""
+    before brings (the best, of candidates), counted over all its seqs; `token_ids` holds 0 in its place."""
     adapter_id: AdapterId | None = None
 
 
@@ -95,8 +99,9 @@ class Step:
 
     seqs: tuple[ScheduledSeq, ...]
     copies: tuple[BlockCopy, ...] = ()
-    """No block is a target twice, and no target is a source."""
+    """Made as if one after the other: a source that its last holder let go may be a later copy's target."""
     moves: tuple[TierMove, ...] = ()
+    """No block is moved into twice, and none that is moved into is the source of a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class BrokenLogits:
-    """In the place of tokens: the row holds NaN or has no finite maximum. Other rows of its batch are none the worse."""
+    """In the place of tokens: the row holds NaN or has no finite maximum. Other rows of its batch are not affected."""
 
     def error(self, request_id: RequestId) -> InternalError:
         """What the request is to be failed with."""

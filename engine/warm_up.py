@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from engine.runner import Runner
-from engine.step import SampleSpec, ScheduledSeq
+from engine.step import SampleSpec, ScheduledSeq, Step
 from tandem.telemetry.logging import get_logger
 from tandem.types import BlockId, SamplingParams, TokenId
 
@@ -17,8 +17,9 @@ _log = get_logger(__name__)
 
 _FRESH_TOKENS = 33
 _CHUNK_TOKENS = 17
-_GREEDY = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), choice_index=0, output_index=0)
-_DRAWN = SampleSpec(SamplingParams(max_tokens=1, temperature=1.0, top_k=2), choice_index=0, output_index=0)
+_GREEDY = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), output_index=0)
+_DRAWN = SampleSpec(SamplingParams(max_tokens=1, temperature=1.0, top_k=2), output_index=0)
+_STEPS = ((_FRESH_TOKENS, ()), (_CHUNK_TOKENS, (_GREEDY,)), (1, (_GREEDY,)), (1, (_DRAWN,)))
 
 
 def warm_up(runner: Runner, num_blocks: int, block_size: int) -> None:
@@ -26,10 +27,10 @@ def warm_up(runner: Runner, num_blocks: int, block_size: int) -> None:
     began_s = time.monotonic()
     room = num_blocks * block_size
     context = 0
-    for num_tokens, sample in ((_FRESH_TOKENS, None), (_CHUNK_TOKENS, _GREEDY), (1, _GREEDY), (1, _DRAWN)):
+    for num_tokens, samples in _STEPS:
         if context + num_tokens > room:
             break
         context += num_tokens
         blocks = tuple(BlockId(block) for block in range(-(-context // block_size)))
-        runner.step([ScheduledSeq((TokenId(0),) * num_tokens, context - num_tokens, blocks, sample)])
+        runner.run(Step((ScheduledSeq((TokenId(0),) * num_tokens, context - num_tokens, blocks, samples),)))
     _log.info("kernels warm", seconds=round(time.monotonic() - began_s, 2))

@@ -1,4 +1,5 @@
-"""The door of every operation that is not attention: linear maps, norms, rotation with KV store, gated activation.
+"""The door of every operation that is not attention: linear maps, norms, rotation with KV store, gated activation,
+and copies of whole blocks.
 
 Dimensions as in `kernels.attention`; E hidden. One implementation per device (`reference`, `cpu`,
 `triton`); all state is in the arguments or in what `linear` returns.
@@ -105,6 +106,13 @@ class Operations(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`silu(gate) * up` for `gate_up` `[T, 2 * I]`, gate first → `[T, I]`."""
+        ...
+
+    def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
+        """Copies whole blocks within `pool` `[N, block_bytes]` uint8, in place, by `pairs` `[M, 2]` int64.
+
+        A pair is (source, target). No target may be the source or target of another pair: they are copied in no order.
+        """
         ...
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.operations import ActivatedLinear, LinearMap, PlainLinear, QkNorm
-from kernels.spec import check_rotate_and_store
+from kernels.spec import check_block_pairs, check_rotate_and_store
 
 
 class ReferenceOperations:
@@ -72,6 +72,11 @@ class ReferenceOperations:
         """See `Operations.silu_mul`."""
         gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
         return F.silu(gate) * up
+
+    def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
+        """See `Operations.copy_blocks`; by way of a copy."""
+        check_block_pairs(pool, pairs)
+        pool[pairs[:, 1]] = pool[pairs[:, 0]]
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

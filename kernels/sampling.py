@@ -26,10 +26,8 @@ class DrawParams:
     """Float32; 0 keeps all."""
     seed: torch.Tensor
     """Int64 whose 64 bits are the generator's key."""
-    choice_index: torch.Tensor
-    """Int64, less than 2^32: third word of the counter."""
     output_index: torch.Tensor
-    """Int64: first two words of the counter."""
+    """Int64: first two words of the counter, whose others are 0."""
 
 
 class RowMaximum(Protocol):

@@ -143,6 +143,12 @@ class WorkerConfig:
     )
     chunk_tokens: int = option("chunk-tokens", 512, "prompt tokens computed per step", integer(1, 1_048_576))
     max_seqs: int = option("max-seqs", 64, "sequences in a batch", integer(1, 65536))
+    overlap_steps: str = option(
+        "overlap-steps",
+        "auto",
+        "launch a decode step while another one computes: auto = where that pays",
+        one_of("auto", "off"),
+    )
     transport: str = option(
         "transport", "auto", "how KV blocks travel", one_of("auto", "shm", "tcp", "cuda_ipc", "nccl")
     )

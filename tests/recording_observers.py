@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.errors import TandemError
 from tandem.telemetry.observers import RequestEnd, RequestStart, StepReport
-from tandem.types import SequenceSpec, WorkerInfo
+from tandem.types import GroupSpec, WorkerInfo
 
 
 class Record:
@@ -100,7 +100,7 @@ class RecordingRouter:
 class RecordedSequence(Record):
     """A `SequenceObserver`."""
 
-    def __init__(self, spec: SequenceSpec) -> None:
+    def __init__(self, spec: GroupSpec) -> None:
         super().__init__()
         self.spec = spec
 
@@ -133,7 +133,7 @@ class RecordingWorker:
         self.sequences: list[RecordedSequence] = []
         self.steps: list[StepReport] = []
 
-    def sequence(self, spec: SequenceSpec) -> RecordedSequence:
+    def sequence(self, spec: GroupSpec) -> RecordedSequence:
         self.sequences.append(RecordedSequence(spec))
         return self.sequences[-1]
 

@@ -16,7 +16,7 @@ import torch
 from kernels.cpu.library import Library
 from kernels.cpu.linear import open_gated_linear, open_linear
 from kernels.operations import ActivatedLinear, LinearMap, QkNorm
-from kernels.spec import Dims, check_rotate_and_store
+from kernels.spec import Dims, check_block_pairs, check_rotate_and_store
 from tandem.errors import InternalError
 
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -141,6 +141,11 @@ class CpuOperations:
         call = (self._short if tokens <= _SHORT_TOKENS else self._long)[dtype].silu_mul
         call(gate_up.data_ptr(), gate_up.stride()[0], out.data_ptr(), tokens, width)
         return out
+
+    def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
+        """See `Operations.copy_blocks`."""
+        check_block_pairs(pool, pairs)
+        pool[pairs[:, 1]] = pool[pairs[:, 0]]
 
 
 class _RotateShape(ctypes.Structure):

@@ -6,6 +6,7 @@ import torch
 
 from kernels.operations import ActivatedLinear, LinearMap, PlainLinear, QkNorm
 from kernels.triton.activation import silu_mul
+from kernels.triton.blocks import copy_blocks
 from kernels.triton.norm import add_rms_norm, rms_norm
 from kernels.triton.rotary import rotate_and_store
 
@@ -51,3 +52,7 @@ class TritonOperations:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `Operations.silu_mul`."""
         return silu_mul(gate_up)
+
+    def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
+        """See `Operations.copy_blocks`."""
+        copy_blocks(pool, pairs)

@@ -102,7 +102,7 @@ def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     )
     truncated = (scratch.best, params.temperature, scratch.thresholds, scratch.masses)
     _truncate_kernel[grid](logits, *truncated, *row, **tile, num_warps=_NUM_WARPS)
-    counters = (params.seed, params.choice_index, params.output_index)
+    counters = (params.seed, params.output_index)
     _pick_kernel[(rows,)](
         *(logits, scratch.best, scratch.best_ids, *truncated[1:], *counters, token_ids),
         *row,
@@ -144,7 +144,6 @@ _PARAM_DTYPES = {
     "top_p": torch.float64,
     "min_p": torch.float32,
     "seed": torch.int64,
-    "choice_index": torch.int64,
     "output_index": torch.int64,
 }
 
@@ -268,10 +267,11 @@ def _truncate_kernel(
 
 
 @triton.jit
-def uniform_share(total: tl.tensor, seed: tl.tensor, choice_index: tl.tensor, output_index: tl.tensor) -> tl.tensor:
+def uniform_share(total: tl.tensor, seed: tl.tensor, output_index: tl.tensor) -> tl.tensor:
     """`floor(u * total)` for the row's uniform number u, a multiple of 2^-53, as in `engine.philox`: exact."""
     low, high = (output_index & 0xFFFFFFFF).to(tl.uint32), (output_index >> 32).to(tl.uint32)
-    first, second, _, _ = tl.philox(seed, low, high, choice_index.to(tl.uint32), tl.zeros((), tl.uint32))
+    zero = tl.zeros((), tl.uint32)
+    first, second, _, _ = tl.philox(seed, low, high, zero, zero)
     bits = ((first.to(tl.uint64) << 32) | second.to(tl.uint64)) >> 11
     return tl.umulhi(bits << 11, total.to(tl.uint64)).to(tl.int64)
 
@@ -285,7 +285,6 @@ def _pick_kernel(
     thresholds: tl.tensor,
     masses: tl.tensor,
     seed: tl.tensor,
-    choice_index: tl.tensor,
     output_index: tl.tensor,
     token_ids: tl.tensor,
     row_stride: tl.tensor,
@@ -299,9 +298,7 @@ def _pick_kernel(
     if (token_id >= 0) & (tl.load(temperature + row) > 0):
         chunks = tl.arange(0, CHUNKS)
         weights = tl.load(masses + row * num_chunks + chunks, mask=chunks < num_chunks, other=0)
-        target = uniform_share(
-            tl.sum(weights, 0), tl.load(seed + row), tl.load(choice_index + row), tl.load(output_index + row)
-        )
+        target = uniform_share(tl.sum(weights, 0), tl.load(seed + row), tl.load(output_index + row))
         chunk = tl.sum((tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
         target -= tl.sum(tl.where(chunks < chunk, weights, 0), 0)
         cost = chunk_costs(logits, row_stride, best, temperature, row, chunk, vocab_size, num_chunks, CHUNK, CHUNKS)

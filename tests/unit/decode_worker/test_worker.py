@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from decode_worker.landing import LandingPolicy
+from decode_worker.incoming_transfers import TransferPolicy
 from engine.engine_thread import EngineBroken
 from tandem.errors import (
     DeadlineExceeded,
@@ -22,10 +22,11 @@ from tandem.errors import (
     TransferError,
     Unavailable,
 )
-from tandem.types import FinishReason, Handle, SequenceSpec, TokenId
+from tandem.first_tokens import encode_first_tokens
+from tandem.types import FinishReason, Handle, GroupSpec, TokenId
 
-MakeSpec = Callable[..., SequenceSpec]
-Completion = Callable[[SequenceSpec], list[TokenId]]
+MakeSpec = Callable[..., GroupSpec]
+Completion = Callable[..., list[TokenId]]
 
 
 async def test_a_handed_over_sequence_streams_everything_after_the_first_token(
@@ -38,11 +39,11 @@ async def test_a_handed_over_sequence_streams_everything_after_the_first_token(
         assert bench.pool.counts().reserved == 3
         first = bench.hand_over(ticket, spec)
         await bench.router.until(lambda: handle in bench.router.ended)
-        assert [first, *bench.router.tokens[handle]] == completion(spec)
-        assert handle not in bench.router.first
+        assert [first[0], *bench.router.tokens[handle]] == completion(spec)
+        assert handle not in bench.router.prefilled
 
 
-async def test_a_local_prompt_announces_its_first_token_then_streams(
+async def test_a_local_prompt_is_announced_before_its_first_token(
     open_bench: Any, make_spec: MakeSpec, completion: Completion
 ) -> None:
     async with open_bench(chunk_tokens=4) as bench:
@@ -50,7 +51,7 @@ async def test_a_local_prompt_announces_its_first_token_then_streams(
         handle = bench.reserve(1, spec, local_prefill=True)
         assert await bench.ticket(handle) == ""
         await bench.router.until(lambda: handle in bench.router.ended)
-        assert bench.router.first[handle].token_ids == (completion(spec)[0],)
+        assert handle in bench.router.prefilled
         assert bench.router.tokens[handle] == completion(spec)
 
 
@@ -62,12 +63,12 @@ async def test_a_resumed_sequence_goes_on_at_its_next_token(
         by_handoff, by_itself = bench.reserve(1, spec), bench.reserve(2, spec, local_prefill=True)
         bench.hand_over(await bench.ticket(by_handoff), spec)
         await bench.router.until(lambda: {by_handoff, by_itself} <= set(bench.router.ended))
-        assert bench.router.first[by_itself].offset == 3
+        assert bench.router.first_offsets[by_itself, 0] == 3
         assert bench.router.tokens[by_itself] == completion(spec)[3:]
         assert bench.router.tokens[by_handoff] == completion(spec)[4:]
 
 
-async def test_all_sequences_of_a_step_go_out_in_one_message(open_bench: Any, make_spec: MakeSpec) -> None:
+async def test_all_sequences_of_a_step_are_told_together(open_bench: Any, make_spec: MakeSpec) -> None:
     async with open_bench() as bench:
         bench.engine.hold()
         specs = {bench.reserve(i, make_spec(5, 4, salt=i)): make_spec(5, 4, salt=i) for i in (1, 2, 3)}
@@ -75,7 +76,7 @@ async def test_all_sequences_of_a_step_go_out_in_one_message(open_bench: Any, ma
             bench.hand_over(await bench.ticket(handle), spec)
         bench.engine.let_go()
         await bench.router.until(lambda: set(specs) == set(bench.router.ended))
-        assert bench.router.messages[-1] == [1, 2, 3]
+        assert bench.router.order == [(1, 0), (2, 0), (3, 0)] * 3
 
 
 async def test_an_end_token_ends_the_sequence(open_bench: Any, make_spec: MakeSpec, completion: Completion) -> None:
@@ -107,7 +108,7 @@ async def test_a_sequence_as_large_as_the_pool_is_served(
         handle = bench.reserve(1, spec, local_prefill=True)
         await bench.router.until(lambda: handle in bench.router.ended)
         assert bench.router.tokens[handle] == completion(spec)
-        assert bench.router.first[handle].finish_reason is FinishReason.LENGTH
+        assert bench.router.finished[handle, 0] is FinishReason.LENGTH
 
 
 async def test_unused_slots_are_counted_as_the_sequence_grows(open_bench: Any, make_spec: MakeSpec) -> None:
@@ -137,7 +138,7 @@ async def test_it_can_end_in_every_stage(open_bench: Any, make_spec: MakeSpec, s
         if stage == "in a step":
             bench.engine.hold()
             bench.hand_over(ticket, spec)
-            await bench.engine.stepping.wait()
+            await bench.engine.until_in_flight(1)
         if stage == "between steps":
             bench.hand_over(ticket, spec)
         end(bench, handle, how)
@@ -172,7 +173,7 @@ async def test_a_loss_of_one_router_leaves_the_other_ones_sequences(
         spec = make_spec(9, 7)
         handle = bench.reserve(1, spec)
         other = type(bench.router)()
-        bench.worker.reserve(other, handle, spec, True)
+        bench.reserve(1, spec, local_prefill=True, router=other)
         bench.worker.router_lost(bench.router)
         await other.until(lambda: handle in other.ended)
         assert other.tokens[handle] == completion(spec)
@@ -206,7 +207,7 @@ async def test_an_offer_that_cannot_be_made_fails_the_sequence_and_holds_nothing
 async def test_a_commit_that_never_comes_fails_the_sequence_without_new_work(
     open_bench: Any, make_spec: MakeSpec
 ) -> None:
-    async with open_bench(landing=LandingPolicy(ticket_s=1.0, handoff_s=9.0)) as bench:
+    async with open_bench(transfers=TransferPolicy(ticket_s=1.0, handoff_s=9.0)) as bench:
         handle = bench.reserve(1, make_spec(9, 7))
         ticket = await bench.ticket(handle)
         bench.receiver.show(ticket)
@@ -229,7 +230,17 @@ async def test_a_shown_ticket_outlasts_a_long_line_at_the_prefill_worker(open_be
         await bench.router.until(lambda: handle in bench.router.ended)
 
 
-@pytest.mark.parametrize("payload", [b"", b"12345", (999_999).to_bytes(4, "big")])
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"12345",
+        encode_first_tokens({}),
+        encode_first_tokens({0: TokenId(999_999)}),
+        encode_first_tokens({1: TokenId(7)}),
+        encode_first_tokens({0: TokenId(7), 1: TokenId(7)}),
+    ],
+)
 async def test_a_first_token_that_is_none_fails_the_sequence(
     open_bench: Any, make_spec: MakeSpec, payload: bytes
 ) -> None:
@@ -256,7 +267,7 @@ async def test_a_step_that_breaks_fails_its_sequences_and_the_next_one_is_served
     open_bench: Any, make_spec: MakeSpec, completion: Completion
 ) -> None:
     async with open_bench() as bench:
-        bench.engine.error = ZeroDivisionError()
+        bench.engine.errors[0] = ZeroDivisionError()
         unlucky = bench.reserve(1, make_spec(5, 7), local_prefill=True)
         await bench.router.until(lambda: unlucky in bench.router.errors)
         assert isinstance(bench.router.errors[unlucky], InternalError)
@@ -274,7 +285,8 @@ async def test_a_sequence_whose_logits_break_fails_alone(
         bench.engine.breaks = (13, output_index)
         good = {bench.reserve(i, make_spec(5, 9, salt=i), local_prefill=True): make_spec(5, 9, salt=i) for i in (1, 2)}
         spec = make_spec(5, 9, salt=3)
-        bad = bench.reserve(3, replace(spec, sampling=replace(spec.sampling, seed=13)), local_prefill=True)
+        spec = replace(spec, sampling=replace(spec.sampling, seed=13))
+        bad = bench.reserve(3, spec, local_prefill=True)
         await bench.router.until(lambda: bad in bench.router.errors and set(good) == set(bench.router.ended))
         assert isinstance(bench.router.errors[bad], InternalError)
         assert "request r3 " in bench.router.errors[bad].message
@@ -284,7 +296,7 @@ async def test_a_sequence_whose_logits_break_fails_alone(
 
 async def test_a_broken_engine_ends_the_worker(open_bench: Any, make_spec: MakeSpec) -> None:
     async with open_bench() as bench:
-        bench.engine.error = EngineBroken("8 steps in a row failed")
+        bench.engine.errors[0] = EngineBroken("8 steps in a row failed")
         unlucky = bench.reserve(1, make_spec(5, 7), local_prefill=True)
 
         with pytest.raises(EngineBroken):
@@ -327,13 +339,13 @@ async def test_the_more_urgent_goes_first_then_the_earlier(open_bench: Any, make
 async def test_bad_requests_are_refused_by_name(open_bench: Any, make_spec: MakeSpec) -> None:
     async with open_bench(num_blocks=4) as bench:
         bench.reserve(1, make_spec(9, 8))
-        bench.worker.prefill(bench.router, Handle(2), make_spec(5, 2), b"", b"")
+        with pytest.raises(InvalidRequest, match="decode worker"):
+            bench.worker.prefill(bench.router, Handle(2), make_spec(5, 2), b"", b"")
         bench.reserve(3, make_spec(5, 2))
         bench.reserve(3, make_spec(5, 2))
         errors = bench.router.errors
         assert [error.field for error in errors.values() if isinstance(error, InvalidRequest)] == [
             "sampling.max_tokens",
-            "prefill",
             "handle",
         ]
         bench.worker.release(bench.router, Handle(3))

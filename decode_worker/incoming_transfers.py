@@ -1,0 +1,198 @@
+"""Hand-offs into this pool: blocks promised to a prefill worker, until they are a request's or free.
+
+State of one transfer (`tandem.lifecycle.TRANSFER_MOVES`), and of its blocks:
+
+    OFFERED      RESERVED      the ticket is out
+    RECEIVING    RECEIVING     a writer has shown it
+    COMMITTED    LIVE          every block verified; they are the request's from now on
+    QUARANTINED  QUARANTINED   given up under a live writer
+    FAILED       FREE
+
+A block leaves quarantine only when the receiver says that its writer has stopped. Only
+`on_committed` makes a request runnable, so nothing unverified is ever decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.block_pool import BlockPool
+from kvtransfer.base import BlockRef, Offer, Receiver
+from tandem.clock import Clock, Deadline
+from tandem.errors import FrameError, TandemError, TicketRefused, TransferError
+from tandem.first_tokens import decode_first_tokens
+from tandem.lifecycle import TRANSFER_MOVES, BlockState, TransferState, advance
+from tandem.types import BlockId, TokenId
+from worker.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPolicy:
+    """How long a prefill worker may take. Backstops: a dead router, peer or deadline ends it sooner."""
+
+    ticket_s: float = 15.0
+    """From the ticket to its being shown."""
+    handoff_s: float = 900.0
+    """From the ticket to the commit, most of which a prompt may spend in the prefill worker's queue.
+
+    Reached only where that worker forgets the prompt and goes on with others: of an idle one the
+    router hears the silence, and releases."""
+
+
+class TransferOwner(Protocol):
+    """Is told how a transfer ended: exactly one of the first two, unless it was withdrawn."""
+
+    def received(self, request: Request, block_ids: tuple[BlockId, ...], first_tokens: Mapping[int, TokenId]) -> None:
+        """Verified: LIVE blocks that hold the group's prefix, for the owner to release; one token per choice due."""
+        ...
+
+    def transfer_failed(self, request: Request, error: TandemError) -> None:
+        """Nothing of it may be used; its blocks are not the owner's to release."""
+        ...
+
+    def blocks_freed(self) -> None:
+        """Blocks of a failed transfer are free again."""
+        ...
+
+
+class IncomingTransfers:
+    """The transfers into one pool that may still make a request runnable."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        receiver: Receiver,
+        clock: Clock,
+        owner: TransferOwner,
+        policy: TransferPolicy,
+        vocab_size: int,
+    ) -> None:
+        self.pool = pool
+        self.clock = clock
+        self.owner = owner
+        self.vocab_size = vocab_size
+        self._receiver = receiver
+        self._policy = policy
+        self._transfers: dict[Request, tuple[IncomingTransfer, Offer]] = {}
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that wait for them."""
+        return sum(request.group.num_seats for request in self._transfers)
+
+    def offer(self, request: Request) -> Offer:
+        """Reserves blocks for the group's prefix and mints a ticket for them.
+
+        Raises PoolExhausted if there are not enough, or what the receiver raises; then nothing was changed.
+        """
+        num_blocks = -(-request.group.prefix.num_tokens // self.pool.block_size)
+        block_ids = self.pool.allocate(num_blocks, BlockState.RESERVED)
+        transfer = IncomingTransfer(request, block_ids, Deadline.after(self.clock, self._policy.handoff_s), self)
+        refs = tuple(BlockRef(block_id, self.pool.generation(block_id)) for block_id in block_ids)
+        try:
+            offer = self._receiver.offer(refs, transfer, self._policy.ticket_s)
+        except TandemError:
+            self.pool.release(block_ids)
+            raise
+        self._transfers[request] = (transfer, offer)
+        return offer
+
+    def withdraw(self, request: Request) -> None:
+        """The request is gone: fails its transfer without telling the owner. Idempotent."""
+        if request in self._transfers:
+            _, offer = self._transfers.pop(request)
+            self._receiver.withdraw(offer.transfer_id)
+
+    def expire(self) -> None:
+        """Fails transfers whose time has run out: tickets never shown, writers that do not commit."""
+        self._receiver.reap()
+        for request, (transfer, _) in list(self._transfers.items()):
+            if transfer.commit_by.passed:
+                self.withdraw(request)
+                error = TransferError(f"no commit within {self._policy.handoff_s:g} s")
+                self.owner.transfer_failed(request, error)
+
+    def end(self, request: Request) -> bool:
+        """Its transfer is over; False if the request has gone meanwhile."""
+        return self._transfers.pop(request, None) is not None
+
+
+class IncomingTransfer:
+    """One hand-off's `HandoffListener`."""
+
+    def __init__(
+        self, request: Request, block_ids: tuple[BlockId, ...], commit_by: Deadline, transfers: IncomingTransfers
+    ) -> None:
+        """`block_ids` are RESERVED, and this transfer's until it ends."""
+        self.commit_by = commit_by
+        self._request = request
+        self._block_ids = block_ids
+        self._all = transfers
+        self._state = TransferState.OFFERED
+        self._shown_s = 0.0
+
+    def on_receiving(self) -> None:
+        """Moves the blocks under the writer. Raises TicketRefused if the offer is over or taken."""
+        if self._state is not TransferState.OFFERED:
+            raise TicketRefused(f"the offer is already {self._state}")
+        self._advance(TransferState.RECEIVING)
+        self._all.pool.start_receiving(self._block_ids)
+        self._shown_s = self._all.clock.now_s()
+        self._request.observer.transfer_started()
+
+    def on_committed(self, first_token_payload: bytes) -> None:
+        """Hands the verified blocks to the owner, or frees them if the request is gone or the payload is bad."""
+        self._advance(TransferState.COMMITTED)
+        self._all.pool.seal(self._block_ids)
+        request = self._request
+        if not self._all.end(request):
+            self._release()
+            return
+        try:
+            first_tokens = self._first_tokens(first_token_payload)
+        except FrameError as error:
+            self._release()
+            self._all.owner.transfer_failed(request, error)
+            return
+        request.observer.transferred(0, self._all.clock.now_s() - self._shown_s, None)
+        self._all.owner.received(request, self._block_ids, first_tokens)
+
+    def on_failed(self, error: TransferError) -> None:
+        """Frees blocks that nobody could write into, quarantines the others."""
+        if self._state is TransferState.OFFERED:
+            self._advance(TransferState.FAILED)
+            self._release()
+        elif self._state is TransferState.RECEIVING:
+            self._advance(TransferState.QUARANTINED)
+            self._all.pool.release(self._block_ids)
+        if self._all.end(self._request):
+            self._all.owner.transfer_failed(self._request, error)
+
+    def on_writer_stopped(self) -> None:
+        """Frees quarantined blocks; of others there is nothing left to free."""
+        if self._state is TransferState.QUARANTINED:
+            self._advance(TransferState.FAILED)
+            self._all.pool.writer_stopped(self._block_ids)
+            self._all.owner.blocks_freed()
+
+    def _first_tokens(self, payload: bytes) -> Mapping[int, TokenId]:
+        """Raises FrameError unless it brings one token of the vocabulary for each choice that is due."""
+        tokens = decode_first_tokens(payload)
+        due = {choice.index for choice in self._request.group.prefix.drawers}
+        if tokens.keys() != due:
+            raise FrameError(f"first tokens of choices {sorted(tokens)}, not of {sorted(due)}")
+        if max(tokens.values(), default=0) >= self._all.vocab_size:
+            raise FrameError(f"first token {max(tokens.values())} is not in the vocabulary")
+        return tokens
+
+    def _advance(self, to: TransferState) -> None:
+        self._state = advance(TRANSFER_MOVES, self._state, to)
+
+    def _release(self) -> None:
+        self._all.pool.release(self._block_ids)
+        self._all.owner.blocks_freed()

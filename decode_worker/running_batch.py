@@ -1,0 +1,161 @@
+"""The requests that were admitted, running or waiting, and the blocks that they hold.
+
+Carries out what `scheduler.plan_step` decides: takes blocks from the pool, moves sequences on, makes the step to
+launch. A step may be planned while another one is in flight; its sequences' last tokens may then still be pending.
+
+Does not know routers, hand-offs, clocks or the engine.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from decode_worker.block_releases import BlockReleases
+from decode_worker.scheduler import StepLimits, StepPlan, plan_step
+from engine.block_pool import BlockPool
+from engine.sequence import Sequence
+from engine.step import BlockCopy, ScheduledSeq, Step
+from worker.request import Rank, Request
+
+
+@dataclass(frozen=True, slots=True)
+class BatchedStep:
+    """A step to be launched, and whom each of its seqs belongs to."""
+
+    step: Step
+    seqs: tuple[tuple[Request, Sequence], ...]
+    """In the order of `step.seqs`."""
+    num_decodes: int
+    """Seqs that compute one token and draw the next one; all others compute chunks of prompts."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether no seq computes a prompt. Each draws one token then: draw number i is seq number i's."""
+        return self.num_decodes == len(self.seqs)
+
+
+class RunningBatch:
+    """Running and waiting requests, each list in rank order."""
+
+    def __init__(self, pool: BlockPool, limits: StepLimits) -> None:
+        self.releases = BlockReleases(pool)
+        self._pool = pool
+        self._limits = limits
+        self._requests: set[Request] = set()
+        self._running: list[Request] = []
+        self._waiting: list[Request] = []
+        self._num_preemptions = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._requests
+
+    @property
+    def num_running(self) -> int:
+        """Seats that are taken."""
+        return sum(request.group.num_seats for request in self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a seat."""
+        return sum(request.group.num_seats for request in self._waiting)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often blocks were taken from a request."""
+        return self._num_preemptions
+
+    @property
+    def num_missing_blocks(self) -> int:
+        """Blocks that requests still lack for the tokens they have."""
+        return sum(request.group.num_missing_blocks(self._pool) for request in self._requests)
+
+    @property
+    def num_prompt_tokens_left(self) -> int:
+        """Tokens to compute before all sequences are decoding."""
+        return sum(max(0, each.group.num_remaining_tokens - each.group.num_seats) for each in self._requests)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nobody is here, and no step is in flight."""
+        return not self._requests and not self.releases.num_in_flight
+
+    def join(self, request: Request) -> None:
+        """It waits for its first step here; it brings its blocks, if it has any."""
+        self._requests.add(request)
+        bisect.insort(self._waiting, request, key=_rank)
+
+    def leave(self, request: Request) -> None:
+        """Takes it out and releases its blocks. A no-op if it is not here."""
+        if request in self._requests:
+            self._requests.remove(request)
+            (self._running if request in self._running else self._waiting).remove(request)
+            self.releases.release(request.group.take_blocks())
+
+    def next_step(self) -> BatchedStep | None:
+        """Plans a step with none in flight; None = nobody can step now."""
+        return self._carry_out(plan_step(self._running, self._waiting, self._pool, self._limits), {})
+
+    def step_behind(self, running: BatchedStep) -> BatchedStep | None:
+        """Plans a decode step behind the one in flight; None = it is better planned once that has ended.
+
+        That is so if a prompt is to be computed, if blocks are short (some may come back by then, and none can be taken
+        away before), and if somebody waits for the seat of a sequence that ends with the running step.
+        """
+        if not running.is_decode:
+            return None
+        plan = plan_step(self._running, self._waiting, self._pool, self._limits)
+        if plan.preempted or plan.lacks_blocks:
+            return None
+        if not all(_is_decode(request, seq) for request, seq, _ in plan.scheduled):
+            return None
+        if len(plan.admitted) < len(self._waiting) and any(seq.is_exhausted for _, seq in running.seqs):
+            return None
+        return self._carry_out(plan, {seq: draw for draw, (_, seq) in enumerate(running.seqs)})
+
+    def _carry_out(self, plan: StepPlan[Request], draws: Mapping[Sequence, int]) -> BatchedStep | None:
+        """`draws`: who draws in the step in flight, and the number of the draw."""
+        for request in plan.admitted:
+            self._waiting.remove(request)
+            bisect.insort(self._running, request, key=_rank)
+        for request in plan.preempted:
+            self._preempt(request)
+        if not plan.scheduled:
+            return None
+        num_decodes = sum(_is_decode(request, seq) for request, seq, _ in plan.scheduled)
+        copies: list[BlockCopy] = []
+        seqs: list[ScheduledSeq] = []
+        for request, seq, num_tokens in plan.scheduled:
+            copies += request.group.copy_on_write(seq, self._pool)
+            seqs.append(self._schedule(seq, num_tokens, draws.get(seq) if seq.num_pending_tokens else None))
+        step = Step(tuple(seqs), tuple(copies))
+        return BatchedStep(step, tuple((request, seq) for request, seq, _ in plan.scheduled), num_decodes)
+
+    def _preempt(self, request: Request) -> None:
+        self._num_preemptions += 1
+        request.observer.preempted()
+        self.releases.release(request.group.take_blocks())
+        if request in self._running:
+            self._running.remove(request)
+            bisect.insort(self._waiting, request, key=_rank)
+
+    def _schedule(self, seq: Sequence, num_tokens: int, feed: int | None) -> ScheduledSeq:
+        num_blocks = seq.blocks_wanted(num_tokens, self._pool.block_size)
+        if num_blocks:
+            seq.add_blocks(self._pool.allocate(num_blocks))
+        scheduled = seq.schedule(num_tokens, feed)
+        self._pool.set_filled(seq.block_table, seq.num_computed_tokens, scheduled.context_len)
+        return scheduled
+
+
+def _is_decode(request: Request, seq: Sequence) -> bool:
+    """Whether its next step computes its newest token, and draws one."""
+    return request.group.is_forked and seq.num_remaining_tokens == 1
+
+
+def _rank(request: Request) -> Rank:
+    return request.rank

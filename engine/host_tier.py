@@ -1,0 +1,64 @@
+"""The host tier: rows of host memory that whole blocks move to, and back into other blocks later.
+
+Owns the rows and who holds them; a step moves the bytes (`engine.step.TierMove`). The control loop allocates
+and frees rows; a row may be freed once the last launched step that names it has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.host_memory import HostMemory
+from engine.step import Direction, HostRow, TierMove
+from tandem.errors import InternalError, Overloaded
+
+
+class HostTier:
+    """`num_rows` rows of `block_bytes` bytes. `close` ends it."""
+
+    def __init__(self, num_rows: int, block_bytes: int, *, pinned: bool = False) -> None:
+        """`pinned` lets a GPU copy them while the host goes on. Raises OSError or RuntimeError (torch) for want of
+        memory.
+        """
+        self._memory = HostMemory.allocate(num_rows * block_bytes, shared=False)
+        if pinned:
+            self._memory.pin()
+        self._block_bytes = block_bytes
+        self._free = [HostRow(row) for row in range(num_rows - 1, -1, -1)]
+        self._held: set[HostRow] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Rows that `allocate` can hand out now."""
+        return len(self._free)
+
+    def allocate(self, num_rows: int) -> tuple[HostRow, ...]:
+        """Takes rows, which the caller frees. Raises Overloaded if there are not so many, and takes none then."""
+        if num_rows > len(self._free):
+            raise Overloaded(f"{num_rows} rows of the host tier wanted, {len(self._free)} free")
+        rows = tuple(self._free.pop() for _ in range(num_rows))
+        self._held.update(rows)
+        return rows
+
+    def free(self, rows: Sequence[HostRow]) -> None:
+        """Gives rows back. Raises InternalError if one is not held, and frees none then."""
+        if len(set(rows)) != len(rows) or not self._held.issuperset(rows):
+            raise InternalError(f"free of rows {list(rows)}, which are not all held, or named twice")
+        self._held.difference_update(rows)
+        self._free.extend(reversed(rows))
+
+    def move(self, moves: Sequence[TierMove], pool: torch.Tensor) -> None:
+        """Queues copies between the rows and `pool` `[N, block_bytes]` uint8: first those out of it, then those in."""
+        rows = self._memory.bytes.view(-1, self._block_bytes)
+        for each in moves:
+            if each.direction is Direction.OUT:
+                rows[each.row].copy_(pool[each.block], non_blocking=True)
+        for each in moves:
+            if each.direction is Direction.IN:
+                pool[each.block].copy_(rows[each.row], non_blocking=True)
+
+    def close(self) -> None:
+        """Gives the memory back; no step that moves blocks may be running. Idempotent."""
+        self._memory.close()

@@ -1,0 +1,117 @@
+"""Log-probabilities of rows of logits: of the tokens drawn from them, and of their best tokens.
+
+Every result depends on its own row alone, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.row_scan import chunk_masses, first_max, largest
+from engine.upload import upload
+from tandem.types import TokenId, TokenLogprobs
+
+_TILE_ELEMENTS = 1 << 20
+"""Size of the rows worked on at a time on a CPU: larger intermediates cost page faults, twice the time of the work."""
+
+
+@dataclass(frozen=True, slots=True)
+class BestTokens:
+    """Best tokens of some draws, with log-probabilities; k of each, on a device or on the host."""
+
+    draws: tuple[int, ...]
+    counts: tuple[int, ...]
+    """How many of the k each draw asked for."""
+    values: torch.Tensor
+    """`[r, k]`, descending."""
+    token_ids: torch.Tensor
+    """`[r, k]` int64."""
+    drawn: torch.Tensor | None = None
+    """`[r]`: of the token that was drawn."""
+
+    def fetch(self, to_host: Callable[[torch.Tensor], torch.Tensor]) -> BestTokens:
+        """The same with each tensor as `to_host` gives it."""
+        drawn = None if self.drawn is None else to_host(self.drawn)
+        return BestTokens(self.draws, self.counts, to_host(self.values), to_host(self.token_ids), drawn)
+
+    def read(self) -> dict[int, TokenLogprobs]:
+        """By number of draw; `token_id` is for the caller to set."""
+        drawn = [0.0] * len(self.draws) if self.drawn is None else self.drawn.tolist()
+        rows = zip(self.draws, self.counts, drawn, self.values.tolist(), self.token_ids.tolist(), strict=True)
+        return {
+            number: TokenLogprobs(TokenId(0), logprob, _ranked(values, token_ids)[:count])
+            for number, count, logprob, values, token_ids in rows
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobPlan:
+    """Which draws want how many best tokens: r > 0 of them."""
+
+    draws: tuple[int, ...]
+    counts: tuple[int, ...]
+    rows: torch.Tensor
+    """`[r]` int64: the draws, on the logits' device."""
+
+    @classmethod
+    def of(cls, counts: Sequence[int | None], device: torch.device) -> LogprobPlan | None:
+        """`counts` by draw, None where it wants none; None if no draw wants any."""
+        draws = tuple(number for number, count in enumerate(counts) if count is not None)
+        if not draws:
+            return None
+        (rows,) = upload((np.array(draws, dtype=np.int64),), device)
+        return cls(draws, tuple(counts[number] or 0 for number in draws), rows)
+
+    def of_drawn(self, logits: torch.Tensor, token_ids: torch.Tensor) -> BestTokens:
+        """From raw logits `[D, V]` float32, and what was drawn from them, `[D]` int64 with -1 for broken rows."""
+        k = min(max(1, *self.counts), logits.shape[1])
+        parts = []
+        for start, end in tiles(len(self.draws), logits):
+            rows = self.rows[start:end]
+            scores, log_mass = _log_probabilities(logits.index_select(0, rows))  # [r, V], [r, 1]
+            drawn = scores.gather(1, token_ids[rows, None].clamp(min=0))  # [r, 1]
+            values, indices = largest(scores, k)
+            parts.append(((drawn - log_mass)[:, 0], values - log_mass, indices))
+        own, values, indices = (torch.cat(each) for each in zip(*parts, strict=True))
+        return BestTokens(self.draws, self.counts, values, indices, own)
+
+
+def best_tokens(scores: torch.Tensor, plan: LogprobPlan) -> BestTokens:
+    """The best tokens of the plan's rows of `scores` `[D, V]` float32, which are log-probabilities already."""
+    k = min(max(plan.counts), scores.shape[1])
+    parts = [largest(scores.index_select(0, plan.rows[a:b]), k) for a, b in tiles(len(plan.draws), scores)]
+    values, indices = (torch.cat(each) for each in zip(*parts, strict=True))
+    return BestTokens(plan.draws, plan.counts, values, indices)
+
+
+def log_softmax_rows(logits: torch.Tensor, plan: LogprobPlan) -> None:
+    """Replaces the plan's rows of `logits` `[D, V]` float32 by their log-probabilities; a broken row becomes NaN."""
+    for start, end in tiles(len(plan.draws), logits):
+        rows = plan.rows[start:end]
+        scores, log_mass = _log_probabilities(logits.index_select(0, rows))
+        logits.index_copy_(0, rows, scores.sub_(log_mass.to(torch.float32)))
+
+
+def tiles(num_rows: int, logits: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Splits `num_rows` rows as wide as those of `logits` into parts that a cache holds; a GPU takes all at once."""
+    size = max(1, num_rows if logits.is_cuda else _TILE_ELEMENTS // logits.shape[1])
+    return ((start, min(start + size, num_rows)) for start in range(0, num_rows, size))
+
+
+def _log_probabilities(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Subtracts the maximum of each of `scores` `[r, V]` in place; returns them and what is still to subtract.
+
+    That is `[r, 1]` float64: the logarithm of their mass.
+    """
+    scores.sub_(first_max(scores)[0][:, None])
+    return scores, chunk_masses(scores.exp())[:, -1:].log()
+
+
+def _ranked(logprobs: list[float], token_ids: list[int]) -> tuple[tuple[TokenId, float], ...]:
+    """Descending; equal ones by id."""
+    ranked = sorted(zip(token_ids, logprobs, strict=True), key=lambda pair: (-pair[1], pair[0]))
+    return tuple((TokenId(token_id), logprob) for token_id, logprob in ranked)
