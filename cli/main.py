@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import tandem
 from cli import bench, chat, doctor, generate, health, process, serve, status
 from tandem.errors import CheckpointError, ConfigError, TandemError
+from tandem.progress import show_on_terminal
 from tandem.rpc.process import EXIT_BAD_CONFIG, EXIT_FAILED
 
 EXIT_INTERRUPTED = 130
@@ -26,6 +27,7 @@ _COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `tandem ARG…`; returns the exit code."""
     namespace = _parser().parse_args(argv)
+    show_on_terminal()
     try:
         code = int(namespace.run(namespace))
         sys.stdout.flush()  # here, where a reader that has gone can still be dealt with

@@ -10,7 +10,7 @@ import json
 import logging
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from opentelemetry import trace
 
@@ -61,7 +61,7 @@ def get_logger(name: str) -> Logger:
 
 def configure_logging(process_name: str, log_format: str = "text", level: str = "info") -> None:
     """Sends all logs of this process to stderr. Called once, by a process's main."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     formatter = _JsonFormatter if log_format == "json" else _TextFormatter
     handler.setFormatter(formatter(process_name, with_messages=level == "debug"))
     root = logging.getLogger()
@@ -69,6 +69,14 @@ def configure_logging(process_name: str, log_format: str = "text", level: str = 
     root.setLevel(level.upper())
     for name in _QUOTING_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to stderr as it is at the time: a progress bar replaces it while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 class _Formatter(logging.Formatter):
