@@ -13,9 +13,9 @@ from router.request import GenerationRequest
 from router.tokenization import Tokenization
 from tandem.checkpoint import CheckpointInfo
 from tandem.clock import Deadline
-from tandem.convert import resolve_sampling
 from tandem.errors import InvalidRequest, ModelNotFound
 from tandem.limits import Limits
+from tandem.sampling import resolve_sampling
 from tandem.types import RequestId, TokenId
 from tandem.v1 import inference_pb2
 from tandem.validation import Validator
