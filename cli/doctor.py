@@ -35,7 +35,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "doctor",
         run,
         "which kernels and transports work here, and why the others don't",
-        "Changes nothing and calls nobody.",
+        "Changes nothing and calls no server.",
     )
 
 

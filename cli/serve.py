@@ -53,7 +53,7 @@ def run(namespace: argparse.Namespace) -> int:
     """Serves until told to stop; returns the exit code. Raises ConfigError."""
     config = load(ServeConfig, namespace)
     fleet.check(config)
-    Security.load(config.router.security, config.router.ports)  # here, before any child finds the same fault
+    Security.load(config.router.security, config.router.ports)  # before children start: each would find the same fault
     configure_logging("serve", config.router.log_format, config.router.log_level)
     return run_process(lambda stop: _serve(config, stop))
 
@@ -115,7 +115,7 @@ class _Server:
 
     async def _keep(self, supervisor: Supervisor) -> None:
         await supervisor.run()
-        if supervisor is self._router:  # stopped, or told to leave by somebody: no use without it
+        if supervisor is self._router:  # stopped, or drained by an operator: workers alone serve nothing
             self._stop.requested.set()
 
     def _router_spec(self) -> ChildSpec:
