@@ -1,16 +1,27 @@
-"""What pyproject.toml cannot say: the native CPU kernels are compiled at install, where there is a compiler."""
+"""What pyproject.toml cannot say of the distribution tandem-server.
+
+The native CPU kernels are compiled at install, where there is a compiler. Modules for clients are left to
+tandem-client, which must be of the same version.
+"""
 
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "deploy/client"))
 
+from contents import BuildServer
+
+import tandem
 from kernels.cpu import build
+
+PROJECT = tomllib.loads((Path(__file__).parent / "pyproject.toml").read_text())
 
 
 class BuildNative(build_ext):
@@ -29,4 +40,8 @@ class BuildNative(build_ext):
 
 
 # Optional: setuptools does not miss the file if it was not built.
-setup(ext_modules=[Extension("kernels.cpu._native", sources=[], optional=True)], cmdclass={"build_ext": BuildNative})
+setup(
+    install_requires=[f"tandem-client=={tandem.__version__}", *PROJECT["tool"]["tandem"]["dependencies"]],
+    ext_modules=[Extension("kernels.cpu._native", sources=[], optional=True)],
+    cmdclass={"build_ext": BuildNative, "build_py": BuildServer},
+)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
 
 from bench.cluster import serve
-from cli.status_view import render
 from models.demo.text import make_story
 from tandem.client import Client, Timings
 
@@ -75,8 +75,8 @@ def main() -> int:
             print(f"ready at {cluster.target} after {time.monotonic() - began_s:.1f} s")
             right = [question_and_answer(client, seed, people) for seed, people in ((1, 2), (2, 6), (3, 10))]
             tell(client)
-            print("\n— tandem status")
-            print(render(client.status()))
+            print("\n— tandem status", flush=True)
+            subprocess.run([sys.executable, "-m", "cli.main", "status", "--target", cluster.target], check=True)
         code = cluster.stop()
     print(f"\nstopped with exit code {code}; {sum(right)} of {len(right)} answers right")
     return 0 if code == 0 and all(right) else 1

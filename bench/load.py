@@ -20,6 +20,7 @@ from tandem.client import AsyncClient
 from tandem.clock import Clock, MonotonicClock
 from tandem.config import ClientSecurityConfig
 from tandem.errors import TandemError
+from tandem.progress import Step, steps
 
 
 def run(
@@ -39,23 +40,26 @@ async def measure(client: AsyncClient, options: LoadOptions, timeout_s: float, c
     """One load test through `client`; a request that fails is counted, not raised."""
     model = await client.model()
     planned = plan(options, model.vocab_size, model.context_tokens, model.eos_token_ids)
-    load = _Load(client, clock, timeout_s)
-    for request in warm_up(options, planned):
-        await load.send(request)
-    load.samples.clear()
-    started_s = clock.now_s()
-    if options.concurrency is None:
-        await load.open_loop(planned)
-    else:
-        await load.closed_loop(planned, options.concurrency)
-    return LoadReport(options, model.model, clock.now_s() - started_s, tuple(load.samples))
+    before = warm_up(options, planned)
+    with steps("requests", len(before) + len(planned)) as answered:
+        load = _Load(client, clock, timeout_s, answered)
+        for request in before:
+            await load.send(request)
+        load.samples.clear()
+        started_s = clock.now_s()
+        if options.concurrency is None:
+            await load.open_loop(planned)
+        else:
+            await load.closed_loop(planned, options.concurrency)
+        return LoadReport(options, model.model, clock.now_s() - started_s, tuple(load.samples))
 
 
 class _Load:
     """One run: what is sent, and what was seen of it."""
 
-    def __init__(self, client: AsyncClient, clock: Clock, timeout_s: float) -> None:
+    def __init__(self, client: AsyncClient, clock: Clock, timeout_s: float, answered: Step) -> None:
         self.samples: list[Sample] = []
+        self._answered = answered
         self._client = client
         self._clock = clock
         self._timeout_s = timeout_s
@@ -109,3 +113,4 @@ class _Load:
                 error=error,
             )
         )
+        self._answered()

@@ -12,6 +12,7 @@ from typing import Any
 
 from bench import page
 from bench.machine import describe_machine, today
+from tandem.progress import show_on_terminal, track
 
 RUNS: dict[str, list[str]] = {
     "batching": ["bench.batching", "--requests", "192"],
@@ -31,7 +32,7 @@ def write_record(stem: str, results: dict[str, Any]) -> None:
 def run_all() -> dict[str, Any]:
     """Every benchmark's JSON. Raises CalledProcessError if one fails."""
     results = {}
-    for name, arguments in RUNS.items():
+    for name, arguments in track(RUNS.items(), "benchmarks"):
         print(f"{name} …", flush=True)
         done = subprocess.run([sys.executable, "-m", *arguments], check=True, capture_output=True, text=True)
         results[name] = json.loads(done.stdout)
@@ -39,4 +40,5 @@ def run_all() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    show_on_terminal()
     write_record("cpu", run_all())

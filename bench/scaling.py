@@ -20,10 +20,10 @@ import uvloop
 
 from bench.cluster import eventually
 from bench.fleet import Exit, Fleet
+from bench.markdown import table
 from bench.ports import free_ports
 from bench.record import write_record
 from bench.witness import Account, Witness
-from cli.table import table
 from tandem.types import Role
 
 NUM_ROUTERS = 2
@@ -126,14 +126,14 @@ def render(outcome: Outcome) -> str:
     header = ("phase", "requests", "failed", "wrong", "tokens", "TTFT p50 ms", "max", "longest gap p50 ms", "max")
     rows = [
         (
-            *(each.phase, each.requests, each.failed, each.wrong, each.tokens),
+            *(each.phase, *map(str, (each.requests, each.failed, each.wrong, each.tokens))),
             *(f"{ms:.0f}" for ms in (each.ttft_p50_ms, each.ttft_max_ms, each.gap_p50_ms, each.gap_max_ms)),
         )
         for each in outcome.accounts
     ]
-    exits = [(each.name, each.code, f"{each.seconds:.2f}") for each in outcome.exits]
+    exits = [(each.name, str(each.code), f"{each.seconds:.2f}") for each in outcome.exits]
     parts = [table(header, rows), table(("process", "exit code", "SIGTERM to end, s"), exits), *outcome.errors]
-    return "\n\n".join(parts)
+    return "\n".join(parts)
 
 
 def main() -> int:

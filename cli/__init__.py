@@ -3,5 +3,5 @@
 from cli.first_process import heed_sigterm
 from tandem.config import quiet_grpc
 
-heed_sigterm()  # here: the commands' imports take a second
-quiet_grpc()  # here: gRPC looks when it is imported, and no later
+heed_sigterm()  # before the commands' imports, which take a second
+quiet_grpc()  # before gRPC is imported, which reads the variable once

@@ -1,14 +1,17 @@
-"""`tandem bench`: load on a running server, measured from the client's side (see `bench.load`)."""
+"""`tandem bench`: load on a running server, measured from the client's side (see `bench.load`).
+
+`bench` is imported by name and at run time: no package depends on it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from cli.command import Subparsers, add_command
-from cli.upward import import_upward
 from tandem.config import ClientConfig, add_arguments, load
 from tandem.errors import ConfigError
 
@@ -52,7 +55,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Runs the load and prints its report; 1 if no request succeeded. Raises TandemError."""
     config = load(ClientConfig, namespace)
-    options = import_upward("bench.workload").LoadOptions(
+    options = importlib.import_module("bench.workload").LoadOptions(
         rate_per_s=None if namespace.concurrency else namespace.rate or 4.0,
         concurrency=namespace.concurrency,
         arrivals=namespace.arrivals,
@@ -65,10 +68,10 @@ def run(namespace: argparse.Namespace) -> int:
         slo_ttft_s=None if namespace.slo_ttft_ms is None else namespace.slo_ttft_ms / 1e3,
         slo_itl_s=None if namespace.slo_itl_ms is None else namespace.slo_itl_ms / 1e3,
     )
-    plot = import_upward("bench.plot")
+    plot = importlib.import_module("bench.plot")
     if namespace.plot is not None and not plot.can_plot():
         raise ConfigError("--plot", "needs matplotlib, which is not installed here")
-    report = import_upward("bench.load").run(config.target, options, config.timeout_s, config.security)
+    report = importlib.import_module("bench.load").run(config.target, options, config.timeout_s, config.security)
     print(report.as_text())
     if namespace.json is not None:
         _write(lambda: namespace.json.write_text(report.as_json() + "\n", encoding="utf-8"), "--json")

@@ -6,23 +6,25 @@ Says what it can where torch is missing, as on a router's or a client's machine.
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rich.console import ConsoleRenderable, Group
+from rich.padding import Padding
+
 import tandem
 from cli.command import Subparsers, add_command
-from cli.table import table
+from cli.terminal import open_console, plain, print_whole, table
 from tandem.cores import plan_cores, usable_cores
 
 _LIBRARIES = (
     *("grpcio", "protobuf", "tokenizers", "uvloop", "opentelemetry-sdk"),
     *("torch", "safetensors", "numpy", "xxhash", "transformers", "triton", "flash-attn"),
 )
-_NEEDS_TORCH = "needs torch, which is not installed here: pip install 'tandem[worker]'"
+_NEEDS_TORCH = "needs torch, which is not installed here: pip install 'tandem-server[worker]'"
 _GIB = 1024**3
 
 
@@ -33,7 +35,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "doctor",
         run,
         "which kernels and transports work here, and why the others don't",
-        "Changes nothing and calls nobody.",
+        "Changes nothing and calls no server.",
     )
 
 
@@ -41,15 +43,16 @@ def run(namespace: argparse.Namespace) -> int:
     """Prints the report."""
     torch = _torch()
     devices = _devices(torch)
-    for title, lines in (
-        ("machine", _machine()),
-        ("libraries", _libraries()),
-        ("devices", [table(("device", "what"), devices)] if devices else [_NEEDS_TORCH]),
-        ("attention", _attention(torch, [name for name, _ in devices])),
-        ("transports", _transports([name for name, _ in devices])),
+    names = [name for name, _ in devices]
+    console = open_console()
+    for title, part in (
+        ("machine", Group(*map(plain, _machine()))),
+        ("libraries", table(("library", "version"), [(name, _version(name)) for name in _LIBRARIES])),
+        ("devices", table(("device", "what"), devices) if devices else plain(_NEEDS_TORCH)),
+        ("attention", _attention(torch, names)),
+        ("transports", _transports(names)),
     ):
-        print(title)
-        print("\n".join(f"  {line}" for text in lines for line in text.splitlines()), end="\n\n")
+        print_whole(console, title, Padding(part, (0, 0, 1, 2), expand=False))
     return 0
 
 
@@ -78,10 +81,6 @@ def _memory() -> str:
     return f"{total / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
 
 
-def _libraries() -> list[str]:
-    return [table(("library", "version"), [(name, _version(name)) for name in _LIBRARIES])]
-
-
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
@@ -92,9 +91,10 @@ def _version(name: str) -> str:
 def _torch() -> Any:
     """The module, or None where it is not installed."""
     try:
-        return importlib.import_module("torch")
+        import torch
     except ModuleNotFoundError:
         return None
+    return torch
 
 
 def _devices(torch: Any) -> list[tuple[str, str]]:
@@ -105,10 +105,11 @@ def _devices(torch: Any) -> list[tuple[str, str]]:
     return [("cpu", f"{torch.get_num_threads()} threads by default"), *gpus]
 
 
-def _attention(torch: Any, devices: Sequence[str]) -> list[str]:
+def _attention(torch: Any, devices: Sequence[str]) -> ConsoleRenderable:
     if torch is None:
-        return [_NEEDS_TORCH]
-    dispatch = importlib.import_module("kernels.dispatch")
+        return plain(_NEEDS_TORCH)
+    from kernels import dispatch
+
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     rows = [
         (device, str(dtype).removeprefix("torch."), *_verdict(status))
@@ -116,15 +117,16 @@ def _attention(torch: Any, devices: Sequence[str]) -> list[str]:
         for dtype in dtypes
         for status in dispatch.available_backends(torch.device(device), dtype)
     ]
-    return [table(("device", "dtype", "back-end", "works", "why"), rows)]
+    return table(("device", "dtype", "back-end", "works", "why"), rows)
 
 
-def _transports(devices: Sequence[str]) -> list[str]:
+def _transports(devices: Sequence[str]) -> ConsoleRenderable:
     if not devices:
-        return [_NEEDS_TORCH]
-    transports = importlib.import_module("kvtransfer.transports")
+        return plain(_NEEDS_TORCH)
+    from kvtransfer import transports
+
     rows = [(device, *_verdict(status)) for device in devices for status in transports.available(device)]
-    return [table(("KV pool on", "transport", "works", "why"), rows)]
+    return table(("KV pool on", "transport", "works", "why"), rows)
 
 
 def _verdict(status: Any) -> tuple[str, str, str]:

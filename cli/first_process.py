@@ -1,7 +1,7 @@
-"""SIGTERM for a container's first process while it is starting: the kernel drops it there until somebody takes it.
+"""SIGTERM for a container's first process while it is starting: the kernel ignores it there unless it has a handler.
 
-Only there: any other process ends by it anyhow, and a program that imports this package keeps its own handler.
-From `rpc.process` on, a server's own takes its place.
+Only there: SIGTERM ends any other process by default, and a program that imports this package keeps its own handler.
+`rpc.process` installs a server's handler in place of this one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _FIRST = 1
 
 
 def heed_sigterm() -> None:
-    """Ends at once by it, as any other process would: nothing is held yet."""
+    """Installs a handler that ends this process at once, if it is the first one: it holds nothing yet."""
     if os.getpid() == _FIRST:
         signal.signal(signal.SIGTERM, _end)
 

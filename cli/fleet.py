@@ -35,7 +35,7 @@ def check(config: ServeConfig) -> None:
 
 
 def router_spec(config: ServeConfig, cores: Sequence[int], listen: str) -> ChildSpec:
-    """The router, on any core: it computes little, and at once."""
+    """The router, on all cores: it computes little, but must answer promptly."""
     router = replace(config.router, listen=listen)
     grace_s = router.drain_grace_s + STOP_MARGIN_S
     return ChildSpec("router", "router", tuple(argv_of(router)), tuple(cores), 0, grace_s)

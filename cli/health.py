@@ -10,7 +10,7 @@ from tandem.config import ClientConfig, add_arguments, load
 from tandem.rpc.process import EXIT_FAILED, EXIT_OK
 
 LONGEST_S = 5.0
-"""Whoever asks asks again soon."""
+"""A probe asks again soon."""
 
 
 def add_parser(subparsers: Subparsers) -> None:

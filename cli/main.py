@@ -11,18 +11,23 @@ import sys
 from collections.abc import Sequence
 
 import tandem
-from cli import bench, chat, decode, doctor, generate, health, prefill, router, serve, status
+from cli import bench, chat, doctor, generate, health, process, serve, status
 from tandem.errors import CheckpointError, ConfigError, TandemError
+from tandem.progress import show_on_terminal
 from tandem.rpc.process import EXIT_BAD_CONFIG, EXIT_FAILED
 
 EXIT_INTERRUPTED = 130
 
-_COMMANDS = (serve, router, prefill, decode, generate, chat, status, health, bench, doctor)
+_COMMANDS = (
+    *(serve.add_parser, process.add_parsers, generate.add_parser, chat.add_parser),
+    *(status.add_parser, health.add_parser, bench.add_parser, doctor.add_parser),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `tandem ARG…`; returns the exit code."""
     namespace = _parser().parse_args(argv)
+    show_on_terminal()
     try:
         code = int(namespace.run(namespace))
         sys.stdout.flush()  # here, where a reader that has gone can still be dealt with
@@ -46,8 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tandem {tandem.__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        command.add_parser(subparsers)
+    for add in _COMMANDS:
+        add(subparsers)
     return parser
 
 

@@ -8,7 +8,10 @@ from typing import Any, cast
 
 from tandem.client import GenerateOptions, SamplingOptions
 
-_GROUP = "sampling (left out: the model's generation_config.json, then the server's default)"
+_GROUP = (
+    "sampling (left out: the model's generation_config.json, then the server's default; "
+    "a server refuses by name what it does not support)"
+)
 
 _SCALARS: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     ("max-tokens", int, "most tokens to generate"),

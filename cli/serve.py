@@ -21,6 +21,7 @@ from cli.fleet import ChildSpec
 from cli.launch import launch_command
 from cli.restart import RestartPolicy
 from cli.supervisor import Supervisor
+from tandem import progress
 from tandem.client import AsyncClient
 from tandem.clock import MonotonicClock
 from tandem.config import ServeConfig, add_arguments, load
@@ -52,7 +53,7 @@ def run(namespace: argparse.Namespace) -> int:
     """Serves until told to stop; returns the exit code. Raises ConfigError."""
     config = load(ServeConfig, namespace)
     fleet.check(config)
-    Security.load(config.router.security, config.router.ports)  # here, before any child finds the same fault
+    Security.load(config.router.security, config.router.ports)  # before children start: each would find the same fault
     configure_logging("serve", config.router.log_format, config.router.log_level)
     return run_process(lambda stop: _serve(config, stop))
 
@@ -81,13 +82,18 @@ class _Server:
 
     async def start(self) -> None:
         """Returns once the ready line is printed; a child's failure ends the task group instead."""
-        self._router = self._supervise(self._router_spec(), self._start_router)
-        self._router_listen = await self._router.address()  # a restart must have the same port
-        address = fleet.local_address(self._router_listen)
-        for spec in fleet.worker_specs(self._config, self._cores, address, on_gpu=_computes_on_gpu(self._config)):
-            self._workers.append(self._supervise(spec, partial(self._start_child, spec)))
-        async with AsyncClient(address, security=client_side(self._config.router.security)) as client:
-            await client.wait_ready(START_TIMEOUT_S)
+        with progress.steps("starting", 1 + self._config.num_prefill + self._config.num_decode) as started:
+            self._router = self._supervise(self._router_spec(), self._start_router)
+            self._router_listen = await self._router.address()  # a restart must have the same port
+            started()
+            address = fleet.local_address(self._router_listen)
+            for spec in fleet.worker_specs(self._config, self._cores, address, on_gpu=_computes_on_gpu(self._config)):
+                self._workers.append(self._supervise(spec, partial(self._start_child, spec)))
+            counting = [self._tasks.create_task(_call_when_ready(worker, started)) for worker in self._workers]
+            async with AsyncClient(address, security=client_side(self._config.router.security)) as client:
+                await client.wait_ready(START_TIMEOUT_S)
+            for each in counting:  # one that left before it was ready is not waited for
+                each.cancel()
         print(f"ready {self._router_listen}", flush=True)
 
     async def stop(self) -> None:
@@ -109,7 +115,7 @@ class _Server:
 
     async def _keep(self, supervisor: Supervisor) -> None:
         await supervisor.run()
-        if supervisor is self._router:  # stopped, or told to leave by somebody: no use without it
+        if supervisor is self._router:  # stopped, or drained by an operator: workers alone serve nothing
             self._stop.requested.set()
 
     def _router_spec(self) -> ChildSpec:
@@ -122,6 +128,11 @@ class _Server:
         command = launch_command(spec.module, spec.arguments, spec.cores, spec.nice)
         prefix = "" if self._config.router.log_format == "json" else f"{spec.name:<9} | "
         return ProcessChild.start(command, lambda line: print(f"{prefix}{line}", file=sys.stderr, flush=True))
+
+
+async def _call_when_ready(worker: Supervisor, started: progress.Step) -> None:
+    await worker.address()
+    started()
 
 
 def _computes_on_gpu(config: ServeConfig) -> bool:

@@ -7,7 +7,8 @@ import json
 from dataclasses import asdict
 
 from cli.command import Subparsers, add_command
-from cli.status_view import render
+from cli.status_view import view
+from cli.terminal import open_console, print_whole
 from cli.watch import watch
 from tandem.client import Client
 from tandem.config import ClientConfig, add_arguments, load
@@ -33,7 +34,7 @@ def add_parser(subparsers: Subparsers) -> None:
         nargs="?",
         const=_WATCH_S,
         metavar="SECONDS",
-        help=f"show it anew every so many seconds [{_WATCH_S}] until ctrl-C, through restarts of the router as well",
+        help=f"show it live, renewed every so many seconds [{_WATCH_S}], until ctrl-C or SIGTERM",
     )
     add_arguments(parser, ClientConfig)
 
@@ -46,7 +47,10 @@ def run(namespace: argparse.Namespace) -> int:
         if interval_s is not None:
             return watch(client, config.target, interval_s, config.timeout_s)
         status = client.status(timeout_s=config.timeout_s)
-    print(json.dumps(asdict(status), ensure_ascii=False) if namespace.json else render(status))
+    if namespace.json:
+        print(json.dumps(asdict(status), ensure_ascii=False))
+    else:
+        print_whole(open_console(), *view(status))
     return 0
 
 

@@ -1,45 +1,52 @@
-"""A cluster's status as text: the tables of `tandem status`. Pure."""
+"""A cluster's status for people: the tables of `tandem status`, and the parts that `--watch` shares."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from cli.table import printable, table
+from rich.console import ConsoleRenderable
+from rich.table import Table
+from rich.text import Text
+
+from cli.terminal import plain, table
 from tandem.client import ClusterStatus, RecentActivity, WorkerStatus
 
 _LATENCY_NAMES = {"time_to_first_token": "time to first token", "inter_token": "between tokens"}
 
 
-def render(status: ClusterStatus) -> str:
-    """The whole status, for people."""
-    parts = ["\n".join([headline(status), _requests(status)])]
-    if any(latency.count for latency in status.recent.latencies):
-        parts.append(latencies(status.recent))
+def view(status: ClusterStatus) -> Iterator[ConsoleRenderable]:
+    """The whole status, part by part."""
+    yield headline(status)
+    yield from _requests(status)
+    yield from latencies(status.recent)
+    yield Text()
     if not status.workers:
-        return "\n".join([*parts, "no workers"])
+        yield plain("no workers")
+        return
     workers = sorted(status.workers, key=lambda worker: (worker.info.role, worker.info.worker_id))
-    return "\n\n".join([*parts, _workers(workers), _pools(workers)])
+    yield _workers(workers)
+    yield Text()
+    yield _pools(workers)
 
 
-def headline(status: ClusterStatus) -> str:
-    """Which cluster, and whether it is well."""
-    ready = "ready" if status.ready else f"not ready: {status.not_ready_reason}"
-    return printable(f"model {status.model}, {ready}")
+def headline(status: ClusterStatus) -> Text:
+    """Which cluster, and whether it serves."""
+    return plain(f"model {status.model}, {'ready' if status.ready else f'not ready: {status.not_ready_reason}'}")
 
 
-def latencies(recent: RecentActivity) -> str:
-    """One line per latency that was measured lately."""
-    return table(
-        ["latency", "p50", "p90", "p99", "measured"],
-        [
-            (
-                _LATENCY_NAMES.get(each.name, each.name.replace("_", " ")),
-                *(duration(each.p50_s), duration(each.p90_s), duration(each.p99_s), each.count),
-            )
-            for each in recent.latencies
-            if each.count
-        ],
-    )
+def latencies(recent: RecentActivity) -> Iterator[ConsoleRenderable]:
+    """One line for each latency of the last minute, below an empty one; nothing if there is none."""
+    rows = [
+        (
+            *(_LATENCY_NAMES.get(each.name, each.name.replace("_", " ")), duration(each.p50_s)),
+            *(duration(each.p90_s), duration(each.p99_s), each.count),
+        )
+        for each in recent.latencies
+        if each.count
+    ]
+    if rows:
+        yield Text()
+        yield table(["latency", "p50", "p90", "p99", "measured"], rows)
 
 
 def duration(seconds: float) -> str:
@@ -50,7 +57,7 @@ def duration(seconds: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """A stretch of time in its two largest units."""
+    """A duration in its two largest units."""
     minutes, rest_s = divmod(int(seconds), 60)
     hours, rest_minutes = divmod(minutes, 60)
     days, rest_hours = divmod(hours, 24)
@@ -61,24 +68,23 @@ def span(seconds: float) -> str:
     return f"{minutes} min {rest_s} s" if minutes else f"{rest_s} s"
 
 
-def _requests(status: ClusterStatus) -> str:
+def _requests(status: ClusterStatus) -> Iterator[Text]:
     recent = status.recent
-    lines = [
+    yield plain(
         f"requests: {status.active_requests} active, {status.queued_requests} queued"
         f" ({status.queued_tokens} prompt tokens)"
-    ]
+    )
     if recent.total_requests:
-        lines.append(
+        yield plain(
             f"since start: {recent.total_requests} requests, {recent.total_tokens} tokens; over the last"
             f" {recent.window_s:.0f} s: {recent.requests_per_s:.3g} requests/s, {recent.tokens_per_s:.3g} tokens/s"
         )
     if status.version:
         page = f", page at {status.admin_address}" if status.admin_address else ""
-        lines.append(f"router: version {status.version}, up {span(status.uptime_s)}{page}")
-    return "\n".join(lines)
+        yield plain(f"router: version {status.version}, up {span(status.uptime_s)}{page}")
 
 
-def _workers(workers: Sequence[WorkerStatus]) -> str:
+def _workers(workers: Sequence[WorkerStatus]) -> Table:
     header = "worker role address pid device state heartbeat steps running waiting prompt-tokens transfers preempted"
     return table(
         header.split(),
@@ -94,16 +100,16 @@ def _workers(workers: Sequence[WorkerStatus]) -> str:
     )
 
 
-def _pools(workers: Sequence[WorkerStatus]) -> str:
+def _pools(workers: Sequence[WorkerStatus]) -> Table:
     header = "blocks total free reserved receiving live quarantined block-size unused-slots"
-    pools = [(worker.info.worker_id, worker.load.pool) for worker in workers]
     return table(
         header.split(),
         [
             (
-                *(name, pool.total, pool.free, pool.reserved, pool.receiving),
+                *(worker.info.worker_id, pool.total, pool.free, pool.reserved, pool.receiving),
                 *(pool.live, pool.quarantined, pool.block_size, pool.unused_slots),
             )
-            for name, pool in pools
+            for worker in workers
+            for pool in (worker.load.pool,)
         ],
     )

@@ -20,6 +20,7 @@ from engine.batch import Batch
 from engine.capture import Captured, Capturer
 from engine.forward import Forward
 from kernels.attention import AttentionMetadata
+from tandem.progress import track
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
@@ -120,17 +121,16 @@ class DecodeGraphs:
     def capture(self, capturer: Capturer) -> None:
         """Records every shape. Those that do not fit into memory are left to ordinary steps, like all if one breaks."""
         started_s, num_refused = time.monotonic(), 0
-        for size in reversed(self._sizes):
-            for bound in reversed(self._bounds):
-                shape = GraphShape(size, bound)
-                try:
-                    self._graphs[shape] = self._record(capturer, shape)
-                except torch.OutOfMemoryError:
-                    num_refused += 1
-                except RuntimeError as error:  # a kernel that cannot be recorded: slower, not wrong
-                    self._graphs.clear()
-                    _log.warning("decode steps run without graphs", shape=shape, error=str(error))
-                    return
+        shapes = [GraphShape(size, bound) for size in reversed(self._sizes) for bound in reversed(self._bounds)]
+        for shape in track(shapes, "capturing decode graphs"):
+            try:
+                self._graphs[shape] = self._record(capturer, shape)
+            except torch.OutOfMemoryError:
+                num_refused += 1
+            except RuntimeError as error:  # a kernel that cannot be recorded: slower, not wrong
+                self._graphs.clear()
+                _log.warning("decode steps run without graphs", shape=shape, error=str(error))
+                return
         _log.info(
             "decode graphs captured",
             graphs=len(self._graphs),

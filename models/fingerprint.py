@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 import xxhash
 
 from tandem.errors import CheckpointError
 from tandem.kv_layout import DType
+from tandem.progress import track
 
 _SLICE_BYTES = 64 << 20
 
 
-def fingerprint_files(paths: Iterable[Path], dtype: DType) -> str:
+def fingerprint_files(paths: Collection[Path], dtype: DType) -> str:
     """32 hex digits over name, size and bytes of each file, in the given order, and `dtype`.
 
     Reads the files through the page cache, so it costs one pass over memory after loading.
     Raises CheckpointError naming a file that cannot be read.
     """
     digest = xxhash.xxh3_128(dtype.value.encode())
-    for path in paths:
+    for path in track(paths, "hashing weights"):
         try:
             size_bytes = path.stat().st_size
             digest.update(f"\n{path.name} {size_bytes}\n".encode())

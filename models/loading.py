@@ -20,6 +20,7 @@ from models.tensor_store import TensorStore
 from models.weight_files import find_weight_files
 from tandem.errors import ConfigError
 from tandem.kv_layout import DType, KvLayout
+from tandem.progress import track
 
 AUTO = "auto"
 """The dtype that the checkpoint was saved as."""
@@ -91,7 +92,7 @@ class _DecoderBuilder:
         embedding = self._read(EMBEDDING)
         return Decoder(
             embedding=embedding,
-            layers=tuple(self._layer(index) for index in range(config.num_layers)),
+            layers=tuple(self._layer(index) for index in track(range(config.num_layers), "loading weights")),
             norm=self._norm(FINAL_NORM),
             lm_head=self._operations.linear(embedding if config.tied else self._read(LM_HEAD), None),
             rope=RotaryEmbedding(config.rope, config.head_dim, self._device),

@@ -7,8 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tandem.telemetry.recent_latencies import LatencySummary
 from tandem.types import WorkerInfo, WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class LatencySummary:
+    """One latency over the window; quantiles are 0 if nothing was counted."""
+
+    name: str
+    count: int
+    p50_s: float
+    p90_s: float
+    p99_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,10 @@ class RouterConfig:
     )
     max_active_requests: int = option("max-active-requests", 256, "requests under way at a time", integer(1, 1_000_000))
     max_retries: int = option(
-        "max-retries", 2, "how often a request is moved to another pair of workers without getting on", integer(0, 100)
+        "max-retries",
+        2,
+        "how often in a row a request is moved to another pair of workers without progress",
+        integer(0, 100),
     )
     lease_s: float = _lease()
     drain_grace_s: float = _drain_grace()

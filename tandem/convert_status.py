@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tandem.cluster_status import ClusterStatus, RecentActivity, WorkerStatus
+from tandem.cluster_status import ClusterStatus, LatencySummary, RecentActivity, WorkerStatus
 from tandem.convert import info_from_proto, info_to_proto, load_from_proto, load_to_proto
-from tandem.telemetry.recent_latencies import LatencySummary
 from tandem.v1 import cluster_pb2
 
 

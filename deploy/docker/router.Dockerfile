@@ -11,7 +11,7 @@ WORKDIR /src
 RUN python -m venv --without-pip /opt/tandem
 COPY . .
 # Without a compiler here, setup.py leaves the workers' kernels out.
-RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt .
+RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt ./deploy/client .
 
 FROM ${PYTHON_IMAGE} AS router
 RUN useradd --uid 65532 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin tandem

@@ -20,7 +20,7 @@ WORKDIR /src
 COPY constraints.txt .
 RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt torch
 COPY . .
-RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt '.[worker]'
+RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt ./deploy/client '.[worker]'
 # setup.py goes on without native kernels; an image should not.
 RUN cd / && /opt/tandem/bin/python -c "import sys; from kernels.cpu import build; sys.exit(not build.LIBRARY.exists())"
 
@@ -51,7 +51,7 @@ RUN if [ "${FLASH_ATTN}" = 1 ]; then \
             'flash-attn>=2.7'; \
     fi
 COPY . .
-RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt '.[worker]'
+RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt ./deploy/client '.[worker]'
 RUN cd / && /opt/tandem/bin/python -c "import sys; from kernels.cpu import build; sys.exit(not build.LIBRARY.exists())"
 
 FROM nvidia/cuda:${CUDA_VERSION}-base-ubuntu24.04 AS cuda

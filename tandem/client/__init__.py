@@ -17,11 +17,13 @@ from tandem.client.results import (
 )
 from tandem.client.sync import Client
 from tandem.cluster_status import ClusterStatus, RecentActivity, WorkerStatus
+from tandem.config import ClientSecurityConfig
 
 __all__ = [
     "AsyncClient",
     "Choice",
     "Client",
+    "ClientSecurityConfig",
     "ClusterStatus",
     "Completion",
     "GenerateOptions",

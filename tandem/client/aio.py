@@ -9,20 +9,20 @@ from typing import Self, Unpack
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.client import response
 from tandem.client.request import GenerateOptions, Message, detokenize_request, generate_request, tokenize_request
 from tandem.client.results import Completion, GenerationUpdate, ServedModel, Tokenization
 from tandem.client.service_config import service_config_options
+from tandem.client.tracing import trace_metadata
 from tandem.cluster_status import ClusterStatus
 from tandem.config import DEFAULT_ADDRESS, ClientSecurityConfig
 from tandem.convert_status import status_from_proto
 from tandem.errors import DeadlineExceeded, Reason, Unavailable
 from tandem.rpc.channel import CONNECT_TIMEOUT_S, open_channel
-from tandem.rpc.status import error_from_rpc
+from tandem.rpc.google_messages import SERVING, HealthCheckRequest, health_watch
+from tandem.rpc.received_error import error_from_rpc
 from tandem.security.credentials import Outgoing
-from tandem.telemetry.trace_context import trace_metadata
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0
@@ -63,7 +63,7 @@ class AsyncClient:
         )
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._cluster = cluster_pb2_grpc.ClusterServiceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._health = health_watch(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -169,12 +169,12 @@ class AsyncClient:
 
     async def serving(self, service: str = "", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
         """What the server's health says of one service; "" = of all. False for one that is not there."""
-        request = health_pb2.HealthCheckRequest(service=service)
+        request = HealthCheckRequest(service=service)
         async with self._translated():
-            call = self._health.Watch(request, timeout=timeout_s, metadata=self._metadata())
+            call = self._health(request, timeout=timeout_s, metadata=self._metadata())
             try:
                 async for message in call:
-                    return bool(message.status == health_pb2.HealthCheckResponse.SERVING)
+                    return bool(message.status == SERVING)
             finally:
                 call.cancel()
         return False  # it is ending
@@ -206,10 +206,10 @@ class AsyncClient:
     async def _watch_until_serving(self) -> None:
         """Raises Unavailable if the server is not there, or ended the watch, as one that drains does."""
         async with self._translated():
-            call = self._health.Watch(health_pb2.HealthCheckRequest(), metadata=self._metadata())
+            call = self._health(HealthCheckRequest(), metadata=self._metadata())
             try:
                 async for message in call:
-                    if message.status == health_pb2.HealthCheckResponse.SERVING:
+                    if message.status == SERVING:
                         return
             finally:
                 call.cancel()

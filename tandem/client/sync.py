@@ -10,21 +10,21 @@ from typing import Self, Unpack
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.client import response
 from tandem.client.aio import CALL_TIMEOUT_S, CLOSED, RETRY_S
 from tandem.client.request import GenerateOptions, Message, detokenize_request, generate_request, tokenize_request
 from tandem.client.results import Completion, GenerationUpdate, ServedModel, Tokenization
 from tandem.client.service_config import service_config_options
+from tandem.client.tracing import trace_metadata
 from tandem.cluster_status import ClusterStatus
 from tandem.config import DEFAULT_ADDRESS, ClientSecurityConfig
 from tandem.convert_status import status_from_proto
 from tandem.errors import DeadlineExceeded, Reason, Unavailable
 from tandem.rpc.channel import CONNECT_TIMEOUT_S, open_blocking_channel
-from tandem.rpc.status import error_from_rpc
+from tandem.rpc.google_messages import SERVING, HealthCheckRequest, health_watch
+from tandem.rpc.received_error import error_from_rpc
 from tandem.security.credentials import Outgoing
-from tandem.telemetry.trace_context import trace_metadata
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 
@@ -59,7 +59,7 @@ class Client:
         )
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._cluster = cluster_pb2_grpc.ClusterServiceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._health = health_watch(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -161,11 +161,11 @@ class Client:
 
     def serving(self, service: str = "", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
         """What the server's health says of one service; "" = of all. False for one that is not there."""
-        request = health_pb2.HealthCheckRequest(service=service)
+        request = HealthCheckRequest(service=service)
         with self._translated():
-            call = self._health.Watch(request, timeout=timeout_s, metadata=self._metadata())
+            call = self._health(request, timeout=timeout_s, metadata=self._metadata())
             try:
-                return any(message.status == health_pb2.HealthCheckResponse.SERVING for message in islice(call, 1))
+                return any(message.status == SERVING for message in islice(call, 1))
             finally:
                 call.cancel()
 
@@ -197,9 +197,9 @@ class Client:
     def _watch_until_serving(self, timeout_s: float) -> bool:
         """False if the server ended the watch, as one that drains does."""
         with self._translated():
-            call = self._health.Watch(health_pb2.HealthCheckRequest(), timeout=timeout_s, metadata=self._metadata())
+            call = self._health(HealthCheckRequest(), timeout=timeout_s, metadata=self._metadata())
             try:
-                return any(message.status == health_pb2.HealthCheckResponse.SERVING for message in call)
+                return any(message.status == SERVING for message in call)
             finally:
                 call.cancel()
 

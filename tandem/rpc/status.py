@@ -1,4 +1,4 @@
-"""The one table from exception to gRPC status, and both ways across the wire.
+"""The one table from exception to gRPC status, and how an exception is sent (`received_error` reads it).
 
 A status carries google.rpc details: ErrorInfo (domain "tandem", reason, field), BadRequest
 where a field is at fault, RetryInfo where waiting helps.
@@ -20,12 +20,18 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from tandem import errors
-from tandem.errors import InternalError, Reason, TandemError, rebuild_error
-from tandem.rpc.tls import closed_early, tls_failure
+from tandem.errors import InternalError, Reason, TandemError
+from tandem.rpc.received_error import DOMAIN, error_from_rpc
 from tandem.telemetry.logging import Logger
 
-DOMAIN = "tandem"
-_DETAILS_KEY = "grpc-status-details-bin"
+__all__ = [
+    "STATUS_CODES",
+    "abort_with",
+    "bug_logged",
+    "error_from_rpc",
+    "needs_mending",
+    "status_code",
+]
 
 STATUS_CODES: Mapping[type[TandemError], grpc.StatusCode] = MappingProxyType(
     {
@@ -51,21 +57,6 @@ STATUS_CODES: Mapping[type[TandemError], grpc.StatusCode] = MappingProxyType(
 _NO_RETRY = ("grpc-retry-pushback-ms", "-1")
 """Tells gRPC's own retries in clients that this process has done what could be done (gRPC proposal A6). Not so
 where it drains: another one may answer."""
-_REASON_OF_CODE: Mapping[grpc.StatusCode, Reason] = MappingProxyType(
-    {
-        grpc.StatusCode.INVALID_ARGUMENT: Reason.INVALID_FIELD,
-        grpc.StatusCode.OUT_OF_RANGE: Reason.INVALID_FIELD,
-        grpc.StatusCode.UNIMPLEMENTED: Reason.OPTION_NOT_SUPPORTED,
-        grpc.StatusCode.NOT_FOUND: Reason.MODEL_NOT_FOUND,
-        grpc.StatusCode.UNAUTHENTICATED: Reason.UNAUTHENTICATED,
-        grpc.StatusCode.RESOURCE_EXHAUSTED: Reason.QUEUE_FULL,
-        grpc.StatusCode.UNAVAILABLE: Reason.WORKER_LOST,
-        grpc.StatusCode.CANCELLED: Reason.WORKER_LOST,
-        grpc.StatusCode.DEADLINE_EXCEEDED: Reason.DEADLINE_EXCEEDED,
-        grpc.StatusCode.DATA_LOSS: Reason.TRANSFER_FAILED,
-    }
-)
-"""For statuses without ErrorInfo, which gRPC itself makes."""
 
 
 def status_code(error: TandemError) -> grpc.StatusCode:
@@ -97,35 +88,9 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: TandemE
         raise asyncio.CancelledError from gone
 
 
-def error_from_rpc(error: grpc.aio.AioRpcError) -> TandemError:
-    """The error that the other side raised, of the same class; a gRPC failure by its code."""
-    status = _details_of(error)
-    if status is not None:
-        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-        found = [detail for detail in status.details if detail.Is(info.DESCRIPTOR) and detail.Unpack(info)]
-        waits = [detail for detail in status.details if detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry)]
-        if found and info.domain == DOMAIN:
-            retry_after_s = retry.retry_delay.ToTimedelta().total_seconds() if waits else 1.0
-            return rebuild_error(
-                info.reason, status.message, field=info.metadata.get("field", ""), retry_after_s=retry_after_s
-            )
-    return _of_grpc_itself(error.code(), error.details() or "no details")
-
-
 def needs_mending(error: TandemError) -> bool:
     """Whether certificates or tokens are at fault: trying again does not help, so somebody must be told."""
     return error.reason in {Reason.UNAUTHENTICATED, Reason.TLS_FAILED}
-
-
-def _of_grpc_itself(code: grpc.StatusCode, details: str) -> TandemError:
-    """From a status that no handler of ours made."""
-    if code is grpc.StatusCode.UNAVAILABLE:
-        why = tls_failure(details)
-        if why is not None:
-            return rebuild_error(Reason.TLS_FAILED, f"{code.name}: {why} ({details})")
-        if closed_early(details):
-            details += "; does the server want TLS, or a certificate of the caller?"
-    return rebuild_error(_REASON_OF_CODE.get(code, Reason.INTERNAL), f"{code.name}: {details}")
 
 
 def _to_proto(error: TandemError) -> status_pb2.Status:
@@ -154,13 +119,3 @@ def _packed(detail: message.Message) -> any_pb2.Any:
 def _duration(seconds: float) -> duration_pb2.Duration:
     whole = math.floor(seconds)
     return duration_pb2.Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))
-
-
-def _details_of(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
-    for key, value in error.trailing_metadata() or ():
-        if key == _DETAILS_KEY and isinstance(value, bytes):
-            try:
-                return status_pb2.Status.FromString(value)
-            except message.DecodeError:
-                return None
-    return None

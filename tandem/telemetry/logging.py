@@ -10,58 +10,23 @@ import json
 import logging
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from opentelemetry import trace
 
 from tandem.telemetry.exception_text import exception_text
+from tandem.telemetry.logger import Logger, get_logger
 from tandem.telemetry.printable import printable
+
+__all__ = ["Logger", "configure_logging", "get_logger"]
 
 _QUOTING_LOGGERS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
 """They quote a malformed trace context, a line for each call that brings one: whoever can call could fill the log."""
 
 
-class Logger:
-    """Logs events with fields: `log.info("worker registered", worker_id=..., role=...)`."""
-
-    __slots__ = ("_logger",)
-
-    def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
-
-    def debug(self, event: str, **fields: object) -> None:
-        """For whoever is looking for a bug."""
-        self._log(logging.DEBUG, event, fields)
-
-    def info(self, event: str, **fields: object) -> None:
-        """Rare and normal."""
-        self._log(logging.INFO, event, fields)
-
-    def warning(self, event: str, **fields: object) -> None:
-        """Something is wrong, and dealt with."""
-        self._log(logging.WARNING, event, fields)
-
-    def error(self, event: str, **fields: object) -> None:
-        """Something is wrong, and somebody must look."""
-        self._log(logging.ERROR, event, fields)
-
-    def exception(self, event: str, **fields: object) -> None:
-        """As `error`, with the exception that is being handled."""
-        self._log(logging.ERROR, event, fields, with_exception=True)
-
-    def _log(self, level: int, event: str, fields: dict[str, object], *, with_exception: bool = False) -> None:
-        if self._logger.isEnabledFor(level):
-            self._logger.log(level, "%s", event, extra={"fields": fields}, exc_info=with_exception)
-
-
-def get_logger(name: str) -> Logger:
-    """The logger of one module: `get_logger(__name__)`."""
-    return Logger(logging.getLogger(name))
-
-
 def configure_logging(process_name: str, log_format: str = "text", level: str = "info") -> None:
     """Sends all logs of this process to stderr. Called once, by a process's main."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     formatter = _JsonFormatter if log_format == "json" else _TextFormatter
     handler.setFormatter(formatter(process_name, with_messages=level == "debug"))
     root = logging.getLogger()
@@ -69,6 +34,14 @@ def configure_logging(process_name: str, log_format: str = "text", level: str = 
     root.setLevel(level.upper())
     for name in _QUOTING_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to stderr as it is at the time: a progress bar replaces it while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 class _Formatter(logging.Formatter):

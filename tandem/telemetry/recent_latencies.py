@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tandem.clock import Clock
+from tandem.cluster_status import LatencySummary
 
 TIME_TO_FIRST_TOKEN = "time_to_first_token"
 INTER_TOKEN = "inter_token"
@@ -22,17 +23,6 @@ _GROWTH = math.log(1.05)
 _SHORTEST_S = 1e-4
 _NUM_BOUNDS = 340
 """0.1 ms to 1600 s; what lies outside counts as the nearest."""
-
-
-@dataclass(frozen=True, slots=True)
-class LatencySummary:
-    """One latency over the window; quantiles are 0 if nothing was counted."""
-
-    name: str
-    count: int
-    p50_s: float
-    p90_s: float
-    p99_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,12 +81,5 @@ def context_of(traceparent: str, tracestate: str = "") -> Context:
     return _PROPAGATOR.extract(carrier, Context())
 
 
-def trace_metadata() -> tuple[tuple[str, str], ...]:
-    """gRPC metadata that makes a call part of the current trace; none outside of one."""
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier)
-    return tuple(carrier.items())
-
-
 def _named(context: Context) -> trace.SpanContext:
     return trace.get_current_span(context).get_span_context()

@@ -11,7 +11,7 @@ import pytest
 from tandem.config import DecodeConfig, PrefillConfig, RouterConfig
 
 ROOT = Path(__file__).parents[2]
-WORKER_ROOMS = ("engine", "tandem/rpc")
+WORKER_ROOMS = ("engine", "worker")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ EVERY_IMAGE = pytest.mark.parametrize(("file", "target"), sorted(SHIPPED))
 EVERY_FILE = pytest.mark.parametrize("file", sorted(FILES))
 IGNORE = (ROOT / ".dockerignore").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CLIENT = tomllib.loads((DEPLOY / "client/pyproject.toml").read_text())
+DEPENDENCIES = PROJECT["tool"]["tandem"]["dependencies"]
 
 
 def complaints(stages: dict[str, Stage], target: str) -> list[str]:
@@ -123,7 +125,12 @@ def test_the_context_holds_every_package_and_all_that_a_build_reads() -> None:
         PROJECT["project"]["readme"],
         "kernels/cpu/src/linear.cpp",
     ]
-    needed += [f"{package.replace('.', '/')}/__init__.py" for package in PROJECT["tool"]["setuptools"]["packages"]]
+    needed += [
+        "LICENSE",
+        *(f"deploy/client/{name}" for name in ("pyproject.toml", "setup.py", "contents.py", "LICENSE")),
+    ]
+    for project in (PROJECT, CLIENT):
+        needed += [f"{package.replace('.', '/')}/__init__.py" for package in project["tool"]["setuptools"]["packages"]]
     needed += ["models/demo/checkpoint/model.safetensors"]
     for path in needed:
         assert (ROOT / path).exists(), path
@@ -149,7 +156,7 @@ def test_the_context_holds_nothing_else(path: str) -> None:
 def test_the_router_s_image_installs_no_extra_and_so_no_torch() -> None:
     text = (DEPLOY / "docker/router.Dockerfile").read_text()
     assert not re.search(r"\[\w+\]'|torch\b", "\n".join(line for line in text.splitlines() if not line.startswith("#")))
-    assert not any(re.match(r"torch|numpy|triton|flash", each) for each in PROJECT["project"]["dependencies"])
+    assert not any(re.match(r"torch|numpy|triton|flash", each) for each in DEPENDENCIES)
 
 
 WITHOUT_WORKERS = """
@@ -172,9 +179,9 @@ for package in ("router", "tandem"):
 def modules_of_extras() -> set[str]:
     """What is installed beside the base dependencies, as names of modules: what the router's image lacks."""
     project = PROJECT["project"]
-    base = {name_of(each) for each in project["dependencies"]}
+    base = {name_of(each) for each in DEPENDENCIES}
     extras = {name_of(each) for extra in project["optional-dependencies"].values() for each in extra}
-    return {name.replace("-", "_") for name in extras - base - {"tandem", "types_grpcio"}}
+    return {name.replace("-", "_") for name in extras - base - {"tandem-server", "types_grpcio", "setuptools"}}
 
 
 def name_of(requirement: str) -> str:

@@ -1,24 +1,23 @@
 """Each command's own part: the command line, what it prints, its exit code."""
 
 import argparse
-import importlib
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cli import doctor, status
 from cli.main import main
 from cli.sampling import add_sampling_arguments, sampling_options
-from cli.table import table
+from cli.status_view import view
+from cli.terminal import open_console, print_whole, table
 from tandem.client import ClusterStatus, SamplingOptions, WorkerStatus
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 
-COMMANDS = ("serve", "router", "prefill", "decode", "generate", "chat", "status", "bench", "doctor")
+COMMANDS = ("serve", "router", "prefill", "decode", "generate", "chat", "status", "health", "bench", "doctor")
 
 
 def flags(*argv: str) -> Any:
@@ -33,6 +32,13 @@ def worker(worker_id: str, role: Role, *, draining: bool = False, connected: boo
         WorkerId(worker_id), Incarnation("i"), role, "127.0.0.1:9", "demo", "c", "m", "l", ("shm",), 0, 4096, 77, "cpu"
     )
     return WorkerStatus(info, WorkerLoad(1234, 2, 3, 99, pool, 5, draining), 0.26, connected)
+
+
+def printed(*parts: Any) -> str:
+    """What comes out of a pipe."""
+    out = io.StringIO()
+    print_whole(open_console(out), *parts)
+    return out.getvalue()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -118,7 +124,7 @@ def test_flags_become_options_and_those_not_given_stay_unset() -> None:
 
 def test_status_shows_every_worker_and_pool() -> None:
     workers = (worker("prefill-0", Role.PREFILL, draining=True), worker("decode-0", Role.DECODE, connected=False))
-    text = status.render(ClusterStatus("demo", False, "no decode worker", 3, 400, 2, workers))
+    text = printed(*view(ClusterStatus("demo", False, "no decode worker", 3, 400, 2, workers)))
     lines = text.splitlines()
     assert lines[0] == "model demo, not ready: no decode worker"
     assert "2 active, 3 queued (400 prompt tokens)" in lines[1]
@@ -128,11 +134,15 @@ def test_status_shows_every_worker_and_pool() -> None:
 
 
 def test_status_without_workers_says_so() -> None:
-    assert status.render(ClusterStatus("demo", False, "none", 0, 0, 0, ())).endswith("no workers")
+    assert printed(*view(ClusterStatus("demo", False, "none", 0, 0, 0, ()))).splitlines()[-1] == "no workers"
 
 
 def test_tables_align_words_left_and_numbers_right() -> None:
-    assert table(("name", "n"), [("a", 5), ("bcdef", 10)]).splitlines() == ["name    n", "a       5", "bcdef  10"]
+    assert printed(table(("name", "n"), [("a", 5), ("bcdef", 10)])).splitlines() == [
+        "name    n",
+        "a       5",
+        "bcdef  10",
+    ]
 
 
 def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,14 +154,25 @@ def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_doctor_works_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def import_module(name: str) -> Any:
-        if name == "torch":
-            raise ModuleNotFoundError("No module named 'torch'", name="torch")
-        return importlib.import_module(name)
-
-    monkeypatch.setattr(doctor, "importlib", SimpleNamespace(import_module=import_module, metadata=importlib.metadata))
+    monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["doctor"]) == 0
     assert "needs torch" in capsys.readouterr().out
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_without_torch_is_exit_code_two_with_what_to_install(role: str) -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH, role, "--model", "demo", "--router", "127.0.0.1:1"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "tandem: a worker: needs torch; install tandem-server[worker]\n"
 
 
 def test_serve_ends_with_the_reason_of_a_child_that_refuses_its_model(tmp_path: Path) -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TextIO
 
 import pytest
+from rich.console import Console, ConsoleRenderable
 
 from cli.main import main
-from cli.pool_bar import ASCII, UNICODE, glyphs_for, pool_bar
-from cli.screen import PlainScreen, open_screen
-from cli.status_view import duration, render, span
-from cli.watch import Watch
-from cli.watch_view import Moment, Rates, fit, frame, rates_between
+from cli.pool_bar import Legend, PoolBar
+from cli.status_view import duration, span, view
+from cli.terminal import open_console, plain, print_whole
+from cli.watch import Frame, Rates, Watch, frames_on, rates_between
 from tandem.client import ClusterStatus, RecentActivity, WorkerStatus
 from tandem.clock import ManualClock
+from tandem.cluster_status import LatencySummary
 from tandem.errors import DeadlineExceeded, TandemError, Unauthenticated, Unavailable
-from tandem.telemetry.recent_latencies import LatencySummary
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 
 POOL = PoolCounts(total=100, free=50, reserved=10, receiving=15, live=24, quarantined=1, block_size=16, unused_slots=3)
@@ -42,35 +45,92 @@ def later(status: ClusterStatus, seconds: float, requests: int = 0, tokens: int 
     return replace(status, uptime_s=status.uptime_s + seconds, recent=recent, workers=workers)
 
 
-def shown(status: ClusterStatus | None = STATUS, width: int = 120, **moment: object) -> list[str]:
-    parts = {"target": "h:1", "clock": "12:00:00", "status": status, "rates": Rates()} | moment
-    return frame(Moment(**parts), width, UNICODE)  # type: ignore[arg-type]
+class Router:
+    """Answers from a script: a status, or an error to be raised."""
+
+    def __init__(self, *answers: ClusterStatus | TandemError) -> None:
+        self.answers = list(answers)
+
+    def ask(self) -> ClusterStatus:
+        answer = self.answers.pop(0)
+        if isinstance(answer, TandemError):
+            raise answer
+        return answer
+
+
+class Terminal(io.TextIOWrapper):
+    """An output that says it is one, of the given encoding."""
+
+    def __init__(self, encoding: str = "utf-8") -> None:
+        self.bytes = io.BytesIO()
+        super().__init__(self.bytes, encoding=encoding)
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def written(self) -> str:
+        self.flush()
+        return self.bytes.getvalue().decode(self.encoding)
+
+
+def drawn(part: ConsoleRenderable, width: int = 120, height: int | None = None, encoding: str = "utf-8") -> list[str]:
+    """Lines of plain characters, as a terminal of this size shows them."""
+    out = Terminal(encoding)
+    console = Console(file=out, width=width, color_system=None, markup=False, highlight=False)
+    if height is not None:
+        console.print(part, height=height, end="")
+    else:
+        console.print(part, end="")
+    return [line.rstrip() for line in out.written.splitlines()]
+
+
+def shown(*answers: ClusterStatus | TandemError, width: int = 120) -> list[str]:
+    """The frame after the last of the answers, 2 s apart."""
+    clock = ManualClock()
+    watch = Watch("h:1", Router(*answers).ask, clock)
+    for _ in answers:
+        clock.advance_s(2.0)
+        watch.look()
+    return drawn(watch.frame("12:00:00"), width)
 
 
 # ---- pools
 
 
+def bar(pool: PoolCounts, width: int, encoding: str = "utf-8") -> str:
+    (line,) = drawn(PoolBar(pool), width, encoding=encoding)
+    return line
+
+
 def test_a_bar_shares_its_width_as_the_pool_its_blocks() -> None:
     pool = PoolCounts(100, 50, 10, 15, 25, 0, 16, 0)
-    assert pool_bar(pool, 20, UNICODE) == "█████▓▓▓▒▒··········"
+    assert bar(pool, 20) == "█████▓▓▓▒▒··········"
 
 
 def test_the_smallest_share_is_seen() -> None:
-    assert pool_bar(replace(POOL, total=10_000, free=9_999, reserved=0, receiving=0, live=0), 10, ASCII) == "x........."
+    pool = replace(POOL, total=10_000, free=9_999, reserved=0, receiving=0, live=0)
+    assert bar(pool, 10, "ascii") == "x........."
 
 
 def test_a_full_pool_fills_the_bar_and_no_more() -> None:
-    assert pool_bar(PoolCounts(3, 0, 1, 1, 1, 0, 16, 0), 10, ASCII) == "###+++---."  # thirds of ten, rounded
-    assert len(pool_bar(PoolCounts(4, 0, 1, 1, 1, 1, 16, 0), 3, ASCII)) == 3
+    assert bar(PoolCounts(3, 0, 1, 1, 1, 0, 16, 0), 10, "ascii") == "###+++---."  # thirds of ten, rounded
+    assert len(bar(PoolCounts(4, 0, 1, 1, 1, 1, 16, 0), 3)) == 3
 
 
 def test_a_pool_that_is_not_known_yet_is_an_empty_bar() -> None:
-    assert pool_bar(PoolCounts(0, 0, 0, 0, 0, 0, 0, 0), 5, ASCII) == "....."
+    assert bar(PoolCounts(0, 0, 0, 0, 0, 0, 0, 0), 5, "ascii") == "....."
 
 
-@pytest.mark.parametrize(("encoding", "glyphs"), [("utf-8", UNICODE), ("ascii", ASCII), (None, ASCII), ("odd", ASCII)])
-def test_characters_are_those_that_the_output_can_carry(encoding: str | None, glyphs: object) -> None:
-    assert glyphs_for(encoding) is glyphs
+@pytest.mark.parametrize(
+    ("encoding", "legend"),
+    [
+        ("utf-8", "█ live  ▓ receiving  ▒ reserved  × quarantined  · free"),
+        ("ascii", "# live  + receiving  - reserved  x quarantined  . free"),
+    ],
+)
+def test_the_legend_has_characters_that_the_output_can_carry(encoding: str, legend: str) -> None:
+    assert drawn(Legend(), encoding=encoding) == [legend]
 
 
 # ---- rates
@@ -101,10 +161,10 @@ def test_a_worker_that_started_anew_has_no_past() -> None:
 
 
 def test_a_frame_says_what_the_status_says() -> None:
-    lines = shown(rates=Rates(2.5, 150.0, {INFO.incarnation: 40.0}))
+    lines = shown(STATUS, later(STATUS, 2.0, requests=5, tokens=300, steps=80))
     assert lines[0].split() == ["tandem", "h:1", "12:00:00"]
     assert lines[1].startswith("model demo, ready")
-    assert lines[1].endswith("version 1.2.3, up 50 s")
+    assert lines[1].endswith("version 1.2.3, up 52 s")
     assert lines[2] == "2 active, 3 queued (400 prompt tokens), 2.5 requests/s, 150 tokens/s"
     assert any(line.split() == "time to first token 12 ms 500 ms 1.5 s 7".split() for line in lines)
     row = next(line for line in lines if line.startswith("decode-0")).split()
@@ -114,12 +174,7 @@ def test_a_frame_says_what_the_status_says() -> None:
 
 @pytest.mark.parametrize("width", [20, 40, 79, 80, 100, 200])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
-    assert max(map(len, shown(width=width))) <= width
-
-
-def test_where_there_is_no_room_for_bars_there_are_none() -> None:
-    assert "pool" not in "\n".join(shown(width=80))
-    assert "pool" in "\n".join(shown(width=100))
+    assert max(map(len, shown(STATUS, width=width))) <= width
 
 
 def test_prefill_workers_come_first() -> None:
@@ -129,24 +184,60 @@ def test_prefill_workers_come_first() -> None:
 
 
 def test_a_frame_that_is_too_high_says_how_much_is_missing() -> None:
-    assert fit(["a", "b", "c", "d"], 3) == ["a", "b", "(2 more lines)"]
-    assert fit(["a", "b", "c"], 3) == ["a", "b", "c"]
+    four = Frame([plain(each) for each in "abcd"])
+    assert drawn(four, height=3) == ["a", "b", "(2 more lines)"]
+    assert drawn(four, height=4) == ["a", "b", "c", "d"]
 
 
-def test_names_from_elsewhere_cannot_command_the_terminal() -> None:
-    hostile = replace(WORKER, info=replace(INFO, worker_id=WorkerId("\x1b[2Jboo")))
-    status = replace(STATUS, ready=False, not_ready_reason="\x1b]0;boo\x07", workers=(hostile,))
-    text = "\n".join(shown(status, silent_s=1.0, trouble="\x1b[31m")) + render(status)
-    assert "\x1b" not in text
-    assert "\x07" not in text
+HOSTILE = replace(
+    STATUS,
+    ready=False,
+    not_ready_reason="\x1b]0;boo\x07",
+    admin_address="\x9b2J\u202e",
+    workers=(replace(WORKER, info=replace(INFO, worker_id=WorkerId("[red]\x1b[2J"), device="[link=http://evil]")),),
+)
+
+
+@pytest.mark.parametrize("out", [io.StringIO, Terminal])
+def test_names_from_elsewhere_cannot_command_the_terminal(out: Callable[[], TextIO]) -> None:
+    target = out()
+    console = open_console(target)
+    console.no_color = True
+    watch = Watch("h:1", Router(HOSTILE, Unavailable("\x1b[31m\r")).ask, ManualClock())
+    watch.look()
+    watch.look()
+    print_whole(console, *view(HOSTILE), watch.frame("12:00:00"))
+    text = target.written if isinstance(target, Terminal) else target.getvalue()  # type: ignore[attr-defined]
+    without_styles = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert all(each.isprintable() or each == "\n" for each in without_styles)
     assert "boo" in text
+    assert "[red]" in text
+    assert "[link=http://evil]" in text
+    assert "\x1b[31m" not in text
+
+
+def whole(status: ClusterStatus) -> str:
+    """What `tandem status` prints into a pipe."""
+    out = io.StringIO()
+    print_whole(open_console(out), *view(status))
+    return out.getvalue()
 
 
 def test_the_plain_status_tells_latencies_rates_and_where_the_page_is() -> None:
-    text = render(STATUS)
+    text = whole(STATUS)
     assert "since start: 100 requests, 5000 tokens; over the last 60 s: 2 requests/s, 90 tokens/s" in text
     assert "version 1.2.3, up 50 s, page at 127.0.0.1:9464" in text
     assert "time to first token  12 ms  500 ms  1.5 s" in text
+
+
+def test_a_worker_is_one_line_however_narrow_the_terminal_and_long_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    named = replace(WORKER, info=replace(INFO, worker_id=WorkerId("w" * 64)))
+    out = Terminal()
+    print_whole(open_console(out), *view(replace(STATUS, workers=(named,))))
+    for text in (out.written, whole(replace(STATUS, workers=(named,)))):
+        assert sum("w" * 64 in line for line in text.splitlines()) == 2
+        assert "127.0.0.1:9  " in text
 
 
 @pytest.mark.parametrize(
@@ -166,19 +257,6 @@ def test_stretches_of_time_have_two_units(seconds: float, text: str) -> None:
 # ---- the loop
 
 
-class Router:
-    """Answers from a script: a status, or an error to be raised."""
-
-    def __init__(self, *answers: ClusterStatus | TandemError) -> None:
-        self.answers = list(answers)
-
-    def ask(self) -> ClusterStatus:
-        answer = self.answers.pop(0)
-        if isinstance(answer, TandemError):
-            raise answer
-        return answer
-
-
 @pytest.fixture
 def clock() -> ManualClock:
     return ManualClock()
@@ -186,14 +264,12 @@ def clock() -> ManualClock:
 
 def frames(clock: ManualClock, *answers: ClusterStatus | TandemError, every_s: float = 10.0) -> list[str]:
     """What is shown at each look."""
-    watch = Watch("h:1", Router(*answers).ask, clock, UNICODE)
+    watch = Watch("h:1", Router(*answers).ask, clock)
     seen: list[str] = []
     for _ in answers:
         clock.advance_s(every_s)
         watch.look()
-        out = io.StringIO()
-        watch.show(PlainScreen(out), "12:00:00")
-        seen.append(out.getvalue())
+        seen.append("\n".join(drawn(watch.frame("12:00:00"))))
     return seen
 
 
@@ -227,35 +303,31 @@ def test_rates_appear_with_the_second_look(clock: ManualClock) -> None:
     assert "50.0 tokens/s" in second
 
 
-class Terminal(io.StringIO):
-    """An output that says it is one."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 def test_a_terminal_is_drawn_over_in_place_and_gets_back_what_it_showed() -> None:
     out = Terminal()
 
     def interrupted() -> None:
-        with open_screen(out) as screen:
-            screen.show(["one", "two"])
-            screen.show(["three"])
+        with frames_on(open_console(out)) as show:
+            show(Frame([plain("one"), plain("two")]))
+            show(Frame([plain("three")]))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    written = out.getvalue()
+    written = out.written
     assert written.startswith("\x1b[?1049h")
     assert written.endswith("\x1b[?1049l")
-    assert "\x1b[Hone\x1b[K\r\ntwo\x1b[K\x1b[J\x1b[Hthree\x1b[K\x1b[J" in written
+    first, second = written.split("\x1b[H")[-2:]
+    assert first.split()[:2] == ["one", "two"]
+    assert second.split()[0] == "three"
+    assert "two" not in second
 
 
 def test_anything_else_gets_one_frame_after_the_other() -> None:
     out = io.StringIO()
-    with open_screen(out) as screen:
-        screen.show(["one", "two"])
-        screen.show(["three"])
+    with frames_on(open_console(out)) as show:
+        show(Frame([plain("one"), plain("two")]))
+        show(Frame([plain("three")]))
     assert out.getvalue() == "one\ntwo\n\nthree\n\n"
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from google.protobuf.json_format import MessageToDict
 
-from tandem.cluster_status import ClusterStatus, RecentActivity, WorkerStatus
+from tandem.cluster_status import ClusterStatus, LatencySummary, RecentActivity, WorkerStatus
 from tandem.convert_status import status_from_proto, status_to_proto
-from tandem.telemetry.recent_latencies import LatencySummary
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 from tandem.v1 import cluster_pb2
 

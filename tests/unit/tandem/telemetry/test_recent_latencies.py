@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tandem.clock import ManualClock
-from tandem.telemetry.recent_latencies import LatencySummary, RecentLatencies
+from tandem.cluster_status import LatencySummary
+from tandem.telemetry.recent_latencies import RecentLatencies
 
 
 @pytest.fixture

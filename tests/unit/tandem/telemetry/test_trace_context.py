@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from opentelemetry import trace
 
+from tandem.client.tracing import trace_metadata
 from tandem.telemetry.trace_context import (
     context_from_metadata,
     context_of,
@@ -10,7 +11,6 @@ from tandem.telemetry.trace_context import (
     current_traceparent,
     trace_from_metadata,
     trace_id_of,
-    trace_metadata,
     traceparent_of,
 )
 from tests.recorded_spans import RecordedSpans

@@ -1,0 +1,43 @@
+"""Which modules of `tandem/` the distribution tandem-client holds; tandem-server holds the others, and depends on it.
+
+What is listed is what `tandem.client` and `tandem.v1` import, and imports grpcio and protobuf alone:
+`tests/e2e/test_packaging.py` compares.
+"""
+
+from __future__ import annotations
+
+from setuptools.command.build_py import build_py
+
+PACKAGES = frozenset({"tandem.client", "tandem.security", "tandem.v1"})
+"""As a whole."""
+MODULES = frozenset(
+    {
+        *("tandem.__init__", "tandem.cluster_status", "tandem.config", "tandem.convert", "tandem.convert_status"),
+        *("tandem.errors", "tandem.limits", "tandem.option_values", "tandem.options", "tandem.types"),
+        *("tandem.rpc.__init__", "tandem.rpc.channel", "tandem.rpc.google_messages", "tandem.rpc.received_error"),
+        *("tandem.rpc.tls", "tandem.telemetry.__init__", "tandem.telemetry.logger"),
+    }
+)
+
+
+def is_for_clients(package: str, module: str) -> bool:
+    """Whether tandem-client holds `package.module`; a package's own file is its module `__init__`."""
+    return package in PACKAGES or f"{package}.{module}" in MODULES
+
+
+class BuildClient(build_py):
+    """Builds the modules for clients."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        """Triples of package, module and file."""
+        found = super().find_package_modules(package, package_dir)
+        return [each for each in found if is_for_clients(*each[:2])]
+
+
+class BuildServer(build_py):
+    """Builds the modules that clients do without."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        """Triples of package, module and file."""
+        found = super().find_package_modules(package, package_dir)
+        return [each for each in found if not is_for_clients(*each[:2])]
