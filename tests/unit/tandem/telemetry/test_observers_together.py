@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from tandem.errors import InternalError
 from tandem.telemetry.observers import RequestEnd, RequestStart, StepReport
-from tandem.telemetry.observers_silent import SilentRouter, SilentWorker
+from tandem.telemetry.observers import RouterObserver as SilentRouter
+from tandem.telemetry.observers import WorkerObserver as SilentWorker
 from tandem.telemetry.observers_together import router_observers, worker_observers
 from tandem.types import RequestId, SamplingParams, SequenceSpec, TokenId
 from tests.recording_observers import RecordingRouter, RecordingWorker
