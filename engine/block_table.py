@@ -12,7 +12,7 @@ from tandem.types import BlockId
 
 
 class BlockTable(Sequence[BlockId]):
-    """Grows at the end only. Reads like a tuple of ints; numpy reads it as `[num_blocks]` int32.
+    """Grows at the end. Reads like a tuple of ints; numpy reads it as `[num_blocks]` int32.
 
     An array taken from it stays valid and unchanged while the table grows.
     """
@@ -32,6 +32,13 @@ class BlockTable(Sequence[BlockId]):
             self._buffer = grown
         self._buffer[self._length : end] = blocks
         self._length = end
+
+    def replace(self, index: int, block: BlockId) -> None:
+        """Puts another block at `index`; arrays taken before keep the old one."""
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        self._buffer = self._buffer.copy()
+        self._buffer[index] = block
 
     def __len__(self) -> int:
         return self._length

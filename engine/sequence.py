@@ -1,77 +1,87 @@
-"""One choice's running state on one worker: its tokens, how far KV is computed, its blocks.
+"""One choice's running state: its tokens, how far their KV is, and the blocks that hold it.
 
-A seq lives between `Sequence(spec)` and its last token:
+    known     tokens on the host: prompt and completion
+    pending   drawn by launched steps whose results have not been seen
+    computed  tokens whose KV lies in the blocks once every launched step has ended
 
-    waiting     no blocks                         after construction and after `preempt`
-    prefilling  num_remaining_tokens > 1          chunks of the prompt (or of a resumed text)
-    decoding    num_remaining_tokens == 1         the last token's KV is computed by the next step
-    finished    finish_reason is set
+    ├──────────── known ───────────┤── pending ──┤
+    ├──────────── computed ────────────────┤ remaining
 
-It decides nothing: the worker's scheduler calls it, and frees what `take_blocks` returns.
+`schedule` moves computed and pending on as a step is launched; `append_token` turns a pending token
+into a known one; `roll_back` undoes what a launched step computed for nothing. It decides nothing:
+the worker's scheduler calls it, and releases what `take_blocks` returns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from engine.block_table import BlockTable
 from engine.step import SampleSpec, ScheduledSeq
 from tandem.errors import InternalError
-from tandem.types import BlockId, FinishReason, SamplingParams, SequenceSpec, TokenId
+from tandem.types import BlockId, FinishReason, SamplingParams, TokenId
+
+_UNKNOWN = TokenId(0)
 
 
-def finish_reason_after(sampling: SamplingParams, token_id: TokenId, num_output_tokens: int) -> FinishReason | None:
+def finish_reason_after(params: SamplingParams, token_id: TokenId, num_output_tokens: int) -> FinishReason | None:
     """Why a completion ends with `token_id`, its `num_output_tokens`-th token; None if it goes on."""
-    if token_id in sampling.end_token_ids:
+    if token_id in params.end_token_ids:
         return FinishReason.STOP
-    return FinishReason.LENGTH if num_output_tokens >= sampling.max_tokens else None
+    return FinishReason.LENGTH if num_output_tokens >= params.max_tokens else None
 
 
 class Sequence:
-    """Starts with nothing computed and no blocks. `spec.token_ids` may hold emitted tokens already."""
+    """Starts with nothing computed and no blocks."""
 
-    def __init__(self, spec: SequenceSpec) -> None:
-        if not 0 < spec.num_prompt_tokens <= len(spec.token_ids):
-            raise InternalError(f"{spec.request_id}: {spec.num_prompt_tokens} of {len(spec.token_ids)} are prompt")
-        self.spec = spec
-        self._token_ids = list(spec.token_ids)
-        self._prompt_token_ids = spec.token_ids[: spec.num_prompt_tokens]
-        self._block_table = BlockTable()
+    def __init__(
+        self,
+        index: int,
+        params: SamplingParams,
+        prompt_token_ids: tuple[TokenId, ...],
+        output_token_ids: Iterable[TokenId] = (),
+    ) -> None:
+        """`params` with the choice's own seed; the prompt is shared with other choices, not copied."""
+        if not prompt_token_ids:
+            raise InternalError("a sequence without a prompt")
+        self.index = index
+        self.params = params
+        self.drawers: tuple[Sequence, ...] = (self,)
+        """Choices that draw from its last token: itself, or those that are about to fork from it."""
+        self.block_table = BlockTable()
+        self._prompt_token_ids = prompt_token_ids
+        self._output_token_ids = list(output_token_ids)
+        self._num_pending_tokens = 0
         self._num_computed_tokens = 0
         self._finish_reason: FinishReason | None = None
-        sampling = spec.sampling
-        self._reads_prompt = sampling.repetition_penalty != 1.0
-        self._reads_output = self._reads_prompt or bool(sampling.presence_penalty or sampling.frequency_penalty)
-
-    @property
-    def token_ids(self) -> SequenceOf[TokenId]:
-        """Prompt and completion; not to be changed by the reader."""
-        return self._token_ids
-
-    @property
-    def block_table(self) -> BlockTable:
-        """Blocks held, in order of position."""
-        return self._block_table
+        self._reads_prompt = params.repetition_penalty != 1.0
+        self._reads_output = self._reads_prompt or bool(params.presence_penalty or params.frequency_penalty)
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and completion tokens so far."""
-        return len(self._token_ids)
+        """Known and pending tokens."""
+        return len(self._prompt_token_ids) + len(self._output_token_ids) + self._num_pending_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Completion tokens so far, those computed elsewhere included."""
-        return len(self._token_ids) - self.spec.num_prompt_tokens
+        """Known completion tokens, those drawn elsewhere included."""
+        return len(self._output_token_ids)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens drawn by launched steps that have not been seen."""
+        return self._num_pending_tokens
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV lies in the blocks."""
+        """Tokens whose KV lies in the blocks once every launched step has ended."""
         return self._num_computed_tokens
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Tokens whose KV must be computed before the next token can be sampled."""
-        return len(self._token_ids) - self._num_computed_tokens
+        """Tokens whose KV must be computed before the next token can be drawn."""
+        return self.num_tokens - self._num_computed_tokens
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -80,57 +90,83 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more will be sampled."""
+        """Whether nothing more will be drawn."""
         return self._finish_reason is not None
 
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether known and pending tokens are all that may be drawn: no further step is of use."""
+        return self.is_finished or self.num_output_tokens + self._num_pending_tokens >= self.params.max_tokens
+
     def blocks_wanted(self, num_tokens: int, block_size: int) -> int:
-        """Blocks to add before `num_tokens` more tokens can be computed."""
-        return max(0, -(-(self._num_computed_tokens + num_tokens) // block_size) - len(self._block_table))
+        """Blocks to add before `num_tokens` more tokens can be computed; copies on write not counted."""
+        return max(0, -(-(self._num_computed_tokens + num_tokens) // block_size) - len(self.block_table))
 
     def add_blocks(self, blocks: SequenceOf[BlockId]) -> None:
         """Takes over the caller's hold on these blocks."""
-        self._block_table.extend(blocks)
+        self.block_table.extend(blocks)
 
     def take_blocks(self) -> BlockTable:
         """Hands every block back to the caller, who releases them; nothing is computed any more.
 
         Later the seq can start again from its tokens, which it keeps: preemption by recompute.
         """
-        blocks, self._block_table = self._block_table, BlockTable()
+        blocks, self.block_table = self.block_table, BlockTable()
         self._num_computed_tokens = 0
         return blocks
 
-    def scheduled(self, num_tokens: int) -> ScheduledSeq:
-        """This seq's share of a step: its next `num_tokens` tokens; samples if they are the last."""
+    def schedule(self, num_tokens: int, feed: int | None = None) -> ScheduledSeq:
+        """Its share of a step that is about to be launched: its next tokens, and the draws if they are the last.
+
+        With `feed`, the last of them is the draw of that number in the step launched just before. Moves
+        `num_computed_tokens` on, and the drawers' `num_pending_tokens`.
+        """
         start, end = self._num_computed_tokens, self._num_computed_tokens + num_tokens
-        if self._finish_reason is not None or not start < end <= len(self._token_ids):
-            raise InternalError(f"{self.spec.request_id}: tokens {start}..{end} of {len(self._token_ids)} scheduled")
-        return ScheduledSeq(
-            token_ids=tuple(self._token_ids[start:end]),
-            context_len=start,
-            block_table=self._block_table,
-            sample=self._sample_spec() if end == len(self._token_ids) else None,
-        )
+        num_known = self.num_tokens - self._num_pending_tokens
+        if self.is_finished or not start < end <= num_known + (feed is not None):
+            raise InternalError(f"tokens {start}..{end} of {num_known} scheduled")
+        token_ids = self._tokens(start, end) if feed is None else (*self._tokens(start, end - 1), _UNKNOWN)
+        samples = tuple(each.sample_spec() for each in self.drawers) if end == self.num_tokens else ()
+        if samples:
+            for each in self.drawers:
+                each._num_pending_tokens += 1
+        self._num_computed_tokens = end
+        return ScheduledSeq(token_ids, start, self.block_table, samples, feed)
 
     def advance(self, num_tokens: int) -> None:
-        """KV of `num_tokens` more tokens lies in the blocks: computed by a step, or received."""
-        if self._num_computed_tokens + num_tokens > len(self._token_ids):
-            raise InternalError(f"{self.spec.request_id}: computed beyond its {len(self._token_ids)} tokens")
+        """KV of `num_tokens` more tokens lies in the blocks: received, or shared at a fork."""
+        if self._num_computed_tokens + num_tokens > self.num_tokens:
+            raise InternalError(f"computed beyond its {self.num_tokens} tokens")
         self._num_computed_tokens += num_tokens
 
+    def roll_back(self, num_tokens: int, num_pending_tokens: int = 0) -> None:
+        """Forgets the last computed tokens and pending draws: their step is of no use. Blocks stay held."""
+        if num_tokens > self._num_computed_tokens or num_pending_tokens > self._num_pending_tokens:
+            raise InternalError(f"{num_tokens} of {self._num_computed_tokens} computed tokens rolled back")
+        self._num_computed_tokens -= num_tokens
+        self._num_pending_tokens -= num_pending_tokens
+
     def append_token(self, token_id: TokenId) -> FinishReason | None:
-        """Adds a sampled token; returns why the completion ends with it, if it does."""
+        """Adds a drawn token, pending or brought; returns why the completion ends with it, if it does."""
         if self._finish_reason is not None:
-            raise InternalError(f"{self.spec.request_id}: a token after its end")
-        self._token_ids.append(token_id)
-        self._finish_reason = finish_reason_after(self.spec.sampling, token_id, self.num_output_tokens)
+            raise InternalError("a token after the completion's end")
+        self._num_pending_tokens = max(0, self._num_pending_tokens - 1)
+        self._output_token_ids.append(token_id)
+        self._finish_reason = finish_reason_after(self.params, token_id, len(self._output_token_ids))
         return self._finish_reason
 
-    def _sample_spec(self) -> SampleSpec:
+    def sample_spec(self) -> SampleSpec:
+        """Its next draw."""
         return SampleSpec(
-            params=self.spec.sampling,
-            choice_index=self.spec.index,
-            output_index=self.num_output_tokens,
+            params=self.params,
+            output_index=len(self._output_token_ids) + self._num_pending_tokens,
             prompt_token_ids=self._prompt_token_ids if self._reads_prompt else (),
-            output_token_ids=tuple(self._token_ids[self.spec.num_prompt_tokens :]) if self._reads_output else (),
+            output_token_ids=tuple(self._output_token_ids) if self._reads_output else (),
         )
+
+    def _tokens(self, start: int, end: int) -> tuple[TokenId, ...]:
+        num_prompt = len(self._prompt_token_ids)
+        if start >= num_prompt:
+            return tuple(self._output_token_ids[start - num_prompt : end - num_prompt])
+        head = self._prompt_token_ids[start:end]
+        return head if end <= num_prompt else head + tuple(self._output_token_ids[: end - num_prompt])

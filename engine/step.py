@@ -1,46 +1,107 @@
-"""What one engine step takes and gives: plain data between scheduler, runner and sampler."""
+"""What one engine step takes and gives: plain data between scheduler, runner and sampler.
+
+A step is launched once and ends once. Two may be in flight: the second may take as its input
+what the first draws (`ScheduledSeq.feed`). The order within a step is
+
+    moves out of the pool → moves into it → block copies → KV and logits of all seqs → draws
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NewType, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from tandem.errors import InternalError
 from tandem.types import BlockId, RequestId, SamplingParams, TokenId, TokenLogprobs
+
+TokenMask: TypeAlias = npt.NDArray[np.uint32]
+"""`[ceil(V / 32)]`: bit `t % 32` of word `t // 32` is set where token t may be drawn."""
+AdapterId = NewType("AdapterId", int)
+"""Names an adapter (LoRA) that the runner has loaded."""
+HostRow = NewType("HostRow", int)
+"""Index of a block's place in the host tier; ids of its own, no block ids of the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy-on-write: the whole of `source` is copied to `target`, across all layers."""
+
+    source: BlockId
+    target: BlockId
+
+
+class Direction(enum.Enum):
+    """Which way a block moves between the pool and the host tier."""
+
+    OUT = "out"
+    IN = "in"
+
+
+@dataclass(frozen=True, slots=True)
+class TierMove:
+    """The whole of a block is copied to a row of the host tier, or back."""
+
+    block: BlockId
+    row: HostRow
+    direction: Direction
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """One draw, and everything that it depends on besides the logits."""
+
+    params: SamplingParams
+    """With the seed of the choice that draws."""
+    output_index: int
+    """Number of the token to draw within the completion, from 0: the generator's counter."""
+    prompt_token_ids: tuple[TokenId, ...] = ()
+    """Given only if `params` has a repetition penalty."""
+    output_token_ids: tuple[TokenId, ...] = ()
+    """Given only if `params` has any penalty; without the token that a feed brings, which the runner adds."""
+    from_end: int = 0
+    """From which of the seq's scheduled tokens: 0 = the last, 1 = the one before, …"""
+    num_candidates: int = 0
+    """0 = one token is drawn as `params` say; k = the k best with their log-probabilities, best first (beam search)."""
+    mask: TokenMask | None = None
+    """Tokens that may be drawn; None = all."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSeq:
     """One seq's share of a step: compute KV for `token_ids` at positions from `context_len` on.
 
-    If `sample` is set, a next token is drawn from the last of them. `block_table` may be the
-    seq's own table, which must not change before the step has returned.
+    `block_table` may be the seq's own table: `launch` reads it before it returns.
     """
 
     token_ids: tuple[TokenId, ...]
     context_len: int
     block_table: Sequence[BlockId]
-    sample: SampleSpec | None
+    samples: tuple[SampleSpec, ...] = ()
+    """Draws from its logits; several choices may draw from one row."""
+    feed: int | None = None
+    """Set where the last of `token_ids` is not known yet: it is what draw number `feed` of the step launched just
+    before brings, counted over all its seqs; `token_ids` holds 0 in its place."""
+    adapter_id: AdapterId | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class SampleSpec:
-    """Everything that a draw depends on besides the logits."""
+class Step:
+    """One step; never empty."""
 
-    params: SamplingParams
-    choice_index: int
-    output_index: int
-    """Number of the token to draw within the completion, from 0: the generator's counter."""
-    prompt_token_ids: tuple[TokenId, ...] = ()
-    """Given only if `params` has a repetition penalty."""
-    output_token_ids: tuple[TokenId, ...] = ()
-    """Given only if `params` has any penalty."""
+    seqs: tuple[ScheduledSeq, ...]
+    copies: tuple[BlockCopy, ...] = ()
+    """No block is a target twice, and no target is a source."""
+    moves: tuple[TierMove, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One drawn token."""
+    """One drawn token, or one candidate; `logprobs` where they were asked for."""
 
     token_id: TokenId
     logprobs: TokenLogprobs | None
@@ -48,11 +109,22 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class BrokenLogits:
-    """In a token's place: the row holds NaN or has no finite maximum. Other rows of its batch are none the worse."""
+    """In the place of tokens: the row holds NaN or has no finite maximum. Other rows of its batch are none the worse."""
 
     def error(self, request_id: RequestId) -> InternalError:
         """What the request is to be failed with."""
         return InternalError(f"the logits of request {request_id} are not finite")
 
 
-Sampled: TypeAlias = SampledToken | BrokenLogits
+Sampled: TypeAlias = tuple[SampledToken, ...] | BrokenLogits
+"""What one SampleSpec brought: one token, or its candidates."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step brought."""
+
+    outputs: tuple[tuple[Sampled, ...], ...]
+    """Per seq in order, one `Sampled` for each of its `samples`."""
+    seconds: float
+    """How long it computed."""

@@ -10,14 +10,15 @@ from collections.abc import Iterable
 
 from tandem.errors import TandemError, rebuild_error
 from tandem.types import (
+    ChoiceSpec,
     FinishReason,
+    GroupSpec,
     Handle,
     Incarnation,
     PoolCounts,
     RequestId,
     Role,
     SamplingParams,
-    SequenceSpec,
     TokenDelta,
     TokenId,
     TokenLogprobs,
@@ -34,6 +35,8 @@ __all__ = [
     "failed_to_proto",
     "finish_reason_from_proto",
     "finish_reason_to_proto",
+    "group_from_proto",
+    "group_to_proto",
     "info_from_proto",
     "info_to_proto",
     "load_from_proto",
@@ -42,8 +45,6 @@ __all__ = [
     "logprobs_to_proto",
     "pool_from_proto",
     "pool_to_proto",
-    "sequence_from_proto",
-    "sequence_to_proto",
 ]
 
 _FINISH_TO_PROTO = {
@@ -68,13 +69,14 @@ def finish_reason_from_proto(reason: inference_pb2.FinishReason) -> FinishReason
     return _FINISH_FROM_PROTO.get(reason)
 
 
-def sequence_to_proto(spec: SequenceSpec) -> worker_pb2.Sequence:
-    """A sequence as it travels to a worker."""
-    return worker_pb2.Sequence(
+def group_to_proto(spec: GroupSpec) -> worker_pb2.Group:
+    """A request as it travels to a worker."""
+    return worker_pb2.Group(
         request_id=spec.request_id,
-        index=spec.index,
-        token_ids=spec.token_ids,
-        num_prompt_tokens=spec.num_prompt_tokens,
+        prompt_token_ids=spec.prompt_token_ids,
+        choices=[
+            worker_pb2.GroupChoice(index=each.index, output_token_ids=each.output_token_ids) for each in spec.choices
+        ],
         sampling=_sampling_to_proto(spec.sampling),
         timeout_seconds=spec.timeout_s,
         priority=spec.priority,
@@ -83,14 +85,13 @@ def sequence_to_proto(spec: SequenceSpec) -> worker_pb2.Sequence:
     )
 
 
-def sequence_from_proto(message: worker_pb2.Sequence) -> SequenceSpec:
-    """A sequence as it came from a router; not yet validated."""
-    return SequenceSpec(
+def group_from_proto(message: worker_pb2.Group) -> GroupSpec:
+    """A request as it came from a router; not yet validated."""
+    return GroupSpec(
         request_id=RequestId(message.request_id),
-        index=message.index,
-        token_ids=_token_ids(message.token_ids),
-        num_prompt_tokens=message.num_prompt_tokens,
+        prompt_token_ids=_token_ids(message.prompt_token_ids),
         sampling=_sampling_from_proto(message.sampling),
+        choices=tuple(ChoiceSpec(each.index, _token_ids(each.output_token_ids)) for each in message.choices),
         timeout_s=message.timeout_seconds if message.HasField("timeout_seconds") else None,
         priority=message.priority,
         traceparent=message.traceparent,
@@ -142,6 +143,7 @@ def delta_to_proto(handle: Handle, delta: TokenDelta) -> worker_pb2.SequenceOutp
         token_ids=delta.token_ids,
         logprobs=[logprobs_to_proto(each) for each in delta.logprobs],
         finish_reason=finish_reason_to_proto(delta.finish_reason),
+        index=delta.index,
     )
 
 
@@ -152,6 +154,7 @@ def delta_from_proto(message: worker_pb2.SequenceOutput) -> TokenDelta:
         token_ids=_token_ids(message.token_ids),
         logprobs=tuple(logprobs_from_proto(each) for each in message.logprobs),
         finish_reason=finish_reason_from_proto(message.finish_reason),
+        index=message.index,
     )
 
 
@@ -208,6 +211,7 @@ def info_to_proto(info: WorkerInfo) -> registry_pb2.WorkerInfo:
         pid=info.pid,
         device=info.device,
         admin_address=info.admin_address,
+        pool_tokens=info.pool_tokens,
     )
 
 
@@ -228,6 +232,7 @@ def info_from_proto(message: registry_pb2.WorkerInfo) -> WorkerInfo:
         pid=message.pid,
         device=message.device,
         admin_address=message.admin_address,
+        pool_tokens=message.pool_tokens,
     )
 
 
@@ -242,6 +247,7 @@ def pool_to_proto(pool: PoolCounts) -> registry_pb2.PoolStatus:
         quarantined_blocks=pool.quarantined,
         block_size=pool.block_size,
         unused_slots=pool.unused_slots,
+        cached_blocks=pool.cached,
     )
 
 
@@ -256,6 +262,7 @@ def pool_from_proto(message: registry_pb2.PoolStatus) -> PoolCounts:
         quarantined=message.quarantined_blocks,
         block_size=message.block_size,
         unused_slots=message.unused_slots,
+        cached=message.cached_blocks,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NewType
 
 RequestId = NewType("RequestId", str)
@@ -22,6 +22,8 @@ BlockId = NewType("BlockId", int)
 """Physical index of a KV block in its pool."""
 TokenId = NewType("TokenId", int)
 """Index into the vocabulary."""
+
+_SEED_MASK = 2**64 - 1
 
 
 class Role(enum.StrEnum):
@@ -60,6 +62,10 @@ class SamplingParams:
     logprobs: int | None = None
     logit_bias: Mapping[TokenId, float] = field(default_factory=dict)
 
+    def of_choice(self, index: int) -> SamplingParams:
+        """The same, with the seed of one choice."""
+        return self if index == 0 else replace(self, seed=(self.seed + index) & _SEED_MASK)
+
 
 @dataclass(frozen=True, slots=True)
 class TextParams:
@@ -73,32 +79,52 @@ class TextParams:
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceSpec:
-    """One choice of one request, as a worker runs it.
+class ChoiceSpec:
+    """One choice of a request that is still to be completed."""
 
-    `token_ids` is the prompt followed by tokens already emitted (when resumed elsewhere);
-    the next token sampled is number `len(token_ids) - num_prompt_tokens` of the completion.
+    index: int
+    output_token_ids: tuple[TokenId, ...] = ()
+    """Tokens emitted already, when the request is resumed; the next token drawn is number `len` of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One request as a worker runs it: a prompt, and one or more choices that continue it.
+
+    Choice i draws with `sampling.seed + i`: it equals a request of its own with that seed.
     """
 
     request_id: RequestId
-    token_ids: tuple[TokenId, ...]
-    num_prompt_tokens: int
+    prompt_token_ids: tuple[TokenId, ...]
     sampling: SamplingParams
-    index: int = 0
+    choices: tuple[ChoiceSpec, ...] = (ChoiceSpec(0),)
     timeout_s: float | None = None
     priority: int = 0
     traceparent: str = ""
     tracestate: str = ""
 
     @property
-    def num_output_tokens(self) -> int:
-        """Completion tokens that `token_ids` already holds."""
-        return len(self.token_ids) - self.num_prompt_tokens
+    def num_prompt_tokens(self) -> int:
+        """Tokens that the caller gave."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def prefix_token_ids(self) -> tuple[TokenId, ...]:
+        """What is computed once for all choices: the prompt, and the output of a choice that is alone."""
+        if len(self.choices) == 1:
+            return self.prompt_token_ids + self.choices[0].output_token_ids
+        return self.prompt_token_ids
 
     @property
     def max_total_tokens(self) -> int:
-        """Most tokens the sequence can come to, prompt and completion."""
+        """Most tokens that one choice can come to, prompt and completion."""
         return self.num_prompt_tokens + self.sampling.max_tokens
+
+    def max_pool_tokens(self, block_size: int) -> int:
+        """Token slots that the whole group can come to need in one pool: the prompt's full blocks are shared."""
+        shared = self.num_prompt_tokens // block_size
+        own = -(-self.max_total_tokens // block_size) - shared
+        return (shared + own * len(self.choices)) * block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +138,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """Tokens `offset, offset+1, …` of one completion. `logprobs` is empty or one per token."""
+    """Tokens `offset, offset+1, …` of one choice's completion. `logprobs` is empty or one per token."""
 
     offset: int
     token_ids: tuple[TokenId, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    index: int = 0
+    """Which choice."""
 
     @property
     def end(self) -> int:
@@ -127,7 +155,7 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class PoolCounts:
-    """Blocks of one pool by state, and its waste. `free + … + quarantined == total`."""
+    """Blocks of one pool by state, and its waste. `free + … + quarantined + cached == total`."""
 
     total: int
     free: int
@@ -138,6 +166,8 @@ class PoolCounts:
     block_size: int
     unused_slots: int
     """Token slots of live blocks that hold no token."""
+    cached: int = 0
+    """Nobody's, but their content is known: evicted when blocks run out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +190,8 @@ class WorkerInfo:
     device: str
     admin_address: str = ""
     """HOST:PORT of its admin port; empty = it has none."""
+    pool_tokens: int = 0
+    """Token slots of its pool, which all choices of a request must fit into together; 0 = not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tandem.errors import InvalidRequest
 from tandem.limits import Limits
-from tandem.types import SamplingParams, SequenceSpec, TextParams
+from tandem.types import GroupSpec, SamplingParams, TextParams
 
 __all__ = ["Limits", "Validator"]
 
@@ -113,20 +113,30 @@ class Validator:
                     "sampling.max_tokens", f"{num_prompt_tokens} + {max_tokens} tokens exceed {name} of {bound}"
                 )
 
-    def validate_sequence(self, spec: SequenceSpec, max_sequence_tokens: int | None = None) -> None:
-        """All of a sequence as a worker got it. Raises InvalidRequest."""
+    def validate_group(self, spec: GroupSpec, max_sequence_tokens: int | None = None) -> None:
+        """All of a request as a worker got it. Raises InvalidRequest."""
         self.validate_request_id(spec.request_id)
-        _within("num_prompt_tokens", spec.num_prompt_tokens, 0, len(spec.token_ids))
-        self.validate_prompt_tokens(spec.token_ids[: spec.num_prompt_tokens])
+        self.validate_prompt_tokens(spec.prompt_token_ids)
         self.validate_sampling(spec.sampling)
         self.validate_length(spec.num_prompt_tokens, spec.sampling.max_tokens, max_sequence_tokens)
-        if spec.num_output_tokens >= spec.sampling.max_tokens:
-            raise InvalidRequest("token_ids.ids", f"all of {spec.sampling.max_tokens} tokens are already there")
-        self._in_vocabulary("token_ids.ids", spec.token_ids[spec.num_prompt_tokens :])
         self._in_vocabulary("sampling.stop_token_ids", spec.sampling.end_token_ids)
-        _within("index", spec.index, 0, self.limits.max_n - 1)
+        indices = [choice.index for choice in spec.choices]
+        if not indices or indices != sorted(set(indices)) or indices[-1] >= self.limits.max_n:
+            raise InvalidRequest("choices", f"indices must ascend within [0, {self.limits.max_n - 1}]")
+        for choice in spec.choices:
+            if len(choice.output_token_ids) >= spec.sampling.max_tokens:
+                raise InvalidRequest("choices", f"all of {spec.sampling.max_tokens} tokens are already there")
+            self._in_vocabulary("choices", choice.output_token_ids)
         if spec.timeout_s is not None:
             _within("timeout_seconds", spec.timeout_s, 0, _MAX_TIMEOUT_S)
+
+    def validate_pool(self, spec: GroupSpec, block_size: int, num_blocks: int) -> None:
+        """All choices together against a worker's pool. Raises InvalidRequest."""
+        needed, bound = spec.max_pool_tokens(block_size), num_blocks * block_size
+        if needed > bound:
+            raise InvalidRequest(
+                "sampling.n", f"{len(spec.choices)} choices may need {needed} token slots, the KV pool has {bound}"
+            )
 
     def _in_vocabulary(self, field: str, ids: Collection[int]) -> None:
         if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):

@@ -153,13 +153,13 @@ class WorkerProcess:
         return admin_port(self._config.admin_listen, content, self._security.incoming, self._config.advertise)
 
     async def _watch_progress(self) -> None:
-        """A loop that turns says nothing of its engine: looks at it and tells, until cancelled."""
+        """Reports to health whether the engine makes progress, until cancelled."""
         alive = True
         while True:
             if self._progress.observe(self._core.load()) != alive:
                 alive = not alive
                 _log.warning("the engine moves again" if alive else "the engine stands still with sequences to run")
-                self._server.set_alive(alive)
+                self._server.health.set_alive(alive)
             await asyncio.sleep(self._watch_every_s)
 
     def _take_work(self) -> None:

@@ -9,7 +9,7 @@ Nobody listening is `observers_silent`, several at once are `observers_together`
 
 Calls come on the control loop, in order, from the hot path: an observer must neither await, block
 nor raise. Each `ended` comes exactly once, last, whatever way it went. Nothing here carries
-prompts or completions but `SequenceSpec`, whose token ids an observer must not export.
+prompts or completions but `GroupSpec`, whose token ids an observer must not export.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tandem.errors import TandemError
-from tandem.types import FinishReason, RequestId, SequenceSpec, WorkerInfo
+from tandem.types import FinishReason, RequestId, GroupSpec, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class StepReport:
     """Prompt tokens computed in it, those computed anew after a preemption included."""
     num_decode_seqs: int
     """Sequences that were decoding, one token each."""
-    specs: Sequence[SequenceSpec]
+    specs: Sequence[GroupSpec]
     """Every sequence in it, each the very object that `sequence` was told."""
 
 
@@ -155,7 +155,7 @@ class SequenceObserver(Protocol):
 class WorkerObserver(Protocol):
     """Hears of all that happens on one worker."""
 
-    def sequence(self, spec: SequenceSpec) -> SequenceObserver:
+    def sequence(self, spec: GroupSpec) -> SequenceObserver:
         """A sequence arrives."""
         ...
 

@@ -17,7 +17,7 @@ WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "config_fingerprint", "model_fingerprint", "layout_fingerprint", "transports", "local_prefill_tokens", "max_sequence_tokens", "pid", "device", "admin_address")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "config_fingerprint", "model_fingerprint", "layout_fingerprint", "transports", "local_prefill_tokens", "max_sequence_tokens", "pid", "device", "admin_address", "pool_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class WorkerInfo(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     ADMIN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    POOL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: WorkerRole
@@ -46,10 +47,11 @@ class WorkerInfo(_message.Message):
     pid: int
     device: str
     admin_address: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., config_fingerprint: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., local_prefill_tokens: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., admin_address: _Optional[str] = ...) -> None: ...
+    pool_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., config_fingerprint: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., local_prefill_tokens: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., admin_address: _Optional[str] = ..., pool_tokens: _Optional[int] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("total_blocks", "free_blocks", "reserved_blocks", "receiving_blocks", "live_blocks", "quarantined_blocks", "block_size", "unused_slots")
+    __slots__ = ("total_blocks", "free_blocks", "reserved_blocks", "receiving_blocks", "live_blocks", "quarantined_blocks", "block_size", "unused_slots", "cached_blocks")
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +60,7 @@ class PoolStatus(_message.Message):
     QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     UNUSED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     total_blocks: int
     free_blocks: int
     reserved_blocks: int
@@ -66,7 +69,8 @@ class PoolStatus(_message.Message):
     quarantined_blocks: int
     block_size: int
     unused_slots: int
-    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., receiving_blocks: _Optional[int] = ..., live_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., unused_slots: _Optional[int] = ...) -> None: ...
+    cached_blocks: int
+    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., receiving_blocks: _Optional[int] = ..., live_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., unused_slots: _Optional[int] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("engine_steps", "running_seqs", "waiting_seqs", "queued_prompt_tokens", "pool", "live_transfers", "draining", "preemptions")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import inference_pb2 as tandem_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x19tandem/v1/inference.proto\"\x88\x03\n\x10ResolvedSampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05top_p\x18\x05 \x01(\x02\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x15\n\rend_token_ids\x18\x0b \x03(\r\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x12>\n\nlogit_bias\x18\r \x03(\x0b\x32*.tandem.v1.ResolvedSampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobs\"\xf7\x01\n\x08Sequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.tandem.v1.ResolvedSampling\x12\x1c\n\x0ftimeout_seconds\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x12\n\ntracestate\x18\t \x01(\tB\x12\n\x10_timeout_seconds\")\n\x0bRouterHello\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\t\"W\n\x07Reserve\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12%\n\x08sequence\x18\x02 \x01(\x0b\x32\x13.tandem.v1.Sequence\x12\x15\n\rlocal_prefill\x18\x03 \x01(\x08\"e\n\x07Prefill\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12%\n\x08sequence\x18\x02 \x01(\x0b\x32\x13.tandem.v1.Sequence\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x13\n\x0bkv_endpoint\x18\x04 \x01(\x0c\"\x19\n\x07Release\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"\xb9\x01\n\x0e\x43onnectRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.tandem.v1.RouterHelloH\x00\x12%\n\x07reserve\x18\x02 \x01(\x0b\x32\x12.tandem.v1.ReserveH\x00\x12%\n\x07prefill\x18\x03 \x01(\x0b\x32\x12.tandem.v1.PrefillH\x00\x12%\n\x07release\x18\x04 \x01(\x0b\x32\x12.tandem.v1.ReleaseH\x00\x42\t\n\x07message\"\"\n\x0bWorkerHello\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\"?\n\x08Reserved\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x13\n\x0bkv_endpoint\x18\x03 \x01(\x0c\"\x9f\x01\n\x0eSequenceOutput\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.tandem.v1.FinishReason\"9\n\x0bStepOutputs\x12*\n\x07outputs\x18\x01 \x03(\x0b\x32\x19.tandem.v1.SequenceOutput\"x\n\x0bPrefillDone\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12)\n\x06output\x18\x02 \x01(\x0b\x32\x19.tandem.v1.SequenceOutput\x12\x15\n\rqueue_seconds\x18\x03 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x04 \x01(\x01\"O\n\x0bHandoffDone\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\x12\x18\n\x10transfer_seconds\x18\x03 \x01(\x01\"[\n\x06\x46\x61iled\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12\r\n\x05\x66ield\x18\x05 \x01(\t\"\xa3\x02\n\x0f\x43onnectResponse\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.tandem.v1.WorkerHelloH\x00\x12\'\n\x08reserved\x18\x02 \x01(\x0b\x32\x13.tandem.v1.ReservedH\x00\x12.\n\x0cprefill_done\x18\x03 \x01(\x0b\x32\x16.tandem.v1.PrefillDoneH\x00\x12.\n\x0chandoff_done\x18\x04 \x01(\x0b\x32\x16.tandem.v1.HandoffDoneH\x00\x12.\n\x0cstep_outputs\x18\x05 \x01(\x0b\x32\x16.tandem.v1.StepOutputsH\x00\x12#\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x11.tandem.v1.FailedH\x00\x42\t\n\x07message2U\n\rWorkerService\x12\x44\n\x07\x43onnect\x12\x19.tandem.v1.ConnectRequest\x1a\x1a.tandem.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x19tandem/v1/inference.proto\"\x88\x03\n\x10ResolvedSampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05top_p\x18\x05 \x01(\x02\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x15\n\rend_token_ids\x18\x0b \x03(\r\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x12>\n\nlogit_bias\x18\r \x03(\x0b\x32*.tandem.v1.ResolvedSampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobs\"6\n\x0bGroupChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\"\xfa\x01\n\x05Group\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\'\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x16.tandem.v1.GroupChoice\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.tandem.v1.ResolvedSampling\x12\x1c\n\x0ftimeout_seconds\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x12\n\ntracestate\x18\x08 \x01(\tB\x12\n\x10_timeout_seconds\")\n\x0bRouterHello\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\t\"a\n\x07Reserve\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x1f\n\x05group\x18\x04 \x01(\x0b\x32\x10.tandem.v1.Group\x12\x15\n\rlocal_prefill\x18\x03 \x01(\x08J\x04\x08\x02\x10\x03R\x08sequence\"o\n\x07Prefill\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x1f\n\x05group\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Group\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x13\n\x0bkv_endpoint\x18\x04 \x01(\x0cJ\x04\x08\x02\x10\x03R\x08sequence\"\x19\n\x07Release\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"\xb9\x01\n\x0e\x43onnectRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.tandem.v1.RouterHelloH\x00\x12%\n\x07reserve\x18\x02 \x01(\x0b\x32\x12.tandem.v1.ReserveH\x00\x12%\n\x07prefill\x18\x03 \x01(\x0b\x32\x12.tandem.v1.PrefillH\x00\x12%\n\x07release\x18\x04 \x01(\x0b\x32\x12.tandem.v1.ReleaseH\x00\x42\t\n\x07message\"\"\n\x0bWorkerHello\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\"T\n\x08Reserved\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x13\n\x0bkv_endpoint\x18\x03 \x01(\x0c\x12\x13\n\x0bheld_tokens\x18\x04 \x01(\r\"\xae\x01\n\x0eSequenceOutput\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\r\n\x05index\x18\x06 \x01(\r\"9\n\x0bStepOutputs\x12*\n\x07outputs\x18\x01 \x03(\x0b\x32\x19.tandem.v1.SequenceOutput\"[\n\x0bPrefillDone\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x15\n\rqueue_seconds\x18\x03 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x04 \x01(\x01J\x04\x08\x02\x10\x03R\x06output\"O\n\x0bHandoffDone\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\x12\x18\n\x10transfer_seconds\x18\x03 \x01(\x01\"[\n\x06\x46\x61iled\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12\r\n\x05\x66ield\x18\x05 \x01(\t\"\xa3\x02\n\x0f\x43onnectResponse\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.tandem.v1.WorkerHelloH\x00\x12\'\n\x08reserved\x18\x02 \x01(\x0b\x32\x13.tandem.v1.ReservedH\x00\x12.\n\x0cprefill_done\x18\x03 \x01(\x0b\x32\x16.tandem.v1.PrefillDoneH\x00\x12.\n\x0chandoff_done\x18\x04 \x01(\x0b\x32\x16.tandem.v1.HandoffDoneH\x00\x12.\n\x0cstep_outputs\x18\x05 \x01(\x0b\x32\x16.tandem.v1.StepOutputsH\x00\x12#\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x11.tandem.v1.FailedH\x00\x42\t\n\x07message2U\n\rWorkerService\x12\x44\n\x07\x43onnect\x12\x19.tandem.v1.ConnectRequest\x1a\x1a.tandem.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,34 +38,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESOLVEDSAMPLING']._serialized_end=457
   _globals['_RESOLVEDSAMPLING_LOGITBIASENTRY']._serialized_start=396
   _globals['_RESOLVEDSAMPLING_LOGITBIASENTRY']._serialized_end=444
-  _globals['_SEQUENCE']._serialized_start=460
-  _globals['_SEQUENCE']._serialized_end=707
-  _globals['_ROUTERHELLO']._serialized_start=709
-  _globals['_ROUTERHELLO']._serialized_end=750
-  _globals['_RESERVE']._serialized_start=752
-  _globals['_RESERVE']._serialized_end=839
-  _globals['_PREFILL']._serialized_start=841
-  _globals['_PREFILL']._serialized_end=942
-  _globals['_RELEASE']._serialized_start=944
-  _globals['_RELEASE']._serialized_end=969
-  _globals['_CONNECTREQUEST']._serialized_start=972
-  _globals['_CONNECTREQUEST']._serialized_end=1157
-  _globals['_WORKERHELLO']._serialized_start=1159
-  _globals['_WORKERHELLO']._serialized_end=1193
-  _globals['_RESERVED']._serialized_start=1195
-  _globals['_RESERVED']._serialized_end=1258
-  _globals['_SEQUENCEOUTPUT']._serialized_start=1261
-  _globals['_SEQUENCEOUTPUT']._serialized_end=1420
-  _globals['_STEPOUTPUTS']._serialized_start=1422
-  _globals['_STEPOUTPUTS']._serialized_end=1479
-  _globals['_PREFILLDONE']._serialized_start=1481
-  _globals['_PREFILLDONE']._serialized_end=1601
-  _globals['_HANDOFFDONE']._serialized_start=1603
-  _globals['_HANDOFFDONE']._serialized_end=1682
-  _globals['_FAILED']._serialized_start=1684
-  _globals['_FAILED']._serialized_end=1775
-  _globals['_CONNECTRESPONSE']._serialized_start=1778
-  _globals['_CONNECTRESPONSE']._serialized_end=2069
-  _globals['_WORKERSERVICE']._serialized_start=2071
-  _globals['_WORKERSERVICE']._serialized_end=2156
+  _globals['_GROUPCHOICE']._serialized_start=459
+  _globals['_GROUPCHOICE']._serialized_end=513
+  _globals['_GROUP']._serialized_start=516
+  _globals['_GROUP']._serialized_end=766
+  _globals['_ROUTERHELLO']._serialized_start=768
+  _globals['_ROUTERHELLO']._serialized_end=809
+  _globals['_RESERVE']._serialized_start=811
+  _globals['_RESERVE']._serialized_end=908
+  _globals['_PREFILL']._serialized_start=910
+  _globals['_PREFILL']._serialized_end=1021
+  _globals['_RELEASE']._serialized_start=1023
+  _globals['_RELEASE']._serialized_end=1048
+  _globals['_CONNECTREQUEST']._serialized_start=1051
+  _globals['_CONNECTREQUEST']._serialized_end=1236
+  _globals['_WORKERHELLO']._serialized_start=1238
+  _globals['_WORKERHELLO']._serialized_end=1272
+  _globals['_RESERVED']._serialized_start=1274
+  _globals['_RESERVED']._serialized_end=1358
+  _globals['_SEQUENCEOUTPUT']._serialized_start=1361
+  _globals['_SEQUENCEOUTPUT']._serialized_end=1535
+  _globals['_STEPOUTPUTS']._serialized_start=1537
+  _globals['_STEPOUTPUTS']._serialized_end=1594
+  _globals['_PREFILLDONE']._serialized_start=1596
+  _globals['_PREFILLDONE']._serialized_end=1687
+  _globals['_HANDOFFDONE']._serialized_start=1689
+  _globals['_HANDOFFDONE']._serialized_end=1768
+  _globals['_FAILED']._serialized_start=1770
+  _globals['_FAILED']._serialized_end=1861
+  _globals['_CONNECTRESPONSE']._serialized_start=1864
+  _globals['_CONNECTRESPONSE']._serialized_end=2155
+  _globals['_WORKERSERVICE']._serialized_start=2157
+  _globals['_WORKERSERVICE']._serialized_end=2242
 # @@protoc_insertion_point(module_scope)

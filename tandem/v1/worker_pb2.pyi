@@ -44,27 +44,33 @@ class ResolvedSampling(_message.Message):
     logit_bias: _containers.ScalarMap[int, float]
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
-class Sequence(_message.Message):
-    __slots__ = ("request_id", "index", "token_ids", "num_prompt_tokens", "sampling", "timeout_seconds", "priority", "traceparent", "tracestate")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+class GroupChoice(_message.Message):
+    __slots__ = ("index", "output_token_ids")
     INDEX_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    output_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, index: _Optional[int] = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Group(_message.Message):
+    __slots__ = ("request_id", "prompt_token_ids", "choices", "sampling", "timeout_seconds", "priority", "traceparent", "tracestate")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    index: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    num_prompt_tokens: int
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    choices: _containers.RepeatedCompositeFieldContainer[GroupChoice]
     sampling: ResolvedSampling
     timeout_seconds: float
     priority: int
     traceparent: str
     tracestate: str
-    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[_Union[GroupChoice, _Mapping]]] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_incarnation",)
@@ -73,26 +79,26 @@ class RouterHello(_message.Message):
     def __init__(self, router_incarnation: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("handle", "sequence", "local_prefill")
+    __slots__ = ("handle", "group", "local_prefill")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     handle: int
-    sequence: Sequence
+    group: Group
     local_prefill: bool
-    def __init__(self, handle: _Optional[int] = ..., sequence: _Optional[_Union[Sequence, _Mapping]] = ..., local_prefill: bool = ...) -> None: ...
+    def __init__(self, handle: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., local_prefill: bool = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("handle", "sequence", "ticket", "kv_endpoint")
+    __slots__ = ("handle", "group", "ticket", "kv_endpoint")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     KV_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     handle: int
-    sequence: Sequence
+    group: Group
     ticket: bytes
     kv_endpoint: bytes
-    def __init__(self, handle: _Optional[int] = ..., sequence: _Optional[_Union[Sequence, _Mapping]] = ..., ticket: _Optional[bytes] = ..., kv_endpoint: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, handle: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., ticket: _Optional[bytes] = ..., kv_endpoint: _Optional[bytes] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("handle",)
@@ -119,28 +125,32 @@ class WorkerHello(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ...) -> None: ...
 
 class Reserved(_message.Message):
-    __slots__ = ("handle", "ticket", "kv_endpoint")
+    __slots__ = ("handle", "ticket", "kv_endpoint", "held_tokens")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     KV_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     ticket: bytes
     kv_endpoint: bytes
-    def __init__(self, handle: _Optional[int] = ..., ticket: _Optional[bytes] = ..., kv_endpoint: _Optional[bytes] = ...) -> None: ...
+    held_tokens: int
+    def __init__(self, handle: _Optional[int] = ..., ticket: _Optional[bytes] = ..., kv_endpoint: _Optional[bytes] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("handle", "offset", "token_ids", "logprobs", "finish_reason")
+    __slots__ = ("handle", "offset", "token_ids", "logprobs", "finish_reason", "index")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     handle: int
     offset: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
     finish_reason: _inference_pb2.FinishReason
-    def __init__(self, handle: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ...) -> None: ...
+    index: int
+    def __init__(self, handle: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
     __slots__ = ("outputs",)
@@ -149,16 +159,14 @@ class StepOutputs(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
-    __slots__ = ("handle", "output", "queue_seconds", "prefill_seconds")
+    __slots__ = ("handle", "queue_seconds", "prefill_seconds")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
-    OUTPUT_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     handle: int
-    output: SequenceOutput
     queue_seconds: float
     prefill_seconds: float
-    def __init__(self, handle: _Optional[int] = ..., output: _Optional[_Union[SequenceOutput, _Mapping]] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, handle: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...
 
 class HandoffDone(_message.Message):
     __slots__ = ("handle", "transfer_bytes", "transfer_seconds")

@@ -1,0 +1,151 @@
+"""A request's choices on one worker, sharing blocks by reference count and copied on write.
+
+    prefix   one sequence computes the prompt, from whose last token each choice draws its first
+       └─ fork ─▶ every choice runs by itself; all hold the prefix's blocks
+                     └─ take_blocks ─▶ prefix      preempted: computed again from the tokens
+
+A choice that is alone is its own prefix, and forks by doing nothing. Admission, preemption and
+release take the group as one. Decides nothing; the pool's reference counts are its only side effect.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from engine.block_pool import BlockPool
+from engine.block_table import BlockTable
+from engine.sequence import Sequence
+from engine.step import BlockCopy
+from tandem.errors import InternalError
+from tandem.types import BlockId, GroupSpec, TokenId
+
+
+class Group:
+    """Starts at its prefix, with nothing computed and no blocks."""
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self.spec = spec
+        self.sequences = tuple(
+            Sequence(
+                choice.index,
+                spec.sampling.of_choice(choice.index),
+                spec.prompt_token_ids,
+                choice.output_token_ids,
+            )
+            for choice in spec.choices
+        )
+        """Every choice, in order of index."""
+        self._alone = len(self.sequences) == 1
+        self.prefix = self.sequences[0] if self._alone else self._new_prefix()
+        """What is computed once for all."""
+        self._forked = False
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Who takes part in steps: the prefix until the fork, then every choice that has not finished."""
+        if not self._forked:
+            return () if self.is_finished else (self.prefix,)
+        return tuple(each for each in self.sequences if not each.is_finished)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether the choices run by themselves."""
+        return self._forked
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(each.is_finished for each in self.sequences)
+
+    @property
+    def num_seats(self) -> int:
+        """Rows of a batch that it takes once it has forked: choices that have not finished."""
+        return sum(not each.is_finished for each in self.sequences)
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens to compute before every choice can draw; before the fork, those of resumed choices included."""
+        if self._forked or self._alone:
+            return sum(each.num_remaining_tokens for each in self.running)
+        resumed = sum(each.num_output_tokens for each in self.sequences if not each.is_finished)
+        return self.prefix.num_remaining_tokens + resumed
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether any of its sequences holds a block."""
+        return any(len(each.block_table) for each in self._holders())
+
+    def num_own_blocks(self, pool: BlockPool) -> int:
+        """Blocks that would be free if it let go of all it holds: shared ones count once, others' not at all."""
+        holds = Counter(block for each in self._holders() for block in each.block_table)
+        return sum(pool.ref_count(block) == count for block, count in holds.items())
+
+    def land(self, blocks: tuple[BlockId, ...], first_tokens: Mapping[int, TokenId], pool: BlockPool) -> None:
+        """Takes over blocks into which the prefix's KV was received, with the first token of each choice that is not
+        resumed among others; then forks.
+
+        Raises InternalError if a token is missing or not asked for; nothing has been taken over then.
+        """
+        due = {each.index for each in self.prefix.drawers}
+        if set(first_tokens) != due:
+            raise InternalError(f"first tokens of choices {sorted(first_tokens)}, not of {sorted(due)}")
+        self.prefix.add_blocks(blocks)
+        self.prefix.advance(self.prefix.num_tokens)
+        for each in self.prefix.drawers:
+            each.append_token(first_tokens[each.index])
+        self.fork(pool)
+
+    def fork(self, pool: BlockPool) -> None:
+        """The prefix is computed: its blocks become those of every choice that has not finished."""
+        if self._forked:
+            raise InternalError("a group forks once")
+        self._forked = True
+        if self._alone:
+            return
+        num_tokens, blocks = self.prefix.num_computed_tokens, self.prefix.take_blocks()
+        for each in self.running:
+            pool.retain(blocks)
+            each.add_blocks(blocks[:])
+            each.advance(num_tokens)
+        pool.release(blocks)
+
+    def copy_on_write(self, sequence: Sequence, pool: BlockPool) -> tuple[BlockCopy, ...]:
+        """Before `sequence` writes its next token: its block of that position becomes its own, if others hold it too.
+
+        Takes one block from the pool then (raises PoolExhausted), and lets go of the shared one at once: its other
+        holders keep it. Source and target must not be written before the copy is made.
+        """
+        at = sequence.num_computed_tokens // pool.block_size
+        if at >= len(sequence.block_table) or not pool.is_shared(sequence.block_table[at]):
+            return ()
+        source = sequence.block_table[at]
+        (target,) = pool.allocate(1)
+        sequence.block_table.replace(at, target)
+        pool.release((source,))
+        return (BlockCopy(source, target),)
+
+    def needs_copy(self, sequence: Sequence, pool: BlockPool) -> bool:
+        """Whether `copy_on_write` would take a block."""
+        at = sequence.num_computed_tokens // pool.block_size
+        return at < len(sequence.block_table) and pool.is_shared(sequence.block_table[at])
+
+    def take_blocks(self) -> list[BlockTable]:
+        """Hands back every hold on a block, one table per holder, to be released; it starts again at its prefix."""
+        tables = [each.take_blocks() for each in self._holders() if len(each.block_table)]
+        self._forked = False
+        if not self._alone:
+            self.prefix = self._new_prefix()
+        return tables
+
+    def take_finished(self, sequence: Sequence) -> BlockTable:
+        """Hands back the blocks of a choice that has finished while others go on."""
+        return sequence.take_blocks()
+
+    def _new_prefix(self) -> Sequence:
+        prefix = Sequence(-1, self.spec.sampling, self.spec.prompt_token_ids)
+        prefix.drawers = tuple(each for each in self.sequences if not each.is_finished and not each.num_output_tokens)
+        return prefix
+
+    def _holders(self) -> tuple[Sequence, ...]:
+        return self.sequences if self._alone else (self.prefix, *self.sequences)

@@ -1,0 +1,62 @@
+"""What a worker's core meets on either side: the router that asked, and the engine that computes.
+
+    router ─ RouterPort ◀─ core ─▶ StepEngine ─ engine thread
+
+Nothing of either blocks or awaits but the result of a launched step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Protocol
+
+from engine.step import SampledToken, Step, StepResult
+from tandem.errors import TandemError
+from tandem.types import FinishReason, Handle
+
+
+class RouterPort(Protocol):
+    """What a worker tells one router; `worker.router_session.RouterSession` is one. Compared by identity.
+
+    A request is named by its handle, a choice by its index. After `failed`, or once the router has released the
+    handle, what is said of it goes nowhere.
+    """
+
+    def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
+        """Decode worker: there is room; ticket and endpoint are empty where the prompt is computed here."""
+        ...
+
+    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
+        """The prompt is computed. Told before the first tokens, which are given to `token` like all others."""
+        ...
+
+    def token(
+        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+    ) -> None:
+        """Token number `offset` of a choice. Goes out with all others of this step, in one message."""
+        ...
+
+    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
+        """Prefill worker: every block is verified and attached."""
+        ...
+
+    def failed(self, handle: Handle, error: TandemError) -> None:
+        """The request ended without all its tokens; the worker keeps nothing of it."""
+        ...
+
+
+class StepEngine(Protocol):
+    """What computes steps, in order; `engine.engine_thread.EngineThread` is one."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that have ended since start."""
+        ...
+
+    def launch(self, step: Step) -> Awaitable[StepResult]:
+        """Hands over a step; at most two may be in flight. The seqs' tables have been read when it returns.
+
+        The result raises what the step raised, after the device has let go of its blocks. Cancelling the wait does
+        not cancel the step, and does not end before it.
+        """
+        ...
