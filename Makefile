@@ -101,4 +101,4 @@ format: install
 
 ## clean     remove .venv and caches
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info deploy/client/build deploy/client/*.egg-info

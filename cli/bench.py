@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +18,23 @@ from tandem.config import ClientConfig, add_arguments, load
 from tandem.errors import ConfigError
 
 N = TypeVar("N", int, float)
+
+
+def _number(kind: Callable[[str], N], allowed: Callable[[N], bool], what: str) -> Callable[[str], N]:
+    """How argparse reads one number."""
+
+    def parse(text: str) -> N:
+        with contextlib.suppress(ValueError):
+            if allowed(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+
+    return parse
+
+
+_positive = _number(float, lambda value: 0 < value < math.inf, "a number above 0")
+_natural = _number(int, lambda value: value >= 0, "a whole number, not negative")
+_count = _number(int, lambda value: value >= 1, "a whole number of at least 1")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -85,25 +104,3 @@ def _write(write: Callable[[], object], option: str) -> None:
         write()
     except OSError as error:
         raise ConfigError(option, f"cannot write {error.filename}: {error.strerror}") from error
-
-
-def _positive(text: str) -> float:
-    return _checked(float, text, lambda value: 0 < value < float("inf"), "a number above 0")
-
-
-def _natural(text: str) -> int:
-    return _checked(int, text, lambda value: value >= 0, "a whole number, not negative")
-
-
-def _count(text: str) -> int:
-    return _checked(int, text, lambda value: value >= 1, "a whole number of at least 1")
-
-
-def _checked(kind: Callable[[str], N], text: str, allowed: Callable[[N], bool], what: str) -> N:
-    try:
-        value = kind(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from error
-    if not allowed(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return value

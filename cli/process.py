@@ -15,30 +15,21 @@ _READY = "Prints `ready HOST:PORT` on stdout once it listens."
 
 def add_parsers(subparsers: Subparsers) -> None:
     """Declares the three commands."""
-    router = add_command(
-        subparsers,
-        "router",
-        _run_router,
-        "one router process",
-        f"Accepts requests, places them on the workers that register with it, streams their tokens. {_READY}",
-    )
-    prefill = add_command(
-        subparsers,
-        "prefill",
-        _run_prefill,
-        "one prefill worker process",
-        f"Computes prompts and pushes their KV blocks to decode workers. Registers with every --router. {_READY}",
-    )
-    decode = add_command(
-        subparsers,
-        "decode",
-        _run_decode,
-        "one decode worker process",
-        f"Owns a paged KV pool and decodes in it by continuous batching. Registers with every --router. {_READY}",
-    )
-    add_arguments(router, RouterConfig)
-    add_arguments(prefill, PrefillConfig)
-    add_arguments(decode, DecodeConfig)
+    for name, run, config, what, details in (
+        (
+            *("router", _run_router, RouterConfig, "router"),
+            "Accepts requests, places them on the workers that register with it, streams their tokens.",
+        ),
+        (
+            *("prefill", _run_prefill, PrefillConfig, "prefill worker"),
+            "Computes prompts and pushes their KV blocks to decode workers. Registers with every --router.",
+        ),
+        (
+            *("decode", _run_decode, DecodeConfig, "decode worker"),
+            "Owns a paged KV pool and decodes in it by continuous batching. Registers with every --router.",
+        ),
+    ):
+        add_arguments(add_command(subparsers, name, run, f"one {what} process", f"{details} {_READY}"), config)
 
 
 def _run_router(namespace: argparse.Namespace) -> int:

@@ -1,52 +1,72 @@
-"""A cluster's status for people: the tables of `tandem status`, and the parts that `--watch` shares."""
+"""A cluster's status for people: the tables of `tandem status`, and what `--watch` shows of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 from rich.console import ConsoleRenderable
 from rich.table import Table
 from rich.text import Text
 
+from cli.pool_bar import Legend, PoolBar
 from cli.terminal import plain, table
 from tandem.client import ClusterStatus, RecentActivity, WorkerStatus
+from tandem.types import PoolCounts
 
+_Columns: TypeAlias = dict[str, Callable[[WorkerStatus], object]]
 _LATENCY_NAMES = {"time_to_first_token": "time to first token", "inter_token": "between tokens"}
+
+_WORKER: _Columns = {
+    "worker": lambda worker: worker.info.worker_id,
+    "role": lambda worker: worker.info.role,
+    "address": lambda worker: worker.info.address,
+    "pid": lambda worker: worker.info.pid,
+    "device": lambda worker: worker.info.device,
+    "state": lambda worker: worker.state,
+    "heartbeat": lambda worker: f"{worker.heartbeat_age_s:.1f} s ago",
+    "steps": lambda worker: worker.load.engine_steps,
+    "running": lambda worker: worker.load.running_seqs,
+    "waiting": lambda worker: worker.load.waiting_seqs,
+    "prompt-tokens": lambda worker: worker.load.queued_prompt_tokens,
+    "transfers": lambda worker: worker.load.live_transfers,
+    "preempted": lambda worker: worker.load.preemptions,
+}
+_POOL: _Columns = {
+    "blocks": lambda worker: worker.info.worker_id,
+    "total": lambda worker: worker.load.pool.total,
+    "free": lambda worker: worker.load.pool.free,
+    "reserved": lambda worker: worker.load.pool.reserved,
+    "receiving": lambda worker: worker.load.pool.receiving,
+    "live": lambda worker: worker.load.pool.live,
+    "quarantined": lambda worker: worker.load.pool.quarantined,
+    "block-size": lambda worker: worker.load.pool.block_size,
+    "unused-slots": lambda worker: worker.load.pool.unused_slots,
+}
+_LIVE: _Columns = {
+    **{name: _WORKER[name] for name in ("worker", "state", "heartbeat", "running", "waiting", "transfers")},
+    "used": lambda worker: _used(worker.load.pool),
+    "pool": lambda worker: PoolBar(worker.load.pool),
+}
+"""As much as a terminal of 80 columns has room for."""
 
 
 def view(status: ClusterStatus) -> Iterator[ConsoleRenderable]:
     """The whole status, part by part."""
-    yield headline(status)
-    yield from _requests(status)
-    yield from latencies(status.recent)
-    yield Text()
-    if not status.workers:
-        yield plain("no workers")
-        return
-    workers = sorted(status.workers, key=lambda worker: (worker.info.role, worker.info.worker_id))
-    yield _workers(workers)
-    yield Text()
-    yield _pools(workers)
-
-
-def headline(status: ClusterStatus) -> Text:
-    """Which cluster, and whether it serves."""
-    return plain(f"model {status.model}, {'ready' if status.ready else f'not ready: {status.not_ready_reason}'}")
-
-
-def latencies(recent: RecentActivity) -> Iterator[ConsoleRenderable]:
-    """One line for each latency of the last minute, below an empty one; nothing if there is none."""
-    rows = [
-        (
-            *(_LATENCY_NAMES.get(each.name, each.name.replace("_", " ")), duration(each.p50_s)),
-            *(duration(each.p90_s), duration(each.p99_s), each.count),
-        )
-        for each in recent.latencies
-        if each.count
-    ]
-    if rows:
+    yield from _summary(status)
+    if status.workers:
+        yield _table(_WORKER, status.workers)
         yield Text()
-        yield table(["latency", "p50", "p90", "p99", "measured"], rows)
+        yield _table(_POOL, status.workers)
+
+
+def live_view(status: ClusterStatus) -> Iterator[ConsoleRenderable]:
+    """What changes from moment to moment."""
+    yield from _summary(status)
+    if status.workers:
+        yield _table(_LIVE, status.workers)
+        yield Text()
+        yield Legend()
 
 
 def duration(seconds: float) -> str:
@@ -68,8 +88,10 @@ def span(seconds: float) -> str:
     return f"{minutes} min {rest_s} s" if minutes else f"{rest_s} s"
 
 
-def _requests(status: ClusterStatus) -> Iterator[Text]:
+def _summary(status: ClusterStatus) -> Iterator[ConsoleRenderable]:
+    """Which cluster, whether it serves, its requests and latencies."""
     recent = status.recent
+    yield plain(f"model {status.model}, {'ready' if status.ready else f'not ready: {status.not_ready_reason}'}")
     yield plain(
         f"requests: {status.active_requests} active, {status.queued_requests} queued"
         f" ({status.queued_tokens} prompt tokens)"
@@ -82,34 +104,31 @@ def _requests(status: ClusterStatus) -> Iterator[Text]:
     if status.version:
         page = f", page at {status.admin_address}" if status.admin_address else ""
         yield plain(f"router: version {status.version}, up {span(status.uptime_s)}{page}")
+    yield Text()
+    if any(each.count for each in recent.latencies):
+        yield _latencies(recent)
+        yield Text()
+    if not status.workers:
+        yield plain("no workers")
 
 
-def _workers(workers: Sequence[WorkerStatus]) -> Table:
-    header = "worker role address pid device state heartbeat steps running waiting prompt-tokens transfers preempted"
-    return table(
-        header.split(),
-        [
-            (
-                *(worker.info.worker_id, worker.info.role, worker.info.address, worker.info.pid, worker.info.device),
-                *(worker.state, f"{worker.heartbeat_age_s:.1f} s ago", worker.load.engine_steps),
-                *(worker.load.running_seqs, worker.load.waiting_seqs, worker.load.queued_prompt_tokens),
-                *(worker.load.live_transfers, worker.load.preemptions),
-            )
-            for worker in workers
-        ],
-    )
+def _latencies(recent: RecentActivity) -> Table:
+    """Those that were measured in the last minute."""
+    rows = [
+        (
+            *(_LATENCY_NAMES.get(each.name, each.name.replace("_", " ")), duration(each.p50_s)),
+            *(duration(each.p90_s), duration(each.p99_s), each.count),
+        )
+        for each in recent.latencies
+        if each.count
+    ]
+    return table(("latency", "p50", "p90", "p99", "measured"), rows)
 
 
-def _pools(workers: Sequence[WorkerStatus]) -> Table:
-    header = "blocks total free reserved receiving live quarantined block-size unused-slots"
-    return table(
-        header.split(),
-        [
-            (
-                *(worker.info.worker_id, pool.total, pool.free, pool.reserved, pool.receiving),
-                *(pool.live, pool.quarantined, pool.block_size, pool.unused_slots),
-            )
-            for worker in workers
-            for pool in (worker.load.pool,)
-        ],
-    )
+def _table(columns: _Columns, workers: Sequence[WorkerStatus]) -> Table:
+    ordered = sorted(workers, key=lambda worker: (worker.info.role, worker.info.worker_id))
+    return table(tuple(columns), [tuple(value(worker) for value in columns.values()) for worker in ordered])
+
+
+def _used(pool: PoolCounts) -> str:
+    return f"{100 * (pool.total - pool.free) / pool.total if pool.total else 0.0:.0f} %"
