@@ -297,7 +297,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[tuple[int, Asked]]]:
     step = 0
     for number in range(draw(st.integers(1, 12))):
         step += draw(st.integers(0, 5))
-        n = draw(st.integers(1, max_seqs))
+        n = draw(st.integers(1, min(max_seqs, total - 1)))
         num_prompt_tokens = draw(st.integers(1, (total - n) * size))
         shared = num_prompt_tokens // size
         max_tokens = draw(st.integers(1, (shared + (total - shared) // n) * size - num_prompt_tokens))
