@@ -30,7 +30,6 @@ from tandem.clock import Clock, Deadline
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Reason, TandemError, Unavailable
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import WorkerObserver
-from tandem.telemetry.observers_silent import SilentWorker
 from tandem.telemetry.trace_context import trace_id_of
 from tandem.types import BlockId, GroupSpec, Handle, TokenId, WorkerLoad
 from tandem.validation import Validator
@@ -53,7 +52,7 @@ class WorkerParts:
     receiver: Receiver
     validator: Validator
     clock: Clock
-    observer: WorkerObserver = field(default_factory=SilentWorker)
+    observer: WorkerObserver = field(default_factory=WorkerObserver)
 
 
 @dataclass(frozen=True, slots=True)
