@@ -199,7 +199,7 @@ def _load(checkpoint: CheckpointInfo, *, shared_kv: bool) -> Engine:
 
 
 def _memory(engine: Engine) -> PoolMemory:
-    return PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, new_incarnation())
+    return PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.mirror)
 
 
 def _prints(engine: Engine) -> Fingerprints:

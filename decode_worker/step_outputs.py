@@ -14,7 +14,7 @@ from collections.abc import Callable
 from decode_worker.running_batch import BatchedStep, RunningBatch
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
-from engine.step import BrokenLogits, Sampled, SampledToken, StepResult
+from engine.step import BrokenLogits, Sampled, StepResult
 from tandem.clock import Clock
 from tandem.errors import TandemError
 from worker.request import Request
@@ -53,29 +53,16 @@ class StepOutputs:
             return
         group = request.group
         ends_prefix = not group.is_forked and (bool(drawn) or sequence.num_remaining_tokens == 0)
-        if ends_prefix:
-            self._tell_prefill_done(request)
+        if ends_prefix and request.owes_prefill_done:
+            request.owes_prefill_done = False
+            request.prompt_computed(self._clock.now_s())
         if drawn:
             for choice, sampled in zip(sequence.drawers, drawn, strict=True):
                 assert not isinstance(sampled, BrokenLogits)
-                self._take_token(request, choice, sampled[0])
+                request.take_token(choice, sampled[0])
         if ends_prefix:
             group.fork(self._pool)
         if group.is_finished:
             self._on_ended(request, None)
         elif sequence.is_finished:
             self._batch.releases.release([group.take_finished(sequence)])
-
-    def _take_token(self, request: Request, choice: Sequence, token: SampledToken) -> None:
-        offset = choice.num_output_tokens
-        finish_reason = choice.append_token(token.token_id)
-        request.num_sampled_tokens += 1
-        request.router.token(request.handle, choice.index, offset, token, finish_reason)
-
-    def _tell_prefill_done(self, request: Request) -> None:
-        if request.owes_prefill_done:
-            request.owes_prefill_done = False
-            now_s = self._clock.now_s()
-            started_s = now_s if request.started_s is None else request.started_s
-            request.observer.first_token()
-            request.router.prefill_done(request.handle, started_s - request.arrived_s, now_s - started_s)

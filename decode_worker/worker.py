@@ -24,19 +24,18 @@ from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import StepLimits
 from decode_worker.step_loop import StepLoop
 from decode_worker.step_outputs import StepOutputs
-from decode_worker.ticker import Ticker
 from engine.block_pool import BlockPool
 from kvtransfer.base import Receiver
 from tandem.clock import Clock, Deadline
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Reason, TandemError, Unavailable
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import WorkerObserver
-from tandem.telemetry.observers_silent import SilentWorker
 from tandem.telemetry.trace_context import trace_id_of
 from tandem.types import BlockId, GroupSpec, Handle, TokenId, WorkerLoad
 from tandem.validation import Validator
 from worker.ports import RouterPort, StepEngine
 from worker.request import Request
+from worker.ticker import Ticker
 
 _log = get_logger(__name__)
 
@@ -53,7 +52,7 @@ class WorkerParts:
     receiver: Receiver
     validator: Validator
     clock: Clock
-    observer: WorkerObserver = field(default_factory=SilentWorker)
+    observer: WorkerObserver = field(default_factory=WorkerObserver)
 
 
 @dataclass(frozen=True, slots=True)

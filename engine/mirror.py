@@ -25,7 +25,7 @@ from tandem.types import BlockId
 
 
 class PoolMirror:
-    """Implements `kvtransfer.staged.Staging`. All calls on the control loop; `close` joins the thread."""
+    """Implements `kvtransfer.base.Staging`. All calls on the control loop; `close` joins the thread."""
 
     def __init__(self, pool: torch.Tensor, mirror: torch.Tensor) -> None:
         """Borrows `pool` on its device and `mirror` in host memory, each `[N, block_bytes]` uint8."""

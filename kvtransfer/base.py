@@ -2,17 +2,24 @@
 
 Life of one hand-off, in order:
 
- 1. decode worker   `Receiver.offer(blocks)` after reserving blocks in its pool; the returned
-                    ticket and endpoint travel through the router as opaque bytes.
- 2. prefill worker  `Sender.open(ticket, endpoint)` once; then `Handoff.push(...)` once per chunk
-                    with blocks that will not change any more, then `Handoff.commit(...)` or
-                    `Handoff.abort()` once. `abort` after `commit` is a no-op, and the reverse.
- 3. receiver        checks ticket, generations, sequence numbers, checksums; tells its owner
-                    through `HandoffListener`, exactly one terminal call per offer.
+ 1. decode worker   `Receiver.offer(blocks, first_block=…)` after reserving, in its pool, the blocks that it lacks;
+                    the returned ticket and endpoint travel through the router as opaque bytes.
+ 2. prefill worker  `Sender.open(ticket, endpoint)` once; then, from `Handoff.first_block` on,
+                    `Handoff.push(...)` once per chunk with blocks that will not change any more, then
+                    `Handoff.commit(...)` or `Handoff.abort()` once. `abort` after `commit` is a no-op, and the reverse.
+ 3. receiver        checks ticket, generations, sequence numbers, checksums; brings blocks into the pool itself;
+                    tells its owner through `HandoffListener`, exactly one terminal call per offer.
+
+A *position* is a place in the sequence's list of blocks, on both sides: the prompt's block 0 is position 0, whether it
+travels or not. An offer covers the positions `first_block, first_block+1, …`, one per offered block; those before it
+the decode worker holds already. It may be empty: then only COMMIT travels.
 
 Who frees what: the *owner of each pool* frees its own blocks and nobody else. The sender
 borrows source blocks from `push` until the awaited call returns. The receiver borrows target
-blocks from the first accepted WRITE until `on_committed` or `on_writer_stopped`.
+blocks from the first accepted WRITE until `on_committed` or `on_writer_stopped`; a copy from staging rows into the
+pool counts as writing, so neither call comes while one is under way.
+
+How payload moves is a transport's business (`kvtransfer.transport`).
 
 All methods run on one asyncio loop per process; heavy copies and hashes leave it for a thread.
 Nothing here knows models, sequences or requests; `first_token_payload` is opaque.
@@ -20,6 +27,7 @@ Nothing here knows models, sequences or requests; `first_token_payload` is opaqu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,15 +69,17 @@ class TransferReport:
 
     transport: str
     num_blocks: int
+    """Blocks that travelled."""
     num_bytes: int
     seconds: float
+    """Spent in `push` and `commit`: staging on both sides included, until the blocks are in the receiving pool."""
 
 
 class HandoffListener(Protocol):
     """The decode worker's side of one offer. Exactly one of the last two calls ends it.
 
     `on_receiving` precedes the first byte and may refuse by raising TransferError.
-    `on_committed` means every block was verified. `on_failed` comes at most once and means
+    `on_committed` means every block was verified and is in the pool. `on_failed` comes at most once and means
     that nothing may be decoded; blocks must then wait for `on_writer_stopped`, which comes
     once nobody can write into them any more (at once if nobody ever could).
     """
@@ -79,7 +89,7 @@ class HandoffListener(Protocol):
         ...
 
     def on_committed(self, first_token_payload: bytes) -> None:
-        """Verified whole. The writer has let go."""
+        """Verified whole and in the pool. The writer has let go."""
         ...
 
     def on_failed(self, error: TransferError) -> None:
@@ -103,8 +113,13 @@ class Receiver(Protocol):
         """Listens. Raises ConfigError if it cannot."""
         ...
 
-    def offer(self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float) -> Offer:
-        """Mints a ticket for exactly these blocks, in this order. Never awaits."""
+    def offer(
+        self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float, first_block: int = 0
+    ) -> Offer:
+        """Mints a ticket for exactly these blocks, in this order, at positions `first_block, …`. Never awaits.
+
+        `blocks` may be empty if `first_block` is not 0. Raises InternalError if they are not the owner's to offer.
+        """
         ...
 
     def withdraw(self, transfer_id: str) -> None:
@@ -123,15 +138,20 @@ class Receiver(Protocol):
 class Handoff(Protocol):
     """The sender's side of one offer."""
 
+    @property
+    def first_block(self) -> int:
+        """The first position that may be pushed: those before it the receiver holds already."""
+        ...
+
     async def push(self, first: int, source_blocks: tuple[BlockId, ...]) -> None:
-        """Sends finished blocks of the source pool to positions `first, first+1, …` of the offer.
+        """Sends finished blocks of the source pool to positions `first, first+1, …`, each once, in any order.
 
         Returns when the source blocks may be reused. Raises TransferError.
         """
         ...
 
     async def commit(self, first_token_payload: bytes) -> TransferReport:
-        """Returns once the receiver has verified and attached everything. Raises TransferError."""
+        """Returns once the receiver has verified everything and has it in its pool. Raises TransferError."""
         ...
 
     async def abort(self) -> None:
@@ -151,12 +171,26 @@ class Sender(Protocol):
         ...
 
 
+class Staging(Protocol):
+    """Copies between a pool and its rows in host memory. A call ends with its copy, even if cancelled."""
+
+    async def copy_out(self, block_ids: Sequence[BlockId]) -> None:
+        """Pool → rows. The blocks' content must not change meanwhile. Raises TransferError."""
+        ...
+
+    async def copy_in(self, block_ids: Sequence[BlockId]) -> None:
+        """Rows → pool. Nobody may read or write the blocks meanwhile. Raises TransferError."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """A pool's bytes as transfers see them: `[N, block_bytes]` uint8, and what to share it by."""
+    """A pool's bytes as transfers see them, and what to share them by."""
 
     blocks: torch.Tensor
-    """`[N, block_bytes]` uint8, row `i` is block `i`; a view, not a copy."""
+    """`[N, block_bytes]` uint8 in host memory; row `i` is block `i`, or stands for it."""
     shared_fd: int | None
-    """memfd that holds the pool, if it lies in shared memory; owned by the pool."""
+    """memfd that holds the rows, if they lie in shared memory; owned by the pool."""
     incarnation: Incarnation
+    staging: Staging | None = None
+    """How rows that only stand for blocks become those, and the reverse; None = the rows are the pool."""

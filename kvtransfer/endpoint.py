@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvtransfer.fields import decode_fields, encode_fields, required, required_int
+from kvtransfer.fields import decode_fields, encode_fields, required, required_int, with_prefix
 from tandem.errors import FrameError
 from tandem.types import Incarnation
 
-ENDPOINT_VERSION = 2
-"""1: first version. 2: says whether tcp is inside TLS."""
+ENDPOINT_VERSION = 3
+"""1: first version. 2: says whether tcp is inside TLS. 3: each transport names its own fields, `TRANSPORT.NAME`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """`boot_id` and `uid` say who may share memory; addresses are empty where not offered."""
+    """What one life of a receiving pool says of itself."""
 
     incarnation: Incarnation
-    boot_id: str
-    uid: int
-    transports: tuple[str, ...]
-    unix_name: str = ""
-    """Name in the abstract Unix namespace, without its leading NUL."""
-    tcp_host: str = ""
-    tcp_port: int = 0
-    tls: bool = False
-    """Whether connections over tcp are inside TLS."""
+    reach: Mapping[str, Mapping[str, str]]
+    """By transport, best first: the fields that its sender needs to dial (`transport.Acceptor.fields`)."""
 
     def encode(self) -> bytes:
         """Bytes for `Offer.endpoint`."""
+        common = {
+            "endpoint_version": str(ENDPOINT_VERSION),
+            "incarnation": self.incarnation,
+            "transports": ",".join(self.reach),
+        }
         return encode_fields(
-            {
-                "endpoint_version": str(ENDPOINT_VERSION),
-                "incarnation": self.incarnation,
-                "boot_id": self.boot_id,
-                "uid": str(self.uid),
-                "transports": ",".join(self.transports),
-                "unix_name": self.unix_name,
-                "tcp_host": self.tcp_host,
-                "tcp_port": str(self.tcp_port),
-                "tls": str(int(self.tls)),
+            common
+            | {
+                f"{transport}.{name}": value
+                for transport, fields in self.reach.items()
+                for name, value in fields.items()
             }
         )
 
@@ -50,13 +44,13 @@ class Endpoint:
         version = required_int(fields, "endpoint_version", 2**16)
         if version != ENDPOINT_VERSION:
             raise FrameError(f"endpoint has version {version}, not {ENDPOINT_VERSION}")
+        transports = filter(None, required(fields, "transports").split(","))
         return cls(
             incarnation=Incarnation(required(fields, "incarnation")),
-            boot_id=required(fields, "boot_id"),
-            uid=required_int(fields, "uid", 2**32 - 1),
-            transports=tuple(filter(None, required(fields, "transports").split(","))),
-            unix_name=required(fields, "unix_name"),
-            tcp_host=required(fields, "tcp_host"),
-            tcp_port=required_int(fields, "tcp_port", 2**16 - 1),
-            tls=required_int(fields, "tls", 1) == 1,
+            reach={transport: with_prefix(fields, f"{transport}.") for transport in transports},
         )
+
+    def replaces(self, other: Endpoint) -> bool:
+        """Whether another life of a pool listens now where `other` did."""
+        same_place = any(fields and self.reach.get(transport) == fields for transport, fields in other.reach.items())
+        return same_place and self.incarnation != other.incarnation

@@ -53,3 +53,8 @@ def required_int(fields: Mapping[str, str], name: str, highest: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 20) or int(text) > highest:
         raise FrameError(f"field {name} is not a number up to {highest}")
     return int(text)
+
+
+def with_prefix(fields: Mapping[str, str], prefix: str) -> dict[str, str]:
+    """The fields whose names begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}

@@ -23,8 +23,8 @@ import xxhash
 from tandem.errors import FrameError, HandshakeMismatch
 
 MAGIC = b"TKV\n"
-PROTOCOL_VERSION = 1
-"""1: first version."""
+PROTOCOL_VERSION = 2
+"""1: first version. 2: HELLO says how blocks are verified; a WRITE counts positions from the sequence's first block."""
 
 _PREFIX = struct.Struct("<4sBBHIIQ")
 _CHECKSUM = struct.Struct("<Q")

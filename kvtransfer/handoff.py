@@ -10,12 +10,11 @@ that is empty, because they let the receiver free the target blocks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from kvtransfer.base import TransferReport
 from kvtransfer.frame import MAX_SEQ, Frame, FrameType
-from kvtransfer.lane import Lane
 from kvtransfer.local_pool import LocalPool
 from kvtransfer.messages import (
     MAX_BLOCKS_PER_WRITE,
@@ -27,6 +26,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
+from kvtransfer.transport import FrameSink, SendingLane
 from tandem.clock import Clock
 from tandem.errors import FrameError, PeerLost, TransferError
 from tandem.types import BlockId
@@ -37,19 +37,11 @@ PIECE_BYTES = 4 * 1024 * 1024
 T = TypeVar("T")
 
 
-class FrameSink(Protocol):
-    """Where a hand-off's frames go."""
-
-    def send(self, frame: Frame, inline: Sequence[memoryview] = ()) -> asyncio.Future[None] | None:
-        """Queues a frame; see `Connection.send`."""
-        ...
-
-
 class OutgoingHandoff:
     """Implements `base.Handoff`; `handle` and `end` are called by its link."""
 
     def __init__(
-        self, ticket: Ticket, sink: FrameSink, lane: Lane, pool: LocalPool, clock: Clock, timing: Timing
+        self, ticket: Ticket, sink: FrameSink, lane: SendingLane, pool: LocalPool, clock: Clock, timing: Timing
     ) -> None:
         self._ticket = ticket
         self._sink = sink
@@ -57,12 +49,12 @@ class OutgoingHandoff:
         self._pool = pool
         self._clock = clock
         self._timing = timing
-        self._checksums: list[int | None] = [None] * len(ticket.blocks)
-        self._claimed = bytearray(len(ticket.blocks))
+        self._checksums: dict[int, int] = {}
+        """By position, of the blocks that were placed."""
+        self._claimed: set[int] = set()
         self._window: int | None = None
         self._unanswered = 0
         self._num_writes = 0
-        self._num_blocks = 0
         self._busy_s = 0.0
         self._committed = False
         self._error: TransferError | None = None
@@ -74,6 +66,11 @@ class OutgoingHandoff:
     def number(self) -> int:
         """The transfer's name on the wire."""
         return self._ticket.number
+
+    @property
+    def first_block(self) -> int:
+        """See `base.Handoff.first_block`."""
+        return self._ticket.first_block
 
     async def show(self) -> None:
         """Shows the ticket; returns once it is accepted. Raises TransferError."""
@@ -95,13 +92,13 @@ class OutgoingHandoff:
         started_s = self._clock.now_s()
         if not self._committed:
             self._raise_if_ended()
-            digest = digest_of([known for known in self._checksums if known is not None])
+            digest = digest_of([self._checksums[position] for position in sorted(self._checksums)])
             commit = Commit(self._num_writes, digest, first_token_payload)
             self._send(FrameType.COMMIT, payload=commit.encode())
             await self._until(lambda: self._committed)
             self._busy_s += self._clock.now_s() - started_s
-        num_bytes = self._num_blocks * self._pool.block_bytes
-        return TransferReport(self._lane.name, self._num_blocks, num_bytes, self._busy_s)
+        num_blocks = len(self._checksums)
+        return TransferReport(self._lane.name, num_blocks, num_blocks * self._pool.block_bytes, self._busy_s)
 
     async def abort(self) -> None:
         """See `base.Handoff.abort`."""
@@ -148,27 +145,28 @@ class OutgoingHandoff:
     def _claim(self, first: int, sources: tuple[BlockId, ...]) -> None:
         """Each position is written once: a second copy would spoil what may be verified already."""
         end = first + len(sources)
-        if not 0 <= first <= end <= len(self._claimed):
-            raise TransferError(f"positions {first}:{end} leave the offer of {len(self._claimed)} blocks")
+        if not self._ticket.first_block <= first <= end <= self._ticket.end:
+            offered = f"{self._ticket.first_block}:{self._ticket.end}"
+            raise TransferError(f"positions {first}:{end} leave the offer of {offered}")
         if not all(0 <= block_id < self._pool.num_blocks for block_id in sources):
             raise TransferError(f"source blocks leave the pool of {self._pool.num_blocks}")
-        if any(self._claimed[first:end]):
+        positions = range(first, end)
+        if not self._claimed.isdisjoint(positions):
             raise TransferError(f"positions {first}:{end} were pushed before")
-        self._claimed[first:end] = b"\1" * len(sources)
+        self._claimed.update(positions)
 
     async def _write(self, first: int, sources: tuple[BlockId, ...]) -> None:
-        end = first + len(sources)
-        targets = self._ticket.blocks[first:end]
-        num_bytes = len(sources) * self._pool.block_bytes
-        checksums = await self._lend(self._pool.start(lambda: self._lane.place(sources, targets), num_bytes))
+        start = first - self._ticket.first_block
+        targets = self._ticket.blocks[start : start + len(sources)]
+        placing = asyncio.ensure_future(self._lane.place(sources, targets))
+        checksums = await self._lend(placing)
         self._raise_if_ended()
-        self._checksums[first:end] = checksums
-        self._num_blocks += len(sources)
+        self._checksums.update(enumerate(checksums, first))
         seq, self._num_writes = self._num_writes, self._num_writes + 1
         if seq > MAX_SEQ:
             raise TransferError("too many writes in one hand-off")
         write = Frame(FrameType.WRITE, self.number, seq, Write(first, checksums).encode())
-        sent = self._sink.send(write, self._lane.inline(sources))
+        sent = self._lane.announce(self._sink, write, sources)
         if sent is not None:
             await self._lend(sent)
 

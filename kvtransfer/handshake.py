@@ -5,15 +5,38 @@ The sender speaks first, the receiver answers; both compare, so both can name wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvtransfer.base import Fingerprints
-from kvtransfer.fields import decode_fields, encode_fields, required, required_int
+from kvtransfer.fields import decode_fields, encode_fields, required, required_int, with_prefix
+from kvtransfer.local_pool import LocalPool
 from tandem.errors import FrameError, HandshakeMismatch
 from tandem.types import Incarnation
 
 _FINGERPRINT = "fingerprint."
+_DETAIL = "detail."
 ABSENT = "absent"
+
+
+class Speaker(Protocol):
+    """One end of a connection, as far as it speaks of itself in HELLO."""
+
+    @property
+    def name(self) -> str:
+        """The transport's."""
+        ...
+
+    @property
+    def verify(self) -> tuple[str, ...]:
+        """Ways to verify a block that this end can do, best first. Each is 8 bytes per block."""
+        ...
+
+    @property
+    def details(self) -> Mapping[str, str]:
+        """What the transport's other end has to know."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +47,17 @@ class Hello:
     transport: str
     num_blocks: int
     """Blocks of the speaker's pool."""
+    verify: tuple[str, ...]
+    """See `Speaker`."""
     fingerprints: tuple[tuple[str, str], ...]
+    details: Mapping[str, str] = field(default_factory=dict)
+    """See `Speaker`; never compared."""
+
+    @classmethod
+    def of(cls, pool: LocalPool, speaker: Speaker) -> Hello:
+        """What this side says of itself."""
+        prints = fingerprint_fields(pool.fingerprints)
+        return cls(pool.incarnation, speaker.name, pool.num_blocks, speaker.verify, prints, speaker.details)
 
     def encode(self) -> bytes:
         """Payload of a HELLO frame."""
@@ -32,16 +65,15 @@ class Hello:
             "incarnation": str(self.incarnation),
             "transport": self.transport,
             "num_blocks": str(self.num_blocks),
+            "verify": ",".join(self.verify),
         }
-        return encode_fields(fields | {_FINGERPRINT + name: value for name, value in self.fingerprints})
+        fields |= {_FINGERPRINT + name: value for name, value in self.fingerprints}
+        return encode_fields(fields | {_DETAIL + name: value for name, value in self.details.items()})
 
     @classmethod
     def decode(cls, data: bytes) -> Hello:
         """Raises FrameError."""
         fields = decode_fields(data)
-        fingerprints = tuple(
-            (name.removeprefix(_FINGERPRINT), value) for name, value in fields.items() if name.startswith(_FINGERPRINT)
-        )
         incarnation = required(fields, "incarnation")
         if len(incarnation) != 32 or not incarnation.isalnum():
             raise FrameError("incarnation is not 32 characters")
@@ -49,7 +81,9 @@ class Hello:
             Incarnation(incarnation),
             required(fields, "transport"),
             required_int(fields, "num_blocks", 2**32 - 1),
-            fingerprints,
+            tuple(filter(None, required(fields, "verify").split(","))),
+            tuple(with_prefix(fields, _FINGERPRINT).items()),
+            with_prefix(fields, _DETAIL),
         )
 
 
@@ -62,7 +96,14 @@ def compare(ours: Hello, theirs: Hello) -> None:
     """Raises HandshakeMismatch, naming the first field that differs."""
     if theirs.transport != ours.transport:
         raise HandshakeMismatch("transport", ours.transport, theirs.transport)
+    if not set(ours.verify) & set(theirs.verify):
+        raise HandshakeMismatch("verify", ",".join(ours.verify), ",".join(theirs.verify) or ABSENT)
     mine, other = dict(ours.fingerprints), dict(theirs.fingerprints)
     for name in [*mine, *(name for name in other if name not in mine)]:
         if mine.get(name) != other.get(name):
             raise HandshakeMismatch(name, mine.get(name, ABSENT), other.get(name, ABSENT))
+
+
+def agreed_verify(sender: Hello, receiver: Hello) -> str:
+    """How blocks are verified: the sender's best that the receiver can do too. Both passed `compare`."""
+    return next(name for name in sender.verify if name in receiver.verify)

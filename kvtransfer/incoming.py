@@ -45,13 +45,15 @@ class Incoming:
         """Takes positions for a WRITE, each once. Returns their blocks; raises FrameError."""
         if seq != self._num_writes:
             raise FrameError(f"WRITE {seq} came where {self._num_writes} was due")
-        if write.end > len(self._checksums):
-            raise FrameError(f"WRITE of positions {write.first}:{write.end} leaves {len(self._checksums)} blocks")
-        if any(known is not None for known in self._checksums[write.first : write.end]):
+        first, end = self.ticket.first_block, self.ticket.end
+        if not first <= write.first <= write.end <= end:
+            raise FrameError(f"WRITE of positions {write.first}:{write.end} leaves the offer of {first}:{end}")
+        span = slice(write.first - first, write.end - first)
+        if any(known is not None for known in self._checksums[span]):
             raise FrameError(f"WRITE of positions {write.first}:{write.end} repeats a block")
-        self._checksums[write.first : write.end] = write.checksums
+        self._checksums[span] = write.checksums
         self._num_writes += 1
-        return tuple(ref.block_id for ref in self.ticket.blocks[write.first : write.end])
+        return tuple(ref.block_id for ref in self.ticket.blocks[span])
 
     def verify(self, write: Write, found: tuple[int, ...]) -> None:
         """Compares what lies in the blocks with what was announced. Raises ChecksumMismatch."""

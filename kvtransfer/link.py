@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.handoff import OutgoingHandoff
-from kvtransfer.lane import Lane
+from kvtransfer.handshake import Hello
 from kvtransfer.local_pool import LocalPool
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
+from kvtransfer.transport import SendingLane
 from tandem.clock import Clock
 from tandem.errors import FrameError, PeerLost, TicketRefused, TransferError
-from tandem.types import Incarnation
 
 
 class Link:
@@ -28,9 +28,8 @@ class Link:
     def __init__(
         self,
         connection: Connection,
-        lane: Lane,
-        peer: Incarnation,
-        peer_blocks: int,
+        lane: SendingLane,
+        peer: Hello,
         pool: LocalPool,
         clock: Clock,
         timing: Timing,
@@ -38,7 +37,6 @@ class Link:
         self._connection = connection
         self._lane = lane
         self._peer = peer
-        self._peer_blocks = peer_blocks
         self._pool = pool
         self._clock = clock
         self._timing = timing
@@ -80,12 +78,12 @@ class Link:
         return self._connection.send(frame, inline)
 
     def _check(self, ticket: Ticket) -> None:
-        if ticket.incarnation != self._peer:
+        if ticket.incarnation != self._peer.incarnation:
             raise TicketRefused(f"transfer {ticket.transfer_id} was offered by another incarnation")
         if ticket.layout_fingerprint != self._pool.fingerprints.layout.fingerprint():
             raise TicketRefused(f"transfer {ticket.transfer_id} has another layout")
-        if any(ref.block_id >= self._peer_blocks for ref in ticket.blocks):
-            raise TicketRefused(f"transfer {ticket.transfer_id} leaves the peer's {self._peer_blocks} blocks")
+        if any(ref.block_id >= self._peer.num_blocks for ref in ticket.blocks):
+            raise TicketRefused(f"transfer {ticket.transfer_id} leaves the peer's {self._peer.num_blocks} blocks")
 
     async def _read(self) -> None:
         try:

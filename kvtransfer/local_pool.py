@@ -1,19 +1,23 @@
-"""This side's pool as transfers use it: rows as bytes, checksums, one thread for heavy work."""
+"""This side's pool as transfers use it: rows as bytes, checksums, one thread for heavy work.
+
+HostPool      the rows are the pool
+StagedPool    the rows stand for a pool elsewhere, block for block: copied out before they are read, in after
+              they were written
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
-from kvtransfer.base import Fingerprints, PoolMemory
-from kvtransfer.handshake import Hello, fingerprint_fields
+from kvtransfer.base import Fingerprints, PoolMemory, Staging
 from tandem.errors import ConfigError, InternalError
 from tandem.types import BlockId, Incarnation
 
@@ -24,8 +28,51 @@ T = TypeVar("T")
 Rows = npt.NDArray[np.uint8]
 
 
-class LocalPool:
-    """Borrows `memory` until `close`; never frees or resizes it."""
+class LocalPool(Protocol):
+    """What lanes and sessions know of a pool. Row `i` in host memory is block `i`, or stands for it."""
+
+    incarnation: Incarnation
+    fingerprints: Fingerprints
+    num_blocks: int
+    block_bytes: int
+    shared_fd: int | None
+    """memfd that holds the rows, if they lie in shared memory; owned by the pool."""
+    rows: Rows
+    """`[N, block_bytes]` uint8."""
+
+    async def copy_out(self, block_ids: Sequence[BlockId]) -> None:
+        """Before rows are read: makes them what the blocks are. Raises TransferError."""
+        ...
+
+    async def copy_in(self, block_ids: Sequence[BlockId]) -> None:
+        """After rows were written: makes the blocks what they are. Raises TransferError.
+
+        Even a cancelled call returns only after its copy has ended.
+        """
+        ...
+
+    def spans(self, block_ids: Iterable[BlockId]) -> list[memoryview]:
+        """The rows' bytes in order, writable, runs of neighbours as one span."""
+        ...
+
+    def checksums(self, block_ids: Iterable[BlockId]) -> tuple[int, ...]:
+        """xxh3-64 of each row as it lies in memory now."""
+        ...
+
+    def start(self, work: Callable[[], T], num_bytes: int) -> asyncio.Future[T]:
+        """Runs `work`, which touches `num_bytes`, here if small, else on this pool's thread.
+
+        The future is not cancelled with its awaiter's task if awaited through `asyncio.wait`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Waits for the thread (pieces are small) and lets go of the memory. Idempotent."""
+        ...
+
+
+class HostPool:
+    """Implements `LocalPool`. Borrows `memory` until `close`; never frees or resizes it."""
 
     def __init__(self, memory: PoolMemory, fingerprints: Fingerprints) -> None:
         """Raises ConfigError if the pool is not in host memory, InternalError if misshapen."""
@@ -46,33 +93,28 @@ class LocalPool:
         self._bytes = self.rows.reshape(-1).data  # [N * block_bytes]
         self._thread: ThreadPoolExecutor | None = None
 
-    def hello(self, transport: str) -> Hello:
-        """What this side says of itself on a connection that moves payload by `transport`."""
-        return Hello(self.incarnation, transport, self.num_blocks, fingerprint_fields(self.fingerprints))
+    async def copy_out(self, block_ids: Sequence[BlockId]) -> None:
+        """Nothing to copy."""
 
-    def span(self, first: BlockId, num_blocks: int = 1) -> memoryview:
-        """Bytes of `num_blocks` neighbouring blocks, writable."""
-        return self._bytes[first * self.block_bytes : (first + num_blocks) * self.block_bytes]
+    async def copy_in(self, block_ids: Sequence[BlockId]) -> None:
+        """Nothing to copy."""
 
     def spans(self, block_ids: Iterable[BlockId]) -> list[memoryview]:
-        """The blocks' bytes in order, runs of neighbours as one span."""
+        """See `LocalPool`."""
         runs: list[tuple[BlockId, int]] = []
         for block_id in block_ids:
             if runs and block_id == runs[-1][0] + runs[-1][1]:
                 runs[-1] = (runs[-1][0], runs[-1][1] + 1)
             else:
                 runs.append((block_id, 1))
-        return [self.span(first, n) for first, n in runs]
+        return [self._span(first, n) for first, n in runs]
 
     def checksums(self, block_ids: Iterable[BlockId]) -> tuple[int, ...]:
-        """xxh3-64 of each block as it lies in memory now."""
-        return tuple(xxhash.xxh3_64_intdigest(self.span(block_id)) for block_id in block_ids)
+        """See `LocalPool`."""
+        return tuple(xxhash.xxh3_64_intdigest(self._span(block_id)) for block_id in block_ids)
 
     def start(self, work: Callable[[], T], num_bytes: int) -> asyncio.Future[T]:
-        """Runs `work`, which touches `num_bytes`, here if small, else on this pool's thread.
-
-        The future is not cancelled with its awaiter's task if awaited through `asyncio.wait`.
-        """
+        """See `LocalPool`."""
         loop = asyncio.get_running_loop()
         if num_bytes <= INLINE_BYTES:
             done: asyncio.Future[T] = loop.create_future()
@@ -83,9 +125,35 @@ class LocalPool:
         return loop.run_in_executor(self._thread, work)
 
     def close(self) -> None:
-        """Waits for the thread (pieces are small) and lets go of the memory. Idempotent."""
+        """See `LocalPool`."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
         self._bytes.release()
         self.rows = np.empty((0, self.block_bytes), np.uint8)
+
+    def _span(self, first: BlockId, num_blocks: int = 1) -> memoryview:
+        return self._bytes[first * self.block_bytes : (first + num_blocks) * self.block_bytes]
+
+
+class StagedPool(HostPool):
+    """Implements `LocalPool`; borrows `staging` too."""
+
+    def __init__(self, memory: PoolMemory, fingerprints: Fingerprints, staging: Staging) -> None:
+        super().__init__(memory, fingerprints)
+        self._staging = staging
+
+    async def copy_out(self, block_ids: Sequence[BlockId]) -> None:
+        """See `LocalPool`."""
+        await self._staging.copy_out(block_ids)
+
+    async def copy_in(self, block_ids: Sequence[BlockId]) -> None:
+        """See `LocalPool`."""
+        await self._staging.copy_in(block_ids)
+
+
+def open_pool(memory: PoolMemory, fingerprints: Fingerprints) -> LocalPool:
+    """The form that fits `memory`. Raises ConfigError, InternalError as `HostPool` does."""
+    if memory.staging is None:
+        return HostPool(memory, fingerprints)
+    return StagedPool(memory, fingerprints, memory.staging)

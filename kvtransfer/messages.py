@@ -36,7 +36,7 @@ _ERRORS: Mapping[str, type[TransferError]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Positions `first, first+1, …` of the offer, with the xxh3-64 of each block's bytes."""
+    """Positions `first, first+1, …` of the sequence's blocks, with the 8 bytes that verify each."""
 
     first: int
     checksums: tuple[int, ...]

@@ -48,11 +48,13 @@ class OfferTable:
         """Tickets accepted since the start."""
         return self._num_shown
 
-    def mint(self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float) -> Ticket:
+    def mint(
+        self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float, first_block: int = 0
+    ) -> Ticket:
         """A new offer. Raises InternalError if the blocks are not the owner's to offer."""
         block_ids = {ref.block_id for ref in blocks}
-        if not 0 < len(blocks) <= MAX_BLOCKS or len(block_ids) != len(blocks):
-            raise InternalError(f"offer of {len(blocks)} blocks, {len(block_ids)} distinct")
+        if first_block < 0 or not 0 < first_block + len(blocks) <= MAX_BLOCKS or len(block_ids) != len(blocks):
+            raise InternalError(f"offer of {len(blocks)} blocks from {first_block}, {len(block_ids)} distinct")
         if not all(0 <= block_id < self._num_blocks for block_id in block_ids):
             raise InternalError(f"offer leaves the pool of {self._num_blocks} blocks")
         if not self._lent.isdisjoint(block_ids):
@@ -63,6 +65,7 @@ class OfferTable:
             nonce=secrets.token_bytes(NONCE_BYTES),
             layout_fingerprint=self._layout_fingerprint,
             expires_in_ms=max(0, round(expires_in_s * 1000)),
+            first_block=first_block,
             blocks=blocks,
         )
         self._offers[ticket.number] = Incoming(ticket, listener, Deadline.after(self._clock, expires_in_s))

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import secrets
 import socket
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
 
 from kvtransfer.base import BlockRef, Fingerprints, HandoffListener, Offer, PoolMemory
 from kvtransfer.connection import Connection
 from kvtransfer.endpoint import Endpoint
-from kvtransfer.lane import Landing
-from kvtransfer.local_pool import LocalPool
+from kvtransfer.local_pool import open_pool
 from kvtransfer.offers import OfferTable
 from kvtransfer.session import Session
 from kvtransfer.timing import Timing
-from kvtransfer.transports import SHM, TCP, shm, tcp
+from kvtransfer.transport import Acceptor, Fields, ListenOptions, Transport
+from kvtransfer.transports import TRANSPORTS, named
 from tandem.clock import Clock
-from tandem.errors import ConfigError, TransferError
+from tandem.errors import TransferError
 from tandem.security.tls import ServerTls
 
 MAX_SESSIONS = 1024
@@ -31,13 +28,12 @@ MAX_SESSIONS = 1024
 MAX_HANDSHAKES = 128
 """Of these, who have yet to say who they are; each has a lease to do so."""
 _ACCEPT_PAUSE_S = 0.1
-_SessionFor: TypeAlias = Callable[[socket.socket], Session]
 
 _log = logging.getLogger(__name__)
 
 
 class KvReceiver:
-    """Implements `base.Receiver` over shm and tcp."""
+    """Implements `base.Receiver`."""
 
     def __init__(
         self,
@@ -51,25 +47,18 @@ class KvReceiver:
         advertise_host: str | None = None,
         tls: ServerTls | None = None,
         timing: Timing | None = None,
+        known: Sequence[Transport] = TRANSPORTS,
     ) -> None:
-        """Listens for tcp at `listen_port`, 0 = any free one; `advertise_host` is what senders connect to, if not
-        `listen_host`. `tls` is for tcp; None = plain. Raises ConfigError.
+        """Listens on networks at `listen_port`, 0 = any free one; `advertise_host` is what senders connect to, if not
+        `listen_host`. `tls` is for what leaves the machine; None = plain. Raises ConfigError.
         """
-        for name in transports:
-            if name not in {SHM, TCP}:
-                raise ConfigError("transport", f"{name!r} is not one of {SHM}, {TCP}")
-        if SHM in transports and memory.shared_fd is None:
-            raise ConfigError("transport", "shm needs a pool in shared memory")
-        self._pool = LocalPool(memory, fingerprints)
+        self._transports = named(transports, known)
+        self._options = ListenOptions(listen_host, listen_port, advertise_host or listen_host, tls)
+        self._pool = open_pool(memory, fingerprints)
         self._table = OfferTable(memory.incarnation, fingerprints.layout.fingerprint(), self._pool.num_blocks, clock)
-        self._transports = transports
-        self._listen_host = listen_host
-        self._listen_port = listen_port
-        self._advertise_host = advertise_host or listen_host
-        self._tls = tls
         self._timing = timing or Timing()
         self._endpoint = b""
-        self._accepting: dict[asyncio.Task[None], socket.socket] = {}
+        self._accepting: dict[asyncio.Task[None], Acceptor] = {}
         self._sessions: dict[asyncio.Task[None], Session] = {}
 
     @property
@@ -79,28 +68,19 @@ class KvReceiver:
 
     async def start(self) -> None:
         """Listens on every transport. Raises ConfigError if it cannot."""
-        unix_name, tcp_port = "", 0
-        if SHM in self._transports:
-            unix_name = f"tandem-kv-{secrets.token_hex(16)}"
-            self._accept_on(shm.listen(unix_name), self._shm_session)
-        if TCP in self._transports:
-            listener = tcp.listen(self._listen_host, self._listen_port)
-            tcp_port = listener.getsockname()[1]
-            self._accept_on(listener, self._tcp_session)
-        self._endpoint = Endpoint(
-            incarnation=self._pool.incarnation,
-            boot_id=shm.boot_id(),
-            uid=os.getuid(),
-            transports=self._transports,
-            unix_name=unix_name,
-            tcp_host=self._advertise_host if tcp_port else "",
-            tcp_port=tcp_port,
-            tls=self._tls is not None,
-        ).encode()
+        reach: dict[str, Fields] = {}
+        for transport in self._transports:
+            acceptor = transport.listen(self._pool, self._options)
+            accepting = asyncio.get_running_loop().create_task(self._accept(acceptor), name="kv-accept")
+            self._accepting[accepting] = acceptor
+            reach[transport.name] = acceptor.fields
+        self._endpoint = Endpoint(self._pool.incarnation, reach).encode()
 
-    def offer(self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float) -> Offer:
-        """Mints a ticket for exactly these blocks, in this order. Never awaits."""
-        ticket = self._table.mint(blocks, listener, expires_in_s)
+    def offer(
+        self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float, first_block: int = 0
+    ) -> Offer:
+        """See `base.Receiver.offer`."""
+        ticket = self._table.mint(blocks, listener, expires_in_s, first_block)
         return Offer(ticket.transfer_id, ticket.encode(), self._endpoint)
 
     def withdraw(self, transfer_id: str) -> None:
@@ -124,8 +104,8 @@ class KvReceiver:
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
-        for listener in self._accepting.values():
-            listener.close()
+        for acceptor in self._accepting.values():
+            acceptor.close()
         self._accepting.clear()
         self._table.fail_all(TransferError("the receiver stops"))
         await asyncio.gather(*(session.finish() for session in self._sessions.values()))
@@ -142,38 +122,22 @@ class KvReceiver:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _shm_session(self, sock: socket.socket) -> Session:
-        """Plain: the kernel names the peer's user, and nothing leaves the machine."""
-        if self._pool.shared_fd is None:
-            raise TransferError("the pool is not in shared memory")
-        return self._session(sock, shm.ShmLanding(sock, self._pool.shared_fd), None)
-
-    def _tcp_session(self, sock: socket.socket) -> Session:
-        return self._session(sock, tcp.TcpLanding(), self._tls)
-
-    def _session(self, sock: socket.socket, landing: Landing, tls: ServerTls | None) -> Session:
-        connection = Connection(sock, self._timing)
-        return Session(connection, landing, self._pool, self._table, self._timing.lease_s, tls)
-
-    def _accept_on(self, listener: socket.socket, session_for: _SessionFor) -> None:
-        task = asyncio.get_running_loop().create_task(self._accept(listener, session_for), name="kv-accept")
-        self._accepting[task] = listener
-
-    async def _accept(self, listener: socket.socket, session_for: _SessionFor) -> None:
+    async def _accept(self, acceptor: Acceptor) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(listener)
+                sock, _ = await loop.sock_accept(acceptor.sock)
             except OSError as error:  # out of descriptors, or the peer has gone again
                 _log.warning("cannot accept a kv connection: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            self._begin_session(sock, session_for)
+            self._begin_session(sock, acceptor)
 
-    def _begin_session(self, sock: socket.socket, session_for: _SessionFor) -> None:
+    def _begin_session(self, sock: socket.socket, acceptor: Acceptor) -> None:
         try:
             self._check_room()
-            session = session_for(sock)
+            lane = acceptor.accept(sock)
+            session = Session(Connection(sock, self._timing), lane, self._pool, self._table, self._timing.lease_s)
         except (TransferError, OSError) as error:
             _log.warning("refused a kv connection: %s", error)
             sock.close()

@@ -6,25 +6,27 @@ See `base.Sender` for the contract.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TypeVar
 
 from kvtransfer.base import Fingerprints, Handoff, PoolMemory
 from kvtransfer.dialing import Dialer
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.link import Link
-from kvtransfer.local_pool import LocalPool
+from kvtransfer.local_pool import open_pool
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
-from kvtransfer.transports import AUTO, SHM, TCP
+from kvtransfer.transport import Transport
+from kvtransfer.transports import AUTO, TRANSPORTS, named
 from tandem.clock import Clock
-from tandem.errors import ConfigError, PeerLost, TransferError
+from tandem.errors import PeerLost, TransferError
 from tandem.security.tls import ClientTls
 
 T = TypeVar("T")
 
 
 class KvSender:
-    """Implements `base.Sender` over shm and tcp; `transport` is auto, shm or tcp."""
+    """Implements `base.Sender`; `transport` is `auto` or the name of one."""
 
     def __init__(
         self,
@@ -35,13 +37,12 @@ class KvSender:
         *,
         tls: ClientTls | None = None,
         timing: Timing | None = None,
+        known: Sequence[Transport] = TRANSPORTS,
     ) -> None:
-        """`tls` is for tcp; None = plain. Raises ConfigError on a transport that this version does not have."""
-        if transport not in {AUTO, SHM, TCP}:
-            raise ConfigError("transport", f"{transport!r} is not one of {AUTO}, {SHM}, {TCP}")
-        self._pool = LocalPool(memory, fingerprints)
-        self._timing = timing or Timing()
-        self._dialer = Dialer(self._pool, transport, clock, self._timing, tls)
+        """`tls` is for what leaves the machine; None = plain. Raises ConfigError on a transport that is not known."""
+        transports = known if transport == AUTO else named((transport,), known)
+        self._pool = open_pool(memory, fingerprints)
+        self._dialer = Dialer(self._pool, transports, clock, timing or Timing(), tls)
         self._links: dict[bytes, asyncio.Task[Link]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._stopped = False
@@ -49,7 +50,6 @@ class KvSender:
     async def open(self, ticket: bytes, endpoint: bytes, timeout_s: float) -> Handoff:
         """See `base.Sender.open`."""
         shown = Ticket.decode(ticket)
-        Endpoint.decode(endpoint)
         try:
             async with asyncio.timeout(timeout_s):
                 link = await self._link(endpoint)
@@ -69,10 +69,11 @@ class KvSender:
         """The open link to the endpoint, dialled once for all who ask at the same time."""
         if self._stopped:
             raise TransferError("the sender has stopped")
-        self._forget_gone(Endpoint.decode(endpoint))
+        wanted = Endpoint.decode(endpoint)
+        self._forget_gone(wanted)
         dialing = self._links.get(endpoint)
         if dialing is None:
-            work = self._dialer.dial(Endpoint.decode(endpoint))
+            work = self._dialer.dial(wanted)
             dialing = asyncio.get_running_loop().create_task(work, name="kv-dial")
             self._links[endpoint] = dialing
         return await _undisturbed(dialing)
@@ -80,7 +81,7 @@ class KvSender:
     def _forget_gone(self, wanted: Endpoint) -> None:
         """Lets go of links that have ended, and of peers that `wanted` has replaced at their address."""
         for known, task in list(self._links.items()):
-            if _has_ended(task) or _replaces(wanted, Endpoint.decode(known)):
+            if _has_ended(task) or wanted.replaces(Endpoint.decode(known)):
                 self._forget(known)
 
     def _forget(self, endpoint: bytes) -> None:
@@ -92,12 +93,6 @@ class KvSender:
 
 def _has_ended(task: asyncio.Task[Link]) -> bool:
     return task.done() and bool(task.cancelled() or task.exception() or not task.result().is_open)
-
-
-def _replaces(new: Endpoint, old: Endpoint) -> bool:
-    """Whether a peer has restarted on the same address."""
-    same_place = old.tcp_port != 0 and (old.tcp_host, old.tcp_port) == (new.tcp_host, new.tcp_port)
-    return same_place and old.incarnation != new.incarnation
 
 
 async def _undisturbed(task: asyncio.Task[T]) -> T:

@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
 from kvtransfer.connection import Connection, expect
 from kvtransfer.frame import Frame, FrameType
-from kvtransfer.handshake import Hello, compare
-from kvtransfer.lane import Landing
+from kvtransfer.handshake import Hello, agreed_verify, compare
 from kvtransfer.local_pool import LocalPool
 from kvtransfer.messages import Commit, Write, encode_error, encode_window
 from kvtransfer.offers import OfferTable
-from kvtransfer.transports import shm
+from kvtransfer.transport import ReceivingLane
 from tandem.errors import FrameError, HandshakeMismatch, PeerLost, TransferError
-from tandem.security.tls import ServerTls
 from tandem.types import BlockId
 
 WINDOW_WRITES = 16
 """WRITE frames that a sender may have unanswered."""
-_DISCARD_BYTES = 64 * 1024
 
 _log = logging.getLogger(__name__)
 
@@ -37,23 +33,22 @@ class Session:
     def __init__(
         self,
         connection: Connection,
-        landing: Landing,
+        lane: ReceivingLane,
         pool: LocalPool,
         table: OfferTable,
         handshake_s: float,
-        tls: ServerTls | None = None,
     ) -> None:
-        """The sender has `handshake_s` to say who it is, with `tls` inside TLS."""
+        """The sender has `handshake_s` to say who it is. The lane is this session's to close."""
         self._connection = connection
         self._handshake_s = handshake_s
-        self._tls = tls
         self._established = False
-        self._landing = landing
+        self._lane = lane
         self._pool = pool
         self._table = table
         self._open: set[int] = set()
         self._last_shown = 0
-        self._landing_now: int | None = None
+        self._taking: int | None = None
+        """The transfer whose WRITE is being received, verified and settled."""
         self._peer_let_go = False
 
     @property
@@ -75,7 +70,7 @@ class Session:
         """Tells the sender to stop. True unless bytes can still arrive in the blocks."""
         if not self._peer_let_go:
             self._connection.send(Frame(FrameType.WITHDRAWN, number, payload=encode_error(error)))
-        return self._peer_let_go or (self._landing.inline and self._landing_now != number)
+        return self._taking != number and (self._peer_let_go or not self._lane.peer_writes)
 
     async def run(self) -> None:
         """Serves the connection to its end and closes it; a cancelled run closes it too."""
@@ -83,10 +78,10 @@ class Session:
             await self._establish()
             await self._release(await self._serve())
         except TransferError as error:
-            _log.warning("kv handshake over %s failed: %.300s", self._landing.name, error)  # quotes a stranger
+            _log.warning("kv handshake over %s failed: %.300s", self._lane.name, error)  # quotes a stranger
             await self._connection.finish()
         finally:
-            self._landing.close()
+            self._lane.close()
             await self._connection.close()
 
     async def finish(self) -> None:
@@ -96,26 +91,22 @@ class Session:
     async def _establish(self) -> None:
         try:
             async with asyncio.timeout(self._handshake_s):
-                if self._tls is not None:
-                    await self._connection.begin_tls(self._tls.context())
+                await self._lane.secure(self._connection)
                 await self._shake_hands()
         except TimeoutError:
             raise PeerLost(f"no handshake within {self._handshake_s:g} s") from None
         self._established = True
 
     async def _shake_hands(self) -> None:
-        ours = self._pool.hello(self._landing.name)
+        ours = Hello.of(self._pool, self._lane)
         try:
             theirs = Hello.decode(expect(await self._connection.receive(), FrameType.HELLO).payload)
             compare(ours, theirs)
         except HandshakeMismatch:
             self._connection.send(Frame(FrameType.HELLO, payload=ours.encode()))
             raise
-        hello = Frame(FrameType.HELLO, payload=ours.encode())
-        if self._landing.shared_fd is None:
-            self._connection.send(hello)
-        else:
-            shm.send_with_descriptor(self._connection, hello, self._landing.shared_fd)
+        self._lane.attach(theirs, agreed_verify(theirs, ours))
+        self._lane.send_hello(self._connection, Frame(FrameType.HELLO, payload=ours.encode()))
         self._connection.start()
 
     async def _serve(self) -> TransferError:
@@ -159,31 +150,31 @@ class Session:
 
     async def _write(self, frame: Frame) -> None:
         number, write = frame.transfer, Write.decode(frame.payload)
+        num_bytes = len(write.checksums) * self._pool.block_bytes
         blocks = self._table.claim(number, frame.seq, write) if number in self._open else None
-        if self._landing.inline:
-            await self._land(number, blocks or (), len(write.checksums) * self._pool.block_bytes)
-        if blocks is None or not self._table.is_receiving(number):
+        if blocks is None:  # late, or wrong: its payload has to leave the connection
+            await self._lane.receive(self._connection, (), num_bytes, lambda: False)
             return
-        found = await self._pool.start(lambda: self._pool.checksums(blocks), len(blocks) * self._pool.block_bytes)
-        if self._table.verify(number, write, found):
+        self._taking = number
+        try:
+            await self._lane.receive(self._connection, blocks, num_bytes, lambda: self._table.is_receiving(number))
+            await self._judge(number, write, blocks)
+        finally:
+            self._taking = None
+            if not self._lane.peer_writes:
+                self._table.writer_stopped(number)
+        if self._table.is_receiving(number):
             self._connection.send(Frame(FrameType.WRITE_OK, number, frame.seq))
 
-    async def _land(self, number: int, blocks: Sequence[BlockId], num_bytes: int) -> None:
-        """Takes `num_bytes` off the connection: into the blocks while they may be written, else nowhere."""
-        self._landing_now = number
+    async def _judge(self, number: int, write: Write, blocks: tuple[BlockId, ...]) -> None:
+        """Verifies what was received and brings it into the pool, or fails the offer."""
         try:
-            for span in self._pool.spans(blocks):
-                filled = 0
-                while filled < len(span) and self._table.is_receiving(number):
-                    filled += await self._connection.receive_some(span[filled:])
-                num_bytes -= filled
-        finally:
-            self._landing_now = None
-            if blocks:  # else the number may be another session's
-                self._table.writer_stopped(number)
-        scrap = memoryview(bytearray(min(num_bytes, _DISCARD_BYTES)))
-        while num_bytes:
-            num_bytes -= await self._connection.receive_some(scrap[:num_bytes])
+            if self._table.is_receiving(number) and self._table.verify(
+                number, write, await self._lane.checksums(blocks)
+            ):
+                await self._lane.settle(blocks)
+        except TransferError as error:
+            self._table.fail(number, error)
 
     def _commit(self, frame: Frame) -> None:
         number, commit = frame.transfer, Commit.decode(frame.payload)
@@ -212,7 +203,7 @@ class Session:
         """Fails what is open, then waits until the peer cannot write any more."""
         for number in tuple(self._open):
             self._table.fail(number, error)
-        if self._open and not self._landing.inline and not self._peer_let_go:
+        if self._open and self._lane.peer_writes and not self._peer_let_go:
             await self._peer_lets_go()
         for number in tuple(self._open):
             self._writer_stopped(number)
@@ -225,4 +216,4 @@ class Session:
                 if frame.type in {FrameType.ABORT, FrameType.DRAINED}:
                     self._writer_stopped(frame.transfer)
         except TransferError:
-            await self._landing.peer_dead()
+            await self._lane.peer_dead()

@@ -15,24 +15,32 @@ from kvtransfer.base import BlockRef
 from tandem.errors import InternalError, TicketRefused
 from tandem.types import BlockId, Incarnation
 
-TICKET_VERSION = 1
-"""1: first version."""
+TICKET_VERSION = 2
+"""1: first version. 2: names the first block, so that an offer starts anywhere in its sequence."""
 MAX_BLOCKS = 2**18
+"""Of one sequence, those before `first_block` included."""
 NONCE_BYTES = 16
-_FIXED = struct.Struct("<BQ16s16s16sII")
+_FIXED = struct.Struct("<BQ16s16s16sIII")
 _MAX_EXPIRY_MS = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """`number` names the transfer on the wire; `blocks` are its positions 0, 1, … in order."""
+    """`number` names the transfer on the wire; `blocks` are positions `first_block:end` of the sequence's blocks."""
 
     number: int
     incarnation: Incarnation
     nonce: bytes
     layout_fingerprint: str
     expires_in_ms: int
+    first_block: int
+    """Blocks before it are the receiver's already: they are not offered and do not travel."""
     blocks: tuple[BlockRef, ...]
+
+    @property
+    def end(self) -> int:
+        """The position after the last one."""
+        return self.first_block + len(self.blocks)
 
     @property
     def transfer_id(self) -> str:
@@ -49,6 +57,7 @@ class Ticket:
             self.nonce,
             _hex16("layout fingerprint", self.layout_fingerprint),
             min(self.expires_in_ms, _MAX_EXPIRY_MS),
+            self.first_block,
             n,
         )
         ids = struct.pack(f"<{n}I", *(ref.block_id for ref in self.blocks))
@@ -59,15 +68,15 @@ class Ticket:
         """Raises TicketRefused if the bytes are no ticket."""
         if len(data) < _FIXED.size:
             raise TicketRefused(f"ticket of {len(data)} bytes is too short")
-        version, number, incarnation, nonce, layout, expires_in_ms, n = _FIXED.unpack_from(data)
+        version, number, incarnation, nonce, layout, expires_in_ms, first_block, n = _FIXED.unpack_from(data)
         if version != TICKET_VERSION:
             raise TicketRefused(f"ticket has version {version}, not {TICKET_VERSION}")
-        if not 0 < n <= MAX_BLOCKS or len(data) != _FIXED.size + 12 * n:
-            raise TicketRefused(f"ticket of {len(data)} bytes does not hold {n} blocks")
+        if not 0 < first_block + n <= MAX_BLOCKS or len(data) != _FIXED.size + 12 * n:
+            raise TicketRefused(f"ticket of {len(data)} bytes does not hold {n} blocks from {first_block}")
         ids = struct.unpack_from(f"<{n}I", data, _FIXED.size)
         generations = struct.unpack_from(f"<{n}Q", data, _FIXED.size + 4 * n)
         blocks = tuple(BlockRef(BlockId(i), g) for i, g in zip(ids, generations, strict=True))
-        return cls(number, Incarnation(incarnation.hex()), nonce, layout.hex(), expires_in_ms, blocks)
+        return cls(number, Incarnation(incarnation.hex()), nonce, layout.hex(), expires_in_ms, first_block, blocks)
 
 
 def check_shown(shown: bytes, minted: Ticket) -> None:
@@ -77,7 +86,7 @@ def check_shown(shown: bytes, minted: Ticket) -> None:
         raise TicketRefused(f"ticket of transfer {minted.transfer_id} has a wrong nonce")
     if ticket.incarnation != minted.incarnation:
         raise TicketRefused(f"ticket of transfer {minted.transfer_id} is of another incarnation")
-    if ticket.blocks != minted.blocks:
+    if (ticket.first_block, ticket.blocks) != (minted.first_block, minted.blocks):
         raise TicketRefused(f"ticket of transfer {minted.transfer_id} names other blocks or generations")
     if not hmac.compare_digest(shown, minted.encode()):
         raise TicketRefused(f"ticket of transfer {minted.transfer_id} was altered")

@@ -1,15 +1,15 @@
 """Which prompts run, and how many tokens of each the next step computes. Pure: no clock, no I/O.
 
-Owns the order of prompts; reads their progress, never writes it; blocks and the engine are
-the worker's (it allocates for `Plan.admitted` and steps `Plan.chunks`).
+Owns the order of requests; reads the progress of their prefix (`Request.group.prefix`), never writes
+it. Blocks and the engine are the step loop's: it allocates for `Plan.admitted`, launches `Plan.chunks`.
 
     WAITING → RUNNING      `plan` admits it: all blocks of the prompt fit now
        └─────────┴→ gone   `remove`, in any state
 
 All blocks of a prompt are taken at admission, so running prompts never wait for each other
-and a step always makes progress. Order is priority, then arrival; a prompt that does not
-fit may be overtaken by those that do. Nobody starves: each prompt is overtaken at most
-`max_overtakes` times, then it goes first and everybody else waits for it.
+and a step always makes progress. Order is `Request.rank`; a prompt that does not fit may be
+overtaken by those that do. Nobody starves: each prompt is overtaken at most `max_overtakes`
+times, then it goes first and all others wait for it.
 
 Up to half of a step's tokens go to the prompts that they suffice to end, shortest first, so
 that a short prompt does not wait behind a long one; the rest goes by order of admission.
@@ -19,50 +19,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
 from engine.chunking import plan_chunks
+from worker.request import Request
 
 MAX_OVERTAKES = 64
 """Later prompts that may be admitted before an earlier one."""
 
 
-class Schedulable(Protocol):
-    """What the scheduler must know of a prompt. Identity is what makes it one."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that the whole prompt takes."""
-        ...
-
-    @property
-    def num_remaining_tokens(self) -> int:
-        """Prompt tokens not computed yet; at least 1 until the prompt is removed."""
-        ...
-
-    @property
-    def priority(self) -> int:
-        """Larger goes first."""
-        ...
-
-
-P = TypeVar("P", bound=Schedulable)
-
-
 @dataclass(frozen=True, slots=True)
-class Chunk(Generic[P]):
+class Chunk:
     """`num_tokens` more tokens of one prompt."""
 
-    prompt: P
+    request: Request
     num_tokens: int
+    is_last: bool
+    """Whether they end the prompt, so that first tokens are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(Generic[P]):
-    """One step: prompts that begin to run (blocks are theirs from now on), and what is computed."""
+class Plan:
+    """One step: prompts that begin to run (to be given blocks now), and what is computed."""
 
-    admitted: tuple[P, ...]
-    chunks: tuple[Chunk[P], ...]
+    admitted: tuple[Request, ...]
+    chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +54,29 @@ class BatchLimits:
     max_overtakes: int = MAX_OVERTAKES
 
 
-class _Entry(Generic[P]):
-    """A prompt in line: when it came, and how many later ones went before it."""
+class _Entry:
+    """A request in line, and how many later ones went before it."""
 
-    __slots__ = ("arrival", "num_overtaken", "prompt")
+    __slots__ = ("num_overtaken", "request")
 
-    def __init__(self, prompt: P, arrival: int) -> None:
-        self.prompt = prompt
-        self.arrival = arrival
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self.num_overtaken = 0
 
 
-class PrefillScheduler(Generic[P]):
+class PrefillScheduler:
     """Waiting and running prompts of one worker."""
 
-    def __init__(self, limits: BatchLimits) -> None:
+    def __init__(self, limits: BatchLimits, block_size: int) -> None:
         self._limits = limits
-        self._waiting: list[_Entry[P]] = []
-        self._running: list[_Entry[P]] = []
-        self._num_arrived = 0
+        self._block_size = block_size
+        self._waiting: list[_Entry] = []
+        """In order of arrival."""
+        self._running: list[_Entry] = []
+        """In order of admission."""
+
+    def __contains__(self, request: Request) -> bool:
+        return any(entry.request is request for entry in (*self._running, *self._waiting))
 
     @property
     def num_waiting(self) -> int:
@@ -106,68 +90,76 @@ class PrefillScheduler(Generic[P]):
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens that are still to be computed."""
-        return sum(entry.prompt.num_remaining_tokens for entry in (*self._waiting, *self._running))
+        """Prompt tokens that no step has been launched for."""
+        return sum(_num_left(entry.request) for entry in (*self._waiting, *self._running))
 
-    def add(self, prompt: P) -> None:
-        """Puts a prompt in line."""
-        self._waiting.append(_Entry(prompt, self._num_arrived))
-        self._num_arrived += 1
+    def add(self, request: Request) -> None:
+        """Puts a request in line."""
+        self._waiting.append(_Entry(request))
 
-    def remove(self, prompt: P) -> None:
-        """Forgets a prompt, computed or given up. Idempotent."""
-        self._waiting = [entry for entry in self._waiting if entry.prompt is not prompt]
-        self._running = [entry for entry in self._running if entry.prompt is not prompt]
+    def remove(self, request: Request) -> None:
+        """Forgets a request, computed or given up. Idempotent."""
+        self._waiting = [entry for entry in self._waiting if entry.request is not request]
+        self._running = [entry for entry in self._running if entry.request is not request]
 
-    def plan(self, num_free_blocks: int) -> Plan[P]:
+    def num_blocks(self, request: Request) -> int:
+        """Blocks that its whole prompt takes, before it has any."""
+        return request.group.prefix.blocks_wanted(_num_left(request), self._block_size)
+
+    def plan(self, num_free_blocks: int) -> Plan:
         """Admits what fits into `num_free_blocks`, then shares the token budget among all that run."""
         admitted = self._admit(num_free_blocks)
         return Plan(admitted, self._share_budget())
 
-    def _admit(self, num_free_blocks: int) -> tuple[P, ...]:
-        admitted: list[P] = []
+    def _admit(self, num_free_blocks: int) -> tuple[Request, ...]:
+        admitted: list[Request] = []
         while len(self._running) < self._limits.max_seqs:
             entry = self._next_fitting(num_free_blocks)
             if entry is None:
                 break
-            self._waiting.remove(entry)
-            self._running.append(entry)
-            for other in self._waiting:
-                if other.arrival < entry.arrival:
-                    other.num_overtaken += 1
-            num_free_blocks -= entry.prompt.num_blocks
-            admitted.append(entry.prompt)
+            at = self._waiting.index(entry)
+            for earlier in self._waiting[:at]:
+                earlier.num_overtaken += 1
+            self._running.append(self._waiting.pop(at))
+            num_free_blocks -= self.num_blocks(entry.request)
+            admitted.append(entry.request)
         return tuple(admitted)
 
-    def _next_fitting(self, num_free_blocks: int) -> _Entry[P] | None:
+    def _next_fitting(self, num_free_blocks: int) -> _Entry | None:
         overdue = next((e for e in self._waiting if e.num_overtaken >= self._limits.max_overtakes), None)
-        if overdue is not None:  # in order of arrival, so it is the oldest of them
-            return overdue if overdue.prompt.num_blocks <= num_free_blocks else None
-        fitting = [entry for entry in self._waiting if entry.prompt.num_blocks <= num_free_blocks]
-        return min(fitting, key=_rank, default=None)
+        if overdue is not None:  # the oldest of them
+            return overdue if self.num_blocks(overdue.request) <= num_free_blocks else None
+        fitting = [entry for entry in self._waiting if self.num_blocks(entry.request) <= num_free_blocks]
+        return min(fitting, key=lambda entry: entry.request.rank, default=None)
 
-    def _share_budget(self) -> tuple[Chunk[P], ...]:
+    def _share_budget(self) -> tuple[Chunk, ...]:
         # In order of admission: the oldest always advances, whatever priorities come after it.
-        prompts = [entry.prompt for entry in self._running]
-        remaining = [prompt.num_remaining_tokens for prompt in prompts]
-        express = _express(remaining, self._limits.chunk_tokens // 2)
-        rest = [index for index in range(len(prompts)) if index not in express]
-        budget_tokens = self._limits.chunk_tokens - sum(remaining[index] for index in express)
-        chunks = plan_chunks([remaining[index] for index in rest], budget_tokens, self._limits.max_seqs)
-        shares = dict(zip(rest, chunks, strict=True)) | {index: remaining[index] for index in express}
-        return tuple(Chunk(prompt, shares[i]) for i, prompt in enumerate(prompts) if shares[i] > 0)
+        requests = [entry.request for entry in self._running]
+        left = [_num_left(request) for request in requests]
+        express = _express(left, self._limits.chunk_tokens // 2)
+        rest = [index for index in range(len(requests)) if index not in express]
+        budget_tokens = self._limits.chunk_tokens - sum(left[index] for index in express)
+        chunks = plan_chunks([left[index] for index in rest], budget_tokens, self._limits.max_seqs)
+        shares = dict(zip(rest, chunks, strict=True)) | {index: left[index] for index in express}
+        return tuple(
+            Chunk(request, shares[i], is_last=shares[i] == left[i])
+            for i, request in enumerate(requests)
+            if shares[i] > 0
+        )
 
 
-def _express(remaining: Sequence[int], budget_tokens: int) -> frozenset[int]:
+def _num_left(request: Request) -> int:
+    """Prompt tokens that no step has been launched for."""
+    prefix = request.group.prefix
+    return prefix.num_remaining_tokens - prefix.num_pending_tokens
+
+
+def _express(left: Sequence[int], budget_tokens: int) -> frozenset[int]:
     """Which prompts can be computed to their end within `budget_tokens`, shortest first."""
     indices = []
-    for index in sorted(range(len(remaining)), key=lambda index: (remaining[index], index)):
-        if remaining[index] > budget_tokens:
+    for index in sorted(range(len(left)), key=lambda index: (left[index], index)):
+        if left[index] > budget_tokens:
             break
-        budget_tokens -= remaining[index]
+        budget_tokens -= left[index]
         indices.append(index)
     return frozenset(indices)
-
-
-def _rank(entry: _Entry[P]) -> tuple[int, int]:
-    return (-entry.prompt.priority, entry.arrival)

@@ -1,11 +1,12 @@
-"""The prefill worker's core: takes prompts from routers, sees each to its one end, lets go of all it held.
+"""The prefill worker's core: takes requests from routers, sees each to its one end, lets go of all it held.
 
-    Prefill ──▶ hand-off opens, prompt waits ──▶ chunks ──▶ PrefillDone ──▶ HandoffDone
+    Prefill ──▶ transfer opens, prompt waits ──▶ chunks ──▶ PrefillDone, first tokens ──▶ HandoffDone
                         └────────────┴───────────┴────────────┴──▶ Failed | released
 
-A prompt ends once, at `_end`: committed, finished by its first token, failed, expired,
-released by its router, or its router lost. From there on nothing more is said about it; its
-blocks come back as soon as the running step and the sender have let go of them.
+The prompt is computed once for all choices of a request, and its last token gives each choice its
+first. A request ends once, at `_end`: committed, all choices finished by their first tokens, failed,
+out of time, released by its router, or its router lost. From there on nothing more is said about it;
+its blocks come back as soon as the running step and the sender have let go of them.
 
 All calls on the loop, none awaits but `run` and `drained`. Knows no gRPC.
 """
@@ -13,27 +14,30 @@ All calls on the loop, none awaits but `run` and `drained`. Knows no gRPC.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
-from engine.sequence import Sequence
 from engine.step import SampledToken
 from kvtransfer.base import Sender, TransferReport
-from prefill_worker.handoff import BlockHandoff, Destination, HandoffPolicy
-from prefill_worker.prompt import Prompt, RouterPort
+from prefill_worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
 from prefill_worker.scheduler import BatchLimits
-from prefill_worker.step_loop import StepEngine, StepLoop
-from tandem.clock import Clock
+from prefill_worker.step_loop import StepLoop
+from tandem.clock import Clock, Deadline
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Reason, TandemError, Unavailable
+from tandem.first_tokens import encode_first_tokens
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import WorkerObserver
-from tandem.telemetry.observers_silent import SilentWorker
 from tandem.telemetry.trace_context import trace_id_of
-from tandem.types import FinishReason, Handle, SequenceSpec, TokenDelta, WorkerLoad
+from tandem.types import GroupSpec, Handle, WorkerLoad
 from tandem.validation import Validator
+from worker.ports import RouterPort, StepEngine
+from worker.request import Request
+from worker.ticker import Ticker
 
 _log = get_logger(__name__)
+
+TICK_S = 0.05
+"""Between two looks at which requests have run out of time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,188 +49,174 @@ class WorkerParts:
     sender: Sender
     validator: Validator
     clock: Clock
-    observer: WorkerObserver = field(default_factory=SilentWorker)
+    observer: WorkerObserver
 
 
 class PrefillWorker:
-    """A `worker.service.WorkerCore` that computes prompts and hands them over."""
+    """A `worker.ports.WorkerCore` that computes prompts and hands them over."""
 
     def __init__(
-        self, parts: WorkerParts, limits: BatchLimits, policy: HandoffPolicy, max_sequence_tokens: int
+        self, parts: WorkerParts, limits: BatchLimits, policy: OutgoingPolicy, max_sequence_tokens: int
     ) -> None:
         self._parts = parts
         self._policy = policy
         self._max_sequence_tokens = max_sequence_tokens
         self._steps = StepLoop(parts.engine, parts.pool, limits, parts.clock, self, parts.observer)
-        self._live: dict[tuple[RouterPort, Handle], Prompt] = {}
-        self._handoffs: dict[Prompt, BlockHandoff] = {}
-        self._expiries: dict[Prompt, asyncio.TimerHandle] = {}
+        self._live: dict[tuple[RouterPort, Handle], Request] = {}
+        self._transfers: dict[Request, OutgoingTransfer] = {}
+        """One per live request, and those that have not let go of the blocks of an ended one."""
+        self._num_arrived = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
 
     # --- from routers (WorkerCore) ---
 
-    def reserve(self, session: RouterPort, handle: Handle, spec: SequenceSpec, local_prefill: bool) -> None:
+    def reserve(self, session: RouterPort, handle: Handle, spec: GroupSpec, local_prefill: bool) -> None:
         """Raises InvalidRequest: only decode workers make room."""
         raise InvalidRequest("reserve", "this is a prefill worker")
 
-    def prefill(
-        self, session: RouterPort, handle: Handle, spec: SequenceSpec, ticket: bytes, kv_endpoint: bytes
-    ) -> None:
-        """Puts a prompt in line and begins to open its hand-off.
+    def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec, ticket: bytes, kv_endpoint: bytes) -> None:
+        """Puts a request in line and begins to open its transfer.
 
         Raises Unavailable while draining, and InvalidRequest; nothing is held then.
         """
         if self._draining:
             raise Unavailable("this prefill worker takes no new work", Reason.DRAINING)
-        self._parts.validator.validate_sequence(spec, self._max_sequence_tokens)
-        num_blocks = -(-len(spec.token_ids) // self._parts.pool.block_size)
-        observer = self._parts.observer.sequence(spec)
-        prompt = Prompt(session, handle, Sequence(spec), num_blocks, self._parts.clock.now_s(), observer)
+        parts = self._parts
+        parts.validator.validate_group(spec, self._max_sequence_tokens)
+        self._num_arrived += 1
+        deadline = Deadline.after(parts.clock, spec.timeout_s)
+        observer = parts.observer.sequence(spec)
+        request = Request(session, handle, spec, self._num_arrived, parts.clock.now_s(), deadline, observer)
+        transfer = OutgoingTransfer(request, parts.sender, parts.pool, self._policy, self)
         self._idle.clear()
-        self._live[session, handle] = prompt
-        self._handoffs[prompt] = self._new_handoff(prompt, Destination(ticket, kv_endpoint))
-        if spec.timeout_s is not None:
-            loop = asyncio.get_running_loop()
-            self._expiries[prompt] = loop.call_later(spec.timeout_s, self._expire, prompt)
-        self._steps.add(prompt)
+        self._live[session, handle] = request
+        self._transfers[request] = transfer
+        transfer.start(ticket, kv_endpoint)
+        self._steps.add(request)
 
     def release(self, session: RouterPort, handle: Handle) -> None:
         """Nothing more is wanted of it. Idempotent."""
-        prompt = self._live.get((session, handle))
-        if prompt is not None:
-            self._end(prompt)
+        request = self._live.get((session, handle))
+        if request is not None:
+            self._end(request)
 
     def router_lost(self, session: RouterPort) -> None:
         """Lets go of all that this router had asked for."""
-        for prompt in [prompt for (router, _), prompt in self._live.items() if router is session]:
-            self._end(prompt)
+        for request in [request for request in self._live.values() if request.router is session]:
+            self._end(request)
 
-    # --- from the process ---
+    # --- from the process (WorkerCore) ---
 
     async def run(self) -> None:
-        """Steps until cancelled. Anything it raises is our own bug and the end of the process."""
-        await self._steps.run()
+        """Steps and ticks until cancelled. Whatever it raises is our own bug and ends the process."""
+        ticker = Ticker(TICK_S, self.tick)
+        ticker.start()
+        try:
+            await self._steps.run()
+        finally:
+            ticker.stop()
+
+    def tick(self) -> None:
+        """Fails what has run out of time."""
+        for request in [request for request in self._live.values() if request.deadline.passed]:
+            self._fail(request, DeadlineExceeded(f"prompt of request {request.spec.request_id} ran out of time"))
 
     def drain(self) -> None:
-        """Takes no new prompts from now on. Idempotent."""
+        """Takes no new requests from now on. Idempotent."""
         self._draining = True
 
     async def drained(self) -> None:
-        """Returns once no prompt is live, no transfer runs and every block is free."""
+        """Returns once no request is live, no transfer runs and every block is free."""
         await self._idle.wait()
 
     def check_idle(self) -> None:
         """Raises InternalError if anything is still held. For when idle."""
-        if self._live or self._handoffs or self._expiries or self._steps.stepping:
-            raise InternalError(f"not idle: {len(self._live)} prompts, {len(self._handoffs)} transfers")
+        if self._live or self._transfers or self._steps.num_tokens_in_flight:
+            raise InternalError(f"not idle: {len(self._live)} requests, {len(self._transfers)} transfers")
         self._parts.pool.assert_idle()
 
     def load(self) -> WorkerLoad:
-        """How it fares now."""
+        """What runs, waits and is held now."""
         scheduler = self._steps.scheduler
         return WorkerLoad(
             engine_steps=self._parts.engine.num_steps,
             running_seqs=scheduler.num_running,
             waiting_seqs=scheduler.num_waiting,
-            queued_prompt_tokens=scheduler.num_queued_tokens,
+            queued_prompt_tokens=scheduler.num_queued_tokens + self._steps.num_tokens_in_flight,
             pool=self._parts.pool.counts(),
-            live_transfers=len(self._handoffs),
+            live_transfers=len(self._transfers),
             draining=self._draining,
         )
 
     # --- from the step loop (StepListener) ---
 
-    def chunk_computed(self, prompt: Prompt) -> None:
+    def chunk_computed(self, request: Request) -> None:
         """Lends the blocks that are filled to the end: the next chunk will not touch them."""
-        num_finished = prompt.sequence.num_computed_tokens // self._parts.pool.block_size
-        self._handoffs[prompt].lend(prompt.sequence.block_table, num_finished)
+        self._transfers[request].lend(request.group.prefix.num_computed_tokens // self._parts.pool.block_size)
 
-    def first_token_sampled(self, prompt: Prompt, token: SampledToken) -> None:
-        """Tells the router at once, then hands over the rest, unless the token ends the sequence."""
-        finish_reason = prompt.sequence.append_token(token.token_id)
-        self._say_first_token(prompt, token, finish_reason)
-        prompt.observer.first_token()
-        if finish_reason is None:
-            self._handoffs[prompt].finish(prompt.sequence.block_table, token.token_id)
+    def prompt_computed(self, request: Request, tokens: tuple[SampledToken, ...]) -> None:
+        """Tells the first tokens at once, then hands over the rest, unless they end every choice."""
+        drawers = request.group.prefix.drawers
+        request.prompt_computed(self._parts.clock.now_s())
+        for choice, token in zip(drawers, tokens, strict=True):
+            request.take_token(choice, token)
+        if request.group.is_finished:
+            self._end(request)
         else:
-            self._end(prompt)
+            first_tokens = {choice.index: token.token_id for choice, token in zip(drawers, tokens, strict=True)}
+            self._transfers[request].finish(encode_first_tokens(first_tokens))
 
-    def step_failed(self, prompt: Prompt, error: InternalError) -> None:
-        """The engine broke on it."""
-        self._fail(prompt, error)
+    def step_failed(self, request: Request, error: InternalError) -> None:
+        """No token can be drawn for it."""
+        self._fail(request, error)
 
     def step_ended(self) -> None:
-        """Blocks of ended prompts are back."""
+        """Blocks of ended requests are back."""
         self._note_idle()
 
-    def _say_first_token(self, prompt: Prompt, token: SampledToken, finish_reason: FinishReason | None) -> None:
-        delta = TokenDelta(
-            offset=prompt.sequence.spec.num_output_tokens,
-            token_ids=(token.token_id,),
-            logprobs=() if token.logprobs is None else (token.logprobs,),
-            finish_reason=finish_reason,
-        )
-        now_s = self._parts.clock.now_s()
-        started_s = now_s if prompt.started_s is None else prompt.started_s
-        prompt.router.prefill_done(prompt.handle, delta, started_s - prompt.received_s, now_s - started_s)
+    # --- from transfers (OutgoingOwner) ---
 
-    # --- from hand-offs ---
+    def transfer_committed(self, request: Request, report: TransferReport) -> None:
+        """The decode worker has all of it."""
+        request.router.handoff_done(request.handle, report.num_bytes, report.seconds)
+        request.observer.transferred(report.num_bytes, report.seconds, report.transport)
+        self._end(request)
 
-    def _new_handoff(self, prompt: Prompt, destination: Destination) -> BlockHandoff:
-        handoff = BlockHandoff(
-            self._parts.sender,
-            self._parts.pool,
-            self._policy,
-            on_started=prompt.observer.transfer_started,
-            on_committed=partial(self._committed, prompt),
-            on_failed=partial(self._fail, prompt),
-            on_freed=partial(self._freed, prompt),
-        )
-        handoff.start(destination)
-        return handoff
+    def transfer_failed(self, request: Request, error: TandemError) -> None:
+        """Nothing of it will be decoded."""
+        self._fail(request, error)
 
-    def _committed(self, prompt: Prompt, report: TransferReport) -> None:
-        prompt.router.handoff_done(prompt.handle, report.num_bytes, report.seconds)
-        prompt.observer.transferred(report.num_bytes, report.seconds, report.transport)
-        self._end(prompt)
-
-    def _freed(self, prompt: Prompt) -> None:
-        if self._handoffs[prompt].ended:
-            del self._handoffs[prompt]
+    def blocks_returned(self, request: Request) -> None:
+        """There may be room for the next one."""
+        if self._transfers[request].has_ended:
+            del self._transfers[request]
         self._steps.wake()
         self._note_idle()
 
     # --- ends ---
 
-    def _expire(self, prompt: Prompt) -> None:
-        self._fail(prompt, DeadlineExceeded(f"prompt of request {prompt.sequence.spec.request_id} ran out of time"))
-
-    def _fail(self, prompt: Prompt, error: TandemError) -> None:
-        spec = prompt.sequence.spec
+    def _fail(self, request: Request, error: TandemError) -> None:
         _log.warning(
             "prompt failed",
-            request_id=spec.request_id,
-            trace_id=trace_id_of(spec.traceparent),
+            request_id=request.spec.request_id,
+            trace_id=trace_id_of(request.spec.traceparent),
             reason=error.reason,
             error=error.message,
         )
-        prompt.router.failed(prompt.handle, error)
-        self._end(prompt, error)
+        request.router.failed(request.handle, error)
+        self._end(request, error)
 
-    def _end(self, prompt: Prompt, error: TandemError | None = None) -> None:
-        del self._live[prompt.router, prompt.handle]
-        expiry = self._expiries.pop(prompt, None)
-        if expiry is not None:
-            expiry.cancel()
-        prompt.observer.ended(error, prompt.num_sampled_tokens)
-        self._steps.remove(prompt)
-        self._handoffs[prompt].abort()
+    def _end(self, request: Request, error: TandemError | None = None) -> None:
+        del self._live[request.router, request.handle]
+        request.observer.ended(error, request.num_sampled_tokens)
+        self._steps.remove(request)
+        self._transfers[request].abort()
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if self._idle.is_set() or self._live or self._handoffs or self._steps.stepping:
+        if self._idle.is_set() or self._live or self._transfers or self._steps.num_tokens_in_flight:
             return
         pool = self._parts.pool
         if pool.num_free != pool.num_blocks:  # INVARIANT: nobody is left who could give them back

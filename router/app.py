@@ -19,11 +19,9 @@ from router.faces.tandem.cluster import SERVICE_NAME as CLUSTER_SERVICE
 from router.faces.tandem.cluster import ClusterServicer
 from router.faces.tandem.inference import SERVICE_NAME as INFERENCE_SERVICE
 from router.faces.tandem.inference import InferenceServicer
-from router.generation import Patience
+from router.generation import RetryPolicy
 from router.health import Health
-from router.intake import Intake
 from router.metrics import RouterMetrics
-from router.pipeline import Pipeline
 from router.readings import RouterReadings
 from router.registry import Registry
 from router.registry_servicer import SERVICE_NAME as REGISTRY_SERVICE
@@ -66,7 +64,7 @@ class Router:
     registry: Registry
     workers: Workers
     queue: AdmissionQueue
-    pipeline: Pipeline
+    entrance: Entrance
     health: Health
     server: RpcServer
     recent: RecentLatencies
@@ -83,7 +81,7 @@ class Router:
         config: RouterConfig,
         *,
         clock: Clock | None = None,
-        patience: Patience | None = None,
+        policy: RetryPolicy | None = None,
         stall_s: float = _STALL_S,
         rng: Random | None = None,
         observer: RouterObserver | None = None,
@@ -102,17 +100,17 @@ class Router:
         registry = Registry(checkpoint.name, checkpoint.config_fingerprint, clock, config.lease_s, stall_s)
         workers = Workers(registry, new_incarnation(), rng or Random(), security.outgoing)
         queue = AdmissionQueue(config.max_active_requests, config.max_queued_requests, config.max_queued_tokens)
-        patience = patience or Patience(max_retries=config.max_retries)
-        pipeline = Pipeline(workers, Admission(queue, clock), tokenization, clock, patience, observer)
-        health = Health(workers, registry, pipeline)
-        intake = Intake(checkpoint, tokenization, config.limits, workers)
-        entrance = Entrance(intake, pipeline, clock, observer)
-        inference = InferenceServicer(checkpoint, tokenization, intake, entrance, config.limits)
+        policy = policy or RetryPolicy(max_retries=config.max_retries)
+        entrance = Entrance(
+            checkpoint, tokenization, config.limits, workers, Admission(queue, clock), clock, policy, observer
+        )
+        health = Health(workers, registry, entrance)
+        inference = InferenceServicer(checkpoint, tokenization, entrance, config.limits)
         registrations = RegistryServicer(registry, security.outgoing)
         view = ClusterView(checkpoint.name, registry, queue, health, recent, clock)
         services = (
             *_own_services(inference, ClusterServicer(view, registry, registrations), registrations),
-            *foreign_services(checkpoint, config, intake, entrance, pipeline, health, view, clock),
+            *foreign_services(checkpoint, config, entrance, health, view, clock),
         )
         server = RpcServer(
             config.listen,
@@ -122,14 +120,14 @@ class Router:
             metrics=metrics,
             tracer=tracer,
         )
-        metrics.add_reader(RouterReadings(config, queue, registry, pipeline))
+        metrics.add_reader(RouterReadings(config, queue, registry, entrance))
         return cls(
             config=config,
             tokenization=tokenization,
             registry=registry,
             workers=workers,
             queue=queue,
-            pipeline=pipeline,
+            entrance=entrance,
             health=health,
             server=server,
             recent=recent,
@@ -151,7 +149,7 @@ class Router:
             health = asyncio.create_task(self.health.run(self.server), name="health")
             stack.callback(health.cancel)
             await _first_of(health, until)
-            await self.server.drain(self.config.drain_grace_s, self.pipeline.begin_drain)
+            await self.server.drain(self.config.drain_grace_s, self.entrance.begin_drain)
 
 
 def _own_services(

@@ -1,15 +1,15 @@
-"""One try of one sequence on one pair of workers: two legs, released on every way out.
+"""One try of one request on one pair of workers: released on both, on every way out.
 
-    reserve ──Reserved──▶ prefill ──first token──▶ decode ──last token──▶ ended
-       └──────────────────────┴──────────────────────┴──▶ failed (by one leg, the culprit)
+    reserve ──Reserved──▶ prefill ──prompt computed──▶ decode ──last token──▶ ended
+       └──────────────────────┴────────────────────────┴──▶ failed (by one worker, the culprit)
 
-With local prefill there is one leg, on the decode worker. Tokens go straight to the sink, from
+With local prefill there is one worker, which decodes. Tokens go straight to the delivery, from
 within the worker's stream; the attempt's own coroutine wakes only when the stage changes.
 
 Every wait ends: by the worker's word, by the loss of its stream or its lease, or by silence. In
-reserve and prefill the sequence may stand in the line of a healthy worker, for any time: there,
-silence is that of the engine, and what ends the wait at last is the request's deadline
-(`Patience.total_s` where it brings none). Once the first token is known it is the sequence's own.
+reserve and prefill the request may stand in the line of a healthy worker, for any time: there,
+silence is that of the engine, and what ends the wait at last is the request's deadline. Once the
+prompt is computed it is the request's own.
 """
 
 from __future__ import annotations
@@ -18,34 +18,18 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+from router.delivery import Delivery
 from router.placement import Placement
 from router.worker_link import WorkerLink
 from tandem.clock import Clock
+from tandem.convert import group_to_proto
 from tandem.errors import Reason, TandemError, TransferError, Unavailable
 from tandem.lifecycle import RequestState
-from tandem.telemetry.observers import RequestListener
-from tandem.types import Handle, SequenceSpec, TokenDelta, WorkerInfo
+from tandem.telemetry.observers import RequestObserver
+from tandem.types import GroupSpec, Handle, TokenDelta, WorkerInfo
 
 _OTHER_WORD_S = 0.1
 """How long one worker's word waits for the other's: on how large a hand-off was, or why it failed."""
-
-
-class Sink(Protocol):
-    """Takes one sequence's tokens, in any order."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing more is wanted."""
-        ...
-
-    @property
-    def num_tokens_in_order(self) -> int:
-        """Completion tokens known without a gap."""
-        ...
-
-    def push(self, delta: TokenDelta) -> None:
-        """Takes tokens."""
-        ...
 
 
 class Links(Protocol):
@@ -61,14 +45,14 @@ class Links(Protocol):
 
 
 class Attempt:
-    """Await `run`, then call `release` whatever happened."""
+    """Await `run`, then call `release` whatever happened. A GroupListener of both workers."""
 
     def __init__(
         self,
         placement: Placement,
         links: Links,
-        sink: Sink,
-        observer: RequestListener,
+        delivery: Delivery,
+        observer: RequestObserver,
         clock: Clock,
         arrived_s: float,
         silence_s: float,
@@ -76,22 +60,27 @@ class Attempt:
     ) -> None:
         """`arrived_s`: when the request came, on `clock`.
 
-        `silence_s`: longest silence before the sequence is given up (see the module).
+        `silence_s`: longest silence before the request is tried elsewhere (see the module).
         """
-        self._sink = sink
+        self._links = links
+        self._delivery = delivery
         self._observer = observer
         self._clock = clock
         self._arrived_s = arrived_s
         self._silence_s = silence_s
         self._on_stage = on_stage
-        self._decode = _Leg(self, placement.decode, links)
-        self._prefill = None if placement.prefill is None else _Leg(self, placement.prefill, links)
+        self._decode = _Leg(placement.decode, links)
+        self._prefill = None if placement.prefill is None else _Leg(placement.prefill, links)
         self._news = asyncio.Event()
         self._heard_s = clock.now_s()
         self._sent_s = 0.0
-        self._first_offset = sink.num_tokens_in_order
         self._granted: tuple[bytes, bytes] | None = None
+        self._computed = False
+        """Whether the prompt is."""
         self._attached = False
+        """Whether the decode worker holds the KV."""
+        self._awaited: dict[int, int] = {}
+        """Tokens that a choice had before, for each whose next one the prefill worker draws."""
         self._error: TandemError | None = None
         self._culprit: WorkerInfo | None = None
 
@@ -100,40 +89,52 @@ class Attempt:
         """Whose failure ended the attempt."""
         return self._culprit
 
-    async def run(self, spec: SequenceSpec) -> None:
-        """Returns when the sink is finished. Raises what a leg failed with, Unavailable on silence."""
+    async def run(self, spec: GroupSpec) -> None:
+        """Returns when all choices are finished. Raises what a worker failed with, Unavailable on silence."""
         try:
             await self._walk(spec)
         except TransferError as failure:
             cause = await self._cause_of(failure)
-            if not self._sink.finished:
+            if not self._delivery.finished:
                 raise cause from None
 
-    async def _walk(self, spec: SequenceSpec) -> None:
+    def release(self) -> None:
+        """Both workers free what they hold for it. Idempotent; no message arrives here afterwards."""
+        for leg in filter(None, (self._decode, self._prefill)):
+            if leg.handle is not None and leg.link is not None:
+                leg.link.release(leg.handle)
+            leg.handle, leg.is_open = None, False
+
+    async def _walk(self, spec: GroupSpec) -> None:
+        group = group_to_proto(spec)
+        alone = len(spec.choices) == 1
+        self._awaited = {
+            each.index: len(each.output_token_ids) for each in spec.choices if alone or not each.output_token_ids
+        }
         self._on_stage(RequestState.RESERVING)
         self._sent_s = self._clock.now_s()
-        self._decode.reserve(spec, local_prefill=self._prefill is None)
+        link = self._open(self._decode)
+        if link is not None:
+            self._decode.handle = link.reserve(group, self, local_prefill=self._prefill is None)
         if self._prefill is not None:
-            ticket, kv_endpoint = await self._grant()
+            await self._until(lambda: self._granted is not None)
+            assert self._granted is not None
             self._sent_s = self._clock.now_s()
-            self._prefill.prefill(spec, ticket, kv_endpoint)
+            link = self._open(self._prefill)
+            if link is not None:
+                self._prefill.handle = link.prefill(group, self, *self._granted)
         self._on_stage(RequestState.PREFILLING)
-        await self._until(lambda: self._sink.finished or self._first_is_known)
-        if not self._sink.finished:
+        await self._until(lambda: self._delivery.finished or self._computed)
+        if not self._delivery.finished:
             self._on_stage(RequestState.DECODING)
-            await self._until(lambda: self._sink.finished)
+            await self._until(lambda: self._delivery.finished)
         await self._hear_of_handoff()
 
-    def release(self) -> None:
-        """Lets both workers go. Idempotent; no message arrives here afterwards."""
-        self._decode.release()
-        if self._prefill is not None:
-            self._prefill.release()
-
-    async def _grant(self) -> tuple[bytes, bytes]:
-        await self._until(lambda: self._granted is not None)
-        assert self._granted is not None
-        return self._granted
+    def _open(self, leg: _Leg) -> WorkerLink | None:
+        leg.is_open = True
+        if leg.link is None:
+            self.failed(leg.info, Unavailable(f"worker {leg.info.worker_id} was lost", Reason.WORKER_LOST))
+        return leg.link
 
     async def _until(self, reached: Callable[[], bool]) -> None:
         """Waits for a stage. Raises the attempt's error, or Unavailable after too long a silence."""
@@ -152,9 +153,11 @@ class Attempt:
         if silent_s < self._silence_s:
             return
         leg = self._next_to_speak()
-        if not self._first_is_known and leg.engine_moved():
-            self._hear(wake=False)
-            return
+        if not self._computed:
+            before, leg.engine_steps = leg.engine_steps, self._links.engine_steps(leg.info)
+            if leg.engine_steps != before:
+                self._hear(wake=False)
+                return
         self._culprit = leg.info
         raise Unavailable(f"worker {leg.info.worker_id} said nothing for {silent_s:.0f} s")
 
@@ -188,46 +191,52 @@ class Attempt:
     def _prefill_is_open(self) -> bool:
         return self._prefill is not None and self._prefill.is_open
 
-    @property
-    def _first_is_known(self) -> bool:
-        return self._sink.num_tokens_in_order > self._first_offset
+    # --- what the workers tell, from within their streams ---
 
-    # --- what the legs report, from within the workers' streams ---
-
-    def on_reserved(self, ticket: bytes, kv_endpoint: bytes) -> None:
-        """Decode made room."""
+    def reserved(self, sender: WorkerInfo, ticket: bytes, kv_endpoint: bytes) -> None:
+        """The decode worker made room."""
         self._granted = (ticket, kv_endpoint)
         self._hear(wake=True)
 
-    def on_prefill_done(self, delta: TokenDelta, queue_s: float, prefill_s: float) -> None:
-        """The first token is known."""
+    def prefill_done(self, sender: WorkerInfo, queue_s: float, prefill_s: float) -> None:
+        """The prompt is computed; first tokens follow for the choices that had none."""
         self._observer.prompt_computed(self._sent_s - self._arrived_s + queue_s, prefill_s)
-        self._sink.push(delta)
+        self._computed = True
         self._hear(wake=True)
 
-    def on_handoff_done(self, num_bytes: int, seconds: float) -> None:
-        """Decode holds the KV; prefill is out of the game."""
+    def handoff_done(self, sender: WorkerInfo, num_bytes: int, seconds: float) -> None:
+        """The decode worker holds the KV; from the prefill worker nothing more is awaited."""
+        if self._prefill is not None:
+            self._prefill.is_open = False
         self._observer.handed_over(num_bytes, seconds)
         self._attached = True
         self._hear(wake=True)
 
-    def on_tokens(self, delta: TokenDelta) -> None:
-        """Decode makes tokens: it holds the KV."""
-        self._attached = True
-        self._sink.push(delta)
-        self._hear(wake=self._sink.finished)
+    def tokens(self, sender: WorkerInfo, delta: TokenDelta) -> None:
+        """New tokens of one choice: the prompt is computed. A decode worker that makes them holds the KV."""
+        if not self._attached:
+            self._attached = sender.incarnation == self._decode.info.incarnation
+        was_computed, self._computed = self._computed, True
+        self._delivery.push(delta)
+        self._hear(wake=self._delivery.finished or not was_computed)
 
-    def on_failed(self, leg: _Leg, error: TandemError) -> None:
-        """A leg ended. Prefill's end no longer matters once decode holds the KV and the first token is known.
+    def failed(self, sender: WorkerInfo, error: TandemError) -> None:
+        """A worker gave it up. That no longer matters of prefill once decode holds the KV and all first tokens are here.
 
-        That a hand-off failed gives way to what the other leg says of itself.
+        That a hand-off failed gives way to what the other worker says of itself.
         """
-        harmless = self._sink.finished or (leg is self._prefill and self._attached and self._first_is_known)
+        is_decode = sender.incarnation == self._decode.info.incarnation
+        leg = self._decode if is_decode or self._prefill is None else self._prefill
+        leg.is_open = False
+        harmless = self._delivery.finished or (not is_decode and self._attached and self._first_tokens_came())
         is_cause = isinstance(self._error, TransferError) and not isinstance(error, TransferError)
         if not harmless and (self._error is None or is_cause):
             self._error = error
             self._culprit = leg.info
         self._hear(wake=True)
+
+    def _first_tokens_came(self) -> bool:
+        return all(self._delivery.num_tokens_of(index) > before for index, before in self._awaited.items())
 
     def _hear(self, *, wake: bool) -> None:
         self._heard_s = self._clock.now_s()
@@ -236,58 +245,13 @@ class Attempt:
 
 
 class _Leg:
-    """The sequence on one of the two workers: a SequenceListener."""
+    """The request on one of its two workers."""
 
-    def __init__(self, attempt: Attempt, info: WorkerInfo, links: Links) -> None:
-        self._attempt = attempt
-        self._links = links
-        self._link = links.link(info)
-        self._engine_steps = links.engine_steps(info)
-        self._handle: Handle | None = None
+    def __init__(self, info: WorkerInfo, links: Links) -> None:
         self.info = info
+        self.link = links.link(info)
+        self.engine_steps = links.engine_steps(info)
+        """As last looked at."""
+        self.handle: Handle | None = None
         self.is_open = False
         """Whether a word of its worker may still come that the attempt waits for."""
-
-    def reserve(self, spec: SequenceSpec, *, local_prefill: bool) -> None:
-        link = self._open()
-        if link is not None:
-            self._handle = link.reserve(spec, self, local_prefill=local_prefill)
-
-    def prefill(self, spec: SequenceSpec, ticket: bytes, kv_endpoint: bytes) -> None:
-        link = self._open()
-        if link is not None:
-            self._handle = link.prefill(spec, self, ticket, kv_endpoint)
-
-    def engine_moved(self) -> bool:
-        """Whether the worker's engine has made steps since this was last asked, or since the attempt began."""
-        before, self._engine_steps = self._engine_steps, self._links.engine_steps(self.info)
-        return self._engine_steps != before
-
-    def release(self) -> None:
-        if self._handle is not None and self._link is not None:
-            self._link.release(self._handle)
-            self._handle = None
-        self.is_open = False
-
-    def _open(self) -> WorkerLink | None:
-        self.is_open = True
-        if self._link is None:
-            self.failed(Unavailable(f"worker {self.info.worker_id} was lost", Reason.WORKER_LOST))
-        return self._link
-
-    def reserved(self, ticket: bytes, kv_endpoint: bytes) -> None:
-        self._attempt.on_reserved(ticket, kv_endpoint)
-
-    def prefill_done(self, delta: TokenDelta, queue_s: float, prefill_s: float) -> None:
-        self._attempt.on_prefill_done(delta, queue_s, prefill_s)
-
-    def handoff_done(self, num_bytes: int, seconds: float) -> None:
-        self.is_open = False
-        self._attempt.on_handoff_done(num_bytes, seconds)
-
-    def tokens(self, delta: TokenDelta) -> None:
-        self._attempt.on_tokens(delta)
-
-    def failed(self, error: TandemError) -> None:
-        self.is_open = False
-        self._attempt.on_failed(self, error)

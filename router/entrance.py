@@ -1,55 +1,93 @@
-"""The one way in for requests of every service: judged, resolved, and run while the caller stays.
+"""The one way in, for the faces of all protocols: a neutral request and its caller in, choices out.
 
-A servicer turns what its client said into a GenerateRequest and gives it here, so that checks,
-limits, defaults, admission and times are the same through every door. Knows no other protocol.
+    judge and resolve ──▶ run, inside `async with entrance.run(…)` ──▶ leaving ends it and releases all it holds
+
+Owns every request while it runs, and whether new ones are refused because the router drains. Checks, limits,
+defaults, admission and times are the same for every face. Knows neither protobuf nor gRPC.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import grpc.aio
-
-from router.intake import Intake
-from router.outbox import Outbox
-from router.pipeline import Pipeline
+from router.admission import Admission
+from router.delivery import ChoiceStream, Delivery
+from router.generation import Generation, RetryPolicy
+from router.request import Caller, ChatPrompt, CompletionRequest, Prompt, ResolvedRequest, TextPrompt, TokensPrompt
 from router.timeline import Timeline
-from tandem.clock import Clock
-from tandem.errors import TandemError
+from router.tokenization import Tokenization
+from router.workers import Workers
+from tandem.checkpoint import CheckpointInfo
+from tandem.clock import Clock, Deadline
+from tandem.errors import InvalidRequest, ModelNotFound, Reason, TandemError, Unavailable
+from tandem.limits import Limits
+from tandem.sampling import num_choices, resolve_sampling
 from tandem.telemetry.observers import RouterObserver
-from tandem.telemetry.trace_context import current_trace, trace_from_metadata
-from tandem.types import RequestId
-from tandem.v1 import inference_pb2
-
-Context = grpc.aio.ServicerContext[Any, Any]
+from tandem.types import ChoiceSpec, GroupSpec, RequestId, TokenId
+from tandem.validation import Validator
 
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """One request under way, and where its tokens come out."""
+    """One request under way, and where its choices come out."""
 
     request_id: RequestId
     num_prompt_tokens: int
-    outbox: Outbox
-    cancel: Callable[[TandemError], None]
-    """Ends it at once, though its caller does not read; the outbox then ends with the error."""
+    delivery: Delivery
+    task: asyncio.Task[None]
+
+    def cancel(self, error: TandemError) -> None:
+        """Ends it at once, though its caller does not read; `delivery` then ends with `error`. Idempotent."""
+        self.delivery.fail(error)
+        self.task.cancel()
 
 
 class Entrance:
-    """Shared by all servicers that generate."""
+    """Serves one model. Shared by all faces."""
 
-    def __init__(self, intake: Intake, pipeline: Pipeline, clock: Clock, observer: RouterObserver) -> None:
-        self._intake = intake
-        self._pipeline = pipeline
+    def __init__(
+        self,
+        checkpoint: CheckpointInfo,
+        tokenization: Tokenization,
+        limits: Limits,
+        workers: Workers,
+        admission: Admission,
+        clock: Clock,
+        policy: RetryPolicy,
+        observer: RouterObserver,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._tokenization = tokenization
+        self._limits = limits
+        self._workers = workers
+        self._admission = admission
         self._clock = clock
+        self._policy = policy
         self._observer = observer
+        self._validator = Validator(limits, checkpoint.vocab_size, checkpoint.context_tokens)
+        self._draining = asyncio.Event()
+        self._num_reading = 0
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self._draining.is_set()
+
+    def begin_drain(self) -> None:
+        """Refuses new requests from now on; those under way go on."""
+        self._draining.set()
+
+    async def wait_for_drain(self) -> None:
+        """Returns once new requests are refused."""
+        await self._draining.wait()
 
     @contextmanager
     def judging(self) -> Iterator[None]:
-        """For what a servicer refuses before `run`: watchers hear of it as of every refusal."""
+        """For what a face refuses before `run`: observers are told, as of every refusal."""
         try:
             yield
         except TandemError as error:
@@ -57,21 +95,110 @@ class Entrance:
             raise
 
     @asynccontextmanager
-    async def run(
-        self, message: inference_pb2.GenerateRequest, context: Context, *, timeout_s: float | None = None
-    ) -> AsyncIterator[RunningRequest]:
-        """Runs the request while inside; leaving releases all it holds. `timeout_s`: sooner than the call's deadline.
+    async def run(self, request: CompletionRequest, caller: Caller) -> AsyncIterator[RunningRequest]:
+        """Runs the request while inside; leaving, for whatever reason, releases all that it holds.
 
-        Raises InvalidRequest, UnsupportedOption, ModelNotFound, Overloaded, Unavailable before anything runs;
-        what fails later comes by the outbox.
+        Raises InvalidRequest, UnsupportedOption, ModelNotFound, Overloaded, Unavailable before anything
+        runs; errors after that come by `delivery`.
         """
         timeline = Timeline(self._clock)
-        deadline = self._pipeline.deadline(context.time_remaining(), timeout_s)
-        with self.judging(), self._pipeline.reading(message.priority):
-            resolved = await self._intake.read(message, deadline, *_trace_of(context))
-        async with self._pipeline.start(resolved, timeline) as running:
-            yield RunningRequest(resolved.request_id, len(resolved.prompt), running.outbox, running.cancel)
+        with self.judging(), self.reading(request.priority):
+            resolved = await self._resolve(request, caller)
+        group, text = resolved.group, resolved.text
+        choices = [
+            ChoiceStream(each.index, self._tokenization.detokenizer(skip_special_tokens=text.skip_special_tokens), text)
+            for each in group.choices
+        ]
+        generation = Generation(
+            resolved, choices, self._workers, self._admission, self._clock, self._policy, timeline, self._observer
+        )
+        task = asyncio.create_task(generation.drive(), name=f"request {group.request_id}")
+        try:
+            yield RunningRequest(group.request_id, group.num_prompt_tokens, generation.delivery, task)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            generation.abandon()  # a task that was cancelled before its first step has told nobody
 
+    @contextmanager
+    def reading(self, priority: int) -> Iterator[None]:
+        """For the work of tokenizing, which is not begun for more requests than could then run or wait.
 
-def _trace_of(context: Context) -> tuple[str, str]:
-    return current_trace() or trace_from_metadata(tuple(context.invocation_metadata() or ()))
+        Raises Unavailable when draining, Overloaded when full.
+        """
+        if self.draining:
+            raise Unavailable("the router is draining", Reason.DRAINING)
+        self._admission.queue.check_room(priority, self._num_reading)
+        self._num_reading += 1
+        try:
+            yield
+        finally:
+            self._num_reading -= 1
+
+    def check_model(self, name: str) -> None:
+        """Empty means the served one. Raises ModelNotFound for another."""
+        if name and name != self._checkpoint.name:
+            raise ModelNotFound(f"this router serves {self._checkpoint.name}, not the model asked for")
+
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt) -> tuple[TokenId, ...]:
+        """Its tokens, were they too many for the model; an empty text gives none but the tokenizer's own.
+
+        Raises InvalidRequest, Overloaded.
+        """
+        if prompt == TextPrompt(""):
+            return await self._tokenization.encode_text("")
+        return await self._encode(prompt, None)
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of tokens. Raises InvalidRequest, Overloaded."""
+        cap, vocab_size = self._limits.max_prompt_tokens, self._checkpoint.vocab_size
+        if len(token_ids) > cap:
+            raise InvalidRequest("token_ids", f"{len(token_ids)} ids exceed the limit of {cap}")
+        if max(token_ids, default=0) >= vocab_size:
+            raise InvalidRequest("token_ids", f"ids must lie in [0, {vocab_size})")
+        return await self._tokenization.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async def _resolve(self, request: CompletionRequest, caller: Caller) -> ResolvedRequest:
+        """Every check, every default, the tokens."""
+        seconds = self._policy.total_s if caller.timeout_s is None else min(self._policy.total_s, caller.timeout_s)
+        deadline = Deadline.after(self._clock, seconds)
+        self._validator.validate_request_id(request.request_id)
+        self._validator.validate_cache_salt(request.cache_salt)
+        self.check_model(request.model)
+        token_ids = await self._prompt_tokens(request.prompt)
+        n = num_choices(request.sampling, self._limits)
+        sampling, text = resolve_sampling(
+            request.sampling,
+            self._checkpoint,
+            len(token_ids),
+            self._limits,
+            max_sequence_tokens=self._workers.longest_sequence(len(token_ids), n),
+            usual_sequence_tokens=self._workers.common_sequence(len(token_ids), n),
+        )
+        group = GroupSpec(
+            request_id=RequestId(request.request_id or secrets.token_hex(16)),
+            prompt_token_ids=token_ids,
+            sampling=sampling,
+            choices=tuple(map(ChoiceSpec, range(n))),
+            priority=request.priority,
+            traceparent=caller.traceparent,
+            tracestate=caller.tracestate,
+        )
+        return ResolvedRequest(group, text, deadline, caller.peer)
+
+    async def _prompt_tokens(self, prompt: Prompt) -> tuple[TokenId, ...]:
+        if isinstance(prompt, TokensPrompt):
+            self._validator.validate_prompt_tokens(prompt.token_ids)
+            return tuple(map(TokenId, prompt.token_ids))
+        token_ids = await self._encode(prompt, self._checkpoint.context_tokens)
+        self._validator.validate_prompt_tokens(token_ids, "text" if isinstance(prompt, TextPrompt) else "chat")
+        return token_ids
+
+    async def _encode(self, prompt: TextPrompt | ChatPrompt, max_tokens: int | None) -> tuple[TokenId, ...]:
+        if isinstance(prompt, TextPrompt):
+            self._validator.validate_prompt_bytes("text", len(prompt.text.encode()))
+            return await self._tokenization.encode_text(prompt.text, max_tokens)
+        self._validator.validate_chat_messages(len(prompt.messages))
+        num_bytes = sum(len(part.encode()) for message in prompt.messages for part in message.values())
+        self._validator.validate_prompt_bytes("chat", num_bytes)
+        return await self._tokenization.encode_chat(prompt.messages, max_tokens)

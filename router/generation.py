@@ -1,32 +1,31 @@
-"""One request under way: its state, its tokens, and its tries on one pair of workers after another.
+"""One request under way: its state, and its tries on one pair of workers after another.
 
-Owns what the request holds anywhere: whatever way it ends, every leg is released and the
-outbox told. A replay continues at the next token: workers compute prompt and emitted tokens
-anew, and sampling is a function of position, so nothing is lost or repeated.
+Owns what the request holds anywhere: whatever way it ends, it is released on every worker and the
+delivery told. A replay continues each unfinished choice at its next token: workers compute prompt and
+emitted tokens again, and sampling is a function of position, so nothing is lost or repeated.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.admission import Admission
 from router.attempt import Attempt
-from router.choice import Choice
-from router.outbox import Outbox
+from router.delivery import ChoiceStream, Delivery
 from router.placement import Demand, Placement
-from router.request import GenerationRequest
-from router.stream import TokenStream
+from router.request import ResolvedRequest
 from router.timeline import Timeline
 from router.workers import Workers
 from tandem.clock import Clock, ended_by_deadline
 from tandem.errors import DeadlineExceeded, InternalError, Overloaded, TandemError, TransferError, Unavailable
 from tandem.lifecycle import REQUEST_MOVES, RequestState, advance
 from tandem.telemetry.logging import get_logger
-from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
-from tandem.telemetry.observers_together import RequestTogether
+from tandem.telemetry.observers import RequestEnd, RequestStart, RouterObserver
+from tandem.telemetry.observers_together import request_observers
 from tandem.telemetry.trace_context import trace_id_of
-from tandem.types import FinishReason, Incarnation, TokenDelta
+from tandem.types import ChoiceSpec, Incarnation
 
 _log = get_logger(__name__)
 
@@ -34,21 +33,21 @@ _ENDED = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CAN
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a request bears with what."""
+class RetryPolicy:
+    """How long a request waits for what, and how often it is tried again."""
 
     max_retries: int = 2
     """Further pairs tried after the first."""
     placement_s: float = 1.0
     """Wait for a pair of workers to be there."""
     silence_s: float = 120.0
-    """Longest time without a word about a sequence from its workers, or while it waits in line
+    """Longest time without a word about a request from its workers, or, while it waits in line,
     without a step of the worker's engine."""
     progress_tokens: int = 16
-    """New tokens by which a pair that failed was still a good one: the count of tries begins anew.
+    """New tokens of one choice by which a pair that failed was still a good one: tries are counted from 0 again.
 
     More than one: prefill gives a token even where no hand-off works. Not much more, but enough that
-    a sequence which kills its workers does not go on killing them."""
+    a request which kills its workers does not go on killing them."""
     total_s: float = 3600.0
     """Deadline of a request that brings none, or a later one."""
     overload_backoff_s: float = 0.1
@@ -56,81 +55,58 @@ class Patience:
 
 
 class Generation:
-    """Run `drive` as a task; read `outbox`. A Sink of its attempts."""
+    """Run `drive` as a task; read `delivery`."""
 
     def __init__(
         self,
-        request: GenerationRequest,
-        choice: Choice,
+        request: ResolvedRequest,
+        choices: Sequence[ChoiceStream],
         workers: Workers,
         admission: Admission,
         clock: Clock,
-        patience: Patience,
+        policy: RetryPolicy,
         timeline: Timeline,
         observer: RouterObserver,
     ) -> None:
         self._request = request
-        self._choice = choice
         self._workers = workers
         self._admission = admission
         self._clock = clock
-        self._patience = patience
+        self._policy = policy
         self._timeline = timeline
-        self._observer: RequestObserver = RequestTogether(
-            observer.request(_start_of(request, timeline.total_s)), timeline
-        )
-        self._finish_reason: FinishReason | None = None
-        self._stream = TokenStream()
+        self._observer = request_observers(observer.request(_start_of(request, timeline.total_s)), timeline)
+        self._delivery = Delivery(choices, self._observer)
         self._state = RequestState.QUEUED
-        self._outbox = Outbox()
         self._disappointing: set[Incarnation] = set()
-        """Workers that failed it since it last got on: asked again only where there are no others."""
+        """Workers that failed it since it last made progress: asked again only where there are no others."""
 
     @property
-    def outbox(self) -> Outbox:
+    def delivery(self) -> Delivery:
         """What the client has to read."""
-        return self._outbox
+        return self._delivery
 
     @property
     def state(self) -> RequestState:
         """Where the request is."""
         return self._state
 
-    @property
-    def finished(self) -> bool:
-        """Whether the choice has its last token."""
-        return self._choice.finished
-
-    @property
-    def num_tokens_in_order(self) -> int:
-        """Completion tokens known without a gap."""
-        return self._stream.next_offset
-
-    def push(self, delta: TokenDelta) -> None:
-        """Takes tokens from a worker; they reach the outbox before this returns."""
-        for ready in self._stream.push(delta):
-            if self._choice.finished:
-                return
-            news = self._choice.feed(ready)
-            self._finish_reason = news.finish_reason
-            if news.token_ids:
-                self._observer.tokens(len(news.token_ids))
-            self._outbox.put(news)
-
     async def drive(self) -> None:
-        """The request's whole life. Raises nothing but CancelledError; errors go to the outbox."""
+        """The request's whole life. Raises nothing but CancelledError; errors go to the delivery."""
         try:
             await self._run()
             self._move(RequestState.FINISHED)
-            self._observer.ended(self._end(finish_reason=self._finish_reason))
-            self._outbox.close(self._timeline.summary(len(self._request.prompt), self._choice.num_tokens))
+            num_tokens, reasons = self._delivery.num_tokens, self._delivery.finish_reasons
+            self._observer.ended(RequestEnd(num_tokens, self._timeline.total_s, reasons))
+            self._delivery.close(self._timeline.summary(self._request.group.num_prompt_tokens, num_tokens))
         except asyncio.CancelledError:
             self.abandon()
             raise
         except TandemError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001  (the task's root)
-            _log.exception("request failed by a bug", request_id=self._request.request_id)
+            _log.exception(
+                "request failed by a bug", request_id=self._request.group.request_id, peer=self._request.peer
+            )
             self._fail(InternalError(f"{type(error).__name__} in the router"))
 
     def abandon(self) -> None:
@@ -141,79 +117,82 @@ class Generation:
         late = ended_by_deadline(passed_s, self._request.deadline.remaining_s())
         error = DeadlineExceeded("the deadline passed") if late else None
         self._move(RequestState.CANCELLED)
-        self._observer.ended(self._end(error=error))
+        self._observer.ended(RequestEnd(self._delivery.num_tokens, self._timeline.total_s, error=error))
 
     async def _run(self) -> None:
-        request = self._request
+        group, deadline = self._request.group, self._request.deadline
         try:
-            async with asyncio.timeout(request.deadline.remaining_s()):
-                async with self._admission.slot(len(request.prompt), request.priority, request.deadline):
+            async with asyncio.timeout(deadline.remaining_s()):
+                async with self._admission.slot(group.num_prompt_tokens, group.priority, deadline):
                     self._observer.admitted()
                     await self._try_pairs()
         except TimeoutError as error:
+            if self._delivery.finished:
+                return  # it passed in the wait for the word of how large the hand-off was
             raise DeadlineExceeded(
-                f"the deadline passed while {self._state}, after {self._choice.num_tokens} tokens"
+                f"the deadline passed while {self._state}, after {self._delivery.num_tokens} tokens"
             ) from error
 
     async def _try_pairs(self) -> None:
-        """Tries pairs until one brings the sequence to its end, or too many in a row fail. Raises the last failure."""
+        """Tries pairs until one finishes all choices, or too many in a row fail. Raises the last failure."""
         failure: TandemError | None = None
         num_tries = 0
-        while failure is None or num_tries <= self._patience.max_retries:
-            placement = await self._place(failure)
-            attempt = self._attempt(placement)
-            first_offset = self._stream.next_offset
+        while failure is None or num_tries <= self._policy.max_retries:
+            choices = self._delivery.open_choices
+            placement = await self._place(choices, failure)
+            self._observer.placed(placement.prefill, placement.decode)
+            attempt = Attempt(
+                placement,
+                self._workers,
+                self._delivery,
+                self._observer,
+                self._clock,
+                self._timeline.arrived_s,
+                self._policy.silence_s,
+                self._move,
+            )
             try:
-                await attempt.run(self._request.spec(self._stream.token_ids, self._observer.traceparent))
+                await attempt.run(self._request.resumed(choices, self._observer.traceparent))
                 return
             except TandemError as error:
                 if not error.retryable:
                     raise
                 failure = error
-                if self._stream.next_offset - first_offset >= self._patience.progress_tokens:
+                if self._progress_since(choices) >= self._policy.progress_tokens:
                     num_tries = 0
                     self._disappointing.clear()
                 num_tries += 1
                 self._blame(attempt, placement, error)
             finally:
                 attempt.release()
-                self._stream.forget_waiting()
+                self._delivery.forget_early()
             if isinstance(failure, Overloaded):
-                await asyncio.sleep(self._patience.overload_backoff_s * num_tries)
+                await asyncio.sleep(self._policy.overload_backoff_s * num_tries)
         raise failure
 
-    def _attempt(self, placement: Placement) -> Attempt:
-        self._observer.placed(placement.prefill, placement.decode)
-        return Attempt(
-            placement,
-            self._workers,
-            self,
-            self._observer,
-            self._clock,
-            self._timeline.arrived_s,
-            self._patience.silence_s,
-            self._move,
-        )
+    def _progress_since(self, choices: Sequence[ChoiceSpec]) -> int:
+        """New tokens of the choice that got on most."""
+        return max(self._delivery.num_tokens_of(each.index) - len(each.output_token_ids) for each in choices)
 
-    async def _place(self, failure: TandemError | None) -> Placement:
+    async def _place(self, choices: Sequence[ChoiceSpec], failure: TandemError | None) -> Placement:
         """A pair, of workers that did not fail this request as far as there are others. Raises Unavailable."""
+        group = self._request.group
+        demand = Demand(
+            num_tokens=group.num_prompt_tokens + sum(len(each.output_token_ids) for each in choices),
+            max_total_tokens=group.max_total_tokens,
+            num_prompt_tokens=group.num_prompt_tokens,
+            num_choices=len(choices),
+            blamed=frozenset(self._disappointing),
+        )
         try:
-            return await self._workers.place(self._demand(), self._patience.placement_s)
+            return await self._workers.place(demand, self._policy.placement_s)
         except Unavailable as error:
             if failure is None:
                 raise
-            known = f"{failure.message}, after {self._choice.num_tokens} tokens; {error.message}"
+            known = f"{failure.message}, after {self._delivery.num_tokens} tokens; {error.message}"
             if isinstance(failure, Unavailable):
                 raise Unavailable(known, failure.reason) from error
             raise failure from error
-
-    def _demand(self) -> Demand:
-        request = self._request
-        return Demand(
-            num_tokens=len(request.prompt) + self._stream.next_offset,
-            max_total_tokens=len(request.prompt) + request.sampling.max_tokens,
-            blamed=frozenset(self._disappointing),
-        )
 
     def _blame(self, attempt: Attempt, placement: Placement, error: TandemError) -> None:
         culprit = attempt.culprit or placement.decode
@@ -224,12 +203,12 @@ class Generation:
         self._observer.moved(culprit, error)
         _log.warning(
             "request moves to another pair",
-            request_id=self._request.request_id,
+            request_id=self._request.group.request_id,
             trace_id=trace_id_of(self._observer.traceparent),
             culprit=culprit.worker_id,
             reason=error.reason,
             error=error.message,
-            num_tokens=self._stream.next_offset,
+            num_tokens=self._delivery.num_tokens,
         )
 
     def _move(self, state: RequestState) -> None:
@@ -237,19 +216,18 @@ class Generation:
 
     def _fail(self, error: TandemError) -> None:
         self._move(RequestState.FAILED)
-        self._observer.ended(self._end(error=error))
-        self._outbox.fail(error)
-
-    def _end(self, *, finish_reason: FinishReason | None = None, error: TandemError | None = None) -> RequestEnd:
-        return RequestEnd(self._choice.num_tokens, self._timeline.total_s, finish_reason, error)
+        self._observer.ended(RequestEnd(self._delivery.num_tokens, self._timeline.total_s, error=error))
+        self._delivery.fail(error)
 
 
-def _start_of(request: GenerationRequest, age_s: float) -> RequestStart:
+def _start_of(request: ResolvedRequest, age_s: float) -> RequestStart:
+    group = request.group
     return RequestStart(
-        request_id=request.request_id,
-        num_prompt_tokens=len(request.prompt),
-        max_tokens=request.sampling.max_tokens,
-        priority=request.priority,
-        traceparent=request.traceparent,
+        request_id=group.request_id,
+        num_prompt_tokens=group.num_prompt_tokens,
+        max_tokens=group.sampling.max_tokens,
+        priority=group.priority,
+        traceparent=group.traceparent,
         age_s=age_s,
+        num_choices=len(group.choices),
     )

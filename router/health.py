@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from router.pipeline import Pipeline
+from router.entrance import Entrance
 from router.registry import Registry
 from router.workers import Workers
 
@@ -20,14 +20,14 @@ class HealthSink(Protocol):
 class Health:
     """Ready = a usable pair of workers stands, and the router does not drain."""
 
-    def __init__(self, workers: Workers, registry: Registry, pipeline: Pipeline) -> None:
+    def __init__(self, workers: Workers, registry: Registry, entrance: Entrance) -> None:
         self._workers = workers
         self._registry = registry
-        self._pipeline = pipeline
+        self._entrance = entrance
 
     def obstacle(self) -> str | None:
         """What keeps this router from serving, for people; None = nothing."""
-        if self._pipeline.draining:
+        if self._entrance.draining:
             return "the router is draining"
         return self._workers.readiness()
 

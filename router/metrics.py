@@ -1,7 +1,8 @@
 """What happens to requests on the router, counted: latencies, outcomes, refusals, moves.
 
 Latencies count from arrival. A replayed request is one request: only the first computation of
-its prompt counts, and the gap in which it moved is an inter-token gap like any other.
+its prompt counts, and the gap in which it moved is an inter-token gap like any other. Inter-token gaps
+are those within a choice; the first one of a choice counts from the request's first token.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from tandem.clock import Clock
 from tandem.errors import TandemError
 from tandem.telemetry import metric_names as names
 from tandem.telemetry.metrics import Metrics
-from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart
+from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
 from tandem.telemetry.recent_latencies import RecentLatencies
-from tandem.types import WorkerInfo
+from tandem.types import FinishReason, WorkerInfo
 
 
-class RouterMetrics:
-    """A `RouterObserver`. Has no word on the trace: give it after one that has."""
+class RouterMetrics(RouterObserver):
+    """Does not decide the trace context of workers' spans: give it after an observer that does."""
 
     def __init__(self, metrics: Metrics, recent: RecentLatencies, clock: Clock) -> None:
         self.clock = clock
@@ -49,25 +50,21 @@ class RouterMetrics:
         self.refusals.add(1, error.reason)
 
 
-class _Request:
+class _Request(RequestObserver):
     """One request's times."""
 
-    __slots__ = ("_admitted", "_arrived_s", "_first_s", "_last_s", "_num_prompt_tokens", "_of", "_traceparent")
+    __slots__ = ("_admitted", "_arrived_s", "_first_s", "_last_s", "_num_prompt_tokens", "_of")
 
     def __init__(self, of: RouterMetrics, start: RequestStart) -> None:
+        super().__init__(start.traceparent)
         self._of = of
-        self._traceparent = start.traceparent
         self._num_prompt_tokens = start.num_prompt_tokens
         self._arrived_s = of.clock.now_s() - start.age_s
         self._admitted = False
         self._first_s: float | None = None
         """When the first token came."""
-        self._last_s = 0.0
-        """When the latest one came."""
-
-    @property
-    def traceparent(self) -> str:
-        return self._traceparent
+        self._last_s: dict[int, float] = {}
+        """When the latest one of each choice came, by index."""
 
     def admitted(self) -> None:
         self._admitted = True
@@ -88,27 +85,28 @@ class _Request:
     def handed_over(self, num_bytes: int, seconds: float) -> None:
         self._of.transfer_s.observe(seconds)
 
-    def tokens(self, num_tokens: int) -> None:
+    def tokens(self, num_tokens: int, index: int) -> None:
         of, now_s = self._of, self._of.clock.now_s()
         of.completion_tokens.add(num_tokens)
         if self._first_s is None:
-            self._first_s = self._last_s = now_s
+            self._first_s = now_s
             of.first_token_s.observe(now_s - self._arrived_s)
             of.recent.first_token(now_s - self._arrived_s)
             num_tokens -= 1
         if num_tokens:
             # Tokens that come together share the time since the one before them.
-            gap_s = (now_s - self._last_s) / num_tokens
+            gap_s = (now_s - self._last_s.get(index, self._first_s)) / num_tokens
             of.inter_token_s.observe(gap_s, num_tokens)
             of.recent.inter_token(gap_s, num_tokens)
-            self._last_s = now_s
+        self._last_s[index] = now_s
 
     def moved(self, culprit: WorkerInfo, error: TandemError) -> None:
         self._of.moves.add(1, culprit.role, error.reason)
 
     def ended(self, end: RequestEnd) -> None:
-        if end.finish_reason is not None:
-            self._finished(end, outcome=end.finish_reason)
+        if end.finish_reasons:
+            cut_off = FinishReason.LENGTH in end.finish_reasons
+            self._finished(end, outcome=FinishReason.LENGTH if cut_off else end.finish_reasons[0])
             return
         of = self._of
         of.recent.broken_off()
@@ -129,4 +127,4 @@ class _Request:
         of.recent.finished(end.total_s)
         of.completion_sizes.observe(end.num_completion_tokens)
         if self._first_s is not None:
-            of.decode_s.observe(self._last_s - self._first_s)
+            of.decode_s.observe(max(self._last_s.values()) - self._first_s)

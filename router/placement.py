@@ -1,4 +1,4 @@
-"""Chooses the pair of workers for a sequence: pure, given what is known of the workers.
+"""Chooses the pair of workers for a request: pure, given what is known of the workers.
 
 Only pairs with equal model and layout fingerprints and a common transport count. Decode is
 chosen first, by power of two choices on free blocks (Mitzenmacher 2001: near the best, and no
@@ -55,19 +55,22 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a sequence needs of the workers that run it."""
+    """What a request needs of the workers that run it."""
 
     num_tokens: int
     """Tokens to compute before the next one: prompt, and what was emitted before a replay."""
     max_total_tokens: int
-    """Most tokens the sequence can come to."""
+    """Most tokens that one choice can come to."""
+    num_prompt_tokens: int = 0
+    num_choices: int = 1
+    """They share the prompt's full blocks; a decode worker's pool must hold all else once for each."""
     blamed: frozenset[Incarnation] = frozenset()
     """Workers that failed this request: no more of them are taken than need be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a sequence runs. `prefill` is None where the decode worker computes the prompt."""
+    """Where a request runs. `prefill` is None where the decode worker computes the prompt."""
 
     prefill: WorkerInfo | None
     decode: WorkerInfo
@@ -103,30 +106,31 @@ def readiness(workers: Sequence[WorkerView]) -> str | None:
     return _what_is_missing(demand, workers, prefills, decodes)
 
 
-def longest_sequence(workers: Sequence[WorkerView]) -> int | None:
-    """Tokens of the longest sequence that any registered pair holds; None without a decode worker."""
+def longest_sequence(workers: Sequence[WorkerView], num_prompt_tokens: int, num_choices: int) -> int | None:
+    """Tokens of the longest choice, of so many, that any registered pair holds; None without a decode worker."""
+    demand = Demand(num_prompt_tokens, num_prompt_tokens + 1, num_prompt_tokens, num_choices)
     prefills = [view for view in workers if view.info.role is Role.PREFILL]
     lengths: list[int] = []
     for decode in (view for view in workers if view.info.role is Role.DECODE):
-        own = decode.info.max_sequence_tokens
-        partners = [each.info.max_sequence_tokens for each in _partners(decode, prefills)]
+        own = _choice_tokens(demand, decode)
+        partners = [_choice_tokens(demand, each) for each in _partners(decode, prefills)]
         lengths.append(own if decode.info.local_prefill_tokens is None or not partners else min(own, max(partners)))
     return max(lengths, default=None)
 
 
-def common_sequence(workers: Sequence[WorkerView], num_prompt_tokens: int) -> int | None:
-    """Tokens of the longest sequence that all pairs hold which take such a prompt now; None if none does.
+def common_sequence(workers: Sequence[WorkerView], num_prompt_tokens: int, num_choices: int) -> int | None:
+    """Tokens of the longest choice, of so many, that all pairs hold which take such a prompt now; None if none does.
 
     A pair that leaves less than half as much room as the best does not count: to be served by
     it, too, is not worth so short a completion.
     """
-    demand = Demand(num_tokens=num_prompt_tokens, max_total_tokens=num_prompt_tokens + 1)
+    demand = Demand(num_prompt_tokens, num_prompt_tokens + 1, num_prompt_tokens, num_choices)
     prefills = _candidates(Role.PREFILL, demand, workers)
     lengths: list[int] = []
     for decode in _candidates(Role.DECODE, demand, workers):
         partners = [decode] if _is_local(demand, decode) else _partners(decode, prefills)
-        own = decode.info.max_sequence_tokens
-        lengths += (min(own, each.info.max_sequence_tokens) for each in partners)
+        own = _choice_tokens(demand, decode)
+        lengths += (min(own, _choice_tokens(demand, each)) for each in partners)
     least = (max(lengths, default=0) + num_prompt_tokens) / 2
     return min((each for each in lengths if each >= least), default=None)
 
@@ -139,9 +143,27 @@ def _refusal(demand: Demand, view: WorkerView) -> str | None:
     """Why this worker cannot serve `demand`, whatever its partner."""
     if view.obstacle is not None:
         return view.obstacle
-    if demand.max_total_tokens > view.info.max_sequence_tokens:
-        return f"holds sequences of {view.info.max_sequence_tokens} tokens, not {demand.max_total_tokens}"
+    held = _choice_tokens(demand, view)
+    if demand.max_total_tokens > held:
+        held_each = (
+            f"{held} tokens" if demand.num_choices == 1 else f"{held} tokens for {demand.num_choices} choices each"
+        )
+        return f"holds sequences of {held_each}, not {demand.max_total_tokens}"
     return None
+
+
+def _choice_tokens(demand: Demand, view: WorkerView) -> int:
+    """Most tokens that each choice of `demand` can come to on this worker, as `GroupSpec.max_pool_tokens` counts them.
+
+    A prefill worker holds the prompt once, whatever the number of choices. A pool of unknown size is no bound.
+    """
+    block_size = 0 if view.load is None else view.load.pool.block_size
+    is_bound = demand.num_choices > 1 and view.info.role is Role.DECODE and view.info.pool_tokens and block_size
+    if not is_bound:
+        return view.info.max_sequence_tokens
+    num_shared = demand.num_prompt_tokens // block_size
+    num_own = max(0, view.info.pool_tokens // block_size - num_shared) // demand.num_choices
+    return min(view.info.max_sequence_tokens, (num_shared + num_own) * block_size)
 
 
 def _num_blamed(demand: Demand, decode: WorkerView, prefills: Iterable[WorkerView]) -> int:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from router.admission import AdmissionQueue
-from router.pipeline import Pipeline
+from router.entrance import Entrance
 from router.placement import Obstacle, WorkerView
 from router.registry import Registry
 from tandem.config import RouterConfig
@@ -18,16 +18,16 @@ from tandem.telemetry.metrics import Reading
 class RouterReadings:
     """Call it for the readings of now."""
 
-    def __init__(self, config: RouterConfig, queue: AdmissionQueue, registry: Registry, pipeline: Pipeline) -> None:
+    def __init__(self, config: RouterConfig, queue: AdmissionQueue, registry: Registry, entrance: Entrance) -> None:
         self._config = config
         self._queue = queue
         self._registry = registry
-        self._pipeline = pipeline
+        self._entrance = entrance
 
     def __call__(self) -> Iterable[Reading]:
         """Everything that `metric_names` has of the router's state."""
         queue = self._queue
-        yield Reading(names.DRAINING, self._pipeline.draining)
+        yield Reading(names.DRAINING, self._entrance.draining)
         yield Reading(names.ROUTER_QUEUED_REQUESTS, queue.num_queued)
         yield Reading(names.ROUTER_QUEUED_TOKENS, queue.queued_tokens)
         yield Reading(names.ROUTER_ACTIVE_REQUESTS, queue.num_active)

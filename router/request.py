@@ -1,40 +1,82 @@
-"""One generation request, resolved: nothing left to default, nothing left to check."""
+"""A request in two forms: as a face understood it, and resolved. Neither knows a protocol.
+
+face ──CompletionRequest, Caller──▶ entrance ──ResolvedRequest──▶ generation ──GroupSpec──▶ workers
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from tandem.clock import Deadline
-from tandem.types import RequestId, SamplingParams, SequenceSpec, TextParams, TokenId
+from tandem.sampling import SamplingOptions
+from tandem.types import ChoiceSpec, GroupSpec, TextParams
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """What the pipeline runs."""
+class TextPrompt:
+    """Text, to be tokenized with the special tokens that the tokenizer adds."""
 
-    request_id: RequestId
-    prompt: tuple[TokenId, ...]
-    sampling: SamplingParams
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokensPrompt:
+    """Token ids, taken as they are."""
+
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation, to be rendered with the model's template; each message has `role` and `content`."""
+
+    messages: Sequence[Mapping[str, str]]
+
+
+Prompt = TextPrompt | TokensPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """What a caller wants. Nothing is judged and no default is filled in yet."""
+
+    prompt: Prompt
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    request_id: str = ""
+    """Empty = one is drawn."""
+    model: str = ""
+    """Empty = the one that is served."""
+    priority: int = 0
+    """Larger goes first while requests wait for admission; fits 32 bits."""
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, how long it waits, and the trace that its request belongs to."""
+
+    timeout_s: float | None
+    """None = as long as the router allows."""
+    traceparent: str
+    """W3C trace context."""
+    tracestate: str = ""
+    peer: str = ""
+    """Where the call came from, for logs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRequest:
+    """Nothing left to default, nothing left to check."""
+
+    group: GroupSpec
+    """With all its choices, and none of their tokens."""
     text: TextParams
     deadline: Deadline
-    priority: int = 0
-    traceparent: str = ""
-    """Trace context of the call that brought it."""
-    tracestate: str = ""
-    """Goes with it, unchanged."""
+    peer: str = ""
 
-    def spec(self, emitted: tuple[TokenId, ...], traceparent: str) -> SequenceSpec:
-        """The sequence as a worker is to run it, after `emitted` tokens of its completion.
-
-        `traceparent` is the parent of the worker's spans.
-        """
-        return SequenceSpec(
-            request_id=self.request_id,
-            token_ids=self.prompt + emitted,
-            num_prompt_tokens=len(self.prompt),
-            sampling=self.sampling,
-            timeout_s=self.deadline.remaining_s(),
-            priority=self.priority,
-            traceparent=traceparent,
-            tracestate=self.tracestate,
+    def resumed(self, choices: Sequence[ChoiceSpec], traceparent: str) -> GroupSpec:
+        """What a worker is to run now: the choices not yet completed, and `traceparent` as its spans' parent."""
+        return replace(
+            self.group, choices=tuple(choices), timeout_s=self.deadline.remaining_s(), traceparent=traceparent
         )

@@ -16,7 +16,6 @@ from opentelemetry.trace import Span, Tracer, get_current_span, set_span_in_cont
 
 from tandem.errors import TandemError
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
-from tandem.telemetry.observers_silent import SilentListener, SilentRequest
 from tandem.telemetry.span_status import CANCELLED, mark_failed
 from tandem.telemetry.trace_context import context_of, traceparent_of
 from tandem.types import WorkerInfo
@@ -27,9 +26,7 @@ def request_spans(tracer: Tracer | None, model: str) -> Sequence[RouterObserver]
     return () if tracer is None else (_RequestSpans(tracer, model),)
 
 
-class _RequestSpans:
-    """A `RouterObserver`."""
-
+class _RequestSpans(RouterObserver):
     def __init__(self, tracer: Tracer, model: str) -> None:
         self._tracer = tracer
         self._model = model
@@ -44,25 +41,23 @@ class _RequestSpans:
             "tandem.request_id": start.request_id,
             "tandem.priority": start.priority,
         }
+        if start.num_choices > 1:
+            attributes["gen_ai.request.choice.count"] = start.num_choices
         span = self._tracer.start_span("generate", context_of(start.traceparent), attributes=attributes)
         if not span.is_recording():
-            return SilentRequest(traceparent_of(span.get_span_context()))
+            return RequestObserver(traceparent_of(span.get_span_context()))
         return _RequestSpan(self._tracer, span)
 
     def refused(self, error: TandemError) -> None:
         get_current_span().set_attribute("tandem.error.reason", error.reason.value)  # the call's own: nothing was begun
 
 
-class _RequestSpan(SilentListener):
+class _RequestSpan(RequestObserver):
     def __init__(self, tracer: Tracer, span: Span) -> None:
+        super().__init__(traceparent_of(span.get_span_context()))
         self._span = span
-        self._traceparent = traceparent_of(span.get_span_context())
         self._queue: Span | None = tracer.start_span("queue", set_span_in_context(span))
         self._has_tokens = False
-
-    @property
-    def traceparent(self) -> str:
-        return self._traceparent
 
     def admitted(self) -> None:
         self._leave_queue()
@@ -73,7 +68,7 @@ class _RequestSpan(SilentListener):
             workers["tandem.prefill.worker_id"] = prefill.worker_id
         self._span.add_event("placed", workers)
 
-    def tokens(self, num_tokens: int) -> None:
+    def tokens(self, num_tokens: int, index: int) -> None:
         if not self._has_tokens:
             self._has_tokens = True
             self._span.add_event("first_token")
@@ -85,12 +80,12 @@ class _RequestSpan(SilentListener):
         failure = None
         if end.error is not None:
             failure = end.error.reason.value
-        elif end.finish_reason is None:
+        elif not end.finish_reasons:
             failure = CANCELLED
         self._leave_queue(failure)
         self._span.set_attribute("gen_ai.usage.output_tokens", end.num_completion_tokens)
-        if end.finish_reason is not None:
-            self._span.set_attribute("gen_ai.response.finish_reasons", [end.finish_reason.value])
+        if end.finish_reasons:
+            self._span.set_attribute("gen_ai.response.finish_reasons", [each.value for each in end.finish_reasons])
         if failure is not None:
             mark_failed(self._span, failure)
         self._span.end()

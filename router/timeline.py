@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.clock import Clock
-from tandem.telemetry.observers_silent import SilentListener
+from tandem.telemetry.observers import RequestObserver
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,11 @@ class Summary:
     transfer_bytes: int
 
 
-class Timeline(SilentListener):
+class Timeline(RequestObserver):
     """One request's times, on the clock given. Begins when it is made."""
 
     def __init__(self, clock: Clock) -> None:
+        super().__init__()
         self._clock = clock
         self._arrived_s = clock.now_s()
         self._first_token_s: float | None = None
@@ -49,7 +50,7 @@ class Timeline(SilentListener):
         """Arrival to the last token; to now, as long as none came."""
         return self._since_arrival_s() if self._first_token_s is None else self._last_token_s
 
-    def tokens(self, num_tokens: int) -> None:
+    def tokens(self, num_tokens: int, index: int) -> None:
         """New tokens are here."""
         self._last_token_s = self._since_arrival_s()
         if self._first_token_s is None:

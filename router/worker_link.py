@@ -1,9 +1,9 @@
-"""One stream to one worker, with all of this router's sequences in it.
+"""One stream to one worker, with all of this router's requests in it.
 
     connecting ──both hellos──▶ connected ──stream ends──▶ connecting …     until `run` is cancelled
 
-Each sequence is named by a handle and has a listener, told of its messages without awaiting.
-When the stream ends, every listener is told at once; the worker lets go of them all by itself.
+Each request is named by a handle and has a listener, told of its messages without awaiting.
+When the stream ends, every listener is told at once; the worker releases them all by itself.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, Protocol, TypeAlias
 
 import grpc.aio
 
-from tandem.convert import delta_from_proto, error_from_failed, sequence_to_proto
+from tandem.convert import delta_from_proto, error_from_failed
 from tandem.errors import InternalError, Reason, TandemError, Unavailable
 from tandem.rpc.channel import open_channel
 from tandem.rpc.status import error_from_rpc, needs_mending
 from tandem.security.credentials import Outgoing
 from tandem.telemetry.logging import get_logger
-from tandem.types import Handle, Incarnation, SequenceSpec, TokenDelta, WorkerInfo
+from tandem.types import Handle, Incarnation, TokenDelta, WorkerInfo
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 _HELLO_TIMEOUT_S = 5.0
@@ -35,26 +35,28 @@ _Call: TypeAlias = "grpc.aio.StreamStreamCall[worker_pb2.ConnectRequest, worker_
 _log = get_logger(__name__)
 
 
-class SequenceListener(Protocol):
-    """Told what becomes of one sequence on one worker. Must not await; after `failed`, nothing more comes."""
+class GroupListener(Protocol):
+    """Told what becomes of one request on the workers that run it. Must not await; after a worker's `failed`, nothing
+    more comes from that worker. `sender` is the very WorkerInfo of the link that tells.
+    """
 
-    def reserved(self, ticket: bytes, kv_endpoint: bytes) -> None:
+    def reserved(self, sender: WorkerInfo, ticket: bytes, kv_endpoint: bytes) -> None:
         """Room was made; both are empty where the worker computes the prompt itself."""
         ...
 
-    def prefill_done(self, delta: TokenDelta, queue_s: float, prefill_s: float) -> None:
-        """The prompt is computed; `delta` is its first token."""
+    def prefill_done(self, sender: WorkerInfo, queue_s: float, prefill_s: float) -> None:
+        """The prompt is computed; its first tokens come as all others do."""
         ...
 
-    def handoff_done(self, num_bytes: int, seconds: float) -> None:
+    def handoff_done(self, sender: WorkerInfo, num_bytes: int, seconds: float) -> None:
         """The decode worker has verified and attached the KV."""
         ...
 
-    def tokens(self, delta: TokenDelta) -> None:
-        """New tokens, perhaps before `prefill_done`."""
+    def tokens(self, sender: WorkerInfo, delta: TokenDelta) -> None:
+        """New tokens of one choice."""
         ...
 
-    def failed(self, error: TandemError) -> None:
+    def failed(self, sender: WorkerInfo, error: TandemError) -> None:
         """It ended without all its tokens, or the worker was lost (reason WORKER_LOST)."""
         ...
 
@@ -77,28 +79,21 @@ class WorkerLink:
         self._connected = False
         self._backoff_s = _FIRST_BACKOFF_S
         self._handles = itertools.count(1)
-        self._listeners: dict[Handle, SequenceListener] = {}
+        self._listeners: dict[Handle, GroupListener] = {}
         self._outgoing: deque[worker_pb2.ConnectRequest] = deque()
         self._has_outgoing = asyncio.Event()
 
-    @property
-    def info(self) -> WorkerInfo:
-        """Whom it leads to."""
-        return self._info
-
-    def reserve(self, spec: SequenceSpec, listener: SequenceListener, *, local_prefill: bool) -> Handle:
+    def reserve(self, group: worker_pb2.Group, listener: GroupListener, *, local_prefill: bool) -> Handle:
         """Asks a decode worker to make room. The answer comes to `listener`."""
         handle = self._new_handle(listener)
-        reserve = worker_pb2.Reserve(handle=handle, sequence=sequence_to_proto(spec), local_prefill=local_prefill)
+        reserve = worker_pb2.Reserve(handle=handle, group=group, local_prefill=local_prefill)
         self._send(handle, worker_pb2.ConnectRequest(reserve=reserve))
         return handle
 
-    def prefill(self, spec: SequenceSpec, listener: SequenceListener, ticket: bytes, kv_endpoint: bytes) -> Handle:
+    def prefill(self, group: worker_pb2.Group, listener: GroupListener, ticket: bytes, kv_endpoint: bytes) -> Handle:
         """Asks a prefill worker to compute a prompt and push its KV. The answer comes to `listener`."""
         handle = self._new_handle(listener)
-        prefill = worker_pb2.Prefill(
-            handle=handle, sequence=sequence_to_proto(spec), ticket=ticket, kv_endpoint=kv_endpoint
-        )
+        prefill = worker_pb2.Prefill(handle=handle, group=group, ticket=ticket, kv_endpoint=kv_endpoint)
         self._send(handle, worker_pb2.ConnectRequest(prefill=prefill))
         return handle
 
@@ -175,33 +170,31 @@ class WorkerLink:
         kind = response.WhichOneof("message")
         if kind == "step_outputs":
             for output in response.step_outputs.outputs:
-                self._tell(output.handle, _tell_tokens, output)
+                self._tell(output, _tell_tokens)
         elif kind == "failed":
             self._fail(Handle(response.failed.handle), error_from_failed(response.failed))
         elif kind in _TELL:
-            message = getattr(response, kind)
-            self._tell(message.handle, _TELL[kind], message)
+            self._tell(getattr(response, kind), _TELL[kind])
 
-    def _tell(self, number: int, tell: Callable[[SequenceListener, Any], None], message: Any) -> None:
-        """Messages for a released sequence are late, and no-ops."""
-        handle = Handle(number)
-        listener = self._listeners.get(handle)
+    def _tell(self, message: Any, tell: Callable[[GroupListener, WorkerInfo, Any], None]) -> None:
+        """Messages for a released request are late, and no-ops."""
+        listener = self._listeners.get(message.handle)
         if listener is None:
             return
         try:
-            tell(listener, message)
-        # A bug met by one sequence must not end the stream that all others live in.
+            tell(listener, self._info, message)
+        # A bug met by one request must not end the stream that all others live in.
         except Exception:  # noqa: BLE001
-            _log.exception("a worker's message failed", worker_id=self._info.worker_id, handle=handle)
-            self.release(handle)
-            listener.failed(InternalError("a worker's message could not be handled"))
+            _log.exception("a worker's message failed", worker_id=self._info.worker_id, handle=message.handle)
+            self.release(message.handle)
+            listener.failed(self._info, InternalError("a worker's message could not be handled"))
 
     def _fail(self, handle: Handle, error: TandemError) -> None:
         listener = self._listeners.pop(handle, None)
         if listener is not None:
-            listener.failed(error)
+            listener.failed(self._info, error)
 
-    def _new_handle(self, listener: SequenceListener) -> Handle:
+    def _new_handle(self, listener: GroupListener) -> Handle:
         handle = Handle(next(self._handles))
         self._listeners[handle] = listener
         return handle
@@ -232,23 +225,23 @@ class WorkerLink:
             self._on_connected(connected)
 
 
-def _tell_tokens(listener: SequenceListener, message: worker_pb2.SequenceOutput) -> None:
-    listener.tokens(delta_from_proto(message))
+def _tell_tokens(listener: GroupListener, sender: WorkerInfo, message: worker_pb2.SequenceOutput) -> None:
+    listener.tokens(sender, delta_from_proto(message))
 
 
-def _tell_reserved(listener: SequenceListener, message: worker_pb2.Reserved) -> None:
-    listener.reserved(message.ticket, message.kv_endpoint)
+def _tell_reserved(listener: GroupListener, sender: WorkerInfo, message: worker_pb2.Reserved) -> None:
+    listener.reserved(sender, message.ticket, message.kv_endpoint)
 
 
-def _tell_prefill_done(listener: SequenceListener, message: worker_pb2.PrefillDone) -> None:
-    listener.prefill_done(delta_from_proto(message.output), message.queue_seconds, message.prefill_seconds)
+def _tell_prefill_done(listener: GroupListener, sender: WorkerInfo, message: worker_pb2.PrefillDone) -> None:
+    listener.prefill_done(sender, message.queue_seconds, message.prefill_seconds)
 
 
-def _tell_handoff_done(listener: SequenceListener, message: worker_pb2.HandoffDone) -> None:
-    listener.handoff_done(message.transfer_bytes, message.transfer_seconds)
+def _tell_handoff_done(listener: GroupListener, sender: WorkerInfo, message: worker_pb2.HandoffDone) -> None:
+    listener.handoff_done(sender, message.transfer_bytes, message.transfer_seconds)
 
 
-_TELL: Mapping[str, Callable[[SequenceListener, Any], None]] = {
+_TELL: Mapping[str, Callable[[GroupListener, WorkerInfo, Any], None]] = {
     "reserved": _tell_reserved,
     "prefill_done": _tell_prefill_done,
     "handoff_done": _tell_handoff_done,

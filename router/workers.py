@@ -1,4 +1,4 @@
-"""The workers as the pipeline sees them: a pair for a sequence, a link to each, readiness.
+"""The workers as requests see them: a pair for a request, a link to each, readiness.
 
 Keeps one link per registered worker and tells whoever waits that something changed.
 """
@@ -57,13 +57,13 @@ class Workers:
         """None if a request could be served now, else what is missing."""
         return readiness(self._registry.views())
 
-    def longest_sequence(self) -> int | None:
-        """Tokens of the longest sequence that any decode worker holds; None without one."""
-        return longest_sequence(self._registry.views())
+    def longest_sequence(self, num_prompt_tokens: int, num_choices: int) -> int | None:
+        """See `placement.longest_sequence`; None without a decode worker."""
+        return longest_sequence(self._registry.views(), num_prompt_tokens, num_choices)
 
-    def common_sequence(self, num_prompt_tokens: int) -> int | None:
+    def common_sequence(self, num_prompt_tokens: int, num_choices: int) -> int | None:
         """See `placement.common_sequence`; None without a pair that takes such a prompt now."""
-        return common_sequence(self._registry.views(), num_prompt_tokens)
+        return common_sequence(self._registry.views(), num_prompt_tokens, num_choices)
 
     async def place(self, demand: Demand, wait_s: float) -> Placement:
         """A pair for `demand`, waiting at most `wait_s` for one to come. Raises Unavailable."""

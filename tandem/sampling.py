@@ -1,22 +1,55 @@
 """From what a caller asked to what a worker runs: defaults, checks, refusals by name.
 
 Order of defaults: the request, the checkpoint's generation_config.json, then temperature 1,
-max_tokens to the end of the context, a drawn seed.
+max_tokens to the end of the context, a drawn seed. Knows no protocol: each face of the router
+writes what its callers sent into `SamplingOptions`.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from tandem.checkpoint import CheckpointInfo
 from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.limits import Limits
 from tandem.types import SamplingParams, TextParams, TokenId
-from tandem.v1 import inference_pb2
 from tandem.validation import Validator
 
 _NOT_BUILT = ("beam_width", "length_penalty", "prompt_logprobs")
+_CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """What a caller asked for, as inference.proto's SamplingParams describes it; None = not set. Not judged yet."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool | None = None
+    ignore_eos: bool | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    skip_special_tokens: bool | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] | None = None
 
 
 def draw_seed() -> int:
@@ -24,8 +57,16 @@ def draw_seed() -> int:
     return secrets.randbits(64)
 
 
+def num_choices(options: SamplingOptions, limits: Limits) -> int:
+    """How many completions are asked for. Raises InvalidRequest for too many, or none."""
+    count = 1 if options.n is None else options.n
+    if not 1 <= count <= limits.max_n:
+        raise InvalidRequest("sampling.n", f"{count} is not in [1, {limits.max_n}]")
+    return count
+
+
 def resolve_sampling(
-    message: inference_pb2.SamplingParams,
+    options: SamplingOptions,
     info: CheckpointInfo,
     num_prompt_tokens: int,
     limits: Limits,
@@ -34,52 +75,47 @@ def resolve_sampling(
     max_sequence_tokens: int | None = None,
     usual_sequence_tokens: int | None = None,
 ) -> tuple[SamplingParams, TextParams]:
-    """Resolves one request's parameters.
+    """Resolves one request's parameters, the same for each of its choices (`num_choices` says how many).
 
-    `max_sequence_tokens` is what the largest worker's pool can hold of one sequence: an explicit
+    `max_sequence_tokens` is what the largest worker's pool can hold of each choice: an explicit
     max_tokens beyond it is refused. `usual_sequence_tokens` is what workers hold that take such a
     prompt now: there ends the default of max_tokens, lest only the largest could serve it.
     None = not known; then the first bounds the default, too.
     Raises InvalidRequest (a value) and UnsupportedOption (a feature), both naming the field.
     """
-    _refuse_not_built(message, limits)
+    _refuse_not_built(options, limits)
     validator = Validator(limits, info.vocab_size, info.context_tokens)
     validator.validate_counts(
-        num_stop=len(message.stop),
-        num_stop_token_ids=len(message.stop_token_ids),
-        num_logit_bias=len(message.logit_bias),
+        num_stop=len(options.stop),
+        num_stop_token_ids=len(options.stop_token_ids),
+        num_logit_bias=len(options.logit_bias),
     )
     text = TextParams(
-        stop=tuple(message.stop),
-        include_stop=message.include_stop,
-        skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
-        stop_token_ids=frozenset(TokenId(each) for each in message.stop_token_ids),
+        stop=options.stop,
+        include_stop=bool(options.include_stop),
+        skip_special_tokens=options.skip_special_tokens is not False,
+        stop_token_ids=frozenset(map(TokenId, options.stop_token_ids)),
     )
     validator.validate_text(text)
     room = _room(info, num_prompt_tokens, usual_sequence_tokens or max_sequence_tokens)
-    sampling = _fill_in(message, info, text, room, seed_source)
+    sampling = _fill_in(options, info, text, room, seed_source)
     validator.validate_sampling(sampling)
     validator.validate_length(num_prompt_tokens, sampling.max_tokens, max_sequence_tokens)
     return sampling, text
 
 
-def _refuse_not_built(message: inference_pb2.SamplingParams, limits: Limits) -> None:
-    if message.HasField("n") and not 1 <= message.n <= limits.max_n:
-        raise InvalidRequest("sampling.n", f"{message.n} is not in [1, {limits.max_n}]")
-    if message.n > 1:
-        raise UnsupportedOption("sampling.n", "more than one choice is not supported by this version")
+def _refuse_not_built(options: SamplingOptions, limits: Limits) -> None:
     for name in _NOT_BUILT:
-        if message.HasField(name):
+        if getattr(options, name) is not None:
             raise UnsupportedOption(f"sampling.{name}")
-    constraint = message.WhichOneof("constraint")
-    if constraint is not None:
-        value = getattr(message, constraint)
-        size = value.ByteSize() if constraint == "choice" else len(value.encode())
+    for name in _CONSTRAINTS:
+        value: str | tuple[str, ...] | None = getattr(options, name)
+        if value is None:
+            continue
+        size = sum(len(each.encode()) for each in ((value,) if isinstance(value, str) else value))
         if size > limits.max_schema_bytes:
-            raise InvalidRequest(
-                f"sampling.{constraint}", f"{size} bytes exceed the limit of {limits.max_schema_bytes}"
-            )
-        raise UnsupportedOption(f"sampling.{constraint}")
+            raise InvalidRequest(f"sampling.{name}", f"{size} bytes exceed the limit of {limits.max_schema_bytes}")
+        raise UnsupportedOption(f"sampling.{name}")
 
 
 def _room(info: CheckpointInfo, num_prompt_tokens: int, sequence_tokens: int | None) -> int:
@@ -88,29 +124,29 @@ def _room(info: CheckpointInfo, num_prompt_tokens: int, sequence_tokens: int | N
 
 
 def _fill_in(
-    message: inference_pb2.SamplingParams,
+    options: SamplingOptions,
     info: CheckpointInfo,
     text: TextParams,
     room: int,
     seed_source: Callable[[], int],
 ) -> SamplingParams:
     def asked(name: str, default: float) -> float:
-        value: float = getattr(message, name) if message.HasField(name) else info.generation_defaults.get(name, default)
-        return value
+        value: float | None = getattr(options, name)
+        return info.generation_defaults.get(name, default) if value is None else value
 
-    eos_token_ids = frozenset() if message.ignore_eos else info.eos_token_ids
+    eos_token_ids = frozenset() if options.ignore_eos else info.eos_token_ids
     return SamplingParams(
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else room,
-        min_tokens=message.min_tokens,
+        max_tokens=room if options.max_tokens is None else options.max_tokens,
+        min_tokens=options.min_tokens or 0,
         temperature=asked("temperature", 1.0),
         top_k=int(asked("top_k", 0)),
         top_p=asked("top_p", 1.0),
         min_p=asked("min_p", 0.0),
         repetition_penalty=asked("repetition_penalty", 1.0),
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        seed=message.seed if message.HasField("seed") else seed_source(),
+        presence_penalty=options.presence_penalty or 0.0,
+        frequency_penalty=options.frequency_penalty or 0.0,
+        seed=seed_source() if options.seed is None else options.seed,
         end_token_ids=eos_token_ids | text.stop_token_ids,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        logit_bias={TokenId(key): value for key, value in message.logit_bias.items()},
+        logprobs=options.logprobs,
+        logit_bias={TokenId(key): value for key, value in options.logit_bias.items()},
     )

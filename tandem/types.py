@@ -116,6 +116,11 @@ class GroupSpec:
         return self.prompt_token_ids
 
     @property
+    def num_first_tokens(self) -> int:
+        """Choices that draw from the prefix's last token; of several, those that are resumed do not."""
+        return 1 if len(self.choices) == 1 else sum(not choice.output_token_ids for choice in self.choices)
+
+    @property
     def max_total_tokens(self) -> int:
         """Most tokens that one choice can come to, prompt and completion."""
         return self.num_prompt_tokens + self.sampling.max_tokens

@@ -1,7 +1,7 @@
 """A worker announces itself to every router it can find, and keeps doing so.
 
-One task per `--router` name resolves it again and again; one task per address found holds a
-Register stream: info, then heartbeats, at least three per lease, carrying the engine's
+One task per `--router` name resolves it at intervals; one task per address found holds a
+Register stream: info, then heartbeats, at least three per lease. They carry the engine's
 step count, since a live event loop proves nothing about its engine.
 """
 
@@ -34,7 +34,7 @@ _PLAIN = Outgoing()
 _ANSWER_TIMEOUT_S = 5.0
 _BEATS_PER_LEASE = 3
 _BEAT_S = 0.25
-"""At least so often, so that placement and status see pools as they are, not as they were."""
+"""The longest between heartbeats, so that placement and status see pools as they are."""
 
 
 class Announcer:
@@ -53,7 +53,7 @@ class Announcer:
     ) -> None:
         """`load` is asked at each heartbeat; `on_drain` is called each time a router asks for it.
 
-        `on_registered` is called each time a router takes the worker in.
+        `on_registered` is called each time a router registers the worker.
         """
         self._outgoing = outgoing
         self._routers = routers
@@ -95,10 +95,10 @@ class Announcer:
             await asyncio.gather(*streams.values(), return_exceptions=True)
 
     async def _hold(self, address: str, router: str) -> None:
-        """Registers again and again with the router of that name at `address`.
+        """Keeps registered with the router of that name at `address`.
 
-        Returns once its stream broke and it is no longer listed: the address may become a stranger's. A stream
-        that stands is left alone, for a lookup may be wrong.
+        Returns once its stream broke and it is no longer listed: the address may come to belong to another process.
+        A stream that works is left alone, since a lookup may be wrong.
         """
         called = router.rpartition(":")[0].strip("[]")
         backoff_s = _FIRST_BACKOFF_S
@@ -112,7 +112,7 @@ class Announcer:
                 log = _log.warning if needs_mending(failure) else _log.info
                 log("registration ended", router=address, error=failure.message)
             except (TimeoutError, asyncio.InvalidStateError) as error:  # the latter: written to an ended call
-                _log.info("registration broke off", router=address, kind=type(error).__name__)
+                _log.info("registration interrupted", router=address, kind=type(error).__name__)
             backoff_s = _FIRST_BACKOFF_S if registered.is_set() else min(_MAX_BACKOFF_S, backoff_s * 2)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
 
@@ -128,7 +128,7 @@ class Announcer:
         registered.set()
         self._on_registered()
         _log.info("registered", router=address, lease_s=first.lease_seconds)
-        self._heed(first)
+        self._obey(first)
         tasks = {
             asyncio.create_task(self._listen(call), name=f"router-{address}"),
             asyncio.create_task(self._beat(call, first.lease_seconds), name=f"heartbeat-{address}"),
@@ -146,7 +146,7 @@ class Announcer:
     async def _listen(self, call: RegisterCall) -> None:
         """Until the router ends the stream."""
         while isinstance(response := await call.read(), registry_pb2.RegisterResponse):
-            self._heed(response)
+            self._obey(response)
 
     async def _beat(self, call: RegisterCall, lease_s: float) -> None:
         """Heartbeats. Raises TimeoutError if the router does not take one within the lease."""
@@ -155,7 +155,7 @@ class Announcer:
             async with asyncio.timeout(lease_s):
                 await call.write(registry_pb2.RegisterRequest(load=load_to_proto(self._load())))
 
-    def _heed(self, response: registry_pb2.RegisterResponse) -> None:
+    def _obey(self, response: registry_pb2.RegisterResponse) -> None:
         if response.drain:
             self._on_drain()
 

@@ -1,4 +1,4 @@
-"""What happens to sequences on a worker, counted; and its load, read when asked. The same for both roles."""
+"""What happens to requests on a worker, counted; and its load, read when asked. The same for both roles."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tandem.clock import Clock
 from tandem.errors import TandemError, TransferError
 from tandem.telemetry import metric_names as names
 from tandem.telemetry.metrics import Metrics, Reading
-from tandem.telemetry.observers import SequenceObserver, StepReport
-from tandem.types import Role, SequenceSpec, WorkerLoad
+from tandem.telemetry.observers import SequenceObserver, StepReport, WorkerObserver
+from tandem.types import GroupSpec, Role, WorkerLoad
 
 
-class WorkerMetrics:
-    """A `WorkerObserver`."""
+class WorkerMetrics(WorkerObserver):
+    """Counts for one process."""
 
     def __init__(self, metrics: Metrics, role: Role, clock: Clock) -> None:
         self.clock = clock
@@ -30,9 +30,9 @@ class WorkerMetrics:
         self._step_seqs = metrics.histogram(names.STEP_SEQS).cells()
         self._step_tokens = metrics.histogram(names.STEP_TOKENS).cells()
 
-    def sequence(self, spec: SequenceSpec) -> SequenceObserver:
-        """A sequence arrives."""
-        return _Sequence(self)
+    def sequence(self, spec: GroupSpec) -> SequenceObserver:
+        """A request arrives."""
+        return _Request(self, spec.num_first_tokens)
 
     def step(self, report: StepReport) -> None:
         """A step is over."""
@@ -45,19 +45,15 @@ class WorkerMetrics:
         self.sampled_tokens.add(num_decode_seqs)
 
 
-class _Sequence:
-    """One sequence's way."""
+class _Request(SequenceObserver):
+    """One request's way; what waits, is reserved or preempted is read from the load."""
 
-    __slots__ = ("_arrived_s", "_of", "_started", "_transferring")
-
-    def __init__(self, of: WorkerMetrics) -> None:
+    def __init__(self, of: WorkerMetrics, num_first_tokens: int) -> None:
         self._of = of
+        self._num_first_tokens = num_first_tokens
         self._arrived_s = of.clock.now_s()
         self._started = False
         self._transferring = False
-
-    def reserved(self) -> None:
-        pass  # what waits and what is reserved is read from the load
 
     def started(self) -> None:
         if not self._started:
@@ -65,7 +61,7 @@ class _Sequence:
             self._of.wait_s.observe(self._of.clock.now_s() - self._arrived_s)
 
     def first_token(self) -> None:
-        self._of.sampled_tokens.add(1)
+        self._of.sampled_tokens.add(self._num_first_tokens)
 
     def transfer_started(self) -> None:
         self._transferring = True
@@ -77,9 +73,6 @@ class _Sequence:
         of.transfer_s.observe(seconds)
         if of.transfer_bytes is not None:
             of.transfer_bytes.add(num_bytes)
-
-    def preempted(self) -> None:
-        pass  # the load counts them, of the whole pool
 
     def ended(self, error: TandemError | None, num_tokens: int) -> None:
         of = self._of
@@ -94,7 +87,7 @@ class _Sequence:
 
 
 def load_reader(role: Role, load: Callable[[], WorkerLoad]) -> Callable[[], Iterable[Reading]]:
-    """Tells a worker core's load."""
+    """Reads a worker's load as metrics."""
 
     def read() -> Iterable[Reading]:
         now = load()

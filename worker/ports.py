@@ -1,8 +1,9 @@
-"""What a worker's core meets on either side: the router that asked, and the engine that computes.
+"""What meets around a worker's core: the process that serves it, the router that asked, the engine that computes.
 
-    router ─ RouterPort ◀─ core ─▶ StepEngine ─ engine thread
+    process, stream ─▶ WorkerCore ─▶ StepEngine ─ engine thread
+    router ◀─ RouterPort ◀──┘
 
-Nothing of either blocks or awaits but the result of a launched step.
+Nothing here blocks or awaits but the result of a launched step, `run` and `drained`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Protocol
 
 from engine.step import SampledToken, Step, StepResult
 from tandem.errors import TandemError
-from tandem.types import FinishReason, Handle
+from tandem.types import FinishReason, GroupSpec, Handle, WorkerLoad
 
 
 class RouterPort(Protocol):
@@ -59,4 +60,43 @@ class StepEngine(Protocol):
         The result raises what the step raised, after the device has let go of its blocks. Cancelling the wait does
         not cancel the step, and does not end before it.
         """
+        ...
+
+
+class WorkerCore(Protocol):
+    """The worker itself; called on the loop, answers through the session.
+
+    A TandemError raised by `reserve` or `prefill` becomes the request's `failed`; nothing is held then.
+    """
+
+    def reserve(self, session: RouterPort, handle: Handle, spec: GroupSpec, local_prefill: bool) -> None:
+        """Decode worker: make room."""
+        ...
+
+    def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec, ticket: bytes, kv_endpoint: bytes) -> None:
+        """Prefill worker: compute the prompt and hand it over."""
+        ...
+
+    def release(self, session: RouterPort, handle: Handle) -> None:
+        """Nothing more is wanted of it. Idempotent; the handle may be unknown."""
+        ...
+
+    def router_lost(self, session: RouterPort) -> None:
+        """The stream ended: let go of all that this router asked for."""
+        ...
+
+    async def run(self) -> None:
+        """Steps until cancelled. Whatever it raises ends the process."""
+        ...
+
+    def drain(self) -> None:
+        """Takes no new work from now on. Idempotent."""
+        ...
+
+    async def drained(self) -> None:
+        """Returns once nothing is held any more."""
+        ...
+
+    def load(self) -> WorkerLoad:
+        """What runs, waits and is held now."""
         ...

@@ -1,9 +1,9 @@
 """One life of a worker process around its core: serve, register, drain. The same for both roles.
 
-    serve (NOT_SERVING) → `ready HOST:PORT` → a router takes it in → SERVING
+    serve (NOT_SERVING) → `ready HOST:PORT` → a router registers it → SERVING
     SIGTERM             → NOT_SERVING, no new work → what was begun ends → streams end
 
-Knows nothing of engines and transfers: the workers' `app` builds those, and closes them.
+Knows nothing of engines and transfers: the workers' `app` builds and closes those.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from tandem import __version__
 from tandem.admin.content import AdminContent, WorkerReport
@@ -27,11 +26,12 @@ from tandem.rpc.server import RpcServer, Service
 from tandem.security.credentials import Security
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.metrics import Metrics
-from tandem.types import Incarnation, WorkerInfo, WorkerLoad
+from tandem.types import Incarnation, WorkerInfo
 from tandem.v1 import worker_pb2_grpc
 from worker.announcer import Announcer
 from worker.liveness import ProgressWatch
-from worker.service import SERVICE_NAME, WorkerCore, WorkerServicer
+from worker.ports import WorkerCore
+from worker.service import SERVICE_NAME, WorkerServicer
 
 _log = get_logger(__name__)
 
@@ -43,30 +43,10 @@ def _no_metrics() -> tuple[bytes, str]:
     return b"", "text/plain"
 
 
-def _spare_the_collector() -> None:
-    """What was loaded stays for good: full collections need not look at it again, which takes tens of milliseconds."""
+def _freeze_loaded_objects() -> None:
+    """What was loaded lives until the end: full collections that visit it again would take tens of milliseconds."""
     gc.collect()
     gc.freeze()
-
-
-class ServedCore(WorkerCore, Protocol):
-    """A worker core that runs, reports and can be drained."""
-
-    async def run(self) -> None:
-        """Steps until cancelled."""
-        ...
-
-    def drain(self) -> None:
-        """Takes no new work from now on. Idempotent."""
-        ...
-
-    async def drained(self) -> None:
-        """Returns once nothing is held any more."""
-        ...
-
-    def load(self) -> WorkerLoad:
-        """How it fares now."""
-        ...
 
 
 class WorkerProcess:
@@ -75,7 +55,7 @@ class WorkerProcess:
     def __init__(
         self,
         config: WorkerConfig,
-        core: ServedCore,
+        core: WorkerCore,
         incarnation: Incarnation,
         *,
         security: Security = _PLAIN,
@@ -129,7 +109,7 @@ class WorkerProcess:
                 tasks.create_task(announcer.run(), name="announcer"),
                 tasks.create_task(self._watch_progress(), name="liveness"),
             )
-            _spare_the_collector()
+            _freeze_loaded_objects()
             print(f"ready {info.address}", flush=True)
             await stop.wait()
             await self._drain(announcer)
@@ -153,17 +133,17 @@ class WorkerProcess:
         return admin_port(self._config.admin_listen, content, self._security.incoming, self._config.advertise)
 
     async def _watch_progress(self) -> None:
-        """A loop that turns says nothing of its engine: looks at it and tells, until cancelled."""
+        """Sets liveness by the engine's steps, until cancelled: a loop that answers proves nothing about its engine."""
         alive = True
         while True:
             if self._progress.observe(self._core.load()) != alive:
                 alive = not alive
-                _log.warning("the engine moves again" if alive else "the engine stands still with sequences to run")
+                _log.warning("engine makes steps again" if alive else "engine makes no steps while sequences run")
                 self._server.set_alive(alive)
             await asyncio.sleep(self._watch_every_s)
 
     def _take_work(self) -> None:
-        """Ready no sooner: one that every router refuses would let a rolling update go on until none is left."""
+        """A router has registered us. Ready no sooner: a rolling update waits for workers that are in use."""
         if not self._core.load().draining:
             self._server.set_serving(True)
 
@@ -177,4 +157,4 @@ class WorkerProcess:
         try:
             await asyncio.wait_for(self._core.drained(), self._config.drain_grace_s)
         except TimeoutError:
-            _log.warning("work still held at the end of the drain", grace_s=self._config.drain_grace_s)
+            _log.warning("work was left at the end of the drain", grace_s=self._config.drain_grace_s)

@@ -1,73 +1,168 @@
-"""One router's stream as a worker sees it: says things to the router, never waits for it."""
+"""One router's stream as a worker sees it: a `RouterPort` that writes what it is told into messages at once.
+
+    reserved · prefill_done ─▶ answers ┐
+    token                   ─▶ outputs ├─ take ─▶ the stream's writer, in this order
+    handoff_done · failed   ─▶ ends    ┘
+
+A token goes straight into the pending StepOutputs. While the writer waits for a slow router, the tokens of a
+choice merge into one SequenceOutput; a message that has reached its size is closed, and the next one begun.
+Never awaits: memory is bounded by what the requests themselves may generate.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Iterator
 
-from tandem.convert import delta_to_proto, failed_to_proto
+from engine.step import SampledToken
+from tandem.convert import failed_to_proto, finish_reason_to_proto, logprobs_to_proto
 from tandem.errors import TandemError
-from tandem.types import Handle, Incarnation, TokenDelta
+from tandem.types import FinishReason, Handle, Incarnation
 from tandem.v1 import worker_pb2
-from worker.outbox import Outbox
+
+MAX_TOKENS_PER_MESSAGE = 16384
+_TOKENS_PER_LOGPROB = 4
+"""What one reported alternative weighs against a bare token, in encoded bytes."""
 
 
 class RouterSession:
-    """Handed to the worker with every request of this router.
-
-    What is said of a handle that was released, or has failed, goes nowhere: late words are no-ops.
-    """
+    """Handed to the worker's core with every request of this router, and emptied by one writer task."""
 
     def __init__(self, router_incarnation: Incarnation) -> None:
         self.router_incarnation = router_incarnation
-        self._outbox = Outbox()
         self._open: set[Handle] = set()
+        self._answers: dict[Handle, list[worker_pb2.ConnectResponse]] = {}
+        self._outputs = _PendingOutputs()
+        self._ends: dict[Handle, list[worker_pb2.ConnectResponse]] = {}
+        self._filled = asyncio.Event()
 
-    @property
-    def outbox(self) -> Outbox:
-        """Emptied by the stream's writer."""
-        return self._outbox
+    # --- from the core (RouterPort) ---
 
-    def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"") -> None:
-        """Room was made; both empty where the decode worker computes the prompt itself."""
-        message = worker_pb2.Reserved(handle=handle, ticket=ticket, kv_endpoint=kv_endpoint)
-        self._answer(handle, worker_pb2.ConnectResponse(reserved=message))
+    def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
+        """See `worker.ports.RouterPort`."""
+        if handle in self._open:
+            message = worker_pb2.Reserved(
+                handle=handle, ticket=ticket, kv_endpoint=kv_endpoint, held_tokens=held_tokens
+            )
+            self._add(self._answers, handle, worker_pb2.ConnectResponse(reserved=message))
 
-    def prefill_done(self, handle: Handle, delta: TokenDelta, queue_s: float, prefill_s: float) -> None:
-        """The first token is known; the hand-off may still run."""
-        message = worker_pb2.PrefillDone(
-            handle=handle, output=delta_to_proto(handle, delta), queue_seconds=queue_s, prefill_seconds=prefill_s
-        )
-        self._answer(handle, worker_pb2.ConnectResponse(prefill_done=message))
+    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
+        """See `worker.ports.RouterPort`."""
+        if handle in self._open:
+            message = worker_pb2.PrefillDone(handle=handle, queue_seconds=queue_s, prefill_seconds=prefill_s)
+            self._add(self._answers, handle, worker_pb2.ConnectResponse(prefill_done=message))
+
+    def token(
+        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+    ) -> None:
+        """See `worker.ports.RouterPort`."""
+        if handle in self._open:
+            self._outputs.add(handle, index, offset, token, finish_reason)
+            self._filled.set()
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
-        """The decode worker has attached every block."""
-        message = worker_pb2.HandoffDone(handle=handle, transfer_bytes=num_bytes, transfer_seconds=seconds)
-        self._answer(handle, worker_pb2.ConnectResponse(handoff_done=message))
-
-    def deltas(self, deltas: Iterable[tuple[Handle, TokenDelta]]) -> None:
-        """What one step made for this router."""
-        for handle, delta in deltas:
-            if handle in self._open:
-                self._outbox.add_delta(handle, delta)
+        """See `worker.ports.RouterPort`."""
+        if handle in self._open:
+            message = worker_pb2.HandoffDone(handle=handle, transfer_bytes=num_bytes, transfer_seconds=seconds)
+            self._add(self._ends, handle, worker_pb2.ConnectResponse(handoff_done=message))
 
     def failed(self, handle: Handle, error: TandemError) -> None:
-        """The sequence ended without all its tokens, and whatever it held is let go. Its last word."""
+        """See `worker.ports.RouterPort`."""
         if handle in self._open:
             self._open.discard(handle)
-            self._outbox.add_failed(handle, failed_to_proto(handle, error))
+            response = worker_pb2.ConnectResponse(failed=failed_to_proto(handle, error))
+            self._add(self._ends, handle, response)
+
+    # --- from the stream ---
 
     def open_handle(self, handle: Handle) -> bool:
-        """A new sequence; False if the handle is in use."""
+        """A new request; False if the handle is in use."""
         if handle in self._open:
             return False
         self._open.add(handle)
         return True
 
     def close_handle(self, handle: Handle) -> None:
-        """The router wants nothing more of it."""
+        """The router wants nothing more of it: what has not been taken is dropped."""
         self._open.discard(handle)
-        self._outbox.discard(handle)
+        self._answers.pop(handle, None)
+        self._outputs.discard(handle)
+        self._ends.pop(handle, None)
 
-    def _answer(self, handle: Handle, answer: worker_pb2.ConnectResponse) -> None:
-        if handle in self._open:
-            self._outbox.add_answer(handle, answer)
+    async def wait(self) -> None:
+        """Returns when there may be something to take."""
+        await self._filled.wait()
+
+    def take(self) -> list[worker_pb2.ConnectResponse]:
+        """Everything, in the order to be written."""
+        answers, self._answers = self._answers, {}
+        outputs, self._outputs = self._outputs, _PendingOutputs()
+        ends, self._ends = self._ends, {}
+        self._filled.clear()
+        return [*_flat(answers), *outputs.messages(), *_flat(ends)]
+
+    def _add(
+        self,
+        to: dict[Handle, list[worker_pb2.ConnectResponse]],
+        handle: Handle,
+        response: worker_pb2.ConnectResponse,
+    ) -> None:
+        to.setdefault(handle, []).append(response)
+        self._filled.set()
+
+
+class _PendingOutputs:
+    """StepOutputs messages that have not been taken; tokens merge within the last one."""
+
+    __slots__ = ("_closed", "_current", "_merging", "_outputs", "_weight")
+
+    def __init__(self) -> None:
+        self._closed: list[worker_pb2.ConnectResponse] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._current = worker_pb2.ConnectResponse()
+        self._outputs = self._current.step_outputs.outputs
+        self._merging: dict[tuple[Handle, int], worker_pb2.SequenceOutput] = {}
+        self._weight = 0
+
+    def add(
+        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+    ) -> None:
+        """INVARIANT: a choice's tokens come without a gap (checked by the router, test_router_session)."""
+        if self._weight >= MAX_TOKENS_PER_MESSAGE:
+            self._closed.append(self._current)
+            self._begin()
+        output = self._merging.get((handle, index))
+        if output is None:
+            output = self._outputs.add(handle=handle, index=index, offset=offset, token_ids=(token.token_id,))
+            self._merging[handle, index] = output
+        else:
+            output.token_ids.append(token.token_id)
+        self._weight += 1
+        if token.logprobs is not None:
+            output.logprobs.append(logprobs_to_proto(token.logprobs))
+            self._weight += _TOKENS_PER_LOGPROB * (1 + len(token.logprobs.top))
+        if finish_reason is not None:
+            output.finish_reason = finish_reason_to_proto(finish_reason)
+
+    def discard(self, handle: Handle) -> None:
+        """Drops what waits of one request."""
+        keys = [key for key in self._merging if key[0] == handle]
+        if not keys and not self._closed:
+            return
+        for message in (*self._closed, self._current):
+            outputs = message.step_outputs.outputs
+            for at in range(len(outputs) - 1, -1, -1):
+                if outputs[at].handle == handle:
+                    del outputs[at]
+        for key in keys:
+            del self._merging[key]
+
+    def messages(self) -> Iterator[worker_pb2.ConnectResponse]:
+        """All that hold anything, oldest first."""
+        return (each for each in (*self._closed, self._current) if each.step_outputs.outputs)
+
+
+def _flat(responses: dict[Handle, list[worker_pb2.ConnectResponse]]) -> Iterator[worker_pb2.ConnectResponse]:
+    return (response for each in responses.values() for response in each)

@@ -1,22 +1,23 @@
 """The worker's end of `WorkerService.Connect`: one stream per router, all its requests in it.
 
 Life of a stream: RouterHello → WorkerHello → any number of Reserve, Prefill, Release one way and
-answers the other → its end, in whatever way, is `router_lost`, exactly once.
+answers the other. However it ends, the core is told `router_lost` exactly once.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any
 
 import grpc.aio
 
-from tandem.convert import sequence_from_proto
+from tandem.convert import group_from_proto
 from tandem.errors import InternalError, InvalidRequest, TandemError
 from tandem.telemetry.logging import get_logger
-from tandem.types import Handle, Incarnation, SequenceSpec
+from tandem.types import Handle, Incarnation
 from tandem.v1 import worker_pb2, worker_pb2_grpc
+from worker.ports import WorkerCore
 from worker.router_session import RouterSession
 
 _log = get_logger(__name__)
@@ -25,31 +26,6 @@ SERVICE_NAME = "tandem.v1.WorkerService"
 _HELLO_TIMEOUT_S = 5.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class WorkerCore(Protocol):
-    """The worker itself. Called on the loop; never awaits; answers through the session.
-
-    A TandemError raised by `reserve` or `prefill` becomes the sequence's `failed`.
-    """
-
-    def reserve(self, session: RouterSession, handle: Handle, spec: SequenceSpec, local_prefill: bool) -> None:
-        """Decode worker: make room."""
-        ...
-
-    def prefill(
-        self, session: RouterSession, handle: Handle, spec: SequenceSpec, ticket: bytes, kv_endpoint: bytes
-    ) -> None:
-        """Prefill worker: compute the prompt and hand it off."""
-        ...
-
-    def release(self, session: RouterSession, handle: Handle) -> None:
-        """Nothing more is wanted of it. Idempotent; the handle may be unknown."""
-        ...
-
-    def router_lost(self, session: RouterSession) -> None:
-        """The stream ended: let go of all that this router asked for."""
-        ...
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -73,9 +49,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             for task in done:
                 task.result()
         finally:
-            # First of all, and without an await before it: whatever way the stream ended.
+            # Before any await, however the stream ended.
             self._core.router_lost(session)
-            _log.info("router gone", router=session.router_incarnation)
+            _log.info("router disconnected", router=session.router_incarnation)
             reader.cancel()
             writer.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
@@ -93,8 +69,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         hello = worker_pb2.WorkerHello(incarnation=self._incarnation)
         await context.write(worker_pb2.ConnectResponse(hello=hello))
         while True:
-            await session.outbox.wait()
-            for response in session.outbox.take():
+            await session.wait()
+            for response in session.take():
                 await context.write(response)
 
     async def _read(self, requests: AsyncIterator[worker_pb2.ConnectRequest], session: RouterSession) -> None:
@@ -112,18 +88,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     raise InvalidRequest(other or "message", "is not expected here")
 
     def _start(self, session: RouterSession, handle: Handle, request: worker_pb2.ConnectRequest) -> None:
-        """One bad sequence must not end the stream that others share."""
+        """Raises InvalidRequest if the handle is in use; any other fault fails this request alone, not the stream."""
         if not session.open_handle(handle):
             raise InvalidRequest("handle", f"{handle} is in use")
         try:
             if request.HasField("reserve"):
-                spec = sequence_from_proto(request.reserve.sequence)
+                spec = group_from_proto(request.reserve.group)
                 self._core.reserve(session, handle, spec, request.reserve.local_prefill)
             else:
-                spec = sequence_from_proto(request.prefill.sequence)
+                spec = group_from_proto(request.prefill.group)
                 self._core.prefill(session, handle, spec, request.prefill.ticket, request.prefill.kv_endpoint)
         except TandemError as error:
             session.failed(handle, error)
-        except Exception as error:  # noqa: BLE001 - a bug in one sequence's handling
-            _log.exception("worker refused a sequence by a bug", handle=handle)
-            session.failed(handle, InternalError(f"{type(error).__name__} at the start of a sequence"))
+        except Exception as error:  # noqa: BLE001 - a bug in one request's handling must not end the others
+            _log.exception("a request could not be started", handle=handle)
+            session.failed(handle, InternalError(f"{type(error).__name__} at the start of a request"))

@@ -1,12 +1,12 @@
-"""What a worker does for one sequence, as spans below the request's `generate`.
+"""What a worker does for one request, as spans below the router's `generate`.
 
     prefill worker   queue → prefill ─▶ first token
                                kv.transfer ───────▶ committed      overlaps: chunks go out while others compute
     decode worker    queue → kv.receive → decode                   handed over
                      queue → prefill → decode                      computed here
 
-A span that its sequence's end cuts short is marked with the error, or as released where there is
-none: whether the request was cancelled or had all it wanted is told by `generate`.
+A span that ends early is marked with the error, or as released where there is none: whether the
+request was cancelled or had all it wanted is told by `generate`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, Tracer
 
 from tandem.errors import TandemError
-from tandem.telemetry.batch_spans import BatchSpans, DecodeBatches, PrefillBatches
-from tandem.telemetry.observers import SequenceObserver, StepReport, WorkerObserver
-from tandem.telemetry.observers_silent import SilentSequence
+from tandem.telemetry.observers import SequenceObserver, WorkerObserver
 from tandem.telemetry.span_status import mark_failed
 from tandem.telemetry.trace_context import context_of
-from tandem.types import Role, SequenceSpec
+from tandem.types import GroupSpec, Role
 
 QUEUE, PREFILL, TRANSFER, RECEIVE, DECODE = "queue", "prefill", "kv.transfer", "kv.receive", "decode"
 
@@ -32,40 +30,30 @@ def sequence_spans(tracer: Tracer | None, role: Role) -> Sequence[WorkerObserver
     """A worker's observer for traces; none without a tracer."""
     if tracer is None:
         return ()
-    if role is Role.PREFILL:
-        return (_SequenceSpans(tracer, PrefillBatches(tracer), _Prefilled),)
-    return (_SequenceSpans(tracer, DecodeBatches(tracer), _Decoded),)
+    return (_RequestSpans(tracer, _Prefilled if role is Role.PREFILL else _Decoded),)
 
 
-class _SequenceSpans:
-    """A `WorkerObserver`."""
-
-    def __init__(self, tracer: Tracer, batches: BatchSpans, kind: type[_Spans]) -> None:
+class _RequestSpans(WorkerObserver):
+    def __init__(self, tracer: Tracer, kind: type[_Spans]) -> None:
         self._tracer = tracer
-        self._batches = batches
         self._kind = kind
 
-    def sequence(self, spec: SequenceSpec) -> SequenceObserver:
+    def sequence(self, spec: GroupSpec) -> SequenceObserver:
         parent = context_of(spec.traceparent, spec.tracestate)
         queue = self._tracer.start_span(QUEUE, parent, attributes=_name_of(spec))
-        return self._kind(self._tracer, self._batches, spec, parent, queue) if queue.is_recording() else _SILENT
-
-    def step(self, report: StepReport) -> None:
-        self._batches.step(report)
+        return self._kind(self._tracer, spec, parent, queue) if queue.is_recording() else SequenceObserver()
 
 
-class _Spans(SilentSequence):
-    """The open spans of one sequence."""
+class _Spans(SequenceObserver):
+    """The open spans of one request."""
 
-    def __init__(self, tracer: Tracer, batches: BatchSpans, spec: SequenceSpec, parent: Context, queue: Span) -> None:
+    def __init__(self, tracer: Tracer, spec: GroupSpec, parent: Context, queue: Span) -> None:
         self._tracer = tracer
-        self._batches = batches
         self._spec = spec
         self._parent = parent
         self._open: dict[str, Span] = {QUEUE: queue}
 
     def ended(self, error: TandemError | None, num_tokens: int) -> None:
-        self._batches.left(self._spec)
         for name, span in self._open.items():
             if error is not None:
                 mark_failed(span, error.reason.value)
@@ -90,12 +78,15 @@ class _Spans(SilentSequence):
             span.end(end_ns)
 
     def _computes(self, name: str) -> None:
+        spec = self._spec
         attributes: dict[str, str | int] = {
-            **_name_of(self._spec),
-            "gen_ai.usage.input_tokens": self._spec.num_prompt_tokens,
-            "tandem.num_resumed_tokens": self._spec.num_output_tokens,
+            **_name_of(spec),
+            "gen_ai.usage.input_tokens": spec.num_prompt_tokens,
+            "tandem.num_resumed_tokens": sum(len(choice.output_token_ids) for choice in spec.choices),
         }
-        self._batches.joined(self._spec, self._begin(name, attributes=attributes).get_span_context())
+        if len(spec.choices) > 1:
+            attributes["gen_ai.request.choice.count"] = len(spec.choices)
+        self._begin(name, attributes=attributes)
 
 
 class _Prefilled(_Spans):
@@ -105,7 +96,6 @@ class _Prefilled(_Spans):
 
     def first_token(self) -> None:
         self._finish(PREFILL)
-        self._batches.left(self._spec)
 
     def transfer_started(self) -> None:
         self._begin(TRANSFER)
@@ -155,7 +145,7 @@ class _Decoded(_Spans):
 
     def ended(self, error: TandemError | None, num_tokens: int) -> None:
         if QUEUE in self._open and self._reserved_ns:
-            self._receive()  # no writer came: that is not the queue's fault
+            self._receive()  # no writer came: it did not wait in the queue
         if DECODE in self._open:
             self._open[DECODE].set_attribute("gen_ai.usage.output_tokens", num_tokens)
         super().ended(error, num_tokens)
@@ -165,9 +155,6 @@ class _Decoded(_Spans):
         return self._begin(RECEIVE, self._reserved_ns)
 
 
-def _name_of(spec: SequenceSpec) -> dict[str, str | int]:
-    """All that spans of waiting and moving say of it: each attribute costs, at the start and in the export."""
+def _name_of(spec: GroupSpec) -> dict[str, str | int]:
+    """The one attribute of spans that wait or move: each costs, at the start and in the export."""
     return {"tandem.request_id": spec.request_id}
-
-
-_SILENT = SilentSequence()

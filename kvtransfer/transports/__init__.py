@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
+from kvtransfer.transport import Transport, TransportStatus
+from kvtransfer.transports import shm, tcp
 from tandem.errors import ConfigError
 
-SHM = "shm"
-TCP = "tcp"
 AUTO = "auto"
+SHM = shm.NAME
+TCP = tcp.NAME
 
-
-class TransportStatus(NamedTuple):
-    """Whether pools on one device can use a transport; `reason` says why not, else what it does."""
-
-    name: str
-    usable: bool
-    reason: str
+TRANSPORTS: tuple[Transport, ...] = (shm.ShmTransport(), tcp.TcpTransport())
+"""All that this version has, best first; a new one is added here and nowhere else."""
 
 
 def available(device: torch.device | str) -> list[TransportStatus]:
-    """Every transport by preference, for pools on `device`; one on a GPU is reached through its mirror."""
-    kind = torch.device(device).type
-    if kind not in ("cpu", "cuda"):
-        reason = f"pools on {kind} cannot be reached by this version"
-        return [TransportStatus(name, False, reason) for name in (SHM, TCP)]
-    statuses = (_shm_status(), TransportStatus(TCP, True, "payload over the network, received into the blocks"))
-    through = "" if kind == "cpu" else ", through a copy of the pool in host memory"
-    return [status._replace(reason=status.reason + through * status.usable) for status in statuses]
+    """Every transport by preference, for pools on `device`."""
+    return [transport.probe(torch.device(device)) for transport in TRANSPORTS]
 
 
 def usable(device: torch.device | str) -> tuple[str, ...]:
@@ -49,12 +38,10 @@ def choose(choice: str, device: torch.device | str) -> tuple[str, ...]:
     return names
 
 
-def _shm_status() -> TransportStatus:
-    if sys.platform != "linux":
-        return TransportStatus(SHM, False, f"needs Linux, this is {sys.platform}")
-    try:
-        os.close(os.memfd_create("tandem-probe"))
-        os.close(os.pidfd_open(os.getpid()))
-    except OSError as error:
-        return TransportStatus(SHM, False, f"needs memfd and pidfd: {error.strerror}")
-    return TransportStatus(SHM, True, "sender writes into the receiver's memory on the same machine")
+def named(names: Sequence[str], known: Sequence[Transport] = TRANSPORTS) -> tuple[Transport, ...]:
+    """The transports of these names, best first. Raises ConfigError on one that this version does not have."""
+    for name in names:
+        if name not in {transport.name for transport in known}:
+            all_names = ", ".join(transport.name for transport in known)
+            raise ConfigError("transport", f"{name!r} is not one of {all_names}")
+    return tuple(transport for transport in known if transport.name in names)

@@ -14,18 +14,26 @@ import asyncio
 import contextlib
 import mmap
 import os
+import secrets
 import socket
 import struct
+import sys
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from kvtransfer.base import BlockRef
 from kvtransfer.connection import Connection
+from kvtransfer.fields import required
 from kvtransfer.frame import HEADER_BYTES, Frame
+from kvtransfer.handshake import Hello
 from kvtransfer.local_pool import LocalPool, Rows
+from kvtransfer.transport import Acceptor, Fields, ListenOptions, SendingLane, TransportStatus
+from kvtransfer.transports.host import HostReceivingLane, HostSendingLane, host_status
 from kvtransfer.wire import readable
 from tandem.errors import ConfigError, PeerLost, TransferError
+from tandem.security.tls import ClientTls
 from tandem.types import BlockId
 
 NAME = "shm"
@@ -98,28 +106,105 @@ async def receive_with_descriptor(connection: Connection) -> tuple[Frame, int | 
     return frame, descriptors[0] if descriptors else None
 
 
-class ShmLane:
-    """Copies blocks into the peer's mapped pool."""
+class ShmTransport:
+    """Implements `transport.Transport`. Plain: the kernel names the peer's user, and nothing leaves the machine."""
 
     name = NAME
 
-    def __init__(self, pool: LocalPool, descriptor: int, num_blocks: int) -> None:
-        """Maps `num_blocks` blocks of the descriptor, which is closed. Raises TransferError."""
-        self._pool = pool
-        size_bytes = num_blocks * pool.block_bytes
+    def probe(self, device: torch.device) -> TransportStatus:
+        """See `Transport`."""
+        if sys.platform != "linux":
+            return TransportStatus(NAME, False, f"needs Linux, this is {sys.platform}")
         try:
-            if os.fstat(descriptor).st_size < size_bytes:
+            os.close(os.memfd_create("tandem-probe"))
+            os.close(os.pidfd_open(os.getpid()))
+        except OSError as error:
+            return TransportStatus(NAME, False, f"needs memfd and pidfd: {error.strerror}")
+        return host_status(NAME, device, "sender writes into the receiver's memory on the same machine")
+
+    def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
+        """See `Transport`."""
+        del options
+        return ShmAcceptor(pool)
+
+    def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
+        """See `Transport`."""
+        del pool
+        here = boot_id()
+        if not here or fields.get("boot_id") != here:
+            return "it is on another machine"
+        if fields.get("uid") != str(os.getuid()):
+            return "it belongs to another user"
+        return None
+
+    async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
+        """See `Transport`."""
+        del tls
+        return await dial(required(fields, "unix_name")), ShmSendingLane(pool)
+
+
+class ShmAcceptor:
+    """Implements `transport.Acceptor`."""
+
+    def __init__(self, pool: LocalPool) -> None:
+        if pool.shared_fd is None:
+            raise ConfigError("transport", "shm needs a pool in shared memory")
+        self._pool = pool
+        self._shared_fd = pool.shared_fd
+        name = f"tandem-kv-{secrets.token_hex(16)}"
+        self.sock = listen(name)
+        self.fields: Fields = {"unix_name": name, "boot_id": boot_id(), "uid": str(os.getuid())}
+
+    def accept(self, sock: socket.socket) -> ShmReceivingLane:
+        """See `Acceptor`."""
+        return ShmReceivingLane(self._pool, sock, self._shared_fd)
+
+    def close(self) -> None:
+        """See `Acceptor`."""
+        self.sock.close()
+
+
+class ShmSendingLane(HostSendingLane):
+    """Copies blocks into the peer's mapped rows."""
+
+    name = NAME
+
+    def __init__(self, pool: LocalPool) -> None:
+        super().__init__(pool)
+        self._descriptor: int | None = None
+        self._mapping: mmap.mmap | None = None
+        self._rows: Rows | None = None
+
+    async def receive_hello(self, connection: Connection) -> Frame:
+        """See `SendingLane`; keeps the descriptor of the peer's rows."""
+        frame, self._descriptor = await receive_with_descriptor(connection)
+        return frame
+
+    def attach(self, theirs: Hello, verify: str) -> None:
+        """Maps the peer's rows."""
+        del verify
+        if self._descriptor is None:
+            raise TransferError("the peer did not share its memory")
+        size_bytes = theirs.num_blocks * self._pool.block_bytes
+        try:
+            if os.fstat(self._descriptor).st_size < size_bytes:
                 raise TransferError("the peer's shared memory is smaller than its pool")
-            self._mapping = mmap.mmap(descriptor, size_bytes)
+            self._mapping = mmap.mmap(self._descriptor, size_bytes)
         except (OSError, ValueError) as error:
             raise TransferError(f"cannot map the peer's pool: {error}") from error
-        finally:
-            os.close(descriptor)
         # A child forked by this process must not be able to write there after we are gone.
         self._mapping.madvise(mmap.MADV_DONTFORK)
-        self._rows: Rows | None = np.frombuffer(self._mapping, np.uint8).reshape(num_blocks, pool.block_bytes)
+        self._rows = np.frombuffer(self._mapping, np.uint8).reshape(theirs.num_blocks, self._pool.block_bytes)
+        self._close_descriptor()
 
-    def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef]) -> tuple[int, ...]:
+    def close(self) -> None:
+        """Unmaps the peer's rows; no copy may be running."""
+        self._close_descriptor()
+        self._rows = None
+        if self._mapping is not None:
+            self._mapping.close()
+
+    def _place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef]) -> tuple[int, ...]:
         """Checksums each source, then copies it, while it is in the processor's cache."""
         rows = self._rows
         if rows is None:
@@ -130,31 +215,29 @@ class ShmLane:
             np.copyto(rows[target.block_id], self._pool.rows[source])
         return tuple(checksums)
 
-    def inline(self, sources: Sequence[BlockId]) -> Sequence[memoryview]:
-        """Nothing: `place` has moved it."""
-        del sources
-        return ()
-
-    def close(self) -> None:
-        """Unmaps the peer's pool; no copy may be running."""
-        if self._rows is not None:
-            self._rows = None
-            self._mapping.close()
+    def _close_descriptor(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
-class ShmLanding:
-    """Shares the pool with one peer process and watches it."""
+class ShmReceivingLane(HostReceivingLane):
+    """Shares the rows with one peer process and watches it."""
 
     name = NAME
-    inline = False
 
-    def __init__(self, sock: socket.socket, shared_fd: int) -> None:
+    def __init__(self, pool: LocalPool, sock: socket.socket, shared_fd: int) -> None:
         """Raises TransferError unless the peer is ours and its death can be proven."""
-        self.shared_fd: int | None = shared_fd
+        super().__init__(pool)
+        self._shared_fd = shared_fd
         pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         if uid != os.getuid():
             raise TransferError(f"peer has user id {uid}, not {os.getuid()}")
         self._pidfd: int | None = _open_pidfd(sock, pid)
+
+    def send_hello(self, connection: Connection, hello: Frame) -> None:
+        """See `ReceivingLane`; the rows' descriptor goes along."""
+        send_with_descriptor(connection, hello, self._shared_fd)
 
     async def peer_dead(self) -> None:
         """Returns once the peer process has ended."""

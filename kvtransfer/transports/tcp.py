@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from kvtransfer.base import BlockRef
+import torch
+
+from kvtransfer.connection import Connection
+from kvtransfer.fields import required, required_int
+from kvtransfer.frame import Frame
 from kvtransfer.local_pool import LocalPool
-from tandem.errors import ConfigError
+from kvtransfer.transport import Acceptor, Fields, FrameSink, ListenOptions, SendingLane, TransportStatus
+from kvtransfer.transports.host import HostReceivingLane, HostSendingLane, host_status
+from tandem.errors import ConfigError, HandshakeMismatch
+from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
 
 NAME = "tcp"
 _BACKLOG = 128
+_DISCARD_BYTES = 64 * 1024
 _JOIN_BELOW_BYTES = 64 * 1024
 """Blocks smaller than this are joined for sending: one copy is cheaper than many system calls."""
 
@@ -55,39 +63,111 @@ async def dial(host: str, port: int) -> socket.socket:
     return sock
 
 
-class TcpLane:
-    """Sends from the local pool's rows; holds nothing of the peer."""
+class TcpTransport:
+    """Implements `transport.Transport`."""
 
     name = NAME
 
-    def __init__(self, pool: LocalPool) -> None:
+    def probe(self, device: torch.device) -> TransportStatus:
+        """See `Transport`."""
+        return host_status(NAME, device, "payload over the network, received into the blocks")
+
+    def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
+        """See `Transport`."""
+        return TcpAcceptor(pool, options)
+
+    def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
+        """See `Transport`."""
+        del pool, fields
+        return None
+
+    async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
+        """See `Transport`. One side that was told to use TLS never speaks in clear: HandshakeMismatch."""
+        host, port = required(fields, "host"), required_int(fields, "port", 2**16 - 1)
+        ours, theirs = _on_off(tls is not None), required(fields, "tls")
+        if ours != theirs:
+            raise HandshakeMismatch("tls", ours, theirs)
+        return await dial(host, port), TcpSendingLane(pool, host, tls)
+
+
+class TcpAcceptor:
+    """Implements `transport.Acceptor`."""
+
+    def __init__(self, pool: LocalPool, options: ListenOptions) -> None:
         self._pool = pool
+        self._tls = options.tls
+        self.sock = listen(options.host, options.port)
+        port = self.sock.getsockname()[1]
+        self.fields: Fields = {
+            "host": options.advertise_host,
+            "port": str(port),
+            "tls": _on_off(options.tls is not None),
+        }
 
-    def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef]) -> tuple[int, ...]:
-        """Checksums only; the receiver does the writing."""
-        del targets
-        return self._pool.checksums(sources)
-
-    def inline(self, sources: Sequence[BlockId]) -> Sequence[memoryview]:
-        """The blocks' bytes in order."""
-        spans = self._pool.spans(sources)
-        if len(spans) > 1 and self._pool.block_bytes < _JOIN_BELOW_BYTES:
-            return [memoryview(b"".join(spans))]
-        return spans
+    def accept(self, sock: socket.socket) -> TcpReceivingLane:
+        """See `Acceptor`."""
+        del sock
+        return TcpReceivingLane(self._pool, self._tls)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """See `Acceptor`."""
+        self.sock.close()
 
 
-class TcpLanding:
-    """The receiver writes its blocks by itself: once it stops reading, nobody writes."""
+class TcpSendingLane(HostSendingLane):
+    """Sends from the local rows; holds nothing of the peer."""
 
     name = NAME
-    inline = True
-    shared_fd = None
+
+    def __init__(self, pool: LocalPool, host: str, tls: ClientTls | None) -> None:
+        super().__init__(pool)
+        self._host = host
+        self._tls = tls
+
+    async def secure(self, connection: Connection) -> None:
+        """See `Lane`."""
+        if self._tls is not None:
+            await connection.begin_tls(self._tls.context(), self._tls.server_name or self._host)
+
+    def announce(self, sink: FrameSink, write: Frame, sources: Sequence[BlockId]) -> asyncio.Future[None] | None:
+        """See `SendingLane`; the blocks' bytes follow the WRITE in order."""
+        spans = self._pool.spans(sources)
+        if len(spans) > 1 and self._pool.block_bytes < _JOIN_BELOW_BYTES:
+            spans = [memoryview(b"".join(spans))]
+        return sink.send(write, spans)
+
+
+class TcpReceivingLane(HostReceivingLane):
+    """This side writes its rows by itself: once it stops reading, nobody writes."""
+
+    name = NAME
+    peer_writes = False
+
+    def __init__(self, pool: LocalPool, tls: ServerTls | None) -> None:
+        super().__init__(pool)
+        self._tls = tls
+
+    async def secure(self, connection: Connection) -> None:
+        """See `Lane`."""
+        if self._tls is not None:
+            await connection.begin_tls(self._tls.context())
+
+    async def receive(
+        self, connection: Connection, blocks: Sequence[BlockId], num_bytes: int, wanted: Callable[[], bool]
+    ) -> None:
+        """See `ReceivingLane`; straight into the rows."""
+        for span in self._pool.spans(blocks):
+            filled = 0
+            while filled < len(span) and wanted():
+                filled += await connection.receive_some(span[filled:])
+            num_bytes -= filled
+        scrap = memoryview(bytearray(min(num_bytes, _DISCARD_BYTES)))
+        while num_bytes:
+            num_bytes -= await connection.receive_some(scrap[:num_bytes])
 
     async def peer_dead(self) -> None:
         """At once: the peer never could write."""
 
-    def close(self) -> None:
-        """Nothing to let go of."""
+
+def _on_off(tls: bool) -> str:
+    return "on" if tls else "off"

@@ -1,1 +1,1 @@
-"""Doors of the router: each translates one protocol to and from the entrance, and does nothing else."""
+"""Faces of the router: each translates one protocol to and from the entrance, and does nothing else."""

@@ -1,4 +1,4 @@
-"""The router's doors for clients of other servers: KServe v2 / Triton, and vLLM's gRPC engine."""
+"""The router's faces for clients of other servers: KServe v2 / Triton, and vLLM's gRPC engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from router.faces.vllm.info import ServerInfo
 from router.faces.vllm.servicer import VllmServicer, vllm_service
 from router.faces.vllm.tokenizer import TokenizerArchive
 from router.health import Health
-from router.intake import Intake
-from router.pipeline import Pipeline
 from tandem.checkpoint import CheckpointInfo
 from tandem.clock import Clock
 from tandem.config import RouterConfig
@@ -20,15 +18,13 @@ from tandem.rpc.server import Service
 def foreign_services(
     checkpoint: CheckpointInfo,
     config: RouterConfig,
-    intake: Intake,
     entrance: Entrance,
-    pipeline: Pipeline,
     health: Health,
     view: ClusterView,
     clock: Clock,
 ) -> tuple[Service, ...]:
     """Wired over the same rooms as InferenceService."""
-    kserve = KserveServicer(checkpoint.name, intake, entrance, pipeline, health, clock, config.limits)
+    kserve = KserveServicer(checkpoint.name, entrance, health, clock, config.limits)
     info = ServerInfo(checkpoint, config.limits, view, config.max_active_requests)
-    vllm = VllmServicer(entrance, pipeline, health, info, TokenizerArchive(checkpoint.path))
+    vllm = VllmServicer(entrance, health, info, TokenizerArchive(checkpoint.path))
     return kserve_service(kserve), vllm_service(vllm)

@@ -5,7 +5,8 @@
              WorkerObserver.step after every engine step
 
 A request that was begun may still be turned away by admission: it ends without `admitted`.
-Nobody listening is `observers_silent`, several at once are `observers_together`.
+The classes themselves do nothing: a subclass overrides what it listens to, and an instance is what to give where
+nobody listens. Several at once are `observers_together`.
 
 Calls come on the control loop, in order, from the hot path: an observer must neither await, block
 nor raise. Each `ended` comes exactly once, last, whatever way it went. Nothing here carries
@@ -16,10 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tandem.errors import TandemError
-from tandem.types import FinishReason, RequestId, GroupSpec, WorkerInfo
+from tandem.types import FinishReason, GroupSpec, RequestId, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,70 +34,61 @@ class RequestStart:
     """W3C trace context that the caller sent, or that was minted."""
     age_s: float
     """Time since the call arrived: reading and tokenizing took it."""
+    num_choices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
-    """How a request ended: `finish_reason` set = finished; `error` set = failed; neither = cancelled."""
+    """How a request ended: `finish_reasons` set = finished; `error` set = failed; neither = cancelled."""
 
     num_completion_tokens: int
+    """Of all choices together."""
     total_s: float
     """Arrival to the last token, or to the end where none came."""
-    finish_reason: FinishReason | None = None
+    finish_reasons: tuple[FinishReason, ...] = ()
+    """One per choice, by index."""
     error: TandemError | None = None
 
 
-class RequestListener(Protocol):
-    """Hears of one request on the router."""
+class RequestObserver:
+    """Hears of one request on the router. `traceparent` is what workers are given as the parent of their spans."""
+
+    __slots__ = ("traceparent",)
+
+    def __init__(self, traceparent: str = "") -> None:
+        self.traceparent = traceparent
 
     def admitted(self) -> None:
         """It got a place."""
-        ...
 
     def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo) -> None:
         """It goes to this pair; again for each further try. None = prefilled on the decode worker."""
-        ...
 
     def prompt_computed(self, queue_s: float, prefill_s: float) -> None:
         """A worker computed the prompt, begun `queue_s` after arrival; told again for each further try."""
-        ...
 
     def handed_over(self, num_bytes: int, seconds: float) -> None:
         """The prompt's KV reached the decode worker."""
-        ...
 
-    def tokens(self, num_tokens: int) -> None:
-        """So many further tokens are known, in order."""
-        ...
+    def tokens(self, num_tokens: int, index: int) -> None:
+        """So many further tokens of choice `index` are known, in order."""
 
     def moved(self, culprit: WorkerInfo, error: TandemError) -> None:
         """A try failed by `culprit`; another follows if retries are left."""
-        ...
 
     def ended(self, end: RequestEnd) -> None:
         """Nothing more is heard of it."""
-        ...
 
 
-class RequestObserver(RequestListener, Protocol):
-    """A listener that has its own word on the trace."""
-
-    @property
-    def traceparent(self) -> str:
-        """What workers are given as the parent of their spans."""
-        ...
-
-
-class RouterObserver(Protocol):
+class RouterObserver:
     """Hears of all requests on the router."""
 
     def request(self, start: RequestStart) -> RequestObserver:
         """A request begins."""
-        ...
+        return RequestObserver(start.traceparent)
 
     def refused(self, error: TandemError) -> None:
         """A request was turned away before it began: bad input, overload, draining."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,31 +97,29 @@ class StepReport:
 
     seconds: float
     num_prefill_tokens: int
-    """Prompt tokens computed in it, those computed anew after a preemption included."""
+    """Prompt tokens computed in it, those computed again after a preemption included."""
     num_decode_seqs: int
     """Sequences that were decoding, one token each."""
     specs: Sequence[GroupSpec]
-    """Every sequence in it, each the very object that `sequence` was told."""
+    """One per sequence in it."""
 
 
-class SequenceObserver(Protocol):
+class SequenceObserver:
     """Hears of one sequence on one worker, from its arrival there."""
+
+    __slots__ = ()
 
     def reserved(self) -> None:
         """Decode worker: blocks are promised to it, and a hand-off can come. Not told where it computes the prompt."""
-        ...
 
     def started(self) -> None:
         """Its first computation begins: it no longer queues."""
-        ...
 
     def first_token(self) -> None:
         """Its prompt is computed here."""
-        ...
 
     def transfer_started(self) -> None:
         """Prefill worker: its first blocks go out. Decode worker: a writer has shown the ticket."""
-        ...
 
     def transferred(self, num_bytes: int, seconds: float, transport: str | None) -> None:
         """All of its KV was handed over and verified.
@@ -138,27 +127,23 @@ class SequenceObserver(Protocol):
         A prefill worker tells the seconds in which it was busy sending. A decode worker tells 0 bytes
         and no transport, for the sender counts them, and the seconds since `transfer_started`.
         """
-        ...
 
     def preempted(self) -> None:
-        """Its blocks were taken; it will be computed anew."""
-        ...
+        """Its blocks were taken; it will be computed again."""
 
     def ended(self, error: TandemError | None, num_tokens: int) -> None:
         """It left this worker after `num_tokens` sampled here; `error` None = done, or no longer wanted.
 
         A TransferError says that its hand-off failed.
         """
-        ...
 
 
-class WorkerObserver(Protocol):
+class WorkerObserver:
     """Hears of all that happens on one worker."""
 
     def sequence(self, spec: GroupSpec) -> SequenceObserver:
         """A sequence arrives."""
-        ...
+        return SequenceObserver()
 
     def step(self, report: StepReport) -> None:
         """A step is over."""
-        ...

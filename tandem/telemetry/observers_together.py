@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from tandem.errors import TandemError
 from tandem.telemetry.observers import (
     RequestEnd,
-    RequestListener,
     RequestObserver,
     RequestStart,
     RouterObserver,
@@ -18,84 +17,75 @@ from tandem.telemetry.observers import (
     StepReport,
     WorkerObserver,
 )
-from tandem.telemetry.observers_silent import SilentRouter, SilentWorker
 from tandem.types import GroupSpec, WorkerInfo
 
 
 def router_observers(observers: Iterable[RouterObserver]) -> RouterObserver:
-    """All of them as one. The first one's word on the trace goes to the workers."""
-    first, *others = tuple(observers) or (SilentRouter(),)
-    return _Routers(first, tuple(others)) if others else first
+    """All of them as one. The first one decides the trace context that workers are given."""
+    first, *others = tuple(observers) or (RouterObserver(),)
+    return _Routers((first, *others)) if others else first
+
+
+def request_observers(first: RequestObserver, *others: RequestObserver) -> RequestObserver:
+    """Those of one request as one. The first one decides the trace context that workers are given."""
+    return _Requests((first, *others)) if others else first
 
 
 def worker_observers(observers: Iterable[WorkerObserver]) -> WorkerObserver:
     """All of them as one."""
-    first, *others = tuple(observers) or (SilentWorker(),)
+    first, *others = tuple(observers) or (WorkerObserver(),)
     return _Workers((first, *others)) if others else first
 
 
-class RequestTogether:
-    """One request's listeners as one `RequestObserver`; `first` speaks for all on the trace."""
+class _Routers(RouterObserver):
+    def __init__(self, observers: tuple[RouterObserver, ...]) -> None:
+        self._all = observers
 
-    def __init__(self, first: RequestObserver, *others: RequestListener) -> None:
-        self._first = first
-        self._all: tuple[RequestListener, ...] = (first, *others)
+    def request(self, start: RequestStart) -> RequestObserver:
+        return request_observers(*(each.request(start) for each in self._all))
 
-    @property
-    def traceparent(self) -> str:
-        """What workers are given as the parent of their spans."""
-        return self._first.traceparent
+    def refused(self, error: TandemError) -> None:
+        for each in self._all:
+            each.refused(error)
+
+
+class _Requests(RequestObserver):
+    __slots__ = ("_all",)
+
+    def __init__(self, observers: tuple[RequestObserver, ...]) -> None:
+        super().__init__(observers[0].traceparent)
+        self._all = observers
 
     def admitted(self) -> None:
-        """It got a place."""
         for each in self._all:
             each.admitted()
 
     def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo) -> None:
-        """It goes to this pair."""
         for each in self._all:
             each.placed(prefill, decode)
 
     def prompt_computed(self, queue_s: float, prefill_s: float) -> None:
-        """A worker computed the prompt."""
         for each in self._all:
             each.prompt_computed(queue_s, prefill_s)
 
     def handed_over(self, num_bytes: int, seconds: float) -> None:
-        """The prompt's KV reached the decode worker."""
         for each in self._all:
             each.handed_over(num_bytes, seconds)
 
-    def tokens(self, num_tokens: int) -> None:
-        """So many further tokens are known."""
+    def tokens(self, num_tokens: int, index: int) -> None:
         for each in self._all:
-            each.tokens(num_tokens)
+            each.tokens(num_tokens, index)
 
     def moved(self, culprit: WorkerInfo, error: TandemError) -> None:
-        """A try failed."""
         for each in self._all:
             each.moved(culprit, error)
 
     def ended(self, end: RequestEnd) -> None:
-        """Nothing more is heard of it."""
         for each in self._all:
             each.ended(end)
 
 
-class _Routers:
-    def __init__(self, first: RouterObserver, others: tuple[RouterObserver, ...]) -> None:
-        self._first = first
-        self._others = others
-
-    def request(self, start: RequestStart) -> RequestObserver:
-        return RequestTogether(self._first.request(start), *(each.request(start) for each in self._others))
-
-    def refused(self, error: TandemError) -> None:
-        for each in (self._first, *self._others):
-            each.refused(error)
-
-
-class _Sequences:
+class _Sequences(SequenceObserver):
     def __init__(self, observers: tuple[SequenceObserver, ...]) -> None:
         self._all = observers
 
@@ -128,7 +118,7 @@ class _Sequences:
             each.ended(error, num_tokens)
 
 
-class _Workers:
+class _Workers(WorkerObserver):
     def __init__(self, observers: tuple[WorkerObserver, ...]) -> None:
         self._all = observers
 

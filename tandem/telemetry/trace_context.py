@@ -1,4 +1,4 @@
-"""W3C trace context: read from gRPC metadata, carried in `Sequence` to the workers, logged.
+"""W3C trace context: read from gRPC metadata, carried in `Group` to the workers, logged.
 
 Source: https://www.w3.org/TR/trace-context/, through OpenTelemetry's propagator.
 """
@@ -30,6 +30,11 @@ def trace_from_metadata(metadata: Metadata | None) -> tuple[str, str]:
     if span.is_valid:
         return traceparent_of(span), span.trace_state.to_header()
     return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00", ""
+
+
+def trace_of_call(metadata: Metadata | None) -> tuple[str, str]:
+    """traceparent and tracestate that a request belongs to: of the current span, else as `trace_from_metadata`."""
+    return current_trace() or trace_from_metadata(metadata)
 
 
 def current_trace() -> tuple[str, str] | None:

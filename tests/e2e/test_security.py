@@ -26,7 +26,7 @@ PROMPT = "Once upon a time"
 REQUESTS = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5),  # HTTP/2's preface and empty SETTINGS
     Frame(
-        FrameType.HELLO, payload=Hello(Incarnation("0" * 32), "tcp", 1, ()).encode()
+        FrameType.HELLO, payload=Hello(Incarnation("0" * 32), "tcp", 1, (), ()).encode()
     ).encode(),  # KV: answered by name
 )
 """The first words of every protocol spoken on a port."""

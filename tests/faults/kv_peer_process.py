@@ -63,18 +63,27 @@ class HalfLane:
         self._go = threading.Event()
         self.release = self._go.set
 
-    def place(self, sources, targets):
+    async def place(self, sources, targets):
         if self.name == "shm":
             self._lane._rows[targets[0].block_id][:HALF] = 0xAB
             say("half written")
-            self._go.wait()
-        return self._lane.place(sources, targets)
+            await asyncio.get_running_loop().run_in_executor(None, self._go.wait)
+        return await self._lane.place(sources, targets)
 
-    def inline(self, sources):
-        spans = self._lane.inline(sources)
-        if spans:
+    def announce(self, sink, write, sources):
+        return self._lane.announce(HalfSink(sink), write, sources)
+
+
+class HalfSink:
+    """Half of what follows a frame."""
+
+    def __init__(self, sink):
+        self._sink = sink
+
+    def send(self, frame, inline=()):
+        if inline:
             asyncio.get_running_loop().call_later(0.05, say, "half written")
-        return [span[:HALF] for span in spans]
+        return self._sink.send(frame, [span[:HALF] for span in inline])
 
 
 async def read_line():
@@ -95,8 +104,6 @@ async def send(transport, timing, *, rude):
     ticket, endpoint = map(bytes.fromhex, (await read_line()).split())
     handoff = await sender.open(ticket, endpoint, 5.0)
     handoff._lane = lane = HalfLane(handoff._lane)
-    loop = asyncio.get_running_loop()
-    handoff._pool.start = lambda work, num_bytes: loop.run_in_executor(None, work)
     pushing = asyncio.ensure_future(handoff.push(0, (0,)))
     await read_line()
     if rude:

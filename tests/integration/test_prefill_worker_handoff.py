@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -14,27 +13,28 @@ import torch
 
 from bench.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
 from engine.block_pool import BlockPool
+from engine.group import Group
 from engine.kv_cache import KvCache
 from engine.loading import Engine, EngineOptions, load_engine
 from engine.placement import ThreadPlacement
 from engine.runner import Runner
-from engine.sequence import Sequence
-from engine.step import SampledToken, ScheduledSeq
+from engine.step import SampledToken, Step, StepResult
 from kvtransfer.base import BlockRef, Fingerprints, Offer, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from prefill_worker.handoff import HandoffPolicy
 from prefill_worker.scheduler import BatchLimits
+from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.worker import PrefillWorker, WorkerParts
 from tandem.clock import MonotonicClock
 from tandem.errors import TandemError, TransferError
-from tandem.first_token import decode_first_token
+from tandem.first_tokens import decode_first_tokens
 from tandem.incarnation import new_incarnation
 from tandem.kv_layout import KvLayout
 from tandem.lifecycle import BlockState
 from tandem.limits import Limits
-from tandem.types import BlockId, Handle, RequestId, SamplingParams, SequenceSpec, TokenDelta, TokenId
+from tandem.types import BlockId, ChoiceSpec, FinishReason, GroupSpec, Handle, RequestId, SamplingParams, TokenId
 from tandem.validation import Validator
+from tests.recording_observers import RecordingWorker
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS, CHUNK_TOKENS = 16, 128, 64
@@ -62,14 +62,22 @@ class RecordingRouter:
 
     def __init__(self) -> None:
         self.arrivals = Arrivals()
-        self.first_tokens: dict[Handle, TokenDelta] = {}
+        self.first_tokens: dict[Handle, dict[int, TokenId]] = {}
         self.num_bytes: dict[Handle, int] = {}
         self.errors: dict[Handle, TandemError] = {}
 
-    def prefill_done(self, handle: Handle, delta: TokenDelta, queue_s: float, prefill_s: float) -> None:
+    def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
+        raise AssertionError("a prefill worker reserves nothing")
+
+    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
         assert queue_s >= 0
         assert prefill_s > 0
-        self.first_tokens[handle] = delta
+        self.first_tokens[handle] = {}
+
+    def token(
+        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+    ) -> None:
+        self.first_tokens[handle][index] = token.token_id
         self.arrivals.note()
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
@@ -90,7 +98,7 @@ class Landing:
     blocks: tuple[BlockId, ...]
     arrivals: Arrivals
     offer: Offer = field(init=False)
-    first_token: TokenId | None = None
+    first_tokens: Mapping[int, TokenId] | None = None
     error: TransferError | None = None
 
     def on_receiving(self) -> None:
@@ -98,7 +106,7 @@ class Landing:
 
     def on_committed(self, first_token_payload: bytes) -> None:
         self.pool.seal(self.blocks)
-        self.first_token = decode_first_token(first_token_payload)
+        self.first_tokens = decode_first_tokens(first_token_payload)
         self.arrivals.note()
 
     def on_failed(self, error: TransferError) -> None:
@@ -124,18 +132,18 @@ class Target:
         prints = Fingerprints(fingerprint, layout)
         self.receiver = KvReceiver(memory, prints, MonotonicClock(), ("shm", "tcp"), "127.0.0.1")
 
-    def reserve(self, num_tokens: int) -> Landing:
-        blocks = self.pool.allocate(self._layout.blocks_for(num_tokens), BlockState.RESERVED)
+    def reserve(self, num_tokens: int, first_block: int = 0) -> Landing:
+        blocks = self.pool.allocate(self._layout.blocks_for(num_tokens) - first_block, BlockState.RESERVED)
         landing = Landing(self.pool, blocks, self.arrivals)
         refs = tuple(BlockRef(block, self.pool.generation(block)) for block in blocks)
-        landing.offer = self.receiver.offer(refs, landing, expires_in_s=60.0)
+        landing.offer = self.receiver.offer(refs, landing, expires_in_s=60.0, first_block=first_block)
         return landing
 
     def block_bytes(self, landing: Landing) -> bytes:
         return self.cache.blocks_view[list(landing.blocks)].numpy().tobytes()
 
     def let_go(self, landing: Landing) -> None:
-        if landing.first_token is not None:
+        if landing.first_tokens is not None:
             self.pool.release(landing.blocks)
 
 
@@ -175,11 +183,14 @@ class CountedEngine:
         self.num_steps = 0
         self.arrivals = Arrivals()
 
-    async def step(self, batch: SequenceOf[ScheduledSeq]) -> list[SampledToken | None]:
-        outputs = await self._thread.step(batch)
+    def launch(self, step: Step) -> Awaitable[StepResult]:
+        return self._note(self._thread.launch(step))
+
+    async def _note(self, launched: Awaitable[StepResult]) -> StepResult:
+        result = await launched
         self.num_steps += 1
         self.arrivals.note()
-        return outputs
+        return result
 
 
 @dataclass
@@ -191,7 +202,7 @@ class Rig:
     router: RecordingRouter
     num_handles: int = 0
 
-    def prefill(self, spec: SequenceSpec, offer: Offer) -> Handle:
+    def prefill(self, spec: GroupSpec, offer: Offer) -> Handle:
         self.num_handles += 1
         handle = Handle(self.num_handles)
         self.worker.prefill(self.router, handle, spec, offer.ticket, offer.endpoint)
@@ -216,9 +227,9 @@ async def make_rig(engine: Engine) -> AsyncIterator[Callable[..., Rig]]:
         senders.append(sender)
         validator = Validator(Limits(), VOCAB_SIZE, engine.model.config.context_tokens)
         counted = CountedEngine(engine)
-        parts = WorkerParts(counted, engine.pool, sender, validator, clock)
+        parts = WorkerParts(counted, engine.pool, sender, validator, clock, RecordingWorker())
         limits = BatchLimits(CHUNK_TOKENS, 8)
-        worker = PrefillWorker(parts, limits, HandoffPolicy(overlap=overlap), engine.max_sequence_tokens)
+        worker = PrefillWorker(parts, limits, OutgoingPolicy(overlap=overlap), engine.max_sequence_tokens)
         rigs.append((Rig(worker, counted, RecordingRouter()), asyncio.create_task(worker.run())))
         return rigs[-1][0]
 
@@ -232,27 +243,30 @@ async def make_rig(engine: Engine) -> AsyncIterator[Callable[..., Rig]]:
         await sender.stop()
 
 
-def spec_of(num_tokens: int, *, seed: int = 0, temperature: float = 0.0) -> SequenceSpec:
+def spec_of(num_tokens: int, *, seed: int = 0, temperature: float = 0.0, n: int = 1) -> GroupSpec:
     draw = random.Random(f"{num_tokens}-{seed}")
     tokens = tuple(TokenId(draw.randrange(VOCAB_SIZE)) for _ in range(num_tokens))
     sampling = SamplingParams(max_tokens=8, temperature=temperature, seed=seed)
-    return SequenceSpec(RequestId(f"r{num_tokens}-{seed}"), tokens, num_tokens, sampling)
+    return GroupSpec(RequestId(f"r{num_tokens}-{seed}"), tokens, sampling, tuple(map(ChoiceSpec, range(n))))
 
 
-def computed_directly(engine: Engine, spec: SequenceSpec) -> tuple[bytes, TokenId]:
-    """The prompt's blocks and first token by a runner of its own, in the same chunks."""
-    num_blocks = engine.layout.blocks_for(len(spec.token_ids))
+def computed_directly(engine: Engine, spec: GroupSpec) -> tuple[bytes, dict[int, TokenId]]:
+    """The prompt's blocks and first tokens by a runner of its own, in the same chunks."""
+    num_blocks = engine.layout.blocks_for(spec.num_prompt_tokens)
     cache = KvCache.create(engine.layout, num_blocks, CPU)
     cache.fill_poison()
-    runner, sequence = Runner(engine.model.decoder, cache), Sequence(spec)
-    sequence.add_blocks([BlockId(block) for block in range(num_blocks)])
-    output = None
-    while sequence.num_remaining_tokens:
-        num_tokens = min(CHUNK_TOKENS, sequence.num_remaining_tokens)
-        (output,) = runner.step([sequence.scheduled(num_tokens)])
-        sequence.advance(num_tokens)
-    assert output is not None
-    return cache.blocks_view.numpy().tobytes(), output.token_id
+    runner, prefix = Runner(engine.model.decoder, cache), Group(spec).prefix
+    prefix.add_blocks([BlockId(block) for block in range(num_blocks)])
+    result: StepResult | None = None
+    while prefix.num_computed_tokens < spec.num_prompt_tokens:
+        num_tokens = min(CHUNK_TOKENS, spec.num_prompt_tokens - prefix.num_computed_tokens)
+        result = runner.collect(runner.launch(runner.prepare(Step((prefix.schedule(num_tokens),))), None))
+    assert result is not None
+    tokens: dict[int, TokenId] = {}
+    for drawer, sampled in zip(prefix.drawers, result.outputs[0], strict=True):
+        assert isinstance(sampled, tuple)
+        tokens[drawer.index] = sampled[0].token_id
+    return cache.blocks_view.numpy().tobytes(), tokens
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -265,11 +279,44 @@ async def test_received_blocks_equal_a_directly_computed_prompt_byte_for_byte(
         spec, landing = spec_of(num_tokens, temperature=1.0), target.reserve(num_tokens)
         handle = rig.prefill(spec, landing.offer)
         await rig.router.arrivals.until(lambda handle=handle: handle in rig.router.num_bytes)
-        blocks, first_token = computed_directly(engine, spec)
+        blocks, first_tokens = computed_directly(engine, spec)
         assert target.block_bytes(landing) == blocks, num_tokens
-        assert landing.first_token == first_token == rig.router.first_tokens[handle].token_ids[0]
+        assert landing.first_tokens == first_tokens == rig.router.first_tokens[handle]
         assert rig.router.num_bytes[handle] == len(blocks)
         target.let_go(landing)
+    await rig.settles()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_only_the_blocks_that_an_offer_asks_for_travel(
+    engine: Engine, target: Target, make_rig: Callable[..., Rig], transport: str
+) -> None:
+    rig, spec, first_block = make_rig(transport), spec_of(200), 5
+    landing = target.reserve(200, first_block)
+    handle = rig.prefill(spec, landing.offer)
+    await rig.router.arrivals.until(lambda: handle in rig.router.num_bytes)
+    blocks, first_tokens = computed_directly(engine, spec)
+    assert target.block_bytes(landing) == blocks[first_block * engine.layout.block_bytes :]
+    assert rig.router.num_bytes[handle] == len(blocks) - first_block * engine.layout.block_bytes
+    assert landing.first_tokens == first_tokens
+    target.let_go(landing)
+    await rig.settles()
+
+
+async def test_each_choice_draws_the_token_that_a_request_with_its_seed_draws(
+    engine: Engine, target: Target, make_rig: Callable[..., Rig]
+) -> None:
+    rig, spec, landing = make_rig(), spec_of(90, seed=7, temperature=1.0, n=8), target.reserve(90)
+    handle = rig.prefill(spec, landing.offer)
+    await rig.router.arrivals.until(lambda: handle in rig.router.num_bytes)
+    alone = {}
+    for index in range(8):
+        single = replace(spec, sampling=replace(spec.sampling, seed=7 + index), choices=(ChoiceSpec(0),))
+        alone[index] = computed_directly(engine, single)[1][0]
+    assert landing.first_tokens == rig.router.first_tokens[handle] == alone
+    assert len(set(alone.values())) > 1
+    assert rig.engine.num_steps == 2
+    target.let_go(landing)
     await rig.settles()
 
 
@@ -278,11 +325,11 @@ async def test_prompts_in_one_ragged_batch_give_the_tokens_they_give_alone(
 ) -> None:
     rig = make_rig()
     specs = [spec_of(num_tokens) for num_tokens in (3, 40, 90, 7, 16, 33, 1, 130, 64, 5)]
-    landings = [target.reserve(len(spec.token_ids)) for spec in specs]
+    landings = [target.reserve(spec.num_prompt_tokens) for spec in specs]
     handles = [rig.prefill(spec, landing.offer) for spec, landing in zip(specs, landings, strict=True)]
     await rig.router.arrivals.until(lambda: len(rig.router.num_bytes) == len(handles))
     for spec, landing in zip(specs, landings, strict=True):
-        assert landing.first_token == computed_directly(engine, spec)[1]
+        assert landing.first_tokens == computed_directly(engine, spec)[1]
         target.let_go(landing)
     await rig.settles()
 
@@ -311,8 +358,8 @@ async def test_released_during_the_transfer_both_pools_come_back(target: Target,
     target.receiver.withdraw(
         landing.offer.transfer_id
     )  # as a router releases both; the ticket may not have been shown yet
-    await target.arrivals.until(lambda: landing.error is not None or landing.first_token is not None)
-    if landing.first_token is not None:  # the transfer was faster than the release
+    await target.arrivals.until(lambda: landing.error is not None or landing.first_tokens is not None)
+    if landing.first_tokens is not None:  # the transfer was faster than the release
         target.pool.release(landing.blocks)
     await target.arrivals.until(lambda: target.pool.num_free == NUM_BLOCKS)
 

@@ -51,13 +51,13 @@ async def address_of(child: asyncio.subprocess.Process) -> str:
 
 
 def prefill_message(handle: int, num_tokens: int = 20, max_tokens: int = 4) -> worker_pb2.ConnectRequest:
-    sequence = worker_pb2.Sequence(
+    group = worker_pb2.Group(
         request_id="r",
-        token_ids=[1 + index for index in range(num_tokens)],
-        num_prompt_tokens=num_tokens,
+        prompt_token_ids=[1 + index for index in range(num_tokens)],
+        choices=[worker_pb2.GroupChoice()],
         sampling=worker_pb2.ResolvedSampling(max_tokens=max_tokens, top_p=1.0, repetition_penalty=1.0),
     )
-    prefill = worker_pb2.Prefill(handle=handle, sequence=sequence, ticket=b"not a ticket", kv_endpoint=b"nowhere")
+    prefill = worker_pb2.Prefill(handle=handle, group=group, ticket=b"not a ticket", kv_endpoint=b"nowhere")
     return worker_pb2.ConnectRequest(prefill=prefill)
 
 

@@ -13,18 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.faces.kserve.model import DEFAULT_OUTPUTS, OUTPUTS, VERSION
-from router.faces.kserve.sampling import boolean, canonical, set_sampling
+from router.faces.kserve.parameters import boolean, canonical, sampling_values
 from router.faces.kserve.tensors import BYTES, MAX_ELEMENTS, Tensor, read_tensors, shown
+from router.request import CompletionRequest, TextPrompt
 from tandem.errors import InvalidRequest, ModelNotFound, UnsupportedOption
 from tandem.foreign import kserve_pb2
-from tandem.v1 import inference_pb2
+from tandem.sampling import SamplingOptions
 
 MAX_TEXTS = 64
 """Of one ModelInfer."""
 _MAX_ENTRIES = 128
 """Inputs, outputs, parameters: more than there are names."""
-_MAX_SETTINGS_BYTES = 128 * 1024
-"""Of the JSON, and of all settings together: room for stop strings and biases at their default caps."""
+_MAX_JSON_CHARACTERS = 128 * 1024
+"""Room for stop strings and biases at their default caps."""
 _MAX_MICROSECONDS = 2**63 - 1
 _TEXT = "text_input"
 _JSON = "sampling_parameters"
@@ -48,20 +49,14 @@ class InferRequest:
     texts: tuple[str, ...]
     shape: tuple[int, ...]
     """Of the texts, and of every output."""
-    template: inference_pb2.GenerateRequest
-    """All but the prompt."""
+    completions: tuple[CompletionRequest, ...]
+    """One per text."""
     stream: bool
     echo: bool
     """Whether the text of the answer begins with the prompt."""
     outputs: tuple[str, ...]
     timeout_s: float | None
     empty_final_response: bool
-
-    def message(self, index: int) -> inference_pb2.GenerateRequest:
-        """What InferenceService would be asked for text `index`."""
-        message = inference_pb2.GenerateRequest(text=self.texts[index])
-        message.MergeFrom(self.template)
-        return message
 
 
 def check_version(version: str) -> None:
@@ -98,7 +93,7 @@ def read_request(request: kserve_pb2.ModelInferRequest) -> InferRequest:
         empty_final_response=boolean(
             "triton_enable_empty_final_response", settings.pop("triton_enable_empty_final_response", False)
         ),
-        template=_template(request, settings),
+        completions=_completions(request, texts, settings),
     )
 
 
@@ -144,8 +139,8 @@ def _settings(tensors: Mapping[str, Tensor], parameters: Mapping[str, kserve_pb2
 def _json_object(values: list[Any]) -> dict[str, Any]:
     if len(values) != 1:
         raise InvalidRequest(f"inputs.{_JSON}", f"must hold one element, not {len(values)}")
-    if isinstance(values[0], str) and len(values[0]) > _MAX_SETTINGS_BYTES:
-        raise InvalidRequest(f"inputs.{_JSON}", f"is longer than {_MAX_SETTINGS_BYTES} characters")
+    if isinstance(values[0], str) and len(values[0]) > _MAX_JSON_CHARACTERS:
+        raise InvalidRequest(f"inputs.{_JSON}", f"is longer than {_MAX_JSON_CHARACTERS} characters")
     try:
         parsed = json.loads(values[0])
     except (TypeError, ValueError, RecursionError) as error:
@@ -181,20 +176,19 @@ def _timeout_s(value: Any) -> float | None:
     return value / _MICROSECONDS if value else None  # 0 = none, as in Triton
 
 
-def _template(request: kserve_pb2.ModelInferRequest, settings: dict[str, Any]) -> inference_pb2.GenerateRequest:
+def _completions(
+    request: kserve_pb2.ModelInferRequest, texts: tuple[str, ...], settings: dict[str, Any]
+) -> tuple[CompletionRequest, ...]:
     for name in _NOT_BUILT & settings.keys():
         if boolean(name, settings.pop(name)):
             raise UnsupportedOption(name)
     for name in settings.keys() & (_SEQUENCES | _NOT_SERVED):
         raise UnsupportedOption(name)
-    template = inference_pb2.GenerateRequest(
-        request_id=request.id, model=request.model_name, priority=_priority(settings.pop("priority", 0))
+    priority = _priority(settings.pop("priority", 0))
+    sampling = SamplingOptions(**sampling_values(settings))
+    return tuple(
+        CompletionRequest(TextPrompt(text), sampling, request.id, request.model_name, priority) for text in texts
     )
-    for name, value in settings.items():
-        set_sampling(template.sampling, name, value)
-    if template.ByteSize() > _MAX_SETTINGS_BYTES:  # it is copied for each text
-        raise InvalidRequest("inputs", f"all but {_TEXT} takes more than {_MAX_SETTINGS_BYTES} bytes")
-    return template
 
 
 def _priority(level: Any) -> int:

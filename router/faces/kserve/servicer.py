@@ -11,16 +11,15 @@ from contextlib import aclosing
 
 import grpc.aio
 
-from router.entrance import Context, Entrance
+from router.entrance import Entrance
 from router.faces.kserve.model import VERSION, configuration, metadata
 from router.faces.kserve.request import InferRequest, check_version, read_request
 from router.faces.kserve.statistics import Statistics
-from router.faces.kserve.stream import InferStream
+from router.faces.kserve.stream import Context, InferStream, caller_of
 from router.faces.kserve.texts import Texts, TextUpdate, response
 from router.faces.refused_methods import refuse_methods
 from router.health import Health
-from router.intake import Intake
-from router.pipeline import Pipeline
+from router.request import Caller
 from tandem import __version__
 from tandem.clock import Clock
 from tandem.errors import InvalidRequest
@@ -51,17 +50,13 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(
         self,
         model: str,
-        intake: Intake,
         entrance: Entrance,
-        pipeline: Pipeline,
         health: Health,
         clock: Clock,
         limits: Limits,
     ) -> None:
         self._model = model
-        self._intake = intake
         self._entrance = entrance
-        self._pipeline = pipeline
         self._health = health
         self._limits = limits
         self._statistics = Statistics(clock)
@@ -114,7 +109,8 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             infer = read_request(request)
             if infer.stream:
                 raise InvalidRequest("stream", "ModelInfer gives one response; call ModelStreamInfer")
-        tasks = [asyncio.create_task(self._whole(infer, index, context)) for index in range(len(infer.texts))]
+        caller = caller_of(context, infer)
+        tasks = [asyncio.create_task(self._whole(infer, index, caller)) for index in range(len(infer.texts))]
         try:
             return response(self._model, infer, await asyncio.gather(*tasks))
         finally:
@@ -127,7 +123,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> None:
         """See `stream`."""
         cap = self._limits.max_request_id_bytes
-        await InferStream(self._model, self._entrance, self._texts, self._pipeline, context, cap).run(request_iterator)
+        await InferStream(self._model, self._entrance, self._texts, context, cap).run(request_iterator)
 
     async def ModelStatistics(  # noqa: N802
         self, request: kserve_pb2.ModelStatisticsRequest, context: Context
@@ -149,12 +145,12 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         )
         return kserve_pb2.RepositoryIndexResponse(models=[index] if obstacle is None or not request.ready else [])
 
-    async def _whole(self, infer: InferRequest, index: int, context: Context) -> TextUpdate:
-        async with aclosing(self._texts.updates(infer, index, context)) as updates:
+    async def _whole(self, infer: InferRequest, index: int, caller: Caller) -> TextUpdate:
+        async with aclosing(self._texts.updates(infer, index, caller)) as updates:
             return await anext(updates)
 
     def _check_model(self, name: str, version: str) -> None:
-        self._intake.check_model(name)
+        self._entrance.check_model(name)
         check_version(version)
 
 

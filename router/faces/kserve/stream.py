@@ -13,20 +13,30 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 import grpc.aio
 
-from router.entrance import Context, Entrance
+from router.entrance import Entrance
 from router.faces.kserve.request import InferRequest, read_request
 from router.faces.kserve.stream_room import StreamRoom
 from router.faces.kserve.texts import Texts, mark_final, response
-from router.pipeline import Pipeline
+from router.request import Caller
 from tandem.errors import InvalidRequest, Reason, TandemError, Unavailable
 from tandem.foreign import kserve_pb2
 from tandem.rpc.status import bug_logged
 from tandem.telemetry.logging import get_logger
+from tandem.telemetry.trace_context import trace_of_call
+
+Context = grpc.aio.ServicerContext[Any, Any]
 
 _log = get_logger(__name__)
+
+
+def caller_of(context: Context, request: InferRequest) -> Caller:
+    """Its request's timeout ends it sooner than the call's deadline."""
+    given = [each for each in (context.time_remaining(), request.timeout_s) if each is not None]
+    return Caller(min(given, default=None), *trace_of_call(context.invocation_metadata()), context.peer())
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +55,12 @@ class InferStream:
         model: str,
         entrance: Entrance,
         texts: Texts,
-        pipeline: Pipeline,
         context: Context,
         max_request_id_bytes: int,
     ) -> None:
         self._model = model
         self._entrance = entrance
         self._texts = texts
-        self._pipeline = pipeline
         self._context = context
         self._max_request_id_bytes = max_request_id_bytes
         self._room = StreamRoom()
@@ -77,7 +85,7 @@ class InferStream:
             raise errors.exceptions[0] from None
 
     async def _end_on_drain(self) -> None:
-        await self._pipeline.wait_for_drain()
+        await self._entrance.wait_for_drain()
         await self._room.empty()
         if self._all_read:
             return  # the stream ends well by itself
@@ -106,7 +114,7 @@ class InferStream:
     async def _generate(self, request: InferRequest) -> _Failure | None:
         """None if it ended well."""
         try:
-            async with aclosing(self._texts.updates(request, 0, self._context)) as updates:
+            async with aclosing(self._texts.updates(request, 0, caller_of(self._context, request))) as updates:
                 async for update in updates:
                     last = update.finish_reason is not None
                     final = last and not request.empty_final_response

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from router.entrance import Context, Entrance
+from router.entrance import Entrance
 from router.faces.kserve.model import OUTPUTS, VERSION
 from router.faces.kserve.request import InferRequest
 from router.faces.kserve.statistics import Statistics
 from router.faces.kserve.tensors import pack_bytes, pack_uint32
+from router.request import Caller
 from tandem.foreign import kserve_pb2
 from tandem.types import FinishReason
 
@@ -35,25 +36,24 @@ class Texts:
         self._entrance = entrance
         self._statistics = statistics
 
-    async def updates(self, request: InferRequest, index: int, context: Context) -> AsyncGenerator[TextUpdate, None]:
+    async def updates(self, request: InferRequest, index: int, caller: Caller) -> AsyncGenerator[TextUpdate, None]:
         """Updates of text `index` as they come, or all in one if the request is not to be streamed.
 
         Raises as `Entrance.run` does, and what ends a running request. Close it to cancel.
         """
         prompt = request.texts[index] if request.echo else ""
         with self._statistics.text() as finish:
-            async with self._entrance.run(request.message(index), context, timeout_s=request.timeout_s) as running:
-                read = running.outbox.get if request.stream else running.outbox.get_all
-                while True:
-                    message = await read()
-                    delta = message.delta
-                    if message.summary is not None:
-                        finish(message.summary)
+            async with self._entrance.run(request.completions[index], caller) as running:
+                last = False
+                while not last:
+                    outputs = [await running.delivery.get()] if request.stream else await running.delivery.get_all()
+                    (output,) = outputs  # a text has one completion here
+                    if output.summary is not None:
+                        last = True
+                        finish(output.summary)
                     yield TextUpdate(
-                        prompt + delta.text, running.num_prompt_tokens, len(delta.token_ids), delta.finish_reason
+                        prompt + output.text, running.num_prompt_tokens, len(output.token_ids), output.finish_reason
                     )
-                    if message.summary is not None:
-                        return
 
 
 def response(model: str, request: InferRequest, updates: Sequence[TextUpdate]) -> kserve_pb2.ModelInferResponse:

@@ -9,15 +9,17 @@ from typing import Any
 
 import grpc.aio
 
-from router.choice import ChoiceDelta
+from router.delivery import ChoiceOutput
 from router.entrance import Entrance
-from router.intake import Intake
-from router.outbox import Message
+from router.request import Caller, ChatPrompt, CompletionRequest, Prompt, TextPrompt, TokensPrompt
 from router.timeline import Summary
 from router.tokenization import Tokenization
 from tandem.checkpoint import CheckpointInfo
 from tandem.convert import finish_reason_to_proto, logprobs_to_proto
+from tandem.errors import InvalidRequest
 from tandem.limits import Limits
+from tandem.sampling import SamplingOptions
+from tandem.telemetry.trace_context import trace_of_call
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 SERVICE_NAME = "tandem.v1.InferenceService"
@@ -29,47 +31,53 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Serves one model."""
 
     def __init__(
-        self,
-        checkpoint: CheckpointInfo,
-        tokenization: Tokenization,
-        intake: Intake,
-        entrance: Entrance,
-        limits: Limits,
+        self, checkpoint: CheckpointInfo, tokenization: Tokenization, entrance: Entrance, limits: Limits
     ) -> None:
         self._checkpoint = checkpoint
         self._tokenization = tokenization
-        self._intake = intake
         self._entrance = entrance
         self._limits = limits
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
-        """Streams one completion. A slow reader only makes later messages bigger."""
-        async with self._entrance.run(request, context) as running:
+        """Streams all choices. A slow reader only makes later messages bigger."""
+        with self._entrance.judging():
+            completion = _read_request(request)
+        async with self._entrance.run(completion, _caller(context)) as running:
             while True:
-                message = await running.outbox.get()
-                await context.write(_response(running.request_id, message))
-                if message.summary is not None:
+                output = await running.delivery.get()
+                await context.write(_response(running.request_id, output))
+                if output.summary is not None:
                     return
 
     async def Complete(  # noqa: N802
         self, request: inference_pb2.CompleteRequest, context: Context
     ) -> inference_pb2.CompleteResponse:
         """The same, gathered."""
-        async with self._entrance.run(request.generate, context) as running:
-            message = await running.outbox.get_all()
-        assert message.summary is not None
+        with self._entrance.judging():
+            completion = _read_request(request.generate)
+        async with self._entrance.run(completion, _caller(context)) as running:
+            outputs = await running.delivery.get_all()
+        summary = outputs[-1].summary
+        assert summary is not None
         return inference_pb2.CompleteResponse(
             request_id=running.request_id,
-            choices=[inference_pb2.Choice(**_choice_fields(message.delta))],
-            usage=_usage(message.summary),
-            timings=_timings(message.summary),
+            choices=[inference_pb2.Choice(**_choice_fields(each)) for each in outputs],
+            usage=_usage(summary),
+            timings=_timings(summary),
         )
 
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """Text or a conversation to tokens."""
-        token_ids = await self._intake.tokenize(request)
+        self._entrance.check_model(request.model)
+        match request.WhichOneof("input"):
+            case "text":
+                token_ids = await self._entrance.tokenize(TextPrompt(request.text))
+            case "chat":
+                token_ids = await self._entrance.tokenize(_chat(request.chat))
+            case _:
+                raise InvalidRequest("input", "one of text and chat must be set")
         tokens = await self._tokenization.token_texts(token_ids)
         return inference_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
 
@@ -77,13 +85,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         """Tokens to text."""
-        return inference_pb2.DetokenizeResponse(text=await self._intake.detokenize(request))
+        self._entrance.check_model(request.model)
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        text = await self._entrance.detokenize(request.token_ids, skip_special_tokens=skip)
+        return inference_pb2.DetokenizeResponse(text=text)
 
     async def GetModel(  # noqa: N802
         self, request: inference_pb2.GetModelRequest, context: Context
     ) -> inference_pb2.GetModelResponse:
         """What is served, and within which limits."""
-        self._intake.check_model(request.model)
+        self._entrance.check_model(request.model)
         info, limits = self._checkpoint, self._limits
         return inference_pb2.GetModelResponse(
             model=info.name,
@@ -102,27 +113,70 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
 
-def _response(request_id: str, message: Message) -> inference_pb2.GenerateResponse:
-    response = inference_pb2.GenerateResponse(request_id=request_id, **_choice_fields(message.delta))
-    if message.summary is not None:
-        response.usage.CopyFrom(_usage(message.summary))
-        response.timings.CopyFrom(_timings(message.summary))
+def _caller(context: Context) -> Caller:
+    return Caller(context.time_remaining(), *trace_of_call(context.invocation_metadata()), context.peer())
+
+
+def _read_request(message: inference_pb2.GenerateRequest) -> CompletionRequest:
+    """Raises InvalidRequest where there is no prompt."""
+    return CompletionRequest(
+        prompt=_prompt(message),
+        sampling=_sampling(message.sampling),
+        request_id=message.request_id,
+        model=message.model,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+    )
+
+
+def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(message.text)
+        case "token_ids":
+            return TokensPrompt(message.token_ids.ids)
+        case "chat":
+            return _chat(message.chat)
+        case _:
+            raise InvalidRequest("prompt", "one of text, token_ids and chat must be set")
+
+
+def _chat(chat: inference_pb2.Chat) -> ChatPrompt:
+    return ChatPrompt([{"role": each.role, "content": each.content} for each in chat.messages])
+
+
+def _sampling(message: inference_pb2.SamplingParams) -> SamplingOptions:
+    """SamplingOptions has the message's fields, by the same names; those that are not set stay out."""
+    given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    for name in ("stop", "stop_token_ids"):
+        if name in given:
+            given[name] = tuple(given[name])
+    if "choice" in given:
+        given["choice"] = tuple(message.choice.choices)
+    return SamplingOptions(**given)
+
+
+def _response(request_id: str, output: ChoiceOutput) -> inference_pb2.GenerateResponse:
+    response = inference_pb2.GenerateResponse(request_id=request_id, **_choice_fields(output))
+    if output.summary is not None:
+        response.usage.CopyFrom(_usage(output.summary))
+        response.timings.CopyFrom(_timings(output.summary))
     return response
 
 
-def _choice_fields(delta: ChoiceDelta) -> dict[str, Any]:
+def _choice_fields(output: ChoiceOutput) -> dict[str, Any]:
     """The fields that GenerateResponse and Choice share."""
     fields: dict[str, Any] = {
-        "index": 0,
-        "text": delta.text,
-        "token_ids": delta.token_ids,
-        "logprobs": [logprobs_to_proto(each) for each in delta.logprobs],
-        "finish_reason": finish_reason_to_proto(delta.finish_reason),
+        "index": output.index,
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "logprobs": [logprobs_to_proto(each) for each in output.logprobs],
+        "finish_reason": finish_reason_to_proto(output.finish_reason),
     }
-    if isinstance(delta.matched_stop, str):
-        fields["stop_text"] = delta.matched_stop
-    elif delta.matched_stop is not None:
-        fields["stop_token_id"] = delta.matched_stop
+    if isinstance(output.matched_stop, str):
+        fields["stop_text"] = output.matched_stop
+    elif output.matched_stop is not None:
+        fields["stop_token_id"] = output.matched_stop
     return fields
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.choice import ChoiceDelta
+from router.delivery import ChoiceOutput
 from tandem.foreign import vllm_engine_pb2
 from tandem.types import TokenId, TokenLogprobs
 
@@ -13,30 +13,32 @@ ABORTED = "abort"
 
 
 class Answer:
-    """Gathers one request's deltas for the final message.
+    """Gathers one choice's outputs for its final message.
 
     Streamed, that repeats the tokens alone: with all log-probabilities it would outgrow what clients receive.
     """
 
-    def __init__(self, num_prompt_tokens: int, *, streamed: bool) -> None:
+    def __init__(self, index: int, num_prompt_tokens: int, *, streamed: bool) -> None:
+        self._index = index
         self._num_prompt_tokens = num_prompt_tokens
         self._streamed = streamed
         self._token_ids: list[TokenId] = []
         self._logprobs: list[TokenLogprobs] = []
 
-    def add(self, delta: ChoiceDelta) -> vllm_engine_pb2.GenerateResponse | None:
+    def add(self, output: ChoiceOutput) -> vllm_engine_pb2.GenerateResponse | None:
         """The chunk that says what is new; None if there are no new tokens, or no chunks are wanted."""
-        self._token_ids += delta.token_ids
+        self._token_ids += output.token_ids
         if not self._streamed:
-            self._logprobs += delta.logprobs
+            self._logprobs += output.logprobs
             return None
-        if not delta.token_ids:
+        if not output.token_ids:
             return None
         chunk = vllm_engine_pb2.GenerateStreamChunk(
-            token_ids=delta.token_ids,
+            token_ids=output.token_ids,
             prompt_tokens=self._num_prompt_tokens,
-            completion_tokens=len(delta.token_ids),
-            output_logprobs=_logprobs(delta.logprobs),
+            completion_tokens=len(output.token_ids),
+            output_logprobs=_logprobs(output.logprobs),
+            index=self._index,
         )
         return vllm_engine_pb2.GenerateResponse(chunk=chunk)
 
@@ -50,6 +52,7 @@ class Answer:
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=len(self._token_ids),
             output_logprobs=_logprobs(self._logprobs),
+            index=self._index,
         )
         if isinstance(matched_stop, str):
             complete.matched_stop_str = matched_stop

@@ -5,9 +5,12 @@ The protocol is described in protos/tandem/foreign/vllm_engine.proto.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import grpc.aio
 
-from router.entrance import Context, Entrance, RunningRequest
+from router.entrance import Entrance, RunningRequest
 from router.faces.refused_methods import refuse_methods
 from router.faces.vllm.aborts import Aborts, RequestAborted
 from router.faces.vllm.answer import ABORTED, Answer
@@ -15,44 +18,46 @@ from router.faces.vllm.info import ServerInfo
 from router.faces.vllm.request import check_rank, read_request
 from router.faces.vllm.tokenizer import TokenizerArchive
 from router.health import Health
-from router.pipeline import Pipeline
+from router.request import Caller
 from tandem.foreign import smg_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 from tandem.rpc.server import Service
+from tandem.telemetry.trace_context import trace_of_call
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 """As its owners named it."""
+Context = grpc.aio.ServicerContext[Any, Any]
 _REFUSED = {
     "Embed": "the model generates text and has no embeddings",
     "FlushCache": "there is no prefix cache to flush",
     "StartProfile": "profiles are taken with python -m bench.step_profile",
     "StopProfile": "profiles are taken with python -m bench.step_profile",
-    "SubscribeKvEvents": "there is no prefix cache to tell of",
+    "SubscribeKvEvents": "there is no prefix cache to report on",
 }
 
 
 class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     """Serves one model."""
 
-    def __init__(
-        self, entrance: Entrance, pipeline: Pipeline, health: Health, info: ServerInfo, tokenizer: TokenizerArchive
-    ) -> None:
+    def __init__(self, entrance: Entrance, health: Health, info: ServerInfo, tokenizer: TokenizerArchive) -> None:
         self._entrance = entrance
-        self._pipeline = pipeline
         self._health = health
         self._info = info
         self._tokenizer = tokenizer
         self._aborts = Aborts()
 
     async def Generate(self, request: vllm_engine_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
-        """Chunks if asked for, then the whole. A slow reader only makes later chunks bigger."""
+        """Chunks if asked for, then each choice whole. A slow reader only makes later chunks bigger."""
         self._info.request_came()
         with self._entrance.judging():
-            message = read_request(request)
-        with self._aborts.listed(message.request_id) as abortable:
-            async with self._entrance.run(message, context) as running:
+            completion = read_request(request)
+        caller = Caller(context.time_remaining(), *trace_of_call(context.invocation_metadata()), context.peer())
+        with self._aborts.listed(completion.request_id) as abortable:
+            async with self._entrance.run(completion, caller) as running:
                 abortable.begin(running)
-                final = await _read(running, context, streamed=request.stream)
-        await context.write(final)
+                num_choices = completion.sampling.n or 1
+                finals = await _read(running, context, num_choices, streamed=request.stream)
+        for final in finals:
+            await context.write(final)
 
     async def HealthCheck(  # noqa: N802
         self, request: vllm_engine_pb2.HealthCheckRequest, context: Context
@@ -64,7 +69,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Abort(  # noqa: N802
         self, request: vllm_engine_pb2.AbortRequest, context: Context
     ) -> vllm_engine_pb2.AbortResponse:
-        """Ends requests of this service and lets go of what they hold, also where nobody reads their answers."""
+        """Ends requests of this service and releases what they hold, also where nobody reads their answers."""
         self._aborts.abort(request.request_ids)
         return vllm_engine_pb2.AbortResponse()
 
@@ -78,7 +83,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: vllm_engine_pb2.GetServerInfoRequest, context: Context
     ) -> vllm_engine_pb2.GetServerInfoResponse:
         """Who serves it."""
-        return self._info.server(draining=self._pipeline.draining)
+        return self._info.server(draining=self._entrance.draining)
 
     async def GetLoads(  # noqa: N802
         self, request: vllm_engine_pb2.GetLoadsRequest, context: Context
@@ -95,19 +100,24 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             await context.write(chunk)
 
 
-async def _read(running: RunningRequest, context: Context, *, streamed: bool) -> vllm_engine_pb2.GenerateResponse:
-    """Reads the request to its end, which is returned; writes chunks until then if they are wanted."""
-    answer = Answer(running.num_prompt_tokens, streamed=streamed)
-    while True:
+async def _read(
+    running: RunningRequest, context: Context, num_choices: int, *, streamed: bool
+) -> Iterable[vllm_engine_pb2.GenerateResponse]:
+    """Reads all choices to their end; writes chunks until then if they are wanted. Returns each choice whole, by index."""
+    answers = [Answer(index, running.num_prompt_tokens, streamed=streamed) for index in range(num_choices)]
+    finals: dict[int, vllm_engine_pb2.GenerateResponse] = {}
+    while len(finals) < num_choices:
         try:
-            message = await running.outbox.get()
+            output = await running.delivery.get()
         except RequestAborted:
-            return answer.complete(ABORTED)
-        chunk = answer.add(message.delta)
+            return [finals.get(index) or answer.complete(ABORTED) for index, answer in enumerate(answers)]
+        answer = answers[output.index]
+        chunk = answer.add(output)
         if chunk is not None:
             await context.write(chunk)
-        if message.summary is not None:
-            return answer.complete(message.delta.finish_reason or "", message.delta.matched_stop)
+        if output.finish_reason is not None:
+            finals[output.index] = answer.complete(output.finish_reason, output.matched_stop)
+    return [finals[index] for index in range(num_choices)]
 
 
 def vllm_service(servicer: VllmServicer) -> Service:

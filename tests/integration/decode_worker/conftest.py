@@ -18,9 +18,8 @@ from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
 from engine.loading import Engine, EngineOptions, load_engine
 from engine.placement import ThreadPlacement
-from kvtransfer.base import Fingerprints, PoolMemory, Receiver
+from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
-from kvtransfer.staged import stage_receiver
 from kvtransfer.transports import SHM, TCP
 from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
@@ -176,11 +175,11 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         mirrored_kv: bool = False,
     ) -> AsyncIterator[Bench]:
         engine = load_tiny_engine(block_size, num_blocks, shared_kv=True, mirrored_kv=mirrored_kv)
-        memory = PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, new_incarnation())
-        prints = Fingerprints(engine.fingerprint, engine.layout)
-        receiver: Receiver = stage_receiver(
-            KvReceiver(memory, prints, MonotonicClock(), (SHM, TCP), "127.0.0.1"), engine.kv_cache.mirror
+        memory = PoolMemory(
+            engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.mirror
         )
+        prints = Fingerprints(engine.fingerprint, engine.layout)
+        receiver = KvReceiver(memory, prints, MonotonicClock(), (SHM, TCP), "127.0.0.1")
         validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
         worker = DecodeWorker(
             WorkerParts(engine.thread, engine.pool, receiver, validator, MonotonicClock()),

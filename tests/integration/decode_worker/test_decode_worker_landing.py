@@ -14,7 +14,6 @@ from bench.tiny_models import CONTEXT_TOKENS, VOCAB_SIZE
 from engine.loading import Engine
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.sender import KvSender
-from kvtransfer.staged import stage_sender
 from prefill_worker.handoff import HandoffPolicy
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker
@@ -58,9 +57,11 @@ asyncio.run(main(*sys.argv[1:]))
 @asynccontextmanager
 async def open_prefill(engine: Engine, transport: str) -> AsyncIterator[PrefillWorker]:
     clock = MonotonicClock()
-    memory = PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, new_incarnation())
+    memory = PoolMemory(
+        engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.mirror
+    )
     prints = Fingerprints(engine.fingerprint, engine.layout)
-    sender = stage_sender(KvSender(memory, prints, clock, transport), engine.kv_cache.mirror)
+    sender = KvSender(memory, prints, clock, transport)
     validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
     parts = PrefillParts(engine.thread, engine.pool, sender, validator, clock)
     worker = PrefillWorker(parts, BatchLimits(chunk_tokens=32, max_seqs=8), HandoffPolicy(), engine.max_sequence_tokens)

@@ -104,9 +104,15 @@ class Pair:
     sender: KvSender
     clock: ManualClock
 
-    def offer(self, listener: Recorder, block_ids: tuple[int, ...] = (3, 1, 2), expires_in_s: float = 30.0) -> Offer:
+    def offer(
+        self,
+        listener: Recorder,
+        block_ids: tuple[int, ...] = (3, 1, 2),
+        expires_in_s: float = 30.0,
+        first_block: int = 0,
+    ) -> Offer:
         refs = tuple(BlockRef(BlockId(i), generation=7 + i) for i in block_ids)
-        return self.receiver.offer(refs, listener, expires_in_s)
+        return self.receiver.offer(refs, listener, expires_in_s, first_block)
 
     async def open(self, offer: Offer):
         return await self.sender.open(offer.ticket, offer.endpoint, timeout_s=5.0)
@@ -201,15 +207,15 @@ class RawSender:
 
 @asynccontextmanager
 async def _raw(offer: Offer, transport: str, hello: Hello | None = None) -> AsyncIterator[RawSender]:
-    endpoint = Endpoint.decode(offer.endpoint)
+    fields = Endpoint.decode(offer.endpoint).reach[transport]
     if transport == "shm":
-        sock = await shm.dial(endpoint.unix_name)
+        sock = await shm.dial(fields["unix_name"])
     else:
-        sock = await tcp.dial(endpoint.tcp_host, endpoint.tcp_port)
+        sock = await tcp.dial(fields["host"], int(fields["port"]))
     connection, mapping = Connection(sock, QUICK), None
     try:
         connection.start()
-        hello = hello or Hello(Incarnation("ab" * 16), transport, 16, fingerprint_fields(PRINTS))
+        hello = hello or Hello(Incarnation("ab" * 16), transport, 16, ("xxh3-64",), fingerprint_fields(PRINTS))
         connection.send(Frame(FrameType.HELLO, payload=hello.encode()))
         if transport == "shm":
             _, descriptor = await shm.receive_with_descriptor(connection)

@@ -44,7 +44,7 @@ async def test_auto_takes_shared_memory_on_one_machine(paired, make_recorder):
 async def test_auto_falls_back_to_tcp_when_the_unix_socket_is_unreachable(paired, recorder):
     async with paired("auto") as pair:
         offer = pair.offer(recorder)
-        endpoint = offer.endpoint.replace(b"unix_name=tandem-kv-", b"unix_name=gone-")
+        endpoint = offer.endpoint.replace(b"shm.unix_name=tandem-kv-", b"shm.unix_name=gone-")
         handoff = await pair.sender.open(offer.ticket, endpoint, 5.0)
         await handoff.push(0, (0, 1, 2))
         assert (await handoff.commit(b"")).transport == "tcp"
@@ -54,7 +54,7 @@ async def test_auto_takes_tcp_between_machines(paired, recorder):
     async with paired("auto") as pair:
         offer = pair.offer(recorder)
         endpoint = b"\n".join(
-            b"boot_id=another" if line.startswith(b"boot_id=") else line for line in offer.endpoint.split(b"\n")
+            b"shm.boot_id=another" if line.startswith(b"shm.boot_id=") else line for line in offer.endpoint.split(b"\n")
         )
         handoff = await pair.sender.open(offer.ticket, endpoint, 5.0)
         await handoff.push(0, (0, 1, 2))

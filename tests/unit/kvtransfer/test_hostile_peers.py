@@ -42,6 +42,7 @@ def _with_generation(blocks, generation):
         (lambda t: {"blocks": (dataclasses.replace(t.blocks[0], block_id=9), *t.blocks[1:])}, "other blocks"),
         (lambda t: {"blocks": (dataclasses.replace(t.blocks[0], block_id=16), *t.blocks[1:])}, "leaves the peer's"),
         (lambda t: {"expires_in_ms": 2**31}, "altered"),
+        (lambda t: {"first_block": 1}, "other blocks"),
         (lambda t: {"incarnation": "cd" * 16}, "another incarnation"),
         (lambda t: {"layout_fingerprint": "cd" * 16}, "another layout"),
     ],
@@ -58,7 +59,7 @@ async def test_a_forged_ticket_is_refused_and_the_true_one_still_works(paired, r
         assert recorder.calls == ["receiving", "committed"]
 
 
-@pytest.mark.parametrize("data", [b"", b"\1", b"\2" + bytes(100), bytes(65), b"\1" * 400])
+@pytest.mark.parametrize("data", [b"", b"\1", b"\3" + bytes(100), bytes(69), b"\2" + bytes(68), b"\2" * 400])
 async def test_bytes_that_are_no_ticket_are_refused(paired, recorder, raw, data):
     async with paired("tcp") as pair:
         offer = pair.offer(recorder)
@@ -122,7 +123,7 @@ async def test_a_ticket_of_a_former_life_is_refused(paired, make_recorder):
 async def test_an_address_that_a_new_life_took_over_is_refused(paired, make_recorder):
     async with paired("tcp") as former, paired("tcp") as current:
         stale, fresh = former.offer(make_recorder()), current.offer(make_recorder())
-        moved = dataclasses.replace(Endpoint.decode(stale.endpoint), tcp_port=Endpoint.decode(fresh.endpoint).tcp_port)
+        moved = dataclasses.replace(Endpoint.decode(stale.endpoint), reach=Endpoint.decode(fresh.endpoint).reach)
         with pytest.raises(TicketRefused, match="now belongs to incarnation"):
             await former.sender.open(stale.ticket, moved.encode(), 5.0)
 
@@ -153,9 +154,9 @@ async def test_bytes_that_differ_from_their_checksum_fail_the_handoff(paired, re
     ("seq", "write", "said"),
     [
         (1, Write(0, (SUM,)), "came where 0 was due"),
-        (0, Write(3, (SUM,)), "leaves 3 blocks"),
-        (0, Write(2, (SUM, SUM)), "leaves 3 blocks"),
-        (0, Write(2**32 - 1, (SUM,)), "leaves 3 blocks"),
+        (0, Write(3, (SUM,)), "leaves the offer of 0:3"),
+        (0, Write(2, (SUM, SUM)), "leaves the offer of 0:3"),
+        (0, Write(2**32 - 1, (SUM,)), "leaves the offer of 0:3"),
     ],
 )
 async def test_a_write_out_of_order_or_range_fails_the_handoff(paired, recorder, raw, seq, write, said):
@@ -262,7 +263,7 @@ async def test_both_sides_name_the_field_that_differs(paired, recorder, make_poo
 
 async def test_a_field_that_only_one_side_knows_is_a_mismatch(paired, recorder, raw, prints, caplog):
     async with paired("tcp") as pair:
-        hello = Hello("ab" * 16, "tcp", 16, (*fingerprint_fields(prints), ("rope", "new")))
+        hello = Hello("ab" * 16, "tcp", 16, ("xxh3-64",), (*fingerprint_fields(prints), ("rope", "new")))
         async with raw(pair.offer(recorder), "tcp", hello) as peer:
             with pytest.raises(PeerLost):
                 await peer.hear()
@@ -271,7 +272,7 @@ async def test_a_field_that_only_one_side_knows_is_a_mismatch(paired, recorder, 
 
 async def test_a_hello_has_little_room_in_the_log(paired, recorder, raw, caplog):
     async with paired("tcp") as pair:
-        hello = Hello("ab" * 16, "tcp", 16, (("model", "x" * 10_000),))
+        hello = Hello("ab" * 16, "tcp", 16, ("xxh3-64",), (("model", "x" * 10_000),))
         async with raw(pair.offer(recorder), "tcp", hello) as peer:
             with pytest.raises(PeerLost):
                 await peer.hear()
@@ -282,8 +283,8 @@ async def test_a_hello_has_little_room_in_the_log(paired, recorder, raw, caplog)
 async def test_bytes_that_are_no_frame_end_the_connection_only(paired, recorder, raw):
     async with paired("tcp") as pair:
         offer = pair.offer(recorder)
-        endpoint = Endpoint.decode(offer.endpoint)
-        sock = await tcp.dial(endpoint.tcp_host, endpoint.tcp_port)
+        fields = Endpoint.decode(offer.endpoint).reach["tcp"]
+        sock = await tcp.dial(fields["host"], int(fields["port"]))
         sock.setblocking(True)
         sock.sendall(b"GET / HTTP/1.1\r\nHost: somebody else\r\n\r\n")
         sock.close()

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from kvtransfer.base import BlockRef, Fingerprints
-from kvtransfer.transports.inproc import Faults, InprocNetwork, InprocReceiver, InprocSender
 from tandem.clock import ManualClock
 from tandem.errors import ChecksumMismatch, HandshakeMismatch, PeerLost, TransferError
+from tests.inproc_transport import Faults, InprocNetwork, InprocReceiver, InprocSender
 
 BLOCKS = (BlockRef(3, 1), BlockRef(1, 1))
 

@@ -32,7 +32,9 @@ async def test_a_sender_that_stops_tells_those_who_still_dial(paired, recorder):
     async with paired("tcp") as pair:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             offer = pair.offer(recorder)
-            endpoint = dataclasses.replace(Endpoint.decode(offer.endpoint), tcp_port=silent.getsockname()[1])
+            known = Endpoint.decode(offer.endpoint)
+            port = str(silent.getsockname()[1])
+            endpoint = dataclasses.replace(known, reach={"tcp": known.reach["tcp"] | {"port": port}})
             opening = asyncio.create_task(pair.sender.open(offer.ticket, endpoint.encode(), 5.0))
             accepted, _ = await asyncio.to_thread(silent.accept)
             with accepted:

@@ -44,10 +44,12 @@ def test_unknown_transports_are_refused_by_name(make_pool, prints):
         KvReceiver(memory, prints, ManualClock(), ("tcp", "pigeon"), "127.0.0.1")
 
 
-def test_shm_needs_a_pool_in_shared_memory(make_pool, prints):
+async def test_shm_needs_a_pool_in_shared_memory(make_pool, prints):
     memory = dataclasses.replace(make_pool().memory, shared_fd=None)
+    receiver = KvReceiver(memory, prints, ManualClock(), ("tcp", "shm"), "127.0.0.1")
     with pytest.raises(ConfigError, match="shm needs a pool in shared memory"):
-        KvReceiver(memory, prints, ManualClock(), ("shm",), "127.0.0.1")
+        await receiver.start()
+    await receiver.stop()
 
 
 async def test_an_address_that_cannot_be_listened_on_is_named(make_pool, prints):

@@ -180,9 +180,9 @@ async def test_an_endpoint_that_lies_about_tls_ends_in_a_refusal_not_a_hang(
     async with tls_pair(server, client) as (receiver, sender, *_):
         issued = offer(receiver, recorder)
         lie = (
-            issued.endpoint.replace(b"tls=1", b"tls=0")
+            issued.endpoint.replace(b"tls=on", b"tls=off")
             if secure_receiver
-            else issued.endpoint.replace(b"tls=0", b"tls=1")
+            else issued.endpoint.replace(b"tls=off", b"tls=on")
         )
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(TransferError):
@@ -198,7 +198,8 @@ async def test_an_endpoint_that_lies_about_tls_ends_in_a_refusal_not_a_hang(
 async def test_an_endpoint_whose_host_is_none_is_refused(pki, tls_pair, offer, recorder, host):
     async with tls_pair(pki.server(pki.issue()), pki.caller()) as (receiver, sender, *_):
         issued = offer(receiver, recorder)
-        endpoint = dataclasses.replace(Endpoint.decode(issued.endpoint), tcp_host=host).encode()
+        known = Endpoint.decode(issued.endpoint)
+        endpoint = dataclasses.replace(known, reach={"tcp": known.reach["tcp"] | {"host": host}}).encode()
         with pytest.raises(TransferError):
             await sender.open(issued.ticket, endpoint, PATIENCE_S)
 
@@ -214,8 +215,8 @@ async def test_garbage_on_a_tls_port_ends_its_own_connection_only(pki, tls_pair,
 
 @asynccontextmanager
 async def raw_connection(issued):
-    endpoint = Endpoint.decode(issued.endpoint)
-    sock = await tcp.dial(endpoint.tcp_host, endpoint.tcp_port)
+    fields = Endpoint.decode(issued.endpoint).reach["tcp"]
+    sock = await tcp.dial(fields["host"], int(fields["port"]))
     try:
         yield sock
     finally:

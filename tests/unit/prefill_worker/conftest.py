@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
-from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq
+from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq, Step, StepResult
 from kvtransfer.base import TransferReport
-from prefill_worker.handoff import HandoffPolicy
+from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker, WorkerParts
 from tandem.clock import ManualClock
 from tandem.errors import TandemError
-from tandem.first_token import decode_first_token
+from tandem.first_tokens import decode_first_tokens
 from tandem.limits import Limits
 from tandem.types import (
     BlockId,
+    ChoiceSpec,
+    FinishReason,
+    GroupSpec,
     Handle,
     RequestId,
     SamplingParams,
-    SequenceSpec,
     TokenDelta,
     TokenId,
 )
@@ -71,33 +73,40 @@ class Gate:
 
 
 class FakeEngine:
-    """Samples the sum of the prompt's last token and its length, as the real one would in a thread."""
+    """Samples the sum of the prompt's last token, its length and the drawer's seed; each step takes half a second."""
 
     def __init__(self) -> None:
         self.gate = Gate()
         self.num_steps = 0
-        self.batches: list[list[ScheduledSeq]] = []
+        self.batches: list[tuple[ScheduledSeq, ...]] = []
         self.error: Exception | None = None
         self.broken_length: int | None = None
         """Length of the prompts whose logits are broken."""
 
-    async def step(self, batch: Sequence[ScheduledSeq]) -> list[Sampled | None]:
-        self.batches.append(list(batch))
-        await self.gate.passed()
+    def launch(self, step: Step) -> Coroutine[None, None, StepResult]:
+        self.batches.append(step.seqs)
+        return self._run(step)
+
+    async def _run(self, step: Step) -> StepResult:
+        running = asyncio.ensure_future(self.gate.passed())
+        try:
+            await asyncio.shield(running)
+        finally:  # as the real one, it does not end before the step
+            await running
         self.num_steps += 1
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        return [None if seq.sample is None else self._sample(seq) for seq in batch]
+        return StepResult(tuple(self._sample(seq) for seq in step.seqs), 0.5)
 
-    def _sample(self, seq: ScheduledSeq) -> Sampled:
+    def _sample(self, seq: ScheduledSeq) -> tuple[Sampled, ...]:
         if seq.context_len + len(seq.token_ids) == self.broken_length:
-            return BrokenLogits()
-        return SampledToken(first_token(seq), None)
+            return (BrokenLogits(),) * len(seq.samples)
+        return tuple((SampledToken(first_token(seq, sample.params.seed), None),) for sample in seq.samples)
 
 
-def first_token(seq: ScheduledSeq) -> TokenId:
-    return TokenId(seq.token_ids[-1] + seq.context_len + len(seq.token_ids))
+def first_token(seq: ScheduledSeq, seed: int = 0) -> TokenId:
+    return TokenId(seq.token_ids[-1] + seq.context_len + len(seq.token_ids) + seed)
 
 
 class FakeHandoff:
@@ -107,7 +116,8 @@ class FakeHandoff:
         self._sender = sender
         self.ticket = ticket
         self.pushes: list[tuple[int, tuple[BlockId, ...]]] = []
-        self.committed: TokenId | None = None
+        self.first_block = sender.first_block
+        self.committed: Mapping[int, TokenId] | None = None
         self.num_aborts = 0
 
     async def push(self, first: int, source_blocks: tuple[BlockId, ...]) -> None:
@@ -118,7 +128,7 @@ class FakeHandoff:
     async def commit(self, first_token_payload: bytes) -> TransferReport:
         await self._sender.commit_gate.passed()
         self._sender.raise_error("commit")
-        self.committed = decode_first_token(first_token_payload)
+        self.committed = decode_first_tokens(first_token_payload)
         num_blocks = sum(len(blocks) for _, blocks in self.pushes)
         return TransferReport("fake", num_blocks, num_blocks * 100, 0.25)
 
@@ -134,6 +144,8 @@ class FakeSender:
     def __init__(self) -> None:
         self.open_gate, self.push_gate, self.commit_gate, self.abort_gate = Gate(), Gate(), Gate(), Gate()
         self.errors: dict[str, Exception] = {}
+        self.first_block = 0
+        """Of the offers to come."""
         self.handoffs: list[FakeHandoff] = []
 
     def raise_error(self, call: str) -> None:
@@ -155,7 +167,8 @@ class FakeSender:
 class FakeRouter:
     """Keeps what it was told, by handle, and lets tests wait for it."""
 
-    first_tokens: dict[Handle, TokenDelta] = field(default_factory=dict)
+    choices: dict[Handle, dict[int, TokenDelta]] = field(default_factory=dict)
+    """First tokens by choice; an entry from `prefill_done` on."""
     times_s: dict[Handle, tuple[float, float]] = field(default_factory=dict)
     handoffs: dict[Handle, tuple[int, float]] = field(default_factory=dict)
     errors: dict[Handle, TandemError] = field(default_factory=dict)
@@ -163,14 +176,28 @@ class FakeRouter:
 
     __hash__ = object.__hash__
 
-    def prefill_done(self, handle: Handle, delta: TokenDelta, queue_s: float, prefill_s: float) -> None:
-        assert handle not in self.first_tokens
-        self.first_tokens[handle] = delta
+    @property
+    def first_tokens(self) -> dict[Handle, TokenDelta]:
+        """Of requests whose only choice is number 0."""
+        return {handle: choices[0] for handle, choices in self.choices.items()}
+
+    def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
+        raise AssertionError("a prefill worker reserves nothing")
+
+    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
+        assert handle not in self.choices
+        self.choices[handle] = {}
         self.times_s[handle] = (queue_s, prefill_s)
         self._told.set()
 
+    def token(
+        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+    ) -> None:
+        assert index not in self.choices[handle]
+        self.choices[handle][index] = TokenDelta(offset, (token.token_id,), finish_reason=finish_reason, index=index)
+
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
-        assert handle in self.first_tokens
+        assert handle in self.choices
         self.handoffs[handle] = (num_bytes, seconds)
         self._told.set()
 
@@ -198,11 +225,11 @@ class Bench:
         self.observer = RecordingWorker()
         validator = Validator(Limits(), vocab_size=1000, context_tokens=256)
         parts = WorkerParts(self.engine, self.pool, self.sender, validator, self.clock, self.observer)
-        policy = HandoffPolicy(overlap=overlap, transfer_timeout_s=transfer_timeout_s)
+        policy = OutgoingPolicy(overlap=overlap, transfer_timeout_s=transfer_timeout_s)
         self.worker = PrefillWorker(parts, BatchLimits(8, 4), policy, max_sequence_tokens=64)
         self.running = asyncio.create_task(self.worker.run())
 
-    def prefill(self, handle: int, spec: SequenceSpec, router: FakeRouter | None = None) -> Handle:
+    def prefill(self, handle: int, spec: GroupSpec, router: FakeRouter | None = None) -> Handle:
         self.worker.prefill(router or self.router, Handle(handle), spec, b"ticket-%d" % handle, b"endpoint")
         return Handle(handle)
 
@@ -236,29 +263,37 @@ def _make_spec(
     num_tokens: int,
     *,
     max_tokens: int = 4,
-    num_output_tokens: int = 0,
+    num_output_tokens: Sequence[int] = (0,),
     end_token_ids: frozenset[int] = frozenset(),
     timeout_s: float | None = None,
     priority: int = 0,
-) -> SequenceSpec:
-    return SequenceSpec(
+) -> GroupSpec:
+    def tokens(start: int, end: int) -> tuple[TokenId, ...]:
+        return tuple(TokenId(1 + index % 50) for index in range(start, end))
+
+    return GroupSpec(
         request_id=RequestId("request"),
-        token_ids=tuple(TokenId(1 + index % 50) for index in range(num_tokens)),
-        num_prompt_tokens=num_tokens - num_output_tokens,
+        prompt_token_ids=tokens(0, num_tokens),
         sampling=SamplingParams(
             max_tokens=max_tokens, end_token_ids=frozenset(TokenId(token) for token in end_token_ids)
+        ),
+        choices=tuple(
+            ChoiceSpec(index, tokens(num_tokens, num_tokens + num)) for index, num in enumerate(num_output_tokens)
         ),
         timeout_s=timeout_s,
         priority=priority,
     )
 
 
-SpecMaker = Callable[..., SequenceSpec]
+SpecMaker = Callable[..., GroupSpec]
 
 
 @pytest.fixture(scope="session")
 def make_spec() -> SpecMaker:
-    """Prompts 1, 2, 3, …; the fake engine's first token is the last one plus the number of tokens."""
+    """Prompts 1, 2, 3, …; the fake engine's first token is the last one plus the number of tokens plus the seed.
+
+    `num_output_tokens`: of each choice, of which there is one by default.
+    """
     return _make_spec
 
 

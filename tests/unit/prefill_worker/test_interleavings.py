@@ -13,7 +13,10 @@ from tandem.types import Handle
 
 moves = st.lists(
     st.one_of(
-        st.tuples(st.just("prefill"), st.integers(1, 40)),
+        st.tuples(
+            st.just("prefill"), st.tuples(st.integers(1, 40), st.lists(st.integers(0, 1), min_size=1, max_size=3))
+        ),
+        st.tuples(st.just("offers_start_at"), st.integers(0, 4)),
         st.tuples(st.just("release"), st.integers(0, 20)),
         st.tuples(st.just("close"), st.integers(0, 4)),
         st.tuples(st.just("open"), st.integers(0, 4)),
@@ -43,8 +46,13 @@ class Player:
         self.handles: set[Handle] = set()
         self.released: set[Handle] = set()
 
-    async def prefill(self, num_tokens: int) -> None:
-        self.handles.add(self.bench.prefill(len(self.handles) + 1, self.make_spec(num_tokens)))
+    async def prefill(self, asked: tuple[int, list[int]]) -> None:
+        num_tokens, num_output_tokens = asked
+        spec = self.make_spec(num_tokens, num_output_tokens=num_output_tokens)
+        self.handles.add(self.bench.prefill(len(self.handles) + 1, spec))
+
+    async def offers_start_at(self, first_block: int) -> None:
+        self.bench.sender.first_block = first_block
 
     async def release(self, handle: int) -> None:
         self.bench.worker.release(self.bench.router, Handle(handle))

@@ -35,8 +35,6 @@ async def test_each_step_is_told_with_its_time_its_tokens_and_its_prompts(bench:
     specs = [make_spec(5), make_spec(7)]
     for number, spec in enumerate(specs):
         bench.prefill(number, spec)
-    await bench.engine.gate.reached(1)
-    bench.clock.advance_s(0.5)
     await bench.engine.gate.let_one_pass()
     await bench.engine.gate.reached(2)
     (report,) = bench.observer.steps
@@ -89,7 +87,8 @@ async def test_a_failed_hand_off_ends_with_its_error(bench: Any, make_spec: Any,
 
 async def test_a_prompt_out_of_time_ends_with_the_deadline(bench: Any, make_spec: Any) -> None:
     bench.engine.gate.close()
-    handle = bench.prefill(1, make_spec(10, timeout_s=0.01))
+    handle = bench.prefill(1, make_spec(10, timeout_s=10))
+    bench.clock.advance_s(10)
     await bench.router.hears(lambda: handle in bench.router.errors)
     assert isinstance(bench.observer.sequences[0].args("ended")[0], DeadlineExceeded)
 
@@ -101,7 +100,7 @@ async def test_a_first_token_that_ends_the_sequence_is_its_end(bench: Any, make_
 
 
 async def test_a_resumed_sequence_counts_only_what_was_sampled_here(bench: Any, make_spec: Any) -> None:
-    bench.prefill(1, make_spec(10, num_output_tokens=2))
+    bench.prefill(1, make_spec(8, num_output_tokens=[2]))
     await bench.settles()
     assert bench.observer.sequences[0].args("ended") == (None, 1)
 

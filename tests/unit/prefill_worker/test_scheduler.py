@@ -6,38 +6,57 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefill_worker.scheduler import BatchLimits, Plan, PrefillScheduler
+from tandem.clock import Deadline, ManualClock
+from tandem.telemetry.observers import SequenceObserver
+from tandem.types import ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
+from tests.recording_observers import RecordedSequence
+from worker.request import Request
+
+BLOCK_SIZE = 16
 
 
-class FakePrompt:
-    def __init__(self, num_tokens: int, *, block_size: int = 16, priority: int = 0) -> None:
-        self.num_tokens = num_tokens
-        self.num_computed_tokens = 0
-        self.num_blocks = -(-num_tokens // block_size)
-        self.priority = priority
+class Arrivals:
+    """Makes requests that nobody listens to, in order of arrival."""
 
-    @property
-    def num_remaining_tokens(self) -> int:
-        return self.num_tokens - self.num_computed_tokens
+    def __init__(self) -> None:
+        self._num = 0
+
+    def request(
+        self, num_tokens: int, *, priority: int = 0, choices: tuple[ChoiceSpec, ...] = (ChoiceSpec(0),)
+    ) -> Request:
+        self._num += 1
+        spec = GroupSpec(
+            RequestId("r"), (TokenId(1),) * num_tokens, SamplingParams(max_tokens=9), choices, priority=priority
+        )
+        deadline = Deadline.after(ManualClock(), None)
+        observer: SequenceObserver = RecordedSequence(spec)
+        return Request(None, Handle(self._num), spec, self._num, 0.0, deadline, observer)  # type: ignore[arg-type]
 
 
-def compute(scheduler: PrefillScheduler[FakePrompt], plan: Plan[FakePrompt]) -> list[FakePrompt]:
-    """Does what an engine step does; returns the prompts that it finished."""
+arrivals = Arrivals()
+make = arrivals.request
+
+
+def compute(scheduler: PrefillScheduler, plan: Plan) -> list[Request]:
+    """Does what an engine step does; returns the requests whose prompts it finished."""
     done = []
     for chunk in plan.chunks:
-        chunk.prompt.num_computed_tokens += chunk.num_tokens
-        if chunk.prompt.num_remaining_tokens == 0:
-            scheduler.remove(chunk.prompt)
-            done.append(chunk.prompt)
+        chunk.request.group.prefix.schedule(chunk.num_tokens)
+        if chunk.is_last:
+            scheduler.remove(chunk.request)
+            done.append(chunk.request)
     return done
 
 
-def scheduler_of(chunk_tokens: int = 64, max_seqs: int = 8, max_overtakes: int = 4) -> PrefillScheduler[FakePrompt]:
-    return PrefillScheduler(BatchLimits(chunk_tokens, max_seqs, max_overtakes))
+def scheduler_of(
+    chunk_tokens: int = 64, max_seqs: int = 8, max_overtakes: int = 4, block_size: int = BLOCK_SIZE
+) -> PrefillScheduler:
+    return PrefillScheduler(BatchLimits(chunk_tokens, max_seqs, max_overtakes), block_size)
 
 
 def test_many_short_prompts_share_one_batch() -> None:
     scheduler = scheduler_of(chunk_tokens=64)
-    prompts = [FakePrompt(8) for _ in range(8)]
+    prompts = [make(8) for _ in range(8)]
     for prompt in prompts:
         scheduler.add(prompt)
     plan = scheduler.plan(num_free_blocks=100)
@@ -47,10 +66,10 @@ def test_many_short_prompts_share_one_batch() -> None:
 
 def test_a_long_prompt_is_cut_into_chunks_of_the_budget() -> None:
     scheduler = scheduler_of(chunk_tokens=64)
-    prompt = FakePrompt(150)
+    prompt = make(150)
     scheduler.add(prompt)
     sizes = []
-    while prompt.num_remaining_tokens:
+    while prompt in scheduler:
         plan = scheduler.plan(num_free_blocks=10)
         sizes += [chunk.num_tokens for chunk in plan.chunks]
         compute(scheduler, plan)
@@ -59,11 +78,11 @@ def test_a_long_prompt_is_cut_into_chunks_of_the_budget() -> None:
 
 def test_a_short_prompt_behind_a_long_one_ends_first() -> None:
     scheduler = scheduler_of(chunk_tokens=64)
-    long, short = FakePrompt(1000), FakePrompt(8)
+    long, short = make(1000), make(8)
     scheduler.add(long)
     compute(scheduler, scheduler.plan(num_free_blocks=100))
     scheduler.add(short)
-    done: list[FakePrompt] = []
+    done: list[Request] = []
     while not done:
         done = compute(scheduler, scheduler.plan(num_free_blocks=100))
     assert done == [short]
@@ -71,7 +90,7 @@ def test_a_short_prompt_behind_a_long_one_ends_first() -> None:
 
 def test_higher_priority_is_admitted_first_and_equals_in_order_of_arrival() -> None:
     scheduler = scheduler_of(max_seqs=3)
-    first, second, urgent = FakePrompt(8), FakePrompt(8), FakePrompt(8, priority=1)
+    first, second, urgent = make(8), make(8), make(8, priority=1)
     for prompt in (first, second, urgent):
         scheduler.add(prompt)
     assert scheduler.plan(num_free_blocks=100).admitted == (urgent, first, second)
@@ -79,7 +98,7 @@ def test_higher_priority_is_admitted_first_and_equals_in_order_of_arrival() -> N
 
 def test_a_prompt_that_does_not_fit_is_overtaken_by_one_that_does() -> None:
     scheduler = scheduler_of()
-    big, small = FakePrompt(160), FakePrompt(16)
+    big, small = make(160), make(16)
     scheduler.add(big)
     scheduler.add(small)
     assert scheduler.plan(num_free_blocks=4).admitted == (small,)
@@ -88,12 +107,12 @@ def test_a_prompt_that_does_not_fit_is_overtaken_by_one_that_does() -> None:
 
 def test_a_prompt_overtaken_too_often_goes_first_and_blocks_the_others() -> None:
     scheduler = scheduler_of(max_overtakes=2)
-    big = FakePrompt(160)
+    big = make(160)
     scheduler.add(big)
     for _ in range(2):
-        scheduler.add(FakePrompt(16))
+        scheduler.add(make(16))
         compute(scheduler, scheduler.plan(num_free_blocks=4))
-    late = FakePrompt(16)
+    late = make(16)
     scheduler.add(late)
     assert scheduler.plan(num_free_blocks=4).admitted == ()
     assert scheduler.plan(num_free_blocks=11).admitted == (big, late)
@@ -101,18 +120,18 @@ def test_a_prompt_overtaken_too_often_goes_first_and_blocks_the_others() -> None
 
 def test_a_low_priority_prompt_is_not_starved_by_urgent_ones() -> None:
     scheduler = scheduler_of(max_seqs=1, max_overtakes=3)
-    patient = FakePrompt(8)
+    patient = make(8)
     scheduler.add(patient)
-    done: list[FakePrompt] = []
+    done: list[Request] = []
     for _ in range(4):
-        scheduler.add(FakePrompt(8, priority=9))
+        scheduler.add(make(8, priority=9))
         done += compute(scheduler, scheduler.plan(num_free_blocks=100))
     assert done.index(patient) == 3
 
 
 def test_a_removed_prompt_is_not_planned_again() -> None:
     scheduler = scheduler_of()
-    waiting, running = FakePrompt(16), FakePrompt(600)
+    waiting, running = make(16), make(600)
     scheduler.add(running)
     scheduler.plan(num_free_blocks=100)
     scheduler.add(waiting)
@@ -121,6 +140,31 @@ def test_a_removed_prompt_is_not_planned_again() -> None:
     scheduler.remove(running)
     assert scheduler.plan(num_free_blocks=100) == Plan((), ())
     assert (scheduler.num_waiting, scheduler.num_running, scheduler.num_queued_tokens) == (0, 0, 0)
+
+
+def test_a_prompt_counts_once_however_many_choices_continue_it() -> None:
+    scheduler = scheduler_of(chunk_tokens=64)
+    many = make(20, choices=tuple(map(ChoiceSpec, range(8))))
+    scheduler.add(many)
+    assert (scheduler.num_queued_tokens, scheduler.num_blocks(many)) == (20, 2)
+    assert [(chunk.num_tokens, chunk.is_last) for chunk in scheduler.plan(num_free_blocks=2).chunks] == [(20, True)]
+
+
+def test_the_output_of_a_resumed_choice_that_is_alone_is_computed_with_its_prompt() -> None:
+    scheduler = scheduler_of(chunk_tokens=64)
+    resumed = make(20, choices=(ChoiceSpec(3, (TokenId(1),) * 5),))
+    scheduler.add(resumed)
+    assert [chunk.num_tokens for chunk in scheduler.plan(num_free_blocks=2).chunks] == [25]
+
+
+def test_tokens_of_a_launched_step_are_no_longer_queued() -> None:
+    scheduler = scheduler_of(chunk_tokens=16)
+    prompt = make(20)
+    scheduler.add(prompt)
+    for left in (4, 0):
+        (chunk,) = scheduler.plan(num_free_blocks=9).chunks
+        prompt.group.prefix.schedule(chunk.num_tokens)
+        assert scheduler.num_queued_tokens == left
 
 
 prompts_strategy = st.lists(st.tuples(st.integers(1, 200), st.integers(-1, 1)), min_size=1, max_size=30)
@@ -143,25 +187,26 @@ def test_random_arrivals_keep_the_budget_conserve_blocks_and_all_end(
     extra_blocks: int,
     block_size: int,
 ) -> None:
-    prompts = [FakePrompt(n, block_size=block_size, priority=p) for n, p in arrivals]
-    num_blocks = max(prompt.num_blocks for prompt in prompts) + extra_blocks
-    scheduler = scheduler_of(chunk_tokens, max_seqs)
+    prompts = [make(n, priority=p) for n, p in arrivals]
+    scheduler = scheduler_of(chunk_tokens, max_seqs, block_size=block_size)
+    wanted = {prompt: scheduler.num_blocks(prompt) for prompt in prompts}
+    num_blocks = max(wanted.values()) + extra_blocks
     pending, num_free, admitted, ended = list(prompts), num_blocks, set[int](), set[int]()
     while len(ended) < len(prompts):
         for prompt in pending[:per_round]:
             scheduler.add(prompt)
         del pending[:per_round]
         plan = scheduler.plan(num_free)
-        num_free -= sum(prompt.num_blocks for prompt in plan.admitted)
+        num_free -= sum(wanted[prompt] for prompt in plan.admitted)
         admitted.update(id(prompt) for prompt in plan.admitted)
         assert num_free >= 0
         assert plan.chunks, "prompts wait and none of them advances"
         assert 1 <= sum(chunk.num_tokens for chunk in plan.chunks) <= chunk_tokens
         assert len(plan.chunks) <= max_seqs
         for chunk in plan.chunks:
-            assert id(chunk.prompt) in admitted - ended
-            assert 1 <= chunk.num_tokens <= chunk.prompt.num_remaining_tokens
+            assert id(chunk.request) in admitted - ended
+            assert 1 <= chunk.num_tokens <= chunk.request.group.prefix.num_remaining_tokens
         for prompt in compute(scheduler, plan):
-            num_free += prompt.num_blocks
+            num_free += wanted[prompt]
             ended.add(id(prompt))
     assert num_free == num_blocks

@@ -28,7 +28,7 @@ async def test_a_prompt_gives_its_first_token_and_then_its_blocks(bench: Any, ma
     assert bench.router.first_tokens[handle].token_ids == (20,)
     assert bench.router.first_tokens[handle].offset == 0
     assert bench.router.handoffs[handle] == (300, 0.25)
-    assert handoff.committed == 20
+    assert handoff.committed == {0: 20}
     await bench.settles()
 
 
@@ -43,6 +43,20 @@ async def test_the_blocks_go_in_the_order_of_positions_each_once(bench: Any, mak
         assert blocks == (table or blocks)[first : first + len(blocks)]
         position += len(blocks)
     assert position == 6
+
+
+@pytest.mark.parametrize("held", [1, 3, 5, 6])
+async def test_blocks_that_the_decode_worker_holds_already_are_not_pushed(
+    bench: Any, make_spec: Any, held: int
+) -> None:
+    bench.sender.first_block = held
+    handle = bench.prefill(1, make_spec(23))
+    await bench.router.hears(lambda: handle in bench.router.handoffs)
+    (handoff,) = bench.sender.handoffs
+    pushed = [first + i for first, blocks in handoff.pushes for i in range(len(blocks))]
+    assert pushed == list(range(held, 6))
+    assert all(held <= first for first, _ in handoff.pushes)
+    await bench.settles()
 
 
 async def test_full_blocks_are_pushed_while_the_next_chunk_computes(bench: Any, make_spec: Any) -> None:
@@ -109,10 +123,12 @@ async def test_a_first_token_that_reaches_max_tokens_finishes_by_length(bench: A
 
 
 async def test_a_resumed_sequence_continues_at_its_offset(bench: Any, make_spec: Any) -> None:
-    handle = bench.prefill(1, make_spec(10, num_output_tokens=2, max_tokens=4))
+    handle = bench.prefill(1, make_spec(8, num_output_tokens=[2], max_tokens=4))
     await bench.router.hears(lambda: handle in bench.router.handoffs)
     assert bench.router.first_tokens[handle].offset == 2
-    assert bench.engine.batches[-1][0].sample.output_index == 2
+    (sample,) = bench.engine.batches[-1][0].samples
+    assert sample.output_index == 2
+    assert bench.sender.handoffs[0].committed == {0: 20}
 
 
 async def test_times_tell_waiting_from_computing(bench: Any, make_spec: Any) -> None:
@@ -302,7 +318,11 @@ async def test_a_broken_step_says_nothing_to_a_released_prompt(bench: Any, make_
 
 async def test_a_prompt_whose_time_runs_out_fails_and_frees_everything(bench: Any, make_spec: Any) -> None:
     bench.engine.gate.close()
-    handle = bench.prefill(1, make_spec(8, timeout_s=0.01))
+    handle = bench.prefill(1, make_spec(8, timeout_s=10))
+    bench.clock.advance_s(9.9)
+    bench.worker.tick()
+    assert bench.router.errors == {}
+    bench.clock.advance_s(0.1)
     await bench.router.hears(lambda: handle in bench.router.errors)
     assert isinstance(bench.router.errors[handle], DeadlineExceeded)
     await bench.engine.gate.open()

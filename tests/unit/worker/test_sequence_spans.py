@@ -7,16 +7,16 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 from tandem.errors import InternalError, PeerLost, TicketRefused
 from tandem.telemetry.observers import SequenceObserver, StepReport, WorkerObserver
-from tandem.types import RequestId, Role, SamplingParams, SequenceSpec, TokenId
+from tandem.types import ChoiceSpec, GroupSpec, RequestId, Role, SamplingParams, TokenId
 from tests.recorded_spans import RecordedSpans
 from worker.spans import sequence_spans
 
 TRACE_ID, SPAN_ID = "a" * 32, "b" * 16
-SPEC = SequenceSpec(
+SPEC = GroupSpec(
     RequestId("r1"),
-    tuple(TokenId(7000 + number) for number in range(5)),
-    3,
+    tuple(TokenId(7000 + number) for number in range(3)),
     SamplingParams(max_tokens=9),
+    (ChoiceSpec(0, (TokenId(7003), TokenId(7004))),),
     traceparent=f"00-{TRACE_ID}-{SPAN_ID}-01",
 )
 
@@ -193,37 +193,22 @@ def test_an_error_marks_what_was_under_way_on_a_decode_worker(
     assert [name for name in recorded.names if recorded.failure(name) == "PEER_LOST"] == [failed]
 
 
-def test_a_sequence_of_an_unsampled_trace_has_no_spans_and_is_in_no_batch(recorded: RecordedSpans) -> None:
+def test_a_request_of_an_unsampled_trace_has_no_spans(recorded: RecordedSpans) -> None:
     observer = observer_of(recorded, Role.DECODE)
-    unsampled = SequenceSpec(
-        RequestId("r"), SPEC.token_ids, 3, SPEC.sampling, traceparent=f"00-{TRACE_ID}-{SPAN_ID}-00"
-    )
-    sequence = observer.sequence(unsampled)
-    tell(sequence, "reserved", "transfer_started", "transferred", "started")
-    observer.step(StepReport(0.002, 0, 1, (unsampled,)))
+    sequence = observer.sequence(replace(SPEC, traceparent=f"00-{TRACE_ID}-{SPAN_ID}-00"))
+    tell(sequence, "reserved", "transfer_started", "transferred", "started", "first_token", "preempted")
+    observer.step(StepReport(0.002, 0, 1, (SPEC,)))
     sequence.ended(InternalError("x"), 1)
     assert recorded.all == ()
 
 
-@pytest.mark.parametrize(("role", "work"), [(Role.PREFILL, "prefill"), (Role.DECODE, "decode")])
-def test_steps_are_linked_to_the_work_that_they_do(recorded: RecordedSpans, role: Role, work: str) -> None:
-    observer = observer_of(recorded, role)
-    sequence = observer.sequence(SPEC)
-    tell(sequence, *(("started",) if role is Role.PREFILL else ("reserved", "transfer_started", "transferred")))
-    observer.step(StepReport(0.002, 3, 0, (SPEC,)))
-    sequence.ended(None, 1)
-    (link,) = recorded.one(f"{work}.batch").links
-    worked = recorded.one(work).context
-    assert worked is not None
-    assert link.context.span_id == worked.span_id
-
-
-def test_nothing_is_kept_of_sequences_that_ended(recorded: RecordedSpans) -> None:
-    observer = observer_of(recorded, Role.DECODE)
-    sequence = observer.sequence(SPEC)
-    tell(sequence, "started", "first_token")
-    observer.step(StepReport(0.002, 0, 1, (SPEC,)))
-    sequence.ended(None, 1)
-    before = len(recorded.all)
-    observer.step(StepReport(0.002, 0, 1, (SPEC,)))
-    assert len(recorded.all) == before
+def test_the_spans_of_work_name_the_number_of_choices_where_there_are_several(recorded: RecordedSpans) -> None:
+    observer = observer_of(recorded, Role.PREFILL)
+    for spec in (SPEC, replace(SPEC, choices=tuple(map(ChoiceSpec, range(3))))):
+        sequence = observer.sequence(spec)
+        tell(sequence, "started", "first_token")
+        sequence.ended(None, 1)
+    counts = [
+        (span.attributes or {}).get("gen_ai.request.choice.count") for span in recorded.all if span.name == "prefill"
+    ]
+    assert counts == [None, 3]

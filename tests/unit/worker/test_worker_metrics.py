@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ from tandem.errors import ChecksumMismatch, DeadlineExceeded, TandemError, Trans
 from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import SequenceObserver, StepReport
-from tandem.types import PoolCounts, RequestId, Role, SamplingParams, SequenceSpec, TokenId, WorkerLoad
+from tandem.types import ChoiceSpec, GroupSpec, PoolCounts, RequestId, Role, SamplingParams, TokenId, WorkerLoad
 from worker.metrics import WorkerMetrics, load_reader
 
-SPEC = SequenceSpec(RequestId("r"), (TokenId(1),) * 4, 4, SamplingParams(max_tokens=8))
+SPEC = GroupSpec(RequestId("r"), (TokenId(1),) * 4, SamplingParams(max_tokens=8))
 LOAD = WorkerLoad(
     engine_steps=7,
     running_seqs=3,
@@ -90,6 +91,14 @@ def test_a_step_is_told_by_its_kind(decode: Scene, num_prefill_tokens: int, num_
 def test_a_first_token_is_a_sampled_one(prefill: Scene) -> None:
     prefill.sequence().first_token()
     assert prefill.value("tandem_sampled_tokens_total") == 1
+
+
+def test_each_choice_that_is_not_resumed_draws_a_first_token(prefill: Scene) -> None:
+    resumed = ChoiceSpec(1, (TokenId(5),))
+    prefill.observer.sequence(replace(SPEC, choices=(ChoiceSpec(0), resumed, ChoiceSpec(2)))).first_token()
+    assert prefill.value("tandem_sampled_tokens_total") == 2
+    prefill.observer.sequence(replace(SPEC, choices=(resumed,))).first_token()
+    assert prefill.value("tandem_sampled_tokens_total") == 3
 
 
 def test_the_sender_counts_a_hand_offs_bytes(prefill: Scene) -> None:

@@ -8,9 +8,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from engine.step import SampledToken
 from tandem.errors import Overloaded
 from tandem.rpc.server import RpcServer, Service
-from tandem.types import FinishReason, Handle, Incarnation, SequenceSpec, TokenDelta, TokenId
+from tandem.types import FinishReason, GroupSpec, Handle, Incarnation, TokenId, TokenLogprobs
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from worker.router_session import RouterSession
 from worker.service import SERVICE_NAME, WorkerServicer
@@ -20,6 +21,12 @@ Call = Any  # grpc.aio.StreamStreamCall[worker_pb2.ConnectRequest, worker_pb2.Co
 
 TIMEOUT_S = 20
 ROUTER = "router-1"
+
+
+def say(
+    session: RouterSession, handle: int, offset: int, token_id: int, finish_reason: FinishReason | None = None
+) -> None:
+    session.token(Handle(handle), 0, offset, SampledToken(TokenId(token_id), None), finish_reason)
 
 
 class RecordingCore:
@@ -32,7 +39,7 @@ class RecordingCore:
         self.router_was_lost = asyncio.Event()
         self.refusal: Exception | None = None
 
-    def reserve(self, session: RouterSession, handle: Handle, spec: SequenceSpec, local_prefill: bool) -> None:
+    def reserve(self, session: RouterSession, handle: Handle, spec: GroupSpec, local_prefill: bool) -> None:
         self.calls.append(("reserve", handle, spec.request_id, local_prefill))
         self.sessions.append(session)
         if self.refusal is not None:
@@ -40,10 +47,11 @@ class RecordingCore:
         session.reserved(handle, b"ticket", b"endpoint")
 
     def prefill(
-        self, session: RouterSession, handle: Handle, spec: SequenceSpec, ticket: bytes, kv_endpoint: bytes
+        self, session: RouterSession, handle: Handle, spec: GroupSpec, ticket: bytes, kv_endpoint: bytes
     ) -> None:
         self.calls.append(("prefill", handle, spec.request_id, ticket, kv_endpoint))
-        session.prefill_done(handle, TokenDelta(0, (TokenId(5),)), 0.5, 0.25)
+        session.prefill_done(handle, 0.5, 0.25)
+        say(session, handle, 0, 5)
         session.handoff_done(handle, 4096, 0.125)
 
     def release(self, session: RouterSession, handle: Handle) -> None:
@@ -89,9 +97,9 @@ async def stream(connect: Callable[[], Call]) -> Call:
 
 
 def reserve(handle: int, *, local_prefill: bool = False) -> worker_pb2.ConnectRequest:
-    sequence = worker_pb2.Sequence(request_id=f"r-{handle}", token_ids=[1], num_prompt_tokens=1)
+    group = worker_pb2.Group(request_id=f"r-{handle}", prompt_token_ids=[1], choices=[worker_pb2.GroupChoice()])
     return worker_pb2.ConnectRequest(
-        reserve=worker_pb2.Reserve(handle=handle, sequence=sequence, local_prefill=local_prefill)
+        reserve=worker_pb2.Reserve(handle=handle, group=group, local_prefill=local_prefill)
     )
 
 
@@ -102,16 +110,15 @@ def release(handle: int) -> worker_pb2.ConnectRequest:
 async def test_requests_reach_the_core_and_its_answers_the_router(core: RecordingCore, stream: Call) -> None:
     await stream.write(reserve(1, local_prefill=True))
     reserved = (await stream.read()).reserved
-    prefill = worker_pb2.Prefill(
-        handle=2, sequence=worker_pb2.Sequence(request_id="r-2"), ticket=b"t", kv_endpoint=b"e"
-    )
+    prefill = worker_pb2.Prefill(handle=2, group=worker_pb2.Group(request_id="r-2"), ticket=b"t", kv_endpoint=b"e")
     await stream.write(worker_pb2.ConnectRequest(prefill=prefill))
     prefill_done = (await stream.read()).prefill_done
+    (first,) = (await stream.read()).step_outputs.outputs
     handoff_done = (await stream.read()).handoff_done
 
     assert core.calls == [("reserve", 1, "r-1", True), ("prefill", 2, "r-2", b"t", b"e")]
     assert (reserved.handle, reserved.ticket, reserved.kv_endpoint) == (1, b"ticket", b"endpoint")
-    assert (prefill_done.handle, list(prefill_done.output.token_ids)) == (2, [5])
+    assert (first.handle, list(first.token_ids)) == (2, [5])
     assert (prefill_done.queue_seconds, prefill_done.prefill_seconds) == (0.5, 0.25)
     assert (handoff_done.transfer_bytes, handoff_done.transfer_seconds) == (4096, 0.125)
 
@@ -120,10 +127,8 @@ async def test_a_steps_tokens_arrive_in_one_message(core: RecordingCore, stream:
     for handle in (1, 2):
         await stream.write(reserve(handle))
         await stream.read()
-    core.sessions[0].deltas(
-        [(Handle(1), TokenDelta(1, (TokenId(5),), finish_reason=FinishReason.STOP)), (Handle(2), TokenDelta(1, ()))]
-    )
-    core.sessions[0].deltas([(Handle(2), TokenDelta(1, (TokenId(6),)))])
+    say(core.sessions[0], 1, 1, 5, FinishReason.STOP)
+    say(core.sessions[0], 2, 1, 6)
 
     outputs = (await stream.read()).step_outputs.outputs
 
@@ -153,9 +158,9 @@ async def test_nothing_is_told_of_what_was_released(core: RecordingCore, stream:
         await stream.write(request)
     assert (await stream.read()).reserved.handle == 2
     (session, _) = core.sessions
-    session.deltas([(Handle(1), TokenDelta(0, (TokenId(5),)))])
+    say(session, 1, 0, 5)
     session.failed(Handle(1), Overloaded("late"))
-    session.deltas([(Handle(2), TokenDelta(0, (TokenId(6),)))])
+    say(session, 2, 0, 6)
 
     assert [each.handle for each in (await stream.read()).step_outputs.outputs] == [2]
     assert core.calls.count(("release", 1)) == 2, "release is the core's to make idempotent"
@@ -185,9 +190,11 @@ async def test_a_stream_blocked_by_a_router_that_does_not_read_ends_with_it(core
     await stream.write(reserve(1))
     await stream.read()
     (session,) = core.sessions
-    for offset in range(200):  # far more than the transport buffers
-        session.deltas([(Handle(1), TokenDelta(offset * 16_000, (TokenId(2**31),) * 16_000))])
-        await asyncio.sleep(0)
+    logprobs = TokenLogprobs(TokenId(1), -1.0, tuple((TokenId(2**31), -1.0) for _ in range(1000)))
+    for offset in range(1600):  # far more than the transport buffers
+        session.token(Handle(1), 0, offset, SampledToken(TokenId(1), logprobs), None)
+        if not offset % 8:
+            await asyncio.sleep(0)
 
     stream.cancel()
 
@@ -234,7 +241,7 @@ async def test_routers_do_not_hear_of_each_other(core: RecordingCore, connect: C
         await call.read()
         await call.write(reserve(1))
         await call.read()
-    core.sessions[1].deltas([(Handle(1), TokenDelta(0, (TokenId(5),)))])
-    core.sessions[0].deltas([(Handle(1), TokenDelta(0, (TokenId(6),)))])
+    say(core.sessions[1], 1, 0, 5)
+    say(core.sessions[0], 1, 0, 6)
 
     assert [list((await call.read()).step_outputs.outputs[0].token_ids) for call in calls] == [[6], [5]]

@@ -1,4 +1,4 @@
-"""A call at regular intervals on the loop, whatever else happens: what lets time run out."""
+"""A call at regular intervals on the loop, whether or not anything else happens: deadlines expire by it."""
 
 from __future__ import annotations
 

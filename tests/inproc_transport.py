@@ -1,19 +1,19 @@
-"""A hand-off within one process and one loop, for tests of workers: no sockets, real rules.
+"""A hand-off within one process and one loop: no sockets, real rules.
 
-Tickets, states, checksums and listeners are those of the real receiver (`offers`); only the
+Tickets, states, checksums, staging and listeners are those of the real receiver (`offers`, `local_pool`); only the
 connection is missing. `Faults` says what goes wrong, by count or position, never by chance.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvtransfer.base import BlockRef, Fingerprints, HandoffListener, Offer, PoolMemory, TransferReport
-from kvtransfer.handshake import compare
-from kvtransfer.local_pool import LocalPool
+from kvtransfer.handshake import Hello, compare
+from kvtransfer.local_pool import LocalPool, open_pool
 from kvtransfer.messages import Commit, Write, digest_of
 from kvtransfer.offers import OfferTable
 from kvtransfer.ticket import Ticket
@@ -22,6 +22,16 @@ from tandem.errors import PeerLost, TransferError
 from tandem.types import BlockId
 
 NAME = "inproc"
+
+
+@dataclass(frozen=True)
+class _Speaker:
+    name: str = NAME
+    verify: tuple[str, ...] = ("xxh3-64",)
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+SPEAKER = _Speaker()
 
 
 @dataclass(slots=True)
@@ -66,7 +76,7 @@ class InprocReceiver:
     """Implements `base.Receiver`."""
 
     def __init__(self, memory: PoolMemory, fingerprints: Fingerprints, clock: Clock, network: InprocNetwork) -> None:
-        self.pool = LocalPool(memory, fingerprints)
+        self.pool = open_pool(memory, fingerprints)
         self.table = OfferTable(memory.incarnation, fingerprints.layout.fingerprint(), self.pool.num_blocks, clock)
         self._network = network
         self._endpoint = f"inproc:{memory.incarnation}".encode()
@@ -80,9 +90,11 @@ class InprocReceiver:
         """Becomes reachable."""
         self._network.add(self._endpoint, self)
 
-    def offer(self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float) -> Offer:
+    def offer(
+        self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float, first_block: int = 0
+    ) -> Offer:
         """See `base.Receiver.offer`."""
-        ticket = self.table.mint(blocks, listener, expires_in_s)
+        ticket = self.table.mint(blocks, listener, expires_in_s, first_block)
         return Offer(ticket.transfer_id, ticket.encode(), self._endpoint)
 
     def withdraw(self, transfer_id: str) -> None:
@@ -110,7 +122,7 @@ class InprocSender:
         network: InprocNetwork,
         faults: Faults | None = None,
     ) -> None:
-        self._pool = LocalPool(memory, fingerprints)
+        self._pool = open_pool(memory, fingerprints)
         self._clock = clock
         self._network = network
         self._faults = faults or Faults()
@@ -122,7 +134,7 @@ class InprocSender:
         if self._faults.refuse_open is not None:
             raise self._faults.refuse_open
         receiver = self._network.find(endpoint)
-        compare(self._pool.hello(NAME), receiver.pool.hello(NAME))
+        compare(Hello.of(self._pool, SPEAKER), Hello.of(receiver.pool, SPEAKER))
         handoff = InprocHandoff(Ticket.decode(ticket), self._pool, receiver, self._clock, self._faults)
         receiver.table.show(handoff.number, ticket, handoff)
         self._handoffs.append(handoff)
@@ -147,7 +159,7 @@ class InprocHandoff:
         self._table = receiver.table
         self._clock = clock
         self._faults = faults
-        self._started_s = clock.now_s()
+        self._busy_s = 0.0
         self._checksums: dict[int, int] = {}
         self._num_writes = 0
         self._writing = 0
@@ -158,6 +170,11 @@ class InprocHandoff:
     def number(self) -> int:
         """The transfer's number."""
         return self._ticket.number
+
+    @property
+    def first_block(self) -> int:
+        """See `base.Handoff.first_block`."""
+        return self._ticket.first_block
 
     def stop_writing(self, number: int, error: TransferError) -> bool:
         """The receiver wants it to stop; True if no push is under way."""
@@ -173,8 +190,8 @@ class InprocHandoff:
             if self._faults.gate is not None:
                 await self._faults.gate.wait()
             self._raise_if_ended()
-            if not self._faults.drop_pushes:
-                self._write(first, source_blocks)
+            if source_blocks and not self._faults.drop_pushes:
+                await self._write(first, source_blocks)
         self._raise_if_ended()
 
     async def commit(self, first_token_payload: bytes) -> TransferReport:
@@ -185,8 +202,7 @@ class InprocHandoff:
         digest = digest_of([self._checksums[position] for position in sorted(self._checksums)])
         self._table.commit(self.number, Commit(self._num_writes, digest, first_token_payload))
         num_blocks = len(self._checksums)
-        seconds = self._clock.now_s() - self._started_s
-        self._report = TransferReport(NAME, num_blocks, num_blocks * self._source.block_bytes, seconds)
+        self._report = TransferReport(NAME, num_blocks, num_blocks * self._source.block_bytes, self._busy_s)
         return self._report
 
     async def abort(self) -> None:
@@ -194,7 +210,10 @@ class InprocHandoff:
         if self._report is None:
             self._end(TransferError("the sender gave up"))
 
-    def _write(self, first: int, sources: tuple[BlockId, ...]) -> None:
+    async def _write(self, first: int, sources: tuple[BlockId, ...]) -> None:
+        started_s = self._clock.now_s()
+        await self._source.copy_out(sources)
+        self._raise_if_ended()
         write = Write(first, self._source.checksums(sources))
         targets = self._table.claim(self.number, self._num_writes, write)
         if targets is None:
@@ -205,7 +224,15 @@ class InprocHandoff:
             if position == self._faults.corrupt_position:
                 self._target.rows[target, 0] ^= 0xFF
             self._checksums[position] = write.checksums[position - first]
-        self._table.verify(self.number, write, self._target.checksums(targets))
+        if self._table.verify(self.number, write, self._target.checksums(targets)):
+            await self._settle(targets)
+        self._busy_s += self._clock.now_s() - started_s
+
+    async def _settle(self, targets: tuple[BlockId, ...]) -> None:
+        try:
+            await self._target.copy_in(targets)
+        except TransferError as error:
+            self._table.fail(self.number, error)
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:

@@ -1,0 +1,193 @@
+"""The contract of a transport: one object that knows everything about one way to move payload.
+
+The control protocol (tickets, frames, credit, ends) is the same for all transports and names none of them.
+
+    receiver   `listen` once per pool, then `Acceptor.accept` once per connection → `ReceivingLane`
+    sender     `unreachable` and `dial` once per receiving pool                   → `SendingLane`
+
+Both lanes then live through one connection, in this order:
+
+    secure → HELLO both ways → attach → place and announce | receive, checksums and settle, per WRITE → close
+
+A lane decides where blocks are read and written: pools that it does not reach are staged through host memory by the
+lane itself (`LocalPool.copy_out`, `LocalPool.copy_in`), and by no one else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from kvtransfer.base import BlockRef
+from kvtransfer.connection import Connection
+from kvtransfer.frame import Frame
+from kvtransfer.handshake import Hello, Speaker
+from kvtransfer.local_pool import LocalPool
+from tandem.security.tls import ClientTls, ServerTls
+from tandem.types import BlockId
+
+Fields = Mapping[str, str]
+"""Named text values, each without a line break; names without `=`."""
+
+
+class TransportStatus(NamedTuple):
+    """Whether pools on one device can use a transport; `reason` says why not, else what it does."""
+
+    name: str
+    usable: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListenOptions:
+    """Where a receiver is to be reached; a transport takes what concerns it."""
+
+    host: str
+    port: int
+    """0 = any free one."""
+    advertise_host: str
+    """What senders connect to."""
+    tls: ServerTls | None
+    """For connections that leave the machine; None = plain."""
+
+
+class FrameSink(Protocol):
+    """Where a lane's frames go."""
+
+    def send(self, frame: Frame, inline: Sequence[memoryview] = ()) -> asyncio.Future[None] | None:
+        """Queues a frame and what has to follow it; see `Connection.send`."""
+        ...
+
+
+class Lane(Speaker, Protocol):
+    """What both ends of one connection have in common."""
+
+    async def secure(self, connection: Connection) -> None:
+        """Before the first frame: encryption, if any. The caller sets the deadline. Raises TransferError."""
+        ...
+
+    def attach(self, theirs: Hello, verify: str) -> None:
+        """Hands were shaken: blocks are verified by `verify`. Raises TransferError."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of everything that is the peer's; nothing of this lane may be running. Idempotent."""
+        ...
+
+
+class SendingLane(Lane, Protocol):
+    """The sender's end."""
+
+    async def receive_hello(self, connection: Connection) -> Frame:
+        """The receiver's first frame, and what came along with it. Raises TransferError."""
+        ...
+
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef]) -> tuple[int, ...]:
+        """Before the WRITE: stages the sources if need be and, if this end writes the peer's memory, copies them.
+
+        Returns the 8 bytes that verify each block. Never cancelled; raises TransferError.
+        """
+        ...
+
+    def announce(self, sink: FrameSink, write: Frame, sources: Sequence[BlockId]) -> asyncio.Future[None] | None:
+        """Queues the WRITE and whatever has to follow it. Never waits.
+
+        Returns a future, done when the sources may be reused; None = they may be already.
+        """
+        ...
+
+
+class ReceivingLane(Lane, Protocol):
+    """The receiver's end."""
+
+    @property
+    def peer_writes(self) -> bool:
+        """Whether the peer writes into the pool by itself, so that it has to prove that it stopped.
+
+        False = only `receive` and `settle` write, and nothing is written once they have returned.
+        """
+        ...
+
+    def send_hello(self, connection: Connection, hello: Frame) -> None:
+        """Sends this side's first frame, and what has to come along with it. Raises TransferError."""
+        ...
+
+    async def receive(
+        self, connection: Connection, blocks: Sequence[BlockId], num_bytes: int, wanted: Callable[[], bool]
+    ) -> None:
+        """The receive hook: takes the payload of one WRITE, into `blocks` while `wanted()`, else nowhere.
+
+        `blocks` is empty if the WRITE was not accepted; `num_bytes` come all the same. Leaves `connection` at the
+        next frame. Nothing else reads `connection` meanwhile, so the deadline is the lane's. Raises PeerLost.
+        """
+        ...
+
+    async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
+        """The 8 bytes that verify each block, of what lies there now. Raises TransferError."""
+        ...
+
+    async def settle(self, blocks: Sequence[BlockId]) -> None:
+        """Brings verified blocks into the pool itself. Raises TransferError.
+
+        Even a cancelled call returns only after its copy has ended.
+        """
+        ...
+
+    async def peer_dead(self) -> None:
+        """Returns once the peer is proven unable to write; called only if `peer_writes`.
+
+        The one wait without a deadline: blocks stay quarantined for exactly so long.
+        """
+        ...
+
+
+class Acceptor(Protocol):
+    """A transport's listening end; the receiver accepts connections from `sock`."""
+
+    @property
+    def sock(self) -> socket.socket:
+        """Listening, non-blocking."""
+        ...
+
+    @property
+    def fields(self) -> Fields:
+        """For the endpoint: all that a sender needs to dial. No two receivers have equal ones at a time."""
+        ...
+
+    def accept(self, sock: socket.socket) -> ReceivingLane:
+        """This end of a new connection. Raises TransferError if the peer is not welcome."""
+        ...
+
+    def close(self) -> None:
+        """Stops listening. Idempotent."""
+        ...
+
+
+class Transport(Protocol):
+    """One way to move payload; holds no state of any pool or connection."""
+
+    @property
+    def name(self) -> str:
+        """As in `--transport`."""
+        ...
+
+    def probe(self, device: torch.device) -> TransportStatus:
+        """Whether it works on this machine for pools on `device`."""
+        ...
+
+    def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
+        """Raises ConfigError if it cannot listen, or not for this pool."""
+        ...
+
+    def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
+        """Why `auto` should not try the receiver that has these endpoint fields; None = it should."""
+        ...
+
+    async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
+        """Connects; the caller sets the deadline, and closes both. Raises OSError, TransferError."""
+        ...

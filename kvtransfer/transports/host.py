@@ -1,0 +1,97 @@
+"""What transports that move rows in host memory have in common: xxh3-64 of each row, and staging where the pool is
+elsewhere. A lane of such a transport derives from these and replaces what it does otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+
+import torch
+
+from kvtransfer.base import BlockRef
+from kvtransfer.connection import Connection
+from kvtransfer.frame import Frame
+from kvtransfer.handshake import Hello
+from kvtransfer.local_pool import LocalPool
+from kvtransfer.transport import Fields, FrameSink, TransportStatus
+from tandem.types import BlockId
+
+XXH3 = "xxh3-64"
+"""xxh3-64 with seed 0 over a row's bytes, computed on the host."""
+
+
+def host_status(name: str, device: torch.device, does: str) -> TransportStatus:
+    """Status of a transport that works on this machine: whether rows in host memory can stand for pools on `device`."""
+    if device.type == "cpu":
+        return TransportStatus(name, True, does)
+    if device.type == "cuda":
+        return TransportStatus(name, True, f"{does}, through a copy of the pool in host memory")
+    return TransportStatus(name, False, f"pools on {device.type} cannot be reached by this version")
+
+
+class HostLane:
+    """Implements `transport.Lane`: plain, with nothing to say and nothing to let go of."""
+
+    name: str
+    verify: tuple[str, ...] = (XXH3,)
+    details: Fields = MappingProxyType({})
+
+    def __init__(self, pool: LocalPool) -> None:
+        self._pool = pool
+
+    async def secure(self, connection: Connection) -> None:
+        """Nothing to do."""
+
+    def attach(self, theirs: Hello, verify: str) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class HostSendingLane(HostLane):
+    """Implements `transport.SendingLane`, except that nothing moves."""
+
+    async def receive_hello(self, connection: Connection) -> Frame:
+        """See `SendingLane`."""
+        return await connection.receive()
+
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef]) -> tuple[int, ...]:
+        """See `SendingLane`. Staging is awaited; the rest runs on the pool's thread if it is long."""
+        await self._pool.copy_out(sources)
+        return await self._pool.start(lambda: self._place(sources, targets), len(sources) * self._pool.block_bytes)
+
+    def announce(self, sink: FrameSink, write: Frame, sources: Sequence[BlockId]) -> asyncio.Future[None] | None:
+        """See `SendingLane`."""
+        del sources
+        return sink.send(write)
+
+    def _place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef]) -> tuple[int, ...]:
+        """Checksums only. Runs on any thread."""
+        del targets
+        return self._pool.checksums(sources)
+
+
+class HostReceivingLane(HostLane):
+    """Implements `transport.ReceivingLane` for a peer that writes into the rows by itself; `peer_dead` is missing."""
+
+    peer_writes = True
+
+    def send_hello(self, connection: Connection, hello: Frame) -> None:
+        """See `ReceivingLane`."""
+        connection.send(hello)
+
+    async def receive(
+        self, connection: Connection, blocks: Sequence[BlockId], num_bytes: int, wanted: Callable[[], bool]
+    ) -> None:
+        """Nothing to take: it is there already."""
+
+    async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
+        """See `ReceivingLane`."""
+        return await self._pool.start(lambda: self._pool.checksums(blocks), len(blocks) * self._pool.block_bytes)
+
+    async def settle(self, blocks: Sequence[BlockId]) -> None:
+        """See `ReceivingLane`."""
+        await self._pool.copy_in(blocks)

@@ -1,0 +1,194 @@
+"""One prompt's KV blocks on their way to a decode worker: lends them to the sender and takes them back.
+
+    OPENING → PUSHING → COMMITTING → COMMITTED
+        └────────┴──────────┴─────→ FAILED | ABORTED
+
+Opening starts at once, while the prompt still waits for its first step, so that a bad ticket is
+found before anything is computed. It tells which block the decode worker needs first; those before
+it are not sent. `lend` hands over blocks that will not change any more; they are pushed while the
+next chunk computes. Each lent block is retained in the pool from `lend` until its push returned
+(or, after a failure, until the sender can no longer read it).
+
+Does not know steps or routers. All on the loop; nothing blocks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.block_pool import BlockPool
+from kvtransfer.base import Handoff, Sender, TransferReport
+from tandem.errors import InternalError, TandemError, TransferError
+from tandem.types import BlockId
+from worker.request import Request
+
+TRANSFER_TIMEOUT_S = 60.0
+"""Longest that one push or the commit may take; the sender itself notices a silent peer much sooner."""
+OPEN_TIMEOUT_S = 5.0
+"""Longest that connecting and showing the ticket may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingPolicy:
+    """How blocks are handed over."""
+
+    overlap: bool = True
+    """Push finished blocks while later ones compute; False pushes everything at the end."""
+    open_timeout_s: float = OPEN_TIMEOUT_S
+    transfer_timeout_s: float = TRANSFER_TIMEOUT_S
+
+
+class OutgoingOwner(Protocol):
+    """Told how a transfer went: one of the first two calls, or neither after `abort`."""
+
+    def transfer_committed(self, request: Request, report: TransferReport) -> None:
+        """Verified and attached whole."""
+        ...
+
+    def transfer_failed(self, request: Request, error: TandemError) -> None:
+        """Nothing of it will be decoded."""
+        ...
+
+    def blocks_returned(self, request: Request) -> None:
+        """Lent blocks were released; for the last time once the transfer `has_ended`."""
+        ...
+
+
+class OutgoingTransfer:
+    """The transfer of one prompt."""
+
+    def __init__(
+        self, request: Request, sender: Sender, pool: BlockPool, policy: OutgoingPolicy, owner: OutgoingOwner
+    ) -> None:
+        self._request = request
+        self._sender = sender
+        self._pool = pool
+        self._policy = policy
+        self._owner = owner
+        self._pending: list[BlockId] = []
+        self._pushing: tuple[BlockId, ...] = ()
+        self._num_lent = 0
+        """Blocks of the table that were lent, or that the decode worker holds already."""
+        self._num_pushed = 0
+        """Likewise, pushed."""
+        self._payload: bytes | None = None
+        """What to commit with, once nothing more will be lent."""
+        self._work = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._aborted = False
+        self._closing = False
+        """Committed, or the sender is letting go of the blocks: a cancel would only do harm."""
+
+    def start(self, ticket: bytes, kv_endpoint: bytes) -> None:
+        """Begins to open, in a task of its own. Both were minted by the decode worker and carried by the router."""
+        self._task = asyncio.create_task(self._run(ticket, kv_endpoint), name="transfer")
+        self._task.add_done_callback(self._ended)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of it runs any more and every block was given back."""
+        return self._task is None
+
+    def lend(self, num_finished: int) -> None:
+        """Retains the first `num_finished` blocks of the prompt, but for those already lent, and pushes them.
+
+        Does nothing after the transfer has ended.
+        """
+        if self._policy.overlap and self._takes_blocks():
+            self._lend_up_to(num_finished)
+
+    def finish(self, payload: bytes) -> None:
+        """Lends the rest of the prompt's blocks; commits with `payload` once all are pushed."""
+        if self._takes_blocks():
+            self._lend_up_to(len(self._request.group.prefix.block_table))
+            self._payload = payload
+            self._work.set()
+
+    def abort(self) -> None:
+        """Gives up without a report. Idempotent; blocks come back when the sender has let go."""
+        if self._task is None or self._aborted:
+            return
+        self._aborted = True
+        if not self._closing:
+            self._task.cancel()
+
+    def _takes_blocks(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def _lend_up_to(self, num_finished: int) -> None:
+        blocks = self._request.group.prefix.block_table[self._num_lent : num_finished]
+        if blocks:
+            self._pool.retain(blocks)
+            self._pending.extend(blocks)
+            self._num_lent = num_finished
+            self._work.set()
+
+    async def _run(self, ticket: bytes, kv_endpoint: bytes) -> None:
+        try:
+            report = await self._transfer(ticket, kv_endpoint)
+        except TimeoutError:
+            self._fail(TransferError(f"transfer stalled after {self._num_pushed} blocks"))
+        except TandemError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - the task's root: a bug must not become a hang
+            self._fail(InternalError(f"transfer broke: {type(error).__name__}"))
+        else:
+            self._owner.transfer_committed(self._request, report)
+
+    def _fail(self, error: TandemError) -> None:
+        self._closing = True
+        if not self._aborted:
+            self._owner.transfer_failed(self._request, error)
+
+    async def _transfer(self, ticket: bytes, kv_endpoint: bytes) -> TransferReport:
+        handoff = await self._sender.open(ticket, kv_endpoint, self._policy.open_timeout_s)
+        try:
+            self._skip_to(handoff.first_block)
+            payload = await self._push_all(handoff)
+            async with asyncio.timeout(self._policy.transfer_timeout_s):
+                return await handoff.commit(payload)
+        finally:
+            self._closing = True
+            await handoff.abort()  # nothing to do after a commit; else it ends the reading of lent blocks
+
+    def _skip_to(self, first_block: int) -> None:
+        """Gives back what was lent of the blocks that the decode worker holds already."""
+        held, self._pending = self._pending[:first_block], self._pending[first_block:]
+        self._num_lent = max(self._num_lent, first_block)
+        self._num_pushed = first_block
+        self._give_back(held)
+
+    async def _push_all(self, handoff: Handoff) -> bytes:
+        """Returns what to commit with, once every block was pushed."""
+        payload = await self._next()
+        self._request.observer.transfer_started()
+        while self._pending:
+            self._pushing, self._pending = tuple(self._pending), []
+            async with asyncio.timeout(self._policy.transfer_timeout_s):
+                await handoff.push(self._num_pushed, self._pushing)
+            self._num_pushed += len(self._pushing)
+            pushed, self._pushing = self._pushing, ()
+            self._give_back(pushed)
+            payload = await self._next()
+        return payload
+
+    async def _next(self) -> bytes:
+        """Returns when there are blocks to push, or when none will follow; then with what to commit with."""
+        while not self._pending and self._payload is None:
+            self._work.clear()
+            await self._work.wait()
+        return self._payload or b""
+
+    def _give_back(self, blocks: Sequence[BlockId]) -> None:
+        self._pool.release(blocks)
+        self._owner.blocks_returned(self._request)
+
+    def _ended(self, _task: asyncio.Task[None]) -> None:
+        # In a callback, because a task cancelled before its first step runs no `finally`.
+        self._task = None
+        blocks = (*self._pushing, *self._pending)
+        self._pushing, self._pending = (), []
+        self._give_back(blocks)

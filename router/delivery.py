@@ -1,0 +1,251 @@
+"""The way out of a request: tokens of its choices in, in any order; ordered tokens and their text out.
+
+    push(TokenDelta) ─▶ ChoiceStream: order → text → stop strings → not read yet ─▶ get() ─▶ ChoiceOutput
+
+Tokens come from two workers: the first ones from prefill, the rest from decode, and decode's second may
+overtake prefill's first. After a replay a new pair may repeat what is known. What waits for a slow reader is
+merged per choice, so nothing upstream waits; memory is bounded by the request's max_tokens and choices.
+Filled without awaiting, from within a worker's stream; read by the face's own task. Knows no protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.detokenization import Detokenizer
+from router.stop_strings import StopStrings
+from router.timeline import Summary
+from tandem.errors import TandemError
+from tandem.telemetry.observers import RequestObserver
+from tandem.types import ChoiceSpec, FinishReason, TextParams, TokenDelta, TokenId, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceOutput:
+    """What is new of one choice since its last output. `logprobs` is empty or one per token."""
+
+    index: int
+    """Which choice."""
+    text: str
+    token_ids: tuple[TokenId, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    """Set on the choice's last output."""
+    matched_stop: str | TokenId | None = None
+    """The caller's stop string, or its stop token id, that ended the choice."""
+    summary: Summary | None = None
+    """Set on the request's last output."""
+
+
+class ChoiceStream:
+    """One choice: its tokens in order, their text, and what of them is not read yet. Nothing may be pushed once it is finished."""
+
+    def __init__(self, index: int, detokenizer: Detokenizer, params: TextParams) -> None:
+        self.index = index
+        self._detokenizer = detokenizer
+        self._params = params
+        self._stops = StopStrings(params.stop, include_stop=params.include_stop) if params.stop else None
+        self._token_ids: list[TokenId] = []
+        self._early: dict[int, TokenDelta] = {}
+        """By offset: what overtook the tokens before it."""
+        self._finish_reason: FinishReason | None = None
+        self._matched_stop: str | TokenId | None = None
+        self._num_read = 0
+        self._unread_text: list[str] = []
+        self._unread_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Set with the last token."""
+        return self._finish_reason
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in order."""
+        return len(self._token_ids)
+
+    @property
+    def spec(self) -> ChoiceSpec:
+        """As a worker is to resume it."""
+        return ChoiceSpec(self.index, tuple(self._token_ids))
+
+    def push(self, delta: TokenDelta) -> int:
+        """Takes tokens in any order, known ones again too; returns how many new ones are now in order."""
+        if delta.offset > len(self._token_ids):
+            waiting = self._early.get(delta.offset)
+            if waiting is None or len(delta.token_ids) >= len(waiting.token_ids):
+                self._early[delta.offset] = delta
+            return 0
+        num_new = self._accept(delta)
+        while self._early and self._finish_reason is None:
+            offset = min(self._early)
+            if offset > len(self._token_ids):
+                break
+            num_new += self._accept(self._early.pop(offset))
+        return num_new
+
+    def forget_early(self) -> None:
+        """Drops what came out of order, from a pair of workers that will not fill the gap."""
+        self._early.clear()
+
+    def read(self, summary: Summary | None) -> ChoiceOutput:
+        """All that is new; `summary` goes with it."""
+        output = ChoiceOutput(
+            index=self.index,
+            text="".join(self._unread_text),
+            token_ids=tuple(self._token_ids[self._num_read :]),
+            logprobs=tuple(self._unread_logprobs),
+            finish_reason=self._finish_reason,
+            matched_stop=self._matched_stop,
+            summary=summary,
+        )
+        self._num_read = len(self._token_ids)
+        self._unread_text, self._unread_logprobs = [], []
+        return output
+
+    def _accept(self, delta: TokenDelta) -> int:
+        """Takes what of `delta` is not known, where it leaves no gap."""
+        num_known = len(self._token_ids) - delta.offset
+        token_ids = delta.token_ids[num_known:] if num_known else delta.token_ids
+        if num_known > len(delta.token_ids) or not (token_ids or delta.finish_reason):
+            return 0
+        count, matched = self._detokenize(token_ids)
+        self._token_ids += token_ids[:count]
+        if delta.logprobs:
+            self._unread_logprobs += delta.logprobs[num_known : num_known + count]
+        if matched is None and delta.finish_reason is not None:
+            matched = self._flush()
+            self._finish_reason = delta.finish_reason
+            if matched is None and delta.finish_reason is FinishReason.STOP and token_ids:
+                self._matched_stop = token_ids[-1] if token_ids[-1] in self._params.stop_token_ids else None
+        if matched is not None:
+            self._finish_reason, self._matched_stop = FinishReason.STOP, matched
+        return count
+
+    def _detokenize(self, token_ids: Sequence[TokenId]) -> tuple[int, str | None]:
+        """Adds their text; how many of them belong to the choice, and the stop string that the last of these completed."""
+        for count, token_id in enumerate(token_ids, start=1):
+            matched = self._add_text(self._detokenizer.step(token_id))
+            if matched is not None:
+                return count, matched
+        return len(token_ids), None
+
+    def _flush(self) -> str | None:
+        """Adds the text that was held back; the stop string that it completed."""
+        matched = self._add_text(self._detokenizer.finish())
+        if matched is None and self._stops is not None:
+            self._unread_text.append(self._stops.finish())
+        return matched
+
+    def _add_text(self, piece: str) -> str | None:
+        """The stop string that `piece` completed."""
+        if not piece or self._stops is None:
+            self._unread_text.append(piece)
+            return None
+        scan = self._stops.feed(piece)
+        self._unread_text.append(scan.text)
+        return scan.matched
+
+
+class Delivery:
+    """All choices of one request. Single-threaded; at most one reader.
+
+    A choice's last output tells its finish reason; the request's last one leaves together with the summary.
+    """
+
+    def __init__(self, choices: Sequence[ChoiceStream], observer: RequestObserver) -> None:
+        self._choices = {choice.index: choice for choice in choices}
+        self._observer = observer
+        self._num_open = len(choices)
+        self._unread: dict[int, ChoiceStream] = {}
+        """By index, in the order in which they came to have something new."""
+        self._summary: Summary | None = None
+        self._error: TandemError | None = None
+        self._news: asyncio.Future[None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has its last token."""
+        return not self._num_open
+
+    @property
+    def open_choices(self) -> tuple[ChoiceSpec, ...]:
+        """Those not finished, as workers are to resume them."""
+        return tuple(each.spec for each in self._choices.values() if each.finish_reason is None)
+
+    @property
+    def finish_reasons(self) -> tuple[FinishReason, ...]:
+        """Of the choices that are finished, by index."""
+        return tuple(each.finish_reason for each in self._choices.values() if each.finish_reason is not None)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in order, over all choices."""
+        return sum(each.num_tokens for each in self._choices.values())
+
+    def num_tokens_of(self, index: int) -> int:
+        """Tokens in order of one choice."""
+        return self._choices[index].num_tokens
+
+    def push(self, delta: TokenDelta) -> None:
+        """Takes tokens from a worker. Those of a finished choice, which workers cannot stop alone, are dropped."""
+        choice = self._choices[delta.index]
+        if choice.finish_reason is not None:
+            return
+        num_new = choice.push(delta)
+        if num_new:
+            self._observer.tokens(num_new, delta.index)
+        if choice.finish_reason is not None:
+            self._num_open -= 1
+        elif not num_new:
+            return
+        self._unread[delta.index] = choice
+        if self._num_open:  # else the last output waits for the summary
+            self._wake()
+
+    def forget_early(self) -> None:
+        """Drops what came out of order, from a pair of workers that will not fill the gaps."""
+        for choice in self._choices.values():
+            choice.forget_early()
+
+    def close(self, summary: Summary) -> None:
+        """The request ended well."""
+        self._summary = summary
+        self._wake()
+
+    def fail(self, error: TandemError) -> None:
+        """The request ended badly; what waits is still read before the error."""
+        self._error = error
+        self._wake()
+
+    async def get(self) -> ChoiceOutput:
+        """All that is new of one choice, once there is something. Raises what `fail` was given, after the rest."""
+        while True:
+            is_held = not self._num_open and self._summary is None and self._error is None
+            if self._unread and not is_held:
+                return self._read(next(iter(self._unread)))
+            if self._error is not None and self._summary is None:
+                raise self._error
+            await self._wait()
+
+    async def get_all(self) -> tuple[ChoiceOutput, ...]:
+        """Every choice by index, whole, once the request has ended. Raises what `fail` was given."""
+        while self._summary is None:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+        return tuple(self._read(index) for index in sorted(self._unread))
+
+    def _read(self, index: int) -> ChoiceOutput:
+        choice = self._unread.pop(index)
+        return choice.read(None if self._unread else self._summary)
+
+    async def _wait(self) -> None:
+        self._news = asyncio.get_running_loop().create_future()
+        await self._news
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)

@@ -1,0 +1,296 @@
+"""A transport that the product does not have: two-sided, and with a digest of its own. It touches no other file."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from kvtransfer.base import BlockRef, Handoff
+from kvtransfer.connection import Connection
+from kvtransfer.frame import Frame
+from kvtransfer.handshake import Hello
+from kvtransfer.local_pool import LocalPool
+from kvtransfer.receiver import KvReceiver
+from kvtransfer.sender import KvSender
+from kvtransfer.timing import Timing
+from kvtransfer.transport import Acceptor, Fields, FrameSink, ListenOptions, ReceivingLane, SendingLane, TransportStatus
+from kvtransfer.transports import TRANSPORTS, tcp
+from kvtransfer.transports.host import XXH3, HostReceivingLane, HostSendingLane
+from tandem.clock import ManualClock
+from tandem.errors import ChecksumMismatch, ConfigError, HandshakeMismatch, TransferError
+from tandem.security.tls import ClientTls
+from tandem.types import BlockId
+
+NAME = "rendezvous"
+SUM = "sum-64"
+
+
+class Wires:
+    """What a collective library would be: payload moves only while both sides are in a call for it."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, asyncio.Queue[bytes]] = {}
+        self.num_blocks = 0
+        self.spoil = False
+
+    def queue(self, communicator: str) -> asyncio.Queue[bytes]:
+        return self._queues.setdefault(communicator, asyncio.Queue(1))
+
+
+def sums(pool: LocalPool, blocks: Sequence[BlockId]) -> tuple[int, ...]:
+    """As a kernel on a device would: independent of the order of bytes."""
+    return tuple(int(pool.rows[block].sum(dtype="uint64")) for block in blocks)
+
+
+class RendezvousSendingLane(HostSendingLane):
+    name = NAME
+
+    def __init__(self, pool: LocalPool, wires: Wires, verify: tuple[str, ...]) -> None:
+        super().__init__(pool)
+        self.verify = verify
+        self.details = {"communicator": secrets.token_hex(4)}
+        self._wires = wires
+        self._digest = ""
+
+    def attach(self, theirs: Hello, verify: str) -> None:
+        assert theirs.details == {"posted": "yes"}
+        self._digest = verify
+
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef]) -> tuple[int, ...]:
+        return sums(self._pool, sources) if self._digest == SUM else await super().place(sources, targets)
+
+    def announce(self, sink: FrameSink, write: Frame, sources: Sequence[BlockId]) -> asyncio.Future[None] | None:
+        sink.send(write)
+        return asyncio.ensure_future(self._send(sources))
+
+    async def _send(self, sources: Sequence[BlockId]) -> None:
+        for source in sources:
+            data = bytes(self._pool.rows[source])
+            await self._wires.queue(self.details["communicator"]).put(b"\0" + data[1:] if self._wires.spoil else data)
+            self._wires.num_blocks += 1
+
+
+class RendezvousReceivingLane(HostReceivingLane):
+    name = NAME
+    peer_writes = False
+
+    def __init__(self, pool: LocalPool, wires: Wires, verify: tuple[str, ...]) -> None:
+        super().__init__(pool)
+        self.verify = verify
+        self.details = {"posted": "yes"}
+        self._wires = wires
+        self._digest = self._communicator = ""
+
+    def attach(self, theirs: Hello, verify: str) -> None:
+        self._communicator = theirs.details["communicator"]
+        self._digest = verify
+
+    async def receive(
+        self, connection: Connection, blocks: Sequence[BlockId], num_bytes: int, wanted: Callable[[], bool]
+    ) -> None:
+        for i in range(num_bytes // self._pool.block_bytes):
+            data = await self._wires.queue(self._communicator).get()
+            if blocks and wanted():
+                self._pool.spans(blocks[i : i + 1])[0][:] = data
+
+    async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
+        return sums(self._pool, blocks) if self._digest == SUM else await super().checksums(blocks)
+
+    async def peer_dead(self) -> None:
+        raise AssertionError("it never could write")
+
+
+class RendezvousAcceptor:
+    def __init__(self, pool: LocalPool, wires: Wires, verify: tuple[str, ...], options: ListenOptions) -> None:
+        self._made_of = (pool, wires, verify)
+        self.sock = tcp.listen(options.host)
+        self.fields: Fields = {"at": "{}/{}".format(*self.sock.getsockname())}
+
+    def accept(self, sock: socket.socket) -> ReceivingLane:
+        return RendezvousReceivingLane(*self._made_of)
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class RendezvousTransport:
+    """Implements `transport.Transport`."""
+
+    name = NAME
+
+    def __init__(self, wires: Wires, verify: tuple[str, ...] = (SUM,), why_not: str | None = None) -> None:
+        self._wires = wires
+        self._verify = verify
+        self._why_not = why_not
+
+    def probe(self, device: torch.device) -> TransportStatus:
+        return TransportStatus(NAME, True, f"works for {device}")
+
+    def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
+        return RendezvousAcceptor(pool, self._wires, self._verify, options)
+
+    def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
+        return self._why_not
+
+    async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
+        host, _, port = fields["at"].partition("/")
+        return await tcp.dial(host, int(port)), RendezvousSendingLane(pool, self._wires, self._verify)
+
+
+@pytest.fixture
+def wires() -> Wires:
+    return Wires()
+
+
+@pytest.fixture
+def joined(make_pool: Callable[..., Any], prints: Any, quick: Timing) -> Callable[..., Any]:
+    """`async with joined(at_the_receiver, at_the_sender, choice) as (receiver, sender, source, target)`."""
+
+    @asynccontextmanager
+    async def opened(theirs: Any, ours: Any, choice: str = NAME) -> AsyncIterator[tuple[Any, ...]]:
+        clock, source, target = ManualClock(), make_pool(), make_pool()
+        known = (theirs, *TRANSPORTS)
+        names = tuple(transport.name for transport in known) if choice == "auto" else (choice,)
+        receiver = KvReceiver(target.memory, prints, clock, names, "127.0.0.1", timing=quick, known=known)
+        sender = KvSender(source.memory, prints, clock, choice, timing=quick, known=(ours, *TRANSPORTS))
+        await receiver.start()
+        try:
+            yield receiver, sender, source, target
+            receiver.check_invariants()
+        finally:
+            await sender.stop()
+            await receiver.stop()
+
+    return opened
+
+
+async def open_handoff(receiver: Any, sender: Any, listener: Any) -> Handoff:
+    refs = tuple(BlockRef(BlockId(i), 1) for i in (3, 1, 2))
+    offer = receiver.offer(refs, listener, 30.0)
+    return await sender.open(offer.ticket, offer.endpoint, 5.0)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("choice", [NAME, "auto"])
+async def test_blocks_travel_by_it_and_are_verified_by_its_digest(
+    joined: Callable[..., Any], wires: Wires, recorder: Any, choice: str
+) -> None:
+    transport = RendezvousTransport(wires)
+    async with joined(transport, transport, choice) as (receiver, sender, source, target):
+        handoff = await open_handoff(receiver, sender, recorder)
+        await handoff.push(0, (9, 4, 5))
+        report = await handoff.commit(b"")
+        assert (report.transport, report.num_blocks, wires.num_blocks) == (NAME, 3, 3)
+        assert torch.equal(source.blocks[[9, 4, 5]], target.blocks[[3, 1, 2]])
+
+
+@pytest.mark.parametrize("verify", [(SUM,), (XXH3, SUM)])
+async def test_what_the_wire_spoiled_fails_by_either_digest(
+    joined: Callable[..., Any], wires: Wires, recorder: Any, verify: tuple[str, ...]
+) -> None:
+    transport = RendezvousTransport(wires, verify)
+    async with joined(transport, transport) as (receiver, sender, source, _):
+        source.blocks.fill_(7)
+        wires.spoil = True
+        handoff = await open_handoff(receiver, sender, recorder)
+        with pytest.raises(ChecksumMismatch):
+            await push_and_commit(handoff)
+        assert recorder.calls == ["receiving", "failed", "writer_stopped"]
+
+
+async def push_and_commit(handoff: Handoff) -> None:
+    await handoff.push(0, (BlockId(9), BlockId(4), BlockId(5)))
+    await handoff.commit(b"")
+
+
+async def test_payload_of_a_hand_off_that_was_withdrawn_meets_its_receive_and_goes_nowhere(
+    joined: Callable[..., Any], wires: Wires, make_recorder: Callable[[], Any]
+) -> None:
+    transport = RendezvousTransport(wires)
+    async with joined(transport, transport) as (receiver, sender, _, target):
+        first, second = make_recorder(), make_recorder()
+        before = target.blocks.clone()
+        refs = (BlockRef(BlockId(8), 1),)
+        offer = receiver.offer(refs, first, 30.0)
+        handoff = await sender.open(offer.ticket, offer.endpoint, 5.0)
+        pushing = asyncio.ensure_future(handoff.push(0, (9,)))
+        receiver.withdraw(offer.transfer_id)
+        await asyncio.gather(pushing, return_exceptions=True)
+        assert first.calls == ["receiving", "failed", "writer_stopped"]
+        await push_and_commit(await open_handoff(receiver, sender, second))
+        assert second.calls == ["receiving", "committed"]
+        assert torch.equal(target.blocks[8], before[8])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "used"),
+    [((XXH3, SUM), (SUM, XXH3), SUM), ((XXH3, SUM), (XXH3, SUM), XXH3), ((XXH3,), (SUM, XXH3), XXH3)],
+)
+async def test_the_senders_best_digest_that_the_receiver_can_do_is_agreed_on(
+    joined: Callable[..., Any],
+    wires: Wires,
+    recorder: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    theirs: tuple[str, ...],
+    ours: tuple[str, ...],
+    used: str,
+) -> None:
+    agreed: list[str] = []
+    for lane in (RendezvousSendingLane, RendezvousReceivingLane):
+
+        def attach(self: Any, hello: Hello, verify: str, _attach: Any = lane.attach) -> None:
+            agreed.append(verify)
+            _attach(self, hello, verify)
+
+        monkeypatch.setattr(lane, "attach", attach)
+    async with joined(RendezvousTransport(wires, theirs), RendezvousTransport(wires, ours)) as (receiver, sender, *_):
+        await push_and_commit(await open_handoff(receiver, sender, recorder))
+    assert agreed == [used, used]
+
+
+async def test_sides_without_a_common_digest_refuse_each_other_by_the_fields_name(
+    joined: Callable[..., Any], wires: Wires, recorder: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs, ours = RendezvousTransport(wires, (XXH3,)), RendezvousTransport(wires, (SUM, "crc"))
+    async with joined(theirs, ours) as (receiver, sender, *_):
+        with pytest.raises(HandshakeMismatch, match="verify differs: ours sum-64,crc, theirs xxh3-64"):
+            await open_handoff(receiver, sender, recorder)
+        assert "verify differs: ours xxh3-64, theirs sum-64,crc" in caplog.text
+        assert recorder.calls == []
+
+
+async def test_auto_passes_over_what_cannot_reach_the_peer(
+    joined: Callable[..., Any], wires: Wires, recorder: Any
+) -> None:
+    theirs, ours = RendezvousTransport(wires), RendezvousTransport(wires, why_not="no peer access")
+    async with joined(theirs, ours, "auto") as (receiver, sender, *_):
+        handoff = await open_handoff(receiver, sender, recorder)
+        await handoff.push(0, (0, 1, 2))
+        assert (await handoff.commit(b"")).transport == "shm"
+
+
+async def test_auto_says_why_nothing_reaches_the_peer(
+    make_pool: Callable[..., Any], prints: Any, quick: Timing, wires: Wires, recorder: Any
+) -> None:
+    ours = RendezvousTransport(wires, why_not="no peer access")
+    theirs = RendezvousTransport(wires)
+    clock = ManualClock()
+    receiver = KvReceiver(make_pool().memory, prints, clock, (NAME,), "127.0.0.1", timing=quick, known=(theirs,))
+    sender = KvSender(make_pool().memory, prints, clock, "auto", timing=quick, known=(ours, *TRANSPORTS))
+    await receiver.start()
+    with pytest.raises(TransferError, match=r"the peer offers rendezvous\. rendezvous: no peer access"):
+        await open_handoff(receiver, sender, recorder)
+    await sender.stop()
+    await receiver.stop()
+
+
+def test_only_what_is_known_can_be_asked_for(make_pool: Callable[..., Any], prints: Any, wires: Wires) -> None:
+    memory, known = make_pool().memory, (RendezvousTransport(wires),)
+    with pytest.raises(ConfigError, match="'tcp' is not one of rendezvous"):
+        KvSender(memory, prints, ManualClock(), "tcp", known=known)

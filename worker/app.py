@@ -1,0 +1,126 @@
+"""What the composition roots of both workers build alike, around an engine.
+
+    run_worker → logging, tracing, the process's loop → the role's `serve`
+    serve: Foundation.lay → load the engine → the role's own parts → Foundation.serve → all closed in reverse
+
+Knows no scheduler and no transfer; each role's `app` adds its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from opentelemetry.trace import Tracer
+
+from engine.loading import Engine, EngineOptions, load_engine, resolve_device
+from kvtransfer.base import Fingerprints, PoolMemory
+from kvtransfer.transports import choose
+from tandem.checkpoint import CheckpointInfo, read_checkpoint
+from tandem.clock import MonotonicClock
+from tandem.config import WorkerConfig
+from tandem.incarnation import new_incarnation
+from tandem.rpc.process import StopSignal, run_process
+from tandem.security.credentials import Security
+from tandem.telemetry.logging import configure_logging
+from tandem.telemetry.loop_lag import LoopLag
+from tandem.telemetry.metric import Process
+from tandem.telemetry.metrics import Metrics
+from tandem.telemetry.observers import WorkerObserver
+from tandem.telemetry.observers_together import worker_observers
+from tandem.telemetry.tracing import tracing
+from tandem.types import Incarnation, Role, WorkerId, WorkerInfo
+from tandem.validation import Validator
+from worker.metrics import WorkerMetrics, load_reader
+from worker.ports import WorkerCore
+from worker.process import WorkerProcess
+from worker.spans import sequence_spans
+
+C = TypeVar("C", bound=WorkerConfig)
+
+
+def run_worker(role: Role, config: C, serve: Callable[[C, Tracer | None, StopSignal], Awaitable[None]]) -> int:
+    """Runs a worker's process until it is told to stop; returns its exit code."""
+    configure_logging(role.value, config.log_format, config.log_level)
+    with tracing(f"tandem-{role.value}", config.worker_id) as tracer:
+        return run_process(partial(serve, config, tracer))
+
+
+@dataclass(frozen=True, slots=True)
+class Foundation:
+    """All that a worker has whatever its role, before its engine is loaded."""
+
+    role: Role
+    config: WorkerConfig
+    security: Security
+    checkpoint: CheckpointInfo
+    transports: tuple[str, ...]
+    incarnation: Incarnation
+    worker_id: WorkerId
+    metrics: Metrics
+    observer: WorkerObserver
+    clock: MonotonicClock
+
+    @classmethod
+    def lay(cls, role: Role, config: WorkerConfig, tracer: Tracer | None) -> Foundation:
+        """Reads certificates and checkpoint. Raises ConfigError, CheckpointError."""
+        security = Security.load(config.security, config.ports, config.calls)
+        checkpoint = read_checkpoint(config.model)
+        transports = choose(config.transport, resolve_device(config.device))
+        incarnation, clock = new_incarnation(), MonotonicClock()
+        worker_id = WorkerId(config.worker_id or f"{role.value}-{incarnation[:8]}")
+        metrics = Metrics(Process(role.value), checkpoint.name, worker_id)
+        observer = worker_observers([*sequence_spans(tracer, role), WorkerMetrics(metrics, role, clock)])
+        return cls(role, config, security, checkpoint, transports, incarnation, worker_id, metrics, observer, clock)
+
+    @property
+    def validator(self) -> Validator:
+        """Judges requests by the config's limits and the model's sizes."""
+        return Validator(self.config.limits, self.checkpoint.vocab_size, self.checkpoint.context_tokens)
+
+    @asynccontextmanager
+    async def engine(self, options: EngineOptions, stop: StopSignal) -> AsyncIterator[Engine]:
+        """Loads the engine, and closes it at the end. Raises ConfigError, CheckpointError."""
+        engine = await stop.unless_stopped(partial(load_engine, options))
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+    def pool_memory(self, engine: Engine) -> PoolMemory:
+        """The pool as transfers see it."""
+        cache = engine.kv_cache
+        return PoolMemory(cache.host_blocks, cache.shared_fd, self.incarnation, cache.mirror)
+
+    def fingerprints(self, engine: Engine) -> Fingerprints:
+        """What the other side of a transfer must share."""
+        return Fingerprints(engine.fingerprint, engine.layout)
+
+    def info(self, engine: Engine) -> WorkerInfo:
+        """What routers are told; address and the role's own fields are filled in later."""
+        return WorkerInfo(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=self.role,
+            address="",
+            model=self.checkpoint.name,
+            config_fingerprint=self.checkpoint.config_fingerprint,
+            model_fingerprint=engine.fingerprint,
+            layout_fingerprint=engine.layout.fingerprint(),
+            transports=self.transports,
+            local_prefill_tokens=0,
+            max_sequence_tokens=engine.max_sequence_tokens,
+            pid=os.getpid(),
+            device=str(engine.model.device),
+        )
+
+    async def serve(self, core: WorkerCore, info: WorkerInfo, stop: StopSignal) -> None:
+        """Serves until a stop is asked for, then drains. Raises ConfigError if the address cannot be had."""
+        self.metrics.add_reader(load_reader(self.role, core.load))
+        process = WorkerProcess(self.config, core, self.incarnation, security=self.security, metrics=self.metrics)
+        with LoopLag(self.metrics):
+            await process.run(lambda address: replace(info, address=address), stop)
