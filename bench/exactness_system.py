@@ -18,10 +18,10 @@ from engine.chunking import plan_chunks
 from engine.kv_cache import KvCache
 from engine.runner import Runner
 from engine.sequence import Sequence as Seq
-from engine.step import BrokenLogits
+from engine.step import BrokenLogits, Step
 from kernels.dispatch import AUTO, select_kernels
 from models.loading import load_model
-from tandem.types import RequestId, SamplingParams, SequenceSpec, TokenId
+from tandem.types import RequestId, SamplingParams, TokenId
 
 MAX_SEQS = 16
 
@@ -62,7 +62,7 @@ class EngineSystem:
                     self._pool.release(tuple(seq.take_blocks()))
             running = [seq for seq in running if not seq.is_finished]
         self._pool.assert_idle()
-        return [[int(token_id) for token_id in seq.token_ids[seq.spec.num_prompt_tokens :]] for seq in seqs]
+        return [[int(token_id) for token_id in seq.output_token_ids] for seq in seqs]
 
     def _step(self, running: list[Seq]) -> None:
         remaining = [seq.num_remaining_tokens for seq in running]
@@ -71,33 +71,32 @@ class EngineSystem:
         ]
         for seq, num_tokens in work:
             seq.add_blocks(self._pool.allocate(seq.blocks_wanted(num_tokens, self._pool.block_size)))
-        outputs = self._runner.step([seq.scheduled(num_tokens) for seq, num_tokens in work])
-        for (seq, num_tokens), sampled in zip(work, outputs, strict=True):
-            seq.advance(num_tokens)
-            if isinstance(sampled, BrokenLogits):
-                raise sampled.error(seq.spec.request_id)
-            if sampled is not None:
-                seq.append_token(sampled.token_id)
+        result = self._runner.run(Step(tuple(seq.schedule(num_tokens) for seq, num_tokens in work)))
+        for (seq, _), outputs in zip(work, result.outputs, strict=True):
+            for sampled in outputs:
+                if isinstance(sampled, BrokenLogits):
+                    raise sampled.error(RequestId(f"exactness-{seq.index}"))
+                seq.append_token(sampled[0].token_id)
 
 
 def _make_seq(number: int, prompt: Sequence[int], max_tokens: int) -> Seq:
     token_ids = tuple(TokenId(token_id) for token_id in prompt)
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    return Seq(SequenceSpec(RequestId(f"exactness-{number}"), token_ids, len(token_ids), sampling))
+    return Seq(number, SamplingParams(max_tokens=max_tokens, temperature=0.0), token_ids)
 
 
 @contextmanager
 def open_engine(folder: Path, settings: Settings) -> Iterator[System]:
     """The engine alone: no worker, no hand-off. Its pool starts poisoned, so that a stray read shows."""
     device = torch.device("cpu")
-    model = load_model(folder, "float32", device, select_kernels(AUTO, device, torch.float32))
+    kernels = select_kernels(AUTO, device, torch.float32)
+    model = load_model(folder, "float32", device, kernels)
     layout = model.kv_layout(settings.block_size)
     num_blocks = MAX_SEQS * layout.blocks_for(min(model.config.context_tokens, 4096))
     kv_cache = KvCache.create(layout, num_blocks, device)
     try:
         kv_cache.fill_poison()
         pool = BlockPool(num_blocks, settings.block_size)
-        yield EngineSystem(Runner(model.decoder, kv_cache), pool, settings.chunk_tokens)
+        yield EngineSystem(Runner(model.decoder, kv_cache, kernels), pool, settings.chunk_tokens)
     finally:
         kv_cache.close()
 

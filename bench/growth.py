@@ -19,7 +19,6 @@ from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.record import write_record
 from bench.step_timer import StepTimer
 from engine.allocator import keep_freed_memory
-from engine.sampler import Draws
 from kernels.dispatch import AUTO, select_kernels
 from kernels.operations import Kernels
 from models.loading import LoadedModel, load_model
@@ -37,8 +36,7 @@ Series = list[tuple[int, float]]
 
 def measure(model: LoadedModel, kernels: Kernels) -> dict[str, Any]:
     """Every series; steps in milliseconds (median), prompts in tokens per second."""
-    draws = Draws.of(kernels)
-    timer = StepTimer(model, 16, BATCHES[-1] * (_SHORT + 16), draws)
+    timer = StepTimer(model, 16, BATCHES[-1] * (_SHORT + 16), kernels)
     by_batch = _series("batch", BATCHES, lambda batch: timer.decode(batch, _SHORT).median_s * 1e3)
     by_context = {
         str(seqs): _series(
@@ -55,7 +53,7 @@ def measure(model: LoadedModel, kernels: Kernels) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "by_batch": by_batch,
         "by_context": by_context,
-        "by_block_size": _series("block size", BLOCK_SIZES, lambda size: _at_block_size(model, size, draws)),
+        "by_block_size": _series("block size", BLOCK_SIZES, lambda size: _at_block_size(model, size, kernels)),
         "prompt_tokens_per_s": prompts,
         "short_tokens": _SHORT,
         "long_tokens": _LONG,
@@ -98,8 +96,8 @@ def _prompt_rate(timer: StepTimer, length: int) -> float:
     return length / seconds
 
 
-def _at_block_size(model: LoadedModel, block_size: int, draws: Draws) -> float:
-    timer = StepTimer(model, block_size, _SEQS * (_LONG + block_size), draws)
+def _at_block_size(model: LoadedModel, block_size: int, kernels: Kernels) -> float:
+    timer = StepTimer(model, block_size, _SEQS * (_LONG + block_size), kernels)
     try:
         return timer.decode(_SEQS, _LONG).median_s * 1e3
     finally:

@@ -108,6 +108,11 @@ def silu_mul_cost(tokens: int, intermediate: int, dtype: torch.dtype) -> Cost:
     return Cost(3 * tokens * intermediate * dtype.itemsize, 5 * tokens * intermediate, dtype)
 
 
+def copy_blocks_cost(count: int, block_bytes: int, dtype: torch.dtype) -> Cost:
+    """Reads and writes each block once."""
+    return Cost(2 * count * block_bytes, 0, dtype)
+
+
 def sampling_cost(rows: int, vocab_size: int) -> Cost:
     """Reads each float32 logit once: maximum, exponential and sum on the way."""
     return Cost(4 * rows * vocab_size, 4 * rows * vocab_size, torch.float32)

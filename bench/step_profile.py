@@ -21,7 +21,6 @@ from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.record import write_record
 from bench.step_timer import StepTimer
 from engine.allocator import keep_freed_memory
-from engine.sampler import Draws
 from kernels.attention import AttentionBackend
 from kernels.dispatch import AUTO, select_kernels
 from kernels.operations import Kernels, LinearMap, Operations
@@ -86,7 +85,7 @@ def measure(folder: Path, device: torch.device) -> dict[str, Any]:
         model,
         16,
         max(seqs * (context + query + 16) for _, seqs, context, query in (*STEPS, *PROMPTS)),
-        Draws.of(kernels),
+        kernels,
     )
     profiles = []
     for phase, seqs, context, query in (*STEPS, *PROMPTS):

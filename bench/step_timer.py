@@ -9,19 +9,16 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 
 from engine.kv_cache import KvCache
 from engine.runner import Runner
-from engine.sampler import TORCH_DRAWS, Draws
-from engine.step import SampleSpec, ScheduledSeq
+from engine.step import SampleSpec, ScheduledSeq, Step
+from kernels.operations import Kernels
 from models.loading import LoadedModel
 from tandem.types import BlockId, SamplingParams, TokenId
 
-_GREEDY = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), choice_index=0, output_index=0)
+_GREEDY = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), output_index=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +32,13 @@ class Timing:
 class StepTimer:
     """Steps `model` over a pool of its own, large enough for `num_tokens` token slots."""
 
-    def __init__(self, model: LoadedModel, block_size: int, num_tokens: int, draws: Draws = TORCH_DRAWS) -> None:
+    def __init__(self, model: LoadedModel, block_size: int, num_tokens: int, kernels: Kernels) -> None:
+        """`kernels`: those that the model was loaded with."""
         self._vocab_size = model.config.vocab_size
         self._block_size = block_size
         self._kv = KvCache.create(model.kv_layout(block_size), -(-num_tokens // block_size), model.device)
         self._kv.tensor.normal_()
-        self._runner = Runner(model.decoder, self._kv, draws=draws)
-        self._cuda = model.device.type == "cuda"
+        self._runner = Runner(model.decoder, self._kv, kernels)
 
     def decode(self, batch: int, context: int, repeats: int = 9) -> Timing:
         """One token for each of `batch` seqs that have `context` tokens already."""
@@ -64,19 +61,18 @@ class StepTimer:
                 token_ids=tuple(TokenId(token) for token in tokens),
                 context_len=context,
                 block_table=tuple(BlockId(block) for block in order[seq * each : (seq + 1) * each]),
-                sample=_GREEDY,
+                samples=(_GREEDY,),
             )
             for seq in range(batch)
         ]
 
-    def _time(self, seqs: Sequence[ScheduledSeq], repeats: int) -> Timing:
-        self._step(seqs)
-        times = [self._step(seqs) for _ in range(repeats)]
+    def _time(self, seqs: list[ScheduledSeq], repeats: int) -> Timing:
+        step = Step(tuple(seqs))
+        self._run(step)
+        times = [self._run(step) for _ in range(repeats)]
         return Timing(statistics.median(times), min(times))
 
-    def _step(self, seqs: Sequence[ScheduledSeq]) -> float:
+    def _run(self, step: Step) -> float:
         began_s = time.perf_counter()
-        self._runner.step(seqs)
-        if self._cuda:
-            torch.cuda.synchronize()
+        self._runner.run(step)
         return time.perf_counter() - began_s

@@ -5,9 +5,14 @@ Blocks walk the table `tandem.lifecycle.BLOCK_MOVES`:
     allocate          FREE → LIVE, or FREE → RESERVED for a hand-off
     start_receiving   RESERVED → RECEIVING
     seal              RECEIVING → LIVE        verified whole, the writer has let go
-    release           LIVE → FREE at the last holder · RESERVED → FREE
+    release           LIVE → FREE at the last holder, or → CACHED if its content is known · RESERVED → FREE
                       RECEIVING → QUARANTINED, or → FREE if its writer has stopped
     writer_stopped    QUARANTINED → FREE · RECEIVING stays with its holder, never to become LIVE
+    retain            CACHED → LIVE; LIVE gets one more holder
+    evict             CACHED → FREE
+
+A prefix cache says with `keep` which LIVE blocks' content it knows, finds them again by `retain`, and evicts
+what it chooses when blocks run out: `allocate` takes free blocks only.
 
 Each call names its blocks in order and either moves all of them or raises InternalError and
 moves none. Not thread-safe: one control loop owns it.
@@ -23,16 +28,7 @@ from tandem.lifecycle import BLOCK_MOVES, BlockState, advance
 from tandem.types import BlockId, PoolCounts
 
 _STATES = tuple(BlockState)
-_FREE, _RESERVED, _RECEIVING, _LIVE, _QUARANTINED = (
-    _STATES.index(state)
-    for state in (
-        BlockState.FREE,
-        BlockState.RESERVED,
-        BlockState.RECEIVING,
-        BlockState.LIVE,
-        BlockState.QUARANTINED,
-    )
-)
+_FREE, _RESERVED, _RECEIVING, _LIVE, _CACHED, _QUARANTINED = range(len(_STATES))
 _ALLOWED = tuple(tuple(to in BLOCK_MOVES[state] for to in _STATES) for state in _STATES)
 """BLOCK_MOVES by number, so that a block's move costs an index and not two hashes."""
 
@@ -55,7 +51,8 @@ class BlockPool:
         self._generation = array("q", bytes(8 * num_blocks))
         self._filled = array("i", bytes(4 * num_blocks))
         self._writer_gone = bytearray(num_blocks)
-        self._num_in_state = [num_blocks, 0, 0, 0, 0]
+        self._known = bytearray(num_blocks)
+        self._num_in_state = [num_blocks, *(0 for _ in _STATES[1:])]
         self._filled_slots = 0
 
     @property
@@ -73,6 +70,11 @@ class BlockPool:
         """Blocks that `allocate` can hand out now."""
         return len(self._free)
 
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and `evict` would free."""
+        return self._num_in_state[_CACHED]
+
     def state(self, block: BlockId) -> BlockState:
         """Where the block is now."""
         return _STATES[self._state[block]]
@@ -82,12 +84,16 @@ class BlockPool:
         return self._generation[block]
 
     def ref_count(self, block: BlockId) -> int:
-        """Holders of the block; 0 if it is free or quarantined."""
+        """Holders of the block; 0 if it is free, cached or quarantined."""
         return self._ref_count[block]
 
     def is_shared(self, block: BlockId) -> bool:
-        """Whether a holder must copy the block before writing into it."""
-        return self._ref_count[block] > 1
+        """Whether a holder must copy the block before writing into it: others hold it, or count on its content."""
+        return self._ref_count[block] > 1 or bool(self._known[block])
+
+    def is_kept(self, block: BlockId) -> bool:
+        """Whether the block's content is known: it is cached, or will be once its last holder releases it."""
+        return bool(self._known[block])
 
     def allocate(self, num_blocks: int, state: BlockState = BlockState.LIVE) -> tuple[BlockId, ...]:
         """Takes blocks from the free list, each with one holder: the caller, who releases them.
@@ -110,13 +116,16 @@ class BlockPool:
         return blocks
 
     def retain(self, blocks: Sequence[BlockId]) -> None:
-        """Adds a holder to each of these LIVE blocks; paired with one more `release`."""
-        self._require(blocks, (_LIVE,), "retain")
+        """Adds a holder to each of these LIVE or CACHED blocks; paired with one more `release`."""
+        self._require(blocks, (_LIVE, _CACHED), "retain")
         for block in blocks:
             self._ref_count[block] += 1
+            if self._state[block] == _CACHED:
+                self._move(block, _LIVE)
+                self._filled_slots += self._filled[block]
 
     def release(self, blocks: Sequence[BlockId]) -> None:
-        """Takes one holder away from each block; frees or quarantines it with the last one."""
+        """Takes one holder away from each block; with the last one it is free, cached or quarantined."""
         self._require(blocks, (_LIVE, _RESERVED, _RECEIVING), "release")
         for block in reversed(blocks):  # so that the next allocation gives them in the same order
             self._ref_count[block] -= 1
@@ -124,8 +133,30 @@ class BlockPool:
                 continue
             if self._state[block] == _RECEIVING and not self._writer_gone[block]:
                 self._move(block, _QUARANTINED)
+            elif self._known[block]:
+                self._move(block, _CACHED)
+                self._filled_slots -= self._filled[block]
             else:
                 self._free_block(block)
+
+    def keep(self, blocks: Sequence[BlockId]) -> None:
+        """The content of these LIVE blocks is known: without a holder they are cached, not free. Idempotent."""
+        self._require(blocks, (_LIVE,), "keep")
+        for block in blocks:
+            self._known[block] = 1
+
+    def forget(self, blocks: Sequence[BlockId]) -> None:
+        """Undoes `keep`: these LIVE blocks will be free without a holder. Idempotent."""
+        self._require(blocks, (_LIVE,), "forget")
+        for block in blocks:
+            self._known[block] = 0
+
+    def evict(self, blocks: Sequence[BlockId]) -> None:
+        """Frees these CACHED blocks."""
+        self._require(blocks, (_CACHED,), "evict")
+        for block in reversed(blocks):
+            self._filled_slots += self._filled[block]  # which freeing takes away
+            self._free_block(block)
 
     def start_receiving(self, blocks: Sequence[BlockId]) -> None:
         """A writer has shown its ticket for these RESERVED blocks; bytes may follow."""
@@ -174,9 +205,7 @@ class BlockPool:
 
     def counts(self) -> PoolCounts:
         """Blocks by state, and the waste."""
-        free, reserved, receiving, live, quarantined = (
-            self._num_in_state[code] for code in (_FREE, _RESERVED, _RECEIVING, _LIVE, _QUARANTINED)
-        )
+        free, reserved, receiving, live, cached, quarantined = self._num_in_state
         return PoolCounts(
             total=self._num_blocks,
             free=free,
@@ -184,6 +213,7 @@ class BlockPool:
             receiving=receiving,
             live=live,
             quarantined=quarantined,
+            cached=cached,
             block_size=self._block_size,
             unused_slots=live * self._block_size - self._filled_slots,
         )
@@ -199,8 +229,14 @@ class BlockPool:
                 ("free list is complete", len(self._free) == self._num_in_state[_FREE]),
                 ("held <=> ref_count", all(self._is_held(b) == (n > 0) for b, n in enumerate(self._ref_count))),
                 ("only LIVE is shared", all(n <= 1 or self._state[b] == _LIVE for b, n in enumerate(self._ref_count))),
-                ("only LIVE is filled", all(not n or self._state[b] == _LIVE for b, n in enumerate(self._filled))),
-                ("filled slots", sum(self._filled) == self._filled_slots),
+                (
+                    "only LIVE or CACHED is filled",
+                    all(not n or self._is_content(b) for b, n in enumerate(self._filled)),
+                ),
+                ("only LIVE or CACHED is known", all(not n or self._is_content(b) for b, n in enumerate(self._known))),
+                ("CACHED is known", all(self._known[b] or s != _CACHED for b, s in enumerate(self._state))),
+                ("every block has a state", sum(self._num_in_state) == self._num_blocks),
+                ("filled slots", self._count_filled() == self._filled_slots),
                 ("filled <= block_size", all(0 <= n <= self._block_size for n in self._filled)),
                 (
                     "writer gone only in RECEIVING",
@@ -213,13 +249,19 @@ class BlockPool:
             raise InternalError(f"block pool: {'; '.join(broken)}; {self.counts()}")
 
     def assert_idle(self) -> None:
-        """Raises InternalError unless every block is free."""
+        """Raises InternalError unless every block is free or cached."""
         self.check_invariants()
-        if len(self._free) != self._num_blocks:
+        if len(self._free) + self.num_cached != self._num_blocks:
             raise InternalError(f"block pool is not idle: {self.counts()}")
 
     def _is_held(self, block: int) -> bool:
         return self._state[block] in (_RESERVED, _RECEIVING, _LIVE)
+
+    def _is_content(self, block: int) -> bool:
+        return self._state[block] in (_LIVE, _CACHED)
+
+    def _count_filled(self) -> int:
+        return sum(n for b, n in enumerate(self._filled) if self._state[b] == _LIVE)
 
     def _require(self, blocks: Sequence[BlockId], states: tuple[int, ...], verb: str) -> None:
         if len(set(blocks)) != len(blocks):
@@ -233,7 +275,7 @@ class BlockPool:
         self._move(block, _FREE)
         self._filled_slots -= self._filled[block]
         self._filled[block] = 0
-        self._writer_gone[block] = 0
+        self._writer_gone[block] = self._known[block] = 0
         self._free.append(block)
 
     def _move(self, block: BlockId, to: int) -> None:

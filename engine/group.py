@@ -77,7 +77,9 @@ class Group:
         return any(len(each.block_table) for each in self._holders())
 
     def num_own_blocks(self, pool: BlockPool) -> int:
-        """Blocks that would be free if it let go of all it holds: shared ones count once, others' not at all."""
+        """Blocks that would be free, or cached, if it let go of all it holds: shared ones count once, others' not at
+        all.
+        """
         holds = Counter(block for each in self._holders() for block in each.block_table)
         return sum(pool.ref_count(block) == count for block, count in holds.items())
 

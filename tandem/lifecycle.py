@@ -4,6 +4,7 @@
                         │           └→ QUARANTINED → FREE     request gone, writer not proven stopped
                         └→ FREE                                released before the first byte
               FREE → LIVE                                      computed here, or taken by a growing sequence
+              LIVE → CACHED → LIVE | FREE                      nobody's, content known; held again, or evicted
 
     transfer  OFFERED → RECEIVING → COMMITTED                  decode worker's view of one ticket
                  │          ├→ FAILED                          bad bytes, expiry, peer lost
@@ -35,6 +36,7 @@ class BlockState(enum.StrEnum):
     RESERVED = "reserved"
     RECEIVING = "receiving"
     LIVE = "live"
+    CACHED = "cached"
     QUARANTINED = "quarantined"
 
 
@@ -68,7 +70,8 @@ BLOCK_MOVES: Mapping[BlockState, frozenset[BlockState]] = MappingProxyType(
         _B.FREE: frozenset({_B.RESERVED, _B.LIVE}),
         _B.RESERVED: frozenset({_B.RECEIVING, _B.FREE}),
         _B.RECEIVING: frozenset({_B.LIVE, _B.QUARANTINED, _B.FREE}),
-        _B.LIVE: frozenset({_B.FREE}),
+        _B.LIVE: frozenset({_B.CACHED, _B.FREE}),
+        _B.CACHED: frozenset({_B.LIVE, _B.FREE}),
         _B.QUARANTINED: frozenset({_B.FREE}),
     }
 )

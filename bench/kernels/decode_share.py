@@ -96,7 +96,6 @@ def triton_sampling(rows: int, vocab_size: int, device: torch.device) -> Call:
         top_p=full(0.9, torch.float64),
         min_p=full(0.0, torch.float32),
         seed=full(1, torch.int64),
-        choice_index=full(0, torch.int64),
         output_index=full(0, torch.int64),
     )
     logits = torch.randn(rows, vocab_size, device=device) * 3

@@ -21,8 +21,9 @@ from engine.capture import CudaCapturer
 from engine.graphs import DecodeGraphs
 from engine.kv_cache import KvCache
 from engine.runner import Runner
-from engine.step import SampleSpec, ScheduledSeq
+from engine.step import SampleSpec, ScheduledSeq, Step
 from kernels.dispatch import AUTO, select_kernels
+from kernels.operations import Kernels
 from models.loading import LoadedModel, load_model
 from tandem.types import BlockId, SamplingParams, TokenId
 
@@ -57,12 +58,13 @@ def measure_gaps(device: torch.device) -> list[LaunchGap]:
 
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         write_checkpoint(PEER_SHAPES[_MODEL], Path(folder))
-        model = load_model(Path(folder), "bfloat16", device, select_kernels(AUTO, device, torch.bfloat16))
+        kernels = select_kernels(AUTO, device, torch.bfloat16)
+        model = load_model(Path(folder), "bfloat16", device, kernels)
         num_blocks = _BATCH * (-(-(_CONTEXT + 1) // _BLOCK_SIZE))
         kv_cache = KvCache.create(model.kv_layout(_BLOCK_SIZE), num_blocks, device)
         kv_cache.tensor.normal_()
         try:
-            return _measure_all(model, kv_cache, device)
+            return _measure_all(model, kv_cache, kernels)
         finally:
             kv_cache.close()
 
@@ -80,16 +82,17 @@ def measure_gap(how: str, step: Call, steps: int = _STEPS) -> LaunchGap:
     return LaunchGap(how, wall_s / steps, busy_s / steps)
 
 
-def _measure_all(model: LoadedModel, kv_cache: KvCache, device: torch.device) -> list[LaunchGap]:
+def _measure_all(model: LoadedModel, kv_cache: KvCache, kernels: Kernels) -> list[LaunchGap]:
     seqs = _scheduled(model.config.vocab_size)
-    batch = build_batch(seqs, _BLOCK_SIZE, device)
+    step = Step(tuple(seqs))
+    batch = build_batch(seqs, _BLOCK_SIZE, model.device)
     graphs = DecodeGraphs(model.decoder, kv_cache.tensor, model.config.vocab_size, (_BATCH,), (_CONTEXT + _BLOCK_SIZE,))
-    graphs.capture(CudaCapturer(device))
-    runner = Runner(model.decoder, kv_cache, graphs)
+    graphs.capture(CudaCapturer(model.device))
+    runner = Runner(model.decoder, kv_cache, kernels, graphs)
     return [
         measure_gap("launched one by one", lambda: _forward(model, kv_cache, batch)),
         measure_gap("captured", lambda: graphs.run(batch)),
-        measure_gap("captured, whole engine step", lambda: runner.step(seqs)),
+        measure_gap("captured, whole engine step", lambda: runner.run(step)),
     ]
 
 
@@ -100,13 +103,13 @@ def _forward(model: LoadedModel, kv_cache: KvCache, batch: Batch) -> torch.Tenso
 def _scheduled(vocab_size: int) -> list[ScheduledSeq]:
     each = -(-(_CONTEXT + 1) // _BLOCK_SIZE)
     order = random.Random(0).sample(range(_BATCH * each), _BATCH * each)
-    sample = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), choice_index=0, output_index=0)
+    sample = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), output_index=0)
     return [
         ScheduledSeq(
             token_ids=(TokenId(seq % vocab_size),),
             context_len=_CONTEXT,
             block_table=tuple(BlockId(block) for block in order[seq * each : (seq + 1) * each]),
-            sample=sample,
+            samples=(sample,),
         )
         for seq in range(_BATCH)
     ]

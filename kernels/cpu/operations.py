@@ -143,9 +143,13 @@ class CpuOperations:
         return out
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
-        """See `Operations.copy_blocks`."""
-        check_block_pairs(pool, pairs)
-        pool[pairs[:, 1]] = pool[pairs[:, 0]]
+        """See `Operations.copy_blocks`. One copy of memory each, as fast as memory; torch's own indexing is slower."""
+        dims, ids = check_block_pairs(pool, pairs), pairs.tolist()
+        if not all(0 <= block < dims["N"] for pair in ids for block in pair):
+            raise InternalError(f"pairs: {ids} of a pool of {dims['N']}")
+        rows = pool.numpy()
+        for source, target in ids:
+            rows[target] = rows[source]
 
 
 class _RotateShape(ctypes.Structure):

@@ -43,6 +43,20 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
 
 
+def check_copy_blocks(operations, device: torch.device | str = "cpu") -> None:
+    """Runs `copy_blocks` at block sizes around those of the implementations' pieces; targets alone have changed."""
+    generator = torch.Generator().manual_seed(0)
+    for block_bytes in (8, 1000, 64 * 1024, 150_008):
+        pool = torch.randint(256, (11, block_bytes), dtype=torch.uint8, generator=generator)
+        expected = pool.clone()
+        expected[[7, 0, 3, 10]] = pool[[2, 8, 2, 9]]
+        copied = pool.to(device)
+        operations.copy_blocks(copied, torch.tensor([[2, 7], [8, 0], [2, 3], [9, 10]], device=device))
+        assert torch.equal(copied.cpu(), expected)
+        operations.copy_blocks(copied, torch.empty(0, 2, dtype=torch.int64, device=device))
+        assert torch.equal(copied.cpu(), expected)
+
+
 @dataclass
 class Rotation:
     """Arguments of `rotate_and_store` over a pool that is NaN wherever nothing is stored."""

@@ -156,3 +156,13 @@ def test_norm_weights_of_another_width_are_refused_by_name(ops):
     norm = oracle.QkNorm(torch.ones(8), torch.ones(9), EPS)
     with pytest.raises(InternalError, match="k_weight: D is 9, elsewhere 8"):
         ops.rotate_and_store(case.qkv, case.cos, case.sin, norm, case.kv_layer, case.slot_mapping)
+
+
+def test_blocks_are_copied_whole_and_others_stay(ops):
+    oracle.check_copy_blocks(ops)
+
+
+@pytest.mark.parametrize("pair", [(0, 4), (-1, 0)])
+def test_a_copy_beyond_the_pool_is_refused(ops, pair):
+    with pytest.raises(InternalError, match="of a pool of 4"):
+        ops.copy_blocks(torch.zeros(4, 8, dtype=torch.uint8), torch.tensor([pair]))

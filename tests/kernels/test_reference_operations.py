@@ -47,6 +47,10 @@ def test_rotation_turns_in_place_and_stores_by_slot(block_size, normed, dtype):
     oracle.Rotation.make(17, (4, 2), 20, block_size, dtype, normed=normed).check(OPS, TOLERANCES[dtype])
 
 
+def test_blocks_are_copied_whole_and_others_stay():
+    oracle.check_copy_blocks(OPS)
+
+
 def test_arguments_that_do_not_fit_are_refused_by_name():
     case = oracle.Rotation.make(3, (4, 2), 8, 4, torch.float32)
     with pytest.raises(InternalError, match="cos: D/2 is 3 for D 8"):

@@ -36,8 +36,8 @@ ROUNDING = 1e-6
 """How far a border between tokens may be off, as a share of a row's mass."""
 
 
-def spec(choice=0, output=0, **params):
-    return SampleSpec(SamplingParams(max_tokens=1, **params), choice, output)
+def spec(output=0, **params):
+    return SampleSpec(SamplingParams(max_tokens=1, **params), output)
 
 
 def draw_params(specs, device):
@@ -50,7 +50,6 @@ def draw_params(specs, device):
         top_p=column("top_p", torch.float64),
         min_p=column("min_p", torch.float32),
         seed=column("seed", torch.int64),
-        choice_index=torch.tensor([each.choice_index for each in specs], dtype=torch.int64, device=device),
         output_index=torch.tensor([each.output_index for each in specs], dtype=torch.int64, device=device),
     )
 
@@ -60,7 +59,7 @@ def tokens(logits, specs, device):
 
 
 def engine_tokens(logits, specs):
-    return [drawn.token_id for drawn in sample(logits, specs)]
+    return [drawn[0].token_id for drawn in sample(logits, specs)]
 
 
 def normal(rows, vocab_size, seed=0):
@@ -71,7 +70,7 @@ def specs_of_every_kind(count, temperatures=(0.3, 1.0, 2.0)):
     kinds = itertools.product(temperatures, (0, 1, 40, WIDE - 1, 2 * WIDE), (1.0, 0.9, 0.2, 0.0), (0.0, 0.05))
     chosen = random.Random(0).sample(list(kinds), count)
     return [
-        spec(i % 3, 7 + (i << 33), temperature=t, top_k=k, top_p=p, min_p=m, seed=(-1) ** i * (i << 55) + i)
+        spec(7 + (i << 33), temperature=t, top_k=k, top_p=p, min_p=m, seed=(-1) ** i * (i << 55) + i)
         for i, (t, k, p, m) in enumerate(chosen)
     ]
 
@@ -94,7 +93,7 @@ def weights_kept(scores, params, rounding):
 def may_be_drawn(token_id, logits, each):
     """Whether float64 draws this token, give or take `ROUNDING` at the borders."""
     scores = (logits.double() - logits.max()) / max(each.params.temperature, 1e-30)
-    uniform = uniforms([each.params.seed], [each.choice_index], [each.output_index])[0]
+    uniform = uniforms([each.params.seed], [each.output_index])[0]
     for rounding in (0, ROUNDING, -ROUNDING):
         weights = weights_kept(scores, each.params, rounding)
         reached = weights.cumsum(0) / weights.sum()
@@ -233,8 +232,8 @@ def test_the_engine_samples_the_same_through_the_kernels(device):
     specs += [spec(temperature=1.0, logit_bias={7: 30.0}), spec(temperature=1.0, logprobs=3, seed=3)]
     logits = normal(len(specs), 300, seed=7)
     got, want = sample(logits.to(device), specs, Draws(TritonSampler())), sample(logits, specs)
-    assert [drawn.token_id for drawn in got] == [drawn.token_id for drawn in want]
-    assert got[-1].logprobs.logprob == pytest.approx(want[-1].logprobs.logprob)
+    assert [drawn[0].token_id for drawn in got] == [drawn[0].token_id for drawn in want]
+    assert got[-1][0].logprobs.logprob == pytest.approx(want[-1][0].logprobs.logprob)
     greedy = [spec(temperature=0.0)] * len(specs)
     assert sample(logits.to(device), greedy, Draws(TritonSampler())) == sample(logits, greedy)
 
@@ -250,22 +249,20 @@ def test_the_engine_refuses_broken_rows_that_the_kernels_report(temperature, dev
 
 
 @triton.jit
-def _share_kernel(seed, choice_index, output_index, shares, total):
+def _share_kernel(seed, output_index, shares, total):
     row = tl.program_id(0)
-    share = uniform_share(
-        tl.zeros((), tl.int64) + total, tl.load(seed + row), tl.load(choice_index + row), tl.load(output_index + row)
-    )
+    share = uniform_share(tl.zeros((), tl.int64) + total, tl.load(seed + row), tl.load(output_index + row))
     tl.store(shares + row, share)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_uniform_numbers_are_the_engines_to_the_last_of_53_bits(device):
     seeds = [0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF]
-    choices, outputs = [0, 1, 2, 2**32 - 1, 5, 6], [0, 1, 2**32 - 1, 2**32, 2**40 + 3, 77]
-    rows = (torch.tensor(values, device=device) for values in (seeds, choices, outputs))
+    outputs = [0, 1, 2**32 - 1, 2**32, 2**40 + 3, 77]
+    rows = (torch.tensor(values, device=device) for values in (seeds, outputs))
     shares = torch.zeros(6, dtype=torch.int64, device=device)
     _share_kernel[(6,)](*rows, shares, 1 << 53)
-    assert shares.tolist() == [int(u * 2**53) for u in uniforms(seeds, choices, outputs)]
+    assert shares.tolist() == [int(u * 2**53) for u in uniforms(seeds, outputs)]
 
 
 def test_wrong_arguments_are_refused_by_name():

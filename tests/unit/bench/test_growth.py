@@ -28,8 +28,8 @@ RESULTS = {
 def test_any_step_can_be_timed(tmp_path):
     cpu = torch.device("cpu")
     folder = save_tiny_model(TINY_MODELS[0], tmp_path)
-    model = load_model(folder, "float32", cpu, select_kernels(AUTO, cpu, torch.float32))
-    timer = StepTimer(model, 16, 256)
+    kernels = select_kernels(AUTO, cpu, torch.float32)
+    timer = StepTimer(load_model(folder, "float32", cpu, kernels), 16, 256, kernels)
     for timing in (timer.decode(3, 40, 2), timer.prefill(2, 33, 31, 2)):
         assert 0 < timing.best_s <= timing.median_s
     timer.close()

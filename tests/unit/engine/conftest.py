@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from engine.kv_cache import KvCache
+from engine.sequence import Sequence
 from kernels.attention import AttentionMetadata
 from tandem.kv_layout import DType, KvLayout
-from tandem.types import RequestId, SamplingParams, SequenceSpec, TokenId
+from tandem.types import SamplingParams, TokenId
 
 VOCAB_SIZE = 97
 
@@ -60,13 +61,10 @@ def kv_cache() -> Iterator[KvCache]:
 
 
 @pytest.fixture
-def make_spec() -> Callable[..., SequenceSpec]:
-    def make(token_ids: tuple[int, ...] = (1, 2, 3), num_prompt_tokens: int | None = None, **sampling) -> SequenceSpec:
-        return SequenceSpec(
-            request_id=RequestId("request"),
-            token_ids=tuple(TokenId(token_id) for token_id in token_ids),
-            num_prompt_tokens=num_prompt_tokens or len(token_ids),
-            sampling=SamplingParams(**{"max_tokens": 16, "temperature": 0.0, **sampling}),
-        )
+def make_seq() -> Callable[..., Sequence]:
+    def make(token_ids: tuple[int, ...] = (1, 2, 3), output: tuple[int, ...] = (), index=0, **sampling) -> Sequence:
+        """`output` has been drawn elsewhere."""
+        params = SamplingParams(**{"max_tokens": 16, "temperature": 0.0, **sampling})
+        return Sequence(index, params, tuple(map(TokenId, token_ids)), map(TokenId, output))
 
     return make

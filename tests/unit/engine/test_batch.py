@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -14,17 +16,16 @@ from tandem.errors import InternalError
 from tandem.types import BlockId, SamplingParams, TokenId
 
 CPU = torch.device("cpu")
-SAMPLE = SampleSpec(SamplingParams(max_tokens=1), 0, 0)
+SAMPLE = SampleSpec(SamplingParams(max_tokens=1), 0)
 
 
-def scheduled(tokens, context_len, blocks, sample: SampleSpec | None = SAMPLE) -> ScheduledSeq:
-    return ScheduledSeq(
-        tuple(TokenId(t) for t in tokens), context_len, BlockTable([BlockId(b) for b in blocks]), sample
-    )
+def scheduled(tokens, context_len, blocks, samples: tuple[SampleSpec, ...] = (SAMPLE,), feed=None) -> ScheduledSeq:
+    table = BlockTable([BlockId(b) for b in blocks])
+    return ScheduledSeq(tuple(TokenId(t) for t in tokens), context_len, table, samples, feed)
 
 
 def test_a_chunk_and_a_decode_step_lie_end_to_end() -> None:
-    seqs = [scheduled([10, 11, 12], 3, [7, 5], sample=None), scheduled([20], 4, [2, 0])]
+    seqs = [scheduled([10, 11, 12], 3, [7, 5], samples=()), scheduled([20], 4, [2, 0])]
     batch = build_batch(seqs, 4, CPU)
     assert batch.token_ids.tolist() == [10, 11, 12, 20]
     assert batch.positions.tolist() == [3, 4, 5, 4]
@@ -35,6 +36,7 @@ def test_a_chunk_and_a_decode_step_lie_end_to_end() -> None:
     assert (batch.metadata.query_lens_host, batch.metadata.seq_lens_host) == ((3, 1), (6, 5))
     assert batch.sample_rows.tolist() == [3]
     assert batch.sample_specs == (SAMPLE,)
+    assert (batch.num_draws, batch.draw_rows, batch.feeds) == ((0, 1), None, None)
 
 
 def test_dtypes_are_those_of_the_attention_contract() -> None:
@@ -53,7 +55,7 @@ def test_blocks_beyond_this_step_are_left_out() -> None:
 
 
 def test_a_step_that_samples_nothing_has_no_rows() -> None:
-    batch = build_batch([scheduled([1, 2], 0, [3], sample=None)], 4, CPU)
+    batch = build_batch([scheduled([1, 2], 0, [3], samples=())], 4, CPU)
     assert batch.sample_rows.shape == (0,)
     assert batch.sample_rows.dtype == torch.int64
 
@@ -61,6 +63,43 @@ def test_a_step_that_samples_nothing_has_no_rows() -> None:
 def test_a_table_too_short_for_its_tokens_is_refused() -> None:
     with pytest.raises(InternalError, match="1 blocks for 8 token slots"):
         build_batch([scheduled([1, 2], 3, [3])], 4, CPU)
+
+
+def from_end(*counts: int) -> tuple[SampleSpec, ...]:
+    return tuple(replace(SAMPLE, from_end=count) for count in counts)
+
+
+def test_draws_that_share_a_row_of_logits_share_its_computation() -> None:
+    seqs = [
+        scheduled([1, 2, 3], 0, [3], from_end(2, 1, 0)),
+        scheduled([4], 4, [2, 0], ()),
+        scheduled([5, 6], 0, [1], from_end(0, 0, 1, 0)),
+    ]
+    batch = build_batch(seqs, 4, CPU)
+    assert batch.sample_rows.tolist() == [0, 1, 2, 4, 5]
+    assert batch.draw_rows is not None
+    assert batch.draw_rows.tolist() == [0, 1, 2, 4, 4, 3, 4]
+    assert batch.num_draws == (3, 0, 4)
+
+
+@pytest.mark.parametrize("count", [-1, 2])
+def test_a_draw_from_a_token_that_is_not_scheduled_is_refused(count: int) -> None:
+    with pytest.raises(InternalError, match="before the end"):
+        build_batch([scheduled([1, 2], 0, [3]), scheduled([1, 2], 0, [4], from_end(count))], 4, CPU)
+
+
+def test_what_the_step_before_drew_takes_its_place_and_a_broken_draw_is_any_token() -> None:
+    seqs = [
+        scheduled([0], 3, [3], feed=2),
+        scheduled([7, 8], 0, [4]),
+        scheduled([9, 0], 0, [5], from_end(1, 0, 0), feed=0),
+        scheduled([0], 1, [6], (), feed=1),
+    ]
+    batch = build_batch(seqs, 4, CPU)
+    assert batch.feeds is not None
+    assert batch.feeds.draw_by_sample == {0: 2, 3: 0, 4: 0}
+    batch.feed(torch.tensor([40, -1, 42]))
+    assert batch.token_ids.tolist() == [42, 7, 8, 9, 40, 0]
 
 
 @given(
@@ -75,7 +114,7 @@ def test_each_token_has_its_position_and_its_slot(shapes: list[tuple[int, int, b
         next_block += num_blocks
         positions = range(context_len, context_len + query_len)
         expected += [(p + 100, p, blocks[p // block_size] * block_size + p % block_size) for p in positions]
-        seqs.append(scheduled([p + 100 for p in positions], context_len, blocks, SAMPLE if sampled else None))
+        seqs.append(scheduled([p + 100 for p in positions], context_len, blocks, (SAMPLE,) if sampled else ()))
         rows += [len(expected) - 1] if sampled else []
     batch = build_batch(seqs, block_size, CPU)
     slots = batch.metadata.slot_mapping.tolist()

@@ -120,9 +120,45 @@ def test_each_allocation_is_a_new_generation() -> None:
     assert pool.generation(block) == 2
 
 
+def test_a_block_of_known_content_is_cached_without_a_holder_and_found_again_as_it_was() -> None:
+    pool = BlockPool(4, 16)
+    blocks = pool.allocate(2)
+    pool.set_filled(blocks, 20)
+    pool.keep(blocks)
+    pool.release(blocks)
+    counts = pool.counts()
+    assert (counts.cached, counts.free, counts.live, counts.unused_slots) == (2, 2, 0, 0)
+    pool.assert_idle()
+    with pytest.raises(PoolExhausted):
+        pool.allocate(3)
+    pool.retain(blocks)
+    assert (pool.counts().live, pool.counts().unused_slots, pool.ref_count(blocks[0])) == (2, 12, 1)
+    assert pool.generation(blocks[0]) == 1
+    pool.release(blocks)
+    pool.evict(blocks)
+    assert pool.allocate(2) == blocks
+    assert not pool.is_kept(blocks[0])
+
+
+def test_a_block_whose_content_was_forgotten_is_free_without_a_holder() -> None:
+    pool = BlockPool(4, 16)
+    blocks = pool.allocate(2)
+    pool.keep(blocks)
+    assert pool.is_shared(blocks[0])
+    pool.forget(blocks)
+    assert not pool.is_shared(blocks[0])
+    pool.release(blocks)
+    assert pool.num_free == 4
+
+
 @pytest.mark.parametrize(
     ("verb", "state"),
     [
+        ("keep", BlockState.FREE),
+        ("keep", BlockState.RESERVED),
+        ("forget", BlockState.RESERVED),
+        ("evict", BlockState.LIVE),
+        ("evict", BlockState.FREE),
         ("release", BlockState.FREE),
         ("retain", BlockState.RESERVED),
         ("seal", BlockState.RESERVED),

@@ -24,6 +24,7 @@ class Group:
     state: BlockState
     holders: int = 1
     writer_gone: bool = False
+    known: bool = False
     num_tokens: int = 0
     generations: dict[BlockId, int] = field(default_factory=dict)
 
@@ -59,9 +60,22 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def retain(self, data: st.DataObject) -> None:
-        if group := self._pick(data, BlockState.LIVE):
+        if group := self._pick(data, BlockState.LIVE, BlockState.CACHED):
             self.pool.retain(group.blocks)
             group.holders += 1
+            group.state = BlockState.LIVE
+
+    @rule(data=st.data(), known=st.booleans())
+    def keep_or_forget(self, data: st.DataObject, known: bool) -> None:
+        if group := self._pick(data, BlockState.LIVE):
+            (self.pool.keep if known else self.pool.forget)(group.blocks)
+            group.known = known
+
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        if group := self._pick(data, BlockState.CACHED):
+            self.pool.evict(group.blocks)
+            self.groups.remove(group)
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -74,6 +88,8 @@ class PoolMachine(RuleBasedStateMachine):
             return
         if group.state is BlockState.RECEIVING and not group.writer_gone:
             group.state = BlockState.QUARANTINED
+        elif group.known:
+            group.state = BlockState.CACHED
         else:
             self.groups.remove(group)
 
@@ -108,7 +124,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.set_filled(group.blocks, more, from_token=group.num_tokens)
             group.num_tokens = more
 
-    @precondition(lambda self: not self.groups)
+    @precondition(lambda self: all(group.state is BlockState.CACHED for group in self.groups))
     @rule()
     def idle(self) -> None:
         self.pool.assert_idle()
@@ -120,6 +136,7 @@ class PoolMachine(RuleBasedStateMachine):
         sizes = {state: sum(len(g.blocks) for g in self._groups(state)) for state in BlockState}
         assert (counts.reserved, counts.receiving) == (sizes[BlockState.RESERVED], sizes[BlockState.RECEIVING])
         assert (counts.live, counts.quarantined) == (sizes[BlockState.LIVE], sizes[BlockState.QUARANTINED])
+        assert counts.cached == self.pool.num_cached == sizes[BlockState.CACHED]
         assert counts.free == self.pool.num_free == NUM_BLOCKS - sum(sizes.values())
         live = self._groups(BlockState.LIVE)
         assert counts.unused_slots == sum(len(g.blocks) * BLOCK_SIZE - g.num_tokens for g in live)
@@ -129,11 +146,12 @@ class PoolMachine(RuleBasedStateMachine):
         held = [block for group in self.groups for block in group.blocks]
         assert len(set(held)) == len(held)
         for group in self.groups:
-            holders = 0 if group.state is BlockState.QUARANTINED else group.holders
+            holders = 0 if group.state in (BlockState.QUARANTINED, BlockState.CACHED) else group.holders
             for block in group.blocks:
                 assert self.pool.state(block) is group.state
                 assert self.pool.ref_count(block) == holders
-                assert self.pool.is_shared(block) == (holders > 1)
+                assert self.pool.is_kept(block) == group.known
+                assert self.pool.is_shared(block) == (holders > 1 or group.known)
                 assert self.pool.generation(block) == group.generations[block]
 
 

@@ -7,131 +7,249 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable
 
 import pytest
 import torch
 
-from engine.engine_thread import MAX_FAILURES, EngineBroken, EngineThread
+from engine.engine_thread import MAX_FAILURES, EngineBroken, EngineThread, FeederFailed
 from engine.placement import ThreadPlacement, open_engine_executor
-from engine.step import SampledToken, ScheduledSeq
+from engine.step import ScheduledSeq, Step, StepResult
 from tandem.errors import InternalError
+from tandem.types import TokenId
 
 DEADLINE_S = 10.0
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="threads have their own settings on Linux")
 
 
-class GatedStepper:
-    """Each step says that it has begun, and ends when it is let."""
+class GatedRunner:
+    """Each step says that it has begun, and ends when it is let; seqs' context lengths say what it does."""
+
+    is_asynchronous = False
 
     def __init__(self) -> None:
         self.begun = threading.Event()
         self.may_end = threading.Event()
-        self.ended = 0
+        self.events: list[str] = []
         self.thread_names: set[str] = set()
 
-    def step(self, seqs: Sequence[ScheduledSeq]) -> list[SampledToken | None]:
+    def prepare(self, step):
+        if step is UNPREPARABLE:
+            raise InternalError("cannot be laid out")
+        return step
+
+    def launch(self, prepared, previous):
         self.thread_names.add(threading.current_thread().name)
+        self.events.append(f"launch {number(prepared)}")
         self.begun.set()
         assert self.may_end.wait(DEADLINE_S)
-        self.ended += 1
-        if not seqs:
+        if prepared is BAD:
             raise InternalError("nothing to step")
-        return [None] * len(seqs)
+        return prepared
+
+    def collect(self, launched):
+        self.events.append(f"collect {number(launched)}")
+        return StepResult(((),), 0.25)
 
 
-SEQS = (ScheduledSeq((), 0, (), None),)
+def step_of(context_len: int = 0, feed: int | None = None) -> Step:
+    return Step((ScheduledSeq((TokenId(1),), context_len, (), (), feed),))
+
+
+def number(step: Step) -> int:
+    return step.seqs[0].context_len
+
+
+GOOD, BAD, UNPREPARABLE, FED = step_of(1), step_of(2), step_of(3), step_of(4, feed=0)
 
 
 @pytest.fixture
-def stepper() -> GatedStepper:
-    return GatedStepper()
+def runner() -> GatedRunner:
+    return GatedRunner()
 
 
 @pytest.fixture
-async def engine(stepper: GatedStepper) -> AsyncIterator[EngineThread]:
-    thread = EngineThread(stepper)
+async def engine(runner: GatedRunner) -> AsyncIterator[EngineThread]:
+    thread = EngineThread(runner)
     yield thread
-    stepper.may_end.set()
+    runner.may_end.set()
     thread.close()
 
 
-async def begun(stepper: GatedStepper) -> None:
-    assert await asyncio.to_thread(stepper.begun.wait, DEADLINE_S)
+async def begun(runner: GatedRunner) -> None:
+    assert await asyncio.to_thread(runner.begun.wait, DEADLINE_S)
 
 
-async def test_the_loop_stays_free_while_a_step_runs(stepper: GatedStepper, engine: EngineThread) -> None:
-    step = asyncio.create_task(engine.step(SEQS))
-    await begun(stepper)
+async def outcome(launched: Awaitable[StepResult]) -> StepResult | Exception:
+    try:
+        return await launched
+    except InternalError as error:
+        return error
+
+
+async def test_the_loop_stays_free_while_a_step_runs(runner: GatedRunner, engine: EngineThread) -> None:
+    launched = engine.launch(GOOD)
+    await begun(runner)
     assert engine.num_steps == 0
-    stepper.may_end.set()
-    assert await step == [None]
+    runner.may_end.set()
+    assert (await launched).seconds == 0.25
     assert engine.num_steps == 1
 
 
-async def test_every_step_runs_on_the_same_thread(stepper: GatedStepper, engine: EngineThread) -> None:
-    stepper.may_end.set()
+async def test_every_step_runs_on_the_same_thread(runner: GatedRunner, engine: EngineThread) -> None:
+    runner.may_end.set()
     for _ in range(5):
-        await engine.step(SEQS)
-    assert len(stepper.thread_names) == 1
-    assert threading.current_thread().name not in stepper.thread_names
+        await engine.launch(GOOD)
+    assert len(runner.thread_names) == 1
+    assert threading.current_thread().name not in runner.thread_names
 
 
-async def test_an_error_in_a_step_reaches_the_caller_and_the_next_step_runs(stepper, engine) -> None:
-    stepper.may_end.set()
-    with pytest.raises(InternalError, match="nothing to step"):
-        await engine.step(())
-    assert await engine.step(SEQS) == [None]
+@pytest.mark.parametrize(("bad", "why"), [(BAD, "nothing to step"), (UNPREPARABLE, "cannot be laid out")])
+async def test_an_error_in_a_step_reaches_the_caller_and_the_next_step_runs(runner, engine, bad, why) -> None:
+    runner.may_end.set()
+    with pytest.raises(InternalError, match=why):
+        await engine.launch(bad)
+    assert isinstance(await engine.launch(GOOD), StepResult)
     assert engine.num_steps == 2
 
 
-async def test_two_steps_at_a_time_are_refused(stepper: GatedStepper, engine: EngineThread) -> None:
-    step = asyncio.create_task(engine.step(SEQS))
-    await begun(stepper)
-    with pytest.raises(InternalError, match="two steps"):
-        await engine.step(SEQS)
-    stepper.may_end.set()
-    await step
+async def test_two_steps_may_be_in_flight_and_end_in_their_order(runner: GatedRunner, engine: EngineThread) -> None:
+    first, second = engine.launch(GOOD), engine.launch(FED)
+    with pytest.raises(InternalError, match="more than 2 steps"):
+        engine.launch(GOOD)
+    runner.may_end.set()
+    await second
+    assert engine.num_steps == 2
+    await first
+    await engine.launch(GOOD)
+    assert [event for event in runner.events if "launch" in event] == ["launch 1", "launch 4", "launch 1"]
+    assert [event for event in runner.events if "collect" in event] == ["collect 1", "collect 4", "collect 1"]
 
 
-async def test_a_cancelled_step_returns_only_once_the_thread_has_let_go(stepper, engine) -> None:
-    step = asyncio.create_task(engine.step(SEQS))
-    await begun(stepper)
+@pytest.mark.parametrize("bad", [BAD, UNPREPARABLE])
+async def test_a_step_fed_by_one_that_failed_fails_unrun_and_one_that_is_not_runs(runner, engine, bad) -> None:
+    runner.may_end.set()
+    first, second = engine.launch(bad), engine.launch(FED)
+    assert type(await outcome(first)) is InternalError
+    assert type(await outcome(second)) is FeederFailed
+    assert "launch 4" not in runner.events
+    first, second = engine.launch(bad), engine.launch(GOOD)
+    assert type(await outcome(first)) is InternalError
+    assert isinstance(await second, StepResult)
+    assert isinstance(await engine.launch(FED), StepResult)
+
+
+async def test_a_cancelled_wait_ends_only_once_the_step_has(runner, engine) -> None:
+    waiting = asyncio.ensure_future(engine.launch(GOOD))
+    await begun(runner)
     for _ in range(3):
-        step.cancel()
-        done, _ = await asyncio.wait({step}, timeout=0.01)
+        waiting.cancel()
+        done, _ = await asyncio.wait({waiting}, timeout=0.01)
         assert not done
-    stepper.may_end.set()
+    runner.may_end.set()
     with pytest.raises(asyncio.CancelledError):
-        await step
-    assert stepper.ended == 1
-    assert await engine.step(SEQS) == [None]
+        await waiting
+    assert runner.events == ["launch 1", "collect 1"]
+    assert isinstance(await engine.launch(GOOD), StepResult)
 
 
-async def test_a_cancelled_step_that_fails_is_a_cancelled_step_and_no_lost_error(stepper, engine) -> None:
+async def test_a_cancelled_step_that_fails_is_a_cancelled_step_and_no_lost_error(runner, engine) -> None:
     lost: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
-    step = asyncio.create_task(engine.step(()))
-    await begun(stepper)
-    step.cancel()
-    stepper.may_end.set()
+    waiting = asyncio.ensure_future(engine.launch(BAD))
+    await begun(runner)
+    waiting.cancel()
+    runner.may_end.set()
     with pytest.raises(asyncio.CancelledError):
-        await step
-    del step
-    await engine.step(SEQS)  # a turn of loop and thread, which lets go of the failed step
+        await waiting
+    del waiting
+    await engine.launch(GOOD)  # a turn of loop and thread, which lets go of the failed step
     gc.collect()
     assert lost == []
 
 
 async def test_closing_joins_the_thread() -> None:
-    stepper = GatedStepper()
-    stepper.may_end.set()
-    thread = EngineThread(stepper)
-    await thread.step(SEQS)
-    (name,) = stepper.thread_names
+    runner = GatedRunner()
+    runner.may_end.set()
+    thread = EngineThread(runner)
+    await thread.launch(GOOD)
+    (name,) = runner.thread_names
     thread.close()
     thread.close()
     assert name not in {alive.name for alive in threading.enumerate()}
+
+
+class DeviceRunner(GatedRunner):
+    """A step goes on after its launch, until it is let end; `broken` ones fail then."""
+
+    is_asynchronous = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end.set()
+        self.ends = {number: threading.Event() for number in range(5)}
+        self.launched = {number: threading.Event() for number in range(5)}
+        self.broken: set[int] = set()
+
+    def launch(self, prepared, previous):
+        launched = super().launch(prepared, previous)
+        self.launched[number(prepared)].set()
+        return launched
+
+    def collect(self, launched):
+        assert self.ends[number(launched)].wait(DEADLINE_S)
+        if number(launched) in self.broken:
+            self.events.append(f"failed {number(launched)}")
+            raise RuntimeError("the device broke")
+        return super().collect(launched)
+
+
+@pytest.fixture
+async def device() -> AsyncIterator[tuple[DeviceRunner, EngineThread]]:
+    runner = DeviceRunner()
+    engine = EngineThread(runner)
+    yield runner, engine
+    for end in runner.ends.values():
+        end.set()
+    engine.close()
+
+
+async def test_a_device_gets_the_next_step_while_it_computes_the_one_before(device) -> None:
+    runner, engine = device
+    first, second = engine.launch(GOOD), engine.launch(FED)
+    assert await asyncio.to_thread(runner.launched[4].wait, DEADLINE_S)
+    assert runner.events == ["launch 1", "launch 4"]
+    runner.ends[4].set()  # not before the first: a device works in order, and so do we
+    runner.ends[1].set()
+    await first
+    await second
+    assert runner.events == ["launch 1", "launch 4", "collect 1", "collect 4"]
+
+
+async def test_what_a_step_that_breaks_on_the_device_fed_is_of_no_use(device) -> None:
+    runner, engine = device
+    runner.broken.add(1)
+    first, second = engine.launch(GOOD), engine.launch(FED)
+    assert await asyncio.to_thread(runner.launched[4].wait, DEADLINE_S)
+    for end in runner.ends.values():
+        end.set()
+    with pytest.raises(RuntimeError, match="broke"):
+        await first
+    assert type(await outcome(second)) is FeederFailed
+    assert runner.events[-2:] == ["failed 1", "collect 4"]  # the second was waited for before its blocks may go
+    runner.broken.clear()
+    assert isinstance(await engine.launch(GOOD), StepResult)
+
+
+async def test_a_launch_that_fails_is_told_after_the_steps_before_it(device) -> None:
+    runner, engine = device
+    first, second = engine.launch(GOOD), asyncio.ensure_future(engine.launch(BAD))
+    done, _ = await asyncio.wait({second}, timeout=0.01)
+    assert not done
+    runner.ends[1].set()
+    await first
+    with pytest.raises(InternalError, match="nothing to step"):
+        await second
 
 
 @linux_only
@@ -154,24 +272,23 @@ def test_a_placement_that_the_system_refuses_is_an_error() -> None:
         open_engine_executor(ThreadPlacement(cpus=frozenset({4000})))
 
 
-async def fail_once(engine: EngineThread) -> InternalError:
-    with pytest.raises(InternalError) as caught:
-        await engine.step(())
-    return caught.value
+async def failures(engine: EngineThread, count: int, *steps: Step) -> list[type]:
+    return [type(await outcome(each)) for _ in range(count) for each in [engine.launch(step) for step in steps]]
 
 
-async def test_as_many_failures_in_a_row_as_no_request_can_cause_say_that_the_engine_is_broken(stepper, engine) -> None:
-    stepper.may_end.set()
-
-    errors = [await fail_once(engine) for _ in range(MAX_FAILURES)]
-
-    assert [type(error) for error in errors] == [InternalError] * (MAX_FAILURES - 1) + [EngineBroken]
+async def test_as_many_failures_in_a_row_as_no_request_can_cause_say_that_the_engine_is_broken(runner, engine) -> None:
+    runner.may_end.set()
+    assert await failures(engine, MAX_FAILURES, BAD) == [InternalError] * (MAX_FAILURES - 1) + [EngineBroken]
 
 
-async def test_one_good_step_among_failures_shows_that_the_engine_works(stepper, engine) -> None:
-    stepper.may_end.set()
+async def test_a_step_that_fails_for_want_of_its_feed_is_no_failure_of_its_own(runner, engine) -> None:
+    runner.may_end.set()
+    assert await failures(engine, MAX_FAILURES - 1, BAD, FED) == [InternalError, FeederFailed] * (MAX_FAILURES - 1)
+    assert await failures(engine, 1, BAD) == [EngineBroken]
+
+
+async def test_one_good_step_among_failures_shows_that_the_engine_works(runner, engine) -> None:
+    runner.may_end.set()
     for _ in range(3):
-        errors = [await fail_once(engine) for _ in range(MAX_FAILURES - 1)]
-        await engine.step(SEQS)
-
-        assert EngineBroken not in map(type, errors)
+        assert EngineBroken not in await failures(engine, MAX_FAILURES - 1, BAD)
+        await engine.launch(GOOD)

@@ -20,7 +20,7 @@ from engine.forward import Forward
 from engine.graphs import DecodeGraphs, batch_sizes, context_bounds
 from engine.kv_cache import KvCache
 from engine.runner import Runner
-from engine.step import SampleSpec, ScheduledSeq
+from engine.step import SampleSpec, ScheduledSeq, Step
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.dispatch import select_kernels
 from kernels.operations import Kernels
@@ -31,7 +31,7 @@ from tandem.types import BlockId, SamplingParams, TokenId
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
 SIZES, BOUNDS = (1, 2, 4, 6), (16, 40)
-GREEDY = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), 0, 0)
+GREEDY = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), 0)
 
 
 class DeviceLengths:
@@ -130,7 +130,7 @@ def seqs_of(*seq_lens: int, query_len: int = 1, seed: int = 0) -> list[Scheduled
             token_ids=tuple(TokenId(rng.randrange(VOCAB_SIZE)) for _ in range(query_len)),
             context_len=seq_len - query_len,
             block_table=[BlockId(ids.pop()) for _ in range(-(-seq_len // BLOCK_SIZE))],
-            sample=GREEDY,
+            samples=(GREEDY,),
         )
         for seq_len in seq_lens
     ]
@@ -225,7 +225,7 @@ def test_what_no_graph_serves_is_left_alone(
 ) -> None:
     graphs = captured(model, caches[0], CallAgain())
     assert graphs.run(batch_of(seqs)) is None
-    assert graphs.run(batch_of([replace(seq, sample=None) for seq in seqs_of(8)])) is None
+    assert graphs.run(batch_of([replace(seq, samples=()) for seq in seqs_of(8)])) is None
     assert torch.equal(caches[0].tensor, caches[1].tensor)
 
 
@@ -249,9 +249,10 @@ def test_kernels_that_cannot_be_captured_are_no_reason_to_stop(
 def test_the_runner_takes_the_same_tokens_from_either(model: LoadedModel, caches: tuple[KvCache, KvCache]) -> None:
     plain, padded = caches
     capturer = CallAgain()
-    graphed = Runner(model.decoder, padded, captured(model, padded, capturer))
+    graphed = Runner(model.decoder, padded, graphs=captured(model, padded, capturer))
     for seqs in (seqs_of(6, 6, query_len=6), seqs_of(7, 7, 12), seqs_of(20)):
-        assert graphed.step(seqs) == Runner(model.decoder, plain).step(seqs)
+        step = Step(tuple(seqs))
+        assert graphed.run(step).outputs == Runner(model.decoder, plain).run(step).outputs
     assert capturer.num_replayed == 2
 
 
@@ -273,7 +274,7 @@ def test_a_gpu_replays_the_logits_of_a_plain_step(tmp_path: Path) -> None:
             ids = rng.sample(range(512), 512)
             seqs = [
                 ScheduledSeq(
-                    (TokenId(7 + i),), length - 1, [BlockId(ids.pop()) for _ in range(length // 16 + 1)], GREEDY
+                    (TokenId(7 + i),), length - 1, [BlockId(ids.pop()) for _ in range(length // 16 + 1)], (GREEDY,)
                 )
                 for i, length in enumerate(rng.choices(range(1, 900), k=num_seqs))
             ]

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.loading import Engine, EngineOptions, load_engine, resolve_device
 from engine.placement import ThreadPlacement
 from engine.sequence import Sequence
+from engine.step import Step
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kv_layout import DType
-from tandem.types import SequenceSpec
 
 NUM_NEW_TOKENS = 12
 
@@ -44,23 +44,21 @@ def options(checkpoint: Path) -> EngineOptions:
     )
 
 
-async def complete(engine: Engine, spec: SequenceSpec, chunk_tokens: int) -> list[int]:
-    seq = Sequence(spec)
+async def complete(engine: Engine, seq: Sequence, chunk_tokens: int) -> list[int]:
     while not seq.is_finished:
         num_tokens = min(seq.num_remaining_tokens, chunk_tokens)
         seq.add_blocks(engine.pool.allocate(seq.blocks_wanted(num_tokens, engine.layout.block_size)))
-        (token,) = await engine.thread.step([seq.scheduled(num_tokens)])
-        seq.advance(num_tokens)
-        if token is not None:
+        result = await engine.thread.launch(Step((seq.schedule(num_tokens),)))
+        for ((token,),) in filter(None, result.outputs):
             seq.append_token(token.token_id)
     engine.pool.release(seq.take_blocks())
-    return list(seq.token_ids)[spec.num_prompt_tokens :]
+    return list(seq.output_token_ids)
 
 
 @pytest.mark.parametrize(("block_size", "chunk_tokens", "shared"), [(1, 64, False), (4, 3, True), (16, 7, False)])
 async def test_the_engine_gives_the_tokens_of_transformers(
     options: EngineOptions,
-    make_spec: Callable[..., SequenceSpec],
+    make_seq: Callable[..., Sequence],
     block_size: int,
     chunk_tokens: int,
     shared: bool,
@@ -73,14 +71,13 @@ async def test_the_engine_gives_the_tokens_of_transformers(
     engine = load_engine(replace(options, block_size=block_size, shared_kv=shared))
     try:
         engine.kv_cache.fill_poison()
-        spec = make_spec(prompt, max_tokens=NUM_NEW_TOKENS)
-        assert await complete(engine, spec, chunk_tokens) == expected
+        assert await complete(engine, make_seq(prompt, max_tokens=NUM_NEW_TOKENS), chunk_tokens) == expected
         engine.pool.assert_idle()
     finally:
         engine.close()
 
 
-async def test_an_engine_says_what_it_is_and_steps_on_its_thread(options, make_spec) -> None:
+async def test_an_engine_says_what_it_is_and_steps_on_its_thread(options, make_seq) -> None:
     engine = load_engine(options)
     try:
         assert engine.layout.dtype is DType.FLOAT32
@@ -88,10 +85,10 @@ async def test_an_engine_says_what_it_is_and_steps_on_its_thread(options, make_s
         assert engine.max_sequence_tokens == 128
         assert len(engine.fingerprint) >= 32
         assert engine.load_s > 0
-        seq = Sequence(make_spec((1, 2, 3)))
+        seq = make_seq((1, 2, 3))
         seq.add_blocks(engine.pool.allocate(1))
-        (token,) = await engine.thread.step([seq.scheduled(3)])
-        assert token is not None
+        result = await engine.thread.launch(Step((seq.schedule(3),)))
+        assert len(result.outputs[0]) == 1
         assert engine.thread.num_steps == 1
     finally:
         engine.close()

@@ -13,17 +13,15 @@ from transformers import (
 )
 
 from engine.sampler import Draws, sample
-from engine.step import BrokenLogits, SampledToken, SampleSpec
+from engine.step import BrokenLogits, SampleSpec
 from tandem.types import SamplingParams, TokenId
 
 CHI_SQUARE_P = 1e-6
 """The seeds are fixed: a test that passes once passes for ever."""
 
 
-def spec(output_index: int = 0, choice_index: int = 0, prompt=(), output=(), **params) -> SampleSpec:
-    return SampleSpec(
-        SamplingParams(**{"max_tokens": 99, **params}), choice_index, output_index, tuple(prompt), tuple(output)
-    )
+def spec(output_index: int = 0, prompt=(), output=(), **params) -> SampleSpec:
+    return SampleSpec(SamplingParams(**{"max_tokens": 99, **params}), output_index, tuple(prompt), tuple(output))
 
 
 def random_logits(rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
@@ -31,7 +29,7 @@ def random_logits(rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
 
 
 def draw(logits: torch.Tensor, specs: list[SampleSpec]) -> list[int]:
-    return [token.token_id for token in sample(logits, specs)]
+    return [token.token_id for (token,) in sample(logits, specs)]
 
 
 def draw_many(row: torch.Tensor, count: int, **params) -> torch.Tensor:
@@ -76,14 +74,14 @@ def test_best_tokens_come_from_the_kernels_maximum_if_no_row_wants_more() -> Non
     assert sample(logits, [greedy] * 3, Draws(row_max=row_max)) == sample(logits.float(), [greedy] * 3)
     assert row_max.num_calls == 1
     assert sample(logits, [greedy, *more], Draws(row_max=row_max)) == sample(logits.float(), [greedy, *more])
-    assert sample(logits[:1], [spec(temperature=0.0, logit_bias={7: 30.0})], Draws(row_max=row_max))[0].token_id == 7
+    assert sample(logits[:1], [spec(temperature=0.0, logit_bias={7: 30.0})], Draws(row_max=row_max))[0][0].token_id == 7
     assert row_max.num_calls == 1
 
 
 def test_the_kernels_maximum_does_not_hide_broken_rows() -> None:
     logits = torch.zeros(3, 50)
     logits[1] = -torch.inf
-    first, broken, last = sample(logits, [spec(temperature=0.0)] * 3, Draws(row_max=CountingRowMax()))
+    (first,), broken, (last,) = sample(logits, [spec(temperature=0.0)] * 3, Draws(row_max=CountingRowMax()))
     assert (first.token_id, broken, last.token_id) == (0, BrokenLogits(), 0)
 
 
@@ -209,11 +207,11 @@ def test_a_token_without_weight_is_never_drawn() -> None:
     assert set(draw_many(row, 500).tolist()) == {0, 127, 299}
 
 
-def test_seed_choice_and_position_decide_the_draw_and_nothing_else() -> None:
+def test_seed_and_position_decide_the_draw_and_nothing_else() -> None:
     row = random_logits(1, 5000) * 0.1
     base = draw(row, [spec(seed=1, output_index=3)])
     assert draw(row, [spec(seed=1, output_index=3)]) == base
-    others = [spec(seed=2, output_index=3), spec(seed=1, output_index=4), spec(seed=1, output_index=3, choice_index=1)]
+    others = [spec(seed=2, output_index=3), spec(seed=1, output_index=4)]
     assert all(draw(row, [other]) != base for other in others)
 
 
@@ -258,7 +256,7 @@ def test_logprobs_are_those_of_the_raw_logits_best_first() -> None:
     logits = random_logits(3, 300)
     raw = logits.double().log_softmax(-1)
     params = {"temperature": 0.7, "top_k": 2, "logit_bias": {TokenId(4): 5.0}, "logprobs": 5}
-    for row, token in enumerate(sample(logits, [spec(seed=n, **params) for n in range(3)])):
+    for row, (token,) in enumerate(sample(logits, [spec(seed=n, **params) for n in range(3)])):
         assert token.logprobs is not None
         assert token.logprobs.token_id == token.token_id
         assert token.logprobs.logprob == pytest.approx(float(raw[row, token.token_id]), abs=1e-5)
@@ -268,13 +266,13 @@ def test_logprobs_are_those_of_the_raw_logits_best_first() -> None:
 
 
 def test_each_row_gets_the_logprobs_that_it_asked_for() -> None:
-    tokens = sample(random_logits(4, 300), [spec(logprobs=count) for count in (None, 0, 3, 1)])
+    tokens = [token for (token,) in sample(random_logits(4, 300), [spec(logprobs=n) for n in (None, 0, 3, 1)])]
     assert tokens[0].logprobs is None
     assert [len(token.logprobs.top) for token in tokens[1:] if token.logprobs] == [0, 3, 1]
 
 
 def test_more_logprobs_than_the_vocabulary_has_are_all_of_it() -> None:
-    (token,) = sample(random_logits(1, 10), [spec(logprobs=20)])
+    ((token,),) = sample(random_logits(1, 10), [spec(logprobs=20)])
     assert token.logprobs is not None
     assert len(token.logprobs.top) == 10
 
@@ -309,7 +307,7 @@ def test_a_row_whose_logits_are_not_finite_is_broken_and_the_others_draw_as_ever
 
 def test_a_row_that_may_draw_nothing_is_broken_alone() -> None:
     forbidden = spec(min_tokens=1, end_token_ids=frozenset(map(TokenId, range(300))))
-    assert [type(drawn) for drawn in sample(random_logits(2, 300), [forbidden, spec()])] == [BrokenLogits, SampledToken]
+    assert [type(drawn) for drawn in sample(random_logits(2, 300), [forbidden, spec()])] == [BrokenLogits, tuple]
 
 
 @pytest.mark.parametrize("vocab_size", [333, 1024, 5003])

@@ -6,41 +6,75 @@ import numpy as np
 import pytest
 
 from engine.block_table import BlockTable
-from engine.sequence import Sequence, finish_reason_after
+from engine.sequence import finish_reason_after
 from tandem.errors import InternalError
 from tandem.types import BlockId, FinishReason, SamplingParams, TokenId
 
 
-def test_a_prompt_is_computed_in_chunks_and_only_its_last_chunk_samples(make_spec) -> None:
-    seq = Sequence(make_spec((5, 6, 7, 8, 9)))
+def test_a_prompt_is_computed_in_chunks_and_only_its_last_chunk_draws(make_seq) -> None:
+    seq = make_seq((5, 6, 7, 8, 9))
     seq.add_blocks((BlockId(3), BlockId(1)))
-    first = seq.scheduled(3)
-    assert (first.token_ids, first.context_len, first.sample) == ((5, 6, 7), 0, None)
-    seq.advance(3)
-    last = seq.scheduled(2)
+    first = seq.schedule(3)
+    assert (first.token_ids, first.context_len, first.samples) == ((5, 6, 7), 0, ())
+    last = seq.schedule(2)
     assert (last.token_ids, last.context_len) == ((8, 9), 3)
     assert list(last.block_table) == [3, 1]
-    assert last.sample is not None
-    assert last.sample.output_index == 0
+    assert [(sample.output_index, sample.from_end) for sample in last.samples] == [(0, 0)]
+    assert (seq.num_computed_tokens, seq.num_pending_tokens, seq.num_tokens) == (5, 1, 6)
 
 
-def test_after_a_token_one_token_remains_and_the_counter_has_moved(make_spec) -> None:
-    seq = Sequence(make_spec((5, 6)))
-    seq.advance(2)
+def test_after_a_token_one_token_remains_and_the_counter_has_moved(make_seq) -> None:
+    seq = make_seq((5, 6))
+    seq.schedule(2)
     assert seq.append_token(TokenId(44)) is None
-    assert (seq.num_remaining_tokens, seq.num_output_tokens, seq.num_tokens) == (1, 1, 3)
-    step = seq.scheduled(1)
+    assert (seq.num_remaining_tokens, seq.num_output_tokens, seq.num_pending_tokens, seq.num_tokens) == (1, 1, 0, 3)
+    step = seq.schedule(1)
     assert (step.token_ids, step.context_len) == ((44,), 2)
-    assert step.sample is not None
-    assert step.sample.output_index == 1
+    assert [sample.output_index for sample in step.samples] == [1]
 
 
-def test_a_resumed_seq_continues_the_count_of_its_completion(make_spec) -> None:
-    seq = Sequence(make_spec((1, 2, 3, 50, 51), num_prompt_tokens=3, max_tokens=3))
-    step = seq.scheduled(5)
-    assert step.sample is not None
-    assert step.sample.output_index == 2
-    seq.advance(5)
+def test_a_pending_token_is_scheduled_as_a_feed_and_counts_in_the_next_draw(make_seq) -> None:
+    seq = make_seq((5, 6), presence_penalty=1.0)
+    seq.schedule(2)
+    with pytest.raises(InternalError):
+        seq.schedule(1)  # not known, and not said to be fed
+    step = seq.schedule(1, feed=7)
+    assert (step.token_ids, step.context_len, step.feed) == ((0,), 2, 7)
+    (sample,) = step.samples
+    assert (sample.output_index, sample.output_token_ids) == (1, ())  # the runner adds the fed one
+    assert (seq.num_computed_tokens, seq.num_pending_tokens) == (3, 2)
+    seq.append_token(TokenId(44))
+    seq.append_token(TokenId(45))
+    assert (seq.output_token_ids, seq.num_pending_tokens, seq.num_remaining_tokens) == ((44, 45), 0, 1)
+
+
+def test_what_was_computed_for_nothing_is_rolled_back(make_seq) -> None:
+    seq = make_seq((5, 6), max_tokens=2)
+    seq.schedule(2)
+    assert not seq.is_exhausted
+    seq.schedule(1, feed=0)
+    assert seq.is_exhausted
+    seq.append_token(TokenId(44))
+    seq.roll_back(1, 1)
+    assert (seq.num_computed_tokens, seq.num_pending_tokens, seq.num_remaining_tokens) == (2, 0, 1)
+    assert seq.schedule(1).token_ids == (44,)
+    for wrong in ((4, 0), (0, 2)):
+        with pytest.raises(InternalError):
+            seq.roll_back(*wrong)
+
+
+def test_choices_draw_from_the_last_token_of_their_prefix(make_seq) -> None:
+    prefix, choices = make_seq((5, 6)), [make_seq((5, 6), index=n, seed=n) for n in range(3)]
+    prefix.drawers = tuple(choices)
+    assert [sample.params.seed for sample in prefix.schedule(2).samples] == [0, 1, 2]
+    assert [each.num_pending_tokens for each in (prefix, *choices)] == [0, 1, 1, 1]
+
+
+def test_a_resumed_seq_continues_the_count_of_its_completion(make_seq) -> None:
+    seq = make_seq((1, 2, 3), (50, 51), max_tokens=3)
+    step = seq.schedule(5)
+    assert step.token_ids == (1, 2, 3, 50, 51)
+    assert [sample.output_index for sample in step.samples] == [2]
     assert seq.append_token(TokenId(9)) is FinishReason.LENGTH
 
 
@@ -52,69 +86,76 @@ def test_it_ends_with_an_end_token_or_at_its_length() -> None:
     assert finish_reason_after(sampling, TokenId(7), 3) is FinishReason.STOP
 
 
-def test_nothing_follows_the_end(make_spec) -> None:
-    seq = Sequence(make_spec((1,), max_tokens=1))
-    seq.advance(1)
+def test_nothing_follows_the_end(make_seq) -> None:
+    seq = make_seq((1,), max_tokens=1)
+    seq.schedule(1)
     seq.append_token(TokenId(3))
     assert seq.is_finished
     with pytest.raises(InternalError):
         seq.append_token(TokenId(3))
     with pytest.raises(InternalError):
-        seq.scheduled(1)
+        seq.schedule(1)
 
 
 @pytest.mark.parametrize(
     ("computed", "held", "wanted", "blocks"), [(0, 0, 5, 2), (4, 1, 1, 1), (5, 2, 3, 0), (5, 2, 4, 1)]
 )
-def test_blocks_wanted_are_those_missing_for_the_next_tokens(make_spec, computed, held, wanted, blocks) -> None:
-    seq = Sequence(make_spec(tuple(range(12))))
+def test_blocks_wanted_are_those_missing_for_the_next_tokens(make_seq, computed, held, wanted, blocks) -> None:
+    seq = make_seq(tuple(range(12)))
     seq.add_blocks(tuple(BlockId(n) for n in range(held)))
     seq.advance(computed)
     assert seq.blocks_wanted(wanted, block_size=4) == blocks
 
 
-def test_a_preempted_seq_gives_its_blocks_back_and_starts_again_from_its_tokens(make_spec) -> None:
-    seq = Sequence(make_spec((1, 2)))
+def test_a_preempted_seq_gives_its_blocks_back_and_starts_again_from_its_tokens(make_seq) -> None:
+    seq = make_seq((1, 2))
     seq.add_blocks((BlockId(8),))
-    seq.advance(2)
+    seq.schedule(2)
     seq.append_token(TokenId(3))
-    in_step = seq.scheduled(1)
+    in_step = seq.schedule(1)
+    seq.append_token(TokenId(4))
     assert list(seq.take_blocks()) == [8]
     assert list(in_step.block_table) == [8]
-    assert (len(seq.block_table), seq.num_computed_tokens, seq.num_remaining_tokens) == (0, 0, 3)
-    again = seq.scheduled(3)
-    assert again.token_ids == (1, 2, 3)
-    assert again.sample is not None
-    assert again.sample.output_index == 1
+    assert (len(seq.block_table), seq.num_computed_tokens, seq.num_remaining_tokens) == (0, 0, 4)
+    again = seq.schedule(4)
+    assert again.token_ids == (1, 2, 3, 4)
+    assert [sample.output_index for sample in again.samples] == [2]
 
 
 @pytest.mark.parametrize("num_tokens", [0, -1, 4])
-def test_a_step_beyond_its_tokens_or_of_none_is_refused(make_spec, num_tokens: int) -> None:
+def test_a_step_beyond_its_tokens_or_of_none_is_refused(make_seq, num_tokens: int) -> None:
     with pytest.raises(InternalError):
-        Sequence(make_spec((1, 2, 3))).scheduled(num_tokens)
+        make_seq((1, 2, 3)).schedule(num_tokens)
 
 
-def test_computing_beyond_its_tokens_is_refused(make_spec) -> None:
+def test_computing_beyond_its_tokens_is_refused(make_seq) -> None:
     with pytest.raises(InternalError):
-        Sequence(make_spec((1, 2, 3))).advance(4)
+        make_seq((1, 2, 3)).advance(4)
 
 
-@pytest.mark.parametrize("num_prompt_tokens", [-1, 4])
-def test_a_prompt_must_be_part_of_the_tokens(make_spec, num_prompt_tokens: int) -> None:
+def test_a_seq_without_a_prompt_is_refused(make_seq) -> None:
     with pytest.raises(InternalError):
-        Sequence(make_spec((1, 2, 3), num_prompt_tokens=num_prompt_tokens))
+        make_seq(())
 
 
-def test_history_is_handed_over_only_to_penalties_that_read_it(make_spec) -> None:
+def test_history_is_handed_over_only_to_penalties_that_read_it(make_seq) -> None:
     def history(**sampling) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        sample = Sequence(make_spec((1, 2, 9), num_prompt_tokens=2, **sampling)).scheduled(3).sample
-        assert sample is not None
+        (sample,) = make_seq((1, 2), (9,), **sampling).schedule(3).samples
         return tuple(sample.prompt_token_ids), tuple(sample.output_token_ids)
 
     assert history() == ((), ())
     assert history(repetition_penalty=1.1) == ((1, 2), (9,))
     assert history(presence_penalty=0.1) == ((), (9,))
     assert history(frequency_penalty=-0.1) == ((), (9,))
+
+
+def test_a_table_whose_block_is_replaced_leaves_arrays_taken_before_as_they_were() -> None:
+    table = BlockTable((BlockId(4), BlockId(2)))
+    early = np.asarray(table)
+    table.replace(1, BlockId(9))
+    assert (list(table), early.tolist()) == ([4, 9], [4, 2])
+    with pytest.raises(IndexError):
+        table.replace(2, BlockId(0))
 
 
 def test_a_block_table_reads_like_a_tuple_and_like_an_array() -> None:

@@ -11,16 +11,16 @@ class Recorder:
     def __init__(self):
         self.steps = []
 
-    def step(self, seqs):
-        self.steps += [(len(seq.token_ids), seq.context_len, len(seq.block_table), seq.sample) for seq in seqs]
+    def run(self, step):
+        self.steps += [(len(seq.token_ids), seq.context_len, len(seq.block_table), seq.samples) for seq in step.seqs]
 
 
 def test_every_kind_of_step_is_taken_once():
     runner = Recorder()
     warm_up(runner, num_blocks=100, block_size=16)
     assert [step[:3] for step in runner.steps] == [(33, 0, 3), (17, 33, 4), (1, 50, 4), (1, 51, 4)]
-    temperatures = [None if sample is None else sample.params.temperature for *_, sample in runner.steps]
-    assert temperatures == [None, 0.0, 0.0, 1.0]
+    temperatures = [[sample.params.temperature for sample in samples] for *_, samples in runner.steps]
+    assert temperatures == [[], [0.0], [0.0], [1.0]]
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 4])
