@@ -1,7 +1,7 @@
 """Protobuf to dataclasses and back: the only file that knows both.
 
 Pure and total for well-formed messages: values are not judged here (see `validation`).
-`resolve_sampling`, which judges and fills in, is in `sampling` and exported from here too.
+`sampling.resolve_sampling` judges and fills in.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tandem.errors import TandemError, rebuild_error
-from tandem.sampling import resolve_sampling
 from tandem.types import (
     ChoiceSpec,
     FinishReason,
@@ -46,7 +45,6 @@ __all__ = [
     "logprobs_to_proto",
     "pool_from_proto",
     "pool_to_proto",
-    "resolve_sampling",
 ]
 
 _FINISH_TO_PROTO = {
