@@ -149,11 +149,6 @@ class Header:
         return Frame(self.type, self.transfer, self.seq, payload)
 
 
-def decode(data: bytes) -> Frame:
-    """Reads exactly one frame. Raises FrameError or HandshakeMismatch as `Header.decode` does."""
-    return Header.decode(data[:HEADER_BYTES]).complete(data[HEADER_BYTES:])
-
-
 def _check_length(frame_type: FrameType, length: int) -> None:
     limit = MAX_PAYLOAD_BYTES[frame_type]
     if length > limit:

@@ -49,9 +49,8 @@ class OutgoingHandoff:
         self._pool = pool
         self._clock = clock
         self._timing = timing
-        self._checksums: dict[int, int] = {}
-        """By position, of the blocks that were placed."""
-        self._claimed: set[int] = set()
+        self._checksums: dict[int, int | None] = {}
+        """By position; None = pushed and not placed yet."""
         self._window: int | None = None
         self._unanswered = 0
         self._num_writes = 0
@@ -92,12 +91,12 @@ class OutgoingHandoff:
         started_s = self._clock.now_s()
         if not self._committed:
             self._raise_if_ended()
-            digest = digest_of([self._checksums[position] for position in sorted(self._checksums)])
+            digest = digest_of([known for _, known in sorted(self._checksums.items()) if known is not None])
             commit = Commit(self._num_writes, digest, first_token_payload)
             self._send(FrameType.COMMIT, payload=commit.encode())
             await self._until(lambda: self._committed)
             self._busy_s += self._clock.now_s() - started_s
-        num_blocks = len(self._checksums)
+        num_blocks = len(self._checksums)  # committed, so that every one was placed
         return TransferReport(self._lane.name, num_blocks, num_blocks * self._pool.block_bytes, self._busy_s)
 
     async def abort(self) -> None:
@@ -150,16 +149,14 @@ class OutgoingHandoff:
             raise TransferError(f"positions {first}:{end} leave the offer of {offered}")
         if not all(0 <= block_id < self._pool.num_blocks for block_id in sources):
             raise TransferError(f"source blocks leave the pool of {self._pool.num_blocks}")
-        positions = range(first, end)
-        if not self._claimed.isdisjoint(positions):
+        if any(position in self._checksums for position in range(first, end)):
             raise TransferError(f"positions {first}:{end} were pushed before")
-        self._claimed.update(positions)
+        self._checksums.update(dict.fromkeys(range(first, end)))
 
     async def _write(self, first: int, sources: tuple[BlockId, ...]) -> None:
         start = first - self._ticket.first_block
         targets = self._ticket.blocks[start : start + len(sources)]
-        placing = asyncio.ensure_future(self._lane.place(sources, targets))
-        checksums = await self._lend(placing)
+        checksums = await self._lend(asyncio.ensure_future(self._lane.place(sources, targets)))
         self._raise_if_ended()
         self._checksums.update(enumerate(checksums, first))
         seq, self._num_writes = self._num_writes, self._num_writes + 1

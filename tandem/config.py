@@ -69,7 +69,7 @@ def _admin_listen() -> Any:
     return option(
         "admin-listen",
         "127.0.0.1:0",
-        "address of the admin port: metrics, a page to look at, channelz; port 0 = any free one",
+        "address of the admin port: metrics, a page to look at, probes; port 0 = any free one",
         host_port(port_zero=True),
         none_word="none",
     )

@@ -139,7 +139,7 @@ class WorkerProcess:
             if self._progress.observe(self._core.load()) != alive:
                 alive = not alive
                 _log.warning("engine makes steps again" if alive else "engine makes no steps while sequences run")
-                self._server.set_alive(alive)
+                self._server.health.set_alive(alive)
             await asyncio.sleep(self._watch_every_s)
 
     def _take_work(self) -> None:

@@ -1,12 +1,14 @@
-"""What transports that move rows in host memory have in common: xxh3-64 of each row, and staging where the pool is
-elsewhere. A lane of such a transport derives from these and replaces what it does otherwise.
+"""What transports that move rows in host memory have in common: xxh3-64 of each row, staging where the pool is
+elsewhere, and a stream socket. A lane of such a transport derives from these and replaces what it does otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,6 +22,8 @@ from tandem.types import BlockId
 
 XXH3 = "xxh3-64"
 """xxh3-64 with seed 0 over a row's bytes, computed on the host."""
+_BACKLOG = 128
+_Address: TypeAlias = tuple[Any, ...] | str
 
 
 def host_status(name: str, device: torch.device, does: str) -> TransportStatus:
@@ -29,6 +33,29 @@ def host_status(name: str, device: torch.device, does: str) -> TransportStatus:
     if device.type == "cuda":
         return TransportStatus(name, True, f"{does}, through a copy of the pool in host memory")
     return TransportStatus(name, False, f"pools on {device.type} cannot be reached by this version")
+
+
+def listening(sock: socket.socket, address: _Address) -> socket.socket:
+    """`sock`, bound and listening, non-blocking. Raises OSError; the socket is then closed."""
+    try:
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+async def connected(sock: socket.socket, address: _Address) -> socket.socket:
+    """`sock`, connected, non-blocking; the caller sets the deadline. Raises OSError; the socket is then closed."""
+    sock.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 class HostLane:

@@ -10,7 +10,6 @@ The pool's row 0 lies at byte 0 of the memfd.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import mmap
 import os
@@ -30,14 +29,13 @@ from kvtransfer.frame import HEADER_BYTES, Frame
 from kvtransfer.handshake import Hello
 from kvtransfer.local_pool import LocalPool, Rows
 from kvtransfer.transport import Acceptor, Fields, ListenOptions, SendingLane, TransportStatus
-from kvtransfer.transports.host import HostReceivingLane, HostSendingLane, host_status
+from kvtransfer.transports.host import HostReceivingLane, HostSendingLane, connected, host_status, listening
 from kvtransfer.wire import readable
 from tandem.errors import ConfigError, PeerLost, TransferError
 from tandem.security.tls import ClientTls
 from tandem.types import BlockId
 
 NAME = "shm"
-_BACKLOG = 128
 _SO_PEERPIDFD = 77
 """Linux 6.5: a pidfd of the peer itself, immune to reuse of its pid."""
 _UCRED = struct.Struct("3i")
@@ -54,27 +52,15 @@ def boot_id() -> str:
 
 def listen(name: str) -> socket.socket:
     """A listening socket in the abstract namespace. Raises ConfigError."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.bind("\0" + name)
-        sock.listen(_BACKLOG)
-        sock.setblocking(False)
+        return listening(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), "\0" + name)
     except OSError as error:
-        sock.close()
         raise ConfigError("transport", f"cannot listen on a Unix socket: {error}") from error
-    return sock
 
 
 async def dial(name: str) -> socket.socket:
     """A connected socket; the caller sets the deadline. Raises OSError."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.setblocking(False)
-    try:
-        await asyncio.get_running_loop().sock_connect(sock, "\0" + name)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+    return await connected(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), "\0" + name)
 
 
 def send_with_descriptor(connection: Connection, frame: Frame, descriptor: int) -> None:

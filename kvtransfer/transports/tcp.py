@@ -14,13 +14,12 @@ from kvtransfer.fields import required, required_int
 from kvtransfer.frame import Frame
 from kvtransfer.local_pool import LocalPool
 from kvtransfer.transport import Acceptor, Fields, FrameSink, ListenOptions, SendingLane, TransportStatus
-from kvtransfer.transports.host import HostReceivingLane, HostSendingLane, host_status
+from kvtransfer.transports.host import HostReceivingLane, HostSendingLane, connected, host_status, listening
 from tandem.errors import ConfigError, HandshakeMismatch
 from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
 
 NAME = "tcp"
-_BACKLOG = 128
 _DISCARD_BYTES = 64 * 1024
 _JOIN_BELOW_BYTES = 64 * 1024
 """Blocks smaller than this are joined for sending: one copy is cheaper than many system calls."""
@@ -33,34 +32,22 @@ def listen(host: str, port: int = 0) -> socket.socket:
         sock = socket.socket(family, kind, proto)
     except OSError as error:
         raise ConfigError("listen", f"cannot resolve {host!r}: {error}") from error
+    # A fixed port is wanted again at once by the next life of this process, while old connections linger.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        # A fixed port is wanted again at once by the next life of this process, while old connections linger.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(_BACKLOG)
-        sock.setblocking(False)
+        return listening(sock, address)
     except OSError as error:
-        sock.close()
         raise ConfigError("listen", f"cannot listen on {host!r}, port {port}: {error}") from error
-    return sock
 
 
 async def dial(host: str, port: int) -> socket.socket:
     """A connected socket; the caller sets the deadline. Raises OSError."""
-    loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:
         raise OSError(errno.EINVAL, "no host name") from error
     family, kind, proto, _, address = found[0]
-    sock = socket.socket(family, kind, proto)
-    sock.setblocking(False)
-    try:
-        await loop.sock_connect(sock, address)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+    return await connected(socket.socket(family, kind, proto), address)
 
 
 class TcpTransport:

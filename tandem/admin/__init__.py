@@ -1,1 +1,1 @@
-"""The admin port: metrics, a page to look at, channelz. For operators, never for clients."""
+"""The admin port, HTTP only: metrics, a page, probes, status as JSON. For operators, not for clients."""

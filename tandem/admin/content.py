@@ -46,9 +46,9 @@ class AdminContent:
     """Where the figures come from. Called on the loop, at each request: must neither block nor raise."""
 
     health: HealthServicer
-    """The process's own; served here, too."""
+    """The process's own, for the probes."""
     report: Callable[[], RouterReport | WorkerReport]
     metrics: Callable[[], tuple[bytes, str]]
     """Body and content type of a scrape's answer."""
     targets: Callable[[], Sequence[ScrapeTarget]] | None = None
-    """Whom Prometheus should scrape; None where nobody else is known, as on a worker."""
+    """The admin ports for Prometheus; None on a worker, which knows no other process."""

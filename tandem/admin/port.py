@@ -1,35 +1,34 @@
-"""The admin port, put together: front door, HTTP site, and the private gRPC server behind.
+"""The admin port: aiohttp's server around the site, plain or TLS.
 
-    caller ──▶ front door ──HTTP/1.1──▶ site            metrics, page, status, probes
-                   └────────HTTP/2────▶ private socket ──▶ gRPC: channelz, health, reflection
-
-Channelz tells of every channel and server of the process: gRPC keeps it for the whole of it.
+Bounds for callers without a token: a request must be read within `_IDLE_S` of connecting, and its head is small.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
+from contextlib import asynccontextmanager
 
-from grpc_channelz.v1.channelz_pb2_grpc import add_ChannelzServicer_to_server
+from aiohttp import web
 
-from tandem.admin.channelz import SERVICE_NAME as CHANNELZ
-from tandem.admin.channelz import ChannelzServicer
 from tandem.admin.content import AdminContent
-from tandem.admin.front_door import FrontDoor
 from tandem.admin.hosts import Hosts
-from tandem.admin.http_server import HttpServer
-from tandem.admin.private_socket import PrivateSocket
 from tandem.admin.site import Site
+from tandem.errors import ConfigError
 from tandem.rpc.address import advertised_admin_address
-from tandem.rpc.server import RpcServer, Service
 from tandem.security.credentials import Incoming
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
+_SILENT = logging.Logger("aiohttp's own")
+"""Without handlers. aiohttp logs a stack for each request that cannot be parsed, and anybody can send those."""
+_SILENT.addHandler(logging.NullHandler())
 
-_MAX_RECEIVE_BYTES = 64 * 1024
+_IDLE_S = 10.0
+"""A connection that waits for a request, its first one or the rest of one, is closed after this time."""
+_MAX_LINE_BYTES = 2048
+_MAX_FIELD_BYTES = 4096
+_STOP_S = 1.0
 
 
 @asynccontextmanager
@@ -38,29 +37,39 @@ async def admin_port(
 ) -> AsyncIterator[str]:
     """Serves while inside; gives the HOST:PORT at which it is reached, empty if `listen` is None.
 
-    `advertise` is the process's own `--advertise`: its host goes for a port that listens on all addresses, too.
+    `advertise` is the process's own `--advertise`: where `listen` is a wildcard, its host is the one reported.
     Raises ConfigError if the address cannot be had.
     """
     if listen is None:
         yield ""
         return
-    async with AsyncExitStack() as stack:
-        socket = stack.enter_context(PrivateSocket())
-        rpc = RpcServer(
-            f"unix:{socket.bind_path}",
-            [Service(CHANNELZ, partial(add_ChannelzServicer_to_server, ChannelzServicer()))],
-            incoming=Incoming(None, incoming.tokens),  # TLS has ended at the front door
-            max_receive_bytes=_MAX_RECEIVE_BYTES,
-            announce_s=0.0,
-            health_servicer=content.health,
-        )
-        await rpc.start()
-        stack.push_async_callback(rpc.drain, 0.0)
-        socket.seal()
-        http = HttpServer(Site(content, Hosts(listen), incoming.tokens))
-        stack.push_async_callback(http.stop)
-        door = FrontDoor(http.handler, socket.connect_path, tls=incoming.tls)
-        stack.push_async_callback(door.close)
-        address = advertised_admin_address(listen, advertise, await door.open(listen))
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", Site(content, Hosts(listen), incoming.tokens).handle)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        logger=_SILENT,
+        keepalive_timeout=_IDLE_S,
+        lingering_time=0.0,
+        max_line_size=_MAX_LINE_BYTES,
+        max_field_size=_MAX_FIELD_BYTES,
+        shutdown_timeout=_STOP_S,
+    )
+    await runner.setup()
+    try:
+        address = advertised_admin_address(listen, advertise, await _listen(runner, listen, incoming))
         _log.info("admin port", address=address)
         yield address
+    finally:
+        await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, listen: str, incoming: Incoming) -> int:
+    """Returns the port."""
+    host, _, port = listen.rpartition(":")
+    context = None if incoming.tls is None else incoming.tls.serving_context()
+    try:
+        await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=context).start()
+    except OSError as error:
+        raise ConfigError("--admin-listen", f"cannot listen on {listen}: {error.strerror or error}") from error
+    return int(runner.addresses[0][1])

@@ -1,5 +1,5 @@
-"""What every gRPC process shares: server shell, channels, status table, worker stream."""
+"""What every gRPC process shares: server shell, channels, health, table of statuses."""
 
 from tandem.config import quiet_grpc
 
-quiet_grpc()  # here: gRPC looks when it is imported, and no later
+quiet_grpc()  # here, since gRPC reads its environment only when it is imported

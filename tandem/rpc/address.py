@@ -1,4 +1,4 @@
-"""The address that a worker tells routers, from what it was told and what it listens on."""
+"""The addresses at which a process is reached by others, from its options and the ports that were bound."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def advertised_address(listen: str, advertise: str | None, bound_port: int) -> s
 def advertised_admin_address(listen: str, advertise: str | None, bound_port: int) -> str:
     """`HOST:PORT` at which the admin port is reached, which listens on `listen`.
 
-    Where that is a wildcard, the host is that of `advertise`, the process's own; its port is another's.
+    Where that is a wildcard, the host is that of `advertise`, whose port is the gRPC port's and is not used.
     """
     host = listen.rpartition(":")[0]
     if advertise is None or host not in _WILDCARDS:

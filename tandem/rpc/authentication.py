@@ -1,28 +1,25 @@
-"""Bearer tokens at the door of every gRPC server: who brings none is refused before anything is read.
+"""Bearer tokens: every gRPC call without a valid one is refused before its request is read.
 
-Health is exempt: it tells nothing but whether to call, and Kubernetes' probes cannot bring a token.
-Who asks it without one asks little: a probe makes one call, a client that heeds health one Watch.
+Health is exempt, within `bounds`: it reports only whether to call, and Kubernetes' probes cannot bring a token.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from tandem.errors import Overloaded, Unauthenticated
+from tandem.errors import Unauthenticated
 from tandem.rpc import health
-from tandem.rpc.handlers import Context, Handler, behaviour_of, with_behaviour
+from tandem.rpc.bounds import TokenlessCalls
+from tandem.rpc.handlers import Handler
 from tandem.rpc.status import abort_with
 from tandem.security.tokens import Tokens
 
 _METADATA_KEY = "authorization"
 _EXEMPT = (f"/{health.SERVICE_NAME}/",)
-_MAX_EXEMPT_CALLS = 8
-"""Without a token, at a time, on one connection."""
 
 
 class TokenGuard(grpc.aio.ServerInterceptor):
@@ -30,8 +27,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
-        self._exempt_calls: Counter[str] = Counter()
-        """By connection."""
+        self._tokenless = TokenlessCalls()
 
     async def intercept_service(
         self,
@@ -44,25 +40,8 @@ class TokenGuard(grpc.aio.ServerInterceptor):
             return await continuation(handler_call_details)
         if handler_call_details.method.startswith(_EXEMPT):
             handler = await continuation(handler_call_details)
-            return None if handler is None else self._limited(handler)
+            return None if handler is None else self._tokenless.bounded(handler)
         return _NO_TOKEN if shown is None else _WRONG_TOKEN
-
-    def _limited(self, handler: Handler) -> Handler:
-        behaviour = behaviour_of(handler)
-
-        async def limited(request: Any, context: Context) -> Any:
-            calls, connection = self._exempt_calls, context.peer()
-            if calls[connection] >= _MAX_EXEMPT_CALLS:
-                await abort_with(context, Overloaded("too many calls without a token on this connection"))
-            calls[connection] += 1
-            try:
-                return await behaviour(request, context)
-            finally:
-                calls[connection] -= 1
-                if not calls[connection]:
-                    del calls[connection]
-
-        return with_behaviour(handler, limited)
 
 
 def _authorization(details: grpc.HandlerCallDetails) -> str | None:

@@ -1,8 +1,7 @@
-"""Tells an observer of every call that a handler answers, and of the status that it ended with.
+"""Reports every call that a handler answers to an observer, with the status that it ended with.
 
-The outermost interceptor, so that calls turned away by the others are counted too. A method that no
-handler answers may be the caller's invention: it is told as `NO_METHOD`, or not at all, so that
-nobody can make up label values.
+The outermost interceptor, so that calls refused by the others are counted, too. A method without a handler may be
+the caller's invention: it is reported as `NO_METHOD`, or not at all, since methods become label values of metrics.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import grpc.aio
 from tandem.rpc.handlers import Context, Handler, behaviour_of, telling_end, with_behaviour
 
 NO_METHOD = "/none/none"
-"""Told instead of the method of a call that was turned away unread."""
+"""Reported instead of the method of a call that was refused unread."""
 
 
 class CallObserver(Protocol):
-    """Told on the event loop; must neither await nor raise."""
+    """Called on the event loop; must neither await nor raise."""
 
     def began(self, method: str) -> None:
         """A call of `/package.Service/Method` came in."""

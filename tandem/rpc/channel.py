@@ -21,7 +21,7 @@ _PLAIN = Outgoing()
 
 
 def keepalive_options() -> ChannelOptions:
-    """Detects a peer that stopped without closing within 3.25 s; one that stands still for less than 2.5 s is borne.
+    """Detects a peer that stopped without closing within 3.25 s; one that stalls for less than 2.5 s is kept.
 
     `grpc.keepalive_timeout_ms` has no effect in this library; the ping timeout has.
     """

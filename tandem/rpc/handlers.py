@@ -1,4 +1,4 @@
-"""gRPC handlers as interceptors see them: what one does, one that does something around it, how a call ended."""
+"""gRPC handlers as interceptors need them: a handler's function, the same handler around another, how a call ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 def behaviour_of(handler: Handler) -> Any:
-    """The one of its four functions that is set."""
+    """The one of the handler's four functions that is set."""
     return handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
 
@@ -38,7 +38,7 @@ def maker_of(handler: Handler) -> Callable[..., Handler]:
 
 @contextmanager
 def telling_end(context: Context, tell: Callable[[grpc.StatusCode], None]) -> Iterator[None]:
-    """Tells, once, the status that the call inside ended with; UNKNOWN where its handler has a bug."""
+    """Calls `tell` once, with the status that the call inside ended with; UNKNOWN where its handler has a bug."""
     began_s = time.monotonic()
     code = grpc.StatusCode.UNKNOWN
     try:

@@ -1,7 +1,7 @@
-"""What stands around every handler: one place where errors become statuses.
+"""The interceptor around every handler: the one place where errors become statuses.
 
 A handler ends in one of four ways: it returns, it raises a TandemError (mapped by `status`),
-it is cancelled or its peer is gone (nothing left to say), or it has a bug (INTERNAL with an id
+it is cancelled or its peer is gone (there is no status to send), or it has a bug (INTERNAL with an id
 that the log explains). The call count is what an ordered drain waits for.
 """
 

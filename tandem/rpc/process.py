@@ -72,7 +72,7 @@ class StopSignal:
 def run_process(main: Callable[[StopSignal], Awaitable[None]]) -> int:
     """Runs `main` on uvloop until it returns; returns the exit code.
 
-    ConfigError and CheckpointError are the operator's to mend: one line on stderr, code 2.
+    ConfigError and CheckpointError are for the operator: one line on stderr, code 2.
     """
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -37,17 +37,16 @@ def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> Non
 
 
 class _Pools:
-    """The questions that the servicer has for a descriptor pool: put to the foreign one, then to protobuf's default.
+    """What the servicer calls of a descriptor pool, answered from the foreign one, then from protobuf's default.
 
-    In this order, for a process may have loaded the foreign protocols' own packages too, and what is served is ours.
+    In this order: a process may also have loaded the foreign protocols' own packages, and what is served is ours.
     """
 
     def FindFileByName(self, name: str) -> Any:  # noqa: N802
-        """A file's descriptor."""
         return _first(lambda pool: pool.FindFileByName(name))
 
     def FindFileContainingSymbol(self, name: str) -> Any:  # noqa: N802
-        """The descriptor of the file that declares a name; of methods too, which pools do not find."""
+        """Of methods, too, which pools do not find."""
         try:
             return _first(lambda pool: pool.FindFileContainingSymbol(name))
         except KeyError:
@@ -56,15 +55,12 @@ class _Pools:
             return service.methods_by_name[method].containing_service.file
 
     def FindMessageTypeByName(self, name: str) -> Any:  # noqa: N802
-        """A message's descriptor."""
         return _first(lambda pool: pool.FindMessageTypeByName(name))
 
     def FindExtensionByNumber(self, message: Any, number: int) -> Any:  # noqa: N802
-        """The extension of a message with this number."""
         return message.file.pool.FindExtensionByNumber(message, number)
 
     def FindAllExtensions(self, message: Any) -> Any:  # noqa: N802
-        """All extensions of a message."""
         return message.file.pool.FindAllExtensions(message)
 
 

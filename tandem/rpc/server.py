@@ -1,4 +1,4 @@
-"""The shell of every gRPC server: limits, keepalive, health, reflection, ordered drain.
+"""The shell of every gRPC server: limits, keepalive, health, reflection, channelz, ordered drain.
 
 Life: `start` (NOT_SERVING) → `set_serving(True)` as often as the truth changes → `drain`.
 """
@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from opentelemetry.trace import Tracer
 
 from tandem.errors import ConfigError
-from tandem.rpc import health, reflection
+from tandem.rpc import channelz, health, reflection
 from tandem.rpc.authentication import REFUSALS, TokenGuard
+from tandem.rpc.bounds import connection_options
 from tandem.rpc.call_counting import CallCounting
 from tandem.rpc.channel import MAX_RECEIVE_BYTES, ChannelOptions, keepalive_options
 from tandem.rpc.interceptors import CallGuard
 from tandem.rpc.tls import server_credentials
 from tandem.rpc.tracing import CallTracing
+from tandem.security.certificate import not_after_s
 from tandem.security.credentials import Incoming
-from tandem.security.expiry import not_after_s
-from tandem.security.tls import HANDSHAKE_TIMEOUT_S
 from tandem.telemetry import metric_names
 from tandem.telemetry.call_metrics import CallMetrics
 from tandem.telemetry.logging import get_logger
@@ -38,12 +39,6 @@ _UNLIMITED_S = 1e7
 _CLEANUP_S = 2.0
 """Given to handlers' `finally` after their calls were cancelled."""
 _PLAIN = Incoming()
-_MAX_STREAMS_PER_CONNECTION = 4096
-_MAX_METADATA_BYTES = 64 * 1024
-_MAX_CONNECTIONS = 4096
-"""Handshakes under way count; more are closed as they come."""
-_MAX_IDLE_MS = 30 * 60 * 1000
-"""A connection without calls for so long makes room; its client connects again at its next call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +64,17 @@ class RpcServer:
         announce_s: float = _ANNOUNCE_S,
         metrics: Metrics | None = None,
         tracer: Tracer | None = None,
-        health_servicer: health.HealthServicer | None = None,
     ) -> None:
         """`announce_s`: how long NOT_SERVING is told before connections are refused.
 
         `metrics` count its calls; `tracer` gives a span to each that ends by itself and is no probe.
-
-        `health_servicer`: that of another server of this process, so that both tell one truth.
         """
         self._listen = listen
         self._incoming = incoming
         self._services = tuple(services)
         self._max_receive_bytes = max_receive_bytes
         self._announce_s = announce_s
-        self._health = health_servicer or health.HealthServicer(service.name for service in services)
+        self._health = health.HealthServicer(service.name for service in services)
         long_lived = {service.name for service in services if service.long_lived}
         # Health too: anybody may watch it, and take no answer, for as long as they like.
         self._unending = frozenset({*reflection.SERVICE_NAMES, *long_lived, health.SERVICE_NAME})
@@ -95,7 +87,7 @@ class RpcServer:
 
     @property
     def health(self) -> health.HealthServicer:
-        """What tells this process's health."""
+        """Readiness and life; what the admin port's probes report, too."""
         return self._health
 
     async def start(self) -> int:
@@ -103,8 +95,10 @@ class RpcServer:
         server = grpc.aio.server(interceptors=self._interceptors(), options=self._options())
         for service in self._services:
             service.register(server)
-        self._health.add_to(server)
-        reflection.add_reflection(server, [*(service.name for service in self._services), health.SERVICE_NAME])
+        add_HealthServicer_to_server(self._health, server)
+        channelz.add_channelz(server)
+        own = (health.SERVICE_NAME, channelz.SERVICE_NAME)
+        reflection.add_reflection(server, [*(service.name for service in self._services), *own])
         try:
             port = self._bind(server)
         except RuntimeError as error:
@@ -114,15 +108,11 @@ class RpcServer:
         return port
 
     def set_serving(self, serving: bool) -> None:
-        """What health tells, for the process and each service. Without effect once draining."""
+        """Readiness of the process and each service. Without effect once draining."""
         before = self._health.serving
         self._health.set_serving(serving)
         if self._health.serving != before:
             _log.info("serving" if serving else "not serving", listen=self._listen)
-
-    def set_alive(self, alive: bool) -> None:
-        """What health tells of the process's life (`health.LIVENESS`); true until told otherwise."""
-        self._health.set_alive(alive)
 
     async def drain(self, grace_s: float, refuse: Callable[[], None] = lambda: None) -> None:
         """NOT_SERVING at once; then takes no new calls and waits for running ones, `grace_s` at most. Idempotent.
@@ -180,14 +170,10 @@ class RpcServer:
     def _options(self) -> ChannelOptions:
         return [
             *keepalive_options(),
+            *connection_options(),
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", self._max_receive_bytes),
             ("grpc.max_send_message_length", -1),
-            ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-            ("grpc.max_concurrent_streams", _MAX_STREAMS_PER_CONNECTION),
-            ("grpc.max_allowed_incoming_connections", _MAX_CONNECTIONS),
-            ("grpc.max_connection_idle_ms", _MAX_IDLE_MS),
-            ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
             ("grpc.http2.min_ping_interval_without_data_ms", 500),
             ("grpc.http2.max_ping_strikes", 0),  # our own clients ping often, on purpose
         ]

@@ -15,7 +15,7 @@ TLS_FAILURES = (
     ("WRONG_VERSION_NUMBER", "the server does not speak TLS"),
     ("handshake failed", "TLS could not be set up"),
 )
-"""What gRPC's details hold, the first that fits, and what it means for the one who called."""
+"""Text in gRPC's details, and what it means for the caller; the first that fits counts."""
 _CLOSED_EARLY = "Socket closed"
 
 

@@ -1,1 +1,1 @@
-"""Who may speak to whom: TLS, mutual TLS, bearer tokens."""
+"""TLS, mutual TLS and bearer tokens of every port and every call."""

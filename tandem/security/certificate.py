@@ -1,68 +1,53 @@
-"""Parts of a certificate, found in its PEM. Checks nothing: TLS itself does.
+"""What is asked of a certificate in PEM: when it ends, and whether gRPC speaks its key. Checks nothing else: TLS does.
 
-The standard library tells these of a peer's certificate only, not of one's own. X.509 (RFC 5280, section 4.1)
-in DER is nested (tag, length, content); a part is found by skipping what stands before it:
-
-    Certificate { TBSCertificate { [0] version?, serial, signature, issuer, Validity { notBefore, notAfter },
-                                   subject, SubjectPublicKeyInfo { AlgorithmIdentifier, key } …
+The client may be installed without `cryptography`, so that is imported only where a certificate is read.
 """
 
 from __future__ import annotations
 
-import re
-import ssl
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-_PEM_BLOCK = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
-_VERSION = 0xA0
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
 
 
-@dataclass(frozen=True, slots=True)
-class Certificate:
-    """What is asked of one."""
-
-    not_after_tag: int
-    not_after: bytes
-    """The end of its validity, as written."""
-    key_algorithm: bytes
-    """AlgorithmIdentifier of its key, whole: for elliptic curves, with the curve."""
+def not_after_s(chain: bytes) -> float | None:
+    """Unix time at which the first certificate of a PEM chain ends; None if it holds none that can be read."""
+    certificate = _first(chain)
+    return None if certificate is None else certificate.not_valid_after_utc.timestamp()
 
 
-def first_certificate(chain: bytes) -> Certificate | None:
-    """The first one of a PEM chain, its holder's own; None if there is none that can be read."""
-    block = _PEM_BLOCK.search(chain)
-    if block is None:
-        return None
+def grpc_speaks_key(chain: bytes) -> bool:
+    """Whether the key of the chain's first certificate is RSA, P-256 or P-384; true if it cannot be read here.
+
+    Both OpenSSL and gRPC's BoringSSL speak these: with any other key no gRPC caller would ever get through.
+    """
     try:
-        return _parse(ssl.PEM_cert_to_DER_cert(block.group().decode("ascii")))
-    except (ValueError, IndexError):
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric import ec, rsa
+        from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+    except ImportError:
+        return True
+    certificate = _first(chain)
+    if certificate is None:
+        return True
+    try:
+        key = certificate.public_key()
+    except (UnsupportedAlgorithm, ValueError):
+        return False
+    if isinstance(key, ec.EllipticCurvePublicKey):
+        if not isinstance(key.curve, ec.SECP256R1 | ec.SECP384R1):
+            return False
+    elif not isinstance(key, rsa.RSAPublicKey):
+        return False
+    # As usually written: neither for RSA-PSS only, nor with its curve spelt out, which are read as the same key.
+    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo) in certificate.tbs_certificate_bytes
+
+
+def _first(chain: bytes) -> Certificate | None:
+    from cryptography.x509 import load_pem_x509_certificate
+
+    try:
+        return load_pem_x509_certificate(chain)
+    except ValueError:
         return None
-
-
-def _parse(der: bytes) -> Certificate:
-    _, at, _ = _element(der, 0)  # into Certificate
-    _, at, _ = _element(der, at)  # into TBSCertificate
-    tag, _, end = _element(der, at)
-    if tag == _VERSION:
-        at = end
-    for _ in ("serial", "signature", "issuer"):
-        _, _, at = _element(der, at)
-    _, at, validity_end = _element(der, at)  # into Validity
-    _, _, at = _element(der, at)  # past notBefore
-    not_after_tag, begin, end = _element(der, at)
-    _, _, at = _element(der, validity_end)  # past subject
-    _, at, _ = _element(der, at)  # into SubjectPublicKeyInfo
-    _, _, algorithm_end = _element(der, at)
-    return Certificate(not_after_tag, der[begin:end], der[at:algorithm_end])
-
-
-def _element(der: bytes, at: int) -> tuple[int, int, int]:
-    """(tag, begin of the content, its end) of the element at `at`."""
-    tag, length, begin = der[at], der[at + 1], at + 2
-    if length & 0x80:
-        num_bytes = length & 0x7F
-        length = int.from_bytes(der[begin : begin + num_bytes], "big")
-        begin += num_bytes
-    if begin + length > len(der):
-        raise ValueError("cut short")
-    return tag, begin, begin + length

@@ -1,4 +1,4 @@
-"""What one process shows and asks, loaded from its options: TLS and tokens, for both directions.
+"""TLS and tokens of one process for both directions, loaded from its options.
 
 `Incoming` guards every port, `Outgoing` goes with every call. Empty ones stand for plain connections.
 """
@@ -17,7 +17,7 @@ from tandem.security.tokens import Tokens
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """What callers of this process meet."""
+    """What the ports of this process require of callers."""
 
     tls: ServerTls | None = None
     tokens: Tokens | None = None
@@ -25,7 +25,7 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """What those that this process calls are shown."""
+    """What this process presents when it calls others."""
 
     tls: ClientTls | None = None
     tokens: Tokens | None = None
@@ -42,7 +42,7 @@ class Outgoing:
 
     @classmethod
     def of_client(cls, config: ClientSecurityConfig, target: str) -> Outgoing:
-        """For one who only calls. Raises ConfigError: bad files, or a token that would cross a network in clear."""
+        """For a client. Raises ConfigError: bad files, or a token that would cross a network in clear."""
         if (config.tls_cert is None) != (config.tls_key is None):
             raise ConfigError("--tls-cert", "goes with --tls-key")
         tls = None
@@ -97,7 +97,7 @@ def _check_calls(outgoing: Outgoing, calls: Iterable[tuple[str, str]]) -> None:
 
 
 def _check_together(config: SecurityConfig) -> None:
-    """Every process both serves and calls: it needs all of a certificate, its key, and who vouches for the others."""
+    """Every process both serves and calls: it needs a certificate, its key, and the authorities of the others."""
     trio = {"--tls-cert": config.tls_cert, "--tls-key": config.tls_key, "--tls-ca": config.tls_ca}
     missing = [option for option, value in trio.items() if value is None]
     if missing and len(missing) < len(trio):

@@ -1,4 +1,4 @@
-"""TLS of one process: the files it is made of, and contexts for those who speak it by themselves.
+"""TLS of one process: its files, and SSL contexts for what is not gRPC (the admin port, KV over tcp).
 
 `ServerTls` is for ports, `ClientTls` for calls. Both check certificate, key and authorities when they are
 read, so that a broken or half-written file never takes the place of a good one (see `watched`); what is
@@ -14,20 +14,12 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from tandem.errors import ConfigError
-from tandem.security.certificate import first_certificate
+from tandem.security.certificate import grpc_speaks_key
 from tandem.security.watched import Watched
 
 HANDSHAKE_TIMEOUT_S = 5.0
 """Given to a caller to finish its TLS handshake; a silent one is cut off."""
 _MIN_VERSION = ssl.TLSVersion.TLSv1_3
-_KEY_ALGORITHMS = frozenset(
-    {
-        bytes.fromhex("300d 0609 2a864886f70d010101 0500"),  # RSA
-        bytes.fromhex("3013 0607 2a8648ce3d0201 0608 2a8648ce3d030107"),  # P-256
-        bytes.fromhex("3010 0607 2a8648ce3d0201 0605 2b81040022"),  # P-384
-    }
-)
-"""What both OpenSSL and gRPC's BoringSSL speak: with any other key no gRPC caller would ever get through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +57,8 @@ class ServerTls:
         self._cert = cert
         self._key = key
         self._client_ca = client_ca
-        self._files = self._watch(())
+        paths = tuple(path for path in (cert, key, client_ca) if path is not None)
+        self._files = Watched("certificate", paths, partial(_load_server, cert, key, client_ca))
 
     @property
     def requires_client_certificate(self) -> bool:
@@ -80,26 +73,20 @@ class ServerTls:
         """For one handshake, of the files as they are now."""
         return self._files.get().context
 
-    def serving_context(self, alpn: tuple[str, ...] = ()) -> ssl.SSLContext:
-        """For a server that takes one context for good: each handshake uses the files as they are then."""
-        files = self._watch(alpn)
-        context = _server_context(self._cert, self._key, self._client_ca, alpn)
+    def serving_context(self) -> ssl.SSLContext:
+        """For a server that keeps one context: each handshake uses the files as they are then."""
+        context = _server_context(self._cert, self._key, self._client_ca)
 
         def switch(connection: ssl.SSLObject, server_name: str | None, initial: ssl.SSLContext) -> None:
             del server_name, initial
-            connection.context = files.get().context
+            connection.context = self.context()
 
         context.sni_callback = switch
         return context
 
-    def _watch(self, alpn: tuple[str, ...]) -> Watched[_Loaded[ServerPem]]:
-        paths = (self._cert, self._key, self._client_ca)
-        read = partial(_load_server, *paths, alpn)
-        return Watched("certificate", tuple(path for path in paths if path is not None), read)
-
 
 class ClientTls:
-    """What this process shows those it calls, and whom it takes for them."""
+    """What this process shows those it calls, and which authorities and name it expects of them."""
 
     def __init__(
         self, ca: str | None, cert: str | None = None, key: str | None = None, server_name: str | None = None
@@ -123,8 +110,8 @@ class ClientTls:
         return self._files.get().context
 
 
-def _load_server(cert: str, key: str, client_ca: str | None, alpn: tuple[str, ...]) -> _Loaded[ServerPem]:
-    context = _server_context(cert, key, client_ca, alpn)
+def _load_server(cert: str, key: str, client_ca: str | None) -> _Loaded[ServerPem]:
+    context = _server_context(cert, key, client_ca)
     authorities = None if client_ca is None else _read("--tls-client-ca", client_ca)
     return _Loaded(ServerPem(_read("--tls-cert", cert), _read("--tls-key", key), authorities), context)
 
@@ -146,7 +133,7 @@ def _load_client(ca: str | None, cert: str | None, key: str | None) -> _Loaded[C
     return _Loaded(pem, context)
 
 
-def _server_context(cert: str, key: str, client_ca: str | None, alpn: tuple[str, ...]) -> ssl.SSLContext:
+def _server_context(cert: str, key: str, client_ca: str | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = _MIN_VERSION
     context.num_tickets = 0  # a resumed session would not meet authorities that have changed since
@@ -157,8 +144,6 @@ def _server_context(cert: str, key: str, client_ca: str | None, alpn: tuple[str,
     if client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         _trust(context, "--tls-client-ca", client_ca, _read("--tls-client-ca", client_ca))
-    if alpn:
-        context.set_alpn_protocols(list(alpn))
     return context
 
 
@@ -173,8 +158,7 @@ def _identify(context: ssl.SSLContext, cert: str, key: str) -> None:
 
 
 def _check_key_algorithm(path: str, chain: bytes) -> None:
-    certificate = first_certificate(chain)
-    if certificate is not None and certificate.key_algorithm not in _KEY_ALGORITHMS:
+    if not grpc_speaks_key(chain):
         raise ConfigError(
             "--tls-cert", f"the key of {path} is of a kind that gRPC does not speak; take RSA, P-256 or P-384"
         )

@@ -20,7 +20,7 @@ from tandem.client import Client
 BUF = Path(sys.executable).with_name("buf")
 PAGE = (Path(__file__).parents[2] / "docs" / "grpcurl.md").read_text()
 BLOCKS = re.findall(r"^```sh ?([^\n]*)\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
-ROUTER, ADMIN = "127.0.0.1:50051", "127.0.0.1:9464"
+ROUTER = "127.0.0.1:50051"
 REFLECTION = "grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
 TOKEN = "a-token-for-tests-0001"
 
@@ -102,7 +102,7 @@ def _action(words: list[str], url: str) -> list[str]:
 
 @pytest.fixture
 def place(demo_cluster: Cluster, client: Client) -> Place:
-    return Place({ROUTER: demo_cluster.target, ADMIN: client.status().admin_address}, {})
+    return Place({ROUTER: demo_cluster.target}, {})
 
 
 @pytest.fixture

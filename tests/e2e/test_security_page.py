@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from bench.cluster import Cluster, run_command
-from tandem.admin import front_door
-from tandem.rpc import server
+from tandem.admin import port
+from tandem.rpc import bounds
 from tandem.security.tls import HANDSHAKE_TIMEOUT_S, ServerTls
 from tandem.security.tokens import MIN_TOKEN_CHARS
 from tests.programs import program
@@ -80,10 +80,14 @@ def test_the_token_file_is_its_owners_alone(folder: Path) -> None:
 
 
 def test_the_caps_are_those_of_the_code() -> None:
-    assert f"| metadata of a call | {server._MAX_METADATA_BYTES // 1024} KiB |" in PAGE
-    assert f"| streams on a connection | {server._MAX_STREAMS_PER_CONNECTION} |" in PAGE
-    assert f"handshakes included | {server._MAX_CONNECTIONS};" in PAGE
-    assert f"| connections of an admin port, handshakes included | {front_door.MAX_CONNECTIONS}, of which" in PAGE
-    assert f"| a TLS handshake | {HANDSHAKE_TIMEOUT_S:g} s |" in PAGE
-    assert f"| a gRPC connection without calls | {server._MAX_IDLE_MS // 60_000} min" in PAGE
+    assert f"| metadata of a call | {bounds.MAX_METADATA_BYTES // 1024} KiB |" in PAGE
+    assert f"| streams on a connection | {bounds.MAX_STREAMS_PER_CONNECTION} |" in PAGE
+    assert f"handshakes included | {bounds.MAX_CONNECTIONS};" in PAGE
+    assert f"where one is asked | {bounds.MAX_TOKENLESS_CALLS} at a time on a connection" in PAGE
+    assert f"request is {bounds.MAX_TOKENLESS_REQUEST_BYTES // 1024} KiB at most" in PAGE
+    assert f"arrives within {bounds.TOKENLESS_REQUEST_S:g} s" in PAGE
+    assert f"or for the rest of one | {port._IDLE_S:g} s" in PAGE
+    assert f"fields of {port._MAX_FIELD_BYTES // 1024} KiB" in PAGE
+    assert f"| a TLS handshake | {HANDSHAKE_TIMEOUT_S:g} s;" in PAGE
+    assert f"| a gRPC connection without calls | {bounds.MAX_IDLE_S / 60:g} min" in PAGE
     assert f"at least {MIN_TOKEN_CHARS} characters" in PAGE

@@ -22,8 +22,8 @@ from engine.step import SampledToken, Step, StepResult
 from kvtransfer.base import BlockRef, Fingerprints, Offer, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from prefill_worker.scheduler import BatchLimits
 from prefill_worker.outgoing_transfer import OutgoingPolicy
+from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker, WorkerParts
 from tandem.clock import MonotonicClock
 from tandem.errors import TandemError, TransferError

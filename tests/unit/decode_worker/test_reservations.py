@@ -11,7 +11,7 @@ from decode_worker.scheduler import StepLimits
 from engine.block_pool import BlockPool
 from tandem.clock import Deadline, ManualClock
 from tandem.errors import Overloaded
-from tandem.telemetry.observers_silent import SilentSequence
+from tandem.telemetry.observers import SequenceObserver
 from tandem.types import GroupSpec, Handle
 from worker.request import Request
 
@@ -25,7 +25,7 @@ MakeSpec = Callable[..., GroupSpec]
 def request_of(make_router: Callable[[], object]) -> Callable[[int, GroupSpec], Request]:
     def make(number: int, spec: GroupSpec) -> Request:
         deadline = Deadline.after(ManualClock(), None)
-        return Request(make_router(), Handle(number), spec, number, 0.0, deadline, SilentSequence())  # type: ignore[arg-type]
+        return Request(make_router(), Handle(number), spec, number, 0.0, deadline, SequenceObserver())  # type: ignore[arg-type]
 
     return make
 

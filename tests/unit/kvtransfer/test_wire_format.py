@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvtransfer.base import BlockRef
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.fields import decode_fields, encode_fields
-from kvtransfer.frame import HEADER_BYTES, MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, Frame, FrameType, Header, decode
+from kvtransfer.frame import HEADER_BYTES, MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, Frame, FrameType, Header
 from kvtransfer.handshake import Hello
 from kvtransfer.messages import (
     Commit,
@@ -37,6 +37,11 @@ TICKETS = st.builds(
     first_block=st.integers(0, 1000),
     blocks=st.lists(st.builds(BlockRef, U32, U64), max_size=20).map(tuple),
 ).filter(lambda ticket: ticket.end > 0)
+
+
+def decode(data):
+    """Exactly one frame."""
+    return Header.decode(data[:HEADER_BYTES]).complete(data[HEADER_BYTES:])
 
 
 @given(FRAMES)

@@ -77,9 +77,9 @@ async def test_life_and_readiness_are_told_apart(serve: Serve) -> None:
 
     assert (await status(channel, LIVENESS), await status(channel, "")) == (SERVING, NOT_SERVING)
     server.set_serving(True)
-    server.set_alive(False)
+    server.health.set_alive(False)
     assert (await status(channel, LIVENESS), await status(channel, "")) == (NOT_SERVING, SERVING)
-    server.set_alive(True)
+    server.health.set_alive(True)
     assert await status(channel, LIVENESS) == SERVING
 
 

@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
 from tandem.admin.content import AdminContent, RouterReport, ScrapeTarget, WorkerReport
 from tandem.admin.hosts import Hosts
-from tandem.admin.site import HEADERS, Answer, Ask, Site
+from tandem.admin.site import HEADERS, Site
 from tandem.cluster_status import ClusterStatus
 from tandem.rpc.health import HealthServicer
 from tandem.security.tokens import Tokens
@@ -21,7 +23,12 @@ from tests.pki import OTHER_TOKEN, TOKEN, Pki
 
 CLUSTER = ClusterStatus("demo", True, "", 1, 2, 3, ())
 TARGETS = (ScrapeTarget("h:1", "router"), ScrapeTarget("h:2", "decode", "decode-0"), ScrapeTarget("", "prefill", "p"))
-Get = Callable[..., Answer]
+Get = Callable[..., web.Response]
+
+
+def body_of(answer: web.Response) -> bytes:
+    assert isinstance(answer.body, bytes)
+    return answer.body
 
 
 @pytest.fixture
@@ -40,8 +47,10 @@ def site_of(content: AdminContent, listen: str = "127.0.0.1:9", tokens: Tokens |
 
     def get(
         path: str, method: str = "GET", host: str | None = "localhost:9", authorization: str | None = None
-    ) -> Answer:
-        return site.answer(Ask(method, path, host, authorization))
+    ) -> web.Response:
+        headers = {"Host": host, "Authorization": authorization}
+        shown = {name: value for name, value in headers.items() if value is not None}
+        return site.answer(make_mocked_request(method, path, shown))
 
     return get
 
@@ -54,8 +63,8 @@ def get(content: AdminContent) -> Get:
 
 def test_the_status_is_what_the_router_reports(get: Get) -> None:
     answer = get("/status.json")
-    assert (answer.status, answer.content_type) == (200, "application/json")
-    told = json.loads(answer.body)
+    assert (answer.status, answer.headers["Content-Type"]) == (200, "application/json")
+    told = json.loads(body_of(answer))
     assert told["process"] == "router"
     assert told["cluster"] | {"model": "demo", "active_requests": 3} == told["cluster"]
 
@@ -68,18 +77,20 @@ def test_a_worker_reports_itself(content: AdminContent) -> None:
     report = WorkerReport(process=info.role, version="1", uptime_s=2.0, ready=True, info=info, load=load)
     get = site_of(replace(content, report=lambda: report, targets=None))
 
-    told = json.loads(get("/status.json").body)
+    told = json.loads(body_of(get("/status.json")))
 
     assert (told["process"], told["info"]["worker_id"], told["load"]["pool"]["live"]) == ("decode", "d", 1)
     assert get("/targets").status == 404
 
 
 def test_metrics_are_passed_on_with_their_type(get: Get) -> None:
-    assert get("/metrics") == Answer(200, "text/plain; version=0.0.4", b"up 1\n")
+    answer = get("/metrics")
+    assert (answer.status, answer.headers["Content-Type"]) == (200, "text/plain; version=0.0.4")
+    assert body_of(answer) == b"up 1\n"
 
 
 def test_targets_are_what_prometheus_expects_without_those_that_have_no_port(get: Get) -> None:
-    assert json.loads(get("/targets").body) == [
+    assert json.loads(body_of(get("/targets"))) == [
         {"targets": ["h:1"], "labels": {"role": "router"}},
         {"targets": ["h:2"], "labels": {"role": "decode", "worker_id": "decode-0"}},
     ]
@@ -93,13 +104,13 @@ def test_the_page_and_all_that_it_names_are_here(get: Get, path: str) -> None:
 
 def test_the_page_names_nothing_from_elsewhere(get: Get) -> None:
     for path in ("/", "/style.css", "/page.js", "/icon.svg"):
-        text = get(path).body.decode().replace("http://www.w3.org/2000/svg", "")  # a name, nothing is fetched
+        text = body_of(get(path)).decode().replace("http://www.w3.org/2000/svg", "")  # a name, nothing is fetched
         assert "http:" not in text
         assert "https:" not in text
 
 
 def test_nothing_that_came_from_elsewhere_becomes_markup(get: Get) -> None:
-    script = get("/page.js").body.decode()
+    script = body_of(get("/page.js")).decode()
     assert "innerHTML" not in script
     assert "insertAdjacentHTML" not in script
     assert "document.write" not in script
@@ -124,7 +135,10 @@ def test_probes_tell_life_and_readiness_apart(content: AdminContent, get: Get) -
     assert (get("/livez").status, get("/readyz").status) == (503, 200)
 
 
-def test_every_answer_forbids_framing_sniffing_and_foreign_resources() -> None:
+@pytest.mark.parametrize("path", ["/", "/status.json", "/livez", "/nope"])
+def test_every_answer_forbids_framing_sniffing_and_foreign_resources(get: Get, path: str) -> None:
+    headers = get(path).headers
+    assert {name: headers[name] for name in HEADERS} == HEADERS
     policy = HEADERS["Content-Security-Policy"]
     assert "default-src 'self'" in policy
     assert "frame-ancestors 'none'" in policy

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tandem.client import AsyncClient, Client
 from tandem.errors import Reason, TandemError, Unauthenticated, Unavailable
-from tandem.rpc import server as server_module
+from tandem.rpc import bounds
 from tandem.rpc.channel import open_channel
 from tandem.rpc.server import RpcServer, Service
 from tandem.rpc.status import error_from_rpc
@@ -307,7 +307,7 @@ async def test_waiting_for_a_server_ends_at_once_where_tls_fails(port: Port, pki
 async def test_a_caller_that_never_shakes_hands_is_cut_off(
     port: Port, pki: Pki, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(bounds, "HANDSHAKE_TIMEOUT_S", 0.2)
     await port.open(Incoming(pki.server(pki.issue())))
     reader, writer = await asyncio.open_connection(LOOPBACK, port.number)
 
@@ -337,7 +337,7 @@ async def test_garbage_ends_its_own_connection_only(port: Port, pki: Pki, secure
 async def test_connections_beyond_the_cap_are_turned_away_until_others_leave(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "_MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(bounds, "MAX_CONNECTIONS", 2)
     await port.open(Incoming())
     first, second, third = (port.channel(Outgoing()) for _ in range(3))
 

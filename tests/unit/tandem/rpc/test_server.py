@@ -200,6 +200,7 @@ async def test_reflection_lists_and_describes_every_service_itself_included(serv
     listed = [each.name for each in (await call.read()).list_services_response.service]
 
     assert listed == [
+        "grpc.channelz.v1.Channelz",
         "grpc.health.v1.Health",
         "grpc.reflection.v1.ServerReflection",
         "grpc.reflection.v1alpha.ServerReflection",

@@ -123,19 +123,6 @@ async def test_an_authority_that_is_no_longer_trusted_vouches_for_nobody(pki: Pk
         assert await works(port, pki.caller(other.issue("b")))
 
 
-async def test_a_protocol_is_agreed_upon_after_a_change_too(pki: Pki) -> None:
-    shown = pki.issue()
-    client = pki.caller()
-    client.context().set_alpn_protocols(["h2"])
-    async with echo(pki.server(shown).serving_context(("h2", "http/1.1"))) as port:
-        shown.show(pki.issue())
-        _, writer = await asyncio.open_connection(LOOPBACK, port, ssl=client.context())
-
-        assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
-        writer.close()
-        await writer.wait_closed()
-
-
 def test_the_same_files_are_the_same_object(pki: Pki) -> None:
     shown = pki.issue()
     tls = pki.server(shown)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 import trustme
 
-from tandem.security.expiry import not_after_s
+from tandem.security.certificate import not_after_s
 
 
 @pytest.fixture(scope="module")
