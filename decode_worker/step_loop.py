@@ -167,3 +167,4 @@ class StepLoop:
             with suppress(Exception, asyncio.CancelledError):
                 await to_the_end(self._in_flight[0].result)
             self._ended()
+            self._on_step_ended()

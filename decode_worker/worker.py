@@ -186,10 +186,9 @@ class DecodeWorker:
         """The prefix's KV is here and verified: all choices join the batch."""
         self._parts.pool.set_filled(block_ids, request.group.prefix.num_tokens)
         request.group.land(block_ids, first_tokens, self._parts.pool)
+        self._batch.join(request)
         if request.group.is_finished:
             self._end(request)
-        else:
-            self._batch.join(request)
         self._admit_soon()
 
     def transfer_failed(self, request: Request, error: TandemError) -> None:

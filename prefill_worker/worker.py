@@ -219,6 +219,6 @@ class PrefillWorker:
         if self._idle.is_set() or self._live or self._transfers or self._steps.num_tokens_in_flight:
             return
         pool = self._parts.pool
-        if pool.num_free != pool.num_blocks:  # INVARIANT: nobody is left who could give them back
-            _log.error("blocks are held by nobody", num_blocks=pool.num_blocks - pool.num_free)
+        if pool.num_free + pool.num_cached != pool.num_blocks:  # INVARIANT: nobody is left who could release them
+            _log.error("blocks are held by nobody", num_blocks=pool.num_blocks - pool.num_free - pool.num_cached)
         self._idle.set()

@@ -107,10 +107,8 @@ class Attempt:
 
     async def _walk(self, spec: GroupSpec) -> None:
         group = group_to_proto(spec)
-        alone = len(spec.choices) == 1
-        self._awaited = {
-            each.index: len(each.output_token_ids) for each in spec.choices if alone or not each.output_token_ids
-        }
+        drawn_first = spec.choices if len(spec.choices) == 1 else [c for c in spec.choices if not c.output_token_ids]
+        self._awaited = {each.index: len(each.output_token_ids) for each in drawn_first}
         self._on_stage(RequestState.RESERVING)
         self._sent_s = self._clock.now_s()
         link = self._open(self._decode)
@@ -221,9 +219,9 @@ class Attempt:
         self._hear(wake=self._delivery.finished or not was_computed)
 
     def failed(self, sender: WorkerInfo, error: TandemError) -> None:
-        """A worker gave it up. That no longer matters of prefill once decode holds the KV and all first tokens are here.
+        """A worker ended it. Prefill's end does not matter once decode holds the KV and all first tokens are here.
 
-        That a hand-off failed gives way to what the other worker says of itself.
+        That a hand-off failed is replaced by what the other worker says of itself.
         """
         is_decode = sender.incarnation == self._decode.info.incarnation
         leg = self._decode if is_decode or self._prefill is None else self._prefill

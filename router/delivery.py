@@ -40,7 +40,7 @@ class ChoiceOutput:
 
 
 class ChoiceStream:
-    """One choice: its tokens in order, their text, and what of them is not read yet. Nothing may be pushed once it is finished."""
+    """One choice: its tokens in order, their text, and what is not read yet. Push nothing once it is finished."""
 
     def __init__(self, index: int, detokenizer: Detokenizer, params: TextParams) -> None:
         self.index = index
@@ -125,7 +125,7 @@ class ChoiceStream:
         return count
 
     def _detokenize(self, token_ids: Sequence[TokenId]) -> tuple[int, str | None]:
-        """Adds their text; how many of them belong to the choice, and the stop string that the last of these completed."""
+        """Adds their text; returns how many belong to the choice, and the stop string that ends it with the last."""
         for count, token_id in enumerate(token_ids, start=1):
             matched = self._add_text(self._detokenizer.step(token_id))
             if matched is not None:
@@ -158,7 +158,8 @@ class Delivery:
     def __init__(self, choices: Sequence[ChoiceStream], observer: RequestObserver) -> None:
         self._choices = {choice.index: choice for choice in choices}
         self._observer = observer
-        self._num_open = len(choices)
+        self._open = dict(self._choices)
+        """Those without their last token."""
         self._unread: dict[int, ChoiceStream] = {}
         """By index, in the order in which they came to have something new."""
         self._summary: Summary | None = None
@@ -168,12 +169,12 @@ class Delivery:
     @property
     def finished(self) -> bool:
         """Whether every choice has its last token."""
-        return not self._num_open
+        return not self._open
 
     @property
     def open_choices(self) -> tuple[ChoiceSpec, ...]:
         """Those not finished, as workers are to resume them."""
-        return tuple(each.spec for each in self._choices.values() if each.finish_reason is None)
+        return tuple(each.spec for each in self._open.values())
 
     @property
     def finish_reasons(self) -> tuple[FinishReason, ...]:
@@ -191,18 +192,18 @@ class Delivery:
 
     def push(self, delta: TokenDelta) -> None:
         """Takes tokens from a worker. Those of a finished choice, which workers cannot stop alone, are dropped."""
-        choice = self._choices[delta.index]
-        if choice.finish_reason is not None:
+        choice = self._open.get(delta.index)
+        if choice is None:
             return
         num_new = choice.push(delta)
         if num_new:
             self._observer.tokens(num_new, delta.index)
         if choice.finish_reason is not None:
-            self._num_open -= 1
+            del self._open[delta.index]
         elif not num_new:
             return
         self._unread[delta.index] = choice
-        if self._num_open:  # else the last output waits for the summary
+        if self._open:  # else the last output waits for the summary
             self._wake()
 
     def forget_early(self) -> None:
@@ -223,7 +224,7 @@ class Delivery:
     async def get(self) -> ChoiceOutput:
         """All that is new of one choice, once there is something. Raises what `fail` was given, after the rest."""
         while True:
-            is_held = not self._num_open and self._summary is None and self._error is None
+            is_held = not self._open and self._summary is None and self._error is None
             if self._unread and not is_held:
                 return self._read(next(iter(self._unread)))
             if self._error is not None and self._summary is None:

@@ -145,10 +145,8 @@ def _refusal(demand: Demand, view: WorkerView) -> str | None:
         return view.obstacle
     held = _choice_tokens(demand, view)
     if demand.max_total_tokens > held:
-        held_each = (
-            f"{held} tokens" if demand.num_choices == 1 else f"{held} tokens for {demand.num_choices} choices each"
-        )
-        return f"holds sequences of {held_each}, not {demand.max_total_tokens}"
+        shared = f" in each of {demand.num_choices} choices" if demand.num_choices > 1 else ""
+        return f"holds sequences of {held} tokens{shared}, not {demand.max_total_tokens}"
     return None
 
 

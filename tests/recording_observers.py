@@ -9,7 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from tandem.errors import TandemError
-from tandem.telemetry.observers import RequestEnd, RequestStart, StepReport
+from tandem.telemetry.observers import (
+    RequestEnd,
+    RequestObserver,
+    RequestStart,
+    RouterObserver,
+    SequenceObserver,
+    StepReport,
+    WorkerObserver,
+)
 from tandem.types import GroupSpec, WorkerInfo
 
 
@@ -39,16 +47,11 @@ class Record:
         return self.names.count("ended") == 1 and self.names[-1] == "ended"
 
 
-class RecordedRequest(Record):
-    """A `RequestObserver`."""
-
+class RecordedRequest(Record, RequestObserver):
     def __init__(self, start: RequestStart) -> None:
-        super().__init__()
+        Record.__init__(self)
+        RequestObserver.__init__(self, start.traceparent)
         self.start = start
-
-    @property
-    def traceparent(self) -> str:
-        return self.start.traceparent
 
     @property
     def end(self) -> RequestEnd:
@@ -68,8 +71,8 @@ class RecordedRequest(Record):
     def handed_over(self, num_bytes: int, seconds: float) -> None:
         self.calls.append(("handed_over", num_bytes, seconds))
 
-    def tokens(self, num_tokens: int) -> None:
-        self.calls.append(("tokens", num_tokens))
+    def tokens(self, num_tokens: int, index: int) -> None:
+        self.calls.append(("tokens", num_tokens, index))
 
     def moved(self, culprit: WorkerInfo, error: TandemError) -> None:
         self.calls.append(("moved", culprit, error))
@@ -78,9 +81,7 @@ class RecordedRequest(Record):
         self.calls.append(("ended", end))
 
 
-class RecordingRouter:
-    """A `RouterObserver`."""
-
+class RecordingRouter(RouterObserver):
     def __init__(self) -> None:
         self.requests: list[RecordedRequest] = []
         self.refusals: list[TandemError] = []
@@ -97,9 +98,7 @@ class RecordingRouter:
             assert request.ended_once_and_last, request.names
 
 
-class RecordedSequence(Record):
-    """A `SequenceObserver`."""
-
+class RecordedSequence(Record, SequenceObserver):
     def __init__(self, spec: GroupSpec) -> None:
         super().__init__()
         self.spec = spec
@@ -126,9 +125,7 @@ class RecordedSequence(Record):
         self.calls.append(("ended", error, num_tokens))
 
 
-class RecordingWorker:
-    """A `WorkerObserver`."""
-
+class RecordingWorker(WorkerObserver):
     def __init__(self) -> None:
         self.sequences: list[RecordedSequence] = []
         self.steps: list[StepReport] = []

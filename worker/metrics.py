@@ -97,7 +97,7 @@ def load_reader(role: Role, load: Callable[[], WorkerLoad]) -> Callable[[], Iter
         yield Reading(names.DRAINING, now.draining)
         yield Reading(names.ENGINE_STEPS, now.engine_steps)
         yield Reading(names.TRANSFERS_LIVE, now.live_transfers)
-        yield Reading(names.POOL_USAGE, 1 - pool.free / pool.total)
+        yield Reading(names.POOL_USAGE, 1 - (pool.free + pool.cached) / pool.total)
         yield Reading(names.POOL_UNUSED_SLOTS, pool.unused_slots)
         yield Reading(names.POOL_INFO, 1, (str(pool.block_size), str(pool.total)))
         yield Reading(names.POOL_BLOCK_TOKENS, pool.block_size)

@@ -41,11 +41,7 @@ class _RequestSpans(WorkerObserver):
     def sequence(self, spec: GroupSpec) -> SequenceObserver:
         parent = context_of(spec.traceparent, spec.tracestate)
         queue = self._tracer.start_span(QUEUE, parent, attributes=_name_of(spec))
-        return self._kind(self._tracer, spec, parent, queue) if queue.is_recording() else _Unsampled()
-
-
-class _Unsampled(SequenceObserver):
-    """Of a request that is not traced."""
+        return self._kind(self._tracer, spec, parent, queue) if queue.is_recording() else SequenceObserver()
 
 
 class _Spans(SequenceObserver):

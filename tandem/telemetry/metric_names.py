@@ -226,7 +226,7 @@ DECODE_QUEUED_TOKENS = Metric(
 )
 POOL_BLOCKS = Metric("tandem_kv_pool_blocks", _G, "KV blocks by state.", WORKERS, ("state",))
 POOL_USAGE = Metric(
-    "tandem_kv_pool_usage_ratio", _G, "KV blocks that are not free, as a share of all: 0 to 1.", WORKERS
+    "tandem_kv_pool_usage_ratio", _G, "KV blocks that are neither free nor cached, as a share of all: 0 to 1.", WORKERS
 )
 POOL_UNUSED_SLOTS = Metric(
     "tandem_kv_pool_unused_slots", _G, "Token slots of live KV blocks that hold no token: the pool's waste.", WORKERS

@@ -6,7 +6,7 @@ Source: https://www.w3.org/TR/trace-context/, through OpenTelemetry's propagator
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from opentelemetry import trace
 from opentelemetry.context import Context, get_current
@@ -32,9 +32,9 @@ def trace_from_metadata(metadata: Metadata | None) -> tuple[str, str]:
     return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00", ""
 
 
-def trace_of_call(metadata: Metadata | None) -> tuple[str, str]:
+def trace_of_call(metadata: Iterable[tuple[str, str | bytes]] | None) -> tuple[str, str]:
     """traceparent and tracestate that a request belongs to: of the current span, else as `trace_from_metadata`."""
-    return current_trace() or trace_from_metadata(metadata)
+    return current_trace() or trace_from_metadata(tuple(metadata or ()))
 
 
 def current_trace() -> tuple[str, str] | None:

@@ -83,7 +83,11 @@ def _number(value: Any) -> float:
 
 
 def _flag(value: Any) -> bool:
-    return boolean("it", value)
+    if isinstance(value, str) and value.lower() in {"true", "false"}:
+        return value.lower() == "true"
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
 
 
 def _string(value: Any) -> str:
@@ -130,9 +134,7 @@ _FITS: Mapping[str, Callable[[Any], Any]] = {
 
 def boolean(name: str, value: Any) -> bool:
     """True or false, or one of the words. Raises InvalidRequest."""
-    single = value[0] if isinstance(value, list) and len(value) == 1 else value
-    if isinstance(single, str) and single.lower() in {"true", "false"}:
-        return single.lower() == "true"
-    if not isinstance(single, bool):
-        raise InvalidRequest(name, "must be true or false")
-    return single
+    try:
+        return _flag(value[0] if isinstance(value, list) and len(value) == 1 else value)
+    except TypeError as error:
+        raise InvalidRequest(name, "must be true or false") from error

@@ -186,9 +186,8 @@ def _completions(
         raise UnsupportedOption(name)
     priority = _priority(settings.pop("priority", 0))
     sampling = SamplingOptions(**sampling_values(settings))
-    return tuple(
-        CompletionRequest(TextPrompt(text), sampling, request.id, request.model_name, priority) for text in texts
-    )
+    model = request.model_name
+    return tuple(CompletionRequest(TextPrompt(text), sampling, request.id, model, priority) for text in texts)
 
 
 def _priority(level: Any) -> int:

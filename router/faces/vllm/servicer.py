@@ -103,7 +103,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 async def _read(
     running: RunningRequest, context: Context, num_choices: int, *, streamed: bool
 ) -> Iterable[vllm_engine_pb2.GenerateResponse]:
-    """Reads all choices to their end; writes chunks until then if they are wanted. Returns each choice whole, by index."""
+    """Reads all choices to their end; writes chunks until then if wanted. Returns each choice whole, by index."""
     answers = [Answer(index, running.num_prompt_tokens, streamed=streamed) for index in range(num_choices)]
     finals: dict[int, vllm_engine_pb2.GenerateResponse] = {}
     while len(finals) < num_choices:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bench.tiny_models import CONTEXT_TOKENS, TINY_MODELS, VOCAB_SIZE, save_tiny_model
 from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from engine.block_pool import BlockPool
 from engine.loading import Engine, EngineOptions, load_engine
 from engine.placement import ThreadPlacement
+from engine.step import SampledToken
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.transports import SHM, TCP
@@ -25,7 +27,7 @@ from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
 from tandem.incarnation import new_incarnation
 from tandem.limits import Limits
-from tandem.types import Handle, RequestId, SamplingParams, SequenceSpec, TokenDelta, TokenId
+from tandem.types import ChoiceSpec, FinishReason, GroupSpec, Handle, RequestId, SamplingParams, TokenId
 from tandem.validation import Validator
 
 WAIT_S = 60.0
@@ -37,15 +39,15 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference(tiny_llama: Path) -> Callable[[SequenceSpec], list[TokenId]]:
+def reference(tiny_llama: Path) -> Callable[[GroupSpec], list[TokenId]]:
     """Greedy completion by transformers' own `generate`."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         tiny_llama, dtype=torch.float32, local_files_only=True
     )
     known: dict[tuple[TokenId, ...], list[TokenId]] = {}
 
-    def generate(spec: SequenceSpec) -> list[TokenId]:
-        prompt = spec.token_ids[: spec.num_prompt_tokens]
+    def generate(spec: GroupSpec) -> list[TokenId]:
+        prompt = spec.prompt_token_ids
         if len(known.get(prompt, ())) < spec.sampling.max_tokens:
             ids = torch.tensor([prompt])
             out = model.generate(
@@ -61,14 +63,22 @@ def reference(tiny_llama: Path) -> Callable[[SequenceSpec], list[TokenId]]:
 
 
 @pytest.fixture
-def make_spec() -> Callable[..., SequenceSpec]:
-    def make(num_prompt_tokens: int, max_tokens: int, timeout_s: float | None = None) -> SequenceSpec:
+def make_spec() -> Callable[..., GroupSpec]:
+    def make(
+        num_prompt_tokens: int,
+        max_tokens: int,
+        *,
+        n: int = 1,
+        temperature: float = 0.0,
+        seed: int = 0,
+        timeout_s: float | None = None,
+    ) -> GroupSpec:
         rng = random.Random(num_prompt_tokens)
-        return SequenceSpec(
+        return GroupSpec(
             request_id=RequestId(f"r{num_prompt_tokens}"),
-            token_ids=tuple(TokenId(rng.randrange(VOCAB_SIZE)) for _ in range(num_prompt_tokens)),
-            num_prompt_tokens=num_prompt_tokens,
-            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+            prompt_token_ids=tuple(TokenId(rng.randrange(VOCAB_SIZE)) for _ in range(num_prompt_tokens)),
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed),
+            choices=tuple(ChoiceSpec(index) for index in range(n)),
             timeout_s=timeout_s,
         )
 
@@ -105,35 +115,49 @@ def load_tiny_engine(tiny_llama: Path) -> Iterator[Callable[..., Engine]]:
 class Router:
     """Collects what the worker says."""
 
+    pool: BlockPool
     tickets: dict[Handle, tuple[bytes, bytes]] = field(default_factory=dict)
-    tokens: dict[Handle, list[TokenId]] = field(default_factory=dict)
-    ended: set[Handle] = field(default_factory=set)
+    choices: dict[tuple[Handle, int], list[TokenId]] = field(default_factory=dict)
+    first_offsets: dict[tuple[Handle, int], int] = field(default_factory=dict)
+    num_running: dict[Handle, int] = field(default_factory=dict)
+    """Choices of each handle that have not finished."""
+    most_live_blocks: int = 0
+    """Of the decode worker's pool, whenever a token came."""
+    prefilled: list[Handle] = field(default_factory=list)
     errors: dict[Handle, TandemError] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def reserved(self, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
+    @property
+    def ended(self) -> set[Handle]:
+        """Handles all of whose choices have finished."""
+        return {handle for handle, count in self.num_running.items() if not count}
+
+    def completions(self, handle: Handle) -> list[list[TokenId]]:
+        """Of all choices, by index."""
+        return [tokens for (of, _), tokens in sorted(self.choices.items()) if of == handle]
+
+    def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
         self.tickets[handle] = (ticket, kv_endpoint)
         self._news.set()
 
-    def prefill_done(self, handle: Handle, delta: TokenDelta, queue_s: float, prefill_s: float) -> None:
-        self._take(handle, delta)
+    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
+        self.prefilled.append(handle)
 
-    def deltas(self, deltas: Iterable[tuple[Handle, TokenDelta]]) -> None:
-        for handle, delta in deltas:
-            self._take(handle, delta)
+    def token(
+        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+    ) -> None:
+        assert handle in self.prefilled, "told before the first tokens"
+        tokens = self.choices.setdefault((handle, index), [])
+        assert offset == self.first_offsets.get((handle, index), 0) + len(tokens), "a token was lost or repeated"
+        tokens.append(token.token_id)
+        self.num_running[handle] -= finish_reason is not None
+        self.most_live_blocks = max(self.most_live_blocks, self.pool.counts().live)
+        self._news.set()
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None: ...
 
     def failed(self, handle: Handle, error: TandemError) -> None:
         self.errors[handle] = error
-        self._news.set()
-
-    def _take(self, handle: Handle, delta: TokenDelta) -> None:
-        tokens = self.tokens.setdefault(handle, [])
-        assert delta.offset == len(tokens), "a token was lost or repeated"
-        tokens.extend(delta.token_ids)
-        if delta.finish_reason is not None:
-            self.ended.add(handle)
         self._news.set()
 
     async def until(self, holds: Callable[[], object]) -> None:
@@ -150,15 +174,30 @@ class Bench:
     worker: DecodeWorker
     engine: Engine
     router: Router
+    num_handles: int = 0
 
-    async def complete(self, specs: Sequence[SequenceSpec]) -> list[list[TokenId]]:
-        """Serves them all at once, prompts computed here."""
-        handles = [Handle(number) for number in range(len(specs))]
-        for handle, spec in zip(handles, specs, strict=True):
-            self.worker.reserve(self.router, handle, spec, True)
+    def reserve(
+        self, spec: GroupSpec, *, local_prefill: bool = True, first_offsets: Sequence[int] | None = None
+    ) -> Handle:
+        """With a handle of its own. `first_offsets`: of each choice's first token here."""
+        handle = Handle(self.num_handles)
+        self.num_handles += 1
+        self.router.num_running[handle] = len(spec.choices)
+        for index, offset in enumerate(first_offsets or ()):
+            self.router.first_offsets[handle, index] = offset
+        self.worker.reserve(self.router, handle, spec, local_prefill)
+        return handle
+
+    async def finish(self, handles: Collection[Handle]) -> None:
+        """Waits until all of them have finished."""
         await self.router.until(lambda: self.router.errors or set(handles) <= self.router.ended)
         assert not self.router.errors
-        return [self.router.tokens[handle] for handle in handles]
+
+    async def complete(self, specs: Sequence[GroupSpec]) -> list[list[list[TokenId]]]:
+        """Serves them all at once, prompts computed here; returns the choices of each."""
+        handles = [self.reserve(spec) for spec in specs]
+        await self.finish(handles)
+        return [self.router.completions(handle) for handle in handles]
 
 
 @pytest.fixture
@@ -173,6 +212,7 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         chunk_tokens: int = 64,
         *,
         mirrored_kv: bool = False,
+        overlap_steps: bool = True,
     ) -> AsyncIterator[Bench]:
         engine = load_tiny_engine(block_size, num_blocks, shared_kv=True, mirrored_kv=mirrored_kv)
         memory = PoolMemory(
@@ -183,12 +223,14 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
         worker = DecodeWorker(
             WorkerParts(engine.thread, engine.pool, receiver, validator, MonotonicClock()),
-            WorkerPolicy(StepLimits(block_size, max_seqs, chunk_tokens), engine.max_sequence_tokens),
+            WorkerPolicy(
+                StepLimits(block_size, max_seqs, chunk_tokens), engine.max_sequence_tokens, overlap_steps=overlap_steps
+            ),
         )
         await receiver.start()
         running = asyncio.create_task(worker.run())
         try:
-            yield Bench(worker, engine, Router())
+            yield Bench(worker, engine, Router(engine.pool))
             async with asyncio.timeout(WAIT_S):
                 await worker.drained()
             worker.check_idle()

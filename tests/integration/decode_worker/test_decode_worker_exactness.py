@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tandem.types import SequenceSpec, TokenId
+from tandem.types import GroupSpec, TokenId
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 65, 100)
 MAX_TOKENS = 20
 
-MakeSpec = Callable[..., SequenceSpec]
-Reference = Callable[[SequenceSpec], list[TokenId]]
+MakeSpec = Callable[..., GroupSpec]
+Reference = Callable[[GroupSpec], list[TokenId]]
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64])
@@ -24,7 +24,7 @@ async def test_a_ragged_batch_gives_the_reference_tokens(
     specs = [make_spec(length, MAX_TOKENS) for length in LENGTHS]
     num_blocks = sum(-(-(length + MAX_TOKENS + 32) // block_size) for length in LENGTHS) + 16
     async with open_bench(block_size, num_blocks, chunk_tokens=chunk_tokens) as bench:
-        assert await bench.complete(specs) == [reference(spec) for spec in specs]
+        assert await bench.complete(specs) == [[reference(spec)] for spec in specs]
         assert bench.worker.load().preemptions == 0
 
 
@@ -36,8 +36,16 @@ async def test_a_pool_that_is_far_too_small_gives_the_same_tokens(
     specs = [make_spec(length, 120) for length in lengths]
     num_blocks = (22 + 120) // block_size + 40 // block_size
     async with open_bench(block_size, num_blocks, chunk_tokens=16) as bench:
-        assert await bench.complete(specs) == [reference(spec) for spec in specs]
+        assert await bench.complete(specs) == [[reference(spec)] for spec in specs]
         assert bench.worker.load().preemptions > 0
+
+
+async def test_one_step_at_a_time_gives_the_same_tokens(
+    open_bench: Any, make_spec: MakeSpec, reference: Reference
+) -> None:
+    specs = [make_spec(length, MAX_TOKENS) for length in LENGTHS]
+    async with open_bench(overlap_steps=False) as bench:
+        assert await bench.complete(specs) == [[reference(spec)] for spec in specs]
 
 
 async def test_fewer_seats_than_sequences_give_the_same_tokens(
@@ -45,4 +53,4 @@ async def test_fewer_seats_than_sequences_give_the_same_tokens(
 ) -> None:
     specs = [make_spec(length, MAX_TOKENS) for length in LENGTHS]
     async with open_bench(max_seqs=3) as bench:
-        assert await bench.complete(specs) == [reference(spec) for spec in specs]
+        assert await bench.complete(specs) == [[reference(spec)] for spec in specs]

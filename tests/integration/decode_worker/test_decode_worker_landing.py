@@ -14,7 +14,7 @@ from bench.tiny_models import CONTEXT_TOKENS, VOCAB_SIZE
 from engine.loading import Engine
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.sender import KvSender
-from prefill_worker.handoff import HandoffPolicy
+from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker
 from prefill_worker.worker import WorkerParts as PrefillParts
@@ -22,14 +22,15 @@ from tandem.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.incarnation import new_incarnation
 from tandem.limits import Limits
-from tandem.types import Handle, SequenceSpec, TokenId
+from tandem.telemetry.observers import WorkerObserver
+from tandem.types import Handle, GroupSpec, TokenId
 from tandem.validation import Validator
 
 BLOCK_SIZE = 8
 LENGTHS = (1, 7, 8, 9, 24, 25, 100)
 
-MakeSpec = Callable[..., SequenceSpec]
-Reference = Callable[[SequenceSpec], list[TokenId]]
+MakeSpec = Callable[..., GroupSpec]
+Reference = Callable[[GroupSpec], list[TokenId]]
 
 # A prefill worker's process that opens one hand-off, says so, and then does nothing for ever.
 IDLE_WRITER = """
@@ -63,8 +64,10 @@ async def open_prefill(engine: Engine, transport: str) -> AsyncIterator[PrefillW
     prints = Fingerprints(engine.fingerprint, engine.layout)
     sender = KvSender(memory, prints, clock, transport)
     validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
-    parts = PrefillParts(engine.thread, engine.pool, sender, validator, clock)
-    worker = PrefillWorker(parts, BatchLimits(chunk_tokens=32, max_seqs=8), HandoffPolicy(), engine.max_sequence_tokens)
+    parts = PrefillParts(engine.thread, engine.pool, sender, validator, clock, WorkerObserver())
+    worker = PrefillWorker(
+        parts, BatchLimits(chunk_tokens=32, max_seqs=8), OutgoingPolicy(), engine.max_sequence_tokens
+    )
     running = asyncio.create_task(worker.run())
     try:
         yield worker
@@ -92,24 +95,57 @@ async def test_handed_over_sequences_give_the_reference_tokens(
     mirrored_kv: bool,
     num_blocks: int,
 ) -> None:
-    specs = {Handle(length): make_spec(length, 80) for length in LENGTHS}
+    specs = [make_spec(length, 80) for length in LENGTHS]
     prefill_engine = load_tiny_engine(BLOCK_SIZE, 64, mirrored_kv=mirrored_kv)
     async with (
         open_bench(BLOCK_SIZE, num_blocks, mirrored_kv=mirrored_kv) as bench,
         open_prefill(prefill_engine, transport) as prefill,
     ):
-        router, started = bench.router, set()
-        for handle, spec in specs.items():
-            bench.worker.reserve(router, handle, spec, False)
-        while len(started) < len(specs):
-            await router.until(lambda: router.tickets.keys() - started)
-            for handle in router.tickets.keys() - started:
-                started.add(handle)
-                prefill.prefill(router, handle, specs[handle], *router.tickets[handle])
-        await router.until(lambda: router.errors or router.ended >= set(specs))
-        assert not router.errors
-        assert router.tokens == {handle: reference(spec) for handle, spec in specs.items()}
+        assert await hand_over(bench, prefill, specs) == [[reference(spec)] for spec in specs]
         assert (bench.worker.load().preemptions > 0) == (num_blocks == 44)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("num_blocks", [200, 52], ids=["roomy pool", "pool that preempts"])
+async def test_handed_over_groups_give_the_tokens_of_single_requests(
+    open_bench: Any,
+    load_tiny_engine: Callable[..., Engine],
+    make_spec: MakeSpec,
+    transport: str,
+    num_blocks: int,
+) -> None:
+    specs = [make_spec(length, 40, n=3, temperature=1.0, seed=length) for length in (7, 8, 9, 100)]
+    prefill_engine = load_tiny_engine(BLOCK_SIZE, 64)
+    async with (
+        open_bench(BLOCK_SIZE, num_blocks, max_seqs=9) as bench,
+        open_prefill(prefill_engine, transport) as prefill,
+    ):
+        singles = [
+            [
+                tokens
+                for (tokens,) in await bench.complete(
+                    [make_spec(length, 40, temperature=1.0, seed=length + i) for i in range(3)]
+                )
+            ]
+            for length in (7, 8, 9, 100)
+        ]
+        before = bench.worker.load().preemptions
+        assert await hand_over(bench, prefill, specs) == singles
+        assert (bench.worker.load().preemptions > before) == (num_blocks == 52)
+
+
+async def hand_over(bench: Any, prefill: PrefillWorker, specs: list[GroupSpec]) -> list[list[list[TokenId]]]:
+    """Plays the router; returns the choices of each."""
+    router, started = bench.router, set()
+    handles = {bench.reserve(spec, local_prefill=False): spec for spec in specs}
+    while len(started) < len(specs):
+        await router.until(lambda: router.errors or (router.tickets.keys() & handles.keys()) - started)
+        assert not router.errors
+        for handle in (router.tickets.keys() & handles.keys()) - started:
+            started.add(handle)
+            prefill.prefill(router, handle, handles[handle], *router.tickets[handle])
+    await bench.finish(handles)
+    return [router.completions(handle) for handle in handles]
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -117,16 +153,14 @@ async def test_a_killed_writer_fails_its_sequence_and_its_blocks_come_back(
     open_bench: Any, make_spec: MakeSpec, reference: Reference, transport: str
 ) -> None:
     async with open_bench(BLOCK_SIZE, 64) as bench:
-        unlucky, spec = make_spec(30, 8), make_spec(9, 8)
-        async with opened_by_child(bench, Handle(1), unlucky, transport) as child:
+        unlucky, spec = make_spec(30, 8, n=2), make_spec(9, 8)
+        async with opened_by_child(bench, unlucky, transport) as (child, handle):
             assert bench.worker.load().pool.receiving == 4
             child.kill()
             await bench.router.until(lambda: bench.router.errors)
-        assert isinstance(bench.router.errors[Handle(1)], TransferError)
+        assert isinstance(bench.router.errors.pop(handle), TransferError)
         await everything_free(bench, make_spec)
-        bench.worker.reserve(bench.router, Handle(2), spec, True)
-        await bench.router.until(lambda: bench.router.ended)
-        assert bench.router.tokens[Handle(2)] == reference(spec)
+        assert await bench.complete([spec]) == [[reference(spec)]]
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -134,8 +168,8 @@ async def test_released_under_a_live_writer_its_blocks_wait_until_it_is_dead(
     open_bench: Any, make_spec: MakeSpec, transport: str
 ) -> None:
     async with open_bench(BLOCK_SIZE, 64) as bench:
-        async with opened_by_child(bench, Handle(1), make_spec(30, 8), transport) as child:
-            bench.worker.release(bench.router, Handle(1))
+        async with opened_by_child(bench, make_spec(30, 8), transport) as (child, handle):
+            bench.worker.release(bench.router, handle)
             pool = bench.worker.load().pool
             assert pool.quarantined + pool.free == pool.total
             child.kill()
@@ -145,10 +179,10 @@ async def test_released_under_a_live_writer_its_blocks_wait_until_it_is_dead(
 
 @asynccontextmanager
 async def opened_by_child(
-    bench: Any, handle: Handle, spec: SequenceSpec, transport: str
-) -> AsyncIterator[asyncio.subprocess.Process]:
+    bench: Any, spec: GroupSpec, transport: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, Handle]]:
     """Reserves, and lets a child process show the ticket and write one block."""
-    bench.worker.reserve(bench.router, handle, spec, False)
+    handle = bench.reserve(spec, local_prefill=False)
     await bench.router.until(lambda: handle in bench.router.tickets)
     ticket, endpoint = bench.router.tickets[handle]
     layout = bench.engine.layout
@@ -160,7 +194,7 @@ async def opened_by_child(
     try:
         assert child.stdout is not None
         assert await asyncio.wait_for(child.stdout.readline(), 60) == b"opened\n"
-        yield child
+        yield child, handle
     finally:
         with suppress(ProcessLookupError):
             child.kill()
@@ -169,7 +203,6 @@ async def opened_by_child(
 
 async def everything_free(bench: Any, make_spec: MakeSpec) -> None:
     """Waits for every block: a sequence that needs them all is let in only then."""
-    whole_pool = Handle(99)
-    bench.worker.reserve(bench.router, whole_pool, make_spec(64 * BLOCK_SIZE - 1, 1), False)
+    whole_pool = bench.reserve(make_spec(64 * BLOCK_SIZE - 1, 1), local_prefill=False)
     await bench.router.until(lambda: whole_pool in bench.router.tickets)
     bench.worker.release(bench.router, whole_pool)

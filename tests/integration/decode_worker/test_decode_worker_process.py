@@ -14,15 +14,15 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from tandem.convert import sequence_to_proto
-from tandem.types import SequenceSpec, TokenId
+from tandem.convert import group_to_proto
+from tandem.types import GroupSpec, TokenId
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tests.fake_registry import becomes_ready, listening
 
 DEADLINE_S = 60.0
 
-MakeSpec = Callable[..., SequenceSpec]
-Reference = Callable[[SequenceSpec], list[TokenId]]
+MakeSpec = Callable[..., GroupSpec]
+Reference = Callable[[GroupSpec], list[TokenId]]
 
 
 @asynccontextmanager
@@ -61,8 +61,8 @@ async def connected(address: str) -> AsyncIterator[Any]:
         call.cancel()
 
 
-def reserve(handle: int, spec: SequenceSpec) -> worker_pb2.ConnectRequest:
-    message = worker_pb2.Reserve(handle=handle, sequence=sequence_to_proto(spec), local_prefill=True)
+def reserve(handle: int, spec: GroupSpec) -> worker_pb2.ConnectRequest:
+    message = worker_pb2.Reserve(handle=handle, group=group_to_proto(spec), local_prefill=True)
     return worker_pb2.ConnectRequest(reserve=message)
 
 
@@ -73,8 +73,7 @@ async def completion(call: Any) -> list[int]:
         while True:
             answer = await call.read()
             assert not answer.HasField("failed"), answer.failed.message
-            outputs = [answer.prefill_done.output] if answer.HasField("prefill_done") else []
-            for output in [*outputs, *answer.step_outputs.outputs]:
+            for output in answer.step_outputs.outputs:
                 assert output.offset == len(tokens)
                 tokens.extend(output.token_ids)
                 if output.finish_reason:

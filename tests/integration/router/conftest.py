@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 
 from router.app import Router
-from router.generation import Patience
+from router.generation import RetryPolicy
 from tandem.checkpoint import read_checkpoint
 from tandem.config import RouterConfig
 from tandem.convert import info_to_proto
@@ -45,7 +45,7 @@ class Fakes:
     """What stands in for real workers and their model."""
 
     worker: Callable[..., Any]
-    token_at: Callable[[Iterable[int], int], int]
+    token_at: Callable[..., int]
 
 
 class FakeCluster:
@@ -142,10 +142,10 @@ class FakeCluster:
 
         return registry_pb2_grpc.RegistryServiceStub(self.channel).Register(requests())
 
-    def completion(self, prompt: Iterable[int], length: int) -> list[int]:
-        """What the fake model says after `prompt`."""
+    def completion(self, prompt: Iterable[int], length: int, index: int = 0) -> list[int]:
+        """What the fake model says after `prompt` in one choice."""
         prompt = tuple(prompt)
-        return [self._fakes.token_at(prompt, offset) for offset in range(length)]
+        return [self._fakes.token_at(prompt, offset, index) for offset in range(length)]
 
     @staticmethod
     async def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
@@ -181,9 +181,9 @@ Launch = Callable[..., Awaitable[FakeCluster]]
 
 
 @pytest.fixture
-def patience() -> type[Patience]:
-    """How long requests bear with what."""
-    return Patience
+def policy() -> type[RetryPolicy]:
+    """How long requests wait for what."""
+    return RetryPolicy
 
 
 @pytest.fixture
@@ -198,12 +198,12 @@ async def launch(byte_checkpoint: Path, fake_worker: Any, token_at: Any) -> Asyn
     clusters: list[FakeCluster] = []
     async with AsyncExitStack() as stack:
 
-        async def start(*, patience: Patience | None = None, stall_s: float = 30.0, **options: Any) -> FakeCluster:
+        async def start(*, policy: RetryPolicy | None = None, stall_s: float = 30.0, **options: Any) -> FakeCluster:
             config = RouterConfig(
                 **{"model": str(byte_checkpoint), "listen": "127.0.0.1:0", "drain_grace_s": 0.0} | options
             )
             observer = RecordingRouter()
-            router = Router.build(config, patience=patience, stall_s=stall_s, rng=Random(1), observer=observer)
+            router = Router.build(config, policy=policy, stall_s=stall_s, rng=Random(1), observer=observer)
             cluster = FakeCluster(router, config.model, stack, Fakes(fake_worker, token_at), observer)
             await cluster.start()
             stack.push_async_callback(cluster.end)
@@ -219,4 +219,4 @@ async def launch(byte_checkpoint: Path, fake_worker: Any, token_at: Any) -> Asyn
 @pytest.fixture
 async def cluster(launch: Launch) -> FakeCluster:
     """A router without workers, that waits for a pair only briefly."""
-    return await launch(patience=Patience(placement_s=0.2))
+    return await launch(policy=RetryPolicy(placement_s=0.2))

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from router.admission import Admission
 from router.entrance import Entrance
 from router.faces.vllm.info import ServerInfo
 from router.faces.vllm.servicer import VllmServicer
 from router.faces.vllm.tokenizer import TokenizerArchive
-from router.intake import Intake
+from router.generation import RetryPolicy
 from tandem.checkpoint import read_checkpoint
 from tandem.clock import MonotonicClock
 from tandem.foreign import vllm_engine_pb2 as vllm
@@ -38,6 +39,9 @@ class Call:
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
+    def peer(self) -> str:
+        return ""
+
 
 class Tokenizing:
     """The router's tokenization, which a test may hold up."""
@@ -47,6 +51,9 @@ class Tokenizing:
         self.goes_on = asyncio.Event()
         self.goes_on.set()
         self.has_begun = asyncio.Event()
+
+    def detokenizer(self, **kwargs: Any) -> Any:
+        return self._tokenization.detokenizer(**kwargs)
 
     async def encode_text(self, *args: Any) -> Any:
         self.has_begun.set()
@@ -64,10 +71,13 @@ def engine(cluster: Any, tokenizing: Any) -> VllmServicer:
     """The servicer itself, over the rooms of the running router."""
     router = cluster.router
     checkpoint, config = read_checkpoint(router.config.model), router.config
-    intake = Intake(checkpoint, tokenizing, config.limits, router.workers)
-    entrance = Entrance(intake, router.pipeline, MonotonicClock(), RecordingRouter())
+    clock = MonotonicClock()
+    admission = Admission(router.queue, clock)
+    entrance = Entrance(
+        checkpoint, tokenizing, config.limits, router.workers, admission, clock, RetryPolicy(), RecordingRouter()
+    )
     info = ServerInfo(checkpoint, config.limits, router.view, config.max_active_requests)
-    return VllmServicer(entrance, router.pipeline, router.health, info, TokenizerArchive(checkpoint.path))
+    return VllmServicer(entrance, router.health, info, TokenizerArchive(checkpoint.path))
 
 
 def generate(engine: VllmServicer, call: Any, request_id: str = "a") -> asyncio.Task[None]:

@@ -46,8 +46,8 @@ async def test_a_request_whose_deadline_passes_frees_both_workers(cluster: Any, 
     assert decode.specs[0].timeout_s < 1.1  # gRPC rounds it up on the wire
 
 
-async def test_the_routers_own_deadline_says_where_the_request_stood(launch: Any, patience: Any) -> None:
-    cluster = await launch(patience=patience(total_s=1.0))
+async def test_the_routers_own_deadline_says_where_the_request_stood(launch: Any, policy: Any) -> None:
+    cluster = await launch(policy=policy(total_s=1.0))
     call, _, _ = await reach(cluster, "decode", timeout_s=None)
     error, code, tokens = await cluster.error_of(call)
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -56,8 +56,8 @@ async def test_the_routers_own_deadline_says_where_the_request_stood(launch: Any
     assert tokens == cluster.completion(PROMPT, 1)
 
 
-async def test_a_deadline_beyond_the_routers_own_is_the_routers_own(launch: Any, patience: Any) -> None:
-    cluster = await launch(patience=patience(total_s=60.0))
+async def test_a_deadline_beyond_the_routers_own_is_the_routers_own(launch: Any, policy: Any) -> None:
+    cluster = await launch(policy=policy(total_s=60.0))
     _, decode = await cluster.add_pair()
     for timeout_s in (8 * 86400.0, None):
         await cluster.read_tokens(cluster.generate(*PROMPT, timeout_s=timeout_s))

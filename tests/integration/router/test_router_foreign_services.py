@@ -147,7 +147,7 @@ async def test_a_request_that_runs_on_a_stream_is_finished_by_a_drain(launch: An
     await stream.read()
 
     cluster.stop.set()
-    await cluster.until(lambda: cluster.router.pipeline.draining)
+    await cluster.until(lambda: cluster.router.entrance.draining)
     await stream.call.done_writing()
     decode.let_go()
 

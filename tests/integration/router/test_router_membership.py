@@ -118,7 +118,7 @@ async def test_a_draining_router_finishes_what_runs_and_refuses_the_rest(launch:
     assert (await watch.read()).status == SERVING
     cluster.stop.set()
     assert (await watch.read()).status == NOT_SERVING
-    await cluster.until(lambda: cluster.router.pipeline.draining)
+    await cluster.until(lambda: cluster.router.entrance.draining)
     # A call that crosses the GOAWAY may end CANCELLED, so this one waits for it.
     await cluster.until(lambda: cluster.channel.get_state() is not grpc.ChannelConnectivity.READY)
     _, code, _ = await cluster.error_of(cluster.generate(1))

@@ -111,6 +111,6 @@ async def test_serving_is_what_health_tells(cluster: Any) -> None:
     assert value(cluster, "tandem_serving") == 0
     await cluster.add_pair()
     await cluster.until(lambda: value(cluster, "tandem_serving") == 1)
-    cluster.router.pipeline.begin_drain()
+    cluster.router.entrance.begin_drain()
     assert value(cluster, "tandem_draining") == 1
     await cluster.until(lambda: value(cluster, "tandem_serving") == 0)

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from router.request import GenerationRequest
-from router.timeline import Timeline
-from tandem.clock import Deadline, MonotonicClock
+from router.request import Caller, CompletionRequest, TokensPrompt
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Reason, Unavailable
-from tandem.types import FinishReason, RequestId, Role, SamplingParams, TextParams, TokenId
+from tandem.sampling import SamplingOptions
+from tandem.types import FinishReason, Role
 from tandem.v1 import inference_pb2 as pb
 
 PROMPT = (72, 105)
@@ -33,7 +32,7 @@ async def test_a_request_is_told_from_its_admission_to_its_end(cluster: Any) -> 
     assert request.args("placed") == (prefill.info, decode.info)
     assert request.args("handed_over") == (4096, 0.125)
     assert sum(call[1] for call in request.calls if call[0] == "tokens") == 8
-    assert (request.end.finish_reason, request.end.num_completion_tokens) == (FinishReason.LENGTH, 8)
+    assert (request.end.finish_reasons, request.end.num_completion_tokens) == ((FinishReason.LENGTH,), 8)
     assert request.end.total_s > 0
 
 
@@ -66,7 +65,7 @@ async def test_a_stop_string_is_the_end_and_tokens_after_it_are_not_told(cluster
     text = bytes(cluster.completion(PROMPT, 20)).decode()
     await cluster.read_tokens(cluster.generate(*PROMPT, max_tokens=200, stop=[text[3:6]]))
     request = await only_request(cluster)
-    assert (request.end.finish_reason, request.end.num_completion_tokens) == (FinishReason.STOP, 6)
+    assert (request.end.finish_reasons, request.end.num_completion_tokens) == ((FinishReason.STOP,), 6)
     assert sum(call[1] for call in request.calls if call[0] == "tokens") == 6
 
 
@@ -79,17 +78,15 @@ async def test_a_cancelled_request_has_neither_a_reason_nor_an_error(cluster: An
     await cluster.until(lambda: bool((decode if stage in {"reserve", "decode"} else prefill).sequences))
     call.cancel()
     end = (await only_request(cluster)).end
-    assert (end.finish_reason, end.error) == (None, None)
+    assert (end.finish_reasons, end.error) == ((), None)
 
 
 @pytest.mark.parametrize(("timeout_s", "error"), [(None, type(None)), (0.0, DeadlineExceeded)])
 async def test_a_request_that_is_given_up_before_its_first_step_has_an_end(
     cluster: Any, timeout_s: float | None, error: type
 ) -> None:
-    clock = MonotonicClock()
-    sampling, deadline = SamplingParams(max_tokens=4), Deadline.after(clock, timeout_s)
-    request = GenerationRequest(RequestId("r"), tuple(map(TokenId, PROMPT)), sampling, TextParams(), deadline)
-    async with cluster.router.pipeline.start(request, Timeline(clock)):
+    request = CompletionRequest(TokensPrompt(PROMPT), SamplingOptions(max_tokens=4))
+    async with cluster.router.entrance.run(request, Caller(timeout_s, "")):
         pass
     given_up = await only_request(cluster)
     assert given_up.names == ["ended"]
@@ -132,8 +129,8 @@ async def test_a_replay_is_placed_again_and_its_tokens_are_told_once(cluster: An
     assert other_prefill.idle
 
 
-async def test_the_last_try_that_fails_is_told_too(launch: Any, patience: Any) -> None:
-    cluster = await launch(patience=patience(max_retries=0, placement_s=0.2))
+async def test_the_last_try_that_fails_is_told_too(launch: Any, policy: Any) -> None:
+    cluster = await launch(policy=policy(max_retries=0, placement_s=0.2))
     _, decode = await cluster.add_pair()
     decode.hold("decode")
     call = cluster.generate(*PROMPT)
@@ -152,7 +149,7 @@ async def test_bad_input_is_refused_and_never_begins(cluster: Any) -> None:
 
 
 async def test_a_router_that_drains_refuses(cluster: Any) -> None:
-    cluster.router.pipeline.begin_drain()
+    cluster.router.entrance.begin_drain()
     await cluster.error_of(cluster.generate(*PROMPT))
     assert [error.reason for error in cluster.observer.refusals] == [Reason.DRAINING]
 

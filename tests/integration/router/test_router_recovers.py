@@ -83,8 +83,9 @@ async def test_a_decode_worker_lost_after_any_token_continues_exactly(cluster: A
     assert [each.token_id for response in responses for each in response.logprobs] == tokens
     assert responses[-1].usage.completion_tokens == LENGTH
     (resumed,) = other_decode.specs
-    assert list(resumed.token_ids) == [*PROMPT, *tokens[: resumed.num_output_tokens]]
-    assert resumed.num_output_tokens <= after
+    (choice,) = resumed.choices
+    assert (*resumed.prompt_token_ids, *choice.output_token_ids) == (*PROMPT, *tokens[: len(choice.output_token_ids)])
+    assert len(choice.output_token_ids) <= after
     assert await _all_idle(cluster, other_prefill, other_decode)
 
 
@@ -182,8 +183,8 @@ async def _burden(cluster: Any, worker: Any, **load: Any) -> None:
     await cluster.until(lambda: any(view.load == worker.load for view in cluster.router.registry.views()))
 
 
-async def test_a_stream_that_gets_on_outlives_any_number_of_workers(launch: Any, patience: Any) -> None:
-    cluster = await launch(patience=patience(max_retries=1, progress_tokens=3))
+async def test_a_stream_that_gets_on_outlives_any_number_of_workers(launch: Any, policy: Any) -> None:
+    cluster = await launch(policy=policy(max_retries=1, progress_tokens=3))
     _, decode = await cluster.add_pair()
     decode.pause_at(3)
     call = cluster.generate(*PROMPT, max_tokens=LENGTH)
@@ -198,8 +199,8 @@ async def test_a_stream_that_gets_on_outlives_any_number_of_workers(launch: Any,
     assert tokens + await cluster.read_tokens(call) == cluster.completion(PROMPT, LENGTH)
 
 
-async def test_kv_lost_again_and_again_is_data_loss(launch: Any, patience: Any) -> None:
-    cluster = await launch(patience=patience(max_retries=2, placement_s=0.1))
+async def test_kv_lost_again_and_again_is_data_loss(launch: Any, policy: Any) -> None:
+    cluster = await launch(policy=policy(max_retries=2, placement_s=0.1))
     _, decode = await cluster.add_pair()
     decode.hold("decode")
     call = cluster.generate(*PROMPT)
@@ -231,8 +232,8 @@ async def test_a_failure_that_no_other_pair_mends_is_passed_on(cluster: Any, err
     assert len(decode.specs) == 1
 
 
-async def test_workers_that_say_nothing_are_given_up(launch: Any, patience: Any) -> None:
-    cluster = await launch(patience=patience(silence_s=0.2, max_retries=1, placement_s=0.1))
+async def test_workers_that_say_nothing_are_given_up(launch: Any, policy: Any) -> None:
+    cluster = await launch(policy=policy(silence_s=0.2, max_retries=1, placement_s=0.1))
     _, decode = await cluster.add_pair()
     decode.hold("reserve")
     error, code, _ = await cluster.error_of(cluster.generate(*PROMPT, timeout_s=None))
@@ -263,9 +264,9 @@ async def test_a_stream_that_breaks_under_a_living_worker_is_opened_again(cluste
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 async def test_a_request_whose_stream_broke_goes_on_with_the_same_worker(
-    launch: Any, patience: Any, role: Role
+    launch: Any, policy: Any, role: Role
 ) -> None:
-    cluster = await launch(patience=patience(placement_s=30.0))
+    cluster = await launch(policy=policy(placement_s=30.0))
     prefill, decode = await cluster.add_pair()
     decode.pause_at(3)
     call = cluster.generate(*PROMPT, max_tokens=LENGTH)

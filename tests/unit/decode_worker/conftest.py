@@ -26,7 +26,7 @@ from tandem.validation import Validator
 from tests.recording_observers import RecordingWorker
 
 VOCAB_SIZE = 1000
-WAIT_S = 20.0
+WAIT_S = 10.0
 
 
 def next_token(token_ids: Sequence[int], seed: int = 0) -> TokenId:
@@ -89,10 +89,10 @@ class FakeEngine:
         self._num_allowed += num_steps
         self._may_end.set()
 
-    async def until_in_flight(self, num_steps: int) -> None:
-        """Waits until so many steps are in flight."""
+    async def until_launched(self, num_steps: int) -> None:
+        """Waits until so many steps were launched."""
         async with asyncio.timeout(WAIT_S):
-            while self.num_in_flight != num_steps:
+            while len(self.steps) < num_steps:
                 self._news.clear()
                 await self._news.wait()
 

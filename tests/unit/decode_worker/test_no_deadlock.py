@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from decode_worker.landing import LandingPolicy
-from tandem.types import Handle, SequenceSpec, TokenId
+from decode_worker.incoming_transfers import TransferPolicy
+from tandem.types import Handle, GroupSpec, TokenId
 
 BLOCK_SIZE, HANDOFF_S, TURNS = 4, 10.0, 3000
 
@@ -20,6 +20,8 @@ BLOCK_SIZE, HANDOFF_S, TURNS = 4, 10.0, 3000
 class Arriving:
     num_prompt_tokens: int
     max_tokens: int
+    num_emitted: tuple[int, ...]
+    """For each choice, how many tokens it has already."""
     priority: int
     fate: str
     """`local`, or what becomes of its hand-off."""
@@ -27,15 +29,19 @@ class Arriving:
 
 @st.composite
 def crowds(draw: st.DrawFn) -> tuple[int, list[Arriving]]:
-    """A pool, and more work than it holds; each sequence alone fits."""
+    """A pool, and more work than it holds; each group alone fits."""
     num_blocks = draw(st.integers(4, 12))
-    num_slots = num_blocks * BLOCK_SIZE
     crowd = []
     for _ in range(draw(st.integers(1, 9))):
-        num_prompt_tokens = draw(st.integers(1, num_slots - 1))
-        max_tokens = draw(st.integers(1, num_slots - num_prompt_tokens))
+        n = draw(st.sampled_from([1, 1, 2, 3, 4]))
+        num_prompt_tokens = draw(st.integers(1, (num_blocks - n) * BLOCK_SIZE + (BLOCK_SIZE - 1 if n == 1 else 0) or 1))
+        # Full blocks of the prompt are shared; the rest of the pool is for each choice's own.
+        shared = num_prompt_tokens // BLOCK_SIZE
+        most = (shared + (num_blocks - shared) // n) * BLOCK_SIZE - num_prompt_tokens
+        max_tokens = draw(st.integers(1, max(1, most)))
+        num_emitted = tuple(draw(st.integers(0, max_tokens - 1)) if draw(st.booleans()) else 0 for _ in range(n))
         fate = draw(st.sampled_from(["local", "commits", "commits", "fails", "stalls", "stalls under its writer"]))
-        crowd.append(Arriving(num_prompt_tokens, max_tokens, draw(st.sampled_from([0, 0, 1])), fate))
+        crowd.append(Arriving(num_prompt_tokens, max_tokens, num_emitted, draw(st.sampled_from([0, 0, 1])), fate))
     return num_blocks, crowd
 
 
@@ -43,41 +49,51 @@ def crowds(draw: st.DrawFn) -> tuple[int, list[Arriving]]:
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_everybody_ends_and_every_survivor_is_exact(
     open_bench: Any,
-    make_spec: Callable[..., SequenceSpec],
-    completion: Callable[[SequenceSpec], list[TokenId]],
+    make_spec: Callable[..., GroupSpec],
+    completion: Callable[..., list[TokenId]],
     case: tuple[int, list[Arriving]],
 ) -> None:
     asyncio.run(play(open_bench, make_spec, completion, *case))
 
 
 async def play(open_bench: Any, make_spec: Any, completion: Any, num_blocks: int, crowd: list[Arriving]) -> None:
-    policy = LandingPolicy(ticket_s=HANDOFF_S, handoff_s=HANDOFF_S)
-    async with open_bench(num_blocks, BLOCK_SIZE, max_seqs=4, chunk_tokens=6, landing=policy) as bench:
-        specs: dict[Handle, SequenceSpec] = {}
+    policy = TransferPolicy(ticket_s=HANDOFF_S, handoff_s=HANDOFF_S)
+    async with open_bench(num_blocks, BLOCK_SIZE, max_seqs=4, chunk_tokens=6, transfers=policy) as bench:
+        specs: dict[Handle, GroupSpec] = {}
         for number, each in enumerate(crowd):
-            spec = make_spec(each.num_prompt_tokens, each.max_tokens, salt=number, priority=each.priority)
+            spec = make_spec(
+                each.num_prompt_tokens,
+                each.max_tokens,
+                n=len(each.num_emitted),
+                emitted=each.num_emitted,
+                salt=number,
+                priority=each.priority,
+            )
             specs[bench.reserve(number, spec, local_prefill=each.fate == "local")] = spec
         first = await play_prefill_workers(bench, specs, crowd)
         for transfer_id in bench.receiver.offers:
             bench.receiver.writer_stops(transfer_id)
         for handle, spec in specs.items():
-            if crowd[handle].fate in {"local", "commits"}:
-                assert first.get(handle, []) + bench.router.tokens.get(handle, []) == completion(spec)
-            else:
+            if crowd[handle].fate not in {"local", "commits"}:
                 assert handle in bench.router.errors
+                continue
+            for choice in spec.choices:
+                known = [*choice.output_token_ids, *first.get((handle, choice.index), [])]
+                known += bench.router.choices.get((handle, choice.index), [])
+                assert known == completion(spec, choice.index)
 
 
 async def play_prefill_workers(
-    bench: Any, specs: dict[Handle, SequenceSpec], crowd: list[Arriving]
-) -> dict[Handle, list[TokenId]]:
-    """Lets each granted hand-off meet its fate until everybody has ended; returns the first tokens."""
+    bench: Any, specs: dict[Handle, GroupSpec], crowd: list[Arriving]
+) -> dict[tuple[Handle, int], list[TokenId]]:
+    """Lets each granted hand-off meet its fate until everybody has ended; returns the first tokens of each choice."""
     router, met, first = bench.router, set(), {}
     for turn in range(TURNS):
         for handle in router.tickets.keys() - met:
             met.add(handle)
-            token = meet_fate(bench, router.tickets[handle], crowd[handle].fate, specs[handle])
-            first |= {} if token is None else {handle: [token]}
-        if len(router.ended) + len(router.errors) + only_first(specs, first) == len(specs):
+            tokens = meet_fate(bench, router.tickets[handle], crowd[handle].fate, specs[handle])
+            first |= {(handle, index): [token] for index, token in tokens.items()}
+        if len(router.ended) + len(router.errors) == len(specs):
             return first
         if turn % 100 == 99:  # all that can end by itself has ended
             let_time_pass(bench)
@@ -93,17 +109,12 @@ def let_time_pass(bench: Any) -> None:
             bench.receiver.writer_stops(transfer_id)
 
 
-def meet_fate(bench: Any, ticket: str, fate: str, spec: SequenceSpec) -> TokenId | None:
+def meet_fate(bench: Any, ticket: str, fate: str, spec: GroupSpec) -> dict[int, TokenId]:
     if fate == "commits":
-        token: TokenId = bench.hand_over(ticket, spec)
-        return token
+        tokens: dict[int, TokenId] = bench.hand_over(ticket, spec)
+        return tokens
     if fate in {"fails", "stalls under its writer"}:
         bench.receiver.show(ticket)
     if fate == "fails":
         bench.receiver.fail(ticket)
-    return None
-
-
-def only_first(specs: dict[Handle, SequenceSpec], first: dict[Handle, list[TokenId]]) -> int:
-    """Sequences that ended with their first token: there is nothing to tell of them."""
-    return sum(specs[handle].sampling.max_tokens == 1 for handle in first)
+    return {}

@@ -1,187 +1,327 @@
-"""The step planner: exact decisions in small cases, rules in random worlds."""
+"""The step planner: exact decisions in small cases, rules in random worlds of real groups and a real pool."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.scheduler import Rank, StepLimits, StepPlan, plan_step
+from decode_worker.scheduler import StepLimits, StepPlan, plan_step
+from engine.block_pool import BlockPool
+from engine.group import Group
+from engine.sequence import Sequence
+from tandem.types import ChoiceSpec, GroupSpec, RequestId, SamplingParams, TokenId
+from worker.request import Rank
+
+END = TokenId(9)
+BLOCK_SIZE = 4
 
 
 @dataclass(eq=False)
-class Seq:
-    number: int
-    num_tokens: int
-    num_computed_tokens: int = 0
-    num_blocks: int = 0
-    priority: int = 0
-    max_tokens: int = 1
+class Asked:
+    """A request as plans see it."""
 
-    @property
-    def rank(self) -> Rank:
-        return (-self.priority, self.number)
+    rank: Rank
+    group: Group
 
 
-def limits(block_size: int = 4, max_seqs: int = 8, chunk_tokens: int = 16, headroom_tokens: int = 4) -> StepLimits:
-    return StepLimits(block_size, max_seqs, chunk_tokens, headroom_tokens)
+def asked(
+    number: int, num_prompt_tokens: int, *, n: int = 1, max_tokens: int = 99, priority: int = 0, emitted: int = 0
+) -> Asked:
+    spec = GroupSpec(
+        RequestId(f"r{number}"),
+        tuple(TokenId(1) for _ in range(num_prompt_tokens)),
+        SamplingParams(max_tokens=max_tokens, end_token_ids=frozenset({END})),
+        tuple(ChoiceSpec(index, (TokenId(1),) * emitted) for index in range(n)),
+    )
+    return Asked((-priority, number), Group(spec))
 
 
-def decoding(number: int, num_tokens: int, num_blocks: int, priority: int = 0) -> Seq:
-    return Seq(number, num_tokens, num_tokens - 1, num_blocks, priority)
+def landed(pool: BlockPool, number: int, num_prompt_tokens: int, *, n: int = 1, priority: int = 0) -> Asked:
+    """Each choice has one token to compute."""
+    each = asked(number, num_prompt_tokens, n=n, priority=priority)
+    blocks = pool.allocate(-(-num_prompt_tokens // pool.block_size))
+    each.group.land(blocks, {index: TokenId(1) for index in range(n)}, pool)
+    return each
 
 
-def test_a_running_sequence_takes_one_token_and_a_waiting_prompt_its_chunk() -> None:
-    old, new = decoding(0, 3, 1), Seq(1, 40)
-    plan = plan_step([old], [new], 99, limits())
-    assert plan == StepPlan(admitted=(new,), preempted=(), scheduled=((old, 1), (new, 16)))
+def leave_free(pool: BlockPool, num_blocks: int) -> None:
+    pool.allocate(pool.num_free - num_blocks)
 
 
-def test_decode_seqs_do_not_use_up_the_chunk_budget() -> None:
-    running = [decoding(i, 3, 1) for i in range(6)]
-    prompt = Seq(9, 10)
-    plan = plan_step(running, [prompt], 99, limits(chunk_tokens=4))
-    assert (prompt, 4) in plan.scheduled
-    assert len(plan.scheduled) == 7
+def limits(max_seqs: int = 8, chunk_tokens: int = 16, headroom_tokens: int = 4) -> StepLimits:
+    return StepLimits(BLOCK_SIZE, max_seqs, chunk_tokens, headroom_tokens)
 
 
-def test_the_last_ranked_holder_is_preempted_when_the_pool_is_dry() -> None:
-    seqs = [decoding(0, 5, 1), decoding(1, 8, 2), decoding(2, 8, 2)]
-    plan = plan_step(seqs, [], 0, limits())
-    assert plan.preempted == (seqs[2],)
-    assert plan.scheduled == ((seqs[0], 1), (seqs[1], 1))
+def scheduled(plan: StepPlan[Asked]) -> list[tuple[Asked, int, int]]:
+    """Request, index of the choice (-1 = the prefix of several), tokens."""
+    return [(request, seq.index, num_tokens) for request, seq, num_tokens in plan.scheduled]
 
 
-def test_a_lower_priority_is_preempted_before_a_later_arrival() -> None:
-    humble, urgent_late = decoding(0, 8, 2, priority=0), decoding(1, 9, 2, priority=5)
-    plan = plan_step([urgent_late, humble], [], 0, limits())
+@pytest.fixture
+def pool() -> BlockPool:
+    return BlockPool(99, BLOCK_SIZE)
+
+
+def test_a_running_sequence_takes_one_token_and_a_waiting_prompt_its_chunk(pool: BlockPool) -> None:
+    old, new = landed(pool, 0, 2), asked(1, 40)
+    plan = plan_step([old], [new], pool, limits())
+    assert plan.admitted == (new,)
+    assert scheduled(plan) == [(old, 0, 1), (new, 0, 16)]
+
+
+def test_decode_seqs_do_not_use_up_the_chunk_budget(pool: BlockPool) -> None:
+    running = [landed(pool, number, 2) for number in range(6)]
+    plan = plan_step(running, [asked(9, 10)], pool, limits(chunk_tokens=4))
+    assert [num_tokens for *_, num_tokens in scheduled(plan)] == [1] * 6 + [4]
+
+
+def test_the_last_ranked_holder_is_preempted_when_the_pool_is_dry(pool: BlockPool) -> None:
+    requests = [landed(pool, 0, 4), landed(pool, 1, 7), landed(pool, 2, 7)]
+    leave_free(pool, 0)
+    plan = plan_step(requests, [], pool, limits())
+    assert plan.preempted == (requests[2],)
+    assert scheduled(plan) == [(requests[0], 0, 1), (requests[1], 0, 1)]
+
+
+def test_a_lower_priority_is_preempted_before_a_later_arrival(pool: BlockPool) -> None:
+    humble, urgent_late = landed(pool, 0, 7), landed(pool, 1, 8, priority=5)
+    leave_free(pool, 0)
+    plan = plan_step([urgent_late, humble], [], pool, limits())
     assert plan.preempted == (humble,)
-    assert plan.scheduled == ((urgent_late, 1),)
+    assert scheduled(plan) == [(urgent_late, 0, 1)]
 
 
-def test_who_has_nobody_behind_it_sits_out_instead_of_being_preempted() -> None:
-    first, last = decoding(0, 4, 1), decoding(1, 5, 1)
-    plan = plan_step([first, last], [], 0, limits())
-    assert plan == StepPlan((), (), ((first, 1),))
+def test_a_request_with_nobody_behind_it_sits_out_instead_of_being_preempted(pool: BlockPool) -> None:
+    first, last = landed(pool, 0, 3), landed(pool, 1, 4)
+    leave_free(pool, 0)
+    plan = plan_step([first, last], [], pool, limits())
+    assert scheduled(plan) == [(first, 0, 1)]
+    assert plan.preempted == ()
+    assert plan.lacks_blocks
 
 
-def test_a_landed_sequence_joins_at_once_without_head_room() -> None:
-    running, landed = decoding(0, 4, 1), decoding(1, 4, 1)
-    plan = plan_step([running], [landed], 0, limits())
-    assert plan.admitted == (landed,)
-    assert plan.scheduled == ((running, 1), (landed, 1))
+def test_a_landed_sequence_joins_at_once_without_head_room(pool: BlockPool) -> None:
+    running, arrived = landed(pool, 0, 3), landed(pool, 1, 3)
+    leave_free(pool, 0)
+    plan = plan_step([running], [arrived], pool, limits())
+    assert plan.admitted == (arrived,)
+    assert scheduled(plan) == [(running, 0, 1), (arrived, 0, 1)]
+    assert not plan.lacks_blocks
 
 
-def test_a_landed_sequence_that_waits_for_a_seat_gives_up_its_blocks_to_an_earlier_one() -> None:
-    running, landed = decoding(0, 5, 1), decoding(1, 4, 1)
-    plan = plan_step([running], [landed], 0, limits(max_seqs=1))
-    assert plan.preempted == (landed,)
-    assert plan.scheduled == ((running, 1),)
+def test_a_landed_sequence_that_waits_for_a_seat_gives_up_its_blocks_to_an_earlier_one(pool: BlockPool) -> None:
+    running, arrived = landed(pool, 0, 4), landed(pool, 1, 3)
+    leave_free(pool, 0)
+    plan = plan_step([running], [arrived], pool, limits(max_seqs=1))
+    assert plan.preempted == (arrived,)
+    assert scheduled(plan) == [(running, 0, 1)]
 
 
-def test_a_prompt_waits_until_it_fits_with_head_room_unless_it_is_alone() -> None:
-    running, prompt = decoding(0, 4, 1), Seq(1, 8)
-    assert plan_step([running], [prompt], 3, limits()).admitted == ()
-    assert plan_step([running], [prompt], 4, limits()).admitted == (prompt,)
-    assert plan_step([], [prompt], 2, limits()).admitted == (prompt,)
+@pytest.mark.parametrize(("num_free", "runs", "admits"), [(3, True, False), (4, True, True), (2, False, True)])
+def test_a_prompt_waits_until_it_fits_with_head_room_unless_it_is_alone(
+    pool: BlockPool, num_free: int, runs: bool, admits: bool
+) -> None:
+    running = [landed(pool, 0, 3)] if runs else []
+    leave_free(pool, num_free)
+    assert bool(plan_step(running, [asked(1, 8)], pool, limits()).admitted) == admits
 
 
-def test_prompts_are_not_overtaken_by_shorter_ones() -> None:
-    plan = plan_step([decoding(0, 4, 1)], [Seq(1, 400), Seq(2, 2)], 20, limits())
-    assert plan.admitted == ()
+def test_prompts_are_not_overtaken_by_shorter_ones(pool: BlockPool) -> None:
+    running = landed(pool, 0, 3)
+    leave_free(pool, 20)
+    assert plan_step([running], [asked(1, 400), asked(2, 2)], pool, limits()).admitted == ()
+
+
+# --- groups ---
+
+
+def test_a_group_takes_a_seat_for_each_choice(pool: BlockPool) -> None:
+    running, group = landed(pool, 0, 3), landed(pool, 1, 3, n=3)
+    assert plan_step([running], [group], pool, limits(max_seqs=3)).admitted == ()
+    assert plan_step([running], [group], pool, limits(max_seqs=4)).admitted == (group,)
+
+
+def test_a_shared_block_is_copied_for_all_holders_but_the_last(pool: BlockPool) -> None:
+    group = landed(pool, 0, 6, n=3)
+    leave_free(pool, 2)
+    plan = plan_step([group], [], pool, limits())
+    assert scheduled(plan) == [(group, 0, 1), (group, 1, 1), (group, 2, 1)]
+    assert not plan.lacks_blocks
+
+
+def test_a_choice_without_a_block_for_its_copy_sits_out(pool: BlockPool) -> None:
+    group = landed(pool, 0, 6, n=3)
+    leave_free(pool, 1)
+    plan = plan_step([group], [], pool, limits())
+    assert scheduled(plan) == [(group, 0, 1)]
+    assert plan.lacks_blocks
+
+
+def test_a_preempted_group_is_credited_with_the_blocks_that_it_alone_holds(pool: BlockPool) -> None:
+    first, victim = landed(pool, 0, 8, n=2), landed(pool, 1, 7, n=3)
+    pool.retain(victim.group.sequences[0].block_table[:1])  # as a prefix cache would
+    leave_free(pool, 0)
+    plan = plan_step([first, victim], [], pool, limits())
+    assert plan.preempted == (victim,)
+    assert scheduled(plan) == [(first, 0, 1)], "one block comes back, however many choices held it"
+
+
+def test_a_prompt_of_several_choices_is_computed_once(pool: BlockPool) -> None:
+    group = asked(0, 6, n=3)
+    assert scheduled(plan_step([], [group], pool, limits())) == [(group, -1, 6)]
+
+
+def test_resumed_choices_compute_their_tokens_under_the_chunk_budget(pool: BlockPool) -> None:
+    group = asked(0, 8, n=2, emitted=10)
+    group.group.land(pool.allocate(2), {}, pool)
+    assert scheduled(plan_step([group], [], pool, limits(chunk_tokens=16))) == [(group, 0, 10), (group, 1, 6)]
+
+
+# --- behind a step in flight ---
+
+
+def step_all(pool: BlockPool, *requests: Asked) -> None:
+    """Launches a step of one token for each."""
+    for request in requests:
+        for seq in request.group.running:
+            seq.add_blocks(pool.allocate(seq.blocks_wanted(1, pool.block_size)))
+            seq.schedule(1)
+
+
+def test_a_sequence_whose_tokens_are_all_drawn_or_pending_is_left_out(pool: BlockPool) -> None:
+    ending, going = asked(0, 3, max_tokens=2), landed(pool, 1, 3)
+    ending.group.land(pool.allocate(1), {0: TokenId(1)}, pool)
+    step_all(pool, ending, going)
+    assert scheduled(plan_step([ending, going], [], pool, limits())) == [(going, 0, 1)]
+
+
+def test_a_sequence_that_needs_its_last_token_on_the_host_sits_out_one_plan(pool: BlockPool) -> None:
+    masked, plain = landed(pool, 0, 3), landed(pool, 1, 3)
+    (seq,) = masked.group.sequences
+    seq.runs_ahead = False
+    assert len(plan_step([masked, plain], [], pool, limits()).scheduled) == 2
+    step_all(pool, masked, plain)
+    assert scheduled(plan_step([masked, plain], [], pool, limits())) == [(plain, 0, 1)]
+    seq.append_token(TokenId(1))
+    assert len(plan_step([masked, plain], [], pool, limits()).scheduled) == 2
+
+
+def test_a_prefix_whose_first_tokens_are_pending_is_left_out(pool: BlockPool) -> None:
+    group = asked(0, 1, n=2)
+    step_all(pool, group)
+    assert scheduled(plan_step([group], [], pool, limits())) == []
+
+
+# --- random worlds ---
 
 
 @dataclass
 class World:
-    """A pool and its sequences, driven by plans only."""
+    """A pool and its requests, driven by plans only."""
 
-    total: int
+    pool: BlockPool
     limits: StepLimits
-    running: list[Seq] = field(default_factory=list)
-    waiting: list[Seq] = field(default_factory=list)
+    rng: random.Random
+    running: list[Asked] = field(default_factory=list)
+    waiting: list[Asked] = field(default_factory=list)
 
-    @property
-    def free(self) -> int:
-        return self.total - sum(seq.num_blocks for seq in (*self.running, *self.waiting))
-
-    def step(self) -> StepPlan[Seq]:
-        by_rank = sorted((*self.running, *self.waiting), key=lambda seq: seq.rank)
-        plan = plan_step(
-            [seq for seq in by_rank if seq in self.running],
-            [seq for seq in by_rank if seq in self.waiting],
-            self.free,
-            self.limits,
-        )
+    def step(self) -> StepPlan[Asked]:
+        self.running.sort(key=lambda request: request.rank)
+        self.waiting.sort(key=lambda request: request.rank)
+        plan = plan_step(self.running, self.waiting, self.pool, self.limits)
         self.check(plan)
-        self.apply(plan)
+        self.carry_out(plan)
+        self.pool.check_invariants()
         return plan
 
-    def check(self, plan: StepPlan[Seq]) -> None:
-        scheduled = [seq for seq, _ in plan.scheduled]
-        assert len(scheduled) == len(set(scheduled)) <= self.limits.max_seqs
+    def check(self, plan: StepPlan[Asked]) -> None:
+        seqs = [seq for _, seq, _ in plan.scheduled]
+        assert len(seqs) == len(set(seqs)) <= self.limits.max_seqs
         assert set(plan.admitted) <= set(self.waiting)
-        assert set(scheduled) <= {*self.running, *plan.admitted} - set(plan.preempted)
+        ranks = [request.rank for request, _, _ in plan.scheduled]
+        assert {r for r, _, _ in plan.scheduled} <= {*self.running, *plan.admitted} - set(plan.preempted)
         for victim in plan.preempted:
-            assert victim.num_blocks > 0
-            assert any(seq.rank < victim.rank for seq in scheduled), "nobody gained from a preemption"
-            assert all(seq.rank < victim.rank for seq, n in plan.scheduled if self.grows(seq, n))
-        chunks = [n for seq, n in plan.scheduled if seq.num_tokens - seq.num_computed_tokens > 1]
-        assert sum(chunks) <= self.limits.chunk_tokens
-        assert all(1 <= n <= seq.num_tokens - seq.num_computed_tokens for seq, n in plan.scheduled)
+            assert victim.group.holds_blocks
+            assert min(ranks) < victim.rank, "nobody gained from a preemption"
+        assert sum(n for _, seq, n in plan.scheduled if seq.num_remaining_tokens > 1) <= self.limits.chunk_tokens
+        assert all(1 <= n <= seq.num_remaining_tokens for _, seq, n in plan.scheduled)
 
-    def grows(self, seq: Seq, num_tokens: int) -> bool:
-        return self.limits.blocks_for(seq.num_computed_tokens + num_tokens) > seq.num_blocks
+    def carry_out(self, plan: StepPlan[Asked]) -> None:
+        """The pool raises if more blocks are taken than there are."""
+        for request in plan.admitted:
+            self.waiting.remove(request)
+            self.running.append(request)
+        for request in plan.preempted:
+            self.release(request)
+            if request in self.running:
+                self.running.remove(request)
+                self.waiting.append(request)
+        assert sum(request.group.num_seats for request in self.running) <= self.limits.max_seqs
+        for request, seq, num_tokens in plan.scheduled:
+            request.group.copy_on_write(seq, self.pool)
+            seq.add_blocks(self.pool.allocate(seq.blocks_wanted(num_tokens, self.pool.block_size)))
+            seq.schedule(num_tokens)
+        for request, seq, _ in plan.scheduled:
+            self.take(request, seq)
 
-    def apply(self, plan: StepPlan[Seq]) -> None:
-        for seq in plan.admitted:
-            self.waiting.remove(seq)
-            self.running.append(seq)
-        for seq in plan.preempted:
-            seq.num_blocks = seq.num_computed_tokens = 0
-            if seq in self.running:
-                self.running.remove(seq)
-                self.waiting.append(seq)
-        assert len(self.running) <= self.limits.max_seqs
-        for seq, num_tokens in plan.scheduled:
-            end = seq.num_computed_tokens + num_tokens
-            seq.num_blocks = max(seq.num_blocks, self.limits.blocks_for(end))
-            assert self.free >= 0, "more blocks given out than there are"
-            seq.num_computed_tokens = end
-            if end == seq.num_tokens:
-                seq.num_tokens += 1
-                seq.max_tokens -= 1
-                if seq.max_tokens == 0:
-                    self.running.remove(seq)
+    def take(self, request: Asked, seq: Sequence) -> None:
+        group = request.group
+        drawers = [choice for choice in seq.drawers if choice.num_pending_tokens]
+        ends_prefix = not group.is_forked and (bool(drawers) or not seq.num_remaining_tokens)
+        for choice in drawers:
+            choice.append_token(END if self.rng.random() < 0.05 else TokenId(1))
+            if group.is_forked and choice.is_finished:
+                self.pool.release(group.take_finished(choice))
+        if ends_prefix:
+            group.fork(self.pool)
+        if group.is_finished:
+            self.release(request)
+            self.running.remove(request)
+
+    def release(self, request: Asked) -> None:
+        for table in request.group.take_blocks():
+            self.pool.release(table)
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[World, list[tuple[int, Seq]]]:
-    """A world, and who arrives after how many steps."""
-    block_size = draw(st.sampled_from([1, 2, 4, 16]))
-    total = draw(st.integers(4, 24))
-    shape = limits(block_size, draw(st.integers(1, 6)), draw(st.integers(1, 40)), draw(st.sampled_from([1, 8, 32])))
+def worlds(draw: st.DrawFn) -> tuple[World, list[tuple[int, Asked]]]:
+    """A world, and who arrives after how many steps. Each group alone fits."""
+    pool = BlockPool(draw(st.integers(6, 24)), draw(st.sampled_from([1, 2, 4, 16])))
+    size, total, max_seqs = pool.block_size, pool.num_blocks, draw(st.integers(1, 6))
+    shape = StepLimits(size, max_seqs, draw(st.integers(1, 40)), draw(st.sampled_from([1, 8, 32])))
     arrivals = []
     step = 0
     for number in range(draw(st.integers(1, 12))):
         step += draw(st.integers(0, 5))
-        num_tokens = draw(st.integers(1, total * block_size))
-        max_tokens = draw(st.integers(1, total * block_size - num_tokens + 1))
+        n = draw(st.integers(1, min(max_seqs, total - 1)))
+        num_prompt_tokens = draw(st.integers(1, (total - n) * size))
+        shared = num_prompt_tokens // size
+        max_tokens = draw(st.integers(1, (shared + (total - shared) // n) * size - num_prompt_tokens))
+        emitted = draw(st.integers(0, max_tokens - 1))
         priority = draw(st.sampled_from([0, 0, 0, 1]))
-        arrivals.append((step, Seq(number, num_tokens, priority=priority, max_tokens=max_tokens)))
-    return World(total, shape), arrivals
+        each = asked(number, num_prompt_tokens, n=n, max_tokens=max_tokens, priority=priority, emitted=emitted)
+        assert each.group.spec.max_pool_tokens(size) <= total * size
+        arrivals.append((step, each))
+    return World(pool, shape, random.Random(draw(st.integers(0, 99)))), arrivals
 
 
 @given(worlds())
 @settings(max_examples=200, deadline=None)
-def test_every_sequence_ends_whatever_arrives_when(case: tuple[World, list[tuple[int, Seq]]]) -> None:
+def test_every_group_ends_whatever_arrives_when(case: tuple[World, list[tuple[int, Asked]]]) -> None:
     world, arrivals = case
-    for step in range(50 + 40 * sum(seq.num_tokens + seq.max_tokens for _, seq in arrivals)):
-        world.waiting += [seq for at, seq in arrivals if at == step]
-        holders = [seq for seq in (*world.running, *world.waiting) if seq.num_blocks]
+    num_tokens = sum(len(a.group.sequences) * a.group.spec.max_total_tokens for _, a in arrivals)
+    for step in range(50 + 40 * num_tokens):
+        world.waiting += [request for at, request in arrivals if at == step]
+        holders = [request for request in (*world.running, *world.waiting) if request.group.holds_blocks]
+        first = min(holders, key=lambda request: request.rank, default=None)
         plan = world.step()
-        assert plan.scheduled or not (world.running or world.waiting), "nobody got on"
-        assert not holders or min(holders, key=lambda seq: seq.rank) not in plan.preempted
-        if all(seq.max_tokens == 0 for _, seq in arrivals):
+        assert plan.scheduled or not (world.running or world.waiting), "nobody made progress"
+        assert first not in plan.preempted
+        if all(request.group.is_finished for _, request in arrivals):
+            world.pool.assert_idle()
             return
-    raise AssertionError("a sequence never ended")
+    raise AssertionError("a group never ended")

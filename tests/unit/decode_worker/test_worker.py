@@ -138,7 +138,7 @@ async def test_it_can_end_in_every_stage(open_bench: Any, make_spec: MakeSpec, s
         if stage == "in a step":
             bench.engine.hold()
             bench.hand_over(ticket, spec)
-            await bench.engine.until_in_flight(1)
+            await bench.engine.until_launched(1)
         if stage == "between steps":
             bench.hand_over(ticket, spec)
         end(bench, handle, how)

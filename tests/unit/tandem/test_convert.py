@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from tandem import convert
 from tandem.errors import HandshakeMismatch, InvalidRequest, Overloaded, PeerLost, Reason, TandemError, Unavailable
 from tandem.types import (
+    ChoiceSpec,
     FinishReason,
+    GroupSpec,
     Handle,
     PoolCounts,
     Role,
     SamplingParams,
-    SequenceSpec,
     TokenDelta,
     TokenLogprobs,
     WorkerInfo,
@@ -26,12 +27,11 @@ UINT32 = st.integers(0, 2**32 - 1)
 FLOAT32 = st.floats(width=32, allow_nan=False)
 NAMES = st.text(max_size=8)
 TOKEN_IDS = st.lists(UINT32, max_size=5).map(tuple)
-SEQUENCES: st.SearchStrategy[SequenceSpec] = st.builds(
-    SequenceSpec,
+GROUPS: st.SearchStrategy[GroupSpec] = st.builds(
+    GroupSpec,
     request_id=NAMES,
-    token_ids=TOKEN_IDS,
-    num_prompt_tokens=UINT32,
-    index=UINT32,
+    prompt_token_ids=TOKEN_IDS,
+    choices=st.lists(st.builds(ChoiceSpec, UINT32, TOKEN_IDS), max_size=4).map(tuple),
     timeout_s=st.none() | st.floats(allow_nan=False),
     priority=st.integers(-(2**31), 2**31 - 1),
     traceparent=NAMES,
@@ -63,6 +63,7 @@ DELTAS: st.SearchStrategy[TokenDelta] = st.builds(
     TokenDelta,
     offset=UINT32,
     token_ids=TOKEN_IDS,
+    index=UINT32,
     logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
     finish_reason=st.none() | st.sampled_from(FinishReason),
 )
@@ -86,6 +87,7 @@ INFOS: st.SearchStrategy[WorkerInfo] = st.builds(
     transports=st.lists(NAMES, max_size=3).map(tuple),
     local_prefill_tokens=st.none() | UINT32,
     max_sequence_tokens=UINT32,
+    pool_tokens=UINT32,
     pid=UINT32,
 )
 POOLS = st.builds(
@@ -109,11 +111,11 @@ LOADS: st.SearchStrategy[WorkerLoad] = st.builds(
 )
 
 
-@given(SEQUENCES)
-def test_a_sequence_survives_the_wire(spec: SequenceSpec) -> None:
-    wire = convert.sequence_to_proto(spec).SerializeToString()
+@given(GROUPS)
+def test_a_group_survives_the_wire(spec: GroupSpec) -> None:
+    wire = convert.group_to_proto(spec).SerializeToString()
 
-    assert convert.sequence_from_proto(worker_pb2.Sequence.FromString(wire)) == spec
+    assert convert.group_from_proto(worker_pb2.Group.FromString(wire)) == spec
 
 
 @given(DELTAS)

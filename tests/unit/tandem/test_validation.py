@@ -9,7 +9,7 @@ import pytest
 
 from tandem.errors import InvalidRequest
 from tandem.limits import Limits
-from tandem.types import RequestId, SamplingParams, SequenceSpec, TextParams, TokenId
+from tandem.types import ChoiceSpec, GroupSpec, RequestId, SamplingParams, TextParams, TokenId
 from tandem.validation import Validator
 
 VOCAB_SIZE = 100
@@ -17,18 +17,22 @@ CONTEXT_TOKENS = 64
 VALIDATOR = Validator(Limits(max_stop_strings=2, max_stop_bytes=4, max_logit_bias=2), VOCAB_SIZE, CONTEXT_TOKENS)
 
 
-def sequence(num_prompt: int = 10, num_output: int = 0, **sampling: Any) -> SequenceSpec:
-    return SequenceSpec(
+def group(num_prompt: int = 10, num_output: int = 0, **sampling: Any) -> GroupSpec:
+    return GroupSpec(
         request_id=RequestId("r-1"),
-        token_ids=tuple(TokenId(i) for i in range(num_prompt + num_output)),
-        num_prompt_tokens=num_prompt,
+        prompt_token_ids=tuple(map(TokenId, range(num_prompt))),
         sampling=SamplingParams(**{"max_tokens": 8, **sampling}),
+        choices=(ChoiceSpec(0, tuple(map(TokenId, range(num_output)))),),
     )
 
 
-def field_at_fault(spec: SequenceSpec, max_sequence_tokens: int | None = None) -> str:
+def with_choices(*choices: ChoiceSpec) -> GroupSpec:
+    return replace(group(), choices=choices)
+
+
+def field_at_fault(spec: GroupSpec, max_sequence_tokens: int | None = None) -> str:
     with pytest.raises(InvalidRequest) as refused:
-        VALIDATOR.validate_sequence(spec, max_sequence_tokens)
+        VALIDATOR.validate_group(spec, max_sequence_tokens)
     return refused.value.field
 
 
@@ -46,8 +50,8 @@ def field_at_fault(spec: SequenceSpec, max_sequence_tokens: int | None = None) -
         {"max_tokens": 54},
     ],
 )
-def test_a_good_sequence_passes(values: dict[str, Any]) -> None:
-    VALIDATOR.validate_sequence(sequence(**values), max_sequence_tokens=64)
+def test_a_good_group_passes(values: dict[str, Any]) -> None:
+    VALIDATOR.validate_group(group(**values), max_sequence_tokens=64)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -55,7 +59,7 @@ def test_a_good_sequence_passes(values: dict[str, Any]) -> None:
     "name", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 )
 def test_a_value_that_is_no_finite_number_is_refused(name: str, bad: float) -> None:
-    assert field_at_fault(sequence(**{name: bad})) == f"sampling.{name}"
+    assert field_at_fault(group(**{name: bad})) == f"sampling.{name}"
 
 
 @pytest.mark.parametrize(
@@ -87,36 +91,48 @@ def test_a_value_that_is_no_finite_number_is_refused(name: str, bad: float) -> N
     ],
 )
 def test_a_value_out_of_its_bounds_is_refused_by_name(name: str, value: object) -> None:
-    assert field_at_fault(sequence(**{name: value})) == f"sampling.{name}"
+    assert field_at_fault(group(**{name: value})) == f"sampling.{name}"
 
 
 @pytest.mark.parametrize(
     ("spec", "max_sequence_tokens", "field"),
     [
-        (sequence(num_prompt=0), None, "prompt"),
-        (sequence(num_prompt=64), None, "prompt"),
-        (sequence(num_prompt=65), None, "prompt"),
-        (sequence(num_prompt=32), 32, "prompt"),
-        (sequence(num_prompt=30, max_tokens=3), 32, "sampling.max_tokens"),
-        (replace(sequence(), token_ids=(TokenId(100),), num_prompt_tokens=1), None, "token_ids.ids"),
-        (replace(sequence(), token_ids=(TokenId(-1),), num_prompt_tokens=1), None, "token_ids.ids"),
-        (replace(sequence(), token_ids=(TokenId(1), TokenId(100)), num_prompt_tokens=1), None, "token_ids.ids"),
-        (replace(sequence(), num_prompt_tokens=11), None, "num_prompt_tokens"),
-        (sequence(num_output=8), None, "token_ids.ids"),
-        (replace(sequence(), request_id=RequestId("x" * 257)), None, "request_id"),
-        (replace(sequence(), request_id=RequestId("a\nb")), None, "request_id"),
-        (replace(sequence(), index=16), None, "index"),
-        (replace(sequence(), timeout_s=math.nan), None, "timeout_seconds"),
-        (replace(sequence(), timeout_s=-1.0), None, "timeout_seconds"),
-        (sequence(end_token_ids=frozenset({TokenId(100)})), None, "sampling.stop_token_ids"),
+        (group(num_prompt=0), None, "prompt"),
+        (group(num_prompt=64), None, "prompt"),
+        (group(num_prompt=65), None, "prompt"),
+        (group(num_prompt=32), 32, "prompt"),
+        (group(num_prompt=30, max_tokens=3), 32, "sampling.max_tokens"),
+        (replace(group(), prompt_token_ids=(TokenId(100),)), None, "token_ids.ids"),
+        (replace(group(), prompt_token_ids=(TokenId(-1),)), None, "token_ids.ids"),
+        (group(num_output=8), None, "choices"),
+        (with_choices(), None, "choices"),
+        (with_choices(ChoiceSpec(1), ChoiceSpec(0)), None, "choices"),
+        (with_choices(ChoiceSpec(1), ChoiceSpec(1)), None, "choices"),
+        (with_choices(ChoiceSpec(16)), None, "choices"),
+        (with_choices(ChoiceSpec(0), ChoiceSpec(1, (TokenId(100),))), None, "choices"),
+        (replace(group(), request_id=RequestId("x" * 257)), None, "request_id"),
+        (replace(group(), request_id=RequestId("a\nb")), None, "request_id"),
+        (replace(group(), timeout_s=math.nan), None, "timeout_seconds"),
+        (replace(group(), timeout_s=-1.0), None, "timeout_seconds"),
+        (group(end_token_ids=frozenset({TokenId(100)})), None, "sampling.stop_token_ids"),
     ],
 )
-def test_a_bad_sequence_is_refused_by_field(spec: SequenceSpec, max_sequence_tokens: int | None, field: str) -> None:
+def test_a_bad_group_is_refused_by_field(spec: GroupSpec, max_sequence_tokens: int | None, field: str) -> None:
     assert field_at_fault(spec, max_sequence_tokens) == field
 
 
-def test_a_resumed_sequence_passes() -> None:
-    VALIDATOR.validate_sequence(sequence(num_output=7))
+def test_a_resumed_group_passes() -> None:
+    VALIDATOR.validate_group(group(num_output=7))
+    VALIDATOR.validate_group(with_choices(ChoiceSpec(2), ChoiceSpec(5, (TokenId(1),)), ChoiceSpec(15)))
+
+
+def test_all_choices_must_fit_into_the_pool_together() -> None:
+    spec = replace(group(num_prompt=10, max_tokens=8), choices=tuple(map(ChoiceSpec, range(3))))
+    needed = 2 + 3 * 3  # blocks of 4: two full ones of the prompt are shared, three are each choice's own
+    VALIDATOR.validate_pool(spec, block_size=4, num_blocks=needed)
+    with pytest.raises(InvalidRequest) as refused:
+        VALIDATOR.validate_pool(spec, block_size=4, num_blocks=needed - 1)
+    assert refused.value.field == "sampling.n"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,9 @@ LOAD = WorkerLoad(
     running_seqs=3,
     waiting_seqs=2,
     queued_prompt_tokens=90,
-    pool=PoolCounts(20, free=5, reserved=1, receiving=2, live=11, quarantined=1, block_size=16, unused_slots=9),
+    pool=PoolCounts(
+        20, free=3, reserved=1, receiving=2, live=11, quarantined=1, block_size=16, unused_slots=9, cached=2
+    ),
     live_transfers=4,
     draining=True,
     preemptions=6,
@@ -175,11 +177,12 @@ def test_the_load_is_told_as_it_is(decode: Scene) -> None:
         "preemptions_total": 6,
     }
     assert decode.samples("tandem_kv_pool_blocks") == {
-        ("free",): 5,
+        ("free",): 3,
         ("reserved",): 1,
         ("receiving",): 2,
         ("live",): 11,
         ("quarantined",): 1,
+        ("cached",): 2,
     }
     assert decode.value("vllm:kv_cache_usage_perc", "0", "demo") == 0.75
     assert decode.value("tandem_kv_pool_info", "16", "20") == 1

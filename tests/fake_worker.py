@@ -1,0 +1,329 @@
+"""A worker that speaks the protocol but computes nothing. Built on the protos alone, not on any worker's code.
+
+Its tokens are a function of prompt, choice and position, so that any fake worker continues any
+request exactly. Each stage can be held, and each failure provoked, by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc.aio
+
+from tandem.convert import delta_to_proto, failed_to_proto, group_from_proto, info_to_proto, load_to_proto
+from tandem.errors import TandemError
+from tandem.rpc.channel import open_channel
+from tandem.rpc.server import RpcServer, Service
+from tandem.types import (
+    ChoiceSpec,
+    FinishReason,
+    GroupSpec,
+    Handle,
+    PoolCounts,
+    TokenDelta,
+    TokenId,
+    TokenLogprobs,
+    WorkerInfo,
+    WorkerLoad,
+)
+from tandem.v1 import registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+BEAT_S = 0.05
+RETRY_S = 0.05
+
+
+def token_at(prompt: Iterable[int], offset: int, index: int = 0) -> TokenId:
+    """The fake model: a letter that depends on the prompt, on where it stands, and on the choice."""
+    return TokenId(ord("a") + (sum(prompt) + 7 * offset + 5 * index) % 26)
+
+
+def drawn_with_prompt(spec: GroupSpec) -> Sequence[ChoiceSpec]:
+    """The choices whose next token comes from whoever computes the prompt."""
+    return spec.choices if len(spec.choices) == 1 else [each for each in spec.choices if not each.output_token_ids]
+
+
+class Stream:
+    """One router's stream: what is said to it, in order."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[worker_pb2.ConnectResponse] = asyncio.Queue()
+
+    def say(self, **message: Any) -> None:
+        self.messages.put_nowait(worker_pb2.ConnectResponse(**message))
+
+    def tokens(self, handle: Handle, *deltas: TokenDelta) -> None:
+        self.say(step_outputs=worker_pb2.StepOutputs(outputs=[delta_to_proto(handle, each) for each in deltas]))
+
+
+Key = tuple[Stream, Handle]
+
+
+@dataclass(slots=True)
+class Running:
+    """One request here."""
+
+    spec: GroupSpec
+    offsets: dict[int, int]
+    """Offset of the next token of each choice that is not finished."""
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """A worker of either role. Stages that are held do not happen until let go.
+
+    Stages: "reserve", "prefill", "first" (PrefillDone and first tokens), "attach", "handoff_word", "decode".
+    """
+
+    def __init__(self, info: WorkerInfo, peers: dict[str, FakeWorker]) -> None:
+        """`peers`: all workers by name; decode workers are reached through it."""
+        self.info = info
+        self.sequences: dict[Key, Running] = {}
+        self.specs: list[GroupSpec] = []
+        self.num_releases = 0
+        self.num_drain_orders = 0
+        self.load = WorkerLoad(0, 0, 0, 0, PoolCounts(64, 64, 0, 0, 0, 0, 16, 0), 0, draining=False)
+        self._peers = peers
+        self._held: set[str] = set()
+        self._pause_at: int | None = None
+        self._changed = asyncio.Event()
+        self._server: RpcServer | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._announcing: asyncio.Task[None] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is held for any router."""
+        return not self.sequences
+
+    @property
+    def offsets(self) -> list[int]:
+        """How far each unfinished choice has come."""
+        return [offset for running in self.sequences.values() for offset in running.offsets.values()]
+
+    def hold(self, *stages: str) -> None:
+        """These stages wait from now on."""
+        self._held.update(stages)
+
+    def pause_at(self, offset: int) -> None:
+        """Decodes up to this many tokens of each choice."""
+        self._pause_at = offset
+
+    def let_go(self) -> None:
+        """Nothing waits any more."""
+        self._held.clear()
+        self._pause_at = None
+        self._notify()
+
+    def say(self, offset: int, *tokens: int, finish: FinishReason | None = None, index: int = 0) -> None:
+        """Sends tokens of its one request that the fake model would not."""
+        ((stream, handle),) = self.sequences
+        stream.tokens(handle, TokenDelta(offset, tuple(map(TokenId, tokens)), (), finish, index))
+
+    def fail_all(self, error: TandemError) -> None:
+        """Gives up everything it runs."""
+        for stream, handle in list(self.sequences):
+            stream.say(failed=failed_to_proto(handle, error))
+            del self.sequences[stream, handle]
+        self._notify()
+
+    # --- the stream ---
+
+    async def Connect(  # noqa: N802
+        self, request_iterator: AsyncIterator[worker_pb2.ConnectRequest], context: Any
+    ) -> None:
+        stream = Stream()
+        stream.say(hello=worker_pb2.WorkerHello(incarnation=self.info.incarnation))
+        writing = asyncio.create_task(self._write(stream, context))
+        try:
+            async for request in request_iterator:
+                self._take(stream, request)
+        finally:
+            writing.cancel()
+            for key in [key for key in self.sequences if key[0] is stream]:
+                del self.sequences[key]
+            self._notify()
+
+    @staticmethod
+    async def _write(stream: Stream, context: Any) -> None:
+        while True:
+            await context.write(await stream.messages.get())
+
+    def _take(self, stream: Stream, request: worker_pb2.ConnectRequest) -> None:
+        kind = request.WhichOneof("message")
+        if kind == "reserve":
+            key = self._begin(stream, request.reserve)
+            self._spawn(self._reserve(key, request.reserve.local_prefill))
+        elif kind == "prefill":
+            key = self._begin(stream, request.prefill)
+            self._spawn(self._prefill(key, request.prefill.ticket, request.prefill.kv_endpoint))
+        elif kind == "release":
+            self.num_releases += 1
+            self.sequences.pop((stream, Handle(request.release.handle)), None)
+            self._notify()
+
+    def _begin(self, stream: Stream, message: worker_pb2.Reserve | worker_pb2.Prefill) -> Key:
+        spec = group_from_proto(message.group)
+        self.specs.append(spec)
+        key = stream, Handle(message.handle)
+        self.sequences[key] = Running(spec, {each.index: len(each.output_token_ids) for each in spec.choices})
+        return key
+
+    # --- what it does with a request ---
+
+    async def _reserve(self, key: Key, local_prefill: bool) -> None:
+        stream, handle = key
+        if not await self._passes("reserve", key):
+            return
+        ticket, endpoint = (b"", b"") if local_prefill else (str(handle).encode(), self.info.worker_id.encode())
+        stream.say(reserved=worker_pb2.Reserved(handle=handle, ticket=ticket, kv_endpoint=endpoint))
+        if local_prefill and await self._passes("first", key):
+            self._tell_first(key, self._first_tokens(key))
+            self._spawn(self._decode(key))
+
+    async def _prefill(self, key: Key, ticket: bytes, kv_endpoint: bytes) -> None:
+        stream, handle = key
+        decode = self._peers[kv_endpoint.decode()]
+        if not await self._passes("prefill", key):
+            return
+        first = self._first_tokens(key)
+        goes_on = bool(self.sequences[key].offsets)
+        if await self._passes("attach", key) and goes_on:
+            decode.attach(ticket)
+        if await self._passes("first", key):
+            self._tell_first(key, first)
+        if goes_on and await self._passes("handoff_word", key):
+            done = worker_pb2.HandoffDone(handle=handle, transfer_bytes=4096, transfer_seconds=0.125)
+            stream.say(handoff_done=done)
+
+    def attach(self, ticket: bytes) -> None:
+        """The prompt's KV is here: decodes from now on."""
+        for key in [key for key in self.sequences if str(key[1]).encode() == ticket]:
+            self._first_tokens(key)
+            self._spawn(self._decode(key))
+
+    def _first_tokens(self, key: Key) -> list[TokenDelta]:
+        running = self.sequences[key]
+        return [self._next(running, each.index) for each in drawn_with_prompt(running.spec)]
+
+    @staticmethod
+    def _tell_first(key: Key, first: Sequence[TokenDelta]) -> None:
+        stream, handle = key
+        stream.say(prefill_done=worker_pb2.PrefillDone(handle=handle, queue_seconds=0.25, prefill_seconds=0.5))
+        if first:
+            stream.tokens(handle, *first)
+
+    async def _decode(self, key: Key) -> None:
+        stream, handle = key
+        while await self._passes("decode", key):
+            running = self.sequences[key]
+            due = [i for i, offset in running.offsets.items() if self._pause_at is None or offset < self._pause_at]
+            if due:
+                stream.tokens(handle, *[self._next(running, index) for index in due])
+                await asyncio.sleep(0)
+            elif running.offsets:
+                await self._changed.wait()
+            else:
+                return
+
+    @staticmethod
+    def _next(running: Running, index: int) -> TokenDelta:
+        spec, offset = running.spec, running.offsets[index]
+        token = token_at(spec.prompt_token_ids, offset, index)
+        finish = FinishReason.STOP if token in spec.sampling.end_token_ids else None
+        if finish is None and offset + 1 == spec.sampling.max_tokens:
+            finish = FinishReason.LENGTH
+        if finish is None:
+            running.offsets[index] += 1
+        else:
+            del running.offsets[index]
+        logprobs = () if spec.sampling.logprobs is None else (TokenLogprobs(token, -0.5, ((token, -0.5),)),)
+        return TokenDelta(offset, (token,), logprobs, finish, index)
+
+    async def _passes(self, stage: str, key: Key) -> bool:
+        """Waits while the stage is held; False if the request is gone by then."""
+        while stage in self._held and key in self.sequences:
+            await self._changed.wait()
+        return key in self.sequences
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- its life ---
+
+    async def start(self, router_address: str) -> None:
+        """Serves and announces itself."""
+        port = await self._serve("127.0.0.1:0")
+        self.info = replace(self.info, address=f"127.0.0.1:{port}")
+        self.announce(router_address)
+
+    async def serve_again(self) -> None:
+        """On the same address, in the same life."""
+        await self._serve(self.info.address)
+
+    async def _serve(self, listen: str) -> int:
+        service = Service(
+            "tandem.v1.WorkerService",
+            lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server),
+            long_lived=True,
+        )
+        self._server = RpcServer(listen, [service], announce_s=0)
+        return await self._server.start()
+
+    def announce(self, router_address: str) -> None:
+        """Keeps a registration."""
+        self._announcing = asyncio.create_task(self._keep_registered(router_address))
+
+    async def _keep_registered(self, router_address: str) -> None:
+        while True:
+            async with open_channel(router_address) as channel:
+                try:
+                    await self._register(channel)
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    pass  # refused, or ended: it tries again
+            await asyncio.sleep(RETRY_S)
+
+    async def _register(self, channel: grpc.aio.Channel) -> None:
+        call: Any = registry_pb2_grpc.RegistryServiceStub(channel).Register()
+        await call.write(registry_pb2.RegisterRequest(info=info_to_proto(self.info)))
+        await call.write(registry_pb2.RegisterRequest(load=load_to_proto(self.load)))
+        beating = asyncio.create_task(self._beat(call))
+        try:
+            while isinstance(response := await call.read(), registry_pb2.RegisterResponse):
+                self.num_drain_orders += response.drain
+        finally:
+            beating.cancel()
+            call.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+
+    async def _beat(self, call: Any) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await call.write(registry_pb2.RegisterRequest(load=load_to_proto(self.load)))
+
+    async def fall_silent(self) -> None:
+        """Ends its registration; its service stands."""
+        if self._announcing is not None:
+            self._announcing.cancel()
+            await asyncio.gather(self._announcing, return_exceptions=True)
+
+    async def stop_serving(self) -> None:
+        """Cuts every stream, as a dead process does; its registration stands."""
+        if self._server is not None:
+            await self._server.drain(0)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.sequences.clear()
+
+    async def die(self) -> None:
+        """Ends at once."""
+        await self.stop_serving()
+        await self.fall_silent()

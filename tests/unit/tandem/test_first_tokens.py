@@ -1,0 +1,50 @@
+"""The COMMIT payload."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.errors import FrameError
+from tandem.first_tokens import decode_first_tokens, encode_first_tokens
+from tandem.types import TokenId
+
+TOKENS = st.dictionaries(st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1).map(TokenId), max_size=20)
+
+
+@given(TOKENS)
+def test_tokens_come_back_as_they_went(tokens: dict[int, TokenId]) -> None:
+    assert decode_first_tokens(encode_first_tokens(tokens)) == tokens
+
+
+def test_the_payload_is_as_documented() -> None:
+    assert encode_first_tokens({3: TokenId(258)}) == b"\x02\x00\x01\x00\x03\x00\x00\x01\x02"
+
+
+@pytest.mark.parametrize("tokens", [{0: -1}, {0: 2**32}, {-1: 0}, {2**16: 0}])
+def test_what_does_not_fit_is_refused(tokens: dict[int, TokenId]) -> None:
+    with pytest.raises(FrameError):
+        encode_first_tokens(tokens)
+
+
+@given(TOKENS, st.integers(0, 130))
+def test_a_payload_that_is_cut_short_is_refused(tokens: dict[int, TokenId], length: int) -> None:
+    payload = encode_first_tokens(tokens)
+    if length < len(payload):
+        with pytest.raises(FrameError):
+            decode_first_tokens(payload[:length])
+
+
+@pytest.mark.parametrize(
+    ("payload", "message"),
+    [
+        (b"\x00\x00\x00\x07", "version 0"),
+        (b"\x03\x00\x00", "version 3"),
+        (b"\x02\x00\x00\x00", "does not hold"),
+        (b"\x02\x00\x02" + 2 * b"\x00\x01\x00\x00\x00\x05", "twice"),
+    ],
+)
+def test_another_payload_is_refused_with_the_reason(payload: bytes, message: str) -> None:
+    with pytest.raises(FrameError, match=message):
+        decode_first_tokens(payload)
