@@ -80,7 +80,7 @@ class OutgoingTransfer:
         self._task: asyncio.Task[None] | None = None
         self._aborted = False
         self._closing = False
-        """Committed, or the sender is letting go of the blocks: a cancel would only do harm."""
+        """Committed, or the sender is ending its use of the blocks, which a cancel must not interrupt."""
 
     def start(self, ticket: bytes, kv_endpoint: bytes) -> None:
         """Begins to open, in a task of its own. Both were minted by the decode worker and carried by the router."""
@@ -108,7 +108,7 @@ class OutgoingTransfer:
             self._work.set()
 
     def abort(self) -> None:
-        """Gives up without a report. Idempotent; blocks come back when the sender has let go."""
+        """Gives up without a report. Idempotent; blocks are released when the sender no longer reads them."""
         if self._task is None or self._aborted:
             return
         self._aborted = True

@@ -1,4 +1,4 @@
-"""The prefill worker's core: takes requests from routers, sees each to its one end, lets go of all it held.
+"""The prefill worker's core: takes requests from routers, brings each to its one end, releases all it held.
 
     Prefill ──▶ transfer opens, prompt waits ──▶ chunks ──▶ PrefillDone, first tokens ──▶ HandoffDone
                         └────────────┴───────────┴────────────┴──▶ Failed | released
@@ -6,7 +6,7 @@
 The prompt is computed once for all choices of a request, and its last token gives each choice its
 first. A request ends once, at `_end`: committed, all choices finished by their first tokens, failed,
 out of time, released by its router, or its router lost. From there on nothing more is said about it;
-its blocks come back as soon as the running step and the sender have let go of them.
+its blocks are released as soon as neither the running step nor the sender uses them.
 
 All calls on the loop, none awaits but `run` and `drained`. Knows no gRPC.
 """
@@ -42,7 +42,7 @@ TICK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """What the worker works with; owned and closed by whoever made them."""
+    """What the worker works with; its maker owns and closes them."""
 
     engine: StepEngine
     pool: BlockPool
@@ -64,7 +64,7 @@ class PrefillWorker:
         self._steps = StepLoop(parts.engine, parts.pool, limits, parts.clock, self, parts.observer)
         self._live: dict[tuple[RouterPort, Handle], Request] = {}
         self._transfers: dict[Request, OutgoingTransfer] = {}
-        """One per live request, and those that have not let go of the blocks of an ended one."""
+        """One per live request, and those of ended ones whose blocks the sender still uses."""
         self._num_arrived = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -103,7 +103,7 @@ class PrefillWorker:
             self._end(request)
 
     def router_lost(self, session: RouterPort) -> None:
-        """Lets go of all that this router had asked for."""
+        """Releases all that this router had asked for."""
         for request in [request for request in self._live.values() if request.router is session]:
             self._end(request)
 
@@ -219,6 +219,6 @@ class PrefillWorker:
         if self._idle.is_set() or self._live or self._transfers or self._steps.num_tokens_in_flight:
             return
         pool = self._parts.pool
-        if pool.num_free + pool.num_cached != pool.num_blocks:  # INVARIANT: nobody is left who could release them
-            _log.error("blocks are held by nobody", num_blocks=pool.num_blocks - pool.num_free - pool.num_cached)
+        if pool.num_free + pool.num_cached != pool.num_blocks:  # INVARIANT: nothing is left that could release them
+            _log.error("blocks were not released", num_blocks=pool.num_blocks - pool.num_free - pool.num_cached)
         self._idle.set()

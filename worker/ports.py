@@ -57,7 +57,7 @@ class StepEngine(Protocol):
     def launch(self, step: Step) -> Awaitable[StepResult]:
         """Hands over a step; at most two may be in flight. The seqs' tables have been read when it returns.
 
-        The result raises what the step raised, after the device has let go of its blocks. Cancelling the wait does
+        The result raises what the step raised, once the device no longer uses its blocks. Cancelling the wait does
         not cancel the step, and does not end before it.
         """
         ...
@@ -82,7 +82,7 @@ class WorkerCore(Protocol):
         ...
 
     def router_lost(self, session: RouterPort) -> None:
-        """The stream ended: let go of all that this router asked for."""
+        """The stream ended: release all that this router asked for."""
         ...
 
     async def run(self) -> None:

@@ -49,7 +49,7 @@ class Request:
         """Tokens drawn here, of all choices."""
 
     def prompt_computed(self, now_s: float) -> None:
-        """Tells router and observer, before the first tokens. For whoever computed it, once."""
+        """Tells router and observer, before the first tokens; once, by the worker that computed it."""
         started_s = now_s if self.started_s is None else self.started_s
         self.observer.first_token()
         self.router.prefill_done(self.handle, started_s - self.arrived_s, now_s - started_s)
