@@ -85,7 +85,7 @@ class _Request(RequestObserver):
     def handed_over(self, num_bytes: int, seconds: float) -> None:
         self._of.transfer_s.observe(seconds)
 
-    def tokens(self, num_tokens: int, index: int) -> None:
+    def tokens(self, num_tokens: int, index: int = 0) -> None:
         of, now_s = self._of, self._of.clock.now_s()
         of.completion_tokens.add(num_tokens)
         if self._first_s is None:

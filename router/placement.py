@@ -106,7 +106,7 @@ def readiness(workers: Sequence[WorkerView]) -> str | None:
     return _what_is_missing(demand, workers, prefills, decodes)
 
 
-def longest_sequence(workers: Sequence[WorkerView], num_prompt_tokens: int, num_choices: int) -> int | None:
+def longest_sequence(workers: Sequence[WorkerView], num_prompt_tokens: int, num_choices: int = 1) -> int | None:
     """Tokens of the longest choice, of so many, that any registered pair holds; None without a decode worker."""
     demand = Demand(num_prompt_tokens, num_prompt_tokens + 1, num_prompt_tokens, num_choices)
     prefills = [view for view in workers if view.info.role is Role.PREFILL]
@@ -118,7 +118,7 @@ def longest_sequence(workers: Sequence[WorkerView], num_prompt_tokens: int, num_
     return max(lengths, default=None)
 
 
-def common_sequence(workers: Sequence[WorkerView], num_prompt_tokens: int, num_choices: int) -> int | None:
+def common_sequence(workers: Sequence[WorkerView], num_prompt_tokens: int, num_choices: int = 1) -> int | None:
     """Tokens of the longest choice, of so many, that all pairs hold which take such a prompt now; None if none does.
 
     A pair that leaves less than half as much room as the best does not count: to be served by

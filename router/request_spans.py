@@ -68,7 +68,7 @@ class _RequestSpan(RequestObserver):
             workers["tandem.prefill.worker_id"] = prefill.worker_id
         self._span.add_event("placed", workers)
 
-    def tokens(self, num_tokens: int, index: int) -> None:
+    def tokens(self, num_tokens: int, index: int = 0) -> None:
         if not self._has_tokens:
             self._has_tokens = True
             self._span.add_event("first_token")

@@ -50,7 +50,7 @@ class Timeline(RequestObserver):
         """Arrival to the last token; to now, as long as none came."""
         return self._since_arrival_s() if self._first_token_s is None else self._last_token_s
 
-    def tokens(self, num_tokens: int, index: int) -> None:
+    def tokens(self, num_tokens: int, index: int = 0) -> None:
         """New tokens are here."""
         self._last_token_s = self._since_arrival_s()
         if self._first_token_s is None:

@@ -7,6 +7,7 @@ request exactly. Each stage can be held, and each failure provoked, by hand.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -284,10 +285,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def _keep_registered(self, router_address: str) -> None:
         while True:
             async with open_channel(router_address) as channel:
-                try:
+                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # refused, or ended
                     await self._register(channel)
-                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                    pass  # refused, or ended: it tries again
             await asyncio.sleep(RETRY_S)
 
     async def _register(self, channel: grpc.aio.Channel) -> None:

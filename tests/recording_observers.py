@@ -71,7 +71,7 @@ class RecordedRequest(Record, RequestObserver):
     def handed_over(self, num_bytes: int, seconds: float) -> None:
         self.calls.append(("handed_over", num_bytes, seconds))
 
-    def tokens(self, num_tokens: int, index: int) -> None:
+    def tokens(self, num_tokens: int, index: int = 0) -> None:
         self.calls.append(("tokens", num_tokens, index))
 
     def moved(self, culprit: WorkerInfo, error: TandemError) -> None:

@@ -70,7 +70,7 @@ class RequestObserver:
     def handed_over(self, num_bytes: int, seconds: float) -> None:
         """The prompt's KV reached the decode worker."""
 
-    def tokens(self, num_tokens: int, index: int) -> None:
+    def tokens(self, num_tokens: int, index: int = 0) -> None:
         """So many further tokens of choice `index` are known, in order."""
 
     def moved(self, culprit: WorkerInfo, error: TandemError) -> None:

@@ -72,7 +72,7 @@ class _Requests(RequestObserver):
         for each in self._all:
             each.handed_over(num_bytes, seconds)
 
-    def tokens(self, num_tokens: int, index: int) -> None:
+    def tokens(self, num_tokens: int, index: int = 0) -> None:
         for each in self._all:
             each.tokens(num_tokens, index)
 

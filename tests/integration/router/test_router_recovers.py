@@ -263,9 +263,7 @@ async def test_a_stream_that_breaks_under_a_living_worker_is_opened_again(cluste
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-async def test_a_request_whose_stream_broke_goes_on_with_the_same_worker(
-    launch: Any, policy: Any, role: Role
-) -> None:
+async def test_a_request_whose_stream_broke_goes_on_with_the_same_worker(launch: Any, policy: Any, role: Role) -> None:
     cluster = await launch(policy=policy(placement_s=30.0))
     prefill, decode = await cluster.add_pair()
     decode.pause_at(3)

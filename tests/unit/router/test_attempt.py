@@ -10,82 +10,97 @@ from typing import Any
 import pytest
 
 from router.attempt import Attempt
+from router.delivery import ChoiceStream, Delivery
 from router.placement import Placement
-from router.stream import TokenStream
-from router.worker_link import SequenceListener
+from router.worker_link import GroupListener
 from tandem.clock import ManualClock
 from tandem.errors import InternalError, Reason, TandemError, TransferError, Unavailable
-from tandem.telemetry.observers import RequestStart
+from tandem.telemetry.observers import RequestObserver, RequestStart
 from tandem.types import (
+    ChoiceSpec,
     FinishReason,
+    GroupSpec,
     Handle,
     RequestId,
     Role,
     SamplingParams,
-    SequenceSpec,
+    TextParams,
     TokenDelta,
     TokenId,
     WorkerInfo,
 )
+from tandem.v1 import worker_pb2
 from tests.recording_observers import RecordedRequest
 
+NOBODY = RequestObserver()
 SILENCE_S = 0.01
 """On a clock that the tests move."""
-SPEC = SequenceSpec(RequestId("r"), (TokenId(1),), 1, SamplingParams(max_tokens=3))
+SPEC = GroupSpec(RequestId("r"), (TokenId(1),), SamplingParams(max_tokens=3))
 
 
 class SilentLink:
     """A stream to a worker that says only what the test says for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, info: WorkerInfo) -> None:
+        self.info = info
         self.asked = asyncio.Event()
         self.is_released = False
 
-    def reserve(self, _: SequenceSpec, listener: SequenceListener, *, local_prefill: bool) -> Handle:
+    def reserve(self, group: worker_pb2.Group, listener: GroupListener, *, local_prefill: bool) -> Handle:
         assert not local_prefill
+        self.group = group
         return self._hear(listener)
 
-    def prefill(self, _: SequenceSpec, listener: SequenceListener, ticket: bytes, kv_endpoint: bytes) -> Handle:
+    def prefill(self, group: worker_pb2.Group, listener: GroupListener, ticket: bytes, kv_endpoint: bytes) -> Handle:
+        self.group = group
         assert (ticket, kv_endpoint) == (b"ticket", b"endpoint")
         return self._hear(listener)
 
     def release(self, _: Handle) -> None:
         self.is_released = True
 
-    def _hear(self, listener: SequenceListener) -> Handle:
-        self.says = listener
+    def _hear(self, listener: GroupListener) -> Handle:
+        self.listener = listener
         self.asked.set()
         return Handle(1)
 
+    def says(self, name: str, *args: Any) -> None:
+        """Tells the listener, as a WorkerLink does."""
+        getattr(self.listener, name)(self.info, *args)
 
-class Collector(TokenStream):
-    """A sink."""
 
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
+class NoText:
+    """A detokenizer for tests in which no text is looked at."""
 
-    @property
-    def num_tokens_in_order(self) -> int:
-        return self.next_offset
+    def step(self, _: TokenId) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
 
 
 class Pair:
     """One attempt on a pair of workers, under way."""
 
-    def __init__(self, info: Callable[..., WorkerInfo], clock: ManualClock) -> None:
+    def __init__(self, info: Callable[..., WorkerInfo], clock: ManualClock, spec: GroupSpec = SPEC) -> None:
         self.infos = {role: info(role, role) for role in Role}
-        self.prefill, self.decode = SilentLink(), SilentLink()
+        self.prefill, self.decode = (SilentLink(self.infos[role]) for role in (Role.PREFILL, Role.DECODE))
         self.steps: dict[Role, Iterator[int]] = {}
         """Of engines that move."""
         self.num_asked = 0
         placement = Placement(self.infos[Role.PREFILL], self.infos[Role.DECODE])
-        sink: Any = Collector()
-        observer = RecordedRequest(RequestStart("r", 1, 3, 0, "", 0.0))
+        no_text: Any = NoText()
+        self.delivery = Delivery([ChoiceStream(each.index, no_text, TextParams()) for each in spec.choices], NOBODY)
+        for each in spec.choices:
+            if each.output_token_ids:
+                self.delivery.push(TokenDelta(0, each.output_token_ids, index=each.index))
+        observer = RecordedRequest(RequestStart(RequestId("r"), 1, 3, 0, "", 0.0))
         links: Any = self
         self.clock = clock
-        self.attempt = Attempt(placement, links, sink, observer, clock, clock.now_s(), SILENCE_S, lambda _: None)
-        self.running = asyncio.create_task(self.attempt.run(SPEC))
+        self.attempt = Attempt(
+            placement, links, self.delivery, observer, clock, clock.now_s(), SILENCE_S, lambda _: None
+        )
+        self.running = asyncio.create_task(self.attempt.run(spec))
 
     def link(self, info: WorkerInfo) -> SilentLink:
         return self.prefill if info.role is Role.PREFILL else self.decode
@@ -99,13 +114,14 @@ class Pair:
         await self.decode.asked.wait()
         if stage == "reserve":
             return
-        self.decode.says.reserved(b"ticket", b"endpoint")
+        self.decode.says("reserved", b"ticket", b"endpoint")
         await self.prefill.asked.wait()
         if stage == "prefill":
             return
-        self.prefill.says.prefill_done(delta(0), 0.0, 0.0)
+        self.prefill.says("prefill_done", 0.0, 0.0)
+        self.prefill.says("tokens", delta(0))
         if stage == "decode":
-            self.prefill.says.handoff_done(1, 0.0)
+            self.prefill.says("handoff_done", 1, 0.0)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(5):
@@ -119,18 +135,18 @@ class Pair:
         return caught.value
 
 
-def delta(offset: int, finish_reason: FinishReason | None = None) -> TokenDelta:
-    return TokenDelta(offset, (TokenId(7),), (), finish_reason)
+def delta(offset: int, finish_reason: FinishReason | None = None, index: int = 0) -> TokenDelta:
+    return TokenDelta(offset, (TokenId(7),), (), finish_reason, index)
 
 
 @pytest.fixture
-def pair(info: Callable[..., WorkerInfo], clock: ManualClock) -> Callable[[], Pair]:
-    return lambda: Pair(info, clock)
+def pair(info: Callable[..., WorkerInfo], clock: ManualClock) -> Callable[..., Pair]:
+    return lambda spec=SPEC: Pair(info, clock, spec)
 
 
 @pytest.mark.parametrize(("stage", "role"), [("reserve", Role.DECODE), ("prefill", Role.PREFILL)])
 async def test_to_wait_in_the_line_of_an_engine_that_moves_is_not_silence(
-    pair: Callable[[], Pair], stage: str, role: Role
+    pair: Callable[..., Pair], stage: str, role: Role
 ) -> None:
     running = pair()
     running.steps[role] = itertools.count(1)
@@ -143,9 +159,10 @@ async def test_to_wait_in_the_line_of_an_engine_that_moves_is_not_silence(
     if stage == "reserve":
         await running.get_to("decode")
     else:
-        running.prefill.says.prefill_done(delta(0), 0.0, 0.0)
-        running.prefill.says.handoff_done(1, 0.0)
-    running.decode.says.tokens(delta(1, FinishReason.STOP))
+        running.prefill.says("prefill_done", 0.0, 0.0)
+        running.prefill.says("tokens", delta(0))
+        running.prefill.says("handoff_done", 1, 0.0)
+    running.decode.says("tokens", delta(1, FinishReason.STOP))
     await running.running
 
 
@@ -159,7 +176,7 @@ async def test_to_wait_in_the_line_of_an_engine_that_moves_is_not_silence(
     ],
 )
 async def test_silence_tells_against_the_worker_whose_word_is_due(
-    pair: Callable[[], Pair], stage: str, silent: Role
+    pair: Callable[..., Pair], stage: str, silent: Role
 ) -> None:
     running = pair()
     await running.get_to(stage)
@@ -170,7 +187,7 @@ async def test_silence_tells_against_the_worker_whose_word_is_due(
     assert running.attempt.culprit == running.infos[silent]
 
 
-async def test_once_it_runs_a_moving_engine_is_no_word_of_the_sequence(pair: Callable[[], Pair]) -> None:
+async def test_once_it_runs_a_moving_engine_is_no_word_of_the_sequence(pair: Callable[..., Pair]) -> None:
     running = pair()
     running.steps[Role.DECODE] = itertools.count(1)
     await running.get_to("decode")
@@ -184,27 +201,83 @@ async def test_once_it_runs_a_moving_engine_is_no_word_of_the_sequence(pair: Cal
 )
 @pytest.mark.parametrize("cause", [InternalError("step failed"), Unavailable("it was lost", Reason.WORKER_LOST)])
 async def test_a_worker_that_says_why_a_hand_off_failed_is_the_culprit_though_the_other_was_heard_first(
-    pair: Callable[[], Pair], first: Role, second: Role, cause: TandemError
+    pair: Callable[..., Pair], first: Role, second: Role, cause: TandemError
 ) -> None:
     running = pair()
     await running.get_to("prefill")
     links = {Role.PREFILL: running.prefill, Role.DECODE: running.decode}
-    links[first].says.failed(TransferError("the peer gave up"))
+    links[first].says("failed", TransferError("the peer gave up"))
     await asyncio.sleep(0)
-    links[second].says.failed(cause)
+    links[second].says("failed", cause)
     assert await running.failure() is cause
     assert running.attempt.culprit == running.infos[second]
 
 
 async def test_of_two_words_about_a_hand_off_the_first_counts_and_without_a_second_it_stands(
-    pair: Callable[[], Pair],
+    pair: Callable[..., Pair],
 ) -> None:
     first = TransferError("the peer gave up")
     for num_words in (1, 2):
         running = pair()
         await running.get_to("prefill")
-        running.decode.says.failed(first)
+        running.decode.says("failed", first)
         if num_words == 2:
-            running.prefill.says.failed(TransferError("gave up"))
+            running.prefill.says("failed", TransferError("gave up"))
         assert await running.failure() is first
         assert running.attempt.culprit == running.infos[Role.DECODE]
+
+
+def resumed(*tokens_before: int) -> GroupSpec:
+    """A group whose choices have so many tokens already."""
+    choices = (ChoiceSpec(index, (TokenId(7),) * count) for index, count in enumerate(tokens_before))
+    return GroupSpec(RequestId("r"), (TokenId(1),), SamplingParams(max_tokens=9), tuple(choices))
+
+
+async def test_several_choices_that_are_resumed_have_a_computed_prompt_without_first_tokens(
+    pair: Callable[..., Pair],
+) -> None:
+    running = pair(resumed(2, 3))
+    await running.get_to("prefill")
+    running.prefill.says("prefill_done", 0.0, 0.0)
+    running.prefill.says("handoff_done", 1, 0.0)
+    running.prefill.says("failed", Unavailable("it was lost", Reason.WORKER_LOST))
+    running.decode.says("tokens", delta(2, FinishReason.STOP, 0))
+    running.decode.says("tokens", delta(3, FinishReason.STOP, 1))
+    await running.running
+
+
+@pytest.mark.parametrize(("tokens_before", "first"), [((0, 0), (0, 1)), ((2, 0), (1,)), ((2,), (0,))])
+async def test_the_loss_of_prefill_matters_until_each_first_token_it_draws_is_here(
+    pair: Callable[..., Pair], tokens_before: tuple[int, ...], first: tuple[int, ...]
+) -> None:
+    for num_first in range(len(first) + 1):
+        running = pair(resumed(*tokens_before))
+        await running.get_to("prefill")
+        running.prefill.says("prefill_done", 0.0, 0.0)
+        for index in first[:num_first]:
+            running.prefill.says("tokens", delta(tokens_before[index], index=index))
+        running.decode.says("tokens", delta(tokens_before[0] + (0 in first), index=0))  # it holds the KV
+        running.prefill.says("failed", Unavailable("it was lost", Reason.WORKER_LOST))
+        if num_first < len(first):
+            assert isinstance(await running.failure(), Unavailable)
+            continue
+        for index, count in enumerate(tokens_before):
+            running.decode.says("tokens", TokenDelta(count, (TokenId(7),) * 5, (), FinishReason.STOP, index))
+        await running.running
+
+
+async def test_tokens_alone_say_that_the_prompt_is_computed(pair: Callable[..., Pair]) -> None:
+    running = pair()
+    running.steps[Role.PREFILL] = itertools.count(1)
+    await running.get_to("prefill")
+    running.prefill.says("tokens", delta(0))
+    running.clock.advance_s(2 * SILENCE_S)
+    assert (await running.failure()).message.startswith("worker prefill said nothing")
+
+
+async def test_the_group_is_encoded_once_for_both_workers(pair: Callable[..., Pair]) -> None:
+    running = pair(resumed(0, 0, 0))
+    await running.get_to("prefill")
+    assert running.decode.group is running.prefill.group
+    assert [each.index for each in running.decode.group.choices] == [0, 1, 2]
+    running.running.cancel()

@@ -37,7 +37,7 @@ class Client:
 
 
 class NothingRuns:
-    """Entrance and pipeline in one, for streams whose every request is refused by what it says."""
+    """An entrance for streams whose every request is refused by what it says."""
 
     def judging(self) -> Any:
         return nullcontext()
@@ -48,7 +48,7 @@ class NothingRuns:
 
 def stream(client: Any) -> InferStream:
     rooms: Any = NothingRuns()
-    return InferStream("m", rooms, rooms, rooms, client, MAX_ID_BYTES)
+    return InferStream("m", rooms, rooms, client, MAX_ID_BYTES)
 
 
 def wrong(num_bytes: int = 0, request_id: str = "a") -> kserve_pb2.ModelInferRequest:

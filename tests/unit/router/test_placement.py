@@ -5,10 +5,12 @@ from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from router.placement import Demand, Obstacle, WorkerView, common_sequence, longest_sequence, place, readiness
 from tandem.errors import Unavailable
-from tandem.types import Incarnation, Role
+from tandem.types import ChoiceSpec, GroupSpec, Incarnation, RequestId, Role, SamplingParams, TokenId
 
 DEMAND = Demand(num_tokens=10, max_total_tokens=20)
 P, D = Role.PREFILL, Role.DECODE
@@ -88,7 +90,7 @@ def test_of_workers_that_failed_the_request_no_more_are_taken_than_need_be(
     view: Any, blamed: set[str], taken: set[tuple[str, str]]
 ) -> None:
     workers = [view(P, "p0"), view(P, "p1"), view(D, "d0"), view(D, "d1")]
-    demand = Demand(10, 20, frozenset(Incarnation(f"{name}-life-1") for name in blamed))
+    demand = Demand(10, 20, blamed=frozenset(Incarnation(f"{name}-life-1") for name in blamed))
     assert set(names(workers, demand)) == taken
 
 
@@ -97,7 +99,7 @@ def test_a_worker_that_failed_the_request_is_not_taken_for_being_the_emptiest(vi
         *(view(P, "p0"), view(P, "p1", load(queued_prompt_tokens=9))),
         *(view(D, "d0"), view(D, "d1", load(free=1))),
     ]
-    demand = Demand(10, 20, frozenset({Incarnation("p0-life-1"), Incarnation("d0-life-1")}))
+    demand = Demand(10, 20, blamed=frozenset({Incarnation("p0-life-1"), Incarnation("d0-life-1")}))
     assert set(names(workers, demand)) == {("p1", "d1")}
 
 
@@ -110,10 +112,10 @@ def test_ready_needs_a_pair_or_a_decode_worker_that_computes_any_prompt(view: An
 
 
 def test_the_longest_sequence_is_that_of_the_best_pair(view: Any) -> None:
-    assert longest_sequence([view(P, "p")]) is None
+    assert longest_sequence([view(P, "p")], 10) is None
     small, large = view(D, "d0", max_sequence_tokens=100), view(D, "d1", max_sequence_tokens=300)
-    assert longest_sequence([view(P, "p", max_sequence_tokens=200), small, large]) == 200
-    assert longest_sequence([view(D, "d", max_sequence_tokens=300, local_prefill_tokens=None)]) == 300
+    assert longest_sequence([view(P, "p", max_sequence_tokens=200), small, large], 10) == 200
+    assert longest_sequence([view(D, "d", max_sequence_tokens=300, local_prefill_tokens=None)], 10) == 300
 
 
 @pytest.mark.parametrize(
@@ -140,3 +142,40 @@ def test_the_common_length_is_that_of_pairs_which_take_work_now(view: Any) -> No
     assert common_sequence([view(P, "p", max_sequence_tokens=150), large], 10) is None
     assert common_sequence([view(P, "p0"), view(P, "p1", max_sequence_tokens=150), small, large], 10) == 150
     assert common_sequence([view(D, "d", max_sequence_tokens=300, local_prefill_tokens=10), small], 10) == 300
+
+
+def test_a_group_goes_only_where_the_pool_holds_all_its_choices(view: Any) -> None:
+    small, large = (view(D, name, pool_tokens=16 * blocks) for name, blocks in (("small", 9), ("large", 10)))
+    workers = [view(P, "p", pool_tokens=16), small, large]
+    group = Demand(32, 64, num_prompt_tokens=32, num_choices=4)
+    assert set(names(workers, group)) == {("p", "large")}
+    assert set(names(workers, Demand(32, 64, num_prompt_tokens=32))) == {("p", "small"), ("p", "large")}
+    with pytest.raises(Unavailable, match="small holds sequences of 48 tokens in each of 4 choices, not 64"):
+        names([view(P, "p"), small], group)
+
+
+def test_a_pool_of_unknown_size_is_no_bound(view: Any) -> None:
+    workers = [view(P, "p"), view(D, "d", pool_tokens=0), view(D, "unheard", None, pool_tokens=16)]
+    for decode in workers[1:]:
+        group = Demand(32, 64, num_prompt_tokens=32, num_choices=16)
+        assert set(names([workers[0], decode], group)) == {("p", decode.info.worker_id)}
+    assert longest_sequence(workers, 32, 16) == common_sequence(workers, 32, 16) == 256
+
+
+@given(st.integers(1, 100), st.integers(1, 8), st.integers(2, 16))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # `view` makes values
+def test_the_longest_choice_is_the_longest_whose_group_fits_the_pool(
+    view: Any, num_prompt_tokens: int, num_blocks: int, num_choices: int
+) -> None:
+    decode = view(D, "d", pool_tokens=16 * num_blocks * num_choices, max_sequence_tokens=10_000)
+    longest = longest_sequence([view(P, "p", max_sequence_tokens=10_000), decode], num_prompt_tokens, num_choices)
+    assert longest is not None
+
+    def fits(num_tokens: int) -> bool:
+        sampling = SamplingParams(max_tokens=num_tokens - num_prompt_tokens)
+        prompt, choices = (TokenId(1),) * num_prompt_tokens, tuple(map(ChoiceSpec, range(num_choices)))
+        return GroupSpec(RequestId("r"), prompt, sampling, choices).max_pool_tokens(16) <= decode.info.pool_tokens
+
+    if longest > num_prompt_tokens:
+        assert fits(longest)
+    assert not fits(max(longest, num_prompt_tokens) + 1)

@@ -14,7 +14,7 @@ from tests.recorded_spans import RecordedSpans
 
 TRACE_ID, SPAN_ID = "a" * 32, "b" * 16
 START = RequestStart(RequestId("r1"), 7, 20, 3, f"00-{TRACE_ID}-{SPAN_ID}-01", 0.01)
-DONE = RequestEnd(12, 1.5, FinishReason.STOP)
+DONE = RequestEnd(12, 1.5, (FinishReason.STOP,))
 
 
 def worker(name: str, role: Role) -> WorkerInfo:
@@ -69,6 +69,13 @@ def test_it_says_what_was_asked_and_what_came(recorded: RecordedSpans) -> None:
         "tandem.priority": 3,
     }
     assert recorded.failure("generate") is None
+
+
+def test_of_several_choices_it_says_how_many_and_why_each_ended(recorded: RecordedSpans) -> None:
+    reasons = (FinishReason.STOP, FinishReason.LENGTH)
+    begin(recorded, replace(START, num_choices=2)).ended(RequestEnd(12, 1.5, reasons))
+    assert recorded.attributes("generate")["gen_ai.request.choice.count"] == 2
+    assert recorded.attributes("generate")["gen_ai.response.finish_reasons"] == ("stop", "length")
 
 
 def test_the_wait_for_admission_is_a_span_below_it(recorded: RecordedSpans) -> None:

@@ -95,7 +95,7 @@ def test_a_finished_request_tells_its_times_and_sizes(scene: Scene) -> None:
     request.tokens(1)
     scene.clock.advance_s(0.7)
     request.tokens(2)
-    request.ended(RequestEnd(3, 1.0, FinishReason.LENGTH))
+    request.ended(RequestEnd(3, 1.0, (FinishReason.LENGTH,)))
     assert scene.value("tandem_requests_total", outcome="length") == 1
     assert scene.value("vllm:request_success_total", finished_reason="length") == 1
     sums = {
@@ -179,3 +179,18 @@ def test_a_replay_counts_as_a_move_and_its_prompt_only_once(scene: Scene) -> Non
 
 def test_a_request_passes_its_trace_on(scene: Scene) -> None:
     assert scene.request().traceparent == "00-a-b-01"
+
+
+def test_gaps_are_those_within_a_choice(scene: Scene) -> None:
+    request = scene.request()
+    for index in range(2):
+        request.tokens(1, index)
+    scene.clock.advance_s(0.04)
+    for index in range(2):
+        request.tokens(1, index)
+    request.ended(RequestEnd(4, 1.0, (FinishReason.STOP, FinishReason.LENGTH)))
+    assert scene.value("tandem_time_to_first_token_seconds_count") == 1
+    assert scene.value("tandem_inter_token_seconds_count") == 3
+    assert scene.value("tandem_inter_token_seconds_sum") == pytest.approx(0.08)
+    assert scene.value("tandem_completion_tokens_total") == 4
+    assert scene.value("tandem_requests_total", outcome="length") == 1

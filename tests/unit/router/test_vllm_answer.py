@@ -1,17 +1,17 @@
 from __future__ import annotations
 
-from router.choice import ChoiceDelta
+from router.delivery import ChoiceOutput
 from router.faces.vllm.answer import Answer
 from tandem.types import TokenId, TokenLogprobs
 
 DELTAS = [
-    ChoiceDelta("", (TokenId(token_id),), (TokenLogprobs(TokenId(token_id), -1.0, ((TokenId(7), -0.5),)),))
+    ChoiceOutput(0, "", (TokenId(token_id),), (TokenLogprobs(TokenId(token_id), -1.0, ((TokenId(7), -0.5),)),))
     for token_id in (3, 4)
 ]
 
 
 def test_a_streamed_answer_repeats_its_tokens_but_not_their_log_probabilities() -> None:
-    answer = Answer(5, streamed=True)
+    answer = Answer(0, 5, streamed=True)
 
     chunks = [answer.add(delta) for delta in DELTAS]
     complete = answer.complete("length").complete
@@ -22,7 +22,7 @@ def test_a_streamed_answer_repeats_its_tokens_but_not_their_log_probabilities() 
 
 
 def test_an_answer_in_one_message_has_the_log_probabilities_of_all_tokens() -> None:
-    answer = Answer(5, streamed=False)
+    answer = Answer(0, 5, streamed=False)
 
     assert [answer.add(delta) for delta in DELTAS] == [None, None]
 

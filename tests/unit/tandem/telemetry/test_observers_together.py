@@ -1,21 +1,25 @@
 from __future__ import annotations
 
 from tandem.errors import InternalError
-from tandem.telemetry.observers import RequestEnd, RequestStart, StepReport
-from tandem.telemetry.observers import RouterObserver as SilentRouter
-from tandem.telemetry.observers import WorkerObserver as SilentWorker
+from tandem.telemetry.observers import (
+    RequestEnd,
+    RequestStart,
+    RouterObserver,
+    StepReport,
+    WorkerObserver,
+)
 from tandem.telemetry.observers_together import router_observers, worker_observers
-from tandem.types import RequestId, SamplingParams, SequenceSpec, TokenId
+from tandem.types import GroupSpec, RequestId, SamplingParams, TokenId
 from tests.recording_observers import RecordingRouter, RecordingWorker
 
 START = RequestStart(RequestId("r"), 3, 4, 0, "trace", 0.5)
-SPEC = SequenceSpec(RequestId("r"), (TokenId(1),), 1, SamplingParams(max_tokens=1))
+SPEC = GroupSpec(RequestId("r"), (TokenId(1),), SamplingParams(max_tokens=1))
 CALLS = {
     "admitted": (),
     "placed": (None, None),
     "prompt_computed": (1.0, 2.0),
     "handed_over": (100, 0.5),
-    "tokens": (3,),
+    "tokens": (3, 1),
     "moved": (None, InternalError("x")),
     "ended": (RequestEnd(3, 1.0),),
 }
@@ -45,7 +49,7 @@ def test_each_router_observer_hears_everything_in_order() -> None:
 
 
 def test_the_first_one_has_the_word_on_the_trace() -> None:
-    class Renamed(SilentRouter):
+    class Renamed(RouterObserver):
         def request(self, start: RequestStart) -> object:  # type: ignore[override]
             return type("Request", (), {"traceparent": "mine"})()
 
@@ -75,8 +79,8 @@ def test_one_alone_is_not_wrapped() -> None:
 
 def test_nobody_is_silent() -> None:
     silent, worker = router_observers([]), worker_observers([])
-    assert isinstance(silent, SilentRouter)
-    assert isinstance(worker, SilentWorker)
+    assert isinstance(silent, RouterObserver)
+    assert isinstance(worker, WorkerObserver)
     request, sequence = silent.request(START), worker.sequence(SPEC)
     assert request.traceparent == "trace"
     for name, args in CALLS.items():

@@ -1,0 +1,292 @@
+"""A request's way out: order, text, stop strings, and what a slow reader finds; for one choice and for several."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from router.delivery import ChoiceOutput, ChoiceStream, Delivery
+from router.detokenization import Detokenizer
+from router.timeline import Summary
+from tandem.errors import Unavailable
+from tandem.telemetry.observers import RequestObserver, RequestStart
+from tandem.types import ChoiceSpec, FinishReason, RequestId, TextParams, TokenDelta, TokenId, TokenLogprobs
+from tests.recording_observers import RecordedRequest
+
+SUMMARY = Summary(1, 3, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
+
+
+def choice(tokenizer: Tokenizer, index: int = 0, **params: Any) -> ChoiceStream:
+    return ChoiceStream(index, Detokenizer(tokenizer, frozenset({TokenId(256)})), TextParams(**params))
+
+
+def delivery(tokenizer: Tokenizer, n: int = 1, observer: RequestObserver | None = None, **params: Any) -> Delivery:
+    return Delivery([choice(tokenizer, index, **params) for index in range(n)], observer or RequestObserver())
+
+
+def delta(raw: bytes | list[int], offset: int = 0, finish: FinishReason | None = None, index: int = 0) -> TokenDelta:
+    ids = tuple(map(TokenId, raw))
+    return TokenDelta(offset, ids, tuple(TokenLogprobs(each, -1.0) for each in ids), finish, index)
+
+
+def output(raw: bytes, index: int = 0, finish: FinishReason | None = None, summary: Summary | None = None) -> Any:
+    return ChoiceOutput(index, raw.decode(), tuple(map(TokenId, raw)), delta(raw).logprobs, finish, None, summary)
+
+
+# --- one choice: order ---
+
+
+def test_a_second_token_that_overtakes_the_first_waits_for_it(byte_tokenizer: Tokenizer) -> None:
+    made = choice(byte_tokenizer)
+    assert made.push(delta(b"b", 1)) == 0
+    assert made.push(delta(b"a")) == 2
+    assert made.read(None) == output(b"ab")
+
+
+def test_known_tokens_and_their_logprobs_are_trimmed(byte_tokenizer: Tokenizer) -> None:
+    made = choice(byte_tokenizer)
+    made.push(delta(b"ab"))
+    assert made.push(delta(b"a")) == 0
+    assert made.push(delta(b"bc", 1)) == 1
+    assert made.read(None) == output(b"abc")
+
+
+def test_the_end_counts_only_once_all_before_it_is_known(byte_tokenizer: Tokenizer) -> None:
+    made = choice(byte_tokenizer)
+    made.push(delta(b"b", 1, LENGTH))
+    assert made.finish_reason is None
+    made.push(delta(b"a"))
+    assert made.finish_reason is LENGTH
+
+
+def test_a_finish_reason_may_come_without_a_token(byte_tokenizer: Tokenizer) -> None:
+    made = choice(byte_tokenizer)
+    made.push(delta(b"a"))
+    assert made.push(delta(b"", 1, STOP)) == 0
+    assert made.finish_reason is STOP
+
+
+def test_what_waited_from_a_lost_pair_can_be_forgotten(byte_tokenizer: Tokenizer) -> None:
+    made = choice(byte_tokenizer)
+    made.push(delta(b"x", 2))
+    made.forget_early()
+    made.push(delta(b"ab"))
+    assert made.spec == ChoiceSpec(0, (97, 98))
+
+
+@given(st.integers(1, 12), st.data())
+def test_any_order_with_repeats_gives_each_token_once_and_in_order(
+    byte_tokenizer: Tokenizer, length: int, data: st.DataObject
+) -> None:
+    text = b"abcdefghijkl"[:length]
+    parts = [
+        delta(text[start:end], start, LENGTH if end == length else None)
+        for start in range(length)
+        for end in range(start + 1, length + 1)
+    ]
+    singles = [each for each in parts if len(each.token_ids) == 1]
+    extra = data.draw(st.lists(st.sampled_from(parts), max_size=6))
+    made = delivery(byte_tokenizer)
+    for each in data.draw(st.permutations([*singles, *extra])):
+        made.push(each)
+    assert made.finished
+    made.close(SUMMARY)
+    assert asyncio.run(made.get()) == output(text, 0, LENGTH, SUMMARY)
+
+
+# --- one choice: text and stops ---
+
+
+def test_the_token_that_completes_a_stop_string_is_the_last_one(byte_tokenizer: Tokenizer) -> None:
+    made = choice(byte_tokenizer, stop=("cd",))
+    made.push(delta(b"abc"))
+    assert made.read(None).text == "ab"
+    assert made.push(delta(b"def", 3)) == 1
+    assert made.read(None) == ChoiceOutput(0, "", (TokenId(100),), delta(b"d").logprobs, STOP, "cd")
+    assert made.num_tokens == 4
+
+
+def test_what_was_held_back_comes_with_the_last_token(byte_tokenizer: Tokenizer) -> None:
+    made = choice(byte_tokenizer, stop=("END",))
+    made.push(delta(b"xEN"))
+    assert made.read(None).text == "x"
+    made.push(delta([0xC3], 3, LENGTH))
+    last = made.read(None)
+    assert (last.text, last.finish_reason, last.matched_stop) == ("EN\ufffd", LENGTH, None)
+
+
+def test_a_stop_that_only_the_last_flush_completes_still_counts(byte_tokenizer: Tokenizer) -> None:
+    made = choice(byte_tokenizer, stop=("\ufffd",))
+    made.push(delta([97, 0xC3], 0, LENGTH))
+    last = made.read(None)
+    assert (last.text, last.finish_reason, last.matched_stop) == ("a", STOP, "\ufffd")
+
+
+def test_end_of_text_is_a_token_without_text_and_no_callers_stop(byte_tokenizer: Tokenizer) -> None:
+    made = choice(byte_tokenizer)
+    made.push(delta([97, 256], 0, STOP))
+    last = made.read(None)
+    assert (last.text, last.token_ids, last.finish_reason, last.matched_stop) == ("a", (97, 256), STOP, None)
+
+
+def test_the_callers_stop_id_is_named(byte_tokenizer: Tokenizer) -> None:
+    made = choice(byte_tokenizer, stop_token_ids=frozenset({TokenId(98)}))
+    made.push(delta(b"ab", 0, STOP))
+    assert made.read(None).matched_stop == 98
+
+
+@given(st.text(alphabet="xyé", max_size=20), st.sampled_from(["xy", "é", "yx", "xé"]), st.data())
+def test_text_tokens_and_end_do_not_depend_on_how_tokens_were_grouped(
+    byte_tokenizer: Tokenizer, text: str, stop: str, data: st.DataObject
+) -> None:
+    raw = text.encode()
+
+    def run(cuts: list[int]) -> ChoiceOutput:
+        made = choice(byte_tokenizer, stop=(stop,))
+        for start, end in pairwise([0, *sorted(cuts), len(raw)]):
+            if made.finish_reason is None:
+                made.push(delta(raw[start:end], start, LENGTH if end == len(raw) else None))
+        return made.read(None)
+
+    cuts = data.draw(st.lists(st.integers(0, max(0, len(raw) - 1)), max_size=6))
+    assert run(cuts) == run([])
+    assert run(cuts).text == text.split(stop, maxsplit=1)[0]
+
+
+# --- the reader ---
+
+
+async def test_what_waits_is_merged_into_one_output(byte_tokenizer: Tokenizer) -> None:
+    made = delivery(byte_tokenizer)
+    made.push(delta(b"a"))
+    made.push(delta(b"bc", 1))
+    assert await made.get() == output(b"abc")
+
+
+async def test_the_last_tokens_leave_together_with_the_summary(byte_tokenizer: Tokenizer) -> None:
+    made = delivery(byte_tokenizer)
+    made.push(delta(b"ab"))
+    made.push(delta(b"c", 2, LENGTH))
+    reading = asyncio.create_task(made.get())
+    await asyncio.sleep(0)
+    assert not reading.done()
+    made.close(SUMMARY)
+    assert await reading == output(b"abc", 0, LENGTH, SUMMARY)
+
+
+async def test_tokens_that_wait_are_read_before_the_error(byte_tokenizer: Tokenizer) -> None:
+    made = delivery(byte_tokenizer)
+    made.push(delta(b"a"))
+    made.fail(Unavailable("lost"))
+    assert await made.get() == output(b"a")
+    with pytest.raises(Unavailable):
+        await made.get()
+
+
+async def test_everything_at_once_waits_for_the_end(byte_tokenizer: Tokenizer) -> None:
+    made = delivery(byte_tokenizer)
+    reading = asyncio.create_task(made.get_all())
+    made.push(delta(b"ab"))
+    await asyncio.sleep(0)
+    made.push(delta(b"c", 2, STOP))
+    await asyncio.sleep(0)
+    assert not reading.done()
+    made.close(SUMMARY)
+    assert await reading == (output(b"abc", 0, STOP, SUMMARY),)
+
+
+# --- several choices ---
+
+
+async def test_a_slow_reader_finds_one_merged_output_per_choice(byte_tokenizer: Tokenizer) -> None:
+    made = delivery(byte_tokenizer, 3)
+    for offset in range(3):
+        for index in (2, 0, 1):
+            made.push(delta(b"abc"[offset : offset + 1], offset, index=index))
+    assert [await made.get() for _ in range(3)] == [output(b"abc", index) for index in (2, 0, 1)]
+
+
+async def test_each_choice_ends_by_itself_and_the_last_one_brings_the_summary(byte_tokenizer: Tokenizer) -> None:
+    made = delivery(byte_tokenizer, 2)
+    made.push(delta(b"a", 0, STOP, index=1))
+    assert await made.get() == output(b"a", 1, STOP)
+    assert not made.finished
+    made.push(delta(b"bc", 0, LENGTH, index=0))
+    made.close(SUMMARY)
+    assert await made.get() == output(b"bc", 0, LENGTH, SUMMARY)
+    assert made.finish_reasons == (LENGTH, STOP)
+
+
+async def test_a_stop_string_ends_its_choice_alone_and_later_tokens_of_it_are_dropped(
+    byte_tokenizer: Tokenizer,
+) -> None:
+    observer = RecordedRequest(RequestStart(RequestId("r"), 1, 9, 0, "", 0.0))
+    made = delivery(byte_tokenizer, 2, observer, stop=("b",))
+    made.push(delta(b"abab", 0, index=0))
+    made.push(delta(b"cc", 4, index=0))
+    made.push(delta(b"xyz", 0, index=1))
+    assert [each.index for each in made.open_choices] == [1]
+    assert (made.num_tokens, made.num_tokens_of(0)) == (5, 2)
+    assert observer.calls == [("tokens", 2, 0), ("tokens", 3, 1)]
+    first = await made.get()
+    assert (first.text, first.token_ids, first.matched_stop) == ("a", (97, 98), "b")
+
+
+async def test_of_all_choices_at_once_the_last_by_index_has_the_summary(byte_tokenizer: Tokenizer) -> None:
+    made = delivery(byte_tokenizer, 16)
+    for index in reversed(range(16)):
+        made.push(delta(b"ab", 0, LENGTH, index=index))
+    made.close(SUMMARY)
+    outputs = await made.get_all()
+    assert [each.index for each in outputs] == list(range(16))
+    assert [each.summary for each in outputs] == [None] * 15 + [SUMMARY]
+
+
+@given(st.integers(1, 16), st.data())
+def test_choices_in_any_order_and_read_at_any_time_come_out_whole(
+    byte_tokenizer: Tokenizer, n: int, data: st.DataObject
+) -> None:
+    texts = [
+        data.draw(st.binary(min_size=1, max_size=6).map(lambda raw: bytes(97 + b % 26 for b in raw))) for _ in range(n)
+    ]
+    singles = [
+        delta(text[at : at + 1], at, LENGTH if at + 1 == len(text) else None, index)
+        for index, text in enumerate(texts)
+        for at in range(len(text))
+    ]
+    deltas = data.draw(st.permutations(singles))
+    reads = data.draw(st.lists(st.booleans(), min_size=len(deltas), max_size=len(deltas)))
+
+    async def run() -> list[ChoiceOutput]:
+        made = delivery(byte_tokenizer, n)
+        outputs: list[ChoiceOutput] = []
+        reading: asyncio.Task[ChoiceOutput] | None = None
+        for each, reads_now in zip(deltas, reads, strict=True):
+            made.push(each)
+            reading = reading or (asyncio.create_task(made.get()) if reads_now else None)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            if reading is not None and reading.done():
+                outputs.append(reading.result())
+                reading = None
+        made.close(SUMMARY)
+        if reading is not None:
+            outputs.append(await reading)
+        while outputs[-1:] == [] or outputs[-1].summary is None:
+            outputs.append(await made.get())
+        return outputs
+
+    outputs = asyncio.run(run())
+    for index, text in enumerate(texts):
+        own = [each for each in outputs if each.index == index]
+        assert b"".join(bytes(each.token_ids) for each in own) == text
+        assert "".join(each.text for each in own) == text.decode()
+        assert [each.finish_reason for each in own] == [None] * (len(own) - 1) + [LENGTH]
+    assert [each.summary for each in outputs] == [None] * (len(outputs) - 1) + [SUMMARY]

@@ -1,0 +1,97 @@
+"""Tandem's and VllmEngine's requests as the entrance gets them: translation, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from router.delivery import ChoiceOutput
+from router.faces.tandem.inference import _read_request as read_tandem
+from router.faces.tandem.inference import _response
+from router.faces.vllm.request import read_request as read_vllm
+from router.request import ChatPrompt, CompletionRequest, TextPrompt, TokensPrompt
+from router.timeline import Summary
+from tandem.errors import InvalidRequest, UnsupportedOption
+from tandem.foreign import vllm_engine_pb2 as vllm
+from tandem.sampling import SamplingOptions
+from tandem.types import FinishReason, TokenId, TokenLogprobs
+from tandem.v1 import inference_pb2 as pb
+
+EVERY = {
+    "max_tokens": 9, "min_tokens": 0, "temperature": 0.0, "top_k": 3, "top_p": 0.5, "min_p": 0.25,
+    "repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.5, "seed": 2**64 - 1, "n": 16,
+    "beam_width": 2, "length_penalty": 1.0, "stop": ("a", "b"), "stop_token_ids": (0, 5), "include_stop": False,
+    "ignore_eos": True, "logprobs": 0, "prompt_logprobs": 2, "logit_bias": {3: -1.0}, "skip_special_tokens": False,
+}
+
+
+def test_sampling_options_are_the_fields_of_the_proto_by_the_same_names() -> None:
+    assert [each.name for each in fields(SamplingOptions)] == [
+        each.name for each in pb.SamplingParams.DESCRIPTOR.fields
+    ]
+
+
+def test_every_field_of_tandems_own_request_arrives_and_zero_differs_from_unset() -> None:
+    message = pb.GenerateRequest(
+        text="Hi", request_id="r", model="m", priority=-2, cache_salt="s", sampling=pb.SamplingParams(**EVERY)
+    )
+    expected = CompletionRequest(TextPrompt("Hi"), SamplingOptions(**EVERY), "r", "m", -2, "s")
+    assert read_tandem(message) == expected
+    assert read_tandem(pb.GenerateRequest(text="")) == CompletionRequest(TextPrompt(""))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "value"), [("json_schema", "{}"), ("regex", ""), ("grammar", "x"), ("choice", ("a", "b"))]
+)
+def test_a_constraint_arrives_by_its_name(constraint: str, value: Any) -> None:
+    given = pb.ChoiceConstraint(choices=value) if constraint == "choice" else value
+    read = read_tandem(pb.GenerateRequest(text="Hi", sampling=pb.SamplingParams(**{constraint: given})))
+    assert read.sampling == SamplingOptions(**{constraint: value})
+
+
+def test_prompts_are_text_tokens_or_a_chat() -> None:
+    tokens = read_tandem(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2]))).prompt
+    assert isinstance(tokens, TokensPrompt)
+    assert list(tokens.token_ids) == [1, 2]
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="Hi")])
+    assert read_tandem(pb.GenerateRequest(chat=chat)).prompt == ChatPrompt([{"role": "user", "content": "Hi"}])
+    with pytest.raises(InvalidRequest, match="prompt"):
+        read_tandem(pb.GenerateRequest())
+
+
+def test_an_output_becomes_a_response_of_its_choice_and_the_summary_goes_with_the_last() -> None:
+    logprobs = (TokenLogprobs(TokenId(5), -1.0),)
+    output = ChoiceOutput(3, "x", (TokenId(5),), logprobs, FinishReason.STOP, "x")
+    response = _response("r", output)
+    assert (response.request_id, response.index, response.text, list(response.token_ids)) == ("r", 3, "x", [5])
+    assert (response.finish_reason, response.stop_text) == (pb.FINISH_REASON_STOP, "x")
+    assert not response.HasField("usage")
+    last = _response("r", ChoiceOutput(0, "", (), summary=Summary(7, 20, 0.0, 0.0, 0.0, 0.0, 1.5, 0)))
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.timings.total_seconds) == (7, 20, 1.5)
+
+
+def test_vllms_zero_means_unset_where_it_cannot_say_so() -> None:
+    given = vllm.SamplingParams(temperature=0.0, n=4, seed=-1, skip_special_tokens=True)
+    read = read_vllm(vllm.GenerateRequest(text="Hi", request_id="r", sampling_params=given))
+    expected = SamplingOptions(
+        temperature=0.0, n=4, seed=2**64 - 1, ignore_eos=False, include_stop=False, skip_special_tokens=True
+    )
+    assert read == CompletionRequest(TextPrompt("Hi"), expected, "r")
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "logprobs", "top_k", "min_tokens"])
+def test_vllms_signed_fields_are_refused_below_zero_by_their_own_names(name: str) -> None:
+    field = vllm.SamplingParams.DESCRIPTOR.fields_by_name[name]
+    if field.cpp_type in {field.CPPTYPE_UINT32, field.CPPTYPE_UINT64}:
+        pytest.skip("unsigned there")
+    with pytest.raises(InvalidRequest) as caught:
+        read_vllm(vllm.GenerateRequest(text="Hi", sampling_params=vllm.SamplingParams(**{name: -1})))
+    assert caught.value.field == f"sampling_params.{name}"
+
+
+def test_what_vllm_offers_and_tandem_does_not_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedOption) as caught:
+        read_vllm(vllm.GenerateRequest(text="Hi", sampling_params=vllm.SamplingParams(truncate_prompt_tokens=5)))
+    assert caught.value.field == "sampling_params.truncate_prompt_tokens"
