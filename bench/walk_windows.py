@@ -4,7 +4,8 @@ A function counts where it did something of its own: it was called, or it was re
 that was resumed only to hand the result on to what it awaits does not count.
 
 The way in of a request begins where the router's servicer is entered and ends at the first call into the
-engine after that: from the caller's message to the sequence in a scheduled step.
+engine after that: from the caller's message to the sequence in a scheduled step. Processes whose engine was not
+called have a little longer, lest it depend on chance whether they came to rest.
 
 The way out of a token begins where the engine thread has made it and ends where the next one begins to be
 made ready: from the step's result to the message to the client. On the worker's event loop the plan of the next
@@ -14,15 +15,15 @@ into the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from itertools import pairwise
 
-from bench.walk_probe import Event, Function, Kind, Trace
+from bench.walk_probe import HOLD_S, Event, Function, Kind, Trace
 
-Traces = Mapping[str, Trace]
-"""By process."""
+Spans = Sequence[tuple[int, int]]
+"""Begin and end of each request, monotonic nanoseconds, in order."""
 Files = dict[str, list[str]]
 """Names of the functions that ran, by file."""
 
@@ -35,6 +36,10 @@ _CODE_UNIT_BYTES = 2
 """A coroutine that stands still is resumed at the instruction after the one at which it is suspended."""
 _HANDED_OVER = ".deltas"
 """Tokens of one step go to the stream of their router."""
+_MOST = 0.75
+"""Of all windows: two processes do not take turns in the same way each time."""
+_REST_NS = round(HOLD_S / 2 * 1e9)
+"""Less than a step is held up."""
 _EDGE = 3
 """Tokens at either end of a stream that are not looked at."""
 
@@ -87,6 +92,10 @@ class Process:
         return (each for each in self.visits if begin_ns <= each.at_ns < end_ns)
 
 
+Processes = Mapping[str, Process]
+"""By module."""
+
+
 def _pop(stack: list[Event], function: int) -> Event | None:
     """Its entry, and all above it, whose exits were not told: they were ended by an exception thrown into them."""
     for index in range(len(stack) - 1, -1, -1):
@@ -97,36 +106,42 @@ def _pop(stack: list[Event], function: int) -> Event | None:
     return None
 
 
-def way_in(processes: Mapping[str, Process], sent_ns: Sequence[int]) -> Files:
-    """What ran for each of the requests that were sent, one after the other, at those times."""
-    return _common(_in_window(processes, each) for each in sent_ns)
+def way_in(processes: Processes, spans_ns: Spans) -> Files:
+    """What ran for requests that were sent one after the other; each span is from the sending to the end.
+
+    Raises WalkError.
+    """
+    return _files([_in_window(processes, begin_ns) for begin_ns, _ in spans_ns])
 
 
-def way_out(processes: Mapping[str, Process], decode: str, spans_ns: Sequence[tuple[int, int]]) -> Files:
-    """What ran for every token but the first and last few; `spans_ns`: while one stream alone ran."""
-    worker = processes[decode]
+def way_out(processes: Processes, decode: str, spans_ns: Spans) -> Files:
+    """What ran for every token but the first and last few; `spans_ns` as above. Raises WalkError."""
+    ends = _step_ends(processes[decode])
     windows: list[set[Function]] = []
     for begin_ns, end_ns in spans_ns:
-        ends = [each for each in _step_ends(worker) if begin_ns < each.at_ns < end_ns]
-        for one, following in list(pairwise(ends))[_EDGE:-_EDGE]:
+        own = [each for each in ends if begin_ns < each.at_ns < end_ns]
+        for one, following in list(pairwise(own))[_EDGE:-_EDGE]:
             windows.append(_out_window(processes, decode, one, following.at_ns))
-    return _common(windows)
+    return _files(windows)
 
 
-def _in_window(processes: Mapping[str, Process], sent_ns: int) -> set[Function]:
+def _in_window(processes: Processes, sent_ns: int) -> set[Function]:
     first = processes[ROUTER].first(lambda function: function.name.endswith(_FIRST), sent_ns)
     if first is None:
         raise WalkError(f"nothing called …{_FIRST} ran in the router")
-    calls = [process.first(_is_engine, first.at_ns) for process in processes.values()]
-    ends_ns = [call.at_ns for call in calls if call is not None]
-    if not ends_ns:
+    called = {name: process.first(_is_engine, first.at_ns) for name, process in processes.items()}
+    calls_ns = {name: call.at_ns for name, call in called.items() if call is not None}
+    if not calls_ns:
         raise WalkError("no engine was called")
-    return {
-        visit.function for process in processes.values() for visit in process.between(first.at_ns, min(ends_ns))
-    } | {first.function}
+    ended_ns = min(calls_ns.values())
+    functions = {first.function}
+    for name, process in processes.items():
+        end_ns = ended_ns if calls_ns.get(name) == ended_ns else ended_ns + _REST_NS
+        functions |= {visit.function for visit in process.between(first.at_ns, end_ns)}
+    return functions
 
 
-def _out_window(processes: Mapping[str, Process], decode: str, step: Visit, end_ns: int) -> set[Function]:
+def _out_window(processes: Processes, decode: str, step: Visit, end_ns: int) -> set[Function]:
     functions = {
         visit.function
         for name, process in processes.items()
@@ -168,13 +183,13 @@ def _step_ends(process: Process) -> list[Visit]:
     raise WalkError(f"none of {', '.join(_STEP_ENDS)} ran")
 
 
-def _common(windows: Iterable[set[Function]]) -> Files:
-    """What ran in all of them: what ran in some only, such as heartbeats, is not theirs."""
-    shared = list(windows)
-    if not shared:
+def _files(windows: Sequence[set[Function]]) -> Files:
+    """Of what ran in most windows. What ran in few only, such as heartbeats and ticks, is not theirs."""
+    if not windows:
         raise WalkError("there is no window to look at")
+    counts = Counter(function for window in windows for function in window)
     files: Files = {}
-    for function in reduce(set.__and__, shared):
-        if function.kind is Kind.FUNCTION:
+    for function, times in counts.items():
+        if function.kind is Kind.FUNCTION and times >= _MOST * len(windows):
             files.setdefault(function.file, []).append(function.name)
     return {file: sorted(names) for file, names in sorted(files.items())}
