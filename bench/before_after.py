@@ -75,7 +75,7 @@ QUICK = Work(
     rounds=1,
     shape="smoke",
     idle=("--repeats", "1", "--output-tokens", "32"),
-    overhead=("--repeats", "1", "--output-tokens", "32"),
+    overhead=("--repeats", "1"),
     served=("--streams", "4", "--prompt-tokens", "64", "--output-tokens", "16"),
     jobs=(_job(1, 64, 8), _job(16, 64, 8)),
     walk=("--requests", "4"),
@@ -118,10 +118,20 @@ class Measured:
         """Those that both sides have, in the order in which they were measured."""
         return [each for each in self.rounds["before"][0] if each in self.rounds["after"][0]]
 
+    def medians(self, figure: str) -> tuple[float, float]:
+        """Before and after."""
+        before, after = (statistics.median(self.values(side, figure)) for side in SIDES)
+        return before, after
+
     def ratios(self, figure: str) -> list[float]:
-        """After by before, one per round."""
+        """After by before, of each round in which there is one."""
         pairs = zip(self.values("before", figure), self.values("after", figure), strict=True)
-        return [after / before if before else float("nan") for before, after in pairs]
+        return [found for pair in pairs if (found := ratio(*pair)) is not None]
+
+
+def ratio(before: float, after: float) -> float | None:
+    """None where noise is larger than the figure: a difference of two measurements may come out below zero."""
+    return after / before if before > 0 and after > 0 else None
 
 
 def base_side(base: Path, folder: Path) -> Side:
@@ -212,10 +222,10 @@ def timed_table(measured: Measured) -> str:
     """Medians over the rounds, the ratio of the medians, and the least and largest ratio of a round."""
     rows = []
     for figure in measured.figures:
-        before, after = (statistics.median(measured.values(side, figure)) for side in SIDES)
-        ratios = measured.ratios(figure)
-        ratio = f"{after / before:.2f}" if before else "–"
-        rows.append([figure, f"{before:.3g}", f"{after:.3g}", ratio, f"{min(ratios):.2f} to {max(ratios):.2f}"])
+        before, after = measured.medians(figure)
+        whole, single = ratio(before, after), measured.ratios(figure)
+        spread = f"{min(single):.2f} to {max(single):.2f}" if single else "–"
+        rows.append([figure, f"{before:.3g}", f"{after:.3g}", "–" if whole is None else f"{whole:.2f}", spread])
     return table(("figure", *SIDES, "after / before", "in single rounds"), rows)
 
 
@@ -223,6 +233,12 @@ def counted_table(walks: Mapping[str, Mapping[str, Any]]) -> str:
     """Files of each way."""
     rows = [[way, *(str(walks[side].get(way, {}).get("num_files", "–")) for side in SIDES)] for way in walks["before"]]
     return table(("files visited", *SIDES), rows)
+
+
+def _medians(measured: Measured) -> dict[str, dict[str, float | None]]:
+    """By figure."""
+    pairs = {figure: measured.medians(figure) for figure in measured.figures}
+    return {name: {"before": pair[0], "after": pair[1], "ratio": ratio(*pair)} for name, pair in pairs.items()}
 
 
 def _revision(checkout: Path) -> str:
@@ -253,13 +269,14 @@ def main() -> int:
         "date": today(),
         "machine": describe_machine(),
         "revisions": {side.name: _revision(side.checkout) for side in sides},
+        "medians": _medians(measured),
         "rounds": measured.rounds,
         "lines": {name: {room: asdict(size) for room, size in each.items()} for name, each in sizes.items()},
         "walk": walks,
     }
     out = args.out or (None if args.quick else RECORD)
     if out is not None:
-        out.write_text(json.dumps(record, indent=2) + "\n")
+        out.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
     return 0
 
 
