@@ -1,0 +1,226 @@
+"""How long the engine computes nothing between two steps, though there is work: `python -m bench.idle`.
+
+A real decode worker in this process, without router and gRPC: it computes the prompts itself, then decodes
+all sequences together. The event loop plans, applies and tells; the engine's thread computes. Idle is the
+time from the end of one step to the begin of the next on the engine's thread, while every sequence decodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import uvloop
+
+from bench.report import quantile
+from decode_worker.scheduler import StepLimits
+from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from engine.loading import EngineOptions, load_engine
+from engine.placement import ThreadPlacement
+from engine.runner import Runner
+from kvtransfer.base import Fingerprints, PoolMemory
+from kvtransfer.receiver import KvReceiver
+from kvtransfer.transports import TCP
+from tandem.checkpoint import read_checkpoint, resolve_model
+from tandem.clock import MonotonicClock
+from tandem.errors import TandemError
+from tandem.incarnation import new_incarnation
+from tandem.limits import Limits
+from tandem.types import Handle, RequestId, SamplingParams, SequenceSpec, TokenDelta, TokenId
+from tandem.validation import Validator
+
+NUM_SEQS = (1, 16, 64)
+_WAIT_S = 300.0
+_COMPUTING = ("launch", "step")
+"""Methods of the runner that compute a step on the engine's thread; the first that is there."""
+_FIRST_TOKEN_ID = 4
+_CHUNK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """At one number of sequences."""
+
+    num_seqs: int
+    num_gaps: int
+    idle_p50_ms: float
+    idle_p90_ms: float
+    step_p50_ms: float
+    idle_share: float
+    """Of the time in which all sequences decoded."""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Begin and end of every step on the engine's thread."""
+
+    spans_s: list[tuple[float, float]] = field(default_factory=list)
+
+    def watch(self, runner: type[Runner]) -> None:
+        """From now on every step of every runner of this class is noted."""
+        name = next(each for each in _COMPUTING if hasattr(runner, each))
+        compute: Callable[..., Any] = getattr(runner, name)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            begin_s = time.perf_counter()
+            result = compute(*args, **options)
+            self.spans_s.append((begin_s, time.perf_counter()))
+            return result
+
+        setattr(runner, name, timed)
+
+    def between(self, begin_s: float, end_s: float) -> list[tuple[float, float]]:
+        """Steps that lie within."""
+        return [span for span in self.spans_s if begin_s <= span[0] and span[1] <= end_s]
+
+
+class Router:
+    """What the worker tells its router: notes when all sequences have a token, and when the first one ends."""
+
+    def __init__(self, num_seqs: int) -> None:
+        self._num_seqs = num_seqs
+        self._started: set[Handle] = set()
+        self._ended: set[Handle] = set()
+        self.all_started_s = float("inf")
+        self.first_ended_s = float("inf")
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def reserved(self, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
+        """There is room for it."""
+
+    def prefill_done(self, handle: Handle, delta: TokenDelta, queue_s: float, prefill_s: float) -> None:
+        """Its first token."""
+        self._started.add(handle)
+        if len(self._started) == self._num_seqs:
+            self.all_started_s = time.perf_counter()
+
+    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
+        """Does not come: nothing is handed over."""
+
+    def deltas(self, deltas: Iterable[tuple[Handle, TokenDelta]]) -> None:
+        """What one step made."""
+        for handle, delta in deltas:
+            if delta.finish_reason is None:
+                continue
+            if not self._ended:
+                self.first_ended_s = time.perf_counter()
+            self._ended.add(handle)
+            if len(self._ended) == self._num_seqs:
+                self.done.set_result(None)
+
+    def failed(self, handle: Handle, error: TandemError) -> None:
+        """Ends the measurement."""
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+@asynccontextmanager
+async def open_worker(model: str, threads: int, max_seqs: int) -> AsyncIterator[DecodeWorker]:
+    """A decode worker that runs until the block ends. The parts are put together as its `app` does."""
+    checkpoint = read_checkpoint(model)
+    options = EngineOptions(
+        model_path=resolve_model(model), max_seqs=max_seqs, placement=ThreadPlacement(threads=threads)
+    )
+    engine = await asyncio.to_thread(load_engine, options)
+    try:
+        memory = PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, new_incarnation())
+        prints = Fingerprints(engine.fingerprint, engine.layout)
+        receiver = KvReceiver(memory, prints, MonotonicClock(), (TCP,), "127.0.0.1")
+        validator = Validator(Limits(), checkpoint.vocab_size, checkpoint.context_tokens)
+        limits = StepLimits(engine.layout.block_size, max_seqs, _CHUNK_TOKENS)
+        worker = DecodeWorker(
+            WorkerParts(engine.thread, engine.pool, receiver, validator, MonotonicClock()),
+            WorkerPolicy(limits, engine.max_sequence_tokens),
+        )
+        await receiver.start()
+        running = asyncio.create_task(worker.run())
+        try:
+            yield worker
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+            await receiver.stop()
+    finally:
+        engine.close()
+
+
+async def decode_together(worker: DecodeWorker, num_seqs: int, prompt_tokens: int, output_tokens: int) -> Router:
+    """Greedy, end-of-text ignored; returns once every sequence has ended. Raises TandemError if one fails."""
+    rng = random.Random(num_seqs)
+    router = Router(num_seqs)
+    sampling = SamplingParams(max_tokens=output_tokens, temperature=0.0)
+    for number in range(num_seqs):
+        prompt = tuple(TokenId(rng.randrange(_FIRST_TOKEN_ID, 256)) for _ in range(prompt_tokens))
+        spec = SequenceSpec(RequestId(f"idle-{number}"), prompt, prompt_tokens, sampling)
+        worker.reserve(router, Handle(number), spec, True)
+    async with asyncio.timeout(_WAIT_S):
+        await router.done
+        await worker.drained()
+    return router
+
+
+def summed_up(num_seqs: int, runs: Sequence[Sequence[tuple[float, float]]]) -> Idle:
+    """Gaps within each run of steps."""
+    gaps_s = [following[0] - one[1] for run in runs for one, following in pairwise(run)]
+    steps_s = [end_s - begin_s for run in runs for begin_s, end_s in run]
+    return Idle(
+        num_seqs=num_seqs,
+        num_gaps=len(gaps_s),
+        idle_p50_ms=statistics.median(gaps_s) * 1e3,
+        idle_p90_ms=quantile(gaps_s, 0.9) * 1e3,
+        step_p50_ms=statistics.median(steps_s) * 1e3,
+        idle_share=sum(gaps_s) / (sum(gaps_s) + sum(steps_s)),
+    )
+
+
+async def measure(args: argparse.Namespace) -> list[Idle]:
+    """Each number of sequences `repeats` times, after a run that does not count."""
+    times = StepTimes()
+    times.watch(Runner)
+    found = []
+    async with open_worker(args.model, args.threads, max(args.seqs)) as worker:
+        await decode_together(worker, max(args.seqs), args.prompt_tokens, 8)
+        gc.collect()
+        gc.freeze()  # as a worker process does once it has loaded
+        for num_seqs in args.seqs:
+            runs = []
+            for _ in range(args.repeats):
+                router = await decode_together(worker, num_seqs, args.prompt_tokens, args.output_tokens)
+                runs.append(times.between(router.all_started_s, router.first_ended_s))
+            found.append(summed_up(num_seqs, runs))
+    return found
+
+
+def main() -> int:
+    """Prints JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--seqs", type=int, nargs="+", default=NUM_SEQS)
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):  # the whole process, as `tandem serve` pins a worker
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-args.threads :])
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        found = runner.run(measure(args))
+    print(json.dumps([asdict(each) for each in found], indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

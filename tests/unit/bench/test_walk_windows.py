@@ -1,0 +1,69 @@
+"""Files that ran in a window, told from traces made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.walk_probe import Event, Function, Kind, Trace
+from bench.walk_windows import Process, WalkError, way_in, way_out
+
+LOOP, ENGINE = 0, 1
+MS = 1_000_000
+
+
+class TraceMaker:
+    """Calls are told in order; each takes no time and ends at once."""
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+
+    def call(self, at_ms: int, file: str, name: str, kind: Kind = Kind.FUNCTION, thread: int = LOOP) -> None:
+        function = Function(file, name, kind)
+        if function not in self.trace.functions:
+            self.trace.functions.append(function)
+        self._add(at_ms, thread, self.trace.functions.index(function), before=0, after=10)
+
+    def wait(self, at_ms: int, file: str, name: str) -> None:
+        """A coroutine is resumed and does not get on."""
+        self.trace.functions.append(Function(file, name, Kind.FUNCTION))
+        self._add(at_ms, LOOP, len(self.trace.functions) - 1, before=12, after=10)
+
+    def _add(self, at_ms: int, thread: int, index: int, *, before: int, after: int) -> None:
+        self.trace.events.append(Event(at_ms * MS, thread, index, True, before))
+        self.trace.events.append(Event(at_ms * MS, thread, index, False, after))
+
+
+def test_the_way_in_begins_at_the_servicer_and_ends_at_the_engine() -> None:
+    router, decode = TraceMaker(), TraceMaker()
+    router.call(1, "router/before.py", "before")
+    router.call(2, "router/servicer.py", "InferenceServicer.Generate")
+    router.call(3, "router/intake.py", "Intake.read")
+    router.call(3, "router/choice.py", "Choice.__init__", Kind.CONSTRUCTOR)
+    router.wait(3, "router/waits.py", "waits")
+    decode.call(4, "decode_worker/worker.py", "DecodeWorker.reserve")
+    decode.call(5, "engine/engine_thread.py", "EngineThread.step")
+    decode.call(6, "decode_worker/after.py", "after")
+    processes = {"router": Process.of(router.trace), "decode_worker": Process.of(decode.trace)}
+    files = way_in(processes, [(0, 9 * MS)])
+    assert list(files) == ["decode_worker/worker.py", "router/intake.py", "router/servicer.py"]
+
+
+def test_the_way_out_leaves_the_plan_of_the_next_step_out() -> None:
+    router, decode = TraceMaker(), TraceMaker()
+    for begin_ms in range(0, 200, 20):
+        decode.call(begin_ms, "engine/runner.py", "Runner.step", thread=ENGINE)
+        decode.call(begin_ms + 1, "decode_worker/step_loop.py", "StepLoop._apply")
+        decode.call(begin_ms + 2, "tandem/rpc/router_session.py", "RouterSession.deltas")
+        decode.call(begin_ms + 3, "decode_worker/scheduler.py", "plan_step")
+        decode.call(begin_ms + 4, "engine/engine_thread.py", "EngineThread.step")
+        decode.call(begin_ms + 5, "tandem/rpc/outbox.py", "Outbox.take")
+        router.call(begin_ms + 6, "router/worker_link.py", "WorkerLink._dispatch")
+    processes = {"router": Process.of(router.trace), "decode_worker": Process.of(decode.trace)}
+    files = way_out(processes, "decode_worker", [(-1, 200 * MS)])
+    assert "decode_worker/scheduler.py" not in files
+    assert {"decode_worker/step_loop.py", "tandem/rpc/outbox.py", "router/worker_link.py"} <= set(files)
+
+
+def test_a_trace_without_a_request_is_an_error() -> None:
+    with pytest.raises(WalkError):
+        way_in({"router": Process()}, [(0, 1)])
