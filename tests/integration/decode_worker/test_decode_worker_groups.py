@@ -58,7 +58,7 @@ async def test_a_group_holds_its_prompt_once(
     spec = make_spec(num_prompt_tokens, MAX_TOKENS, n=n, temperature=1.0)
     shared = num_prompt_tokens // 16
     whole = -(-(num_prompt_tokens + MAX_TOKENS - 1) // 16)  # the last token's KV is never computed
-    async with open_bench(16, 128) as bench:
+    async with open_bench(16, 256, chunk_tokens=2048) as bench:
         await bench.complete([spec])
         assert bench.router.most_live_blocks == shared + n * (whole - shared)
         await bench.complete(singles(spec))
@@ -69,7 +69,7 @@ async def test_a_group_holds_its_prompt_once(
 async def test_groups_in_a_pool_that_is_far_too_small_give_the_same_tokens(
     open_bench: Any, make_spec: MakeSpec, block_size: int
 ) -> None:
-    specs = [make_spec(17 + i, 60, n=3, temperature=1.0, seed=i) for i in range(4)]
+    specs = [make_spec(17 + i, 120, n=3, temperature=1.0, seed=i) for i in range(3)]
     num_blocks = -(-specs[-1].max_pool_tokens(block_size) // block_size) + 24 // block_size
     async with open_bench(block_size, num_blocks, max_seqs=12, chunk_tokens=16) as bench:
         expected = [await complete_singles(bench, spec) for spec in specs]
@@ -96,7 +96,7 @@ async def test_a_released_group_gives_back_all_its_blocks_and_disturbs_nobody(
     open_bench: Any, make_spec: MakeSpec
 ) -> None:
     spec = make_spec(40, 60, n=2, temperature=1.0, seed=3)
-    async with open_bench(num_blocks=128) as bench:
+    async with open_bench(num_blocks=256) as bench:
         expected = await complete_singles(bench, spec)
         doomed = bench.reserve(make_spec(33, 500, n=4, temperature=1.0))
         going = bench.reserve(spec)
