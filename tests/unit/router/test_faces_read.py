@@ -20,10 +20,27 @@ from tandem.types import FinishReason, TokenId, TokenLogprobs
 from tandem.v1 import inference_pb2 as pb
 
 EVERY = {
-    "max_tokens": 9, "min_tokens": 0, "temperature": 0.0, "top_k": 3, "top_p": 0.5, "min_p": 0.25,
-    "repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.5, "seed": 2**64 - 1, "n": 16,
-    "beam_width": 2, "length_penalty": 1.0, "stop": ("a", "b"), "stop_token_ids": (0, 5), "include_stop": False,
-    "ignore_eos": True, "logprobs": 0, "prompt_logprobs": 2, "logit_bias": {3: -1.0}, "skip_special_tokens": False,
+    "max_tokens": 9,
+    "min_tokens": 0,
+    "temperature": 0.0,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.25,
+    "repetition_penalty": 1.5,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 0.5,
+    "seed": 2**64 - 1,
+    "n": 16,
+    "beam_width": 2,
+    "length_penalty": 1.0,
+    "stop": ("a", "b"),
+    "stop_token_ids": (0, 5),
+    "include_stop": False,
+    "ignore_eos": True,
+    "logprobs": 0,
+    "prompt_logprobs": 2,
+    "logit_bias": {3: -1.0},
+    "skip_special_tokens": False,
 }
 
 
