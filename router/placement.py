@@ -42,10 +42,11 @@ class WorkerView:
 
     @property
     def free_blocks(self) -> int:
-        """Free blocks of its pool, less what those need that wait there or were given to it since; may be negative."""
+        """Free and cached blocks of its pool, less what those need that wait there; may be negative."""
         if self.load is None:
             return 0
-        return self.load.pool.free - self.queued_tokens // max(1, self.load.pool.block_size)
+        pool = self.load.pool
+        return pool.free + pool.cached - self.queued_tokens // max(1, pool.block_size)
 
     @property
     def queued_tokens(self) -> int:

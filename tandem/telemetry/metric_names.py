@@ -257,13 +257,11 @@ STEP_TOKENS = Metric(
 COMPUTED_PROMPT_TOKENS = Metric(
     "tandem_computed_prompt_tokens_total",
     _C,
-    "Prompt tokens computed here; again when a sequence is computed anew.",
+    "Prompt tokens computed here; again when a sequence is recomputed.",
     WORKERS,
 )
 SAMPLED_TOKENS = Metric("tandem_sampled_tokens_total", _C, "Tokens drawn here.", WORKERS)
-PREEMPTIONS = Metric(
-    "tandem_preemptions_total", _C, "Sequences that lost their KV blocks and are computed anew.", _DECODE
-)
+PREEMPTIONS = Metric("tandem_preemptions_total", _C, "Sequences that lost their KV blocks and are recomputed.", _DECODE)
 SEQUENCES = Metric(
     "tandem_sequences_total",
     _C,
@@ -312,7 +310,8 @@ TRANSFER_SECONDS = Metric(
     buckets=(0.0005, *LATENCY_S),
 )
 
-BLOCK_STATES = tuple(str(state) for state in BlockState)
+BLOCK_STATES = tuple(dict.fromkeys((*(str(state) for state in BlockState), "cached")))
+"""Fields of PoolCounts."""
 
 ALL: tuple[Metric, ...] = tuple(each for each in list(globals().values()) if isinstance(each, Metric))
 """In the order above."""

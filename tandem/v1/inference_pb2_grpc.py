@@ -71,8 +71,9 @@ class InferenceServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Streams one completion as it is made. Deltas that wait for a slow reader
-        are merged into one message; none is dropped.
+        """Streams all choices as they are made; messages of different choices come in
+        any order. Deltas that wait for a slow reader are merged into one message
+        per choice; none is dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

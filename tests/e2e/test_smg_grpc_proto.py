@@ -119,7 +119,7 @@ def test_log_probabilities_are_those_of_inference_service(stub: Any, client: Cli
         (request(top_p=2.0), "INVALID_ARGUMENT", "sampling.top_p"),
         (request(logprobs=-1), "INVALID_ARGUMENT", "sampling_params.logprobs"),
         (request(logit_bias={-1: 1.0}), "INVALID_ARGUMENT", "sampling_params.logit_bias"),
-        (request(n=2), "UNIMPLEMENTED", "sampling.n"),
+        (request(n=17), "INVALID_ARGUMENT", "sampling.n"),
         (request(prompt_logprobs=1), "UNIMPLEMENTED", "sampling.prompt_logprobs"),
         (request(json_object=True), "UNIMPLEMENTED", "sampling_params.json_object"),
         (request(regex="a+"), "UNIMPLEMENTED", "sampling.regex"),

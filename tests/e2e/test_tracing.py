@@ -204,26 +204,6 @@ def test_a_trace_that_the_caller_did_not_sample_is_not_exported(traced: Cluster,
     assert trace_id not in {span.trace_id for span in collector.spans}
 
 
-def test_batches_are_linked_to_the_sequences_that_were_in_them(client: Client, collector: Collector) -> None:
-    assert not trace.get_current_span().get_span_context().is_valid
-    request_ids = {f"batched-{number}" for number in range(4)}
-    with ThreadPoolExecutor(4) as callers:
-        list(callers.map(lambda each: client.complete(PROMPT, max_tokens=100, request_id=each), request_ids))
-
-    def linked(batch: str, work: str) -> bool:
-        spans = collector.spans
-        links = {link for span in spans if span.name == batch for link in span.links}
-        ours = {span.span_id for span in spans if span.attributes.get("tandem.request_id") in request_ids}
-        working = {span.span_id for span in spans if span.name == work}
-        return len(ours & working) == 4 and ours & working <= links <= working
-
-    assert eventually(lambda: linked("prefill.batch", "prefill"))
-    assert eventually(lambda: linked("decode.batch", "decode"))
-    batches = [span for span in collector.spans if span.name == "decode.batch"]
-    assert all(batch.parent_id == "" for batch in batches)
-    assert max(batch.attributes["tandem.batch.num_seqs"] for batch in batches) > 1
-
-
 def test_streams_between_processes_and_probes_have_no_spans(client: Client, collector: Collector) -> None:
     client.status()
     assert eventually(lambda: any(span.name.endswith("/GetStatus") for span in collector.spans))

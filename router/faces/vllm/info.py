@@ -92,7 +92,7 @@ class ServerInfo:
     def _load(self, status: ClusterStatus) -> vllm_engine_pb2.SchedulerLoad:
         pools = [worker.load.pool for worker in status.workers if worker.info.role is Role.DECODE]
         total = sum(pool.total * pool.block_size for pool in pools)
-        used = sum((pool.total - pool.free) * pool.block_size for pool in pools)
+        used = sum((pool.total - pool.free - pool.cached) * pool.block_size for pool in pools)
         return vllm_engine_pb2.SchedulerLoad(
             num_running_reqs=status.active_requests,
             num_waiting_reqs=status.queued_requests,

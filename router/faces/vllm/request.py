@@ -18,7 +18,7 @@ _ALIKE_UNLESS_ZERO = (
     *("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("min_tokens", "n"),
 )
-_SIGNED_THERE = ("max_tokens", "logprobs", "prompt_logprobs", "top_k", "min_tokens")
+_SIGNED_THERE = ("logprobs", "prompt_logprobs")
 _CONSTRAINTS = frozenset({"json_schema", "regex", "grammar"})
 """Known to Tandem under the same names."""
 _SEED_MASK = 2**64 - 1

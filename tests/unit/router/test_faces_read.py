@@ -98,11 +98,8 @@ def test_vllms_zero_means_unset_where_it_cannot_say_so() -> None:
     assert read == CompletionRequest(TextPrompt("Hi"), expected, "r")
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "logprobs", "top_k", "min_tokens"])
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_vllms_signed_fields_are_refused_below_zero_by_their_own_names(name: str) -> None:
-    field = vllm.SamplingParams.DESCRIPTOR.fields_by_name[name]
-    if field.cpp_type in {field.CPPTYPE_UINT32, field.CPPTYPE_UINT64}:
-        pytest.skip("unsigned there")
     with pytest.raises(InvalidRequest) as caught:
         read_vllm(vllm.GenerateRequest(text="Hi", sampling_params=vllm.SamplingParams(**{name: -1})))
     assert caught.value.field == f"sampling_params.{name}"
