@@ -1,6 +1,6 @@
 """Lets a bounded number of requests run, and a bounded number wait.
 
-Waiting requests go by priority, then by arrival. One that would outwait its own deadline is
+Waiting requests go by priority, then by arrival. One that would wait beyond its own deadline is
 refused at once. `AdmissionQueue` is pure; `Admission` lets coroutines wait in it.
 """
 
@@ -101,7 +101,7 @@ class AdmissionQueue:
         self._measure(now_s)
         if not self._num_queued:
             self._num_active -= 1
-            # Else an old slow pace would refuse those by whom alone a new one can be measured.
+            # Else an old slow pace would refuse the requests that are needed to measure a new one.
             self._interval_s = None
             return None
         entry = next(iter(self._by_priority[max(self._by_priority)]))

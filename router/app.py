@@ -73,7 +73,7 @@ class Router:
     metrics: Metrics
     admin: AdminContent
     incoming: Incoming
-    """What callers of every port meet."""
+    """How callers of every port are authenticated."""
 
     @classmethod
     def build(
@@ -177,7 +177,7 @@ def _admin_content(server: RpcServer, view: ClusterView, metrics: Metrics) -> Ad
 
 
 async def _first_of(health: asyncio.Task[None], until: Callable[[], Awaitable[None]]) -> None:
-    """Returns when `until` does; raises what `health` dies of, for without it leases never end."""
+    """Returns when `until` does; raises what ends `health`, for without it leases never end."""
     stop = asyncio.ensure_future(until())
     try:
         await asyncio.wait({health, stop}, return_when=asyncio.FIRST_COMPLETED)

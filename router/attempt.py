@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
 from router.delivery import Delivery
 from router.placement import Placement
 from router.worker_link import WorkerLink
+from router.workers import Workers
 from tandem.clock import Clock
 from tandem.convert import group_to_proto
 from tandem.errors import Reason, TandemError, TransferError, Unavailable
@@ -32,25 +32,13 @@ _OTHER_WORD_S = 0.1
 """How long one worker's word waits for the other's: on how large a hand-off was, or why it failed."""
 
 
-class Links(Protocol):
-    """Where streams to workers are found."""
-
-    def link(self, info: WorkerInfo) -> WorkerLink | None:
-        """The stream to this life of a worker; None if it is gone."""
-        ...
-
-    def engine_steps(self, info: WorkerInfo) -> int | None:
-        """Steps that its engine has made, as last heard; None if it is gone or was never heard."""
-        ...
-
-
 class Attempt:
     """Await `run`, then call `release` whatever happened. A GroupListener of both workers."""
 
     def __init__(
         self,
         placement: Placement,
-        links: Links,
+        workers: Workers,
         delivery: Delivery,
         observer: RequestObserver,
         clock: Clock,
@@ -62,15 +50,15 @@ class Attempt:
 
         `silence_s`: longest silence before the request is tried elsewhere (see the module).
         """
-        self._links = links
+        self._workers = workers
         self._delivery = delivery
         self._observer = observer
         self._clock = clock
         self._arrived_s = arrived_s
         self._silence_s = silence_s
         self._on_stage = on_stage
-        self._decode = _Leg(placement.decode, links)
-        self._prefill = None if placement.prefill is None else _Leg(placement.prefill, links)
+        self._decode = _Leg(placement.decode, workers)
+        self._prefill = None if placement.prefill is None else _Leg(placement.prefill, workers)
         self._news = asyncio.Event()
         self._heard_s = clock.now_s()
         self._sent_s = 0.0
@@ -152,7 +140,7 @@ class Attempt:
             return
         leg = self._next_to_speak()
         if not self._computed:
-            before, leg.engine_steps = leg.engine_steps, self._links.engine_steps(leg.info)
+            before, leg.engine_steps = leg.engine_steps, self._workers.engine_steps(leg.info)
             if leg.engine_steps != before:
                 self._hear(wake=False)
                 return
@@ -245,10 +233,10 @@ class Attempt:
 class _Leg:
     """The request on one of its two workers."""
 
-    def __init__(self, info: WorkerInfo, links: Links) -> None:
+    def __init__(self, info: WorkerInfo, workers: Workers) -> None:
         self.info = info
-        self.link = links.link(info)
-        self.engine_steps = links.engine_steps(info)
+        self.link = workers.link(info)
+        self.engine_steps = workers.engine_steps(info)
         """As last looked at."""
         self.handle: Handle | None = None
         self.is_open = False

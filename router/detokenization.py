@@ -16,7 +16,7 @@ from tokenizers.decoders import DecodeStream
 from tandem.types import TokenId
 
 MAX_PENDING_TOKENS = 32
-"""No character takes more tokens than this; a longer tail is garbage and is let go."""
+"""No character takes more tokens than this; a longer tail is garbage and is given out as it is."""
 _LONGEST_PARTIAL_CHARACTER_TOKENS = 3
 """UTF-8 has up to four bytes, so an incomplete character has at most three."""
 
@@ -29,7 +29,7 @@ class Detokenizer:
         self._skipped = skipped_token_ids
         self._stream = DecodeStream(skip_special_tokens=False)
         self._context: list[int] = []
-        """Tokens of the last text let go: what precedes decides about spaces."""
+        """Tokens of the last text given out: what precedes decides about spaces."""
         self._pending: list[int] = []
         """Tokens whose text is not out yet."""
 
@@ -43,7 +43,7 @@ class Detokenizer:
             self._context, self._pending = self._pending, []
             return text
         if len(self._pending) > MAX_PENDING_TOKENS:
-            return self._let_go()
+            return self._give_out()
         return ""
 
     def finish(self) -> str:
@@ -62,8 +62,8 @@ class Detokenizer:
             return self._text_after_context(self._pending)
         return text
 
-    def _let_go(self) -> str:
-        """Lets all pending tokens go but a tail that may be the start of a character."""
+    def _give_out(self) -> str:
+        """Gives out all pending tokens but a tail that may be the start of a character."""
         cut = _clean_cut(self._pending, self._decode)
         text = self._text_after_context(self._pending[:cut])
         tail = self._pending[cut:]

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from router.entrance import Entrance
 from router.registry import Registry
 from router.workers import Workers
-
-
-class HealthSink(Protocol):
-    """Where health is announced."""
-
-    def set_serving(self, serving: bool) -> None:
-        """SERVING or NOT_SERVING."""
-        ...
+from tandem.rpc.server import RpcServer
 
 
 class Health:
@@ -31,9 +22,9 @@ class Health:
             return "the router is draining"
         return self._workers.readiness()
 
-    async def run(self, sink: HealthSink) -> None:
+    async def run(self, server: RpcServer) -> None:
         """Ticks the registry and announces changes, until cancelled."""
         while True:
             self._registry.tick()
-            sink.set_serving(self.obstacle() is None)
+            server.set_serving(self.obstacle() is None)
             await self._workers.wait_for_change(self._registry.tick_s)

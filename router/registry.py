@@ -27,7 +27,7 @@ _LONGEST_TICK_S = 0.25
 
 
 class WorkerListener(Protocol):
-    """Told when a worker may be spoken to, and when no longer. Must not raise."""
+    """Told when a worker may be used, and when no longer. Must not raise."""
 
     def worker_added(self, info: WorkerInfo) -> None:
         """It registered, or its engine moves again."""
@@ -63,7 +63,7 @@ class _Record:
         self.assigned_tokens = 0
 
     def forgive(self, seconds: float, now_s: float) -> None:
-        """Time that is not to count against it."""
+        """Does not count so much time as silence of the worker."""
         self.heard_s = min(now_s, self.heard_s + seconds)
         self.moved_s = min(now_s, self.moved_s + seconds)
 
@@ -125,13 +125,13 @@ class Registry:
             return
         if known is not None:
             self._superseded.append(known.info.incarnation)
-            self._remove(known, f"worker {info.worker_id} started anew")
+            self._remove(known, f"worker {info.worker_id} has restarted")
         self._records[info.worker_id] = _Record(info, self._clock.now_s())
         for listener in self._listeners:
             listener.worker_added(info)
 
     def heartbeat(self, info: WorkerInfo, load: WorkerLoad) -> None:
-        """Renews the lease, or registers again whom silence had removed. Raises as `register`."""
+        """Renews the lease, or registers a worker again that was removed for its silence. Raises as `register`."""
         self._forgive_standstill()
         self.register(info)
         record = self._records[info.worker_id]

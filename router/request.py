@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem.clock import Deadline
-from tandem.sampling import SamplingOptions
+from tandem.sampling import SamplingRequest
 from tandem.types import ChoiceSpec, GroupSpec, TextParams
 
 
@@ -42,7 +42,7 @@ class CompletionRequest:
     """What a caller wants. Nothing is judged and no default is filled in yet."""
 
     prompt: Prompt
-    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    sampling: SamplingRequest = field(default_factory=SamplingRequest)
     request_id: str = ""
     """Empty = one is drawn."""
     model: str = ""

@@ -113,7 +113,7 @@ class Tokenization:
         """Does `work` here if it is small, else in a thread. Raises Overloaded."""
         if num_bytes <= _INLINE_BYTES:
             return work(*args, **kwargs)
-        # Whoever comes alone is taken at any size: else the largest prompts could never come in.
+        # A text that is alone is taken at any size: else the largest prompts could never come in.
         if self._bytes_under_way and self._bytes_under_way + num_bytes > MAX_BYTES_UNDER_WAY:
             raise Overloaded(f"{self._bytes_under_way} bytes of text wait to be tokenized already")
         threads = self._short_thread if num_bytes <= _SHORT_BYTES else self._long_threads
@@ -123,7 +123,7 @@ class Tokenization:
         finally:
             self._bytes_under_way -= num_bytes
 
-    # The library's batch calls let go of the interpreter's lock; `encode` and `decode` keep it for
+    # The library's batch calls release the interpreter's lock; `encode` and `decode` keep it for
     # seconds on a long text, in which no thread of the router does anything.
 
     def _encode_now(self, text: str, add_special_tokens: bool) -> tuple[TokenId, ...]:

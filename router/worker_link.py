@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 import grpc.aio
@@ -71,7 +71,7 @@ class WorkerLink:
         on_connected: Callable[[bool], None],
         outgoing: Outgoing = _PLAIN,
     ) -> None:
-        """`on_connected` is told each time the stream comes to stand or falls."""
+        """`on_connected` is told each time the stream is set up or ends."""
         self._credentials = outgoing
         self._info = info
         self._router = router
@@ -98,7 +98,7 @@ class WorkerLink:
         return handle
 
     def release(self, handle: Handle) -> None:
-        """Nothing more is wanted of it. Idempotent; the listener hears nothing from now on."""
+        """Nothing more is wanted of it. Idempotent; its listener is told nothing from now on."""
         if self._listeners.pop(handle, None) is not None and self._connected:
             self._enqueue(worker_pb2.ConnectRequest(release=worker_pb2.Release(handle=handle)))
 
@@ -170,19 +170,27 @@ class WorkerLink:
         kind = response.WhichOneof("message")
         if kind == "step_outputs":
             for output in response.step_outputs.outputs:
-                self._tell(output, _tell_tokens)
+                self._tell("tokens", output)
         elif kind == "failed":
             self._fail(Handle(response.failed.handle), error_from_failed(response.failed))
-        elif kind in _TELL:
-            self._tell(getattr(response, kind), _TELL[kind])
+        elif kind in {"reserved", "prefill_done", "handoff_done"}:
+            self._tell(kind, getattr(response, kind))
 
-    def _tell(self, message: Any, tell: Callable[[GroupListener, WorkerInfo, Any], None]) -> None:
+    def _tell(self, kind: str, message: Any) -> None:
         """Messages for a released request are late, and no-ops."""
         listener = self._listeners.get(message.handle)
         if listener is None:
             return
         try:
-            tell(listener, self._info, message)
+            match kind:
+                case "tokens":
+                    listener.tokens(self._info, delta_from_proto(message))
+                case "reserved":
+                    listener.reserved(self._info, message.ticket, message.kv_endpoint)
+                case "prefill_done":
+                    listener.prefill_done(self._info, message.queue_seconds, message.prefill_seconds)
+                case "handoff_done":
+                    listener.handoff_done(self._info, message.transfer_bytes, message.transfer_seconds)
         # A bug met by one request must not end the stream that all others live in.
         except Exception:  # noqa: BLE001
             _log.exception("a worker's message failed", worker_id=self._info.worker_id, handle=message.handle)
@@ -223,26 +231,3 @@ class WorkerLink:
         if self._connected != connected:
             self._connected = connected
             self._on_connected(connected)
-
-
-def _tell_tokens(listener: GroupListener, sender: WorkerInfo, message: worker_pb2.SequenceOutput) -> None:
-    listener.tokens(sender, delta_from_proto(message))
-
-
-def _tell_reserved(listener: GroupListener, sender: WorkerInfo, message: worker_pb2.Reserved) -> None:
-    listener.reserved(sender, message.ticket, message.kv_endpoint)
-
-
-def _tell_prefill_done(listener: GroupListener, sender: WorkerInfo, message: worker_pb2.PrefillDone) -> None:
-    listener.prefill_done(sender, message.queue_seconds, message.prefill_seconds)
-
-
-def _tell_handoff_done(listener: GroupListener, sender: WorkerInfo, message: worker_pb2.HandoffDone) -> None:
-    listener.handoff_done(sender, message.transfer_bytes, message.transfer_seconds)
-
-
-_TELL: Mapping[str, Callable[[GroupListener, WorkerInfo, Any], None]] = {
-    "reserved": _tell_reserved,
-    "prefill_done": _tell_prefill_done,
-    "handoff_done": _tell_handoff_done,
-}

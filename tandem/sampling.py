@@ -2,7 +2,7 @@
 
 Order of defaults: the request, the checkpoint's generation_config.json, then temperature 1,
 max_tokens to the end of the context, a drawn seed. Knows no protocol: each face of the router
-writes what its callers sent into `SamplingOptions`.
+writes what its callers sent into `SamplingRequest`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOptions:
+class SamplingRequest:
     """What a caller asked for, as inference.proto's SamplingParams describes it; None = not set. Not judged yet."""
 
     max_tokens: int | None = None
@@ -57,7 +57,7 @@ def draw_seed() -> int:
     return secrets.randbits(64)
 
 
-def num_choices(options: SamplingOptions, limits: Limits) -> int:
+def num_choices(options: SamplingRequest, limits: Limits) -> int:
     """How many completions are asked for. Raises InvalidRequest for too many, or none."""
     count = 1 if options.n is None else options.n
     if not 1 <= count <= limits.max_n:
@@ -66,7 +66,7 @@ def num_choices(options: SamplingOptions, limits: Limits) -> int:
 
 
 def resolve_sampling(
-    options: SamplingOptions,
+    options: SamplingRequest,
     info: CheckpointInfo,
     num_prompt_tokens: int,
     limits: Limits,
@@ -104,7 +104,7 @@ def resolve_sampling(
     return sampling, text
 
 
-def _refuse_not_built(options: SamplingOptions, limits: Limits) -> None:
+def _refuse_not_built(options: SamplingRequest, limits: Limits) -> None:
     for name in _NOT_BUILT:
         if getattr(options, name) is not None:
             raise UnsupportedOption(f"sampling.{name}")
@@ -124,7 +124,7 @@ def _room(info: CheckpointInfo, num_prompt_tokens: int, sequence_tokens: int | N
 
 
 def _fill_in(
-    options: SamplingOptions,
+    options: SamplingRequest,
     info: CheckpointInfo,
     text: TextParams,
     room: int,

@@ -1,4 +1,4 @@
-"""Sampling parameters by the names that KServe and Triton clients use, as fields of SamplingOptions.
+"""Sampling parameters by the names that KServe and Triton clients use, as fields of SamplingRequest.
 
 Values come from tensors, from JSON and from request parameters, so they are looked at leniently
 where clients are known to be: numbers as text, `top_k` of -1, neutral values of what is not built.
@@ -40,7 +40,7 @@ def canonical(name: str) -> str:
 
 
 def sampling_values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of SamplingOptions from settings by canonical name; None = left out.
+    """Fields of SamplingRequest from settings by canonical name; None = left out.
 
     Raises InvalidRequest for an unknown name or a value that does not fit, UnsupportedOption for a
     feature that is not built.
@@ -129,7 +129,7 @@ _FITS: Mapping[str, Callable[[Any], Any]] = {
     "stop_token_ids": _integers,
     "logit_bias": _biases,
 }
-"""By field of SamplingOptions."""
+"""By field of SamplingRequest."""
 
 
 def boolean(name: str, value: Any) -> bool:

@@ -18,7 +18,7 @@ from router.faces.kserve.tensors import BYTES, MAX_ELEMENTS, Tensor, read_tensor
 from router.request import CompletionRequest, TextPrompt
 from tandem.errors import InvalidRequest, ModelNotFound, UnsupportedOption
 from tandem.foreign import kserve_pb2
-from tandem.sampling import SamplingOptions
+from tandem.sampling import SamplingRequest
 
 MAX_TEXTS = 64
 """Of one ModelInfer."""
@@ -185,7 +185,7 @@ def _completions(
     for name in settings.keys() & (_SEQUENCES | _NOT_SERVED):
         raise UnsupportedOption(name)
     priority = _priority(settings.pop("priority", 0))
-    sampling = SamplingOptions(**sampling_values(settings))
+    sampling = SamplingRequest(**sampling_values(settings))
     model = request.model_name
     return tuple(CompletionRequest(TextPrompt(text), sampling, request.id, model, priority) for text in texts)
 

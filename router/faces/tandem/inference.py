@@ -18,7 +18,7 @@ from tandem.checkpoint import CheckpointInfo
 from tandem.convert import finish_reason_to_proto, logprobs_to_proto
 from tandem.errors import InvalidRequest
 from tandem.limits import Limits
-from tandem.sampling import SamplingOptions
+from tandem.sampling import SamplingRequest
 from tandem.telemetry.trace_context import trace_of_call
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
@@ -145,15 +145,15 @@ def _chat(chat: inference_pb2.Chat) -> ChatPrompt:
     return ChatPrompt([{"role": each.role, "content": each.content} for each in chat.messages])
 
 
-def _sampling(message: inference_pb2.SamplingParams) -> SamplingOptions:
-    """SamplingOptions has the message's fields, by the same names; those that are not set stay out."""
+def _sampling(message: inference_pb2.SamplingParams) -> SamplingRequest:
+    """SamplingRequest has the message's fields, by the same names; those that are not set stay out."""
     given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     for name in ("stop", "stop_token_ids"):
         if name in given:
             given[name] = tuple(given[name])
     if "choice" in given:
         given["choice"] = tuple(message.choice.choices)
-    return SamplingOptions(**given)
+    return SamplingRequest(**given)
 
 
 def _response(request_id: str, output: ChoiceOutput) -> inference_pb2.GenerateResponse:

@@ -10,7 +10,7 @@ from typing import Any
 from router.request import CompletionRequest, Prompt, TextPrompt, TokensPrompt
 from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.foreign import vllm_engine_pb2
-from tandem.sampling import SamplingOptions
+from tandem.sampling import SamplingRequest
 
 _ALIKE_IF_SET = ("temperature", "max_tokens", "logprobs", "prompt_logprobs")
 """Optional there: copied if present. Zero is a value."""
@@ -59,7 +59,7 @@ def _prompt(request: vllm_engine_pb2.GenerateRequest) -> Prompt:
             raise InvalidRequest("input", "one of tokenized and text must be set")
 
 
-def _sampling(given: vllm_engine_pb2.SamplingParams) -> SamplingOptions:
+def _sampling(given: vllm_engine_pb2.SamplingParams) -> SamplingRequest:
     values: dict[str, Any] = {name: getattr(given, name) for name in _ALIKE_IF_SET if given.HasField(name)}
     values |= {name: value for name in _ALIKE_UNLESS_ZERO if (value := getattr(given, name))}
     for name in _SIGNED_THERE:
@@ -71,7 +71,7 @@ def _sampling(given: vllm_engine_pb2.SamplingParams) -> SamplingOptions:
         values["seed"] = given.seed & _SEED_MASK
     if any(token_id < 0 for token_id in given.logit_bias):
         raise InvalidRequest("sampling_params.logit_bias", "ids must not be negative")
-    return SamplingOptions(
+    return SamplingRequest(
         **values,
         **_constraint(given),
         stop=tuple(given.stop),

@@ -8,7 +8,7 @@ import pytest
 
 from router.request import Caller, CompletionRequest, TokensPrompt
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Reason, Unavailable
-from tandem.sampling import SamplingOptions
+from tandem.sampling import SamplingRequest
 from tandem.types import FinishReason, Role
 from tandem.v1 import inference_pb2 as pb
 
@@ -85,7 +85,7 @@ async def test_a_cancelled_request_has_neither_a_reason_nor_an_error(cluster: An
 async def test_a_request_that_is_given_up_before_its_first_step_has_an_end(
     cluster: Any, timeout_s: float | None, error: type
 ) -> None:
-    request = CompletionRequest(TokensPrompt(PROMPT), SamplingOptions(max_tokens=4))
+    request = CompletionRequest(TokensPrompt(PROMPT), SamplingRequest(max_tokens=4))
     async with cluster.router.entrance.run(request, Caller(timeout_s, "")):
         pass
     given_up = await only_request(cluster)

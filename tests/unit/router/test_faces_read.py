@@ -15,7 +15,7 @@ from router.request import ChatPrompt, CompletionRequest, TextPrompt, TokensProm
 from router.timeline import Summary
 from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.foreign import vllm_engine_pb2 as vllm
-from tandem.sampling import SamplingOptions
+from tandem.sampling import SamplingRequest
 from tandem.types import FinishReason, TokenId, TokenLogprobs
 from tandem.v1 import inference_pb2 as pb
 
@@ -45,7 +45,7 @@ EVERY = {
 
 
 def test_sampling_options_are_the_fields_of_the_proto_by_the_same_names() -> None:
-    assert [each.name for each in fields(SamplingOptions)] == [
+    assert [each.name for each in fields(SamplingRequest)] == [
         each.name for each in pb.SamplingParams.DESCRIPTOR.fields
     ]
 
@@ -54,7 +54,7 @@ def test_every_field_of_tandems_own_request_arrives_and_zero_differs_from_unset(
     message = pb.GenerateRequest(
         text="Hi", request_id="r", model="m", priority=-2, cache_salt="s", sampling=pb.SamplingParams(**EVERY)
     )
-    expected = CompletionRequest(TextPrompt("Hi"), SamplingOptions(**EVERY), "r", "m", -2, "s")
+    expected = CompletionRequest(TextPrompt("Hi"), SamplingRequest(**EVERY), "r", "m", -2, "s")
     assert read_tandem(message) == expected
     assert read_tandem(pb.GenerateRequest(text="")) == CompletionRequest(TextPrompt(""))
 
@@ -65,7 +65,7 @@ def test_every_field_of_tandems_own_request_arrives_and_zero_differs_from_unset(
 def test_a_constraint_arrives_by_its_name(constraint: str, value: Any) -> None:
     given = pb.ChoiceConstraint(choices=value) if constraint == "choice" else value
     read = read_tandem(pb.GenerateRequest(text="Hi", sampling=pb.SamplingParams(**{constraint: given})))
-    assert read.sampling == SamplingOptions(**{constraint: value})
+    assert read.sampling == SamplingRequest(**{constraint: value})
 
 
 def test_prompts_are_text_tokens_or_a_chat() -> None:
@@ -92,7 +92,7 @@ def test_an_output_becomes_a_response_of_its_choice_and_the_summary_goes_with_th
 def test_vllms_zero_means_unset_where_it_cannot_say_so() -> None:
     given = vllm.SamplingParams(temperature=0.0, n=4, seed=-1, skip_special_tokens=True)
     read = read_vllm(vllm.GenerateRequest(text="Hi", request_id="r", sampling_params=given))
-    expected = SamplingOptions(
+    expected = SamplingRequest(
         temperature=0.0, n=4, seed=2**64 - 1, ignore_eos=False, include_stop=False, skip_special_tokens=True
     )
     assert read == CompletionRequest(TextPrompt("Hi"), expected, "r")

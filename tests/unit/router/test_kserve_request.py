@@ -18,7 +18,7 @@ from router.request import CompletionRequest, TextPrompt
 from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.foreign import kserve_pb2
 from tandem.limits import Limits
-from tandem.sampling import SamplingOptions
+from tandem.sampling import SamplingRequest
 
 
 def raw_bytes(*values: bytes) -> bytes:
@@ -43,8 +43,8 @@ def as_json(sampling: Any) -> tuple[str, str, list[int], bytes]:
 
 def sampling_of(read: InferRequest) -> dict[str, Any]:
     (completion,) = read.completions
-    unset = SamplingOptions()
-    given = {field.name: getattr(completion.sampling, field.name) for field in fields(SamplingOptions)}
+    unset = SamplingRequest()
+    given = {field.name: getattr(completion.sampling, field.name) for field in fields(SamplingRequest)}
     return {name: value for name, value in given.items() if value != getattr(unset, name)}
 
 
@@ -150,7 +150,7 @@ def test_several_choices_per_text_are_refused_by_name() -> None:
 
 
 def test_every_field_of_sampling_has_a_way_in() -> None:
-    assert set(_FITS) == {field.name for field in fields(SamplingOptions)}
+    assert set(_FITS) == {field.name for field in fields(SamplingRequest)}
 
 
 def test_shared_memory_is_refused_by_name() -> None:
@@ -186,7 +186,7 @@ def test_settings_of_the_protocol_are_read() -> None:
 
     assert (read.timeout_s, read.empty_final_response, read.stream) == (1.5, True, True)
     (completion,) = read.completions
-    assert completion == CompletionRequest(TextPrompt("Hi"), SamplingOptions(), "r", "m", -3)
+    assert completion == CompletionRequest(TextPrompt("Hi"), SamplingRequest(), "r", "m", -3)
 
 
 def test_inputs_switch_outputs_on_and_off() -> None:

@@ -7,7 +7,7 @@ import pytest
 from tandem.checkpoint import CheckpointInfo
 from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.limits import Limits
-from tandem.sampling import SamplingOptions as Options
+from tandem.sampling import SamplingRequest as Options
 from tandem.sampling import num_choices, resolve_sampling
 from tandem.types import SamplingParams, TextParams
 
