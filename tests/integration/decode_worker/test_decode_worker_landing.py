@@ -23,7 +23,7 @@ from tandem.errors import TransferError
 from tandem.incarnation import new_incarnation
 from tandem.limits import Limits
 from tandem.telemetry.observers import WorkerObserver
-from tandem.types import Handle, GroupSpec, TokenId
+from tandem.types import GroupSpec, Handle, TokenId
 from tandem.validation import Validator
 
 BLOCK_SIZE = 8

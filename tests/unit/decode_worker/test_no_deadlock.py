@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from decode_worker.incoming_transfers import TransferPolicy
-from tandem.types import Handle, GroupSpec, TokenId
+from tandem.types import GroupSpec, Handle, TokenId
 
 BLOCK_SIZE, HANDOFF_S, TURNS = 4, 10.0, 3000
 

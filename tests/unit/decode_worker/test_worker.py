@@ -23,7 +23,7 @@ from tandem.errors import (
     Unavailable,
 )
 from tandem.first_tokens import encode_first_tokens
-from tandem.types import FinishReason, Handle, GroupSpec, TokenId
+from tandem.types import FinishReason, GroupSpec, Handle, TokenId
 
 MakeSpec = Callable[..., GroupSpec]
 Completion = Callable[..., list[TokenId]]
