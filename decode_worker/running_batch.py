@@ -22,7 +22,7 @@ from worker.request import Rank, Request
 
 @dataclass(frozen=True, slots=True)
 class BatchedStep:
-    """A step to be launched, and whom each of its seqs belongs to."""
+    """A step to be launched, and the request of each of its seqs."""
 
     step: Step
     seqs: tuple[tuple[Request, Sequence], ...]
@@ -81,7 +81,7 @@ class RunningBatch:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nobody is here, and no step is in flight."""
+        """Whether no request is here, and no step is in flight."""
         return not self._requests and not self.releases.num_in_flight
 
     def join(self, request: Request) -> None:
@@ -97,14 +97,14 @@ class RunningBatch:
             self.releases.release(request.group.take_blocks())
 
     def next_step(self) -> BatchedStep | None:
-        """Plans a step with none in flight; None = nobody can step now."""
+        """Plans a step with none in flight; None = no sequence can step now."""
         return self._carry_out(plan_step(self._running, self._waiting, self._pool, self._limits), {})
 
     def step_behind(self, running: BatchedStep) -> BatchedStep | None:
         """Plans a decode step behind the one in flight; None = it is better planned once that has ended.
 
         That is so if a prompt is to be computed, if blocks are short (some may come back by then, and none can be taken
-        away before), and if somebody waits for the seat of a sequence that ends with the running step.
+        away before), and if a request waits for the seat of a sequence that ends with the running step.
         """
         if not running.is_decode:
             return None

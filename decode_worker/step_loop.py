@@ -7,7 +7,7 @@
 The engine computes in its own thread; while a step runs, the control loop is free. A second step is launched behind a
 decode step only, when that is about to end (`step_timing`), and only if waiting for its end would not bring a better
 one (`RunningBatch.step_behind`); the tokens it starts from then go from step to step inside the engine. A sequence
-that turns out to have ended costs one discarded token. When nobody can step, the loop sleeps until `wake`.
+that turns out to have ended costs one discarded token. When no sequence can step, the loop sleeps until `wake`.
 
 A step that raises fails the requests in it and nobody else, each once; one whose logits are broken fails alone. A bug
 in the planning itself ends `run`, and with it the process.

@@ -1,16 +1,17 @@
 """When to launch a step behind the one in flight: shortly before that is expected to end.
 
 Launched at once, it would leave out every request that arrives while the first one still computes. Launched too late,
-the engine is idle for as long as planning takes. Steps of similar size take similar time, so the last ones tell.
+the engine is idle for as long as planning takes. Steps of similar size take similar time, so the last ones tell; where
+times vary, the shorter ones count more.
 """
 
 from __future__ import annotations
 
 MIN_LEAD_S = 0.002
-_LEAD_IN_PLANS = 4.0
+_LEAD_IN_PLANS = 2.0
 """How many times the usual planning time a step is launched ahead."""
-_WEIGHT = 0.25
-"""Of the newest measurement in a moving average."""
+_WEIGHT_BELOW, _WEIGHT_ABOVE = 0.5, 0.1
+"""Of the newest measurement in a moving average, if it lies below or above."""
 
 
 class StepTiming:
@@ -41,4 +42,5 @@ class StepTiming:
 
 
 def _averaged(average: float, newest: float) -> float:
-    return average + _WEIGHT * (newest - average)
+    weight = _WEIGHT_BELOW if newest < average else _WEIGHT_ABOVE
+    return average + weight * (newest - average)

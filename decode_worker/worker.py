@@ -225,7 +225,7 @@ class DecodeWorker:
         self._admission_pending = False
         while len(self._queue) and (request := self._queue.pop_admissible(self._room())) is not None:
             try:
-                self._let_in(request)
+                self._admit_one(request)
             except TandemError as error:
                 self._end(request, error)
         self._steps.wake()
@@ -238,7 +238,7 @@ class DecodeWorker:
             num_seqs=self._transfers.num_seqs + self._batch.num_running + self._batch.num_waiting,
         )
 
-    def _let_in(self, request: Request) -> None:
+    def _admit_one(self, request: Request) -> None:
         if request.owes_prefill_done:
             self._batch.join(request)
             request.router.reserved(request.handle)

@@ -146,12 +146,6 @@ class WorkerConfig:
     )
     chunk_tokens: int = option("chunk-tokens", 512, "prompt tokens computed per step", integer(1, 1_048_576))
     max_seqs: int = option("max-seqs", 64, "sequences in a batch", integer(1, 65536))
-    overlap_steps: str = option(
-        "overlap-steps",
-        "auto",
-        "launch a decode step while another one computes: auto = where that pays",
-        one_of("auto", "off"),
-    )
     transport: str = option(
         "transport", "auto", "how KV blocks travel", one_of("auto", "shm", "tcp", "cuda_ipc", "nccl")
     )
@@ -202,6 +196,12 @@ class DecodeConfig(WorkerConfig):
         "longest prompt that the decode worker computes itself; 0 = none",
         integer(0),
         none_word="unlimited",
+    )
+    overlap_steps: str = option(
+        "overlap-steps",
+        "auto",
+        "plan and launch a decode step while another one computes; auto = whenever that changes no batch",
+        one_of("auto", "off"),
     )
     cuda_graph_seqs: int | None = option(
         "cuda-graphs",

@@ -290,11 +290,18 @@ def test_a_step_is_launched_a_lead_before_the_usual_duration_of_its_size() -> No
     assert timing.launch_after_s(2) == 0.0, "shorter than the lead: at once"
 
 
-def test_slow_planning_lengthens_the_lead_and_durations_are_averaged() -> None:
+def test_slow_planning_lengthens_the_lead() -> None:
+    timing = StepTiming()
+    timing.step_took(1, 0.100)
+    for _ in range(50):
+        timing.planning_took(0.005)
+    assert timing.launch_after_s(1) == pytest.approx(0.090, abs=1e-4)
+
+
+def test_durations_are_averaged_and_the_shorter_ones_count_more() -> None:
     timing = StepTiming()
     timing.step_took(1, 0.100)
     timing.step_took(1, 0.200)
-    assert timing.launch_after_s(1) == pytest.approx(0.125 - MIN_LEAD_S)
-    for _ in range(50):
-        timing.planning_took(0.005)
-    assert timing.launch_after_s(1) == pytest.approx(0.125 - 0.020, abs=1e-4)
+    assert timing.launch_after_s(1) == pytest.approx(0.110 - MIN_LEAD_S)
+    timing.step_took(1, 0.050)
+    assert timing.launch_after_s(1) == pytest.approx(0.080 - MIN_LEAD_S)
