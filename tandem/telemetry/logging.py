@@ -45,9 +45,13 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 class _Formatter(logging.Formatter):
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
     def __init__(self, process_name: str, *, with_messages: bool) -> None:
         """`with_messages`: whether exceptions not of our own making say what they say."""
         super().__init__()
+        self.converter = time.gmtime
         self._process_name = process_name
         self._with_messages = with_messages
 
@@ -59,7 +63,8 @@ class _Formatter(logging.Formatter):
 class _TextFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = " ".join(f"{key}={_shown(value)}" for key, value in _fields(record).items())
-        line = f"{_timestamp(record)} {record.levelname.lower()} {self._process_name} {printable(record.getMessage())}"
+        event = printable(record.getMessage())
+        line = f"{self.formatTime(record)} {record.levelname.lower()} {self._process_name} {event}"
         line = f"{line} {fields}" if fields else line
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -67,7 +72,7 @@ class _TextFormatter(_Formatter):
 class _JsonFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
-            "time": _timestamp(record),
+            "time": self.formatTime(record),
             "level": record.levelname.lower(),
             "process": self._process_name,
             "logger": record.name,
@@ -77,11 +82,6 @@ class _JsonFormatter(_Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str, ensure_ascii=False)
-
-
-def _timestamp(record: logging.LogRecord) -> str:
-    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-    return f"{whole}.{int(record.msecs):03d}Z"
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

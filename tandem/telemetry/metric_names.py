@@ -151,11 +151,7 @@ PROMPT_TOKENS = Metric(
 )
 COMPLETION_TOKENS = Metric("tandem_completion_tokens_total", _C, "Tokens generated for clients.", _ROUTER)
 TIME_TO_FIRST_TOKEN = Metric(
-    "tandem_time_to_first_token_seconds",
-    _H,
-    "A request's arrival to its first token.",
-    _ROUTER,
-    buckets=LATENCY_S,
+    "tandem_time_to_first_token_seconds", _H, "A request's arrival to its first token.", _ROUTER, buckets=LATENCY_S
 )
 INTER_TOKEN = Metric(
     "tandem_inter_token_seconds",
@@ -165,11 +161,7 @@ INTER_TOKEN = Metric(
     buckets=STEP_S,
 )
 REQUEST_SECONDS = Metric(
-    "tandem_request_seconds",
-    _H,
-    "A finished request's arrival to its last token.",
-    _ROUTER,
-    buckets=LATENCY_S,
+    "tandem_request_seconds", _H, "A finished request's arrival to its last token.", _ROUTER, buckets=LATENCY_S
 )
 WITHOUT_TOKEN_SECONDS = Metric(
     "tandem_request_without_token_seconds",
@@ -279,11 +271,7 @@ SEQUENCE_FAILURES = Metric(
     presets=_reasons(*_TRANSFER_FAILS, Reason.QUEUE_FULL, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL),
 )
 SEQUENCE_WAIT = Metric(
-    "tandem_sequence_wait_seconds",
-    _H,
-    "A sequence's arrival here to its first step.",
-    WORKERS,
-    buckets=LATENCY_S,
+    "tandem_sequence_wait_seconds", _H, "A sequence's arrival here to its first step.", WORKERS, buckets=LATENCY_S
 )
 TRANSFERS = Metric(
     "tandem_transfers_total",

@@ -11,19 +11,20 @@ State is read when somebody asks, so it costs nothing in between. Shows the metr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from tandem import __version__
 from tandem.errors import InternalError
 from tandem.telemetry import metric_names, vllm_names
 from tandem.telemetry.metric import Kind, Labels, Metric, Process
-from tandem.telemetry.metric_view import View
-from tandem.telemetry.tallies import Counter, Histogram
+from tandem.telemetry.tallies import Cells, Counter, Histogram
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +40,59 @@ Reader = Callable[[], Iterable[Reading]]
 """Looks at something and tells its figures, at each scrape. Must neither raise nor take long."""
 
 
+@dataclass(frozen=True, slots=True)
+class _View:
+    """One name under which `metric` is shown: its own, or an alias with other buckets and more labels."""
+
+    metric: Metric
+    name: str
+    text: str
+    labels: tuple[str, ...]
+    buckets: tuple[float, ...]
+    fixed: Labels = ()
+    """Values of the labels that stand before the metric's own."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """Other words for the metric's label values."""
+
+    def of_values(self, values: Mapping[Labels, float]) -> Family:
+        """The family of a counter or gauge."""
+        make = CounterMetricFamily if self.metric.kind is Kind.COUNTER else GaugeMetricFamily
+        family = make(self.name, self.text, labels=self.labels)
+        for labels, value in values.items():
+            family.add_metric(self._label_values(labels), value)
+        return family
+
+    def of_cells(self, cells: Mapping[Labels, Cells]) -> Family:
+        """The family of a histogram."""
+        family = HistogramMetricFamily(self.name, self.text, labels=self.labels)
+        for labels, each in cells.items():
+            buckets = [(floatToGoString(bound), float(count)) for bound, count in each.cumulative(self.buckets)]
+            family.add_metric(self._label_values(labels), buckets, each.sum)
+        return family
+
+    def _label_values(self, labels: Labels) -> Labels:
+        return (*self.fixed, *(self.words.get(value, value) for value in labels))
+
+
+def _views(process: Process, model: str) -> Iterator[_View]:
+    """Everything that `process` shows, in the order of the declarations."""
+    for metric in metric_names.ALL:
+        if process in metric.on:
+            yield _View(metric, metric.name, metric.text, metric.labels, metric.buckets)
+    for alias in vllm_names.ALL:
+        if process in alias.of:
+            metric = alias.of[process]
+            labels = ("model_name", "engine", *(alias.labels or metric.labels))
+            fixed = (model, vllm_names.ENGINE)
+            yield _View(metric, alias.name, alias.text, labels, alias.buckets, fixed, alias.label_values)
+
+
 class Metrics(Collector):
     """Made once per process; observers take their tallies from it."""
 
     def __init__(self, process: Process, model: str, worker_id: str = "") -> None:
-        self._declared = tuple(metric for metric in metric_names.ALL if process in metric.on)
-        self._views = (
-            *map(View.own, self._declared),
-            *(
-                View.of_alias(alias, alias.of[process], model, vllm_names.ENGINE)
-                for alias in vllm_names.ALL
-                if process in alias.of
-            ),
-        )
+        self._process = process
+        self._views = tuple(_views(process, model))
         self._counters: dict[Metric, Counter] = {}
         self._histograms: dict[Metric, Histogram] = {}
         self._readers: list[Reader] = []
@@ -85,22 +126,20 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Every family that something counts or reads, in the order of the declarations."""
-        values = self._values()
+        values: dict[Metric, dict[Labels, float]] = {metric: {} for metric in self._shown}
+        for reader in self._readers:
+            for reading in reader():
+                values.setdefault(reading.metric, {})[reading.labels] = reading.value
         for view in self._views:
             if view.metric in self._histograms:
                 yield view.of_cells(self._histograms[view.metric].all_cells)
             elif view.metric in values:
                 yield view.of_values(values[view.metric])
-
-    def _values(self) -> Mapping[Metric, Mapping[Labels, float]]:
-        read: dict[Metric, dict[Labels, float]] = {metric: {} for metric in self._shown}
-        for reader in self._readers:
-            for reading in reader():
-                read.setdefault(reading.metric, {})[reading.labels] = reading.value
-        return {**{metric: each.values for metric, each in self._counters.items()}, **read}
+            elif view.metric in self._counters:
+                yield view.of_values(self._counters[view.metric].values)
 
     def _check(self, metric: Metric, kind: Kind) -> None:
-        if metric not in self._declared or metric.kind is not kind:
+        if self._process not in metric.on or metric.kind is not kind:
             raise InternalError(f"{metric.name} is no {kind} of this process")
 
 

@@ -59,12 +59,8 @@ class Cells:
 
         `bounds` are ascending and among this one's own.
         """
-        total, cell = 0, 0
         for bound in (*bounds, math.inf):
-            end = len(self._bounds) if bound == math.inf else bisect_left(self._bounds, bound)
-            total += sum(self._counts[cell : end + 1])
-            cell = end + 1
-            yield bound, total
+            yield bound, sum(self._counts[: bisect_left(self._bounds, bound) + 1])
 
 
 class Histogram:
@@ -79,10 +75,9 @@ class Histogram:
 
     def cells(self, *labels: str) -> Cells:
         """Where values with these labels are counted. Worth keeping on a hot path."""
-        found = self._cells.get(labels)
-        if found is None:
-            found = self._cells[labels] = Cells(self._bounds)
-        return found
+        if labels not in self._cells:
+            self._cells[labels] = Cells(self._bounds)
+        return self._cells[labels]
 
     @property
     def all_cells(self) -> Mapping[Labels, Cells]:

@@ -74,12 +74,7 @@ ALL: tuple[Alias, ...] = (
         labels=("finished_reason",),
         label_values=_FINISHED_REASONS,
     ),
-    Alias(
-        "vllm:time_to_first_token_seconds",
-        "Time to first token.",
-        {_ROUTER: names.TIME_TO_FIRST_TOKEN},
-        _TTFT_S,
-    ),
+    Alias("vllm:time_to_first_token_seconds", "Time to first token.", {_ROUTER: names.TIME_TO_FIRST_TOKEN}, _TTFT_S),
     Alias("vllm:inter_token_latency_seconds", "Inter-token latency.", {_ROUTER: names.INTER_TOKEN}, _INTER_TOKEN_S),
     Alias(
         "vllm:time_per_output_token_seconds",
