@@ -66,7 +66,8 @@ class _View:
         """The family of a histogram."""
         family = HistogramMetricFamily(self.name, self.text, labels=self.labels)
         for labels, each in cells.items():
-            buckets = [(floatToGoString(bound), float(count)) for bound, count in each.cumulative(self.buckets)]
+            shown = each.cumulative(self.buckets)
+            buckets = [(floatToGoString(bound), float(count)) for bound, count in shown]  # type: ignore[no-untyped-call]
             family.add_metric(self._label_values(labels), buckets, each.sum)
         return family
 

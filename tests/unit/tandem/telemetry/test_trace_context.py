@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 from opentelemetry import trace
 
-from tandem.client.tracing import trace_metadata
 from tandem.telemetry.trace_context import (
     context_from_metadata,
     context_of,
@@ -63,18 +62,6 @@ def test_a_current_span_tells_the_state_that_came_with_its_trace(recorded: Recor
 def test_a_worker_reads_the_state_that_the_router_passed_on() -> None:
     span = trace.get_current_span(context_of(TRACEPARENT, "vendor=1")).get_span_context()
     assert dict(span.trace_state) == {"vendor": "1"}
-
-
-def test_without_a_current_span_calls_carry_no_trace() -> None:
-    assert trace_metadata() == ()
-    assert trace_in() is None
-
-
-def test_a_call_carries_the_current_span(recorded: RecordedSpans) -> None:
-    with recorded.tracer.start_as_current_span("caller") as span:
-        named = traceparent_of(span.get_span_context())
-        assert trace_metadata() == (("traceparent", named),)
-        assert trace_in() == (named, "")
 
 
 def test_the_state_of_a_vendor_goes_with_the_trace() -> None:
