@@ -147,11 +147,14 @@ class AsyncClient(Caller):
             finally:
                 call.cancel()  # without effect on a call that has ended
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable(CLOSED)
+
     @contextlib.asynccontextmanager
     async def _translated(self) -> AsyncIterator[None]:
         """The one place where this client's gRPC errors become ours."""
-        if self._closed:
-            raise Unavailable(CLOSED)
+        self._check_open()
         try:
             yield
         except grpc.aio.AioRpcError as error:

@@ -59,7 +59,8 @@ def _of_details(error: grpc.RpcError) -> TandemError | None:
 
 
 def _details_of(error: grpc.RpcError) -> Any:
-    for key, value in error.trailing_metadata() or ():
+    pairs: Any = error.trailing_metadata() or ()
+    for key, value in pairs:
         if key == _DETAILS_KEY and isinstance(value, bytes):
             return Status.FromString(value)
     return None

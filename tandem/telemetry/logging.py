@@ -1,7 +1,10 @@
 """Structured logs: one event per line, key=value or JSON, on stderr (stdout belongs to `ready`).
 
-Fields carry ids and numbers, never prompts or completions; see `exception_text` for exceptions. The
-current span's trace id is added by itself.
+Fields carry ids and numbers, never prompts or completions. The current span's trace id is added by itself.
+
+Exceptions are shown as where they came from and what they are, not what they say: a bug's message may quote what it
+stumbled over, and that may be a prompt. Ours carry ids and numbers, the operating system's carry paths: those are
+shown; others only at the debug level.
 """
 
 from __future__ import annotations
@@ -10,15 +13,19 @@ import json
 import logging
 import sys
 import time
+import traceback
 from typing import Any, TextIO
 
 from opentelemetry import trace
 
-from tandem.telemetry.exception_text import exception_text
+from tandem.errors import TandemError
 from tandem.telemetry.logger import Logger, get_logger
-from tandem.telemetry.printable import printable
 
-__all__ = ["Logger", "configure_logging", "get_logger"]
+__all__ = ["WITHHELD", "Logger", "configure_logging", "exception_text", "get_logger", "printable"]
+
+WITHHELD = "(message withheld; --log-level debug shows it)"
+_MAX_DEPTH = 8
+"""Causes of causes, and groups within groups."""
 
 _QUOTING_LOGGERS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
 """They quote a malformed trace context, a line for each call that brings one: whoever can call could fill the log."""
@@ -97,3 +104,29 @@ def _shown(value: object) -> str:
         return f"{value:.6g}"
     text = str(value)
     return text if text and text.isprintable() and not set(text) & set(' "=') else json.dumps(text)
+
+
+def exception_text(error: BaseException, *, with_messages: bool) -> str:
+    """The traceback of an exception and of those that led to it, oldest first."""
+    return "\n".join(_lines(error, with_messages, _MAX_DEPTH))
+
+
+def _lines(error: BaseException, with_messages: bool, depth: int) -> list[str]:
+    lines: list[str] = []
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if before is not None and depth > 0:
+        lines += [*_lines(before, with_messages, depth - 1), "", "which led to:"]
+    lines += "".join(traceback.format_tb(error.__traceback__)).splitlines()
+    shown = with_messages or isinstance(error, TandemError | OSError)
+    lines.append(f"{type(error).__module__}.{type(error).__qualname__}: {printable(str(error)) if shown else WITHHELD}")
+    if isinstance(error, BaseExceptionGroup) and depth > 0:
+        for each in error.exceptions:
+            lines += [f"  {line}" for line in _lines(each, with_messages, depth - 1)]
+    return lines
+
+
+def printable(text: str) -> str:
+    """`text` with escapes for what does not print: strangers choose some of it, and must not write terminal codes."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

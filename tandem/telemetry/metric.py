@@ -51,8 +51,8 @@ class Alias:
 
     name: str
     text: str
-    of: Mapping[Process, Metric]
-    """What it stands for, by the process that exposes it."""
+    of: tuple[Metric, ...]
+    """What it stands for: on each process, the one that the process has."""
     buckets: tuple[float, ...] = ()
     labels: tuple[str, ...] = ()
     """Its names of the metric's labels."""

@@ -1,7 +1,7 @@
 """One process's metrics: what was counted and what is read, as Prometheus text.
 
-    observers ─add, observe─▶ Counter, Histogram ─┐
-    queues, pools, registry ──── Reader ──────────┴─ at scrape time ─▶ exposition()
+    observers ─add, observe─▶ Counter, Cells ─┐
+    queues, pools, registry ──── Reader ──────┴─ at scrape time ─▶ exposition()
 
 State is read when somebody asks, so it costs nothing in between. Shows the metrics that
 `metric_names` declares for the process, and their aliases. Single-threaded: call
@@ -24,7 +24,7 @@ from tandem import __version__
 from tandem.errors import InternalError
 from tandem.telemetry import metric_names, vllm_names
 from tandem.telemetry.metric import Kind, Labels, Metric, Process
-from tandem.telemetry.tallies import Cells, Counter, Histogram
+from tandem.telemetry.tallies import Cells, Counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,11 @@ def _views(process: Process, model: str) -> Iterator[_View]:
         if process in metric.on:
             yield _View(metric, metric.name, metric.text, metric.labels, metric.buckets)
     for alias in vllm_names.ALL:
-        if process in alias.of:
-            metric = alias.of[process]
-            labels = ("model_name", "engine", *(alias.labels or metric.labels))
-            fixed = (model, vllm_names.ENGINE)
-            yield _View(metric, alias.name, alias.text, labels, alias.buckets, fixed, alias.label_values)
+        for metric in alias.of:
+            if process in metric.on:
+                labels = ("model_name", "engine", *(alias.labels or metric.labels))
+                fixed = (model, vllm_names.ENGINE)
+                yield _View(metric, alias.name, alias.text, labels, alias.buckets, fixed, alias.label_values)
 
 
 class Metrics(Collector):
@@ -95,7 +95,7 @@ class Metrics(Collector):
         self._process = process
         self._views = tuple(_views(process, model))
         self._counters: dict[Metric, Counter] = {}
-        self._histograms: dict[Metric, Histogram] = {}
+        self._histograms: dict[Metric, dict[Labels, Cells]] = {}
         self._readers: list[Reader] = []
         self._shown: tuple[Metric, ...] = ()
         identity = (__version__, str(process), model, worker_id)
@@ -110,11 +110,13 @@ class Metrics(Collector):
         self._check(metric, Kind.COUNTER)
         return self._counters.setdefault(metric, Counter(_presets(metric)))
 
-    def histogram(self, metric: Metric) -> Histogram:
-        """What observes this metric; the same for each call."""
+    def histogram(self, metric: Metric, *labels: str) -> Cells:
+        """What observes this metric with these values of its labels; the same for each call."""
         self._check(metric, Kind.HISTOGRAM)
-        bounds = (bound for view in self._views if view.metric is metric for bound in view.buckets)
-        return self._histograms.setdefault(metric, Histogram(bounds, _presets(metric)))
+        if metric not in self._histograms:
+            bounds = {bound for view in self._views if view.metric is metric for bound in view.buckets}
+            self._histograms[metric] = {each: Cells(sorted(bounds)) for each in _presets(metric)}
+        return self._histograms[metric][labels]
 
     def add_reader(self, reader: Reader, *shown: Metric) -> None:
         """Asks `reader` at each scrape from now on. `shown` is named even while it has nothing to tell of it."""
@@ -133,7 +135,7 @@ class Metrics(Collector):
                 values.setdefault(reading.metric, {})[reading.labels] = reading.value
         for view in self._views:
             if view.metric in self._histograms:
-                yield view.of_cells(self._histograms[view.metric].all_cells)
+                yield view.of_cells(self._histograms[view.metric])
             elif view.metric in values:
                 yield view.of_values(values[view.metric])
             elif view.metric in self._counters:

@@ -61,25 +61,3 @@ class Cells:
         """
         for bound in (*bounds, math.inf):
             yield bound, sum(self._counts[: bisect_left(self._bounds, bound) + 1])
-
-
-class Histogram:
-    """Cells by label values."""
-
-    __slots__ = ("_bounds", "_cells")
-
-    def __init__(self, bounds: Iterable[float], presets: Iterable[Labels]) -> None:
-        """`bounds` in any order; those that any name of it shows."""
-        self._bounds = tuple(sorted(set(bounds)))
-        self._cells = {labels: Cells(self._bounds) for labels in presets}
-
-    def cells(self, *labels: str) -> Cells:
-        """Where values with these labels are counted. Worth keeping on a hot path."""
-        if labels not in self._cells:
-            self._cells[labels] = Cells(self._bounds)
-        return self._cells[labels]
-
-    @property
-    def all_cells(self) -> Mapping[Labels, Cells]:
-        """By label values."""
-        return self._cells
