@@ -35,7 +35,6 @@ class Metric:
     """One family, named as in PromQL: counters end in `_total`, histograms gain `_bucket`, `_sum`, `_count`."""
 
     name: str
-    kind: Kind
     text: str
     on: tuple[Process, ...]
     labels: tuple[str, ...] = ()
@@ -43,6 +42,13 @@ class Metric:
     """Upper bounds, ascending, without infinity."""
     presets: tuple[Labels, ...] = ()
     """Label values that stand at 0 from the start: else the first event of a kind is no increase."""
+
+    @property
+    def kind(self) -> Kind:
+        """Histograms have buckets, counters' names end in `_total`."""
+        if self.buckets:
+            return Kind.HISTOGRAM
+        return Kind.COUNTER if self.name.endswith("_total") else Kind.GAUGE
 
 
 @dataclass(frozen=True, slots=True)
