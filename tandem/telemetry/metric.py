@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 Labels = tuple[str, ...]
@@ -30,18 +31,17 @@ WORKERS = (Process.PREFILL, Process.DECODE)
 EVERYWHERE = tuple(Process)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Metric:
     """One family, named as in PromQL: counters end in `_total`, histograms gain `_bucket`, `_sum`, `_count`."""
 
     name: str
     text: str
     on: tuple[Process, ...]
-    labels: tuple[str, ...] = ()
+    labels: Mapping[str, Iterable[str]] = field(default_factory=dict)
+    """All values of each, if they are known."""
     buckets: tuple[float, ...] = ()
     """Upper bounds, ascending, without infinity."""
-    presets: tuple[Labels, ...] = ()
-    """Label values that stand at 0 from the start: else the first event of a kind is no increase."""
 
     @property
     def kind(self) -> Kind:
@@ -49,6 +49,11 @@ class Metric:
         if self.buckets:
             return Kind.HISTOGRAM
         return Kind.COUNTER if self.name.endswith("_total") else Kind.GAUGE
+
+    @property
+    def presets(self) -> tuple[Labels, ...]:
+        """Label values that stand at 0 from the start: else the first event of a kind is no increase."""
+        return tuple(itertools.product(*(map(str, values) for values in self.labels.values())))
 
 
 @dataclass(frozen=True, slots=True)

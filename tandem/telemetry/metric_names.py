@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tandem.errors import Reason
 from tandem.lifecycle import BlockState
-from tandem.telemetry.metric import EVERYWHERE, WORKERS, Labels, Metric, Process, one_two_five
+from tandem.telemetry.metric import EVERYWHERE, WORKERS, Metric, Process, one_two_five
 from tandem.types import FinishReason, Role
 
 LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
@@ -25,12 +25,6 @@ _ROUTER = (Process.ROUTER,)
 _DECODE = (Process.DECODE,)
 _PREFILL = (Process.PREFILL,)
 
-
-def _reasons(*reasons: Reason) -> tuple[Labels, ...]:
-    """Presets of a metric whose one label is `reason`."""
-    return tuple((str(reason),) for reason in reasons)
-
-
 _LOST_ON_THE_WAY = (
     *(Reason.TRANSFER_FAILED, Reason.TICKET_REFUSED, Reason.CHECKSUM_MISMATCH),
     *(Reason.FRAME_ERROR, Reason.PEER_LOST),
@@ -39,13 +33,18 @@ _TRANSFER_FAILS = (*_LOST_ON_THE_WAY, Reason.HANDSHAKE_MISMATCH)
 _MOVES = (Reason.NO_CAPABLE_WORKER, Reason.WORKER_LOST, Reason.DRAINING, Reason.QUEUE_FULL, *_LOST_ON_THE_WAY)
 """Why a try on one pair of workers fails where another pair may do better."""
 
+_REFUSALS = (
+    *(Reason.INVALID_FIELD, Reason.OPTION_NOT_SUPPORTED, Reason.MODEL_NOT_FOUND),
+    *(Reason.QUEUE_FULL, Reason.DRAINING, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL),
+)
+
 # --- every process ---
 
 BUILD_INFO = Metric(
     "tandem_build_info",
     "Always 1; the labels say what runs here.",
     EVERYWHERE,
-    ("version", "role", "model", "worker_id"),
+    {"version": (), "role": (), "model": (), "worker_id": ()},
 )
 SERVING = Metric("tandem_serving", "1 while health tells SERVING.", EVERYWHERE)
 DRAINING = Metric("tandem_draining", "1 while no new work is taken because the process drains.", EVERYWHERE)
@@ -61,10 +60,13 @@ GRPC_CALLS = Metric(
     "tandem_grpc_server_calls_total",
     "gRPC calls that this server ended, by status code.",
     EVERYWHERE,
-    ("service", "method", "code"),
+    {"service": (), "method": (), "code": ()},
 )
 GRPC_IN_FLIGHT = Metric(
-    "tandem_grpc_server_calls_in_flight", "gRPC calls that this server is handling.", EVERYWHERE, ("service", "method")
+    "tandem_grpc_server_calls_in_flight",
+    "gRPC calls that this server is handling.",
+    EVERYWHERE,
+    {"service": (), "method": ()},
 )
 
 # --- router ---
@@ -87,48 +89,31 @@ ROUTER_WORKERS = Metric(
     "tandem_router_workers",
     "Workers registered with this router; only those that are ready get new work.",
     _ROUTER,
-    ("worker_role", "state"),
-    presets=tuple((str(role), state) for role in Role for state in WORKER_STATES),
+    {"worker_role": Role, "state": WORKER_STATES},
 )
 REQUESTS = Metric(
-    "tandem_requests_total",
-    "Requests that ended, those left out that were refused.",
-    _ROUTER,
-    ("outcome",),
-    presets=tuple((outcome,) for outcome in OUTCOMES),
+    "tandem_requests_total", "Requests that ended, those left out that were refused.", _ROUTER, {"outcome": OUTCOMES}
 )
 REQUEST_FAILURES = Metric(
     "tandem_request_failures_total",
     "Requests that failed after admission.",
     _ROUTER,
-    ("reason",),
-    presets=_reasons(
-        *(*_MOVES, Reason.HANDSHAKE_MISMATCH, Reason.INVALID_FIELD, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL)
-    ),
+    {"reason": (*_MOVES, Reason.HANDSHAKE_MISMATCH, Reason.INVALID_FIELD, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL)},
 )
 REQUESTS_REFUSED = Metric(
-    "tandem_requests_refused_total",
-    "Requests that were turned away before they ran.",
-    _ROUTER,
-    ("reason",),
-    presets=_reasons(
-        *(Reason.INVALID_FIELD, Reason.OPTION_NOT_SUPPORTED, Reason.MODEL_NOT_FOUND),
-        *(Reason.QUEUE_FULL, Reason.DRAINING, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL),
-    ),
+    "tandem_requests_refused_total", "Requests that were turned away before they ran.", _ROUTER, {"reason": _REFUSALS}
 )
 PLACEMENTS = Metric(
     "tandem_request_placements_total",
     "Pairs of workers chosen; local = the decode worker computes the prompt too.",
     _ROUTER,
-    ("path",),
-    presets=(("disaggregated",), ("local",)),
+    {"path": ("disaggregated", "local")},
 )
 REQUEST_MOVES = Metric(
     "tandem_request_moves_total",
     "Tries that failed on one pair of workers, by the role of the worker at fault.",
     _ROUTER,
-    ("worker_role", "reason"),
-    presets=tuple((str(role), str(reason)) for role in Role for reason in _MOVES),
+    {"worker_role": Role, "reason": _MOVES},
 )
 PROMPT_TOKENS = Metric(
     "tandem_prompt_tokens_total", "Prompt tokens of the requests whose prompt was computed.", _ROUTER
@@ -190,7 +175,7 @@ DECODE_QUEUED_TOKENS = Metric(
     "Prompt tokens of sequences that wait for room on this decode worker, or that it has yet to compute.",
     _DECODE,
 )
-POOL_BLOCKS = Metric("tandem_kv_pool_blocks", "KV blocks by state.", WORKERS, ("state",))
+POOL_BLOCKS = Metric("tandem_kv_pool_blocks", "KV blocks by state.", WORKERS, {"state": ()})
 POOL_USAGE = Metric(
     "tandem_kv_pool_usage_ratio", "KV blocks that are neither free nor cached, as a share of all: 0 to 1.", WORKERS
 )
@@ -198,7 +183,10 @@ POOL_UNUSED_SLOTS = Metric(
     "tandem_kv_pool_unused_slots", "Token slots of live KV blocks that hold no token: the pool's waste.", WORKERS
 )
 POOL_INFO = Metric(
-    "tandem_kv_pool_info", "Always 1; the labels say how the KV pool is cut.", WORKERS, ("block_tokens", "blocks")
+    "tandem_kv_pool_info",
+    "Always 1; the labels say how the KV pool is cut.",
+    WORKERS,
+    {"block_tokens": (), "blocks": ()},
 )
 POOL_BLOCK_TOKENS = Metric("tandem_kv_pool_block_tokens", "Token slots of one KV block.", WORKERS)
 TRANSFERS_LIVE = Metric("tandem_transfers_live", "Hand-offs of KV under way.", WORKERS)
@@ -207,9 +195,8 @@ STEP_SECONDS = Metric(
     "tandem_step_seconds",
     "Duration of one engine step; mixed = prompt tokens and decoding sequences in one batch.",
     WORKERS,
-    ("kind",),
+    {"kind": ("prefill", "decode", "mixed")},
     STEP_S,
-    presets=(("prefill",), ("decode",), ("mixed",)),
 )
 STEP_SEQS = Metric("tandem_step_seqs", "Sequences in one engine step: the batch size.", WORKERS, buckets=SEQS)
 STEP_TOKENS = Metric(
@@ -227,15 +214,13 @@ SEQUENCES = Metric(
     "tandem_sequences_total",
     "Sequences that left this worker; ended = done, or no longer wanted.",
     WORKERS,
-    ("outcome",),
-    presets=(("ended",), ("failed",)),
+    {"outcome": ("ended", "failed")},
 )
 SEQUENCE_FAILURES = Metric(
     "tandem_sequence_failures_total",
     "Sequences that failed here.",
     WORKERS,
-    ("reason",),
-    presets=_reasons(*_TRANSFER_FAILS, Reason.QUEUE_FULL, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL),
+    {"reason": (*_TRANSFER_FAILS, Reason.QUEUE_FULL, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL)},
 )
 SEQUENCE_WAIT = Metric(
     "tandem_sequence_wait_seconds", "A sequence's arrival here to its first step.", WORKERS, buckets=LATENCY_S
@@ -244,15 +229,10 @@ TRANSFERS = Metric(
     "tandem_transfers_total",
     "Hand-offs of KV that ended here; withdrawn = the request was gone first.",
     WORKERS,
-    ("outcome",),
-    presets=(("committed",), ("failed",), ("withdrawn",)),
+    {"outcome": ("committed", "failed", "withdrawn")},
 )
 TRANSFER_FAILURES = Metric(
-    "tandem_transfer_failures_total",
-    "Hand-offs of KV that failed.",
-    WORKERS,
-    ("reason",),
-    presets=_reasons(*_TRANSFER_FAILS),
+    "tandem_transfer_failures_total", "Hand-offs of KV that failed.", WORKERS, {"reason": _TRANSFER_FAILS}
 )
 TRANSFER_BYTES = Metric("tandem_transfer_bytes_total", "Bytes of KV handed over, counted by the sender.", _PREFILL)
 TRANSFER_SECONDS = Metric(

@@ -79,7 +79,7 @@ def _views(process: Process, model: str) -> Iterator[_View]:
     """Everything that `process` shows, in the order of the declarations."""
     for metric in metric_names.ALL:
         if process in metric.on:
-            yield _View(metric, metric.name, metric.text, metric.labels, metric.buckets)
+            yield _View(metric, metric.name, metric.text, tuple(metric.labels), metric.buckets)
     for alias in vllm_names.ALL:
         for metric in alias.of:
             if process in metric.on:
@@ -108,14 +108,14 @@ class Metrics(Collector):
     def counter(self, metric: Metric) -> Counter:
         """What counts this metric; the same for each call."""
         self._check(metric, Kind.COUNTER)
-        return self._counters.setdefault(metric, Counter(_presets(metric)))
+        return self._counters.setdefault(metric, Counter(metric.presets))
 
     def histogram(self, metric: Metric, *labels: str) -> Cells:
         """What observes this metric with these values of its labels; the same for each call."""
         self._check(metric, Kind.HISTOGRAM)
         if metric not in self._histograms:
             bounds = {bound for view in self._views if view.metric is metric for bound in view.buckets}
-            self._histograms[metric] = {each: Cells(sorted(bounds)) for each in _presets(metric)}
+            self._histograms[metric] = {each: Cells(sorted(bounds)) for each in metric.presets}
         return self._histograms[metric][labels]
 
     def add_reader(self, reader: Reader, *shown: Metric) -> None:
@@ -144,7 +144,3 @@ class Metrics(Collector):
     def _check(self, metric: Metric, kind: Kind) -> None:
         if self._process not in metric.on or metric.kind is not kind:
             raise InternalError(f"{metric.name} is no {kind} of this process")
-
-
-def _presets(metric: Metric) -> tuple[Labels, ...]:
-    return metric.presets if metric.labels else ((),)

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from tandem.clock import Clock
-from tandem.cluster_status import LatencySummary
+from tandem.cluster_status import LatencySummary, RecentActivity
 
 _LATENCIES = ("time_to_first_token", "inter_token", "end_to_end")
 _TIME_TO_FIRST_TOKEN, _INTER_TOKEN, _END_TO_END = _LATENCIES
@@ -20,17 +20,6 @@ _GROWTH = math.log(1.05)
 _SHORTEST_S = 1e-4
 _NUM_BOUNDS = 340
 """0.1 ms to 1600 s; what lies outside counts as the nearest."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecentRates:
-    """What was done per second over the last `window_s`."""
-
-    window_s: float
-    """Shorter than the full window while the process is young."""
-    requests_per_s: float
-    """Requests that ended, whatever way."""
-    tokens_per_s: float
 
 
 @dataclass(slots=True)
@@ -57,16 +46,6 @@ class RecentLatencies:
         self._total_requests = 0
         self._total_tokens = 0
 
-    @property
-    def total_requests(self) -> int:
-        """Requests that ended since the start, whatever way."""
-        return self._total_requests
-
-    @property
-    def total_tokens(self) -> int:
-        """Tokens since the start."""
-        return self._total_tokens
-
     def first_token(self, seconds: float) -> None:
         """A request's first token came `seconds` after its arrival."""
         self._count_tokens(_TIME_TO_FIRST_TOKEN, seconds, 1)
@@ -85,21 +64,19 @@ class RecentLatencies:
         self._total_requests += 1
         self._slot().requests += 1
 
-    def summary(self) -> tuple[LatencySummary, ...]:
-        """Time to first token, inter-token, end to end, in this order."""
-        live = self._live()
-        return tuple(_summarize(name, [slot.counts[name] for slot in live]) for name in _LATENCIES)
-
-    def rates(self) -> RecentRates:
-        """Requests and tokens per second."""
+    def activity(self) -> RecentActivity:
+        """Of the window, which is shorter while the process is young, and since the start."""
         now_s = self._clock.now_s()
-        oldest_s = (self._number() - self._num_slots + 1) * self._slot_s
-        window_s = max(now_s - max(oldest_s, self._began_s), 1.0)
-        live = self._live()
-        return RecentRates(
+        oldest = self._number() - self._num_slots + 1
+        window_s = max(now_s - max(oldest * self._slot_s, self._began_s), 1.0)
+        live = [slot for slot in self._slots if slot.number >= oldest]
+        return RecentActivity(
             window_s=window_s,
             requests_per_s=sum(slot.requests for slot in live) / window_s,
             tokens_per_s=sum(slot.tokens for slot in live) / window_s,
+            latencies=tuple(_summarize(name, [slot.counts[name] for slot in live]) for name in _LATENCIES),
+            total_requests=self._total_requests,
+            total_tokens=self._total_tokens,
         )
 
     def _count_tokens(self, latency: str, seconds: float, num_tokens: int) -> None:
@@ -116,10 +93,6 @@ class RecentLatencies:
         if not self._slots or self._slots[-1].number != number:
             self._slots.append(_Slot(number))
         return self._slots[-1]
-
-    def _live(self) -> list[_Slot]:
-        oldest = self._number() - self._num_slots + 1
-        return [slot for slot in self._slots if slot.number >= oldest]
 
 
 def _bound(seconds: float) -> int:
