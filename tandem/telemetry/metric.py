@@ -73,9 +73,5 @@ class Alias:
 
 def one_two_five(largest: int) -> tuple[float, ...]:
     """1, 2, 5, 10, 20, … up to `largest`."""
-    bounds: list[float] = []
-    decade = 1
-    while decade <= largest:
-        bounds += [float(step * decade) for step in (1, 2, 5) if step * decade <= largest]
-        decade *= 10
-    return tuple(bounds)
+    decades = [10**exponent for exponent in range(len(str(largest)))]
+    return tuple(float(step * decade) for decade in decades for step in (1, 2, 5) if step * decade <= largest)

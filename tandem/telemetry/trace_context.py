@@ -1,4 +1,4 @@
-"""W3C trace context: read from gRPC metadata, carried in `Group` to the workers, logged.
+"""W3C trace context: read from gRPC metadata, carried in `Group` to the workers, logged; and how a span says it failed.
 
 Source: https://www.w3.org/TR/trace-context/, through OpenTelemetry's propagator.
 """
@@ -12,6 +12,8 @@ from opentelemetry import trace
 from opentelemetry.context import Context, get_current
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+ERROR_TYPE = "error.type"
+CANCELLED = "cancelled"
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 MAX_TRACESTATE_CHARS = 512
@@ -66,3 +68,9 @@ def context_of(traceparent: str, tracestate: str = "") -> Context:
     if current is not None and current[0] == traceparent:
         return get_current()
     return _PROPAGATOR.extract({TRACEPARENT: traceparent, TRACESTATE: tracestate}, Context())
+
+
+def mark_failed(span: trace.Span, reason: str) -> None:
+    """Status ERROR and `error.type`: a word of a known set, such as a `tandem.errors.Reason`, as no message is."""
+    span.set_attribute(ERROR_TYPE, reason)
+    span.set_status(trace.Status(trace.StatusCode.ERROR, reason))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tandem.telemetry.tallies import Cells, Counter
+from tandem.telemetry.metrics import Cells, Counter
 
 
 def test_a_counter_stands_at_zero_where_it_was_told_to_and_counts_by_labels() -> None:
