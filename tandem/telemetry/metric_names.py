@@ -25,6 +25,11 @@ _ROUTER = (Process.ROUTER,)
 _DECODE = (Process.DECODE,)
 _PREFILL = (Process.PREFILL,)
 
+
+def _latency(name: str, text: str, on: tuple[Process, ...] = _ROUTER) -> Metric:
+    return Metric(name, text, on, buckets=LATENCY_S)
+
+
 _LOST_ON_THE_WAY = (
     *(Reason.TRANSFER_FAILED, Reason.TICKET_REFUSED, Reason.CHECKSUM_MISMATCH),
     *(Reason.FRAME_ERROR, Reason.PEER_LOST),
@@ -53,9 +58,7 @@ CERTIFICATE_EXPIRY = Metric(
     "Unix time at which the certificate of this port ends; nothing without TLS.",
     EVERYWHERE,
 )
-LOOP_LAG = Metric(
-    "tandem_event_loop_lag_seconds", "How late a timer of the event loop fires.", EVERYWHERE, buckets=LATENCY_S
-)
+LOOP_LAG = _latency("tandem_event_loop_lag_seconds", "How late a timer of the event loop fires.", EVERYWHERE)
 GRPC_CALLS = Metric(
     "tandem_grpc_server_calls_total",
     "gRPC calls that this server ended, by status code.",
@@ -119,45 +122,28 @@ PROMPT_TOKENS = Metric(
     "tandem_prompt_tokens_total", "Prompt tokens of the requests whose prompt was computed.", _ROUTER
 )
 COMPLETION_TOKENS = Metric("tandem_completion_tokens_total", "Tokens generated for clients.", _ROUTER)
-TIME_TO_FIRST_TOKEN = Metric(
-    "tandem_time_to_first_token_seconds", "A request's arrival to its first token.", _ROUTER, buckets=LATENCY_S
-)
+TIME_TO_FIRST_TOKEN = _latency("tandem_time_to_first_token_seconds", "A request's arrival to its first token.")
 INTER_TOKEN = Metric(
     "tandem_inter_token_seconds",
     "Gap between one token of a request and the next, as they reach the router.",
     _ROUTER,
     buckets=STEP_S,
 )
-REQUEST_SECONDS = Metric(
-    "tandem_request_seconds", "A finished request's arrival to its last token.", _ROUTER, buckets=LATENCY_S
-)
-WITHOUT_TOKEN_SECONDS = Metric(
+REQUEST_SECONDS = _latency("tandem_request_seconds", "A finished request's arrival to its last token.")
+WITHOUT_TOKEN_SECONDS = _latency(
     "tandem_request_without_token_seconds",
     "Arrival to the end of a request that broke off before its first token: given up, failed, or not admitted.",
-    _ROUTER,
-    buckets=LATENCY_S,
 )
-ADMISSION_SECONDS = Metric(
-    "tandem_request_admission_seconds", "Wait for admission at the router.", _ROUTER, buckets=LATENCY_S
-)
-QUEUE_SECONDS = Metric(
+ADMISSION_SECONDS = _latency("tandem_request_admission_seconds", "Wait for admission at the router.")
+QUEUE_SECONDS = _latency(
     "tandem_request_queue_seconds",
     "A request's arrival to the start of its prompt's computation: admission, room on a decode worker, prefill queue.",
-    _ROUTER,
-    buckets=LATENCY_S,
 )
-PREFILL_SECONDS = Metric(
-    "tandem_request_prefill_seconds", "Computation of a request's prompt.", _ROUTER, buckets=LATENCY_S
+PREFILL_SECONDS = _latency("tandem_request_prefill_seconds", "Computation of a request's prompt.")
+REQUEST_TRANSFER_SECONDS = _latency(
+    "tandem_request_transfer_seconds", "Time that the sender of a request's KV spent on moving it."
 )
-REQUEST_TRANSFER_SECONDS = Metric(
-    "tandem_request_transfer_seconds",
-    "Time that the sender of a request's KV spent on moving it.",
-    _ROUTER,
-    buckets=LATENCY_S,
-)
-DECODE_SECONDS = Metric(
-    "tandem_request_decode_seconds", "A finished request's first token to its last.", _ROUTER, buckets=LATENCY_S
-)
+DECODE_SECONDS = _latency("tandem_request_decode_seconds", "A finished request's first token to its last.")
 REQUEST_PROMPT_TOKENS = Metric("tandem_request_prompt_tokens", "Prompt tokens of a request.", _ROUTER, buckets=TOKENS)
 REQUEST_COMPLETION_TOKENS = Metric(
     "tandem_request_completion_tokens", "Tokens generated for a finished request.", _ROUTER, buckets=TOKENS
@@ -222,9 +208,7 @@ SEQUENCE_FAILURES = Metric(
     WORKERS,
     {"reason": (*_TRANSFER_FAILS, Reason.QUEUE_FULL, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL)},
 )
-SEQUENCE_WAIT = Metric(
-    "tandem_sequence_wait_seconds", "A sequence's arrival here to its first step.", WORKERS, buckets=LATENCY_S
-)
+SEQUENCE_WAIT = _latency("tandem_sequence_wait_seconds", "A sequence's arrival here to its first step.", WORKERS)
 TRANSFERS = Metric(
     "tandem_transfers_total",
     "Hand-offs of KV that ended here; withdrawn = the request was gone first.",
