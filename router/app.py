@@ -42,8 +42,7 @@ from tandem.telemetry.logging import configure_logging
 from tandem.telemetry.loop_lag import LoopLag
 from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
-from tandem.telemetry.observers import RouterObserver
-from tandem.telemetry.observers_together import router_observers
+from tandem.telemetry.observers import RouterObserver, router_observers
 from tandem.telemetry.recent_latencies import RecentLatencies
 from tandem.telemetry.tracing import tracing
 from tandem.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server

@@ -9,7 +9,7 @@ from router.registry import Registry
 from tandem import __version__
 from tandem.admin.content import ScrapeTarget
 from tandem.clock import Clock
-from tandem.cluster_status import ClusterStatus, RecentActivity, WorkerStatus
+from tandem.cluster_status import ClusterStatus, WorkerStatus
 from tandem.telemetry.recent_latencies import RecentLatencies
 from tandem.types import PoolCounts, WorkerLoad
 
@@ -62,7 +62,7 @@ class ClusterView:
             version=__version__,
             uptime_s=self.uptime_s,
             admin_address=self._admin_address,
-            recent=self._activity(),
+            recent=self._recent.activity(),
         )
 
     def scrape_targets(self) -> list[ScrapeTarget]:
@@ -79,15 +79,4 @@ class ClusterView:
             load=view.load or _UNKNOWN_LOAD,
             heartbeat_age_s=self._registry.silence_s(view.info),
             connected=self._registry.connected(view.info),
-        )
-
-    def _activity(self) -> RecentActivity:
-        rates = self._recent.rates()
-        return RecentActivity(
-            window_s=rates.window_s,
-            requests_per_s=rates.requests_per_s,
-            tokens_per_s=rates.tokens_per_s,
-            latencies=self._recent.summary(),
-            total_requests=self._recent.total_requests,
-            total_tokens=self._recent.total_tokens,
         )

@@ -22,8 +22,7 @@ from tandem.clock import Clock, ended_by_deadline
 from tandem.errors import DeadlineExceeded, InternalError, Overloaded, TandemError, TransferError, Unavailable
 from tandem.lifecycle import REQUEST_MOVES, RequestState, advance
 from tandem.telemetry.logging import get_logger
-from tandem.telemetry.observers import RequestEnd, RequestStart, RouterObserver
-from tandem.telemetry.observers_together import request_observers
+from tandem.telemetry.observers import RequestEnd, RequestStart, RouterObserver, request_observers
 from tandem.telemetry.trace_context import trace_id_of
 from tandem.types import ChoiceSpec, Incarnation
 

@@ -16,8 +16,7 @@ from opentelemetry.trace import Span, Tracer, get_current_span, set_span_in_cont
 
 from tandem.errors import TandemError
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
-from tandem.telemetry.span_status import CANCELLED, mark_failed
-from tandem.telemetry.trace_context import context_of, traceparent_of
+from tandem.telemetry.trace_context import CANCELLED, context_of, mark_failed, traceparent_of
 from tandem.types import WorkerInfo
 
 

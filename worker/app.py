@@ -30,8 +30,7 @@ from tandem.telemetry.logging import configure_logging
 from tandem.telemetry.loop_lag import LoopLag
 from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
-from tandem.telemetry.observers import WorkerObserver
-from tandem.telemetry.observers_together import worker_observers
+from tandem.telemetry.observers import WorkerObserver, worker_observers
 from tandem.telemetry.tracing import tracing
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo
 from tandem.validation import Validator

@@ -20,15 +20,15 @@ class WorkerMetrics(WorkerObserver):
         self.sequences = metrics.counter(names.SEQUENCES)
         self.failures = metrics.counter(names.SEQUENCE_FAILURES)
         self.sampled_tokens = metrics.counter(names.SAMPLED_TOKENS)
-        self.wait_s = metrics.histogram(names.SEQUENCE_WAIT).cells()
+        self.wait_s = metrics.histogram(names.SEQUENCE_WAIT)
         self.transfers = metrics.counter(names.TRANSFERS)
         self.transfer_failures = metrics.counter(names.TRANSFER_FAILURES)
-        self.transfer_s = metrics.histogram(names.TRANSFER_SECONDS).cells()
+        self.transfer_s = metrics.histogram(names.TRANSFER_SECONDS)
         self.transfer_bytes = metrics.counter(names.TRANSFER_BYTES) if role is Role.PREFILL else None
         self._computed_tokens = metrics.counter(names.COMPUTED_PROMPT_TOKENS)
-        self._step_s = metrics.histogram(names.STEP_SECONDS)
-        self._step_seqs = metrics.histogram(names.STEP_SEQS).cells()
-        self._step_tokens = metrics.histogram(names.STEP_TOKENS).cells()
+        self._step_s = {kind: metrics.histogram(names.STEP_SECONDS, kind) for kind in ("prefill", "decode", "mixed")}
+        self._step_seqs = metrics.histogram(names.STEP_SEQS)
+        self._step_tokens = metrics.histogram(names.STEP_TOKENS)
 
     def sequence(self, spec: GroupSpec) -> SequenceObserver:
         """A request arrives."""
@@ -38,7 +38,7 @@ class WorkerMetrics(WorkerObserver):
         """A step is over."""
         num_prefill_tokens, num_decode_seqs = report.num_prefill_tokens, report.num_decode_seqs
         kind = "decode" if not num_prefill_tokens else "mixed" if num_decode_seqs else "prefill"
-        self._step_s.cells(kind).observe(report.seconds)
+        self._step_s[kind].observe(report.seconds)
         self._step_seqs.observe(len(report.specs))
         self._step_tokens.observe(num_prefill_tokens + num_decode_seqs)
         self._computed_tokens.add(num_prefill_tokens)

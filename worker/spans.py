@@ -19,8 +19,7 @@ from opentelemetry.trace import Span, Tracer
 
 from tandem.errors import TandemError
 from tandem.telemetry.observers import SequenceObserver, WorkerObserver
-from tandem.telemetry.span_status import mark_failed
-from tandem.telemetry.trace_context import context_of
+from tandem.telemetry.trace_context import context_of, mark_failed
 from tandem.types import GroupSpec, Role
 
 QUEUE, PREFILL, TRANSFER, RECEIVE, DECODE = "queue", "prefill", "kv.transfer", "kv.receive", "decode"

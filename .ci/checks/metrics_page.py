@@ -51,9 +51,8 @@ def _row(metric: Metric) -> tuple[str, ...]:
 
 def _alias_rows(alias: Alias) -> Iterable[tuple[str, ...]]:
     """One for each metric that it stands for."""
-    for metric in dict.fromkeys(alias.of.values()):
-        on = tuple(process for process, each in alias.of.items() if each is metric)
-        yield f"`{alias.name}`", _place(on), f"`{metric.name}`"
+    for metric in alias.of:
+        yield f"`{alias.name}`", _place(metric.on), f"`{metric.name}`"
 
 
 def _place(on: tuple[Process, ...]) -> str:

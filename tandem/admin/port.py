@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from tandem.admin.content import AdminContent
-from tandem.admin.hosts import Hosts
 from tandem.admin.site import Site
 from tandem.errors import ConfigError
 from tandem.rpc.address import advertised_admin_address
@@ -44,7 +43,7 @@ async def admin_port(
         yield ""
         return
     app = web.Application()
-    app.router.add_route("*", "/{path:.*}", Site(content, Hosts(listen), incoming.tokens).handle)
+    app.router.add_route("*", "/{path:.*}", Site(content, listen, incoming.tokens).handle)
     runner = web.AppRunner(
         app,
         access_log=None,

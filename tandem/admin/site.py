@@ -9,6 +9,7 @@ Probes need no token, since a kubelet has none, and tell no more than yes or no.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from importlib.resources import files
 from aiohttp import web
 
 from tandem.admin.content import AdminContent, ScrapeTarget
-from tandem.admin.hosts import Hosts
+from tandem.security.exposure import is_loopback
 from tandem.security.tokens import Tokens
 from tandem.telemetry.logging import get_logger
 
@@ -46,10 +47,9 @@ _PAGE = {
 class Site:
     """Answers requests from one process's content."""
 
-    def __init__(self, content: AdminContent, hosts: Hosts, tokens: Tokens | None) -> None:
-        """Reads the page's files."""
-        self._content = content
-        self._hosts = hosts
+    def __init__(self, content: AdminContent, listen: str, tokens: Tokens | None) -> None:
+        """`listen`: HOST:PORT of the port. Reads the page's files."""
+        self._own_names = frozenset({"localhost", _host_of(listen)}) if is_loopback(listen) else None
         self._tokens = tokens
         self._probes: dict[str, Callable[[], bool]] = {
             "/livez": lambda: content.health.alive,
@@ -57,11 +57,12 @@ class Site:
         }
         self._routes: dict[str, Callable[[], web.Response]] = {
             **{path: _static(*page) for path, page in _PAGE.items()},
-            "/status.json": self._status,
-            "/metrics": self._metrics,
+            "/status.json": lambda: _json(asdict(content.report())),
+            "/metrics": lambda: _response(200, *content.metrics()),
         }
-        if content.targets is not None:
-            self._routes["/targets"] = self._targets
+        targets = content.targets
+        if targets is not None:
+            self._routes["/targets"] = lambda: _json([_target(each) for each in targets() if each.address])
 
     async def handle(self, request: web.Request) -> web.Response:
         """The answer to one request; 500 without the reason where this process has a bug."""
@@ -73,7 +74,7 @@ class Site:
 
     def answer(self, request: web.BaseRequest) -> web.Response:
         """Judges in this order: name, method, probe, token, path."""
-        if not self._hosts.allows(request.headers.get("Host")):
+        if not _is_own_name(_host_of(request.headers.get("Host", "")), self._own_names):
             return _plain(421, "this port does not answer to that name")
         if request.method not in {"GET", "HEAD"}:
             return _plain(405, "read-only", {"Allow": "GET, HEAD"})
@@ -84,15 +85,27 @@ class Site:
         route = self._routes.get(request.path)
         return _plain(404, "no such page") if route is None else route()
 
-    def _status(self) -> web.Response:
-        return _json(asdict(self._content.report()))
 
-    def _metrics(self) -> web.Response:
-        return _response(200, *self._content.metrics())
+def _is_own_name(name: str, own_names: frozenset[str] | None) -> bool:
+    """Whether a port with these names answers to the `Host` called `name`, whatever its port, which tunnels change.
 
-    def _targets(self) -> web.Response:
-        assert self._content.targets is not None
-        return _json([_target(each) for each in self._content.targets() if each.address])
+    On loopback only to its own. Else a page anywhere could let its own name point at 127.0.0.1 and read this
+    port through a visitor's browser (DNS rebinding). A port that is open to others is reached by names that it cannot
+    know (None); there, the token is what keeps strangers out.
+    """
+    if own_names is None or name in own_names:
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _host_of(address: str) -> str:
+    """The host of `HOST`, `HOST:PORT`, `[IPV6]` or `[IPV6]:PORT`."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0].lower()
+    return address.partition(":")[0].lower()
 
 
 def _target(target: ScrapeTarget) -> object:

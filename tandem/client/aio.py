@@ -4,66 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Self, Unpack
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any, Self, Unpack
 
 import grpc
 import grpc.aio
 
-from tandem.client import response
+from tandem.client import results
+from tandem.client.caller import CALL_TIMEOUT_S, CLOSED, RETRY_S, Caller
 from tandem.client.request import GenerateOptions, Message, detokenize_request, generate_request, tokenize_request
-from tandem.client.results import Completion, GenerationUpdate, ServedModel, Tokenization
-from tandem.client.service_config import service_config_options
-from tandem.client.tracing import trace_metadata
 from tandem.cluster_status import ClusterStatus
-from tandem.config import DEFAULT_ADDRESS, ClientSecurityConfig
 from tandem.convert_status import status_from_proto
 from tandem.errors import DeadlineExceeded, Reason, Unavailable
-from tandem.rpc.channel import CONNECT_TIMEOUT_S, open_channel
-from tandem.rpc.google_messages import SERVING, HealthCheckRequest, health_watch
+from tandem.rpc.channel import open_channel
+from tandem.rpc.google_messages import SERVING, HealthCheckRequest
 from tandem.rpc.received_error import error_from_rpc
-from tandem.security.credentials import Outgoing
-from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-
-CALL_TIMEOUT_S = 10.0
-"""For calls that do not generate, where the caller names no time."""
-RETRY_S = 0.1
-"""Between two looks at a server that is not ready."""
-CLOSED = "this client was closed"
+from tandem.v1 import cluster_pb2, inference_pb2
 
 
-class AsyncClient:
+class AsyncClient(Caller):
     """Calls routers. Raises the exceptions of `tandem.errors`; connects at the first call.
 
-    `target` is `HOST:PORT`, `dns:///NAME:PORT` or `ipv4:HOST:PORT,HOST:PORT`; calls are spread over all
-    of its addresses, and go to another one where a router is not there or drains.
-
-    `timeout_s` of a generating call is the request's deadline, which the server enforces too;
-    None = none. A server that cannot be reached is Unavailable after `connect_timeout_s`.
-
-    `security` names files: certificates are read now, tokens again when their file changes. Raises
-    ConfigError if one is no good, or if a token would cross a network in clear.
+    `timeout_s` of a generating call is the request's deadline, which the server enforces too; None = none.
     """
 
-    def __init__(
-        self,
-        target: str = DEFAULT_ADDRESS,
-        *,
-        security: ClientSecurityConfig | None = None,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
-    ) -> None:
-        self._target = target
-        self._closed = False
-        self._outgoing = Outgoing.of_client(security or ClientSecurityConfig(), target)
-        self._channel = open_channel(
-            target,
-            self._outgoing,
-            connect_timeout_s=connect_timeout_s,
-            more_options=service_config_options(target),
-        )
-        self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._cluster = cluster_pb2_grpc.ClusterServiceStub(self._channel)
-        self._health = health_watch(self._channel)
+    _dial = staticmethod(open_channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -77,42 +42,23 @@ class AsyncClient:
         await self._channel.close()
 
     async def generate(
-        self,
-        prompt: str | None = None,
-        *,
-        timeout_s: float | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> AsyncGenerator[GenerationUpdate, None]:
+        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[results.GenerationUpdate, None]:
         """Streams what follows `prompt`, or else `token_ids` or `messages`.
 
         Closing the iterator early cancels the request.
         """
         request = generate_request(prompt, options)
-        async with self._translated():
-            call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata())
-            try:
-                async for message in call:
-                    yield response.update(message)
-            finally:
-                call.cancel()  # without effect on a call that has ended
+        async with self._stream(self._inference.Generate, request, timeout_s) as messages:
+            async for message in messages:
+                yield results.update(message)
 
     async def complete(
-        self,
-        prompt: str | None = None,
-        *,
-        timeout_s: float | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> Completion:
+        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> results.Completion:
         """Generates everything, then returns. Cancelling the task cancels the request."""
-        request = generate_request(prompt, options)
-        async with self._translated():
-            return response.completion(
-                await self._inference.Complete(
-                    inference_pb2.CompleteRequest(generate=request),
-                    timeout=timeout_s,
-                    metadata=self._metadata(),
-                )
-            )
+        request = inference_pb2.CompleteRequest(generate=generate_request(prompt, options))
+        return results.completion(await self._call(self._inference.Complete, request, timeout_s))
 
     async def tokenize(
         self,
@@ -121,13 +67,10 @@ class AsyncClient:
         messages: Sequence[Message] | None = None,
         model: str = "",
         timeout_s: float = CALL_TIMEOUT_S,
-    ) -> Tokenization:
+    ) -> results.Tokenization:
         """The token ids of a text, or of a conversation as the chat template renders it."""
         request = tokenize_request(text, messages, model)
-        async with self._translated():
-            return response.tokenization(
-                await self._inference.Tokenize(request, timeout=timeout_s, metadata=self._metadata())
-            )
+        return results.tokenization(await self._call(self._inference.Tokenize, request, timeout_s))
 
     async def detokenize(
         self,
@@ -139,44 +82,26 @@ class AsyncClient:
     ) -> str:
         """The text of token ids."""
         request = detokenize_request(token_ids, skip_special_tokens, model)
-        async with self._translated():
-            return str((await self._inference.Detokenize(request, timeout=timeout_s, metadata=self._metadata())).text)
+        return str((await self._call(self._inference.Detokenize, request, timeout_s)).text)
 
-    async def model(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ServedModel:
+    async def model(self, *, timeout_s: float = CALL_TIMEOUT_S) -> results.ServedModel:
         """What is served, and within which limits."""
-        async with self._translated():
-            return response.served_model(
-                await self._inference.GetModel(
-                    inference_pb2.GetModelRequest(), timeout=timeout_s, metadata=self._metadata()
-                )
-            )
+        request = inference_pb2.GetModelRequest()
+        return results.served_model(await self._call(self._inference.GetModel, request, timeout_s))
 
     async def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ClusterStatus:
         """Every worker, pool, queue and transfer that the router knows of."""
-        async with self._translated():
-            return status_from_proto(
-                await self._cluster.GetStatus(
-                    cluster_pb2.GetStatusRequest(), timeout=timeout_s, metadata=self._metadata()
-                )
-            )
+        return status_from_proto(await self._call(self._cluster.GetStatus, cluster_pb2.GetStatusRequest(), timeout_s))
 
     async def drain(self, worker_id: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Asks one worker to take no new work, finish what it has, and leave."""
-        async with self._translated():
-            await self._cluster.Drain(
-                cluster_pb2.DrainRequest(worker_id=worker_id), timeout=timeout_s, metadata=self._metadata()
-            )
+        await self._call(self._cluster.Drain, cluster_pb2.DrainRequest(worker_id=worker_id), timeout_s)
 
     async def serving(self, service: str = "", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
         """What the server's health says of one service; "" = of all. False for one that is not there."""
-        request = HealthCheckRequest(service=service)
-        async with self._translated():
-            call = self._health(request, timeout=timeout_s, metadata=self._metadata())
-            try:
-                async for message in call:
-                    return bool(message.status == SERVING)
-            finally:
-                call.cancel()
+        async with self._stream(self._health, HealthCheckRequest(service=service), timeout_s) as messages:
+            async for message in messages:
+                return bool(message.status == SERVING)
         return False  # it is ending
 
     async def wait_ready(self, timeout_s: float) -> None:
@@ -199,21 +124,28 @@ class AsyncClient:
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self._target} is not ready after {timeout_s:g} s: {why}") from error
 
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """Of one call: the token as it is now, and the caller's trace if there is one."""
-        return (*self._outgoing.metadata(), *trace_metadata())
-
     async def _watch_until_serving(self) -> None:
         """Raises Unavailable if the server is not there, or ended the watch, as one that drains does."""
-        async with self._translated():
-            call = self._health(HealthCheckRequest(), metadata=self._metadata())
-            try:
-                async for message in call:
-                    if message.status == SERVING:
-                        return
-            finally:
-                call.cancel()
+        async with self._stream(self._health, HealthCheckRequest(), None) as messages:
+            async for message in messages:
+                if message.status == SERVING:
+                    return
         raise Unavailable("it is draining", Reason.DRAINING)
+
+    async def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
+        """The one answer of a call."""
+        async with self._translated():
+            return await method(request, timeout=timeout_s, metadata=self._metadata())
+
+    @contextlib.asynccontextmanager
+    async def _stream(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> AsyncIterator[Any]:
+        """The messages of a call. Leaving cancels it."""
+        async with self._translated():
+            call = method(request, timeout=timeout_s, metadata=self._metadata())
+            try:
+                yield call
+            finally:
+                call.cancel()  # without effect on a call that has ended
 
     def _check_open(self) -> None:
         if self._closed:

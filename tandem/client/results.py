@@ -1,10 +1,13 @@
-"""What a server says, as plain data. Knows nothing of protobuf (see `response`)."""
+"""What a server says, as plain data, and how it is read from the wire. The client's half of `tandem.convert`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tandem.convert import finish_reason_from_proto, logprobs_from_proto
 from tandem.types import FinishReason, TokenId, TokenLogprobs
+from tandem.v1 import inference_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +104,88 @@ class ServedModel:
     max_stop_strings: int
     max_logprobs: int
     max_logit_bias: int
+
+
+def update(message: inference_pb2.GenerateResponse) -> GenerationUpdate:
+    """One message of a Generate stream."""
+    return GenerationUpdate(
+        request_id=message.request_id,
+        index=message.index,
+        text=message.text,
+        token_ids=_token_ids(message.token_ids),
+        logprobs=tuple(map(logprobs_from_proto, message.logprobs)),
+        finish_reason=finish_reason_from_proto(message.finish_reason),
+        matched_stop=_matched_stop(message),
+        usage=_usage(message.usage) if message.HasField("usage") else None,
+        timings=_timings(message.timings) if message.HasField("timings") else None,
+    )
+
+
+def completion(message: inference_pb2.CompleteResponse) -> Completion:
+    """The answer of Complete."""
+    return Completion(
+        request_id=message.request_id,
+        choices=tuple(_choice(choice) for choice in message.choices),
+        usage=_usage(message.usage),
+        timings=_timings(message.timings),
+    )
+
+
+def tokenization(message: inference_pb2.TokenizeResponse) -> Tokenization:
+    """The answer of Tokenize."""
+    return Tokenization(_token_ids(message.token_ids), tuple(message.tokens))
+
+
+def served_model(message: inference_pb2.GetModelResponse) -> ServedModel:
+    """The answer of GetModel."""
+    return ServedModel(
+        model=message.model,
+        family=message.family,
+        vocab_size=message.vocab_size,
+        context_tokens=message.context_tokens,
+        eos_token_ids=frozenset(_token_ids(message.eos_token_ids)),
+        has_chat_template=message.has_chat_template,
+        max_prompt_bytes=message.limits.max_prompt_bytes,
+        max_prompt_tokens=message.limits.max_prompt_tokens,
+        max_stop_strings=message.limits.max_stop_strings,
+        max_logprobs=message.limits.max_logprobs,
+        max_logit_bias=message.limits.max_logit_bias,
+    )
+
+
+def _choice(message: inference_pb2.Choice) -> Choice:
+    return Choice(
+        index=message.index,
+        text=message.text,
+        token_ids=_token_ids(message.token_ids),
+        logprobs=tuple(map(logprobs_from_proto, message.logprobs)),
+        finish_reason=finish_reason_from_proto(message.finish_reason),
+        matched_stop=_matched_stop(message),
+    )
+
+
+def _matched_stop(message: inference_pb2.GenerateResponse | inference_pb2.Choice) -> str | TokenId | None:
+    if message.HasField("stop_text"):
+        return message.stop_text
+    if message.HasField("stop_token_id"):
+        return TokenId(message.stop_token_id)
+    return None
+
+
+def _usage(message: inference_pb2.Usage) -> Usage:
+    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
+
+
+def _timings(message: inference_pb2.Timings) -> Timings:
+    return Timings(
+        queue_s=message.queue_seconds,
+        prefill_s=message.prefill_seconds,
+        transfer_s=message.transfer_seconds,
+        first_token_s=message.first_token_seconds,
+        total_s=message.total_seconds,
+        transfer_bytes=message.transfer_bytes,
+    )
+
+
+def _token_ids(ids: Iterable[int]) -> tuple[TokenId, ...]:
+    return tuple(map(TokenId, ids))

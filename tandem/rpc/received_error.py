@@ -37,7 +37,7 @@ _REASON_OF_CODE: Mapping[grpc.StatusCode, Reason] = MappingProxyType(
 """For statuses without ErrorInfo, which gRPC itself makes."""
 
 
-def error_from_rpc(error: grpc.aio.AioRpcError) -> TandemError:
+def error_from_rpc(error: grpc.RpcError) -> TandemError:
     """The error that the other side raised, of the same class; a gRPC failure by its code."""
     try:
         raised = _of_details(error)
@@ -46,7 +46,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> TandemError:
     return raised or _of_grpc_itself(error.code(), error.details() or "no details")
 
 
-def _of_details(error: grpc.aio.AioRpcError) -> TandemError | None:
+def _of_details(error: grpc.RpcError) -> TandemError | None:
     """From google.rpc details with our ErrorInfo; None without. Raises DecodeError."""
     status = _details_of(error)
     info = None if status is None else unpacked(status.details, ErrorInfo)
@@ -58,8 +58,9 @@ def _of_details(error: grpc.aio.AioRpcError) -> TandemError | None:
     return rebuild_error(info.reason, status.message, field=metadata.get("field", ""), retry_after_s=retry_after_s)
 
 
-def _details_of(error: grpc.aio.AioRpcError) -> Any:
-    for key, value in error.trailing_metadata() or ():
+def _details_of(error: grpc.RpcError) -> Any:
+    pairs: Any = error.trailing_metadata() or ()
+    for key, value in pairs:
         if key == _DETAILS_KEY and isinstance(value, bytes):
             return Status.FromString(value)
     return None

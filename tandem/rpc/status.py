@@ -64,7 +64,7 @@ def status_code(error: TandemError) -> grpc.StatusCode:
     return next(STATUS_CODES[cls] for cls in type(error).__mro__ if cls in STATUS_CODES)
 
 
-def bug_logged(log: Logger, event: str, error: Exception, **fields: object) -> InternalError:
+def bug_logged(log: Logger, event: str, error: Exception, **fields: Any) -> InternalError:
     """For an exception that is being handled and is our own bug: the caller gets an id, which the log explains."""
     error_id = secrets.token_hex(6)
     log.exception(event, **fields, error_id=error_id, kind=type(error).__name__)

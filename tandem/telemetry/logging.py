@@ -1,7 +1,10 @@
 """Structured logs: one event per line, key=value or JSON, on stderr (stdout belongs to `ready`).
 
-Fields carry ids and numbers, never prompts or completions; see `exception_text` for exceptions. The
-current span's trace id is added by itself.
+Fields carry ids and numbers, never prompts or completions. The current span's trace id is added by itself.
+
+Exceptions are shown as where they came from and what they are, not what they say: a bug's message may quote what it
+stumbled over, and that may be a prompt. Ours carry ids and numbers, the operating system's carry paths: those are
+shown; others only at the debug level.
 """
 
 from __future__ import annotations
@@ -10,15 +13,19 @@ import json
 import logging
 import sys
 import time
+import traceback
 from typing import Any, TextIO
 
 from opentelemetry import trace
 
-from tandem.telemetry.exception_text import exception_text
+from tandem.errors import TandemError
 from tandem.telemetry.logger import Logger, get_logger
-from tandem.telemetry.printable import printable
 
-__all__ = ["Logger", "configure_logging", "get_logger"]
+__all__ = ["WITHHELD", "Logger", "configure_logging", "exception_text", "get_logger", "printable"]
+
+WITHHELD = "(message withheld; --log-level debug shows it)"
+_MAX_DEPTH = 8
+"""Causes of causes, and groups within groups."""
 
 _QUOTING_LOGGERS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
 """They quote a malformed trace context, a line for each call that brings one: whoever can call could fill the log."""
@@ -45,9 +52,13 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 class _Formatter(logging.Formatter):
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
     def __init__(self, process_name: str, *, with_messages: bool) -> None:
         """`with_messages`: whether exceptions not of our own making say what they say."""
         super().__init__()
+        self.converter = time.gmtime
         self._process_name = process_name
         self._with_messages = with_messages
 
@@ -59,7 +70,8 @@ class _Formatter(logging.Formatter):
 class _TextFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = " ".join(f"{key}={_shown(value)}" for key, value in _fields(record).items())
-        line = f"{_timestamp(record)} {record.levelname.lower()} {self._process_name} {printable(record.getMessage())}"
+        event = printable(record.getMessage())
+        line = f"{self.formatTime(record)} {record.levelname.lower()} {self._process_name} {event}"
         line = f"{line} {fields}" if fields else line
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -67,7 +79,7 @@ class _TextFormatter(_Formatter):
 class _JsonFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
-            "time": _timestamp(record),
+            "time": self.formatTime(record),
             "level": record.levelname.lower(),
             "process": self._process_name,
             "logger": record.name,
@@ -77,11 +89,6 @@ class _JsonFormatter(_Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str, ensure_ascii=False)
-
-
-def _timestamp(record: logging.LogRecord) -> str:
-    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-    return f"{whole}.{int(record.msecs):03d}Z"
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
@@ -97,3 +104,29 @@ def _shown(value: object) -> str:
         return f"{value:.6g}"
     text = str(value)
     return text if text and text.isprintable() and not set(text) & set(' "=') else json.dumps(text)
+
+
+def exception_text(error: BaseException, *, with_messages: bool) -> str:
+    """The traceback of an exception and of those that led to it, oldest first."""
+    return "\n".join(_lines(error, with_messages, _MAX_DEPTH))
+
+
+def _lines(error: BaseException, with_messages: bool, depth: int) -> list[str]:
+    lines: list[str] = []
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if before is not None and depth > 0:
+        lines += [*_lines(before, with_messages, depth - 1), "", "which led to:"]
+    lines += "".join(traceback.format_tb(error.__traceback__)).splitlines()
+    shown = with_messages or isinstance(error, TandemError | OSError)
+    lines.append(f"{type(error).__module__}.{type(error).__qualname__}: {printable(str(error)) if shown else WITHHELD}")
+    if isinstance(error, BaseExceptionGroup) and depth > 0:
+        for each in error.exceptions:
+            lines += [f"  {line}" for line in _lines(each, with_messages, depth - 1)]
+    return lines
+
+
+def printable(text: str) -> str:
+    """`text` with escapes for what does not print: strangers choose some of it, and must not write terminal codes."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -18,7 +18,7 @@ class LoopLag:
     """Measures inside its `with`, by timers: no task, nothing to await. Enter it in the event loop."""
 
     def __init__(self, metrics: Metrics, period_s: float = PERIOD_S) -> None:
-        self._cells = metrics.histogram(names.LOOP_LAG).cells()
+        self._cells = metrics.histogram(names.LOOP_LAG)
         self._period_s = period_s
         self._timer: asyncio.TimerHandle | None = None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 Labels = tuple[str, ...]
@@ -30,19 +31,29 @@ WORKERS = (Process.PREFILL, Process.DECODE)
 EVERYWHERE = tuple(Process)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Metric:
     """One family, named as in PromQL: counters end in `_total`, histograms gain `_bucket`, `_sum`, `_count`."""
 
     name: str
-    kind: Kind
     text: str
     on: tuple[Process, ...]
-    labels: tuple[str, ...] = ()
+    labels: Mapping[str, Iterable[str]] = field(default_factory=dict)
+    """All values of each, if they are known."""
     buckets: tuple[float, ...] = ()
     """Upper bounds, ascending, without infinity."""
-    presets: tuple[Labels, ...] = ()
-    """Label values that stand at 0 from the start: else the first event of a kind is no increase."""
+
+    @property
+    def kind(self) -> Kind:
+        """Histograms have buckets, counters' names end in `_total`."""
+        if self.buckets:
+            return Kind.HISTOGRAM
+        return Kind.COUNTER if self.name.endswith("_total") else Kind.GAUGE
+
+    @property
+    def presets(self) -> tuple[Labels, ...]:
+        """Label values that stand at 0 from the start: else the first event of a kind is no increase."""
+        return tuple(itertools.product(*(map(str, values) for values in self.labels.values())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +62,8 @@ class Alias:
 
     name: str
     text: str
-    of: Mapping[Process, Metric]
-    """What it stands for, by the process that exposes it."""
+    of: tuple[Metric, ...]
+    """What it stands for: on each process, the one that the process has."""
     buckets: tuple[float, ...] = ()
     labels: tuple[str, ...] = ()
     """Its names of the metric's labels."""
@@ -62,9 +73,5 @@ class Alias:
 
 def one_two_five(largest: int) -> tuple[float, ...]:
     """1, 2, 5, 10, 20, … up to `largest`."""
-    bounds: list[float] = []
-    decade = 1
-    while decade <= largest:
-        bounds += [float(step * decade) for step in (1, 2, 5) if step * decade <= largest]
-        decade *= 10
-    return tuple(bounds)
+    decades = [10**exponent for exponent in range(len(str(largest)))]
+    return tuple(float(step * decade) for decade in decades for step in (1, 2, 5) if step * decade <= largest)

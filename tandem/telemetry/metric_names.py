@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tandem.errors import Reason
 from tandem.lifecycle import BlockState
-from tandem.telemetry.metric import EVERYWHERE, WORKERS, Kind, Labels, Metric, Process, one_two_five
+from tandem.telemetry.metric import EVERYWHERE, WORKERS, Metric, Process, one_two_five
 from tandem.types import FinishReason, Role
 
 LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
@@ -24,12 +24,10 @@ SEQS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 _ROUTER = (Process.ROUTER,)
 _DECODE = (Process.DECODE,)
 _PREFILL = (Process.PREFILL,)
-_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 
 
-def _reasons(*reasons: Reason) -> tuple[Labels, ...]:
-    """Presets of a metric whose one label is `reason`."""
-    return tuple((str(reason),) for reason in reasons)
+def _latency(name: str, text: str, on: tuple[Process, ...] = _ROUTER) -> Metric:
+    return Metric(name, text, on, buckets=LATENCY_S)
 
 
 _LOST_ON_THE_WAY = (
@@ -40,39 +38,38 @@ _TRANSFER_FAILS = (*_LOST_ON_THE_WAY, Reason.HANDSHAKE_MISMATCH)
 _MOVES = (Reason.NO_CAPABLE_WORKER, Reason.WORKER_LOST, Reason.DRAINING, Reason.QUEUE_FULL, *_LOST_ON_THE_WAY)
 """Why a try on one pair of workers fails where another pair may do better."""
 
+_REFUSALS = (
+    *(Reason.INVALID_FIELD, Reason.OPTION_NOT_SUPPORTED, Reason.MODEL_NOT_FOUND),
+    *(Reason.QUEUE_FULL, Reason.DRAINING, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL),
+)
+
 # --- every process ---
 
 BUILD_INFO = Metric(
     "tandem_build_info",
-    _G,
     "Always 1; the labels say what runs here.",
     EVERYWHERE,
-    ("version", "role", "model", "worker_id"),
+    {"version": (), "role": (), "model": (), "worker_id": ()},
 )
-SERVING = Metric("tandem_serving", _G, "1 while health tells SERVING.", EVERYWHERE)
-DRAINING = Metric("tandem_draining", _G, "1 while no new work is taken because the process drains.", EVERYWHERE)
+SERVING = Metric("tandem_serving", "1 while health tells SERVING.", EVERYWHERE)
+DRAINING = Metric("tandem_draining", "1 while no new work is taken because the process drains.", EVERYWHERE)
 CERTIFICATE_EXPIRY = Metric(
     "tandem_tls_certificate_expiry_timestamp_seconds",
-    _G,
     "Unix time at which the certificate of this port ends; nothing without TLS.",
     EVERYWHERE,
 )
-LOOP_LAG = Metric(
-    "tandem_event_loop_lag_seconds", _H, "How late a timer of the event loop fires.", EVERYWHERE, buckets=LATENCY_S
-)
+LOOP_LAG = _latency("tandem_event_loop_lag_seconds", "How late a timer of the event loop fires.", EVERYWHERE)
 GRPC_CALLS = Metric(
     "tandem_grpc_server_calls_total",
-    _C,
     "gRPC calls that this server ended, by status code.",
     EVERYWHERE,
-    ("service", "method", "code"),
+    {"service": (), "method": (), "code": ()},
 )
 GRPC_IN_FLIGHT = Metric(
     "tandem_grpc_server_calls_in_flight",
-    _G,
     "gRPC calls that this server is handling.",
     EVERYWHERE,
-    ("service", "method"),
+    {"service": (), "method": ()},
 )
 
 # --- router ---
@@ -81,230 +78,149 @@ OUTCOMES = (*(str(each) for each in FinishReason), "failed", "cancelled")
 WORKER_STATES = ("ready", "draining", "stalled", "unreachable")
 
 ROUTER_QUEUED_REQUESTS = Metric(
-    "tandem_router_queued_requests", _G, "Requests that wait for admission at the router.", _ROUTER
+    "tandem_router_queued_requests", "Requests that wait for admission at the router.", _ROUTER
 )
 ROUTER_QUEUED_TOKENS = Metric(
-    "tandem_router_queued_prompt_tokens", _G, "Prompt tokens of the requests that wait for admission.", _ROUTER
+    "tandem_router_queued_prompt_tokens", "Prompt tokens of the requests that wait for admission.", _ROUTER
 )
 ROUTER_ACTIVE_REQUESTS = Metric(
-    "tandem_router_active_requests", _G, "Requests that were admitted and have not ended.", _ROUTER
+    "tandem_router_active_requests", "Requests that were admitted and have not ended.", _ROUTER
 )
-ROUTER_MAX_ACTIVE = Metric(
-    "tandem_router_max_active_requests", _G, "Requests that may be under way at a time.", _ROUTER
-)
-ROUTER_MAX_QUEUED = Metric("tandem_router_max_queued_requests", _G, "Requests that may wait for admission.", _ROUTER)
+ROUTER_MAX_ACTIVE = Metric("tandem_router_max_active_requests", "Requests that may be under way at a time.", _ROUTER)
+ROUTER_MAX_QUEUED = Metric("tandem_router_max_queued_requests", "Requests that may wait for admission.", _ROUTER)
 ROUTER_WORKERS = Metric(
     "tandem_router_workers",
-    _G,
     "Workers registered with this router; only those that are ready get new work.",
     _ROUTER,
-    ("worker_role", "state"),
-    presets=tuple((str(role), state) for role in Role for state in WORKER_STATES),
+    {"worker_role": Role, "state": WORKER_STATES},
 )
 REQUESTS = Metric(
-    "tandem_requests_total",
-    _C,
-    "Requests that ended, those left out that were refused.",
-    _ROUTER,
-    ("outcome",),
-    presets=tuple((outcome,) for outcome in OUTCOMES),
+    "tandem_requests_total", "Requests that ended, those left out that were refused.", _ROUTER, {"outcome": OUTCOMES}
 )
 REQUEST_FAILURES = Metric(
     "tandem_request_failures_total",
-    _C,
     "Requests that failed after admission.",
     _ROUTER,
-    ("reason",),
-    presets=_reasons(
-        *(*_MOVES, Reason.HANDSHAKE_MISMATCH, Reason.INVALID_FIELD, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL)
-    ),
+    {"reason": (*_MOVES, Reason.HANDSHAKE_MISMATCH, Reason.INVALID_FIELD, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL)},
 )
 REQUESTS_REFUSED = Metric(
-    "tandem_requests_refused_total",
-    _C,
-    "Requests that were turned away before they ran.",
-    _ROUTER,
-    ("reason",),
-    presets=_reasons(
-        *(Reason.INVALID_FIELD, Reason.OPTION_NOT_SUPPORTED, Reason.MODEL_NOT_FOUND),
-        *(Reason.QUEUE_FULL, Reason.DRAINING, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL),
-    ),
+    "tandem_requests_refused_total", "Requests that were turned away before they ran.", _ROUTER, {"reason": _REFUSALS}
 )
 PLACEMENTS = Metric(
     "tandem_request_placements_total",
-    _C,
     "Pairs of workers chosen; local = the decode worker computes the prompt too.",
     _ROUTER,
-    ("path",),
-    presets=(("disaggregated",), ("local",)),
+    {"path": ("disaggregated", "local")},
 )
 REQUEST_MOVES = Metric(
     "tandem_request_moves_total",
-    _C,
     "Tries that failed on one pair of workers, by the role of the worker at fault.",
     _ROUTER,
-    ("worker_role", "reason"),
-    presets=tuple((str(role), str(reason)) for role in Role for reason in _MOVES),
+    {"worker_role": Role, "reason": _MOVES},
 )
 PROMPT_TOKENS = Metric(
-    "tandem_prompt_tokens_total", _C, "Prompt tokens of the requests whose prompt was computed.", _ROUTER
+    "tandem_prompt_tokens_total", "Prompt tokens of the requests whose prompt was computed.", _ROUTER
 )
-COMPLETION_TOKENS = Metric("tandem_completion_tokens_total", _C, "Tokens generated for clients.", _ROUTER)
-TIME_TO_FIRST_TOKEN = Metric(
-    "tandem_time_to_first_token_seconds",
-    _H,
-    "A request's arrival to its first token.",
-    _ROUTER,
-    buckets=LATENCY_S,
-)
+COMPLETION_TOKENS = Metric("tandem_completion_tokens_total", "Tokens generated for clients.", _ROUTER)
+TIME_TO_FIRST_TOKEN = _latency("tandem_time_to_first_token_seconds", "A request's arrival to its first token.")
 INTER_TOKEN = Metric(
     "tandem_inter_token_seconds",
-    _H,
     "Gap between one token of a request and the next, as they reach the router.",
     _ROUTER,
     buckets=STEP_S,
 )
-REQUEST_SECONDS = Metric(
-    "tandem_request_seconds",
-    _H,
-    "A finished request's arrival to its last token.",
-    _ROUTER,
-    buckets=LATENCY_S,
-)
-WITHOUT_TOKEN_SECONDS = Metric(
+REQUEST_SECONDS = _latency("tandem_request_seconds", "A finished request's arrival to its last token.")
+WITHOUT_TOKEN_SECONDS = _latency(
     "tandem_request_without_token_seconds",
-    _H,
     "Arrival to the end of a request that broke off before its first token: given up, failed, or not admitted.",
-    _ROUTER,
-    buckets=LATENCY_S,
 )
-ADMISSION_SECONDS = Metric(
-    "tandem_request_admission_seconds", _H, "Wait for admission at the router.", _ROUTER, buckets=LATENCY_S
-)
-QUEUE_SECONDS = Metric(
+ADMISSION_SECONDS = _latency("tandem_request_admission_seconds", "Wait for admission at the router.")
+QUEUE_SECONDS = _latency(
     "tandem_request_queue_seconds",
-    _H,
     "A request's arrival to the start of its prompt's computation: admission, room on a decode worker, prefill queue.",
-    _ROUTER,
-    buckets=LATENCY_S,
 )
-PREFILL_SECONDS = Metric(
-    "tandem_request_prefill_seconds", _H, "Computation of a request's prompt.", _ROUTER, buckets=LATENCY_S
+PREFILL_SECONDS = _latency("tandem_request_prefill_seconds", "Computation of a request's prompt.")
+REQUEST_TRANSFER_SECONDS = _latency(
+    "tandem_request_transfer_seconds", "Time that the sender of a request's KV spent on moving it."
 )
-REQUEST_TRANSFER_SECONDS = Metric(
-    "tandem_request_transfer_seconds",
-    _H,
-    "Time that the sender of a request's KV spent on moving it.",
-    _ROUTER,
-    buckets=LATENCY_S,
-)
-DECODE_SECONDS = Metric(
-    "tandem_request_decode_seconds", _H, "A finished request's first token to its last.", _ROUTER, buckets=LATENCY_S
-)
-REQUEST_PROMPT_TOKENS = Metric(
-    "tandem_request_prompt_tokens", _H, "Prompt tokens of a request.", _ROUTER, buckets=TOKENS
-)
+DECODE_SECONDS = _latency("tandem_request_decode_seconds", "A finished request's first token to its last.")
+REQUEST_PROMPT_TOKENS = Metric("tandem_request_prompt_tokens", "Prompt tokens of a request.", _ROUTER, buckets=TOKENS)
 REQUEST_COMPLETION_TOKENS = Metric(
-    "tandem_request_completion_tokens", _H, "Tokens generated for a finished request.", _ROUTER, buckets=TOKENS
+    "tandem_request_completion_tokens", "Tokens generated for a finished request.", _ROUTER, buckets=TOKENS
 )
 
 # --- workers ---
 
-RUNNING_SEQS = Metric("tandem_running_seqs", _G, "Sequences in the batch.", WORKERS)
-WAITING_SEQS = Metric("tandem_waiting_seqs", _G, "Sequences that wait for room or for their turn.", WORKERS)
+RUNNING_SEQS = Metric("tandem_running_seqs", "Sequences in the batch.", WORKERS)
+WAITING_SEQS = Metric("tandem_waiting_seqs", "Sequences that wait for room or for their turn.", WORKERS)
 PREFILL_QUEUED_TOKENS = Metric(
-    "tandem_prefill_queued_prompt_tokens",
-    _G,
-    "Prompt tokens on this prefill worker that are not computed yet.",
-    _PREFILL,
+    "tandem_prefill_queued_prompt_tokens", "Prompt tokens on this prefill worker that are not computed yet.", _PREFILL
 )
 DECODE_QUEUED_TOKENS = Metric(
     "tandem_decode_queued_prompt_tokens",
-    _G,
     "Prompt tokens of sequences that wait for room on this decode worker, or that it has yet to compute.",
     _DECODE,
 )
-POOL_BLOCKS = Metric("tandem_kv_pool_blocks", _G, "KV blocks by state.", WORKERS, ("state",))
+POOL_BLOCKS = Metric("tandem_kv_pool_blocks", "KV blocks by state.", WORKERS, {"state": ()})
 POOL_USAGE = Metric(
-    "tandem_kv_pool_usage_ratio", _G, "KV blocks that are neither free nor cached, as a share of all: 0 to 1.", WORKERS
+    "tandem_kv_pool_usage_ratio", "KV blocks that are neither free nor cached, as a share of all: 0 to 1.", WORKERS
 )
 POOL_UNUSED_SLOTS = Metric(
-    "tandem_kv_pool_unused_slots", _G, "Token slots of live KV blocks that hold no token: the pool's waste.", WORKERS
+    "tandem_kv_pool_unused_slots", "Token slots of live KV blocks that hold no token: the pool's waste.", WORKERS
 )
 POOL_INFO = Metric(
-    "tandem_kv_pool_info", _G, "Always 1; the labels say how the KV pool is cut.", WORKERS, ("block_tokens", "blocks")
+    "tandem_kv_pool_info",
+    "Always 1; the labels say how the KV pool is cut.",
+    WORKERS,
+    {"block_tokens": (), "blocks": ()},
 )
-POOL_BLOCK_TOKENS = Metric("tandem_kv_pool_block_tokens", _G, "Token slots of one KV block.", WORKERS)
-TRANSFERS_LIVE = Metric("tandem_transfers_live", _G, "Hand-offs of KV under way.", WORKERS)
-ENGINE_STEPS = Metric("tandem_engine_steps_total", _C, "Steps that the engine has made.", WORKERS)
+POOL_BLOCK_TOKENS = Metric("tandem_kv_pool_block_tokens", "Token slots of one KV block.", WORKERS)
+TRANSFERS_LIVE = Metric("tandem_transfers_live", "Hand-offs of KV under way.", WORKERS)
+ENGINE_STEPS = Metric("tandem_engine_steps_total", "Steps that the engine has made.", WORKERS)
 STEP_SECONDS = Metric(
     "tandem_step_seconds",
-    _H,
     "Duration of one engine step; mixed = prompt tokens and decoding sequences in one batch.",
     WORKERS,
-    ("kind",),
+    {"kind": ("prefill", "decode", "mixed")},
     STEP_S,
-    presets=(("prefill",), ("decode",), ("mixed",)),
 )
-STEP_SEQS = Metric("tandem_step_seqs", _H, "Sequences in one engine step: the batch size.", WORKERS, buckets=SEQS)
+STEP_SEQS = Metric("tandem_step_seqs", "Sequences in one engine step: the batch size.", WORKERS, buckets=SEQS)
 STEP_TOKENS = Metric(
     "tandem_step_tokens",
-    _H,
     "Tokens computed in one engine step, prompt and decoded.",
     WORKERS,
     buckets=one_two_five(20_000),
 )
 COMPUTED_PROMPT_TOKENS = Metric(
-    "tandem_computed_prompt_tokens_total",
-    _C,
-    "Prompt tokens computed here; again when a sequence is recomputed.",
-    WORKERS,
+    "tandem_computed_prompt_tokens_total", "Prompt tokens computed here; again when a sequence is recomputed.", WORKERS
 )
-SAMPLED_TOKENS = Metric("tandem_sampled_tokens_total", _C, "Tokens drawn here.", WORKERS)
-PREEMPTIONS = Metric("tandem_preemptions_total", _C, "Sequences that lost their KV blocks and are recomputed.", _DECODE)
+SAMPLED_TOKENS = Metric("tandem_sampled_tokens_total", "Tokens drawn here.", WORKERS)
+PREEMPTIONS = Metric("tandem_preemptions_total", "Sequences that lost their KV blocks and are recomputed.", _DECODE)
 SEQUENCES = Metric(
     "tandem_sequences_total",
-    _C,
     "Sequences that left this worker; ended = done, or no longer wanted.",
     WORKERS,
-    ("outcome",),
-    presets=(("ended",), ("failed",)),
+    {"outcome": ("ended", "failed")},
 )
 SEQUENCE_FAILURES = Metric(
     "tandem_sequence_failures_total",
-    _C,
     "Sequences that failed here.",
     WORKERS,
-    ("reason",),
-    presets=_reasons(*_TRANSFER_FAILS, Reason.QUEUE_FULL, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL),
+    {"reason": (*_TRANSFER_FAILS, Reason.QUEUE_FULL, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL)},
 )
-SEQUENCE_WAIT = Metric(
-    "tandem_sequence_wait_seconds",
-    _H,
-    "A sequence's arrival here to its first step.",
-    WORKERS,
-    buckets=LATENCY_S,
-)
+SEQUENCE_WAIT = _latency("tandem_sequence_wait_seconds", "A sequence's arrival here to its first step.", WORKERS)
 TRANSFERS = Metric(
     "tandem_transfers_total",
-    _C,
     "Hand-offs of KV that ended here; withdrawn = the request was gone first.",
     WORKERS,
-    ("outcome",),
-    presets=(("committed",), ("failed",), ("withdrawn",)),
+    {"outcome": ("committed", "failed", "withdrawn")},
 )
 TRANSFER_FAILURES = Metric(
-    "tandem_transfer_failures_total",
-    _C,
-    "Hand-offs of KV that failed.",
-    WORKERS,
-    ("reason",),
-    presets=_reasons(*_TRANSFER_FAILS),
+    "tandem_transfer_failures_total", "Hand-offs of KV that failed.", WORKERS, {"reason": _TRANSFER_FAILS}
 )
-TRANSFER_BYTES = Metric("tandem_transfer_bytes_total", _C, "Bytes of KV handed over, counted by the sender.", _PREFILL)
+TRANSFER_BYTES = Metric("tandem_transfer_bytes_total", "Bytes of KV handed over, counted by the sender.", _PREFILL)
 TRANSFER_SECONDS = Metric(
     "tandem_transfer_seconds",
-    _H,
     "One hand-off of KV: the sender's time spent on moving it, the receiver's from the ticket's showing on.",
     WORKERS,
     buckets=(0.0005, *LATENCY_S),

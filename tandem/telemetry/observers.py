@@ -6,7 +6,8 @@
 
 A request that was begun may still be turned away by admission: it ends without `admitted`.
 The classes themselves do nothing: a subclass overrides what it listens to, and an instance is what to give where
-nobody listens. Several at once are `observers_together`.
+nobody listens. `router_observers`, `request_observers` and `worker_observers` make one of several, each of which is
+told everything, in the order in which they are given.
 
 Calls come on the control loop, in order, from the hot path: an observer must neither await, block
 nor raise. Each `ended` comes exactly once, last, whatever way it went. Nothing here carries
@@ -15,8 +16,10 @@ prompts or completions but `GroupSpec`, whose token ids an observer must not exp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tandem.errors import TandemError
 from tandem.types import FinishReason, GroupSpec, RequestId, WorkerInfo
@@ -147,3 +150,76 @@ class WorkerObserver:
 
     def step(self, report: StepReport) -> None:
         """A step is over."""
+
+
+def router_observers(observers: Iterable[RouterObserver]) -> RouterObserver:
+    """All of them as one; one alone as it is. The first one decides the trace context that workers are given."""
+    first, *others = tuple(observers) or (RouterObserver(),)
+    return _Routers((first, *others)) if others else first
+
+
+def request_observers(first: RequestObserver, *others: RequestObserver) -> RequestObserver:
+    """As `router_observers`, for those of one request."""
+    return _Requests((first, *others)) if others else first
+
+
+def worker_observers(observers: Iterable[WorkerObserver]) -> WorkerObserver:
+    """All of them as one; one alone as it is."""
+    first, *others = tuple(observers) or (WorkerObserver(),)
+    return _Workers((first, *others)) if others else first
+
+
+def _telling_all(cls: type) -> Any:
+    """Gives `cls`, for each method of its base that it does not define, one that calls those of all in `self._all`."""
+
+    def telling(name: str) -> Callable[..., None]:
+        def tell(self: Any, *args: Any) -> None:
+            for each in self._all:
+                getattr(each, name)(*args)
+
+        return tell
+
+    (base,) = cls.__bases__
+    for name, member in vars(base).items():
+        if inspect.isfunction(member) and name not in vars(cls) and not name.startswith("_"):
+            setattr(cls, name, telling(name))
+    return cls
+
+
+@_telling_all
+class _Routers(RouterObserver):
+    def __init__(self, observers: tuple[RouterObserver, ...]) -> None:
+        self._all = observers
+
+    def request(self, start: RequestStart) -> RequestObserver:
+        return request_observers(*(each.request(start) for each in self._all))
+
+
+@_telling_all
+class _Requests(RequestObserver):
+    __slots__ = ("_all",)
+
+    def __init__(self, observers: tuple[RequestObserver, ...]) -> None:
+        super().__init__(observers[0].traceparent)
+        self._all = observers
+
+    def tokens(self, num_tokens: int, index: int = 0) -> None:  # written out because it is called for each token
+        for each in self._all:
+            each.tokens(num_tokens, index)
+
+
+@_telling_all
+class _Workers(WorkerObserver):
+    def __init__(self, observers: tuple[WorkerObserver, ...]) -> None:
+        self._all = observers
+
+    def sequence(self, spec: GroupSpec) -> SequenceObserver:
+        return _Sequences(tuple(each.sequence(spec) for each in self._all))
+
+
+@_telling_all
+class _Sequences(SequenceObserver):
+    __slots__ = ("_all",)
+
+    def __init__(self, observers: tuple[SequenceObserver, ...]) -> None:
+        self._all = observers

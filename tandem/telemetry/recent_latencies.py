@@ -1,55 +1,36 @@
 """Latencies and rates of the last minute, for people who look: quantiles, requests and tokens per second.
 
-A ring of slots of a few seconds each; a slot holds one histogram per latency, with bounds that
-grow by a fixed factor, so that a quantile is off by less than half of that factor (2.5 %). A
-slot is emptied when its turn comes again: nothing runs in between, and memory is fixed.
+The newest slots of a few seconds each are kept; a slot holds one histogram per latency, with bounds that
+grow by a fixed factor, so that a quantile is off by less than half of that factor (2.5 %). Memory is bounded.
 Prometheus computes its own from `metrics`; this needs no Prometheus.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter, deque
+from dataclasses import dataclass, field
 
 from tandem.clock import Clock
-from tandem.cluster_status import LatencySummary
+from tandem.cluster_status import LatencySummary, RecentActivity
 
-TIME_TO_FIRST_TOKEN = "time_to_first_token"
-INTER_TOKEN = "inter_token"
-END_TO_END = "end_to_end"
-
+_LATENCIES = ("time_to_first_token", "inter_token", "end_to_end")
+_TIME_TO_FIRST_TOKEN, _INTER_TOKEN, _END_TO_END = _LATENCIES
 _GROWTH = math.log(1.05)
 _SHORTEST_S = 1e-4
 _NUM_BOUNDS = 340
 """0.1 ms to 1600 s; what lies outside counts as the nearest."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecentRates:
-    """What was done per second over the last `window_s`."""
-
-    window_s: float
-    """Shorter than the full window while the process is young."""
-    requests_per_s: float
-    """Requests that ended, whatever way."""
-    tokens_per_s: float
-
-
+@dataclass(slots=True)
 class _Slot:
-    """What was counted in one stretch of time."""
+    """What was counted from `number * slot_s` on, for `slot_s`."""
 
-    def __init__(self) -> None:
-        self.number = -1
-        self.requests = 0
-        self.tokens = 0
-        self.counts: dict[str, list[int]] = {}
-
-    def begin(self, number: int) -> None:
-        self.number = number
-        self.requests = 0
-        self.tokens = 0
-        self.counts = {name: [0] * _NUM_BOUNDS for name in (TIME_TO_FIRST_TOKEN, INTER_TOKEN, END_TO_END)}
+    number: int
+    requests: int = 0
+    tokens: int = 0
+    counts: dict[str, Counter[int]] = field(default_factory=lambda: {name: Counter() for name in _LATENCIES})
+    """By latency and by number of the nearest bound."""
 
 
 class RecentLatencies:
@@ -58,79 +39,60 @@ class RecentLatencies:
     def __init__(self, clock: Clock, *, window_s: float = 60.0, slot_s: float = 5.0) -> None:
         self._clock = clock
         self._slot_s = slot_s
-        self._slots = tuple(_Slot() for _ in range(round(window_s / slot_s)))
+        self._num_slots = round(window_s / slot_s)
+        self._slots: deque[_Slot] = deque(maxlen=self._num_slots)
+        """Ascending by number; those in which nothing happened are left out."""
         self._began_s = clock.now_s()
         self._total_requests = 0
         self._total_tokens = 0
 
-    @property
-    def total_requests(self) -> int:
-        """Requests that ended since the start, whatever way."""
-        return self._total_requests
-
-    @property
-    def total_tokens(self) -> int:
-        """Tokens since the start."""
-        return self._total_tokens
-
     def first_token(self, seconds: float) -> None:
         """A request's first token came `seconds` after its arrival."""
-        slot = self._count_tokens(1)
-        slot.counts[TIME_TO_FIRST_TOKEN][_bound(seconds)] += 1
+        self._count_tokens(_TIME_TO_FIRST_TOKEN, seconds, 1)
 
     def inter_token(self, seconds: float, num_tokens: int) -> None:
         """`num_tokens` further tokens of a request came, `seconds` each after the one before."""
-        slot = self._count_tokens(num_tokens)
-        slot.counts[INTER_TOKEN][_bound(seconds)] += num_tokens
+        self._count_tokens(_INTER_TOKEN, seconds, num_tokens)
 
     def finished(self, seconds: float) -> None:
         """A request came to its last token, `seconds` after its arrival."""
-        slot = self._count_request()
-        slot.counts[END_TO_END][_bound(seconds)] += 1
+        self.broken_off()
+        self._slot().counts[_END_TO_END][_bound(seconds)] += 1
 
     def broken_off(self) -> None:
         """A request ended without its last token: it counts in the rate, not in the latencies."""
-        self._count_request()
+        self._total_requests += 1
+        self._slot().requests += 1
 
-    def summary(self) -> tuple[LatencySummary, ...]:
-        """Time to first token, inter-token, end to end, in this order."""
-        live = self._live()
-        return tuple(_summarize(name, live) for name in (TIME_TO_FIRST_TOKEN, INTER_TOKEN, END_TO_END))
-
-    def rates(self) -> RecentRates:
-        """Requests and tokens per second."""
+    def activity(self) -> RecentActivity:
+        """Of the window, which is shorter while the process is young, and since the start."""
         now_s = self._clock.now_s()
-        oldest_s = (int(now_s / self._slot_s) - len(self._slots) + 1) * self._slot_s
-        window_s = max(now_s - max(oldest_s, self._began_s), 1.0)
-        live = self._live()
-        return RecentRates(
+        oldest = self._number() - self._num_slots + 1
+        window_s = max(now_s - max(oldest * self._slot_s, self._began_s), 1.0)
+        live = [slot for slot in self._slots if slot.number >= oldest]
+        return RecentActivity(
             window_s=window_s,
             requests_per_s=sum(slot.requests for slot in live) / window_s,
             tokens_per_s=sum(slot.tokens for slot in live) / window_s,
+            latencies=tuple(_summarize(name, [slot.counts[name] for slot in live]) for name in _LATENCIES),
+            total_requests=self._total_requests,
+            total_tokens=self._total_tokens,
         )
 
-    def _count_tokens(self, num_tokens: int) -> _Slot:
+    def _count_tokens(self, latency: str, seconds: float, num_tokens: int) -> None:
         self._total_tokens += num_tokens
         slot = self._slot()
         slot.tokens += num_tokens
-        return slot
+        slot.counts[latency][_bound(seconds)] += num_tokens
 
-    def _count_request(self) -> _Slot:
-        self._total_requests += 1
-        slot = self._slot()
-        slot.requests += 1
-        return slot
+    def _number(self) -> int:
+        return int(self._clock.now_s() / self._slot_s)
 
     def _slot(self) -> _Slot:
-        number = int(self._clock.now_s() / self._slot_s)
-        slot = self._slots[number % len(self._slots)]
-        if slot.number != number:
-            slot.begin(number)
-        return slot
-
-    def _live(self) -> list[_Slot]:
-        newest = int(self._clock.now_s() / self._slot_s)
-        return [slot for slot in self._slots if slot.number > newest - len(self._slots) and slot.counts]
+        number = self._number()
+        if not self._slots or self._slots[-1].number != number:
+            self._slots.append(_Slot(number))
+        return self._slots[-1]
 
 
 def _bound(seconds: float) -> int:
@@ -140,23 +102,16 @@ def _bound(seconds: float) -> int:
     return min(_NUM_BOUNDS - 1, round(math.log(seconds / _SHORTEST_S) / _GROWTH))
 
 
-def _summarize(name: str, slots: Iterable[_Slot]) -> LatencySummary:
-    counts = [0] * _NUM_BOUNDS
-    for slot in slots:
-        counts = [total + count for total, count in zip(counts, slot.counts[name], strict=True)]
-    count = sum(counts)
-    return LatencySummary(
-        name, count, _quantile(counts, count, 0.5), _quantile(counts, count, 0.9), _quantile(counts, count, 0.99)
-    )
+def _summarize(name: str, slots: list[Counter[int]]) -> LatencySummary:
+    counts = sum(slots, Counter[int]())
+    return LatencySummary(name, counts.total(), *(_quantile(counts, share) for share in (0.5, 0.9, 0.99)))
 
 
-def _quantile(counts: list[int], total: int, share: float) -> float:
-    """The latency that `share` of all do not exceed."""
-    if not total:
-        return 0.0
-    rank = math.ceil(share * total)
-    for number, count in enumerate(counts):
+def _quantile(counts: Counter[int], share: float) -> float:
+    """The latency that `share` of all do not exceed; 0 of none."""
+    rank = math.ceil(share * counts.total())
+    for number, count in sorted(counts.items()):
         rank -= count
         if rank <= 0:
             return _SHORTEST_S * math.exp(number * _GROWTH)
-    raise AssertionError("counts add up to the total")
+    return 0.0

@@ -1,7 +1,7 @@
 """Spans on their way to a collector that may be dead, slow or hang: nothing here waits for it but its own thread.
 
 Spans wait in a bounded queue and the oldest are dropped; the log hears once that export fails, and why,
-not once per batch. `close` is the only call that takes time, and it is bounded.
+not once per batch. The end is the only call that takes time, and it is bounded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from opentelemetry.exporter.otlp.proto.grpc.exporter import InvalidCompressionValueException
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -91,10 +91,6 @@ class ReportingExporter(SpanExporter):
         self._failing, self._quiet_until_s = True, float("inf")  # from now on a failure is no news
         self._exporter.shutdown()
 
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Nothing waits here."""
-        return True
-
     def _note(self, *, failed: bool) -> None:
         if failed == self._failing or (failed and time.monotonic() < self._quiet_until_s):
             return
@@ -106,25 +102,25 @@ class ReportingExporter(SpanExporter):
             _log.info("traces are exported again")
 
 
-class SpanExport:
-    """One provider's processor and its exporter."""
+def export_spans(provider: TracerProvider, wanted: TraceExport) -> Callable[[], None]:
+    """Starts the exporting thread; it connects when there is something to export.
 
-    def __init__(self, provider: TracerProvider, wanted: TraceExport) -> None:
-        """Starts the exporting thread; connects when there is something to export."""
-        logging.getLogger(_HEADERS_LOGGER).addFilter(_UNQUOTED)
-        self._exporter = ReportingExporter(OTLPSpanExporter(timeout=None if wanted.sets_timeout else EXPORT_TIMEOUT_S))
-        self._provider = provider
-        batch_spans = None if wanted.sets_batch_size else BATCH_SPANS
-        provider.add_span_processor(BatchSpanProcessor(self._exporter, max_export_batch_size=batch_spans))
-        for name in _NOISY_LOGGERS:  # from now on: what they say of bad variables has been said
-            logging.getLogger(name).addFilter(_SDK_LOG)
+    What it returns exports what waits, within FLUSH_S; then gives it up.
+    """
+    logging.getLogger(_HEADERS_LOGGER).addFilter(_UNQUOTED)
+    exporter = ReportingExporter(OTLPSpanExporter(timeout=None if wanted.sets_timeout else EXPORT_TIMEOUT_S))
+    batch_spans = None if wanted.sets_batch_size else BATCH_SPANS
+    provider.add_span_processor(BatchSpanProcessor(exporter, max_export_batch_size=batch_spans))
+    for name in _NOISY_LOGGERS:  # from now on: what they say of bad variables has been said
+        logging.getLogger(name).addFilter(_SDK_LOG)
 
-    def close(self) -> None:
-        """Exports what waits, within FLUSH_S; then gives it up."""
+    def close() -> None:
         # The provider's own shutdown waits for half a minute, in which a hanging collector would hold the process.
-        flush = threading.Thread(target=self._provider.shutdown, name="span-flush", daemon=True)
+        flush = threading.Thread(target=provider.shutdown, name="span-flush", daemon=True)
         flush.start()
         flush.join(FLUSH_S)
         if flush.is_alive():
-            self._exporter.shutdown()
+            exporter.shutdown()
             flush.join(_GIVE_UP_S)
+
+    return close

@@ -10,16 +10,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from opentelemetry.trace import Tracer
 
 import tandem
 from tandem.config import TraceExport, trace_export
 from tandem.telemetry.logging import get_logger
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.resources import Resource
 
 _log = get_logger(__name__)
 
@@ -50,22 +46,18 @@ def tracing(service_name: str, instance_id: str | None = None) -> Iterator[Trace
 
 def _start(wanted: TraceExport, service_name: str, instance_id: str) -> tuple[Tracer, Callable[[], None]] | None:
     # Here, so that a process that does not trace does not pay for the imports.
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
 
-    from tandem.telemetry.span_export import BAD_VALUES, SpanExport
+    from tandem.telemetry.span_export import BAD_VALUES, export_spans
 
+    ours = {"service.name": service_name, "service.instance.id": instance_id, "service.version": tandem.__version__}
     try:
-        provider = TracerProvider(resource=_resource(service_name, instance_id), shutdown_on_exit=False)
-        export = SpanExport(provider, wanted)
+        resource = Resource.create(ours).merge(OTELResourceDetector().detect())
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        close = export_spans(provider, wanted)
     except BAD_VALUES as error:
         _log.warning("traces cannot be exported", obstacle=f"a bad OTEL_ variable: {error}")
         return None
     _log.info("traces are exported", service=provider.resource.attributes["service.name"])
-    return provider.get_tracer("tandem", tandem.__version__), export.close
-
-
-def _resource(service_name: str, instance_id: str) -> Resource:
-    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-
-    ours = {"service.name": service_name, "service.instance.id": instance_id, "service.version": tandem.__version__}
-    return Resource.create(ours).merge(OTELResourceDetector().detect())
+    return provider.get_tracer("tandem", tandem.__version__), close

@@ -8,7 +8,7 @@ wait stand on both, each counting its own, and must not be added up across the t
 from __future__ import annotations
 
 from tandem.telemetry import metric_names as names
-from tandem.telemetry.metric import Alias, Process, one_two_five
+from tandem.telemetry.metric import Alias, one_two_five
 
 ENGINE = "0"
 """vLLM numbers its engines; a Tandem process is one."""
@@ -29,89 +29,59 @@ _STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
 _REQUEST_TOKENS = one_two_five(200_000)
 _FINISHED_REASONS = {"failed": "error", "cancelled": "abort"}
 
-_ROUTER, _PREFILL, _DECODE = Process.ROUTER, Process.PREFILL, Process.DECODE
-
 ALL: tuple[Alias, ...] = (
     Alias(
         "vllm:num_requests_running",
         "Requests under way; on a worker, sequences in the batch.",
-        {_ROUTER: names.ROUTER_ACTIVE_REQUESTS, _PREFILL: names.RUNNING_SEQS, _DECODE: names.RUNNING_SEQS},
+        (names.ROUTER_ACTIVE_REQUESTS, names.RUNNING_SEQS),
     ),
     Alias(
         "vllm:num_requests_waiting",
         "Requests that wait for admission; on a worker, sequences that wait.",
-        {_ROUTER: names.ROUTER_QUEUED_REQUESTS, _PREFILL: names.WAITING_SEQS, _DECODE: names.WAITING_SEQS},
+        (names.ROUTER_QUEUED_REQUESTS, names.WAITING_SEQS),
     ),
-    Alias(
-        "vllm:kv_cache_usage_perc",
-        "Share of KV blocks that are not free: 0 to 1.",
-        {_PREFILL: names.POOL_USAGE, _DECODE: names.POOL_USAGE},
-    ),
-    Alias(
-        "vllm:gpu_cache_usage_perc",
-        "The same, by its older name.",
-        {_PREFILL: names.POOL_USAGE, _DECODE: names.POOL_USAGE},
-    ),
+    Alias("vllm:kv_cache_usage_perc", "Share of KV blocks that are not free: 0 to 1.", (names.POOL_USAGE,)),
+    Alias("vllm:gpu_cache_usage_perc", "The same, by its older name.", (names.POOL_USAGE,)),
     Alias(
         "vllm:cache_config_info",
         "Always 1; the labels say how the KV pool is cut.",
-        {_PREFILL: names.POOL_INFO, _DECODE: names.POOL_INFO},
+        (names.POOL_INFO,),
         labels=("block_size", "num_gpu_blocks"),
     ),
-    Alias("vllm:num_preemptions_total", "Preempted sequences.", {_DECODE: names.PREEMPTIONS}),
-    Alias(
-        "vllm:iteration_tokens_total",
-        "Tokens in one engine step.",
-        {_PREFILL: names.STEP_TOKENS, _DECODE: names.STEP_TOKENS},
-        _STEP_TOKENS,
-    ),
-    Alias("vllm:prompt_tokens_total", "Prompt tokens processed.", {_ROUTER: names.PROMPT_TOKENS}),
-    Alias("vllm:generation_tokens_total", "Tokens generated.", {_ROUTER: names.COMPLETION_TOKENS}),
+    Alias("vllm:num_preemptions_total", "Preempted sequences.", (names.PREEMPTIONS,)),
+    Alias("vllm:iteration_tokens_total", "Tokens in one engine step.", (names.STEP_TOKENS,), _STEP_TOKENS),
+    Alias("vllm:prompt_tokens_total", "Prompt tokens processed.", (names.PROMPT_TOKENS,)),
+    Alias("vllm:generation_tokens_total", "Tokens generated.", (names.COMPLETION_TOKENS,)),
     Alias(
         "vllm:request_success_total",
         "Requests that ended, by reason.",
-        {_ROUTER: names.REQUESTS},
+        (names.REQUESTS,),
         labels=("finished_reason",),
         label_values=_FINISHED_REASONS,
     ),
-    Alias(
-        "vllm:time_to_first_token_seconds",
-        "Time to first token.",
-        {_ROUTER: names.TIME_TO_FIRST_TOKEN},
-        _TTFT_S,
-    ),
-    Alias("vllm:inter_token_latency_seconds", "Inter-token latency.", {_ROUTER: names.INTER_TOKEN}, _INTER_TOKEN_S),
+    Alias("vllm:time_to_first_token_seconds", "Time to first token.", (names.TIME_TO_FIRST_TOKEN,), _TTFT_S),
+    Alias("vllm:inter_token_latency_seconds", "Inter-token latency.", (names.INTER_TOKEN,), _INTER_TOKEN_S),
     Alias(
         "vllm:time_per_output_token_seconds",
         "Inter-token latency, by its older name.",
-        {_ROUTER: names.INTER_TOKEN},
+        (names.INTER_TOKEN,),
         _INTER_TOKEN_S,
     ),
-    Alias(
-        "vllm:e2e_request_latency_seconds",
-        "End-to-end latency of requests.",
-        {_ROUTER: names.REQUEST_SECONDS},
-        _REQUEST_S,
-    ),
-    Alias("vllm:request_queue_time_seconds", "Time in queues.", {_ROUTER: names.QUEUE_SECONDS}, _REQUEST_S),
-    Alias("vllm:request_prefill_time_seconds", "Time in prefill.", {_ROUTER: names.PREFILL_SECONDS}, _REQUEST_S),
-    Alias("vllm:request_decode_time_seconds", "Time in decode.", {_ROUTER: names.DECODE_SECONDS}, _REQUEST_S),
-    Alias(
-        "vllm:request_prompt_tokens",
-        "Prompt tokens per request.",
-        {_ROUTER: names.REQUEST_PROMPT_TOKENS},
-        _REQUEST_TOKENS,
-    ),
+    Alias("vllm:e2e_request_latency_seconds", "End-to-end latency of requests.", (names.REQUEST_SECONDS,), _REQUEST_S),
+    Alias("vllm:request_queue_time_seconds", "Time in queues.", (names.QUEUE_SECONDS,), _REQUEST_S),
+    Alias("vllm:request_prefill_time_seconds", "Time in prefill.", (names.PREFILL_SECONDS,), _REQUEST_S),
+    Alias("vllm:request_decode_time_seconds", "Time in decode.", (names.DECODE_SECONDS,), _REQUEST_S),
+    Alias("vllm:request_prompt_tokens", "Prompt tokens per request.", (names.REQUEST_PROMPT_TOKENS,), _REQUEST_TOKENS),
     Alias(
         "vllm:request_generation_tokens",
         "Generated tokens per request.",
-        {_ROUTER: names.REQUEST_COMPLETION_TOKENS},
+        (names.REQUEST_COMPLETION_TOKENS,),
         _REQUEST_TOKENS,
     ),
     Alias(
         "vllm:request_max_num_generation_tokens",
         "Generated tokens of a request's longest completion: it has one.",
-        {_ROUTER: names.REQUEST_COMPLETION_TOKENS},
+        (names.REQUEST_COMPLETION_TOKENS,),
         _REQUEST_TOKENS,
     ),
 )

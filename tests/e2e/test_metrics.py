@@ -72,7 +72,7 @@ def test_each_process_exposes_what_is_declared_for_it_and_nothing_else_of_ours(c
     assert exposed.keys() == set(Process)
     for process, exposition in exposed.items():
         declared = {each.name for each in metric_names.ALL if process in each.on}
-        declared |= {each.name for each in vllm_names.ALL if process in each.of}
+        declared |= {each.name for each in vllm_names.ALL for metric in each.of if process in metric.on}
         assert {name for name in families(exposition) if name.startswith(("tandem_", "vllm:"))} == declared
         assert "process_resident_memory_bytes" in families(exposition)
 

@@ -51,7 +51,7 @@ async def test_every_declared_metric_is_there_and_nothing_else_of_ours(cluster: 
     await cluster.add_pair()
     body, _ = cluster.router.metrics.exposition()
     declared = {metric.name for metric in metric_names.ALL if Process.ROUTER in metric.on}
-    declared |= {alias.name for alias in vllm_names.ALL if Process.ROUTER in alias.of}
+    declared |= {alias.name for alias in vllm_names.ALL for metric in alias.of if Process.ROUTER in metric.on}
     assert {name for name in types_of(body) if name.startswith(("tandem_", "vllm:"))} == declared
 
 
@@ -65,7 +65,7 @@ async def test_a_generation_shows_in_every_figure_that_it_touches(cluster: Any) 
     assert value(cluster, "tandem_inter_token_seconds_count") == 7
     assert value(cluster, "tandem_request_placements_total", path="disaggregated") == 1
     await ends_counted(cluster, "OK")
-    assert cluster.router.recent.total_tokens == 8
+    assert cluster.router.recent.activity().total_tokens == 8
 
 
 async def test_a_running_request_is_active_and_in_flight(cluster: Any) -> None:

@@ -63,7 +63,7 @@ def test_time_to_first_token_counts_from_arrival_not_from_the_telling(scene: Sce
     request.tokens(1)
     assert scene.value("tandem_time_to_first_token_seconds_sum") == pytest.approx(0.75)
     assert scene.value("tandem_inter_token_seconds_count") == 0
-    assert scene.recent.summary()[0].count == 1
+    assert scene.recent.activity().latencies[0].count == 1
 
 
 def test_tokens_that_come_together_share_the_gap(scene: Scene) -> None:
@@ -110,7 +110,7 @@ def test_a_finished_request_tells_its_times_and_sizes(scene: Scene) -> None:
     }
     assert {name: scene.value(f"{name}_sum") for name in sums} == pytest.approx(sums)
     assert scene.value("tandem_prompt_tokens_total") == 12
-    assert scene.recent.summary()[2].count == 1
+    assert scene.recent.activity().latencies[2].count == 1
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_request_that_broke_off_has_an_outcome_but_no_latency(
     assert scene.value("tandem_requests_total", outcome=outcome) == 1
     assert reason is None or scene.value("tandem_request_failures_total", reason=reason) == 1
     assert scene.value("tandem_request_seconds_count") == 0
-    assert scene.recent.total_requests == 1
+    assert scene.recent.activity().total_requests == 1
 
 
 @pytest.mark.parametrize("end", [RequestEnd(0, 2.5), RequestEnd(0, 2.5, error=DeadlineExceeded("late"))])

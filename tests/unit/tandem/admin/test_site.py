@@ -13,7 +13,6 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from tandem.admin.content import AdminContent, RouterReport, ScrapeTarget, WorkerReport
-from tandem.admin.hosts import Hosts
 from tandem.admin.site import HEADERS, Site
 from tandem.cluster_status import ClusterStatus
 from tandem.rpc.health import HealthServicer
@@ -43,7 +42,7 @@ def content() -> AdminContent:
 
 
 def site_of(content: AdminContent, listen: str = "127.0.0.1:9", tokens: Tokens | None = None) -> Get:
-    site = Site(content, Hosts(listen), tokens)
+    site = Site(content, listen, tokens)
 
     def get(
         path: str, method: str = "GET", host: str | None = "localhost:9", authorization: str | None = None

@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanKind
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TandemError
 from tandem.rpc.channel import open_channel
 from tandem.rpc.server import RpcServer, Service
-from tandem.telemetry.trace_context import current_traceparent
+from tandem.telemetry.trace_context import trace_in
 from tandem.v1 import inference_pb2, inference_pb2_grpc, registry_pb2_grpc
 from tests.recorded_spans import RecordedSpans
 
@@ -36,7 +36,7 @@ class Servicer(inference_pb2_grpc.InferenceServiceServicer):
         self.traceparent: str | None = None
 
     async def GetModel(self, request: Any, context: Any) -> inference_pb2.GetModelResponse:
-        self.traceparent = current_traceparent()
+        self.traceparent = (trace_in() or (None,))[0]
         if self.error is not None:
             raise self.error
         return inference_pb2.GetModelResponse(model="demo")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.errors import PeerLost
-from tandem.telemetry.exception_text import WITHHELD, exception_text
+from tandem.telemetry.logging import WITHHELD, exception_text
 
 
 def caught(error: Exception, cause: Exception | None = None) -> Exception:

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from tandem.errors import PeerLost
 from tandem.telemetry import logging as tandem_logging
 from tandem.telemetry.logging import configure_logging, get_logger
-from tandem.telemetry.trace_context import trace_from_metadata
+from tandem.telemetry.trace_context import trace_of_call
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +98,6 @@ def test_levels_below_the_configured_one_are_silent(capsys: pytest.CaptureFixtur
 def test_a_malformed_trace_context_is_no_line_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("router", level="debug")
     traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    trace_from_metadata([("traceparent", traceparent), ("tracestate", "secret")])
-    trace_from_metadata([("traceparent", traceparent + "-" + "x" * 600)])
+    trace_of_call([("traceparent", traceparent), ("tracestate", "secret")])
+    trace_of_call([("traceparent", traceparent + "-" + "x" * 600)])
     assert capsys.readouterr().err == ""

@@ -53,7 +53,7 @@ def test_a_timer_that_fires_late_tells_by_how_much_and_goes_on(loop: StillLoop) 
         loop.timers[0].fire()
         loop.now_s += 0.65
         loop.timers[1].fire()
-        cells = metrics.histogram(names.LOOP_LAG).cells()
+        cells = metrics.histogram(names.LOOP_LAG)
         assert dict(cells.cumulative((0.001, 0.2, 0.5)))[0.001] == 1
         assert cells.sum == pytest.approx(0.4)
         assert len(loop.timers) == 3

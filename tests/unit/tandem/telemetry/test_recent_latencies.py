@@ -23,17 +23,17 @@ def recent(clock: ManualClock) -> RecentLatencies:
 
 def named(recent: RecentLatencies, name: str) -> LatencySummary:
     """The one summary of this name."""
-    (summary,) = [each for each in recent.summary() if each.name == name]
+    (summary,) = [each for each in recent.activity().latencies if each.name == name]
     return summary
 
 
 def test_nothing_seen_gives_zeros(recent: RecentLatencies) -> None:
-    assert recent.summary() == (
+    assert recent.activity().latencies == (
         LatencySummary("time_to_first_token", 0, 0.0, 0.0, 0.0),
         LatencySummary("inter_token", 0, 0.0, 0.0, 0.0),
         LatencySummary("end_to_end", 0, 0.0, 0.0, 0.0),
     )
-    assert recent.rates().requests_per_s == recent.rates().tokens_per_s == 0.0
+    assert recent.activity().requests_per_s == recent.activity().tokens_per_s == 0.0
 
 
 def test_quantiles_lie_within_a_twentieth_of_the_truth(recent: RecentLatencies) -> None:
@@ -85,22 +85,22 @@ def test_rates_of_a_young_process_count_from_its_start(recent: RecentLatencies, 
     recent.inter_token(0.01, 39)
     recent.finished(0.5)
     recent.broken_off()
-    rates = recent.rates()
+    rates = recent.activity()
     assert (rates.window_s, rates.requests_per_s, rates.tokens_per_s) == (10.0, 0.2, 4.0)
 
 
 def test_a_request_that_broke_off_has_no_end_to_end_latency(recent: RecentLatencies) -> None:
     recent.broken_off()
     assert named(recent, "end_to_end").count == 0
-    assert recent.rates().requests_per_s > 0
+    assert recent.activity().requests_per_s > 0
 
 
 def test_rates_of_an_old_process_count_the_window(recent: RecentLatencies, clock: ManualClock) -> None:
     clock.advance_s(3600)
     recent.inter_token(0.01, 550)
     clock.advance_s(2)
-    assert 55 <= recent.rates().window_s <= 60
-    assert recent.rates().tokens_per_s == pytest.approx(550 / recent.rates().window_s)
+    assert 55 <= recent.activity().window_s <= 60
+    assert recent.activity().tokens_per_s == pytest.approx(550 / recent.activity().window_s)
 
 
 def test_totals_count_from_the_start(recent: RecentLatencies, clock: ManualClock) -> None:
@@ -109,4 +109,4 @@ def test_totals_count_from_the_start(recent: RecentLatencies, clock: ManualClock
     recent.finished(0.5)
     clock.advance_s(3600)
     recent.broken_off()
-    assert (recent.total_requests, recent.total_tokens) == (2, 40)
+    assert (recent.activity().total_requests, recent.activity().total_tokens) == (2, 40)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tandem.telemetry.tallies import Cells, Counter, Histogram
+from tandem.telemetry.metrics import Cells, Counter
 
 
 def test_a_counter_stands_at_zero_where_it_was_told_to_and_counts_by_labels() -> None:
@@ -38,13 +38,3 @@ def test_fewer_bounds_show_the_same_observations(shown: tuple[float, ...]) -> No
         fine.observe(value)
     expected = [(bound, sum(value <= bound for value in values)) for bound in (*shown, math.inf)]
     assert list(fine.cumulative(shown)) == expected
-
-
-def test_a_histogram_keeps_one_set_of_cells_per_labels() -> None:
-    histogram = Histogram([2.0, 1.0, 2.0], [("prefill",)])
-    histogram.cells("decode").observe(1.5)
-    histogram.cells("decode").observe(1.5)
-    assert {labels: list(cells.cumulative((1.0, 2.0))) for labels, cells in histogram.all_cells.items()} == {
-        ("prefill",): [(1.0, 0), (2.0, 0), (math.inf, 0)],
-        ("decode",): [(1.0, 0), (2.0, 2), (math.inf, 2)],
-    }

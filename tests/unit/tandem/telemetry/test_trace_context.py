@@ -3,14 +3,12 @@ from __future__ import annotations
 import pytest
 from opentelemetry import trace
 
-from tandem.client.tracing import trace_metadata
 from tandem.telemetry.trace_context import (
     context_from_metadata,
     context_of,
-    current_trace,
-    current_traceparent,
-    trace_from_metadata,
     trace_id_of,
+    trace_in,
+    trace_of_call,
     traceparent_of,
 )
 from tests.recorded_spans import RecordedSpans
@@ -19,16 +17,16 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def test_a_callers_traceparent_is_kept() -> None:
-    assert trace_from_metadata([("user-agent", "x"), ("traceparent", TRACEPARENT)]) == (TRACEPARENT, "")
+    assert trace_of_call([("user-agent", "x"), ("traceparent", TRACEPARENT)]) == (TRACEPARENT, "")
 
 
 @pytest.mark.parametrize("value", ["", "nonsense", "00-" + "0" * 32 + "-b7ad6b7169203331-01", b"bytes"])
 def test_a_malformed_traceparent_is_replaced_by_a_new_one(value: str | bytes) -> None:
-    minted, state = trace_from_metadata([("traceparent", value), ("tracestate", "vendor=1")])
+    minted, state = trace_of_call([("traceparent", value), ("tracestate", "vendor=1")])
 
     assert minted != value
-    assert trace_from_metadata([("traceparent", minted)]) == (minted, "")
-    assert minted != trace_from_metadata(None)[0]
+    assert trace_of_call([("traceparent", minted)]) == (minted, "")
+    assert minted != trace_of_call(None)[0]
     assert state == ""  # it goes with the trace that it was sent with
 
 
@@ -51,31 +49,19 @@ LONGEST_STATE = f"a={'x' * 254},b={'x' * 253}"  # 512 characters
 )
 def test_a_callers_tracestate_is_kept_or_dropped_whole(sent: list[str], kept: str) -> None:
     metadata = [("traceparent", TRACEPARENT), *(("tracestate", each) for each in sent)]
-    assert trace_from_metadata(metadata) == (TRACEPARENT, kept)
+    assert trace_of_call(metadata) == (TRACEPARENT, kept)
 
 
 def test_a_current_span_tells_the_state_that_came_with_its_trace(recorded: RecordedSpans) -> None:
     context = context_from_metadata([("traceparent", TRACEPARENT), ("tracestate", "vendor=1")])
-    assert current_trace() is None
+    assert trace_in() is None
     with recorded.tracer.start_as_current_span("call", context) as span:
-        assert current_trace() == (traceparent_of(span.get_span_context()), "vendor=1")
+        assert trace_in() == (traceparent_of(span.get_span_context()), "vendor=1")
 
 
 def test_a_worker_reads_the_state_that_the_router_passed_on() -> None:
     span = trace.get_current_span(context_of(TRACEPARENT, "vendor=1")).get_span_context()
     assert dict(span.trace_state) == {"vendor": "1"}
-
-
-def test_without_a_current_span_calls_carry_no_trace() -> None:
-    assert trace_metadata() == ()
-    assert current_traceparent() is None
-
-
-def test_a_call_carries_the_current_span(recorded: RecordedSpans) -> None:
-    with recorded.tracer.start_as_current_span("caller") as span:
-        named = traceparent_of(span.get_span_context())
-        assert trace_metadata() == (("traceparent", named),)
-        assert current_traceparent() == named
 
 
 def test_the_state_of_a_vendor_goes_with_the_trace() -> None:

@@ -7,8 +7,9 @@ from tandem.telemetry.observers import (
     RouterObserver,
     StepReport,
     WorkerObserver,
+    router_observers,
+    worker_observers,
 )
-from tandem.telemetry.observers_together import router_observers, worker_observers
 from tandem.types import GroupSpec, RequestId, SamplingParams, TokenId
 from tests.recording_observers import RecordingRouter, RecordingWorker
 
