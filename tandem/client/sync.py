@@ -19,7 +19,7 @@ from tandem.client.service_config import service_config_options
 from tandem.client.tracing import trace_metadata
 from tandem.cluster_status import ClusterStatus
 from tandem.config import DEFAULT_ADDRESS, ClientSecurityConfig
-from tandem.convert_status import status_from_proto
+from tandem.convert import status_from_proto
 from tandem.errors import DeadlineExceeded, Reason, Unavailable
 from tandem.rpc.channel import CONNECT_TIMEOUT_S, open_blocking_channel
 from tandem.rpc.google_messages import SERVING, HealthCheckRequest, health_watch
