@@ -6,7 +6,7 @@ import sys
 
 from prefill_worker.app import run
 from tandem.config import PrefillConfig
-from tandem.rpc.entry import run_module
+from tandem.rpc.process import run_module
 
 
 def main() -> int:

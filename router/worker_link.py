@@ -19,7 +19,8 @@ import grpc.aio
 from tandem.convert import delta_from_proto, error_from_failed
 from tandem.errors import InternalError, Reason, TandemError, Unavailable
 from tandem.rpc.channel import open_channel
-from tandem.rpc.status import error_from_rpc, needs_mending
+from tandem.rpc.received_error import error_from_rpc
+from tandem.rpc.status import needs_mending
 from tandem.security.credentials import Outgoing
 from tandem.telemetry.logging import get_logger
 from tandem.types import Handle, Incarnation, TokenDelta, WorkerInfo

@@ -1,6 +1,6 @@
 """What one router knows of its cluster, as plain data: GetStatus, the admin port and the clients say the same.
 
-`asdict` of it is what `tandem status --json` prints. Knows nothing of protobuf (see `convert_status`).
+`asdict` of it is what `tandem status --json` prints. Knows nothing of protobuf (see `convert`).
 """
 
 from __future__ import annotations

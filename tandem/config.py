@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from tandem.limits import Limits
@@ -43,40 +44,29 @@ T = TypeVar("T")
 Ports: TypeAlias = tuple[tuple[str, str | None], ...]
 
 
-def _model() -> Any:
-    return option("model", "demo", "checkpoint folder in Hugging Face layout, or 'demo'", text(r".+", "a folder"))
-
-
-def _log_format() -> Any:
-    return option("log-format", "text", "text or json", one_of("text", "json"))
-
-
-def _log_level() -> Any:
-    return option("log-level", "info", "least severe level logged", one_of("debug", "info", "warning", "error"))
-
-
-def _lease() -> Any:
-    return option(
-        "lease-seconds", 5.0, "how long a silent peer is trusted; the same for all processes", seconds(0.2, 600)
-    )
-
-
-def _drain_grace() -> Any:
-    return option("drain-grace-seconds", 30.0, "most time given to running requests after SIGTERM", seconds(0, 3600))
-
-
-def _admin_listen() -> Any:
-    return option(
-        "admin-listen",
-        "127.0.0.1:0",
-        "address of the admin port: metrics, a page to look at, probes; port 0 = any free one",
-        host_port(port_zero=True),
-        none_word="none",
-    )
-
-
-def _max_receive() -> Any:
-    return option("max-receive-bytes", 8 * 1024 * 1024, "largest gRPC message taken", size_bytes(65536))
+_model = partial(
+    option, "model", "demo", "checkpoint folder in Hugging Face layout, or 'demo'", text(r".+", "a folder")
+)
+_log_format = partial(option, "log-format", "text", "text or json", one_of("text", "json"))
+_log_level = partial(
+    option, "log-level", "info", "least severe level logged", one_of("debug", "info", "warning", "error")
+)
+_lease = partial(
+    option, "lease-seconds", 5.0, "how long a silent peer is trusted; the same for all processes", seconds(0.2, 600)
+)
+_drain_grace = partial(
+    option, "drain-grace-seconds", 30.0, "most time given to running requests after SIGTERM", seconds(0, 3600)
+)
+_admin_listen = partial(
+    option,
+    "admin-listen",
+    "127.0.0.1:0",
+    "address of the admin port: metrics, a page to look at, probes; port 0 = any free one",
+    host_port(port_zero=True),
+    none_word="none",
+)
+_max_receive = partial(option, "max-receive-bytes", 8 * 1024 * 1024, "largest gRPC message taken", size_bytes(65536))
+"""Options of router and workers alike, each a field of its own there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +94,8 @@ class RouterConfig:
     admin_listen: str | None = _admin_listen()
     log_format: str = _log_format()
     log_level: str = _log_level()
-    limits: Limits = field(default_factory=Limits, metadata=grouped(Limits))
-    security: SecurityConfig = field(default_factory=SecurityConfig, metadata=grouped(SecurityConfig))
+    limits: Limits = grouped(Limits)
+    security: SecurityConfig = grouped(SecurityConfig)
 
     @property
     def ports(self) -> Ports:
@@ -159,8 +149,8 @@ class WorkerConfig:
     admin_listen: str | None = _admin_listen()
     log_format: str = _log_format()
     log_level: str = _log_level()
-    limits: Limits = field(default_factory=Limits, metadata=grouped(Limits))
-    security: SecurityConfig = field(default_factory=SecurityConfig, metadata=grouped(SecurityConfig))
+    limits: Limits = grouped(Limits)
+    security: SecurityConfig = grouped(SecurityConfig)
 
     @property
     def ports(self) -> Ports:
@@ -225,11 +215,9 @@ class ServeConfig:
 
     num_prefill: int = option("prefill", 1, "prefill workers", integer(0, 64))
     num_decode: int = option("decode", 1, "decode workers", integer(1, 64))
-    router: RouterConfig = field(default_factory=RouterConfig, metadata=grouped(RouterConfig))
-    prefill_worker: PrefillConfig = field(
-        default_factory=PrefillConfig, metadata=grouped(PrefillConfig, own=_SET_BY_SERVE)
-    )
-    decode_worker: DecodeConfig = field(default_factory=DecodeConfig, metadata=grouped(DecodeConfig, own=_SET_BY_SERVE))
+    router: RouterConfig = grouped(RouterConfig)
+    prefill_worker: PrefillConfig = grouped(PrefillConfig, own=_SET_BY_SERVE)
+    decode_worker: DecodeConfig = grouped(DecodeConfig, own=_SET_BY_SERVE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +226,7 @@ class ClientConfig:
 
     target: str = option("target", DEFAULT_ADDRESS, "address of a router", host_port())
     timeout_s: float = option("timeout-seconds", 300.0, "deadline of one call", seconds(0.001))
-    security: ClientSecurityConfig = field(default_factory=ClientSecurityConfig, metadata=grouped(ClientSecurityConfig))
+    security: ClientSecurityConfig = grouped(ClientSecurityConfig)
 
 
 _ALL: tuple[type[Any], ...] = (RouterConfig, PrefillConfig, DecodeConfig, ServeConfig, ClientConfig)

@@ -1,5 +1,6 @@
 """Protobuf to dataclasses and back: the only file that knows both.
 
+Fields of the same name and form are copied by `_message` and `_plain`; what differs is written out.
 Pure and total for well-formed messages: values are not judged here (see `validation`).
 `sampling.resolve_sampling` judges and fills in.
 """
@@ -7,45 +8,31 @@ Pure and total for well-formed messages: values are not judged here (see `valida
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any, TypeVar
 
+from google.protobuf.message import Message
+
+from tandem.cluster_status import ClusterStatus, LatencySummary, RecentActivity, WorkerStatus
 from tandem.errors import TandemError, rebuild_error
 from tandem.types import (
     ChoiceSpec,
     FinishReason,
     GroupSpec,
     Handle,
-    Incarnation,
     PoolCounts,
-    RequestId,
     Role,
     SamplingParams,
     TokenDelta,
     TokenId,
     TokenLogprobs,
-    WorkerId,
     WorkerInfo,
     WorkerLoad,
 )
-from tandem.v1 import inference_pb2, registry_pb2, worker_pb2
+from tandem.v1 import cluster_pb2, inference_pb2, registry_pb2, worker_pb2
 
-__all__ = [
-    "delta_from_proto",
-    "delta_to_proto",
-    "error_from_failed",
-    "failed_to_proto",
-    "finish_reason_from_proto",
-    "finish_reason_to_proto",
-    "group_from_proto",
-    "group_to_proto",
-    "info_from_proto",
-    "info_to_proto",
-    "load_from_proto",
-    "load_to_proto",
-    "logprobs_from_proto",
-    "logprobs_to_proto",
-    "pool_from_proto",
-    "pool_to_proto",
-]
+D = TypeVar("D")
+M = TypeVar("M", bound=Message)
 
 _FINISH_TO_PROTO = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -57,6 +44,14 @@ _ROLE_TO_PROTO = {
     Role.DECODE: registry_pb2.WORKER_ROLE_DECODE,
 }
 _ROLE_FROM_PROTO = {value: key for key, value in _ROLE_TO_PROTO.items()}
+_IN_PROTOBUF = {
+    **{name: f"{name}_blocks" for name in ("total", "free", "reserved", "receiving", "live", "quarantined", "cached")},
+    **{
+        f"{name}_s": f"{name}_seconds" for name in ("timeout", "heartbeat_age", "uptime", "window", "p50", "p90", "p99")
+    },
+    **{f"{name}_per_s": f"{name}_per_second" for name in ("requests", "tokens")},
+}
+"""Names of fields that differ, by those of dataclasses."""
 
 
 def finish_reason_to_proto(reason: FinishReason | None) -> inference_pb2.FinishReason:
@@ -71,79 +66,32 @@ def finish_reason_from_proto(reason: inference_pb2.FinishReason) -> FinishReason
 
 def group_to_proto(spec: GroupSpec) -> worker_pb2.Group:
     """A request as it travels to a worker."""
-    return worker_pb2.Group(
-        request_id=spec.request_id,
-        prompt_token_ids=spec.prompt_token_ids,
-        choices=[
-            worker_pb2.GroupChoice(index=each.index, output_token_ids=each.output_token_ids) for each in spec.choices
-        ],
-        sampling=_sampling_to_proto(spec.sampling),
-        timeout_seconds=spec.timeout_s,
-        priority=spec.priority,
-        traceparent=spec.traceparent,
-        tracestate=spec.tracestate,
+    sampling = _message(
+        worker_pb2.ResolvedSampling,
+        spec.sampling,
+        end_token_ids=sorted(spec.sampling.end_token_ids),
+        logit_bias=dict(spec.sampling.logit_bias),
     )
+    choices = [_message(worker_pb2.GroupChoice, each) for each in spec.choices]
+    return _message(worker_pb2.Group, spec, choices=choices, sampling=sampling)
 
 
 def group_from_proto(message: worker_pb2.Group) -> GroupSpec:
     """A request as it came from a router; not yet validated."""
-    return GroupSpec(
-        request_id=RequestId(message.request_id),
+    sampling = message.sampling
+    return _plain(
+        GroupSpec,
+        message,
         prompt_token_ids=_token_ids(message.prompt_token_ids),
-        sampling=_sampling_from_proto(message.sampling),
         choices=tuple(ChoiceSpec(each.index, _token_ids(each.output_token_ids)) for each in message.choices),
+        sampling=_plain(
+            SamplingParams,
+            sampling,
+            end_token_ids=frozenset(sampling.end_token_ids),
+            logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+            logit_bias=dict(sampling.logit_bias),
+        ),
         timeout_s=message.timeout_seconds if message.HasField("timeout_seconds") else None,
-        priority=message.priority,
-        traceparent=message.traceparent,
-        tracestate=message.tracestate,
-    )
-
-
-def _sampling_to_proto(sampling: SamplingParams) -> worker_pb2.ResolvedSampling:
-    return worker_pb2.ResolvedSampling(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        seed=sampling.seed,
-        end_token_ids=sorted(sampling.end_token_ids),
-        logprobs=sampling.logprobs,
-        logit_bias={int(key): value for key, value in sampling.logit_bias.items()},
-    )
-
-
-def _sampling_from_proto(message: worker_pb2.ResolvedSampling) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        seed=message.seed,
-        end_token_ids=frozenset(TokenId(each) for each in message.end_token_ids),
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        logit_bias={TokenId(key): value for key, value in message.logit_bias.items()},
-    )
-
-
-def delta_to_proto(handle: Handle, delta: TokenDelta) -> worker_pb2.SequenceOutput:
-    """New tokens of the sequence that `handle` names."""
-    return worker_pb2.SequenceOutput(
-        handle=handle,
-        offset=delta.offset,
-        token_ids=delta.token_ids,
-        logprobs=[logprobs_to_proto(each) for each in delta.logprobs],
-        finish_reason=finish_reason_to_proto(delta.finish_reason),
-        index=delta.index,
     )
 
 
@@ -183,7 +131,7 @@ def failed_to_proto(handle: Handle, error: TandemError) -> worker_pb2.Failed:
         reason=error.reason.value,
         message=error.message,
         retryable=error.retryable,
-        field=getattr(error, "field", ""),
+        field=error.field,
     )
 
 
@@ -196,102 +144,68 @@ def error_from_failed(message: worker_pb2.Failed) -> TandemError:
 
 def info_to_proto(info: WorkerInfo) -> registry_pb2.WorkerInfo:
     """A worker's first words."""
-    return registry_pb2.WorkerInfo(
-        worker_id=info.worker_id,
-        incarnation=info.incarnation,
-        role=_ROLE_TO_PROTO[info.role],
-        address=info.address,
-        model=info.model,
-        config_fingerprint=info.config_fingerprint,
-        model_fingerprint=info.model_fingerprint,
-        layout_fingerprint=info.layout_fingerprint,
-        transports=info.transports,
-        local_prefill_tokens=info.local_prefill_tokens,
-        max_sequence_tokens=info.max_sequence_tokens,
-        pid=info.pid,
-        device=info.device,
-        admin_address=info.admin_address,
-        pool_tokens=info.pool_tokens,
-    )
+    return _message(registry_pb2.WorkerInfo, info, role=_ROLE_TO_PROTO[info.role])
 
 
 def info_from_proto(message: registry_pb2.WorkerInfo) -> WorkerInfo:
     """A worker's first words. Raises KeyError on an unknown role."""
-    return WorkerInfo(
-        worker_id=WorkerId(message.worker_id),
-        incarnation=Incarnation(message.incarnation),
+    return _plain(
+        WorkerInfo,
+        message,
         role=_ROLE_FROM_PROTO[message.role],
-        address=message.address,
-        model=message.model,
-        config_fingerprint=message.config_fingerprint,
-        model_fingerprint=message.model_fingerprint,
-        layout_fingerprint=message.layout_fingerprint,
         transports=tuple(message.transports),
         local_prefill_tokens=message.local_prefill_tokens if message.HasField("local_prefill_tokens") else None,
-        max_sequence_tokens=message.max_sequence_tokens,
-        pid=message.pid,
-        device=message.device,
-        admin_address=message.admin_address,
-        pool_tokens=message.pool_tokens,
-    )
-
-
-def pool_to_proto(pool: PoolCounts) -> registry_pb2.PoolStatus:
-    """A pool's blocks by state."""
-    return registry_pb2.PoolStatus(
-        total_blocks=pool.total,
-        free_blocks=pool.free,
-        reserved_blocks=pool.reserved,
-        receiving_blocks=pool.receiving,
-        live_blocks=pool.live,
-        quarantined_blocks=pool.quarantined,
-        block_size=pool.block_size,
-        unused_slots=pool.unused_slots,
-        cached_blocks=pool.cached,
-    )
-
-
-def pool_from_proto(message: registry_pb2.PoolStatus) -> PoolCounts:
-    """A pool's blocks by state."""
-    return PoolCounts(
-        total=message.total_blocks,
-        free=message.free_blocks,
-        reserved=message.reserved_blocks,
-        receiving=message.receiving_blocks,
-        live=message.live_blocks,
-        quarantined=message.quarantined_blocks,
-        block_size=message.block_size,
-        unused_slots=message.unused_slots,
-        cached=message.cached_blocks,
     )
 
 
 def load_to_proto(load: WorkerLoad) -> registry_pb2.WorkerLoad:
     """A heartbeat."""
-    return registry_pb2.WorkerLoad(
-        engine_steps=load.engine_steps,
-        running_seqs=load.running_seqs,
-        waiting_seqs=load.waiting_seqs,
-        queued_prompt_tokens=load.queued_prompt_tokens,
-        pool=pool_to_proto(load.pool),
-        live_transfers=load.live_transfers,
-        draining=load.draining,
-        preemptions=load.preemptions,
-    )
+    return _message(registry_pb2.WorkerLoad, load, pool=_message(registry_pb2.PoolStatus, load.pool))
 
 
 def load_from_proto(message: registry_pb2.WorkerLoad) -> WorkerLoad:
     """A heartbeat."""
-    return WorkerLoad(
-        engine_steps=message.engine_steps,
-        running_seqs=message.running_seqs,
-        waiting_seqs=message.waiting_seqs,
-        queued_prompt_tokens=message.queued_prompt_tokens,
-        pool=pool_from_proto(message.pool),
-        live_transfers=message.live_transfers,
-        draining=message.draining,
-        preemptions=message.preemptions,
+    return _plain(WorkerLoad, message, pool=_plain(PoolCounts, message.pool))
+
+
+def status_to_proto(status: ClusterStatus) -> cluster_pb2.GetStatusResponse:
+    """The answer of GetStatus."""
+    workers = [
+        _message(cluster_pb2.WorkerStatus, each, info=info_to_proto(each.info), load=load_to_proto(each.load))
+        for each in status.workers
+    ]
+    latencies = [_message(cluster_pb2.LatencySummary, each) for each in status.recent.latencies]
+    recent = _message(cluster_pb2.RecentActivity, status.recent, latencies=latencies)
+    return _message(cluster_pb2.GetStatusResponse, status, workers=workers, recent=recent)
+
+
+def status_from_proto(message: cluster_pb2.GetStatusResponse) -> ClusterStatus:
+    """The answer of GetStatus. Raises KeyError on a worker of an unknown role."""
+    workers = tuple(
+        _plain(WorkerStatus, each, info=info_from_proto(each.info), load=load_from_proto(each.load))
+        for each in message.workers
     )
+    latencies = tuple(_plain(LatencySummary, each) for each in message.recent.latencies)
+    recent = _plain(RecentActivity, message.recent, latencies=latencies)
+    return _plain(ClusterStatus, message, workers=workers, recent=recent)
+
+
+def _message(cls: type[M], value: Any, **different: Any) -> M:
+    """A message of the fields of `value`, a dataclass, except those given; None leaves an optional field unset."""
+    names = {_IN_PROTOBUF.get(name, name): name for name in _field_names(type(value))}
+    same = {there: getattr(value, here) for there, here in names.items() if there not in different}
+    return cls(**same, **different)
+
+
+def _plain(cls: type[D], message: Message, **different: Any) -> D:
+    """A dataclass of the fields of `message`, except those given: all that are repeated, optional or messages."""
+    names = {name: _IN_PROTOBUF.get(name, name) for name in _field_names(cls)}
+    same = {here: getattr(message, there) for here, there in names.items() if here not in different}
+    return cls(**same, **different)
+
+
+def _field_names(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cls))
 
 
 def _token_ids(ids: Iterable[int]) -> tuple[TokenId, ...]:

@@ -53,14 +53,20 @@ class Reason(enum.StrEnum):
 
 
 class TandemError(Exception):
-    """Root of what Tandem raises on purpose. `retryable`: another pair of workers may do better."""
+    """Root of what Tandem raises on purpose. `retryable`: another pair of workers may do better.
+
+    `field` names what is at fault, where one thing is: a field of the request, an option, a property of the layout.
+    """
 
     reason: Reason = Reason.INTERNAL
     retryable: bool = False
+    retry_after_s: float = 1.0
+    """Of an Overloaded."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
         self.message = message
+        self.field = field
 
 
 class InvalidRequest(TandemError):
@@ -69,8 +75,7 @@ class InvalidRequest(TandemError):
     reason = Reason.INVALID_FIELD
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
+        super().__init__(f"{field}: {message}", field)
 
 
 class UnsupportedOption(TandemError):
@@ -79,8 +84,7 @@ class UnsupportedOption(TandemError):
     reason = Reason.OPTION_NOT_SUPPORTED
 
     def __init__(self, field: str, message: str = "not supported by this version") -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
+        super().__init__(f"{field}: {message}", field)
 
 
 class ModelNotFound(TandemError):
@@ -149,8 +153,7 @@ class HandshakeMismatch(TransferError):
     retryable = False
 
     def __init__(self, field: str, ours: str, theirs: str) -> None:
-        super().__init__(f"{field} differs: ours {ours}, theirs {theirs}")
-        self.field = field
+        super().__init__(f"{field} differs: ours {ours}, theirs {theirs}", field)
 
 
 class FrameError(TransferError):
@@ -171,8 +174,12 @@ class ConfigError(TandemError):
     reason = Reason.BAD_CONFIG
 
     def __init__(self, option: str, message: str) -> None:
-        super().__init__(f"{option}: {message}")
-        self.option = option
+        super().__init__(f"{option}: {message}", option)
+
+    @property
+    def option(self) -> str:
+        """As `field`."""
+        return self.field
 
 
 class CheckpointError(TandemError):
@@ -185,26 +192,8 @@ class InternalError(TandemError):
     """Our own bug; the message says where."""
 
 
-_CLASSES: tuple[type[TandemError], ...] = (
-    InvalidRequest,
-    UnsupportedOption,
-    ModelNotFound,
-    Unauthenticated,
-    Overloaded,
-    Unavailable,
-    DeadlineExceeded,
-    TransferError,
-    TicketRefused,
-    ChecksumMismatch,
-    HandshakeMismatch,
-    FrameError,
-    PeerLost,
-    ConfigError,
-    CheckpointError,
-    InternalError,
-)
 _BY_REASON: Mapping[str, type[TandemError]] = {
-    **{each.reason.value: each for each in _CLASSES},
+    **{each.reason.value: each for each in (*TandemError.__subclasses__(), *TransferError.__subclasses__())},
     Reason.WORKER_LOST.value: Unavailable,
     Reason.DRAINING.value: Unavailable,
     Reason.TLS_FAILED.value: Unavailable,
@@ -218,13 +207,8 @@ def rebuild_error(reason: str, message: str, *, field: str = "", retry_after_s: 
     """
     cls = _BY_REASON.get(reason, InternalError)
     error = cls.__new__(cls)  # not __init__: `message` already holds what it would add
-    TandemError.__init__(error, message)
-    if isinstance(error, InvalidRequest | UnsupportedOption | HandshakeMismatch):
-        error.field = field
-    elif isinstance(error, Overloaded):
-        error.retry_after_s = retry_after_s
-    elif isinstance(error, ConfigError):
-        error.option = field
-    elif isinstance(error, Unavailable):
+    TandemError.__init__(error, message, field)
+    error.retry_after_s = retry_after_s
+    if reason in _BY_REASON:
         error.reason = Reason(reason)
     return error

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeAlias, TypeVar
 
 from tandem.errors import ConfigError
 from tandem.option_values import Parser, boolean, text
@@ -18,6 +18,9 @@ from tandem.option_values import Parser, boolean, text
 ENV_PREFIX = "TANDEM_"
 
 T = TypeVar("T")
+
+Names: TypeAlias = frozenset[str]
+"""Of options, without the dashes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +90,19 @@ def option(
     return field(default=default, metadata={"option": declared})
 
 
-def grouped(cls: type[Any], *, own: Iterable[str] = ()) -> Mapping[str, Any]:
-    """Metadata of a field that holds the options of `cls`; fields named in `own` keep their defaults."""
-    return {"group": cls, "own": frozenset(own)}
+def grouped(cls: type[Any], *, own: Iterable[str] = ()) -> Any:
+    """A dataclass field that holds the options of `cls`; its fields named in `own` keep their defaults."""
+    hidden = frozenset(item.metadata["option"].name for item in fields(cls) if item.name in own)
+    return field(default_factory=cls, metadata={"group": cls, "hidden": hidden})
 
 
-def options_of(cls: type[Any]) -> Iterator[Option]:
-    """Every option of a config class and its groups; names may repeat."""
-    for item in _fields(cls):
-        if "option" in item.metadata:
+def options_of(cls: type[Any], hidden: Names = frozenset()) -> Iterator[Option]:
+    """Every option of a config class and its groups, except those named; names may repeat."""
+    for item in fields(cls):
+        if "group" in item.metadata:
+            yield from options_of(item.metadata["group"], hidden | item.metadata["hidden"])
+        elif item.metadata["option"].name not in hidden:
             yield item.metadata["option"]
-        elif "group" in item.metadata:
-            own = _own_names(item)
-            yield from (each for each in options_of(item.metadata["group"]) if each.name not in own)
 
 
 def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
@@ -118,50 +121,33 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
             parser.add_argument(each.flag, default=None, help=described, metavar="VALUE")
 
 
-def load_options(cls: type[T], namespace: argparse.Namespace, environ: Mapping[str, str]) -> T:
-    """Builds `cls`: argv before environment before default. Raises ConfigError that names the option."""
+def load_options(
+    cls: type[T], namespace: argparse.Namespace, environ: Mapping[str, str], hidden: Names = frozenset()
+) -> T:
+    """Builds `cls`: argv before environment before default, which `hidden` options keep.
+
+    Raises ConfigError that names the option.
+    """
     values: dict[str, Any] = {}
-    for item in _fields(cls):
-        if "option" in item.metadata:
+    for item in fields(cls):  # type: ignore[arg-type]  # config classes are dataclasses
+        if "group" in item.metadata:
+            group_hidden = hidden | item.metadata["hidden"]
+            values[item.name] = load_options(item.metadata["group"], namespace, environ, group_hidden)
+        elif item.metadata["option"].name not in hidden:
             values[item.name] = _value(item.metadata["option"], namespace, environ)
-        elif "group" in item.metadata:
-            own = _own_names(item)
-            kept = {each.variable for each in options_of(item.metadata["group"]) if each.name in own}
-            narrowed = argparse.Namespace(
-                **{dest: value for dest, value in vars(namespace).items() if dest.replace("_", "-") not in own}
-            )
-            visible = {name: value for name, value in environ.items() if name not in kept}
-            values[item.name] = load_options(item.metadata["group"], narrowed, visible)
     return cls(**values)
 
 
-def argv_of(config: Any) -> list[str]:
+def argv_of(config: Any, hidden: Names = frozenset()) -> list[str]:
     """The command line that makes an equal config, whatever the environment says."""
-    return _argv(config, frozenset())
-
-
-def _fields(cls: type[Any]) -> tuple[Field[Any], ...]:
-    return fields(cls)
-
-
-def _argv(config: Any, hidden: frozenset[str]) -> list[str]:
     arguments: list[str] = []
-    for item in _fields(type(config)):
+    for item in fields(config):
         value = getattr(config, item.name)
         if "group" in item.metadata:
-            arguments += _argv(value, _own_names(item))
-        elif "option" in item.metadata and item.metadata["option"].name not in hidden:
+            arguments += argv_of(value, hidden | item.metadata["hidden"])
+        elif item.metadata["option"].name not in hidden:
             arguments += item.metadata["option"].argv_of(value)
     return arguments
-
-
-def _own_names(item: Field[Any]) -> frozenset[str]:
-    own = item.metadata["own"]
-    return frozenset(
-        member.metadata["option"].name
-        for member in _fields(item.metadata["group"])
-        if "option" in member.metadata and member.name in own
-    )
 
 
 def _value(each: Option, namespace: argparse.Namespace, environ: Mapping[str, str]) -> Any:

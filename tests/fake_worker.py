@@ -14,7 +14,14 @@ from typing import Any
 
 import grpc.aio
 
-from tandem.convert import delta_to_proto, failed_to_proto, group_from_proto, info_to_proto, load_to_proto
+from tandem.convert import (
+    failed_to_proto,
+    finish_reason_to_proto,
+    group_from_proto,
+    info_to_proto,
+    load_to_proto,
+    logprobs_to_proto,
+)
 from tandem.errors import TandemError
 from tandem.rpc.channel import open_channel
 from tandem.rpc.server import RpcServer, Service
@@ -44,6 +51,18 @@ def token_at(prompt: Iterable[int], offset: int, index: int = 0) -> TokenId:
 def drawn_with_prompt(spec: GroupSpec) -> Sequence[ChoiceSpec]:
     """The choices whose next token comes from whoever computes the prompt."""
     return spec.choices if len(spec.choices) == 1 else [each for each in spec.choices if not each.output_token_ids]
+
+
+def delta_to_proto(handle: Handle, delta: TokenDelta) -> worker_pb2.SequenceOutput:
+    """New tokens of the sequence that `handle` names."""
+    return worker_pb2.SequenceOutput(
+        handle=handle,
+        offset=delta.offset,
+        token_ids=delta.token_ids,
+        logprobs=[logprobs_to_proto(each) for each in delta.logprobs],
+        finish_reason=finish_reason_to_proto(delta.finish_reason),
+        index=delta.index,
+    )
 
 
 class Stream:

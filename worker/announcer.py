@@ -17,7 +17,8 @@ import grpc.aio
 
 from tandem.convert import info_to_proto, load_to_proto
 from tandem.rpc.channel import open_channel
-from tandem.rpc.status import error_from_rpc, needs_mending
+from tandem.rpc.received_error import error_from_rpc
+from tandem.rpc.status import needs_mending
 from tandem.security.credentials import Outgoing
 from tandem.telemetry.logging import get_logger
 from tandem.types import WorkerInfo, WorkerLoad

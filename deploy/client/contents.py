@@ -12,7 +12,7 @@ PACKAGES = frozenset({"tandem.client", "tandem.security", "tandem.v1"})
 """As a whole."""
 MODULES = frozenset(
     {
-        *("tandem.__init__", "tandem.cluster_status", "tandem.config", "tandem.convert", "tandem.convert_status"),
+        *("tandem.__init__", "tandem.cluster_status", "tandem.config", "tandem.convert"),
         *("tandem.errors", "tandem.limits", "tandem.option_values", "tandem.options", "tandem.types"),
         *("tandem.rpc.__init__", "tandem.rpc.channel", "tandem.rpc.google_messages", "tandem.rpc.received_error"),
         *("tandem.rpc.tls", "tandem.telemetry.__init__", "tandem.telemetry.logger"),

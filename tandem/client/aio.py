@@ -14,7 +14,7 @@ from tandem.client import results
 from tandem.client.caller import CALL_TIMEOUT_S, CLOSED, RETRY_S, Caller
 from tandem.client.request import GenerateOptions, Message, detokenize_request, generate_request, tokenize_request
 from tandem.cluster_status import ClusterStatus
-from tandem.convert_status import status_from_proto
+from tandem.convert import status_from_proto
 from tandem.errors import DeadlineExceeded, Reason, Unavailable
 from tandem.rpc.channel import open_channel
 from tandem.rpc.google_messages import SERVING, HealthCheckRequest

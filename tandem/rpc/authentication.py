@@ -5,7 +5,6 @@ Health is exempt, within `bounds`: it reports only whether to call, and Kubernet
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -14,7 +13,7 @@ import grpc.aio
 from tandem.errors import Unauthenticated
 from tandem.rpc import health
 from tandem.rpc.bounds import TokenlessCalls
-from tandem.rpc.handlers import Handler
+from tandem.rpc.handlers import Continuation, Handler
 from tandem.rpc.status import abort_with
 from tandem.security.tokens import Tokens
 
@@ -30,9 +29,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):
         self._tokenless = TokenlessCalls()
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         """Called by gRPC once per call."""
         shown = _authorization(handler_call_details)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -15,6 +15,8 @@ from tandem.clock import ended_by_deadline
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
+"""What an interceptor calls to get the handler from those further inside; None = there is no such method."""
 
 
 def behaviour_of(handler: Handler) -> Any:
@@ -22,18 +24,10 @@ def behaviour_of(handler: Handler) -> Any:
     return handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
 
-def with_behaviour(handler: Handler, behaviour: Any) -> Handler:
-    """The same handler, doing this."""
-    return maker_of(handler)(
-        behaviour,
-        request_deserializer=handler.request_deserializer,
-        response_serializer=handler.response_serializer,
-    )
-
-
-def maker_of(handler: Handler) -> Callable[..., Handler]:
-    """gRPC's function that makes handlers of its kind."""
-    return _MAKERS[(bool(handler.request_streaming), bool(handler.response_streaming))]
+def with_behaviour(handler: Handler, behaviour: Any, request_deserializer: Any) -> Handler:
+    """A handler of the same kind and responses, doing this."""
+    make = _MAKERS[(bool(handler.request_streaming), bool(handler.response_streaming))]
+    return make(behaviour, request_deserializer=request_deserializer, response_serializer=handler.response_serializer)
 
 
 @contextmanager

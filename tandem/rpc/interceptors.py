@@ -8,7 +8,7 @@ that the log explains). The call count is what an ordered drain waits for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from inspect import isasyncgen
 from typing import Any
@@ -18,7 +18,7 @@ import grpc.aio
 
 from tandem.errors import InternalError, TandemError
 from tandem.rpc.decoding import decode_request
-from tandem.rpc.handlers import Context, Handler, behaviour_of, maker_of
+from tandem.rpc.handlers import Context, Continuation, Handler, behaviour_of, with_behaviour
 from tandem.rpc.status import abort_with, bug_logged
 from tandem.telemetry.logging import get_logger
 
@@ -45,9 +45,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         await self._all.zero.wait()
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         """Called by gRPC once per call."""
         handler = await continuation(handler_call_details)
@@ -55,31 +53,22 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
     def _wrap(self, handler: Handler, method: str) -> Handler:
         deserialize = handler.request_deserializer
+        behaviour = behaviour_of(handler)
 
         def decode(raw: bytes) -> Any:
             return raw if deserialize is None else decode_request(deserialize, raw)
 
-        behaviour = behaviour_of(handler)
-
-        async def unary(request: Any, context: Context) -> Any:
-            async with self._guarded(method, context):
-                return await behaviour(request if handler.request_streaming else decode(request), context)
-
-        async def stream(request: Any, context: Context) -> None:
+        async def guarded(request: Any, context: Context) -> Any:
             async with self._guarded(method, context):
                 result = behaviour(request if handler.request_streaming else decode(request), context)
                 if not isasyncgen(result):
-                    await result
-                    return
+                    return await result
                 async with aclosing(result):  # its `finally` runs now, not when it is collected
                     async for response in result:
                         await context.write(response)
+            return None
 
-        return maker_of(handler)(
-            stream if handler.response_streaming else unary,
-            request_deserializer=decode if handler.request_streaming else None,
-            response_serializer=handler.response_serializer,
-        )
+        return with_behaviour(handler, guarded, decode if handler.request_streaming else None)
 
     @asynccontextmanager
     async def _guarded(self, method: str, context: Context) -> AsyncIterator[None]:

@@ -1,10 +1,11 @@
-"""A process's outermost frame: event loop, signals, exit code.
+"""A process's outermost frame: options, event loop, signals, exit code.
 
 The first SIGTERM or SIGINT asks to stop, the second ends the process at once.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import TypeVar
 
 import uvloop
 
+from tandem.config import add_arguments, load
 from tandem.errors import CheckpointError, ConfigError, TandemError
 from tandem.telemetry.logging import get_logger
 
@@ -69,6 +71,17 @@ class StopSignal:
         os._exit(128 + signum)
 
 
+def run_module(prog: str, description: str, config_class: type[T], run: Callable[[T], int]) -> int:
+    """`python -m router` and its like: reads argv and environment into `config_class`, then runs."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    add_arguments(parser, config_class)
+    try:
+        config = load(config_class, parser.parse_args())
+    except ConfigError as error:
+        return _report(error)
+    return run(config)
+
+
 def run_process(main: Callable[[StopSignal], Awaitable[None]]) -> int:
     """Runs `main` on uvloop until it returns; returns the exit code.
 
@@ -80,26 +93,18 @@ def run_process(main: Callable[[StopSignal], Awaitable[None]]) -> int:
     except TandemError as error:
         return _report(error)
     except ExceptionGroup as group:  # from a TaskGroup: the first of ours says what is wrong
-        ours = _leaves(group)
-        if not ours:
+        ours: BaseException | None = group.subgroup(TandemError)
+        while isinstance(ours, BaseExceptionGroup):
+            ours = ours.exceptions[0]
+        if not isinstance(ours, TandemError):
             raise
-        return _report(ours[0])
+        return _report(ours)
     return EXIT_OK
 
 
 def _report(error: TandemError) -> int:
     print(f"tandem: {error.message}", file=sys.stderr)
     return EXIT_BAD_CONFIG if isinstance(error, ConfigError | CheckpointError) else EXIT_FAILED
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> list[TandemError]:
-    found: list[TandemError] = []
-    for each in group.exceptions:
-        if isinstance(each, BaseExceptionGroup):
-            found += _leaves(each)
-        elif isinstance(each, TandemError):
-            found.append(each)
-    return found
 
 
 async def _with_signals(main: Callable[[StopSignal], Awaitable[None]]) -> None:

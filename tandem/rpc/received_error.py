@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -20,20 +19,18 @@ from tandem.rpc.tls import closed_early, tls_failure
 DOMAIN = "tandem"
 """Of our ErrorInfo."""
 _DETAILS_KEY = "grpc-status-details-bin"
-_REASON_OF_CODE: Mapping[grpc.StatusCode, Reason] = MappingProxyType(
-    {
-        grpc.StatusCode.INVALID_ARGUMENT: Reason.INVALID_FIELD,
-        grpc.StatusCode.OUT_OF_RANGE: Reason.INVALID_FIELD,
-        grpc.StatusCode.UNIMPLEMENTED: Reason.OPTION_NOT_SUPPORTED,
-        grpc.StatusCode.NOT_FOUND: Reason.MODEL_NOT_FOUND,
-        grpc.StatusCode.UNAUTHENTICATED: Reason.UNAUTHENTICATED,
-        grpc.StatusCode.RESOURCE_EXHAUSTED: Reason.QUEUE_FULL,
-        grpc.StatusCode.UNAVAILABLE: Reason.WORKER_LOST,
-        grpc.StatusCode.CANCELLED: Reason.WORKER_LOST,
-        grpc.StatusCode.DEADLINE_EXCEEDED: Reason.DEADLINE_EXCEEDED,
-        grpc.StatusCode.DATA_LOSS: Reason.TRANSFER_FAILED,
-    }
-)
+_REASON_OF_CODE: Mapping[grpc.StatusCode, Reason] = {
+    grpc.StatusCode.INVALID_ARGUMENT: Reason.INVALID_FIELD,
+    grpc.StatusCode.OUT_OF_RANGE: Reason.INVALID_FIELD,
+    grpc.StatusCode.UNIMPLEMENTED: Reason.OPTION_NOT_SUPPORTED,
+    grpc.StatusCode.NOT_FOUND: Reason.MODEL_NOT_FOUND,
+    grpc.StatusCode.UNAUTHENTICATED: Reason.UNAUTHENTICATED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Reason.QUEUE_FULL,
+    grpc.StatusCode.UNAVAILABLE: Reason.WORKER_LOST,
+    grpc.StatusCode.CANCELLED: Reason.WORKER_LOST,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Reason.DEADLINE_EXCEEDED,
+    grpc.StatusCode.DATA_LOSS: Reason.TRANSFER_FAILED,
+}
 """For statuses without ErrorInfo, which gRPC itself makes."""
 
 

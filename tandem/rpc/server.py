@@ -18,11 +18,10 @@ from tandem.errors import ConfigError
 from tandem.rpc import channelz, health, reflection
 from tandem.rpc.authentication import REFUSALS, TokenGuard
 from tandem.rpc.bounds import connection_options
-from tandem.rpc.call_counting import CallCounting
 from tandem.rpc.channel import MAX_RECEIVE_BYTES, ChannelOptions, keepalive_options
 from tandem.rpc.interceptors import CallGuard
+from tandem.rpc.observing import CallObserving
 from tandem.rpc.tls import server_credentials
-from tandem.rpc.tracing import CallTracing
 from tandem.security.certificate import not_after_s
 from tandem.security.credentials import Incoming
 from tandem.telemetry import metric_names
@@ -146,12 +145,11 @@ class RpcServer:
     def _interceptors(self) -> tuple[grpc.aio.ServerInterceptor, ...]:
         """From the outermost inwards."""
         interceptors: list[grpc.aio.ServerInterceptor] = [self._guard]
-        if self._tracer is not None:
-            interceptors.insert(0, CallTracing(self._tracer, self._unending))
         if self._incoming.tokens is not None:
             interceptors.insert(0, TokenGuard(self._incoming.tokens))
-        if self._metrics is not None:
-            interceptors.insert(0, CallCounting(CallMetrics(self._metrics), REFUSALS))
+        if self._metrics is not None or self._tracer is not None:
+            observer = None if self._metrics is None else CallMetrics(self._metrics)
+            interceptors.insert(0, CallObserving(observer, self._tracer, untraced=self._unending, refusals=REFUSALS))
         return tuple(interceptors)
 
     def _read(self) -> Iterable[Reading]:

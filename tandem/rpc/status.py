@@ -7,53 +7,40 @@ where a field is at fault, RetryInfo where waiting helps.
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2, duration_pb2, message
+from google.protobuf import message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from tandem import errors
 from tandem.errors import InternalError, Reason, TandemError
-from tandem.rpc.received_error import DOMAIN, error_from_rpc
+from tandem.rpc.received_error import DOMAIN
 from tandem.telemetry.logging import Logger
 
-__all__ = [
-    "STATUS_CODES",
-    "abort_with",
-    "bug_logged",
-    "error_from_rpc",
-    "needs_mending",
-    "status_code",
-]
-
-STATUS_CODES: Mapping[type[TandemError], grpc.StatusCode] = MappingProxyType(
-    {
-        errors.TandemError: grpc.StatusCode.INTERNAL,
-        errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-        errors.UnsupportedOption: grpc.StatusCode.UNIMPLEMENTED,
-        errors.ModelNotFound: grpc.StatusCode.NOT_FOUND,
-        errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
-        errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-        errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
-        errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-        errors.TransferError: grpc.StatusCode.DATA_LOSS,
-        errors.TicketRefused: grpc.StatusCode.DATA_LOSS,
-        errors.ChecksumMismatch: grpc.StatusCode.DATA_LOSS,
-        errors.HandshakeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
-        errors.FrameError: grpc.StatusCode.DATA_LOSS,
-        errors.PeerLost: grpc.StatusCode.DATA_LOSS,
-        errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
-        errors.CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,
-        errors.InternalError: grpc.StatusCode.INTERNAL,
-    }
-)
+STATUS_CODES: Mapping[type[TandemError], grpc.StatusCode] = {
+    errors.TandemError: grpc.StatusCode.INTERNAL,
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.UnsupportedOption: grpc.StatusCode.UNIMPLEMENTED,
+    errors.ModelNotFound: grpc.StatusCode.NOT_FOUND,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.TransferError: grpc.StatusCode.DATA_LOSS,
+    errors.TicketRefused: grpc.StatusCode.DATA_LOSS,
+    errors.ChecksumMismatch: grpc.StatusCode.DATA_LOSS,
+    errors.HandshakeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.FrameError: grpc.StatusCode.DATA_LOSS,
+    errors.PeerLost: grpc.StatusCode.DATA_LOSS,
+    errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.InternalError: grpc.StatusCode.INTERNAL,
+}
 _NO_RETRY = ("grpc-retry-pushback-ms", "-1")
 """Tells gRPC's own retries in clients that this process has done what could be done (gRPC proposal A6). Not so
 where it drains: another one may answer."""
@@ -94,28 +81,18 @@ def needs_mending(error: TandemError) -> bool:
 
 
 def _to_proto(error: TandemError) -> status_pb2.Status:
-    field = getattr(error, "field", getattr(error, "option", ""))
+    metadata = {"field": error.field} if error.field else {}
     details: list[message.Message] = [
-        error_details_pb2.ErrorInfo(
-            reason=error.reason.value, domain=DOMAIN, metadata={"field": field} if field else {}
-        )
+        error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN, metadata=metadata)
     ]
     if isinstance(error, errors.InvalidRequest | errors.UnsupportedOption):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, errors.Overloaded):
-        details.append(error_details_pb2.RetryInfo(retry_delay=_duration(error.retry_after_s)))
-    return status_pb2.Status(
-        code=status_code(error).value[0], message=error.message, details=[_packed(detail) for detail in details]
-    )
-
-
-def _packed(detail: message.Message) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(detail)
-    return packed
-
-
-def _duration(seconds: float) -> duration_pb2.Duration:
-    whole = math.floor(seconds)
-    return duration_pb2.Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(retry)
+    status = status_pb2.Status(code=status_code(error).value[0], message=error.message)
+    for detail in details:
+        status.details.add().Pack(detail)
+    return status

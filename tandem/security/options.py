@@ -3,52 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tandem.option_values import text
 from tandem.options import option
 
-_FILE = text(r".+", "a file")
+
+def _file(name: str, description: str) -> Any:
+    return option(name, None, description, text(r".+", "a file"), none_word="none")
+
+
+def _server_name(description: str) -> Any:
+    return option("tls-server-name", None, description, text(r"[\w.:-]{1,253}", "a host name"), none_word="none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecurityConfig:
     """How a process shows who it is, and what it asks of others. Files are read again when they change."""
 
-    tls_cert: str | None = option(
-        "tls-cert",
-        None,
-        "certificate chain of this process, PEM; with it every port speaks TLS",
-        _FILE,
-        none_word="none",
+    tls_cert: str | None = _file("tls-cert", "certificate chain of this process, PEM; with it every port speaks TLS")
+    tls_key: str | None = _file("tls-key", "private key of --tls-cert, PEM")
+    tls_ca: str | None = _file(
+        "tls-ca", "certificates that vouch for the processes that this one calls, PEM; goes with --tls-cert"
     )
-    tls_key: str | None = option("tls-key", None, "private key of --tls-cert, PEM", _FILE, none_word="none")
-    tls_ca: str | None = option(
-        "tls-ca",
-        None,
-        "certificates that vouch for the processes that this one calls, PEM; goes with --tls-cert",
-        _FILE,
-        none_word="none",
+    tls_server_name: str | None = _server_name(
+        "name that certificates of called processes bear; their address, if not given"
     )
-    tls_server_name: str | None = option(
-        "tls-server-name",
-        None,
-        "name that certificates of called processes bear; their address, if not given",
-        text(r"[\w.:-]{1,253}", "a host name"),
-        none_word="none",
+    tls_client_ca: str | None = _file(
+        "tls-client-ca", "certificates that vouch for callers, PEM; with it callers must show one (mutual TLS)"
     )
-    tls_client_ca: str | None = option(
-        "tls-client-ca",
-        None,
-        "certificates that vouch for callers, PEM; with it callers must show one (mutual TLS)",
-        _FILE,
-        none_word="none",
-    )
-    token_file: str | None = option(
-        "token-file",
-        None,
-        "bearer tokens, one a line: callers must bring one, this process brings the first",
-        _FILE,
-        none_word="none",
+    token_file: str | None = _file(
+        "token-file", "bearer tokens, one a line: callers must bring one, this process brings the first"
     )
     insecure: bool = option(
         "insecure", False, "listen beyond loopback without TLS and tokens, or bring a token there in clear"
@@ -60,25 +45,13 @@ class ClientSecurityConfig:
     """How a client connects."""
 
     tls: bool = option("tls", False, "speak TLS; implied by --tls-ca and --tls-cert")
-    tls_ca: str | None = option(
-        "tls-ca",
-        None,
-        "certificates that vouch for the server, PEM; the public authorities', if not given",
-        _FILE,
-        none_word="none",
+    tls_ca: str | None = _file(
+        "tls-ca", "certificates that vouch for the server, PEM; the public authorities', if not given"
     )
-    tls_server_name: str | None = option(
-        "tls-server-name",
-        None,
-        "name that the server's certificate bears; its address, if not given",
-        text(r"[\w.:-]{1,253}", "a host name"),
-        none_word="none",
-    )
-    tls_cert: str | None = option("tls-cert", None, "the client's own certificate chain, PEM", _FILE, none_word="none")
-    tls_key: str | None = option("tls-key", None, "private key of --tls-cert, PEM", _FILE, none_word="none")
-    token_file: str | None = option(
-        "token-file", None, "file whose first line is the bearer token to bring", _FILE, none_word="none"
-    )
+    tls_server_name: str | None = _server_name("name that the server's certificate bears; its address, if not given")
+    tls_cert: str | None = _file("tls-cert", "the client's own certificate chain, PEM")
+    tls_key: str | None = _file("tls-key", "private key of --tls-cert, PEM")
+    token_file: str | None = _file("token-file", "file whose first line is the bearer token to bring")
     insecure: bool = option("insecure", False, "send the token in clear, even beyond loopback")
 
     @property

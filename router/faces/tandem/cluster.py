@@ -9,7 +9,7 @@ import grpc.aio
 from router.cluster_view import ClusterView
 from router.registry import Registry
 from router.registry_servicer import RegistryServicer
-from tandem.convert_status import status_to_proto
+from tandem.convert import status_to_proto
 from tandem.types import WorkerId
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 

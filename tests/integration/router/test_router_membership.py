@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.incarnation import new_incarnation
-from tandem.rpc.status import error_from_rpc
+from tandem.rpc.received_error import error_from_rpc
 from tandem.types import Role
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from tandem.errors import HandshakeMismatch, InvalidRequest, ModelNotFound, Overloaded, UnsupportedOption
-from tandem.rpc.status import error_from_rpc
+from tandem.rpc.received_error import error_from_rpc
 from tandem.types import Role
 from tandem.v1 import inference_pb2 as pb
 

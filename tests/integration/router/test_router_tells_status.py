@@ -9,7 +9,7 @@ import aiohttp
 
 import tandem
 from tandem.cluster_status import ClusterStatus
-from tandem.convert_status import status_from_proto
+from tandem.convert import status_from_proto
 from tandem.types import Role
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 

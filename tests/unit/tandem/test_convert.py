@@ -22,6 +22,7 @@ from tandem.types import (
     WorkerLoad,
 )
 from tandem.v1 import inference_pb2, registry_pb2, worker_pb2
+from tests.fake_worker import delta_to_proto
 
 UINT32 = st.integers(0, 2**32 - 1)
 FLOAT32 = st.floats(width=32, allow_nan=False)
@@ -120,7 +121,7 @@ def test_a_group_survives_the_wire(spec: GroupSpec) -> None:
 
 @given(DELTAS)
 def test_a_delta_survives_the_wire(delta: TokenDelta) -> None:
-    message = convert.delta_to_proto(Handle(7), delta)
+    message = delta_to_proto(Handle(7), delta)
 
     assert message.handle == 7
     assert convert.delta_from_proto(worker_pb2.SequenceOutput.FromString(message.SerializeToString())) == delta

@@ -5,7 +5,7 @@ from __future__ import annotations
 from google.protobuf.json_format import MessageToDict
 
 from tandem.cluster_status import ClusterStatus, LatencySummary, RecentActivity, WorkerStatus
-from tandem.convert_status import status_from_proto, status_to_proto
+from tandem.convert import status_from_proto, status_to_proto
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 from tandem.v1 import cluster_pb2
 

@@ -13,8 +13,9 @@ import grpc.aio
 import pytest
 
 from tandem.errors import DeadlineExceeded, InvalidRequest
-from tandem.rpc.call_counting import NO_METHOD, CallCounting, Handler
+from tandem.rpc.handlers import Handler
 from tandem.rpc.interceptors import CallGuard
+from tandem.rpc.observing import NO_METHOD, CallObserving
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 TIMEOUT_S = 20
@@ -89,7 +90,7 @@ async def serve() -> AsyncIterator[Serve]:
 
         async def start(*inner: grpc.aio.ServerInterceptor) -> Any:
             told = Told()
-            counting = CallCounting(told, refusals=(Refusing.HANDLER,))
+            counting = CallObserving(told, refusals=(Refusing.HANDLER,))
             server = grpc.aio.server(interceptors=(counting, *(inner or (CallGuard(frozenset()),))))
             inference_pb2_grpc.add_InferenceServiceServicer_to_server(Servicer(), server)
             port = server.add_insecure_port("127.0.0.1:0")

@@ -20,8 +20,8 @@ from tandem.client import AsyncClient, Client
 from tandem.errors import Reason, TandemError, Unauthenticated, Unavailable
 from tandem.rpc import bounds
 from tandem.rpc.channel import open_channel
+from tandem.rpc.received_error import error_from_rpc
 from tandem.rpc.server import RpcServer, Service
-from tandem.rpc.status import error_from_rpc
 from tandem.security.credentials import Incoming, Outgoing
 from tandem.security.options import ClientSecurityConfig
 from tandem.security.tls import ClientTls

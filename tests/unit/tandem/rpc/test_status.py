@@ -10,8 +10,9 @@ from google.rpc import error_details_pb2, status_pb2
 
 from tandem import errors
 from tandem.errors import Reason, TandemError
+from tandem.rpc.received_error import error_from_rpc
 from tandem.rpc.server import RpcServer, Service
-from tandem.rpc.status import STATUS_CODES, error_from_rpc, status_code
+from tandem.rpc.status import STATUS_CODES, status_code
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 Serve = Callable[..., Awaitable[tuple[RpcServer, grpc.aio.Channel]]]
