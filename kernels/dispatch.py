@@ -72,20 +72,18 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kerne
 
     Raises ConfigError, naming `--attention-backend`, if it is unknown or cannot run here.
     """
-    if name == AUTO:
-        passed_over: list[str] = []
-        for entry in _REGISTRY:
-            obstacle = entry.obstacle(device, dtype)
-            if obstacle is None:
-                _log.info("kernels chosen", name=entry.name, what=entry.describe(), passed_over="; ".join(passed_over))
-                return entry.load()
-            passed_over.append(f"{entry.name}: {obstacle}")
+    passed_over: list[str] = []
     for entry in _REGISTRY:
-        if entry.name == name:
-            obstacle = entry.obstacle(device, dtype)
-            if obstacle is not None:
-                raise ConfigError(_OPTION, f"{name} cannot run on {device}: {obstacle}")
+        if name not in (AUTO, entry.name):
+            continue
+        obstacle = entry.obstacle(device, dtype)
+        if obstacle is None:
+            if name == AUTO:
+                _log.info("kernels chosen", name=entry.name, what=entry.describe(), passed_over="; ".join(passed_over))
             return entry.load()
+        if name != AUTO:
+            raise ConfigError(_OPTION, f"{name} cannot run on {device}: {obstacle}")
+        passed_over.append(f"{entry.name}: {obstacle}")
     known = ", ".join([AUTO, *(entry.name for entry in _REGISTRY)])
     raise ConfigError(_OPTION, f"{name!r} cannot be chosen on {device} with {dtype}; there are {known}")
 

@@ -17,11 +17,7 @@ class ReferenceOperations:
     """Implements `kernels.operations.Operations`; float64 too."""
 
     __slots__ = ()
-
-    @property
-    def name(self) -> str:
-        """As the log calls it."""
-        return "reference"
+    name = "reference"
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.linear`; keeps the weight as it is."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.attention import AttentionParams
 from kernels.operations import Kernels, LinearMap, QkNorm
 from models.config import CONFIG_FILE, ModelConfig, load_model_config
 from models.decoder import Attention, Decoder, DecoderLayer, HeadShape
@@ -115,7 +116,7 @@ class _DecoderBuilder:
             output=self._linear((f"{prefix}o_proj",), bias=config.output_bias),
             qk_norm=self._qk_norm(prefix) if config.qk_norm else None,
             heads=HeadShape(config.num_heads, config.num_kv_heads, config.head_dim),
-            sliding_window=sliding_window,
+            params=AttentionParams(config.head_dim**-0.5, sliding_window),
             kernels=self._kernels,
         )
 

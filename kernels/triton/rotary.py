@@ -70,23 +70,19 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         (torch.float32, 128, True),
     ):
         pairs, heads = _tile(head_dim // 2, 48)
-        pointers = dict.fromkeys(("qkv", "q_weight", "k_weight", "kv_layer"), POINTERS[dtype])
-        strides = ("qkv_stride", "head_stride", "cos_stride", "sin_stride")
         kv_strides = ("block_stride", "side_stride", "kv_head_stride", "slot_stride")
         yield Variant(
             kernel=_rotate_and_store,
             signature={
-                **pointers,
+                **dict.fromkeys(("qkv", "q_weight", "k_weight", "kv_layer"), POINTERS[dtype]),
                 **dict.fromkeys(("cos", "sin"), "*fp32"),
                 "slot_mapping": "*i64",
-                **dict.fromkeys((*strides, *kv_strides, "block_size", "num_heads", "num_kv_heads"), "i32"),
                 "eps": "fp32",
             },
             constexprs={"HALF": head_dim // 2, "PAIRS": pairs, "HEADS": heads, "HAS_NORM": has_norm},
             num_warps=_NUM_WARPS,
-            num_stages=1,
             label=f"rotate_and_store {POINTERS[dtype][1:]} D={head_dim}{' norm' if has_norm else ''}",
-            aligned=frozenset((*strides[:2], *kv_strides)),
+            aligned=frozenset(("qkv_stride", "head_stride", *kv_strides)),
         )
 
 
@@ -98,30 +94,10 @@ def _tile(half: int, num_heads: int) -> tuple[int, int]:
 
 @triton.jit
 def _rotate_and_store(
-    qkv: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    q_weight: tl.tensor,
-    k_weight: tl.tensor,
-    kv_layer: tl.tensor,
-    slot_mapping: tl.tensor,
-    qkv_stride: tl.tensor,
-    head_stride: tl.tensor,
-    cos_stride: tl.tensor,
-    sin_stride: tl.tensor,
-    block_stride: tl.tensor,
-    side_stride: tl.tensor,
-    kv_head_stride: tl.tensor,
-    slot_stride: tl.tensor,
-    block_size: tl.tensor,
-    num_heads: tl.tensor,
-    num_kv_heads: tl.tensor,
-    eps: tl.tensor,
-    HALF: tl.constexpr,
-    PAIRS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-) -> None:
+    qkv, cos, sin, q_weight, k_weight, kv_layer, slot_mapping, qkv_stride, head_stride, cos_stride, sin_stride,
+    block_stride, side_stride, kv_head_stride, slot_stride, block_size, num_heads, num_kv_heads, eps,
+    HALF: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS] of q, then k, then v
     pair = tl.arange(0, PAIRS)
