@@ -9,27 +9,8 @@ otherwise            again, after a delay that doubles up to a cap, and starts o
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
-
 from tandem.clock import Clock
 from tandem.rpc.process import EXIT_BAD_CONFIG, EXIT_OK
-
-
-class Verdict(enum.Enum):
-    """What to do about an exit."""
-
-    RESTART = "restart"
-    LEFT = "left"
-    GIVE_UP = "give up"
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A verdict, and for RESTART how long to wait first."""
-
-    verdict: Verdict
-    delay_s: float = 0.0
 
 
 class RestartPolicy:
@@ -59,19 +40,20 @@ class RestartPolicy:
         self._was_ever_ready = True
         self._ready_at_s = self._clock.now_s()
 
-    def exited(self, returncode: int) -> Decision:
-        """The child ended by itself; negative codes are signals."""
+    def restart_delay_s(self, returncode: int) -> float | None:
+        """How long to wait before the next start of a child that ended by itself, None = never.
+
+        Negative codes are signals.
+        """
         ready_at_s, self._ready_at_s = self._ready_at_s, None
-        if returncode == EXIT_OK:
-            return Decision(Verdict.LEFT)
-        if returncode == EXIT_BAD_CONFIG:
-            return Decision(Verdict.GIVE_UP)
+        if returncode in (EXIT_OK, EXIT_BAD_CONFIG):
+            return None
         if not self._was_ever_ready:
             self._failed_starts += 1
             if self._failed_starts >= self._max_failed_starts:
-                return Decision(Verdict.GIVE_UP)
+                return None
         if ready_at_s is not None and self._clock.now_s() - ready_at_s >= self._healthy_after_s:
             self._next_delay_s = self._first_delay_s
         delay_s = self._next_delay_s
         self._next_delay_s = min(self._max_delay_s, 2 * delay_s)
-        return Decision(Verdict.RESTART, delay_s)
+        return delay_s
