@@ -1,7 +1,7 @@
 """Makes the text that the demo model is trained on: short stories, and questions about their facts.
 
-Who is given which things and shown which places is drawn anew for each story, so a right answer can
-only come from the story's own tokens: a lost or foreign KV block shows as a wrong answer.
+Who is given which things and shown which places differs from story to story, so a right answer can only
+come from the story's own tokens: a lost or foreign KV block shows as a wrong answer.
 """
 
 from __future__ import annotations
