@@ -60,6 +60,17 @@ class QkNorm:
     eps: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotation:
+    """What `rotate_and_store` does to the tokens of one step, the same in every layer."""
+
+    cos: torch.Tensor
+    """`[T, D / 2]` float32, as `sin`."""
+    sin: torch.Tensor
+    slot_mapping: torch.Tensor
+    """`[T]` int64: `block_id * S + offset` where K and V go; a negative slot is skipped."""
+
+
 class Operations(Protocol):
     """What a decoder layer does besides attention. Sums of squares and angles are taken in float32 or wider."""
 
@@ -80,19 +91,11 @@ class Operations(Protocol):
         """Adds x `[T, E]` to `residual` `[T, E]` in place; returns `rms_norm` of the sum."""
 
     def rotate_and_store(
-        self,
-        qkv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        qk_norm: QkNorm | None,
-        kv_layer: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        self, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, kv_layer: torch.Tensor
     ) -> None:
         """Norms (if asked) and rotates q and k within `qkv` `[T, H + 2 * Hkv, D]`, in place; stores k and v.
 
-        Element i of a head pairs with i + D / 2. `cos`, `sin` `[T, D / 2]` float32. KV goes into
-        `kv_layer` `[N, 2, Hkv, S, D]` (a strided view) at `slot_mapping` `[T]` int64,
-        `block_id * S + offset`; a negative slot is skipped.
+        Element i of a head pairs with i + D / 2. KV goes into `kv_layer` `[N, 2, Hkv, S, D]`, a strided view.
         """
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention import AttentionMetadata
-from kernels.operations import QkNorm
+from kernels.operations import QkNorm, Rotation
 from tandem.errors import InternalError
 
 
@@ -79,21 +79,16 @@ def check_silu_mul(gate_up: torch.Tensor) -> Dims:
 
 
 def check_rotate_and_store(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    qk_norm: QkNorm | None,
-    kv_layer: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, kv_layer: torch.Tensor
 ) -> Dims:
     """Checks the arguments of `Operations.rotate_and_store`; returns the bound sizes."""
     dims = Dims(KV=2)
     device, dtype = kv_layer.device, kv_layer.dtype
     dims.check("kv_layer", kv_layer, ("N", "KV", "Hkv", "S", "D"), dtype, device)
     dims.check("qkv", qkv, ("T", "H+2Hkv", "D"), dtype, device)
-    for name, side in (("cos", cos), ("sin", sin)):
-        dims.check(name, side, ("T", "D/2"), torch.float32, device)
-    dims.check("slot_mapping", slot_mapping, ("T",), torch.int64, device)
+    dims.check("cos", rotation.cos, ("T", "D/2"), torch.float32, device)
+    dims.check("sin", rotation.sin, ("T", "D/2"), torch.float32, device)
+    dims.check("slot_mapping", rotation.slot_mapping, ("T",), torch.int64, device)
     if qk_norm is not None:
         dims.check("q_weight", qk_norm.q_weight, ("D",), dtype, device)
         dims.check("k_weight", qk_norm.k_weight, ("D",), dtype, device)

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.attention import AttentionMetadata, AttentionParams
-from kernels.operations import Kernels, LinearMap, QkNorm
+from kernels.operations import Kernels, LinearMap, QkNorm, Rotation
 from models.layers import GatedMlp, RmsNorm
 from models.rope import RotaryEmbedding
 
@@ -41,8 +41,7 @@ class Attention:
     def __call__(
         self,
         x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotation: Rotation,
         kv_layer: torch.Tensor,
         metadata: AttentionMetadata,
         rows: torch.Tensor | None = None,
@@ -53,7 +52,7 @@ class Attention:
         """
         num_heads, num_rotated = self.heads.num_heads, self.heads.num_heads + self.heads.num_kv_heads
         qkv = self.qkv(x).view(len(x), -1, self.heads.head_dim)  # [T, H + 2 * Hkv, D]
-        self.kernels.operations.rotate_and_store(qkv, cos, sin, self.qk_norm, kv_layer, metadata.slot_mapping)
+        self.kernels.operations.rotate_and_store(qkv, rotation, self.qk_norm, kv_layer)
         attended = self.kernels.attention.attend(
             qkv[:, :num_heads],
             qkv[:, num_heads:num_rotated],
@@ -101,16 +100,16 @@ class Decoder:
         (R may be 0). All on the model's device.
         """
         hidden = F.embedding(token_ids, self.embedding)  # [T, E]
-        cos, sin = self.rope.cos_sin(positions)
+        rotation = Rotation(*self.rope.cos_sin(positions), metadata.slot_mapping)
         delta: torch.Tensor | None = None  # what the previous layer has yet to add
         for layer, kv_layer in zip(self.layers[:-1], kv_cache.unbind(1), strict=False):
             normed = _add_norm(layer.attention_norm, delta, hidden)
-            attended = layer.attention(normed, cos, sin, kv_layer, metadata)
+            attended = layer.attention(normed, rotation, kv_layer, metadata)
             delta = layer.mlp(layer.mlp_norm.add(attended, hidden))
         # After the last layer's KV only the sampled rows matter.
         last, rows = self.layers[-1], None if len(sample_rows) == len(hidden) else sample_rows
         normed = _add_norm(last.attention_norm, delta, hidden)
-        attended = last.attention(normed, cos, sin, kv_cache[:, -1], metadata, rows)  # [R, E]
+        attended = last.attention(normed, rotation, kv_cache[:, -1], metadata, rows)  # [R, E]
         hidden = hidden if rows is None else hidden[rows]
         delta = last.mlp(last.mlp_norm.add(attended, hidden))
         return self.lm_head(self.norm.add(delta, hidden))

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.operations import QkNorm
+from kernels.operations import QkNorm, Rotation
 from kernels.spec import check_float, check_rotate_and_store
 from kernels.triton.variant import POINTERS, Variant
 
@@ -22,33 +22,23 @@ _TILE_PAIRS = 512
 _NUM_WARPS = 4
 
 
-def rotate_and_store(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    qk_norm: QkNorm | None,
-    kv_layer: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """See `Operations.rotate_and_store`; `qkv`, `cos` and `sin` may have any strides over their first dimensions.
+def rotate_and_store(qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, kv_layer: torch.Tensor) -> None:
+    """See `Operations.rotate_and_store`; `qkv` and the angles may have any strides over their first dimensions.
 
     Two tokens must not have the same slot, and no slot may lie beyond the pool: neither is looked for.
     """
     check_float("kv_layer", kv_layer)
-    dims = check_rotate_and_store(qkv, cos, sin, qk_norm, kv_layer, slot_mapping)
+    dims = check_rotate_and_store(qkv, rotation, qk_norm, kv_layer)
     num_tokens, num_heads, half = dims["T"], dims["H+2Hkv"], dims["D/2"]
     if not num_tokens:
         return
     pairs, heads = _tile(half, num_heads)
     _rotate_and_store[(num_tokens, triton.cdiv(num_heads, heads))](
-        qkv,
-        cos,
-        sin,
+        *(qkv, rotation.cos, rotation.sin),
         qkv if qk_norm is None else qk_norm.q_weight,
         qkv if qk_norm is None else qk_norm.k_weight,
-        kv_layer,
-        slot_mapping,
-        *(qkv.stride(0), qkv.stride(1), cos.stride(0), sin.stride(0)),
+        *(kv_layer, rotation.slot_mapping),
+        *(qkv.stride(0), qkv.stride(1), rotation.cos.stride(0), rotation.sin.stride(0)),
         *kv_layer.stride()[:4],
         *(dims["S"], num_heads, dims["Hkv"]),
         0.0 if qk_norm is None else qk_norm.eps,
