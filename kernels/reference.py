@@ -25,7 +25,6 @@ _SHORT_TOKENS = 64
 class ReferenceBackend:
     """Implements `kernels.attention.AttentionBackend`; float64 too, so that it can be its own oracle."""
 
-    __slots__ = ()
     name = "reference"
 
     def attend(

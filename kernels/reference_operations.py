@@ -16,7 +16,6 @@ from kernels.spec import check_block_pairs, check_rotate_and_store
 class ReferenceOperations:
     """Implements `kernels.operations.Operations`; float64 too."""
 
-    __slots__ = ()
     name = "reference"
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:

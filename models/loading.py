@@ -44,7 +44,8 @@ class LoadedModel:
 
     def kv_layout(self, block_size: int) -> KvLayout:
         """How this model's KV lies in blocks of `block_size` tokens."""
-        return self.config.kv_layout(block_size, self.dtype)
+        config = self.config
+        return KvLayout(config.num_layers, config.num_kv_heads, block_size, config.head_dim, self.dtype)
 
 
 def load_model(path: Path, dtype: str | None, device: torch.device, kernels: Kernels) -> LoadedModel:

@@ -19,7 +19,6 @@ from kernels.triton.prefill import prefill
 class TritonAttention:
     """Implements `kernels.attention.AttentionBackend`."""
 
-    __slots__ = ()
     name = "triton"
 
     def attend(

@@ -14,7 +14,6 @@ from kernels.triton.rotary import rotate_and_store
 class TritonOperations:
     """Implements `kernels.operations.Operations`; nothing synchronizes, so CUDA graphs can capture every call."""
 
-    __slots__ = ()
     name = "triton"
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:

@@ -55,8 +55,6 @@ _NUM_WARPS = 4
 class TritonSampler:
     """Implements `kernels.sampling.Sampler`."""
 
-    __slots__ = ()
-
     def draw(self, logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
         """See `Sampler.draw`. Takes about as much memory as the logits do."""
         sizes = _check_logits(logits)

@@ -34,15 +34,10 @@ OPENINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One sentence of a story, the question that asks for it, and the answer."""
+    """One sentence of a story, and the question that it answers whole."""
 
     sentence: str
     question: str
-
-    @property
-    def answer(self) -> str:
-        """The sentence itself: the whole answer must be found again."""
-        return self.sentence
 
 
 @dataclass(frozen=True, slots=True)
