@@ -1,7 +1,12 @@
 """The tandem command: one file per subcommand."""
 
-from cli.first_process import heed_sigterm
+import os
+import signal
+
 from tandem.config import quiet_grpc
 
-heed_sigterm()  # before the commands' imports, which take a second
+if os.getpid() == 1:
+    # The kernel ignores SIGTERM for a container's first process unless it has a handler. Until `rpc.process` installs
+    # a server's, the process holds nothing and may end at once; the commands' imports alone take a second.
+    signal.signal(signal.SIGTERM, lambda signum, frame: os._exit(128 + signum))
 quiet_grpc()  # before gRPC is imported, which reads the variable once

@@ -7,7 +7,7 @@ import contextlib
 import sys
 
 from cli.command import Subparsers, add_command
-from cli.sampling import add_sampling_arguments, sampling_options
+from cli.sampling import add_sampling_arguments, generate_options
 from tandem.client import Client, GenerateOptions, Message
 from tandem.config import ClientConfig, add_arguments, load
 from tandem.errors import TandemError
@@ -36,7 +36,7 @@ def run(namespace: argparse.Namespace) -> int:
     with Client(config.target, security=config.security) as client:
         served = client.model()
         print(f"{served.model} at {config.target}, {served.context_tokens} tokens of context", file=sys.stderr)
-        Conversation(client, sampling_options(namespace), config.timeout_s, namespace.system).run()
+        Conversation(client, generate_options(namespace), config.timeout_s, namespace.system).run()
     return 0
 
 

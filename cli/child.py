@@ -5,55 +5,22 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import IO, Protocol
+from typing import IO
 
 _LINE_LIMIT_BYTES = 1024 * 1024
 _READY = "ready "
 
 
-class Child(Protocol):
-    """One life of one child."""
-
-    @property
-    def last_words(self) -> str:
-        """The last line it wrote to stderr."""
-        ...
-
-    async def ready(self) -> str | None:
-        """The HOST:PORT that it printed; None if it ended without."""
-        ...
-
-    async def wait(self) -> int:
-        """Its exit code once it has ended and all it wrote was passed on; negative = a signal."""
-        ...
-
-    def terminate(self) -> None:
-        """Asks it to drain. A no-op once it has ended."""
-        ...
-
-    def kill(self) -> None:
-        """Ends it at once. A no-op once it has ended."""
-        ...
-
-
-class ProcessChild:
-    """A real one. stderr goes to `sink` line by line; stdout is read for the ready line only.
+class Child:
+    """One life of one child. stderr goes to `sink` line by line; stdout is read for the ready line only.
 
     By Popen rather than by the loop: it uses vfork, which a process with gRPC's threads survives
     unharmed; uvloop's fork runs gRPC's handlers, which complain on stderr.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], sink: Callable[[str], None]) -> None:
-        self._process = process
-        self._sink = sink
-        self._last_words = ""
-        self._ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._readers = asyncio.gather(self._read_stdout(), self._read_stderr())
-
-    @classmethod
-    def start(cls, command: Sequence[str], sink: Callable[[str], None]) -> ProcessChild:
+    def __init__(self, command: Sequence[str], sink: Callable[[str], None]) -> None:
         """Starts it, inside a running loop, in a session of its own: a terminal's ctrl-C is not for it."""
-        process = subprocess.Popen(
+        self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -61,12 +28,11 @@ class ProcessChild:
             bufsize=0,
             start_new_session=True,
         )
-        return cls(process, sink)
-
-    @property
-    def last_words(self) -> str:
+        self._sink = sink
+        self.last_words = ""
         """The last line it wrote to stderr."""
-        return self._last_words
+        self._ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._readers = asyncio.gather(self._read_stdout(), self._read_stderr())
 
     async def ready(self) -> str | None:
         """The HOST:PORT that it printed; None if it ended without."""
@@ -94,7 +60,7 @@ class ProcessChild:
 
     async def _read_stderr(self) -> None:
         async for line in _lines(self._process.stderr):
-            self._last_words = line.strip() or self._last_words
+            self.last_words = line.strip() or self.last_words
             self._sink(line)
 
 

@@ -9,7 +9,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import ConsoleRenderable, Group
@@ -41,35 +41,25 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Prints the report."""
-    torch = _torch()
-    devices = _devices(torch)
-    names = [name for name, _ in devices]
+    parts: dict[str, ConsoleRenderable] = {
+        "machine": Group(*map(plain, _machine())),
+        "libraries": table(("library", "version"), [(name, _version(name)) for name in _LIBRARIES]),
+        **_compute_parts(),
+    }
     console = open_console()
-    for title, part in (
-        ("machine", Group(*map(plain, _machine()))),
-        ("libraries", table(("library", "version"), [(name, _version(name)) for name in _LIBRARIES])),
-        ("devices", table(("device", "what"), devices) if devices else plain(_NEEDS_TORCH)),
-        ("attention", _attention(torch, names)),
-        ("transports", _transports(names)),
-    ):
+    for title, part in parts.items():
         print_whole(console, title, Padding(part, (0, 0, 1, 2), expand=False))
     return 0
 
 
 def _machine() -> Iterator[str]:
     cores = usable_cores()
-    shares = plan_cores(cores, 1, 1, None)
+    plan = plan_cores(cores, 1, 1, None)
+    prefill, decode = (",".join(map(str, shares[0].cores)) for shares in (plan.prefill, plan.decode))
     yield f"tandem {tandem.__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield f"cores usable: {len(cores)} of {os.cpu_count()}"
-    yield (
-        f"`tandem serve` would give its prefill worker cores {_listed(shares.prefill[0].cores)}"
-        f" and its decode worker cores {_listed(shares.decode[0].cores)}"
-    )
+    yield (f"`tandem serve` would give its prefill worker cores {prefill} and its decode worker cores {decode}")
     yield f"memory: {_memory()}"
-
-
-def _listed(cores: Sequence[int]) -> str:
-    return ",".join(map(str, cores))
 
 
 def _memory() -> str:
@@ -88,45 +78,29 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _torch() -> Any:
-    """The module, or None where it is not installed."""
+def _compute_parts() -> dict[str, ConsoleRenderable]:
+    """What depends on torch."""
     try:
         import torch
     except ModuleNotFoundError:
-        return None
-    return torch
-
-
-def _devices(torch: Any) -> list[tuple[str, str]]:
-    """`(name, description)` of each; empty without torch."""
-    if torch is None:
-        return []
-    gpus = [(f"cuda:{index}", torch.cuda.get_device_name(index)) for index in range(torch.cuda.device_count())]
-    return [("cpu", f"{torch.get_num_threads()} threads by default"), *gpus]
-
-
-def _attention(torch: Any, devices: Sequence[str]) -> ConsoleRenderable:
-    if torch is None:
-        return plain(_NEEDS_TORCH)
+        return dict.fromkeys(("devices", "attention", "transports"), plain(_NEEDS_TORCH))
     from kernels import dispatch
-
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    rows = [
-        (device, str(dtype).removeprefix("torch."), *_verdict(status))
-        for device in devices
-        for dtype in dtypes
-        for status in dispatch.available_backends(torch.device(device), dtype)
-    ]
-    return table(("device", "dtype", "back-end", "works", "why"), rows)
-
-
-def _transports(devices: Sequence[str]) -> ConsoleRenderable:
-    if not devices:
-        return plain(_NEEDS_TORCH)
     from kvtransfer import transports
 
-    rows = [(device, *_verdict(status)) for device in devices for status in transports.available(device)]
-    return table(("KV pool on", "transport", "works", "why"), rows)
+    gpus = {f"cuda:{index}": torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+    devices = {"cpu": f"{torch.get_num_threads()} threads by default", **gpus}
+    attention = [
+        (device, str(dtype).removeprefix("torch."), *_verdict(status))
+        for device in devices
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for status in dispatch.available_backends(torch.device(device), dtype)
+    ]
+    moves = [(device, *_verdict(status)) for device in devices for status in transports.available(device)]
+    return {
+        "devices": table(("device", "what"), list(devices.items())),
+        "attention": table(("device", "dtype", "back-end", "works", "why"), attention),
+        "transports": table(("KV pool on", "transport", "works", "why"), moves),
+    }
 
 
 def _verdict(status: Any) -> tuple[str, str, str]:

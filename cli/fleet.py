@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tandem.config import ServeConfig, argv_of
-from tandem.cores import CorePlan, CoreShare, plan_cores, share_all_cores
+from tandem.cores import plan_cores, share_all_cores
 from tandem.errors import ConfigError
 
 STOP_MARGIN_S = 5.0
@@ -49,36 +49,15 @@ def local_address(address: str) -> str:
 
 def worker_specs(config: ServeConfig, cores: Sequence[int], router: str, *, on_gpu: bool) -> list[ChildSpec]:
     """All workers, registered with the router at HOST:PORT `router`; on loopback, as only it calls them."""
-    plan = _plan(config, cores, on_gpu=on_gpu)
+    split = share_all_cores if on_gpu else plan_cores
+    plan = split(cores, config.num_prefill, config.num_decode, config.decode_worker.threads)
     admin_listen = None if config.router.admin_listen is None else _ADMIN_LISTEN
+    roles = (("prefill", config.prefill_worker, plan.prefill), ("decode", config.decode_worker, plan.decode))
     specs: list[ChildSpec] = []
-    for index, share in enumerate(plan.prefill):
-        name = f"prefill-{index}"
-        prefill = replace(
-            config.prefill_worker,
-            router=(router,),
-            worker_id=name,
-            threads=share.threads,
-            admin_listen=admin_listen,
-        )
-        specs.append(_worker(name, "prefill_worker", argv_of(prefill), share, prefill.drain_grace_s))
-    for index, share in enumerate(plan.decode):
-        name = f"decode-{index}"
-        decode = replace(
-            config.decode_worker,
-            router=(router,),
-            worker_id=name,
-            threads=share.threads,
-            admin_listen=admin_listen,
-        )
-        specs.append(_worker(name, "decode_worker", argv_of(decode), share, decode.drain_grace_s))
+    for role, worker, shares in roles:
+        for index, share in enumerate(shares):
+            name = f"{role}-{index}"
+            own = replace(worker, router=(router,), worker_id=name, threads=share.threads, admin_listen=admin_listen)
+            grace_s = worker.drain_grace_s + STOP_MARGIN_S
+            specs.append(ChildSpec(name, f"{role}_worker", tuple(argv_of(own)), share.cores, share.nice, grace_s))
     return specs
-
-
-def _plan(config: ServeConfig, cores: Sequence[int], *, on_gpu: bool) -> CorePlan:
-    plan = share_all_cores if on_gpu else plan_cores
-    return plan(cores, config.num_prefill, config.num_decode, config.decode_worker.threads)
-
-
-def _worker(name: str, module: str, arguments: Sequence[str], share: CoreShare, drain_grace_s: float) -> ChildSpec:
-    return ChildSpec(name, module, tuple(arguments), share.cores, share.nice, drain_grace_s + STOP_MARGIN_S)

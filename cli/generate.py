@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 
 from cli.command import Subparsers, add_command
-from cli.sampling import add_sampling_arguments, sampling_options, token_ids
+from cli.sampling import add_sampling_arguments, generate_options, token_ids
 from tandem.client import Client, GenerateOptions, GenerationUpdate
 from tandem.config import ClientConfig, add_arguments, load
 from tandem.errors import ConfigError
@@ -32,7 +32,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--json", action="store_true", help="print each message of the stream as one line of JSON")
     parser.add_argument("--verbose", action="store_true", help="print usage and timings on stderr")
     parser.add_argument("--request-id", help="shown in the server's logs and traces")
-    parser.add_argument("--served-model", metavar="NAME", help="fail if the server serves another model")
+    parser.add_argument("--served-model", dest="model", metavar="NAME", help="fail if the server serves another model")
     parser.add_argument("--priority", type=int, help="larger goes first while requests wait")
     parser.add_argument("--cache-salt", help="share cached prefixes only with requests of equal salt")
     add_arguments(parser, ClientConfig)
@@ -82,19 +82,10 @@ def summary(last: GenerationUpdate) -> str:
 
 def _request(namespace: argparse.Namespace) -> tuple[str | None, GenerateOptions]:
     """Prompt text, if the prompt is one, and everything else."""
-    options = sampling_options(namespace)
-    for name, value in (
-        ("request_id", namespace.request_id),
-        ("model", namespace.served_model),
-        ("priority", namespace.priority),
-        ("cache_salt", namespace.cache_salt),
-    ):
-        if value is not None:
-            options[name] = value  # type: ignore[literal-required]  # names of GenerateOptions, just above
+    options = generate_options(namespace)
     if namespace.token_ids is not None:
         if namespace.prompt is not None or namespace.chat:
             raise ConfigError("--token-ids", "excludes PROMPT and --chat")
-        options["token_ids"] = namespace.token_ids
         return None, options
     text = _stdin_text() if namespace.prompt is None else str(namespace.prompt)
     if namespace.chat:

@@ -34,19 +34,14 @@ def main() -> None:
     parser.add_argument("module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    if not _bound_to(options.parent):
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != options.parent:  # the parent died before the call above
         sys.exit(1)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
     os.nice(options.nice)
     os.execv(sys.executable, [sys.executable, "-m", options.module, *options.arguments])
-
-
-def _bound_to(parent: int) -> bool:
-    """Asks the kernel to kill this process when its parent dies; False if that has happened."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    return os.getppid() == parent
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
+import importlib
+from functools import partial
 
 from cli.command import Subparsers, add_command
 from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, add_arguments, load
@@ -15,49 +15,29 @@ _READY = "Prints `ready HOST:PORT` on stdout once it listens."
 
 def add_parsers(subparsers: Subparsers) -> None:
     """Declares the three commands."""
-    for name, run, config, what, details in (
+    for name, config, what, details in (
         (
-            *("router", _run_router, RouterConfig, "router"),
+            *("router", RouterConfig, "router"),
             "Accepts requests, places them on the workers that register with it, streams their tokens.",
         ),
         (
-            *("prefill", _run_prefill, PrefillConfig, "prefill worker"),
+            *("prefill", PrefillConfig, "prefill worker"),
             "Computes prompts and pushes their KV blocks to decode workers. Registers with every --router.",
         ),
         (
-            *("decode", _run_decode, DecodeConfig, "decode worker"),
+            *("decode", DecodeConfig, "decode worker"),
             "Owns a paged KV pool and decodes in it by continuous batching. Registers with every --router.",
         ),
     ):
+        run = partial(_run, what.replace(" ", "_"), config)
         add_arguments(add_command(subparsers, name, run, f"one {what} process", f"{details} {_READY}"), config)
 
 
-def _run_router(namespace: argparse.Namespace) -> int:
-    """Runs until SIGTERM; returns the exit code. Raises ConfigError, like the two below."""
-    config = load(RouterConfig, namespace)
-    from router import app
-
-    return app.run(config)
-
-
-def _run_prefill(namespace: argparse.Namespace) -> int:
-    config = load(PrefillConfig, namespace)
-    with _worker_libraries():
-        from prefill_worker import app
-    return app.run(config)
-
-
-def _run_decode(namespace: argparse.Namespace) -> int:
-    config = load(DecodeConfig, namespace)
-    with _worker_libraries():
-        from decode_worker import app
-    return app.run(config)
-
-
-@contextmanager
-def _worker_libraries() -> Iterator[None]:
-    """Imports of a worker, inside its command: a router's machine has no torch, and needs none."""
+def _run(package: str, config: type[RouterConfig | PrefillConfig | DecodeConfig], namespace: argparse.Namespace) -> int:
+    """Runs until SIGTERM; returns the exit code. Raises ConfigError."""
+    options = load(config, namespace)
     try:
-        yield
+        app = importlib.import_module(f"{package}.app")  # here: a router's machine has no torch, and needs none
     except ModuleNotFoundError as error:
         raise ConfigError("a worker", f"needs {error.name}; install tandem-server[worker]") from error
+    return int(app.run(options))

@@ -9,69 +9,48 @@ otherwise            again, after a delay that doubles up to a cap, and starts o
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem.clock import Clock
 from tandem.rpc.process import EXIT_BAD_CONFIG, EXIT_OK
 
 
-class Verdict(enum.Enum):
-    """What to do about an exit."""
-
-    RESTART = "restart"
-    LEFT = "left"
-    GIVE_UP = "give up"
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A verdict, and for RESTART how long to wait first."""
-
-    verdict: Verdict
-    delay_s: float = 0.0
-
-
+@dataclass(slots=True)
 class RestartPolicy:
     """Judges the exits of one child."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        *,
-        first_delay_s: float = 1.0,
-        max_delay_s: float = 30.0,
-        healthy_after_s: float = 30.0,
-        max_failed_starts: int = 3,
-    ) -> None:
-        self._clock = clock
-        self._first_delay_s = first_delay_s
-        self._max_delay_s = max_delay_s
-        self._healthy_after_s = healthy_after_s
-        self._max_failed_starts = max_failed_starts
-        self._next_delay_s = first_delay_s
-        self._failed_starts = 0
-        self._was_ever_ready = False
-        self._ready_at_s: float | None = None
+    clock: Clock
+    first_delay_s: float = 1.0
+    max_delay_s: float = 30.0
+    healthy_after_s: float = 30.0
+    max_failed_starts: int = 3
+    _next_delay_s: float = field(init=False)
+    _failed_starts: int = field(default=0, init=False)
+    _was_ever_ready: bool = field(default=False, init=False)
+    _ready_at_s: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._next_delay_s = self.first_delay_s
 
     def became_ready(self) -> None:
         """The child printed its address."""
         self._was_ever_ready = True
-        self._ready_at_s = self._clock.now_s()
+        self._ready_at_s = self.clock.now_s()
 
-    def exited(self, returncode: int) -> Decision:
-        """The child ended by itself; negative codes are signals."""
+    def restart_delay_s(self, returncode: int) -> float | None:
+        """How long to wait before the next start of a child that ended by itself, None = never.
+
+        Negative codes are signals.
+        """
         ready_at_s, self._ready_at_s = self._ready_at_s, None
-        if returncode == EXIT_OK:
-            return Decision(Verdict.LEFT)
-        if returncode == EXIT_BAD_CONFIG:
-            return Decision(Verdict.GIVE_UP)
+        if returncode in (EXIT_OK, EXIT_BAD_CONFIG):
+            return None
         if not self._was_ever_ready:
             self._failed_starts += 1
-            if self._failed_starts >= self._max_failed_starts:
-                return Decision(Verdict.GIVE_UP)
-        if ready_at_s is not None and self._clock.now_s() - ready_at_s >= self._healthy_after_s:
-            self._next_delay_s = self._first_delay_s
+            if self._failed_starts >= self.max_failed_starts:
+                return None
+        if ready_at_s is not None and self.clock.now_s() - ready_at_s >= self.healthy_after_s:
+            self._next_delay_s = self.first_delay_s
         delay_s = self._next_delay_s
-        self._next_delay_s = min(self._max_delay_s, 2 * delay_s)
-        return Decision(Verdict.RESTART, delay_s)
+        self._next_delay_s = min(self.max_delay_s, 2 * delay_s)
+        return delay_s

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, cast
 
-from tandem.client import GenerateOptions, SamplingOptions
+from tandem.client import GenerateOptions
 
 _GROUP = (
     "sampling (left out: the model's generation_config.json, then the server's default; "
@@ -63,10 +63,10 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def sampling_options(namespace: argparse.Namespace) -> GenerateOptions:
-    """The sampling options that were given; a command adds its own to them."""
+def generate_options(namespace: argparse.Namespace) -> GenerateOptions:
+    """The options that were given: of sampling, and those that a command parses into other names of GenerateOptions."""
     given: dict[str, Any] = {
-        name: value for name in SamplingOptions.__annotations__ if (value := getattr(namespace, name, None)) is not None
+        name: value for name in GenerateOptions.__annotations__ if (value := getattr(namespace, name, None)) is not None
     }
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from cli import fleet
-from cli.child import Child, ProcessChild
+from cli.child import Child
 from cli.command import Subparsers, add_command
 from cli.fleet import ChildSpec
 from cli.launch import launch_command
@@ -83,7 +83,7 @@ class _Server:
     async def start(self) -> None:
         """Returns once the ready line is printed; a child's failure ends the task group instead."""
         with progress.steps("starting", 1 + self._config.num_prefill + self._config.num_decode) as started:
-            self._router = self._supervise(self._router_spec(), self._start_router)
+            self._router = self._supervise(self._router_spec(), lambda: self._start_child(self._router_spec()))
             self._router_listen = await self._router.address()  # a restart must have the same port
             started()
             address = fleet.local_address(self._router_listen)
@@ -121,13 +121,10 @@ class _Server:
     def _router_spec(self) -> ChildSpec:
         return fleet.router_spec(self._config, self._cores, self._router_listen)
 
-    def _start_router(self) -> Child:
-        return self._start_child(self._router_spec())
-
     def _start_child(self, spec: ChildSpec) -> Child:
         command = launch_command(spec.module, spec.arguments, spec.cores, spec.nice)
         prefix = "" if self._config.router.log_format == "json" else f"{spec.name:<9} | "
-        return ProcessChild.start(command, lambda line: print(f"{prefix}{line}", file=sys.stderr, flush=True))
+        return Child(command, lambda line: print(f"{prefix}{line}", file=sys.stderr, flush=True))
 
 
 async def _call_when_ready(worker: Supervisor, started: progress.Step) -> None:

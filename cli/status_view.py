@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import TypeAlias
 
 from rich.console import ConsoleRenderable
@@ -34,14 +35,10 @@ _WORKER: _Columns = {
 }
 _POOL: _Columns = {
     "blocks": lambda worker: worker.info.worker_id,
-    "total": lambda worker: worker.load.pool.total,
-    "free": lambda worker: worker.load.pool.free,
-    "reserved": lambda worker: worker.load.pool.reserved,
-    "receiving": lambda worker: worker.load.pool.receiving,
-    "live": lambda worker: worker.load.pool.live,
-    "quarantined": lambda worker: worker.load.pool.quarantined,
-    "block-size": lambda worker: worker.load.pool.block_size,
-    "unused-slots": lambda worker: worker.load.pool.unused_slots,
+    **{
+        name.replace("_", "-"): attrgetter(f"load.pool.{name}")
+        for name in "total free reserved receiving live quarantined block_size unused_slots".split()
+    },
 }
 _LIVE: _Columns = {
     **{name: _WORKER[name] for name in ("worker", "state", "heartbeat", "running", "waiting", "transfers")},

@@ -12,14 +12,12 @@ import asyncio
 from collections.abc import Callable
 
 from cli.child import Child
-from cli.restart import RestartPolicy, Verdict
+from cli.restart import RestartPolicy
 from tandem.errors import ConfigError, Unavailable
-from tandem.rpc.process import EXIT_BAD_CONFIG
+from tandem.rpc.process import EXIT_BAD_CONFIG, EXIT_OK
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
-
-_OWN_PREFIX = "tandem: "
 
 
 class Supervisor:
@@ -31,7 +29,6 @@ class Supervisor:
         self._start = start
         self._policy = policy
         self._child: Child | None = None
-        self._last_words = ""
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -73,44 +70,37 @@ class Supervisor:
             self._child.kill()
 
     async def _one_life(self) -> int:
-        child = self._start()
-        self._child = child
+        child = self._child = self._start()
         try:
             address = await child.ready()
             if address is not None:
-                self._became_ready(address)
+                self._policy.became_ready()
+                if not self._address.done():
+                    self._address.set_result(address)
+                _log.info("child ready", child=self.name, address=address)
             return await child.wait()
         except asyncio.CancelledError:
             child.kill()
             await child.wait()
             raise
-        finally:
-            self._child = None
-            self._last_words = child.last_words
-
-    def _became_ready(self, address: str) -> None:
-        self._policy.became_ready()
-        if not self._address.done():
-            self._address.set_result(address)
-        _log.info("child ready", child=self.name, address=address)
 
     async def _goes_on(self, returncode: int) -> bool:
         """Waits for the restart's time; False if the child left on request, or a stop came first."""
-        decision = self._policy.exited(returncode)
-        if decision.verdict is Verdict.LEFT:
+        delay_s = self._policy.restart_delay_s(returncode)
+        if delay_s is None:
+            if returncode != EXIT_OK:
+                raise self._failure(returncode)
             _log.info("child left", child=self.name)
             return False
-        if decision.verdict is Verdict.GIVE_UP:
-            raise self._failure(returncode)
-        _log.warning("child died", child=self.name, code=returncode, restart_in_s=decision.delay_s)
+        _log.warning("child died", child=self.name, code=returncode, restart_in_s=delay_s)
         try:
-            await asyncio.wait_for(self._stopping.wait(), decision.delay_s)
+            await asyncio.wait_for(self._stopping.wait(), delay_s)
         except TimeoutError:
             return True
         return False
 
     def _failure(self, returncode: int) -> ConfigError | Unavailable:
-        words = self._last_words.removeprefix(_OWN_PREFIX)
+        words = self._child.last_words.removeprefix("tandem: ") if self._child else ""
         if returncode == EXIT_BAD_CONFIG:
             return ConfigError(self.name, words)
         return Unavailable(f"{self.name} exits with code {returncode} before it is ready: {words}")

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, Group, RenderResult
 from rich.live import Live
@@ -74,8 +73,9 @@ def watch(client: Client, target: str, interval_s: float, timeout_s: float) -> i
     """Runs until ctrl-C or SIGTERM; returns the exit code. Raises TandemError."""
     answer_s = min(timeout_s, _LONGEST_ANSWER_S)
     seen = Watch(target, lambda: client.status(timeout_s=answer_s), MonotonicClock())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as ctrl-C: the terminal gets back what it showed
     try:
-        with _ended_by_sigterm(), frames_on(open_console()) as show:
+        with frames_on(open_console()) as show:
             while True:
                 seen.look()
                 show(seen.frame(time.strftime("%H:%M:%S")))
@@ -92,18 +92,3 @@ def frames_on(console: Console) -> Iterator[Callable[[Frame], None]]:
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
         yield lambda frame: live.update(frame, refresh=True)
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends it as ctrl-C does, so that the terminal gets back what it showed."""
-
-    def end(signum: int, where: FrameType | None) -> None:
-        del signum, where
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

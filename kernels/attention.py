@@ -63,7 +63,6 @@ class AttentionBackend(Protocol):
     @property
     def name(self) -> str:
         """As `--attention-backend` calls it."""
-        ...
 
     def attend(
         self,
@@ -80,4 +79,3 @@ class AttentionBackend(Protocol):
         this step's own, for back-ends that read fresh prompts from the ragged batch. q, k and v may be views
         with any stride over T; their heads are contiguous.
         """
-        ...

@@ -64,7 +64,8 @@ _REGISTRY = (
 
 def available_backends(device: torch.device, dtype: torch.dtype = torch.float32) -> list[BackendStatus]:
     """Every set of this version, best first, and whether it runs on `device` with `dtype`."""
-    return [_status(entry, device, dtype) for entry in _REGISTRY]
+    obstacles = [(entry, entry.obstacle(device, dtype)) for entry in _REGISTRY]
+    return [BackendStatus(each.name, why is None, why or each.describe()) for each, why in obstacles]
 
 
 def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -72,24 +73,17 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kerne
 
     Raises ConfigError, naming `--attention-backend`, if it is unknown or cannot run here.
     """
-    if name == AUTO:
-        passed_over: list[str] = []
-        for entry in _REGISTRY:
-            obstacle = entry.obstacle(device, dtype)
-            if obstacle is None:
-                _log.info("kernels chosen", name=entry.name, what=entry.describe(), passed_over="; ".join(passed_over))
-                return entry.load()
-            passed_over.append(f"{entry.name}: {obstacle}")
+    passed_over: list[str] = []
     for entry in _REGISTRY:
-        if entry.name == name:
-            obstacle = entry.obstacle(device, dtype)
-            if obstacle is not None:
-                raise ConfigError(_OPTION, f"{name} cannot run on {device}: {obstacle}")
+        if name not in (AUTO, entry.name):
+            continue
+        obstacle = entry.obstacle(device, dtype)
+        if obstacle is None:
+            if name == AUTO:
+                _log.info("kernels chosen", name=entry.name, what=entry.describe(), passed_over="; ".join(passed_over))
             return entry.load()
+        if name != AUTO:
+            raise ConfigError(_OPTION, f"{name} cannot run on {device}: {obstacle}")
+        passed_over.append(f"{entry.name}: {obstacle}")
     known = ", ".join([AUTO, *(entry.name for entry in _REGISTRY)])
     raise ConfigError(_OPTION, f"{name!r} cannot be chosen on {device} with {dtype}; there are {known}")
-
-
-def _status(entry: _Entry, device: torch.device, dtype: torch.dtype) -> BackendStatus:
-    obstacle = entry.obstacle(device, dtype)
-    return BackendStatus(entry.name, obstacle is None, obstacle or entry.describe())

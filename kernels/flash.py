@@ -21,7 +21,7 @@ import enum
 import importlib
 import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any, Protocol
 
@@ -73,13 +73,11 @@ class FlashLibrary(Protocol):
         **options: Any,
     ) -> torch.Tensor:
         """Ragged q `[T, H, D]` over ragged or paged keys."""
-        ...
 
     def flash_attn_with_kvcache(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, **options: Any
     ) -> torch.Tensor:
         """Q `[B, Q, H, D]` over paged keys, split among more cores than B."""
-        ...
 
 
 def plan_runs(query_lens: Sequence[int], seq_lens: Sequence[int], min_fresh_tokens: int) -> list[Run]:
@@ -100,20 +98,13 @@ def _runs(sources: Sequence[Source]) -> list[Run]:
     return [Run(source, *bound) for (source, _), bound in zip(lengths, pairwise(bounds), strict=True)]
 
 
+@dataclass(frozen=True, slots=True)
 class FlashAttention:
-    """Implements `kernels.attention.AttentionBackend`."""
+    """Implements `kernels.attention.AttentionBackend`; `other` computes what `library` does not take."""
 
-    __slots__ = ("_library", "_other")
-
-    def __init__(self, library: FlashLibrary, other: AttentionBackend) -> None:
-        """`other` computes what `library` does not take."""
-        self._library = library
-        self._other = other
-
-    @property
-    def name(self) -> str:
-        """As `--attention-backend` calls it."""
-        return "flash_attn"
+    library: FlashLibrary
+    other: AttentionBackend
+    name = "flash_attn"
 
     def attend(
         self,
@@ -125,9 +116,9 @@ class FlashAttention:
         params: AttentionParams,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        dims = check_attend(q, kv_layer, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables)
+        dims = check_attend(q, kv_layer, metadata)
         if dims["D"] > MAX_HEAD_DIM or dims["D"] % HEAD_DIM_MULTIPLE:
-            return self._other.attend(q, k, v, kv_layer, metadata, params)
+            return self.other.attend(q, k, v, kv_layer, metadata, params)
         runs = plan_runs(metadata.query_lens_host, metadata.seq_lens_host, MIN_FRESH_TOKENS)
         if len(runs) == 1:
             return self._attend_run(runs[0].source, q, k, v, kv_layer, metadata, params)
@@ -151,14 +142,14 @@ class FlashAttention:
     ) -> torch.Tensor:
         if source is Source.FRESH:
             cu_seqlens, longest = metadata.cu_seqlens_q, metadata.max_query_len
-            return self._library.flash_attn_varlen_func(
+            return self.library.flash_attn_varlen_func(
                 q, k, v, cu_seqlens, cu_seqlens, longest, longest, **_options(params)
             )
         if kv_layer.shape[3] % PAGE_MULTIPLE:
-            return self._other.attend(q, k, v, kv_layer, metadata, params)
+            return self.other.attend(q, k, v, kv_layer, metadata, params)
         keys, values = kv_layer.transpose(2, 3).unbind(1)  # [N, S, Hkv, D] each, views of the pool
         if metadata.max_query_len == 1 and len(q) == len(metadata.query_lens_host):
-            return self._library.flash_attn_with_kvcache(
+            return self.library.flash_attn_with_kvcache(
                 q[:, None],  # [B, 1, H, D]
                 keys,
                 values,
@@ -168,7 +159,7 @@ class FlashAttention:
             )[:, 0]
         cu_seqlens_k = torch.zeros_like(metadata.cu_seqlens_q)  # [B + 1]
         torch.cumsum(metadata.seq_lens, 0, dtype=torch.int32, out=cu_seqlens_k[1:])
-        return self._library.flash_attn_varlen_func(
+        return self.library.flash_attn_varlen_func(
             q,
             keys,
             values,
@@ -236,8 +227,5 @@ def load() -> Kernels:
     """Imports the package and Triton; call it only where `obstacle` is None."""
     import flash_attn
 
-    from kernels.triton.attention import TritonAttention
-    from kernels.triton.operations import TritonOperations
-    from kernels.triton.sampling import TritonSampler
-
-    return Kernels(FlashAttention(flash_attn, TritonAttention()), TritonOperations(), TritonSampler())
+    fallback = triton.load()
+    return replace(fallback, attention=FlashAttention(flash_attn, fallback.attention))

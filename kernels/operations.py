@@ -23,21 +23,18 @@ class LinearMap(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X `[T, in]` → `[T, out]`."""
-        ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PlainLinear:
     """A weight as it came, multiplied by torch: cuBLAS on a GPU, oneDNN or MKL on a CPU."""
 
-    __slots__ = ("_bias", "_weight")
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight = weight  # [out, in]
-        self._bias = bias  # [out]
+    weight: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None  # [out]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X `[T, in]` → `[T, out]`."""
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,57 +60,52 @@ class QkNorm:
     eps: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotation:
+    """What `rotate_and_store` does to the tokens of one step, the same in every layer."""
+
+    cos: torch.Tensor
+    """`[T, D / 2]` float32, as `sin`."""
+    sin: torch.Tensor
+    slot_mapping: torch.Tensor
+    """`[T]` int64: `block_id * S + offset` where K and V go; a negative slot is skipped."""
+
+
 class Operations(Protocol):
     """What a decoder layer does besides attention. Sums of squares and angles are taken in float32 or wider."""
 
     @property
     def name(self) -> str:
         """As the log and `tandem doctor` call it."""
-        ...
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
         """Packs `weight` `[out, in]` once, for `x @ weight.T + bias`; `bias` `[out]`."""
-        ...
 
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
         """Packs `weight` `[2 * I, E]` once, gate first, for `silu(gate) * up` of `linear`: `[T, E]` → `[T, I]`."""
-        ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Root mean square norm (arXiv 1910.07467) of x `[T, E]`, times `weight` `[E]` → `[T, E]`."""
-        ...
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Adds x `[T, E]` to `residual` `[T, E]` in place; returns `rms_norm` of the sum."""
-        ...
 
     def rotate_and_store(
-        self,
-        qkv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        qk_norm: QkNorm | None,
-        kv_layer: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        self, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, kv_layer: torch.Tensor
     ) -> None:
         """Norms (if asked) and rotates q and k within `qkv` `[T, H + 2 * Hkv, D]`, in place; stores k and v.
 
-        Element i of a head pairs with i + D / 2. `cos`, `sin` `[T, D / 2]` float32. KV goes into
-        `kv_layer` `[N, 2, Hkv, S, D]` (a strided view) at `slot_mapping` `[T]` int64,
-        `block_id * S + offset`; a negative slot is skipped.
+        Element i of a head pairs with i + D / 2. KV goes into `kv_layer` `[N, 2, Hkv, S, D]`, a strided view.
         """
-        ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`silu(gate) * up` for `gate_up` `[T, 2 * I]`, gate first → `[T, I]`."""
-        ...
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
         """Copies whole blocks within `pool` `[N, block_bytes]` uint8, in place, by `pairs` `[M, 2]` int64.
 
         A pair is (source, target). No target may be the source or target of another pair: they are copied in no order.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,7 @@ _SHORT_TOKENS = 64
 class ReferenceBackend:
     """Implements `kernels.attention.AttentionBackend`; float64 too, so that it can be its own oracle."""
 
-    __slots__ = ()
-
-    @property
-    def name(self) -> str:
-        """As `--attention-backend` calls it."""
-        return "reference"
+    name = "reference"
 
     def attend(
         self,
@@ -42,7 +37,7 @@ class ReferenceBackend:
         params: AttentionParams,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`. q `[T, H, D]` → `[T, H, D]`; nothing is mutated."""
-        check_attend(q, kv_layer, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables)
+        check_attend(q, kv_layer, metadata)
         singles = tuple(i for i, query_len in enumerate(metadata.query_lens_host) if query_len == 1)
         groups = _of_like_length(singles, metadata.seq_lens_host)
         if groups and len(groups[0]) == len(metadata.query_lens_host):

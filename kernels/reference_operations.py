@@ -9,19 +9,14 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from kernels.operations import ActivatedLinear, LinearMap, PlainLinear, QkNorm
+from kernels.operations import ActivatedLinear, LinearMap, PlainLinear, QkNorm, Rotation
 from kernels.spec import check_block_pairs, check_rotate_and_store
 
 
 class ReferenceOperations:
     """Implements `kernels.operations.Operations`; float64 too."""
 
-    __slots__ = ()
-
-    @property
-    def name(self) -> str:
-        """As the log calls it."""
-        return "reference"
+    name = "reference"
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.linear`; keeps the weight as it is."""
@@ -42,27 +37,22 @@ class ReferenceOperations:
         return self.rms_norm(residual.add_(x), weight, eps)
 
     def rotate_and_store(
-        self,
-        qkv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        qk_norm: QkNorm | None,
-        kv_layer: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        self, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, kv_layer: torch.Tensor
     ) -> None:
         """See `Operations.rotate_and_store`."""
-        dims = check_rotate_and_store(qkv, cos, sin, qk_norm, kv_layer, slot_mapping)
+        dims = check_rotate_and_store(qkv, rotation, qk_norm, kv_layer)
         num_kv_heads, block_size = dims["Hkv"], dims["S"]
         k_start, v_start = qkv.shape[1] - 2 * num_kv_heads, qkv.shape[1] - num_kv_heads
         q, k, v = qkv[:, :k_start], qkv[:, k_start:v_start], qkv[:, v_start:]  # [T, heads, D] each
-        cos, sin = (torch.cat((side, side), dim=-1)[:, None].to(qkv.dtype) for side in (cos, sin))  # [T, 1, D]
+        sides = (rotation.cos, rotation.sin)
+        cos, sin = (torch.cat((side, side), dim=-1)[:, None].to(qkv.dtype) for side in sides)  # [T, 1, D]
         if qk_norm is not None:
             q.copy_(self.rms_norm(q, qk_norm.q_weight, qk_norm.eps))
             k.copy_(self.rms_norm(k, qk_norm.k_weight, qk_norm.eps))
         q.copy_(_rotate(q, cos, sin))
         k.copy_(_rotate(k, cos, sin))
-        stored = slot_mapping >= 0
-        slots = slot_mapping[stored]
+        stored = rotation.slot_mapping >= 0
+        slots = rotation.slot_mapping[stored]
         where = (slots // block_size, slots % block_size)
         by_slot = kv_layer.permute(1, 0, 3, 2, 4)  # [2, N, S, Hkv, D], a view
         by_slot[0].index_put_(where, k[stored])

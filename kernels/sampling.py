@@ -35,7 +35,6 @@ class RowMaximum(Protocol):
 
     def __call__(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows `[R, V]` of the model's dtype → maxima `[R]` float32, lowest indices `[R]` int64; NaN wins over all."""
-        ...
 
 
 class Sampler(Protocol):
@@ -46,8 +45,6 @@ class Sampler(Protocol):
 
         `logits` `[R, V]` float32, any stride over R, stay as they are.
         """
-        ...
 
     def best_tokens(self, logits: torch.Tensor) -> torch.Tensor:
         """As `draw` with temperature 0 in every row, at a fraction of the launches."""
-        ...

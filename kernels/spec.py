@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.operations import QkNorm
+from kernels.attention import AttentionMetadata
+from kernels.operations import QkNorm, Rotation
 from tandem.errors import InternalError
 
 
@@ -78,21 +79,16 @@ def check_silu_mul(gate_up: torch.Tensor) -> Dims:
 
 
 def check_rotate_and_store(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    qk_norm: QkNorm | None,
-    kv_layer: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, kv_layer: torch.Tensor
 ) -> Dims:
     """Checks the arguments of `Operations.rotate_and_store`; returns the bound sizes."""
     dims = Dims(KV=2)
     device, dtype = kv_layer.device, kv_layer.dtype
     dims.check("kv_layer", kv_layer, ("N", "KV", "Hkv", "S", "D"), dtype, device)
     dims.check("qkv", qkv, ("T", "H+2Hkv", "D"), dtype, device)
-    for name, side in (("cos", cos), ("sin", sin)):
-        dims.check(name, side, ("T", "D/2"), torch.float32, device)
-    dims.check("slot_mapping", slot_mapping, ("T",), torch.int64, device)
+    dims.check("cos", rotation.cos, ("T", "D/2"), torch.float32, device)
+    dims.check("sin", rotation.sin, ("T", "D/2"), torch.float32, device)
+    dims.check("slot_mapping", rotation.slot_mapping, ("T",), torch.int64, device)
     if qk_norm is not None:
         dims.check("q_weight", qk_norm.q_weight, ("D",), dtype, device)
         dims.check("k_weight", qk_norm.k_weight, ("D",), dtype, device)
@@ -103,34 +99,19 @@ def check_rotate_and_store(
     return dims
 
 
-def check_attend(
-    q: torch.Tensor,
-    kv_layer: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-) -> Dims:
+def check_attend(q: torch.Tensor, kv_layer: torch.Tensor, metadata: AttentionMetadata) -> Dims:
     """Checks the arguments of `AttentionBackend.attend`; returns the bound sizes."""
     dims = Dims(KV=2)
     device, dtype = kv_layer.device, kv_layer.dtype
     dims.check("kv_layer", kv_layer, ("N", "KV", "Hkv", "S", "D"), dtype, device)
     dims.check("q", q, ("T", "H", "D"), dtype, device)
-    dims.check("seq_lens", seq_lens, ("B",), torch.int32, device)
-    dims.check("cu_seqlens_q", cu_seqlens_q, ("B+1",), torch.int32, device)
-    dims.check("block_tables", block_tables, ("B", "max_blocks"), torch.int32, device)
+    dims.check("seq_lens", metadata.seq_lens, ("B",), torch.int32, device)
+    dims.check("cu_seqlens_q", metadata.cu_seqlens_q, ("B+1",), torch.int32, device)
+    dims.check("block_tables", metadata.block_tables, ("B", "max_blocks"), torch.int32, device)
     if dims["B+1"] != dims["B"] + 1:
         raise InternalError(f"cu_seqlens_q: has {dims['B+1']} entries for {dims['B']} seqs")
     if dims["H"] % dims["Hkv"]:
         raise InternalError(f"q: {dims['H']} heads do not divide into {dims['Hkv']} KV heads")
-    return dims
-
-
-def check_blocks(pool: torch.Tensor, staging: torch.Tensor, block_ids: torch.Tensor) -> Dims:
-    """Checks blocks to be copied between `pool` and `staging`, bytes each; returns the bound sizes."""
-    dims = Dims()
-    dims.check("pool", pool, ("N", "block_bytes"), torch.uint8, pool.device)
-    dims.check("block_ids", block_ids, ("M",), torch.int64, pool.device)
-    dims.check("staging", staging, ("M", "block_bytes"), torch.uint8, pool.device)
     return dims
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from models.config_json import ConfigJson
 from models.family import FAMILIES, Bias, Family, Windows
 from models.rope_config import RopeConfig, read_rope, stretched_context
-from tandem.kv_layout import DType, KvLayout
+from tandem.kv_layout import DType
 
 CONFIG_FILE = "config.json"
 
@@ -46,10 +46,6 @@ class ModelConfig:
     """Sliding window of each layer in tokens, the query itself included; None sees all."""
     dtype: DType | None
     """What the weights were saved as, if config.json says so."""
-
-    def kv_layout(self, block_size: int, dtype: DType) -> KvLayout:
-        """How this model's KV lies in a pool of `dtype` with blocks of `block_size` tokens."""
-        return KvLayout(self.num_layers, self.num_kv_heads, block_size, self.head_dim, dtype)
 
 
 def load_model_config(path: Path) -> ModelConfig:

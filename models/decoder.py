@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.attention import AttentionMetadata, AttentionParams
-from kernels.operations import Kernels, LinearMap, QkNorm
+from kernels.operations import Kernels, LinearMap, QkNorm, Rotation
 from models.layers import GatedMlp, RmsNorm
 from models.rope import RotaryEmbedding
 
@@ -27,32 +27,21 @@ class HeadShape:
     head_dim: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Attention:
     """Projections, rotation and attention of one layer."""
 
-    __slots__ = ("_heads", "_kernels", "_output", "_params", "_qk_norm", "_qkv")
-
-    def __init__(
-        self,
-        qkv: LinearMap,
-        output: LinearMap,
-        qk_norm: QkNorm | None,
-        heads: HeadShape,
-        sliding_window: int | None,
-        kernels: Kernels,
-    ) -> None:
-        self._qkv = qkv  # [(H + 2 * Hkv) * D, E]
-        self._output = output  # [E, H * D]
-        self._qk_norm = qk_norm
-        self._heads = heads
-        self._params = AttentionParams(heads.head_dim**-0.5, sliding_window)
-        self._kernels = kernels
+    qkv: LinearMap  # [(H + 2 * Hkv) * D, E]
+    output: LinearMap  # [E, H * D]
+    qk_norm: QkNorm | None
+    heads: HeadShape
+    params: AttentionParams
+    kernels: Kernels
 
     def __call__(
         self,
         x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotation: Rotation,
         kv_layer: torch.Tensor,
         metadata: AttentionMetadata,
         rows: torch.Tensor | None = None,
@@ -61,19 +50,19 @@ class Attention:
 
         `kv_layer` is `[N, 2, Hkv, S, D]`.
         """
-        num_heads, num_rotated = self._heads.num_heads, self._heads.num_heads + self._heads.num_kv_heads
-        qkv = self._qkv(x).view(len(x), -1, self._heads.head_dim)  # [T, H + 2 * Hkv, D]
-        self._kernels.operations.rotate_and_store(qkv, cos, sin, self._qk_norm, kv_layer, metadata.slot_mapping)
-        attended = self._kernels.attention.attend(
+        num_heads, num_rotated = self.heads.num_heads, self.heads.num_heads + self.heads.num_kv_heads
+        qkv = self.qkv(x).view(len(x), -1, self.heads.head_dim)  # [T, H + 2 * Hkv, D]
+        self.kernels.operations.rotate_and_store(qkv, rotation, self.qk_norm, kv_layer)
+        attended = self.kernels.attention.attend(
             qkv[:, :num_heads],
             qkv[:, num_heads:num_rotated],
             qkv[:, num_rotated:],
             kv_layer,
             metadata,
-            self._params,
+            self.params,
         )  # [T, H, D]
         attended = attended.reshape(len(x), -1)  # [T, H * D]
-        return self._output(attended if rows is None else attended[rows])
+        return self.output(attended if rows is None else attended[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,24 +75,15 @@ class DecoderLayer:
     mlp: GatedMlp
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Decoder:
     """A loaded model; built by `models.loading`. Holds weights, no state: KV is the caller's."""
 
-    __slots__ = ("_embedding", "_layers", "_lm_head", "_norm", "_rope")
-
-    def __init__(
-        self,
-        embedding: torch.Tensor,
-        layers: tuple[DecoderLayer, ...],
-        norm: RmsNorm,
-        lm_head: LinearMap,
-        rope: RotaryEmbedding,
-    ) -> None:
-        self._embedding = embedding  # [V, E]
-        self._layers = layers
-        self._norm = norm
-        self._lm_head = lm_head  # [V, E]
-        self._rope = rope
+    embedding: torch.Tensor  # [V, E]
+    layers: tuple[DecoderLayer, ...]
+    norm: RmsNorm
+    lm_head: LinearMap  # [V, E]
+    rope: RotaryEmbedding
 
     def forward(
         self,
@@ -119,20 +99,20 @@ class Decoder:
         `metadata.slot_mapping`; `sample_rows` `[R]` int64, the rows whose logits are wanted
         (R may be 0). All on the model's device.
         """
-        hidden = F.embedding(token_ids, self._embedding)  # [T, E]
-        cos, sin = self._rope.cos_sin(positions)
+        hidden = F.embedding(token_ids, self.embedding)  # [T, E]
+        rotation = Rotation(*self.rope.cos_sin(positions), metadata.slot_mapping)
         delta: torch.Tensor | None = None  # what the previous layer has yet to add
-        for layer, kv_layer in zip(self._layers[:-1], kv_cache.unbind(1), strict=False):
+        for layer, kv_layer in zip(self.layers[:-1], kv_cache.unbind(1), strict=False):
             normed = _add_norm(layer.attention_norm, delta, hidden)
-            attended = layer.attention(normed, cos, sin, kv_layer, metadata)
+            attended = layer.attention(normed, rotation, kv_layer, metadata)
             delta = layer.mlp(layer.mlp_norm.add(attended, hidden))
         # After the last layer's KV only the sampled rows matter.
-        last, rows = self._layers[-1], None if len(sample_rows) == len(hidden) else sample_rows
+        last, rows = self.layers[-1], None if len(sample_rows) == len(hidden) else sample_rows
         normed = _add_norm(last.attention_norm, delta, hidden)
-        attended = last.attention(normed, cos, sin, kv_cache[:, -1], metadata, rows)  # [R, E]
+        attended = last.attention(normed, rotation, kv_cache[:, -1], metadata, rows)  # [R, E]
         hidden = hidden if rows is None else hidden[rows]
         delta = last.mlp(last.mlp_norm.add(attended, hidden))
-        return self._lm_head(self._norm.add(delta, hidden))
+        return self.lm_head(self.norm.add(delta, hidden))
 
 
 def _add_norm(norm: RmsNorm, delta: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:

@@ -59,18 +59,8 @@ FAMILIES = {
             output_bias=Bias.CONFIGURED,
             mlp_bias=Bias.CONFIGURED,
         ),
-        Family(
-            name="mistral",
-            architecture="MistralForCausalLM",
-            windows=Windows.ALL_LAYERS,
-            absent_kv_heads=8,
-        ),
-        Family(
-            name="ministral",
-            architecture="MinistralForCausalLM",
-            windows=Windows.TYPED,
-            absent_kv_heads=8,
-        ),
+        Family(name="mistral", architecture="MistralForCausalLM", windows=Windows.ALL_LAYERS, absent_kv_heads=8),
+        Family(name="ministral", architecture="MinistralForCausalLM", windows=Windows.TYPED, absent_kv_heads=8),
         Family(
             name="qwen2",
             architecture="Qwen2ForCausalLM",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.attention import AttentionParams
 from kernels.operations import Kernels, LinearMap, QkNorm
 from models.config import CONFIG_FILE, ModelConfig, load_model_config
 from models.decoder import Attention, Decoder, DecoderLayer, HeadShape
@@ -43,7 +44,8 @@ class LoadedModel:
 
     def kv_layout(self, block_size: int) -> KvLayout:
         """How this model's KV lies in blocks of `block_size` tokens."""
-        return self.config.kv_layout(block_size, self.dtype)
+        config = self.config
+        return KvLayout(config.num_layers, config.num_kv_heads, block_size, config.head_dim, self.dtype)
 
 
 def load_model(path: Path, dtype: str | None, device: torch.device, kernels: Kernels) -> LoadedModel:
@@ -115,7 +117,7 @@ class _DecoderBuilder:
             output=self._linear((f"{prefix}o_proj",), bias=config.output_bias),
             qk_norm=self._qk_norm(prefix) if config.qk_norm else None,
             heads=HeadShape(config.num_heads, config.num_kv_heads, config.head_dim),
-            sliding_window=sliding_window,
+            params=AttentionParams(config.head_dim**-0.5, sliding_window),
             kernels=self._kernels,
         )
 

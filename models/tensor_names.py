@@ -22,34 +22,28 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     tensors: dict[str, Shape] = {EMBEDDING: embedding, FINAL_NORM: (config.hidden_size,)}
     if not config.tied:
         tensors[LM_HEAD] = embedding
-    layer_tensors = _attention_tensors(config) | _mlp_tensors(config)
+    layer_tensors = _layer_tensors(config)
     for layer in range(config.num_layers):
         tensors |= {layer_prefix(layer) + name: shape for name, shape in layer_tensors.items()}
     return tensors
 
 
-def _attention_tensors(config: ModelConfig) -> dict[str, Shape]:
-    hidden, q_size = config.hidden_size, config.num_heads * config.head_dim
-    kv_size = config.num_kv_heads * config.head_dim
-    tensors: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
-    tensors |= _linear("self_attn.q_proj", q_size, hidden, bias=config.qkv_bias)
-    tensors |= _linear("self_attn.k_proj", kv_size, hidden, bias=config.qkv_bias)
-    tensors |= _linear("self_attn.v_proj", kv_size, hidden, bias=config.qkv_bias)
-    tensors |= _linear("self_attn.o_proj", hidden, q_size, bias=config.output_bias)
+def _layer_tensors(config: ModelConfig) -> dict[str, Shape]:
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    tensors: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
     if config.qk_norm:
         tensors |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+    for name, out_size, in_size, has_bias in (
+        ("self_attn.q_proj", q_size, hidden, config.qkv_bias),
+        ("self_attn.k_proj", kv_size, hidden, config.qkv_bias),
+        ("self_attn.v_proj", kv_size, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, q_size, config.output_bias),
+        ("mlp.gate_proj", intermediate, hidden, config.mlp_bias),
+        ("mlp.up_proj", intermediate, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, intermediate, config.mlp_bias),
+    ):
+        tensors[f"{name}.weight"] = (out_size, in_size)
+        if has_bias:
+            tensors[f"{name}.bias"] = (out_size,)
     return tensors
-
-
-def _mlp_tensors(config: ModelConfig) -> dict[str, Shape]:
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    tensors: dict[str, Shape] = {"post_attention_layernorm.weight": (hidden,)}
-    tensors |= _linear("mlp.gate_proj", intermediate, hidden, bias=config.mlp_bias)
-    tensors |= _linear("mlp.up_proj", intermediate, hidden, bias=config.mlp_bias)
-    tensors |= _linear("mlp.down_proj", hidden, intermediate, bias=config.mlp_bias)
-    return tensors
-
-
-def _linear(name: str, out_size: int, in_size: int, *, bias: bool) -> dict[str, Shape]:
-    weight: dict[str, Shape] = {f"{name}.weight": (out_size, in_size)}
-    return weight | ({f"{name}.bias": (out_size,)} if bias else {})

@@ -94,7 +94,8 @@ class TensorStore:
     def _check_names(self) -> None:
         missing = [name for name in self._expected if name not in self._path_of]
         if missing:
-            raise CheckpointError(f"{missing[0]}: tensor is missing from {self._folder}{_more(missing)}")
+            folder = self._weight_files.paths[0].parent
+            raise CheckpointError(f"{missing[0]}: tensor is missing from {folder}{_more(missing)}")
         extra = [name for name in self._path_of if name not in self._expected and not name.endswith(_DERIVED)]
         if LM_HEAD in extra and self._is_tied_copy():
             extra.remove(LM_HEAD)
@@ -119,10 +120,6 @@ class TensorStore:
 
     def _slice(self, name: str) -> Any:
         return self._opened[self._path_of[name]].get_slice(name)
-
-    @property
-    def _folder(self) -> Path:
-        return self._weight_files.paths[0].parent
 
 
 def _more(names: list[str]) -> str:

@@ -22,7 +22,7 @@ from bench.roofline import (
     silu_mul_cost,
 )
 from bench.timing import Call
-from kernels.operations import Operations
+from kernels.operations import Operations, Rotation
 
 _EPS = 1e-5
 _BLOCK_SIZE = 16
@@ -72,7 +72,8 @@ def small_calls(
     num_blocks = -(-tokens // _BLOCK_SIZE)
     kv = torch.empty(num_blocks, 2, layer.num_kv_heads, _BLOCK_SIZE, layer.head_dim, dtype=dtype, device=device)
     slots = torch.randperm(num_blocks * _BLOCK_SIZE)[:tokens].to(device)
-    rotate: list[Call] = [partial(operations.rotate_and_store, qkv, angles.cos(), angles.sin(), None, kv, slots)]
+    rotation = Rotation(angles.cos(), angles.sin(), slots)
+    rotate: list[Call] = [partial(operations.rotate_and_store, qkv, rotation, None, kv)]
     heads = layer.num_heads, layer.num_kv_heads
     yield OperationCalls("rotate_and_store", rotate, rotate_and_store_cost(tokens, heads, layer.head_dim, dtype))
 

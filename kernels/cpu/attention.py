@@ -48,10 +48,7 @@ class CpuAttention:
         )
         self._step: _Step | None = None
 
-    @property
-    def name(self) -> str:
-        """As `--attention-backend` calls it."""
-        return "cpu"
+    name = "cpu"
 
     def attend(
         self,
@@ -78,7 +75,7 @@ class CpuAttention:
         self, q: torch.Tensor, kv_layer: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
     ) -> _Step:
         """Checks all arguments; raises InternalError by name."""
-        check_attend(q, kv_layer, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables)
+        check_attend(q, kv_layer, metadata)
         if q.dtype not in DTYPES or not q.is_cpu:
             raise InternalError(f"q: {q.dtype} on {q.device}; the native kernels compute float32 and bfloat16 on CPUs")
         if q.shape[1] > 1 and q.stride(1) != q.shape[2]:

@@ -7,6 +7,7 @@ sums err up to three times as much, and tokens are to equal those of plain torch
 from __future__ import annotations
 
 from ctypes import c_int64, c_void_p
+from dataclasses import dataclass
 
 import torch
 
@@ -122,19 +123,17 @@ def _pack_for_onednn(weight: torch.Tensor) -> torch.Tensor | None:
     return packed
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _OneDnnLinear:
     """A weight as oneDNN wants it."""
 
-    __slots__ = ("_bias", "_num_outputs", "_packed")
-
-    def __init__(self, packed: torch.Tensor, bias: torch.Tensor | None, num_outputs: int) -> None:
-        self._packed = packed
-        self._bias = bias
-        self._num_outputs = num_outputs
+    packed: torch.Tensor
+    bias: torch.Tensor | None
+    num_outputs: int
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X `[T, in]` → `[T, out]`."""
         if not len(x):
-            return x.new_empty(0, self._num_outputs)
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self._bias, "none", [], "")
+            return x.new_empty(0, self.num_outputs)
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
         return out

@@ -15,7 +15,7 @@ import torch
 
 from kernels.cpu.library import Library
 from kernels.cpu.linear import open_gated_linear, open_linear
-from kernels.operations import ActivatedLinear, LinearMap, QkNorm
+from kernels.operations import ActivatedLinear, LinearMap, QkNorm, Rotation
 from kernels.spec import Dims, check_block_pairs, check_rotate_and_store
 from tandem.errors import InternalError
 
@@ -45,16 +45,16 @@ class _Calls:
 class CpuOperations:
     """Implements `kernels.operations.Operations` for float32 and bfloat16 on the CPU.
 
-    Keeps the last step's `cos`, `sin` and `slot_mapping`, which its layers share, to check them once. For one thread.
+    Keeps the last step's rotation, which its layers share, to check it once. For one thread.
     """
 
-    __slots__ = ("_library", "_long", "_rotation", "_short")
+    __slots__ = ("_library", "_long", "_short", "_step")
 
     def __init__(self, library: Library) -> None:
         self._library = library
         self._short = {dtype: _Calls(library, suffix, keeps_gil=True) for dtype, suffix in DTYPES.items()}
         self._long = {dtype: _Calls(library, suffix, keeps_gil=False) for dtype, suffix in DTYPES.items()}
-        self._rotation: _Rotation | None = None
+        self._step: _RotateStep | None = None
 
     @property
     def name(self) -> str:
@@ -100,34 +100,25 @@ class CpuOperations:
         return out
 
     def rotate_and_store(
-        self,
-        qkv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        qk_norm: QkNorm | None,
-        kv_layer: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        self, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, kv_layer: torch.Tensor
     ) -> None:
         """See `Operations.rotate_and_store`. Rounded once, after norm and rotation."""
-        rotation = self._rotation
-        if rotation is None or not rotation.fits(qkv, cos, sin, kv_layer, slot_mapping):
-            check_rotate_and_store(qkv, cos, sin, None, kv_layer, slot_mapping)
+        step = self._step
+        if step is None or not step.fits(qkv, rotation, kv_layer):
+            check_rotate_and_store(qkv, rotation, None, kv_layer)
             if qkv.dtype not in DTYPES or not qkv.is_cpu:
                 raise _refusal(qkv=(qkv, ("T", "H+2Hkv", "D")))
-            rotation = self._rotation = _Rotation(qkv, cos, sin, kv_layer, slot_mapping)
-        calls = (self._short if rotation.num_tokens <= _SHORT_TOKENS else self._long)[rotation.dtype]
+            step = self._step = _RotateStep(qkv, rotation, kv_layer)
+        calls = (self._short if step.num_tokens <= _SHORT_TOKENS else self._long)[step.dtype]
         if qk_norm is None:
-            calls.rotate_and_store(qkv.data_ptr(), kv_layer.data_ptr(), rotation.address, None, None, 0.0)
+            calls.rotate_and_store(qkv.data_ptr(), kv_layer.data_ptr(), step.address, None, None, 0.0)
             return
         q_weight, k_weight = qk_norm.q_weight, qk_norm.k_weight
-        if not (
-            _is_weight(q_weight, rotation.head_dim, rotation.dtype)
-            and _is_weight(k_weight, rotation.head_dim, rotation.dtype)
-        ):
-            check_rotate_and_store(qkv, cos, sin, qk_norm, kv_layer, slot_mapping)
+        if not (_is_weight(q_weight, step.head_dim, step.dtype) and _is_weight(k_weight, step.head_dim, step.dtype)):
+            check_rotate_and_store(qkv, rotation, qk_norm, kv_layer)
             raise _refusal(q_weight=(q_weight, ("D",)), k_weight=(k_weight, ("D",)))
         calls.rotate_and_store(
-            *(qkv.data_ptr(), kv_layer.data_ptr(), rotation.address),
+            *(qkv.data_ptr(), kv_layer.data_ptr(), step.address),
             *(q_weight.data_ptr(), k_weight.data_ptr(), qk_norm.eps),
         )
 
@@ -163,53 +154,37 @@ class _RotateShape(ctypes.Structure):
     )
 
 
-class _Rotation:
+class _RotateStep:
     """Checked arguments of one step's `rotate_and_store`, and the struct made of them.
 
     `address` points into `_struct`, whose pointers point into the tensors: all live as long as this does.
     """
 
     __slots__ = (
-        *("_cos", "_kv_shape", "_kv_strides", "_qkv_shape", "_qkv_strides", "_sin", "_slot_mapping", "_struct"),
+        *("_kv_shape", "_kv_strides", "_qkv_shape", "_qkv_strides", "_rotation", "_struct"),
         *("address", "dtype", "head_dim", "num_tokens"),
     )
 
-    def __init__(
-        self,
-        qkv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        kv_layer: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        self._cos, self._sin, self._slot_mapping = cos, sin, slot_mapping
+    def __init__(self, qkv: torch.Tensor, rotation: Rotation, kv_layer: torch.Tensor) -> None:
+        self._rotation = rotation
         self._qkv_shape, self._qkv_strides = qkv.shape, qkv.stride()
         self._kv_shape, self._kv_strides = kv_layer.shape, kv_layer.stride()
         self.dtype = qkv.dtype
         self.num_tokens, self.head_dim = qkv.shape[0], qkv.shape[2]
         num_kv_heads, block_size = kv_layer.shape[2:4]
         num_heads = qkv.shape[1] - 2 * num_kv_heads
-        kv_block, kv_side, kv_head, kv_slot, _ = kv_layer.stride()
+        cos, sin, slots = rotation.cos, rotation.sin, rotation.slot_mapping
         self._struct = _RotateShape(
             *(self.num_tokens, num_heads, num_kv_heads, self.head_dim, block_size),
-            *(*qkv.stride()[:2], cos.stride(0), sin.stride(0), kv_block, kv_side, kv_head, kv_slot),
-            *(cos.data_ptr(), sin.data_ptr(), slot_mapping.data_ptr()),
+            *(*qkv.stride()[:2], cos.stride(0), sin.stride(0), *kv_layer.stride()[:4]),
+            *(cos.data_ptr(), sin.data_ptr(), slots.data_ptr()),
         )
         self.address = ctypes.addressof(self._struct)
 
-    def fits(
-        self,
-        qkv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        kv_layer: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> bool:
+    def fits(self, qkv: torch.Tensor, rotation: Rotation, kv_layer: torch.Tensor) -> bool:
         """Whether these are another layer's arguments of the same step."""
         return (
-            self._cos is cos
-            and self._sin is sin
-            and self._slot_mapping is slot_mapping
+            self._rotation is rotation
             and qkv.stride() == self._qkv_strides
             and qkv.shape == self._qkv_shape
             and qkv.dtype is self.dtype

@@ -34,23 +34,16 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     for dtype in (torch.bfloat16, torch.float32):
         yield Variant(
             kernel=_silu_mul,
-            signature={"gate_up": POINTERS[dtype], "out": POINTERS[dtype], "stride": "i32", "width": "i32"},
+            signature=dict.fromkeys(("gate_up", "out"), POINTERS[dtype]),
             constexprs={"BLOCK": _BLOCK},
             num_warps=_NUM_WARPS,
-            num_stages=1,
             label=f"silu_mul {POINTERS[dtype][1:]}",
             aligned=frozenset(("stride", "width")),
         )
 
 
 @triton.jit
-def _silu_mul(
-    gate_up: tl.tensor,
-    out: tl.tensor,
-    stride: tl.tensor,
-    width: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
+def _silu_mul(gate_up, out, stride, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

@@ -19,12 +19,7 @@ from kernels.triton.prefill import prefill
 class TritonAttention:
     """Implements `kernels.attention.AttentionBackend`."""
 
-    __slots__ = ()
-
-    @property
-    def name(self) -> str:
-        """As `--attention-backend` calls it."""
-        return "triton"
+    name = "triton"
 
     def attend(
         self,
@@ -36,7 +31,7 @@ class TritonAttention:
         params: AttentionParams,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`. Never synchronizes; a pure decode step can be captured in a graph."""
-        dims = check_attend(q, kv_layer, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables)
+        dims = check_attend(q, kv_layer, metadata)
         dims.check("k", k, ("T", "Hkv", "D"), q.dtype, q.device)
         dims.check("v", v, ("T", "Hkv", "D"), q.dtype, q.device)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, H, D]

@@ -1,4 +1,4 @@
-"""Whole blocks copied on the device: for copy-on-write, and to and from contiguous staging for transfer and swap.
+"""Whole blocks copied within a pool on the device, for copy-on-write.
 
 A block is bytes, moved as 8-byte words. Ids lie on the device, so nothing waits for the host;
 a negative id is skipped, which lets a captured graph carry padding.
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.spec import check_block_pairs, check_blocks
+from kernels.spec import check_block_pairs
 from kernels.triton.variant import Variant
 from tandem.errors import InternalError
 
@@ -22,98 +22,36 @@ _WORD_BYTES = 8
 
 
 def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Copies blocks within `pool` `[N, block_bytes]` uint8, in place, by `pairs` `[M, 2]` int64 (source, target).
-
-    No target may be the source or target of another pair: pairs are copied in no order.
-    """
+    """See `Operations.copy_blocks`; `pool` may have any stride over blocks that is a multiple of 8 bytes."""
     check_block_pairs(pool, pairs)
-    words = _words("pool", pool)
-    _copy(words, words, pairs[:, 0], pairs[:, 1])
-
-
-def gather_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:
-    """Copies block `block_ids[i]` of `pool` `[N, block_bytes]` into row i of `staging` `[M, block_bytes]`.
-
-    Both are uint8 with any stride over rows, `block_ids` `[M]` int64. Rows of negative ids stay as they are.
-    """
-    check_blocks(pool, staging, block_ids)
-    _copy(_words("pool", pool), _words("staging", staging), block_ids, None)
-
-
-def scatter_blocks(staging: torch.Tensor, block_ids: torch.Tensor, pool: torch.Tensor) -> None:
-    """The reverse of `gather_blocks`: row i of `staging` becomes block `block_ids[i]`; ids must differ."""
-    check_blocks(pool, staging, block_ids)
-    _copy(_words("staging", staging), _words("pool", pool), None, block_ids)
+    for what, size in (("block_bytes", pool.shape[1]), ("stride", pool.stride(0)), ("address", pool.data_ptr())):
+        if size % _WORD_BYTES:
+            raise InternalError(f"pool: {what} {size} is not a multiple of {_WORD_BYTES}")
+    words = pool.view(torch.int64)
+    width = words.shape[1]
+    if len(pairs) and width:
+        grid = (len(pairs), triton.cdiv(width, _BLOCK))
+        _copy_words[grid](words, pairs, words.stride(0), pairs.stride(0), width, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
-    """Pairs, gather and scatter; alike on every `arch`."""
-    for label, source_by_id, target_by_id in (("copy", True, True), ("gather", True, False), ("scatter", False, True)):
-        yield Variant(
-            kernel=_copy_words,
-            signature={
-                **dict.fromkeys(("source", "target", "source_ids", "target_ids"), "*i64"),
-                **dict.fromkeys(("source_stride", "target_stride", "id_stride", "width"), "i32"),
-            },
-            constexprs={"BLOCK": _BLOCK, "SOURCE_BY_ID": source_by_id, "TARGET_BY_ID": target_by_id},
-            num_warps=_NUM_WARPS,
-            num_stages=1,
-            label=f"{label} blocks",
-            aligned=frozenset(("source_stride", "target_stride", "width")),
-        )
-
-
-def _words(name: str, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of bytes `[M, block_bytes]` seen as rows of words."""
-    for what, size in (("block_bytes", rows.shape[1]), ("stride", rows.stride(0)), ("address", rows.data_ptr())):
-        if size % _WORD_BYTES:
-            raise InternalError(f"{name}: {what} {size} is not a multiple of {_WORD_BYTES}")
-    return rows.view(torch.int64)
-
-
-def _copy(
-    source: torch.Tensor, target: torch.Tensor, source_ids: torch.Tensor | None, target_ids: torch.Tensor | None
-) -> None:
-    """Copies word rows; ids `[M]` choose the rows of their side, None takes them in order."""
-    ids = source_ids if source_ids is not None else target_ids
-    assert ids is not None
-    width = source.shape[1]
-    if not len(ids) or not width:
-        return
-    _copy_words[(len(ids), triton.cdiv(width, _BLOCK))](
-        source,
-        target,
-        ids if source_ids is None else source_ids,
-        ids if target_ids is None else target_ids,
-        *(source.stride(0), target.stride(0), ids.stride(0), width),
-        BLOCK=_BLOCK,
-        SOURCE_BY_ID=source_ids is not None,
-        TARGET_BY_ID=target_ids is not None,
+    """Alike on every `arch`."""
+    yield Variant(
+        kernel=_copy_words,
+        signature=dict.fromkeys(("pool", "pairs"), "*i64"),
+        constexprs={"BLOCK": _BLOCK},
         num_warps=_NUM_WARPS,
+        label="copy blocks",
+        aligned=frozenset(("pool_stride", "width")),
     )
 
 
 @triton.jit
-def _copy_words(
-    source: tl.tensor,
-    target: tl.tensor,
-    source_ids: tl.tensor,
-    target_ids: tl.tensor,
-    source_stride: tl.tensor,
-    target_stride: tl.tensor,
-    id_stride: tl.tensor,
-    width: tl.tensor,
-    BLOCK: tl.constexpr,
-    SOURCE_BY_ID: tl.constexpr,
-    TARGET_BY_ID: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
+def _copy_words(pool, pairs, pool_stride, pair_stride, width, BLOCK: tl.constexpr):
+    pair = pairs + tl.program_id(0).to(tl.int64) * pair_stride
     words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source_row, target_row = row, row
-    if SOURCE_BY_ID:
-        source_row = tl.load(source_ids + row * id_stride)
-    if TARGET_BY_ID:
-        target_row = tl.load(target_ids + row * id_stride)
-    if (source_row >= 0) & (target_row >= 0):
-        values = tl.load(source + source_row * source_stride + words, mask=words < width)
-        tl.store(target + target_row * target_stride + words, values, mask=words < width)
+    source = tl.load(pair)
+    target = tl.load(pair + 1)
+    if (source >= 0) & (target >= 0):
+        values = tl.load(pool + source * pool_stride + words, mask=words < width)
+        tl.store(pool + target * pool_stride + words, values, mask=words < width)

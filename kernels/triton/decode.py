@@ -22,7 +22,9 @@ from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.triton.configs import arch_of, attention_config
 from kernels.triton.tile import (
     UNSEEN,
+    attention_variant,
     averaged,
+    constants,
     fold,
     load_tile,
     padded_head_dim,
@@ -170,22 +172,21 @@ def decode(
     workspace = (num_seqs, num_heads, max_splits) if merged else (0, 0, 0)
     partial_out = torch.empty((*workspace, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(workspace, dtype=torch.float32, device=q.device)
-    window = params.sliding_window or 0
+    windowed, window = params.sliding_window is not None, params.sliding_window or 0
     cap_factor, factor = score_factors(params)
     decode_kernel[(num_kv_heads * -(-group // config.block_m), num_seqs, max_splits)](
         q, kv_layer, out, partial_out, partial_lse, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables,
         max_splits, num_kv_heads, group,
         q.stride(0), q.stride(1), *kv_layer.stride()[:4], metadata.block_tables.stride(0),
         window, cap_factor, factor,
-        WINDOWED=params.sliding_window is not None, CAPPED=params.soft_cap is not None,
-        HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_SIZE=block_size, **_SPLITTING,
+        **constants(config, head_dim, block_size, windowed=windowed, capped=params.soft_cap is not None),
+        **_SPLITTING,
         num_warps=config.num_warps, num_stages=config.num_stages, **FP_FUSION,
     )  # fmt: skip
     if merged:
         merge_kernel[(num_seqs, num_heads)](
             partial_out, partial_lse, out, metadata.cu_seqlens_q, metadata.seq_lens, max_splits, num_heads, window,
-            WINDOWED=params.sliding_window is not None, HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
+            WINDOWED=windowed, HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
             **_SPLITTING, num_warps=_MERGE_WARPS, num_stages=1, **FP_FUSION,
         )  # fmt: skip
 
@@ -204,33 +205,8 @@ def compile_variants(arch: int) -> Iterator[Variant]:
 def _decode_variant(arch: int, head_dim: int, dtype: torch.dtype, block_size: int, *, edges: bool) -> Variant:
     """`edges`: with sliding window and soft cap."""
     config = attention_config("decode", head_dim, dtype, arch)
-    sizes = ("max_splits", "num_kv_heads", "group", "stride_table", "window")
-    strides = ("stride_qt", "stride_qh", "stride_side", "stride_head", "stride_slot")
-    return Variant(
-        kernel=decode_kernel,
-        signature={
-            **dict.fromkeys(("q", "kv_layer", "out"), POINTERS[dtype]),
-            **dict.fromkeys(("partial_out", "partial_lse"), "*fp32"),
-            **dict.fromkeys(("cu_seqlens_q", "seq_lens", "block_tables"), "*i32"),
-            **dict.fromkeys((*sizes, *strides), "i32"),
-            "stride_block": "i64",
-            **dict.fromkeys(("cap_factor", "factor"), "fp32"),
-        },
-        constexprs={
-            "WINDOWED": edges,
-            "CAPPED": edges,
-            "HEAD_DIM": head_dim,
-            "BLOCK_D": padded_head_dim(head_dim),
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_SIZE": block_size,
-            **_SPLITTING,
-        },
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        label=f"decode {dtype} D={head_dim} S={block_size}{' windowed capped' if edges else ''}",
-        aligned=frozenset((*strides, "stride_block")),
-    )
+    constexprs = constants(config, head_dim, block_size, windowed=edges, capped=edges)
+    return attention_variant(decode_kernel, "decode", config, dtype, {**constexprs, **_SPLITTING})
 
 
 def _merge_variant(head_dim: int) -> Variant:
@@ -240,10 +216,8 @@ def _merge_variant(head_dim: int) -> Variant:
             **dict.fromkeys(("partial_out", "partial_lse"), "*fp32"),
             "out": "*bf16",
             **dict.fromkeys(("cu_seqlens_q", "seq_lens"), "*i32"),
-            **dict.fromkeys(("max_splits", "num_heads", "window"), "i32"),
         },
         constexprs={"WINDOWED": True, "HEAD_DIM": head_dim, "BLOCK_D": padded_head_dim(head_dim), **_SPLITTING},
         num_warps=_MERGE_WARPS,
-        num_stages=1,
         label=f"decode merge D={head_dim}",
     )

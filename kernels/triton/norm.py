@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.spec import Dims, check_rms_norm
+from kernels.spec import check_rms_norm
 from kernels.triton.variant import POINTERS, Variant
 from tandem.errors import InternalError
 
@@ -23,25 +23,28 @@ MAX_WIDTH = 16384
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `Operations.rms_norm`: x `[T, E]` with any stride over T → `[T, E]`, contiguous."""
-    width = _width(check_rms_norm(x, weight))
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if out.numel():
-        block, num_warps = _tile(width)
-        _rms_norm[(x.shape[0],)](
-            x, x, weight, out, x.stride(0), 0, width, eps, BLOCK=block, HAS_RESIDUAL=False, num_warps=num_warps
-        )
-    return out
+    return _normed(x, None, weight, eps)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `Operations.add_rms_norm`: adds x to `residual` in place, both `[T, E]` with any stride over T."""
-    width = _width(check_rms_norm(x, weight, residual))
+    return _normed(x, residual, weight, eps)
+
+
+def _normed(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    width = check_rms_norm(x, weight, residual)["E"]
+    if width > MAX_WIDTH:
+        raise InternalError(f"x: E is {width}, at most {MAX_WIDTH} fit")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         block, num_warps = _tile(width)
-        strides = x.stride(0), residual.stride(0)
+        added = x if residual is None else residual
+        strides = x.stride(0), 0 if residual is None else residual.stride(0)
         _rms_norm[(x.shape[0],)](
-            x, residual, weight, out, *strides, width, eps, BLOCK=block, HAS_RESIDUAL=True, num_warps=num_warps
+            *(x, added, weight, out, *strides, width, eps),
+            BLOCK=block,
+            HAS_RESIDUAL=residual is not None,
+            num_warps=num_warps,
         )
     return out
 
@@ -55,23 +58,14 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         (torch.float32, MAX_WIDTH, True),
     ):
         block, num_warps = _tile(width)
-        pointers = dict.fromkeys(("x", "residual", "weight", "out"), POINTERS[dtype])
         yield Variant(
             kernel=_rms_norm,
-            signature={**pointers, "x_stride": "i32", "residual_stride": "i32", "width": "i32", "eps": "fp32"},
+            signature={**dict.fromkeys(("x", "residual", "weight", "out"), POINTERS[dtype]), "eps": "fp32"},
             constexprs={"BLOCK": block, "HAS_RESIDUAL": has_residual},
             num_warps=num_warps,
-            num_stages=1,
             label=f"{'add_' if has_residual else ''}rms_norm {POINTERS[dtype][1:]} E={width}",
             aligned=frozenset(("x_stride", "residual_stride", "width")),
         )
-
-
-def _width(dims: Dims) -> int:
-    width = dims["E"]
-    if width > MAX_WIDTH:
-        raise InternalError(f"x: E is {width}, at most {MAX_WIDTH} fit")
-    return width
 
 
 def _tile(width: int) -> tuple[int, int]:
@@ -82,17 +76,9 @@ def _tile(width: int) -> tuple[int, int]:
 
 @triton.jit
 def _rms_norm(
-    x: tl.tensor,
-    residual: tl.tensor,
-    weight: tl.tensor,
-    out: tl.tensor,
-    x_stride: tl.tensor,
-    residual_stride: tl.tensor,
-    width: tl.tensor,
-    eps: tl.tensor,
-    BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-) -> None:
+    x, residual, weight, out, x_stride, residual_stride, width, eps,
+    BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width

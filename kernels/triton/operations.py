@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.operations import ActivatedLinear, LinearMap, PlainLinear, QkNorm
+from kernels.operations import ActivatedLinear, LinearMap, PlainLinear
 from kernels.triton.activation import silu_mul
 from kernels.triton.blocks import copy_blocks
 from kernels.triton.norm import add_rms_norm, rms_norm
@@ -14,12 +14,7 @@ from kernels.triton.rotary import rotate_and_store
 class TritonOperations:
     """Implements `kernels.operations.Operations`; nothing synchronizes, so CUDA graphs can capture every call."""
 
-    __slots__ = ()
-
-    @property
-    def name(self) -> str:
-        """As the log calls it."""
-        return "triton"
+    name = "triton"
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.linear`; keeps the weight as it is, which is how cuBLAS reads it."""
@@ -29,30 +24,8 @@ class TritonOperations:
         """See `Operations.gated_linear`; two operations, so gate and up are rounded too."""
         return ActivatedLinear(self.linear(weight, bias), self.silu_mul)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `Operations.rms_norm`."""
-        return rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `Operations.add_rms_norm`."""
-        return add_rms_norm(x, residual, weight, eps)
-
-    def rotate_and_store(
-        self,
-        qkv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        qk_norm: QkNorm | None,
-        kv_layer: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """See `Operations.rotate_and_store`."""
-        rotate_and_store(qkv, cos, sin, qk_norm, kv_layer, slot_mapping)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `Operations.silu_mul`."""
-        return silu_mul(gate_up)
-
-    def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
-        """See `Operations.copy_blocks`."""
-        copy_blocks(pool, pairs)
+    rms_norm = staticmethod(rms_norm)
+    add_rms_norm = staticmethod(add_rms_norm)
+    rotate_and_store = staticmethod(rotate_and_store)
+    silu_mul = staticmethod(silu_mul)
+    copy_blocks = staticmethod(copy_blocks)

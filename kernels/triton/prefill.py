@@ -20,10 +20,11 @@ from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.triton.configs import KernelConfig, arch_of, attention_config
 from kernels.triton.tile import (
     UNSEEN,
+    attention_variant,
     averaged,
+    constants,
     fold,
     load_tile,
-    padded_head_dim,
     pool_rows,
     score_factors,
     scores,
@@ -172,8 +173,8 @@ def prefill_kernel(
         False, WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE,
     )  # fmt: skip
 
-    # Worked out anew, in other words than above: the compiler would hold the first results in registers
-    # through all the loops, and spill.
+    # Computed again, by other formulas than above: the compiler would otherwise hold the first results in
+    # registers through all the loops, and spill.
     rows = first_row + tl.arange(0, BLOCK_M)
     tokens = (rows + group) // group - 1
     heads = kv_head * group + rows - tokens * group
@@ -203,16 +204,16 @@ def prefill(
     group = num_heads // num_kv_heads
     config = attention_config("prefill", head_dim, q.dtype, arch_of(q.device))
     num_tiles = num_tokens * group // config.block_m + num_seqs
+    windowed, window = params.sliding_window is not None, params.sliding_window or 0
     cap_factor, factor = score_factors(params)
     prefill_kernel[(num_tiles * num_kv_heads,)](
         q, k, v, kv_layer, out, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables,
         num_seqs, num_tiles, num_kv_heads, group,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *kv_layer.stride()[:4], metadata.block_tables.stride(0),
-        params.sliding_window or 0, cap_factor, factor,
-        WINDOWED=params.sliding_window is not None, CAPPED=params.soft_cap is not None,
-        HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, CONTEXT_N=_context_tile(config), BLOCK_SIZE=block_size,
+        window, cap_factor, factor,
+        **constants(config, head_dim, block_size, windowed=windowed, capped=params.soft_cap is not None),
+        CONTEXT_N=_context_tile(config),
         num_warps=config.num_warps, num_stages=config.num_stages, **FP_FUSION,
     )  # fmt: skip
 
@@ -234,32 +235,6 @@ def compile_variants(arch: int) -> Iterator[Variant]:
 def _variant(arch: int, head_dim: int, dtype: torch.dtype, block_size: int, *, edges: bool) -> Variant:
     """`edges`: with sliding window and soft cap."""
     config = attention_config("prefill", head_dim, dtype, arch)
-    tensors = dict.fromkeys(("q", "k", "v", "kv_layer", "out"), POINTERS[dtype])
-    tables = dict.fromkeys(("cu_seqlens_q", "seq_lens", "block_tables"), "*i32")
-    sizes = ("num_seqs", "num_tiles", "num_kv_heads", "group", "stride_table", "window")
-    strides = ("stride_qt", "stride_qh", "stride_kt", "stride_kh", "stride_vt", "stride_vh")
-    pool_strides = ("stride_side", "stride_head", "stride_slot")
-    return Variant(
-        kernel=prefill_kernel,
-        signature={
-            **tensors,
-            **tables,
-            **dict.fromkeys((*sizes, *strides, *pool_strides), "i32"),
-            "stride_block": "i64",
-            **dict.fromkeys(("cap_factor", "factor"), "fp32"),
-        },
-        constexprs={
-            "WINDOWED": edges,
-            "CAPPED": edges,
-            "HEAD_DIM": head_dim,
-            "BLOCK_D": padded_head_dim(head_dim),
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "CONTEXT_N": _context_tile(config),
-            "BLOCK_SIZE": block_size,
-        },
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        label=f"prefill {dtype} D={head_dim} S={block_size}{' windowed capped' if edges else ''}",
-        aligned=frozenset((*strides, *pool_strides, "stride_block")),
-    )
+    constexprs = constants(config, head_dim, block_size, windowed=edges, capped=edges)
+    constexprs["CONTEXT_N"] = _context_tile(config)
+    return attention_variant(prefill_kernel, "prefill", config, dtype, constexprs)

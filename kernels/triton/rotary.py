@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.operations import QkNorm
+from kernels.operations import QkNorm, Rotation
 from kernels.spec import check_float, check_rotate_and_store
 from kernels.triton.variant import POINTERS, Variant
 
@@ -22,33 +22,23 @@ _TILE_PAIRS = 512
 _NUM_WARPS = 4
 
 
-def rotate_and_store(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    qk_norm: QkNorm | None,
-    kv_layer: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """See `Operations.rotate_and_store`; `qkv`, `cos` and `sin` may have any strides over their first dimensions.
+def rotate_and_store(qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, kv_layer: torch.Tensor) -> None:
+    """See `Operations.rotate_and_store`; `qkv` and the angles may have any strides over their first dimensions.
 
     Two tokens must not have the same slot, and no slot may lie beyond the pool: neither is looked for.
     """
     check_float("kv_layer", kv_layer)
-    dims = check_rotate_and_store(qkv, cos, sin, qk_norm, kv_layer, slot_mapping)
+    dims = check_rotate_and_store(qkv, rotation, qk_norm, kv_layer)
     num_tokens, num_heads, half = dims["T"], dims["H+2Hkv"], dims["D/2"]
     if not num_tokens:
         return
     pairs, heads = _tile(half, num_heads)
     _rotate_and_store[(num_tokens, triton.cdiv(num_heads, heads))](
-        qkv,
-        cos,
-        sin,
+        *(qkv, rotation.cos, rotation.sin),
         qkv if qk_norm is None else qk_norm.q_weight,
         qkv if qk_norm is None else qk_norm.k_weight,
-        kv_layer,
-        slot_mapping,
-        *(qkv.stride(0), qkv.stride(1), cos.stride(0), sin.stride(0)),
+        *(kv_layer, rotation.slot_mapping),
+        *(qkv.stride(0), qkv.stride(1), rotation.cos.stride(0), rotation.sin.stride(0)),
         *kv_layer.stride()[:4],
         *(dims["S"], num_heads, dims["Hkv"]),
         0.0 if qk_norm is None else qk_norm.eps,
@@ -70,23 +60,19 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         (torch.float32, 128, True),
     ):
         pairs, heads = _tile(head_dim // 2, 48)
-        pointers = dict.fromkeys(("qkv", "q_weight", "k_weight", "kv_layer"), POINTERS[dtype])
-        strides = ("qkv_stride", "head_stride", "cos_stride", "sin_stride")
         kv_strides = ("block_stride", "side_stride", "kv_head_stride", "slot_stride")
         yield Variant(
             kernel=_rotate_and_store,
             signature={
-                **pointers,
+                **dict.fromkeys(("qkv", "q_weight", "k_weight", "kv_layer"), POINTERS[dtype]),
                 **dict.fromkeys(("cos", "sin"), "*fp32"),
                 "slot_mapping": "*i64",
-                **dict.fromkeys((*strides, *kv_strides, "block_size", "num_heads", "num_kv_heads"), "i32"),
                 "eps": "fp32",
             },
             constexprs={"HALF": head_dim // 2, "PAIRS": pairs, "HEADS": heads, "HAS_NORM": has_norm},
             num_warps=_NUM_WARPS,
-            num_stages=1,
             label=f"rotate_and_store {POINTERS[dtype][1:]} D={head_dim}{' norm' if has_norm else ''}",
-            aligned=frozenset((*strides[:2], *kv_strides)),
+            aligned=frozenset(("qkv_stride", "head_stride", *kv_strides)),
         )
 
 
@@ -98,30 +84,10 @@ def _tile(half: int, num_heads: int) -> tuple[int, int]:
 
 @triton.jit
 def _rotate_and_store(
-    qkv: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    q_weight: tl.tensor,
-    k_weight: tl.tensor,
-    kv_layer: tl.tensor,
-    slot_mapping: tl.tensor,
-    qkv_stride: tl.tensor,
-    head_stride: tl.tensor,
-    cos_stride: tl.tensor,
-    sin_stride: tl.tensor,
-    block_stride: tl.tensor,
-    side_stride: tl.tensor,
-    kv_head_stride: tl.tensor,
-    slot_stride: tl.tensor,
-    block_size: tl.tensor,
-    num_heads: tl.tensor,
-    num_kv_heads: tl.tensor,
-    eps: tl.tensor,
-    HALF: tl.constexpr,
-    PAIRS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-) -> None:
+    qkv, cos, sin, q_weight, k_weight, kv_layer, slot_mapping, qkv_stride, head_stride, cos_stride, sin_stride,
+    block_stride, side_stride, kv_head_stride, slot_stride, block_size, num_heads, num_kv_heads, eps,
+    HALF: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS] of q, then k, then v
     pair = tl.arange(0, PAIRS)

@@ -30,7 +30,6 @@ _TYPES = {
     **dict.fromkeys(("best_ids", "top_k", "histogram", "shortlist_lens"), "*i32"),
     **dict.fromkeys(("masses", "seed", "choice_index", "output_index", "token_ids"), "*i64"),
     "top_p": "*fp64",
-    **dict.fromkeys(("row_stride", "vocab_size", "num_chunks"), "i32"),
 }
 """Of the sampling kernels' arguments, which are named alike."""
 _MIN_TEMPERATURE: tl.constexpr = tl.constexpr(1e-30)
@@ -38,34 +37,32 @@ _MIN_TEMPERATURE: tl.constexpr = tl.constexpr(1e-30)
 
 
 def row_variant(kernel: Any, num_warps: int, **constexprs: int) -> Variant:
-    """One compilation of a sampling kernel; its arguments are those of `_TYPES`."""
-    signature = {name: _TYPES[name] for name in kernel.arg_names if name in _TYPES}
+    """One compilation of a sampling kernel."""
     label = f"sampling {kernel.__name__.strip('_').removesuffix('_kernel')}"
-    aligned = frozenset(("row_stride", "vocab_size"))
-    return Variant(kernel, signature, constexprs, num_warps, 1, label, aligned & signature.keys())
+    return Variant(kernel, _TYPES, constexprs, num_warps, label, aligned=frozenset(("row_stride", "vocab_size")))
 
 
 @triton.jit
-def cost_of(logits: tl.tensor, best: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+def cost_of(logits, best, temperature):
     """At most `LAST_COST`, which NaN becomes too. Exactly rounded: equal in every kernel that asks."""
     cost = tl.div_rn(best - logits, tl.maximum(temperature, _MIN_TEMPERATURE))
     return tl.where(cost < LAST_COST, cost, LAST_COST)
 
 
 @triton.jit
-def mass_of(cost: tl.tensor) -> tl.tensor:
+def mass_of(cost):
     """Int64, 2^44 for the best token."""
     return (tl.exp(-cost) * MASS_UNITS).to(tl.int64)
 
 
 @triton.jit
-def is_filtered(top_k: tl.tensor, top_p: tl.tensor, vocab_size: tl.tensor) -> tl.tensor:
+def is_filtered(top_k, top_p, vocab_size):
     """Whether top-k or top-p takes part in a row."""
     return ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0)
 
 
 @triton.jit
-def first_best(values: tl.tensor) -> tl.tensor:
+def first_best(values):
     """The maximum of `values` and its first index; NaN wins over all."""
     is_nan = values != values  # noqa: PLR0124 - what NaN alone does
     best, index = tl.max(
@@ -75,7 +72,7 @@ def first_best(values: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def best_of_chunks(best: tl.tensor, row: tl.tensor, num_chunks: tl.tensor, CHUNKS: tl.constexpr) -> tl.tensor:
+def best_of_chunks(best, row, num_chunks, CHUNKS: tl.constexpr):
     """The row's maximum and the first chunk that has it, from `best` `[R, num_chunks]`."""
     chunks = tl.arange(0, CHUNKS)
     return first_best(tl.load(best + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")))
@@ -83,17 +80,9 @@ def best_of_chunks(best: tl.tensor, row: tl.tensor, num_chunks: tl.tensor, CHUNK
 
 @triton.jit
 def chunk_costs(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    best: tl.tensor,
-    temperature: tl.tensor,
-    row: tl.tensor,
-    chunk: tl.tensor,
-    vocab_size: tl.tensor,
-    num_chunks: tl.tensor,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-) -> tl.tensor:
+    logits, row_stride, best, temperature, row, chunk, vocab_size, num_chunks,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
     """`[CHUNK]` costs of one chunk; padding costs `LAST_COST`."""
     row_best, _ = best_of_chunks(best, row, num_chunks, CHUNKS)
     columns = chunk * CHUNK + tl.arange(0, CHUNK)

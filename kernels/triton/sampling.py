@@ -55,78 +55,66 @@ _NUM_WARPS = 4
 class TritonSampler:
     """Implements `kernels.sampling.Sampler`."""
 
-    __slots__ = ()
-
     def draw(self, logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
-        """See `Sampler.draw`."""
-        return draw(logits, params)
+        """See `Sampler.draw`. Takes about as much memory as the logits do."""
+        sizes = _check_logits(logits)
+        for name, dtype in _PARAM_DTYPES.items():
+            sizes.check(name, getattr(params, name), ("R",), dtype, logits.device)
+        rows, vocab_size = logits.shape
+        token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        if not rows:
+            return token_ids
+        scratch = _Scratch.allocate(rows, vocab_size, logits.device)
+        num_chunks = scratch.best.shape[1]
+        grid = (num_chunks, rows)
+        row = (logits.stride(0), vocab_size, num_chunks)
+        tile = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(num_chunks)}
+        filters = (params.temperature, params.top_k, params.top_p)
+        _best_kernel[grid](logits, scratch.best, scratch.best_ids, *row, CHUNK=CHUNK, num_warps=_NUM_WARPS)
+        _weigh_kernel[grid](
+            *(logits, scratch.best, *filters, scratch.masses, scratch.histogram),
+            *row,
+            **tile,
+            BINS=NUM_BINS,
+            num_warps=_NUM_WARPS,
+        )
+        shortlisting = (scratch.masses, scratch.histogram, scratch.shortlist, scratch.shortlist_lens)
+        shortlist_kernel[grid](
+            *(logits, scratch.best, *filters, *shortlisting), *row, **tile, BINS=NUM_BINS, num_warps=SHORTLIST_WARPS
+        )
+        threshold_kernel[(rows,)](
+            *(scratch.shortlist, scratch.shortlist_lens, scratch.masses, *filters, params.min_p, scratch.thresholds),
+            *row[1:],
+            BLOCK=THRESHOLD_BLOCK,
+            CHUNKS=tile["CHUNKS"],
+            num_warps=THRESHOLD_WARPS,
+        )
+        truncated = (scratch.best, params.temperature, scratch.thresholds, scratch.masses)
+        _truncate_kernel[grid](logits, *truncated, *row, **tile, num_warps=_NUM_WARPS)
+        counters = (params.seed, params.output_index)
+        _pick_kernel[(rows,)](
+            *(logits, scratch.best, scratch.best_ids, *truncated[1:], *counters, token_ids),
+            *row,
+            **tile,
+            num_warps=_NUM_WARPS,
+        )
+        return token_ids
 
     def best_tokens(self, logits: torch.Tensor) -> torch.Tensor:
         """See `Sampler.best_tokens`."""
-        return best_tokens(logits)
-
-
-def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """See `Sampler.draw`. Takes about as much memory as the logits do."""
-    sizes = _check_logits(logits)
-    for name, dtype in _PARAM_DTYPES.items():
-        sizes.check(name, getattr(params, name), ("R",), dtype, logits.device)
-    rows, vocab_size = logits.shape
-    token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if not rows:
+        _check_logits(logits)
+        rows, vocab_size = logits.shape
+        token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        if rows:
+            num_chunks = triton.cdiv(vocab_size, CHUNK)
+            best = torch.empty(rows, num_chunks, dtype=torch.float32, device=logits.device)
+            best_ids = torch.empty(rows, num_chunks, dtype=torch.int32, device=logits.device)
+            row = (logits.stride(0), vocab_size, num_chunks)
+            _best_kernel[(num_chunks, rows)](logits, best, best_ids, *row, CHUNK=CHUNK, num_warps=_NUM_WARPS)
+            _best_token_kernel[(rows,)](
+                best, best_ids, token_ids, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), num_warps=1
+            )
         return token_ids
-    scratch = _Scratch.allocate(rows, vocab_size, logits.device)
-    num_chunks = scratch.best.shape[1]
-    grid = (num_chunks, rows)
-    row = (logits.stride(0), vocab_size, num_chunks)
-    tile = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(num_chunks)}
-    filters = (params.temperature, params.top_k, params.top_p)
-    _best_kernel[grid](logits, scratch.best, scratch.best_ids, *row, CHUNK=CHUNK, num_warps=_NUM_WARPS)
-    _weigh_kernel[grid](
-        *(logits, scratch.best, *filters, scratch.masses, scratch.histogram),
-        *row,
-        **tile,
-        BINS=NUM_BINS,
-        num_warps=_NUM_WARPS,
-    )
-    shortlisting = (scratch.masses, scratch.histogram, scratch.shortlist, scratch.shortlist_lens)
-    shortlist_kernel[grid](
-        *(logits, scratch.best, *filters, *shortlisting), *row, **tile, BINS=NUM_BINS, num_warps=SHORTLIST_WARPS
-    )
-    threshold_kernel[(rows,)](
-        *(scratch.shortlist, scratch.shortlist_lens, scratch.masses, *filters, params.min_p, scratch.thresholds),
-        *row[1:],
-        BLOCK=THRESHOLD_BLOCK,
-        CHUNKS=tile["CHUNKS"],
-        num_warps=THRESHOLD_WARPS,
-    )
-    truncated = (scratch.best, params.temperature, scratch.thresholds, scratch.masses)
-    _truncate_kernel[grid](logits, *truncated, *row, **tile, num_warps=_NUM_WARPS)
-    counters = (params.seed, params.output_index)
-    _pick_kernel[(rows,)](
-        *(logits, scratch.best, scratch.best_ids, *truncated[1:], *counters, token_ids),
-        *row,
-        **tile,
-        num_warps=_NUM_WARPS,
-    )
-    return token_ids
-
-
-def best_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """See `Sampler.best_tokens`."""
-    _check_logits(logits)
-    rows, vocab_size = logits.shape
-    token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if rows:
-        num_chunks = triton.cdiv(vocab_size, CHUNK)
-        best = torch.empty(rows, num_chunks, dtype=torch.float32, device=logits.device)
-        best_ids = torch.empty(rows, num_chunks, dtype=torch.int32, device=logits.device)
-        row = (logits.stride(0), vocab_size, num_chunks)
-        _best_kernel[(num_chunks, rows)](logits, best, best_ids, *row, CHUNK=CHUNK, num_warps=_NUM_WARPS)
-        _best_token_kernel[(rows,)](
-            best, best_ids, token_ids, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), num_warps=1
-        )
-    return token_ids
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
@@ -184,15 +172,7 @@ def _check_logits(logits: torch.Tensor) -> Dims:
 
 
 @triton.jit
-def _best_kernel(
-    logits: tl.tensor,
-    best: tl.tensor,
-    best_ids: tl.tensor,
-    row_stride: tl.tensor,
-    vocab_size: tl.tensor,
-    num_chunks: tl.tensor,
-    CHUNK: tl.constexpr,
-) -> None:
+def _best_kernel(logits, best, best_ids, row_stride, vocab_size, num_chunks, CHUNK: tl.constexpr):
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits + row * row_stride + columns, mask=columns < vocab_size, other=float("-inf"))
@@ -202,9 +182,7 @@ def _best_kernel(
 
 
 @triton.jit
-def _token_of_best(
-    best: tl.tensor, best_ids: tl.tensor, row: tl.tensor, num_chunks: tl.tensor, CHUNKS: tl.constexpr
-) -> tl.tensor:
+def _token_of_best(best, best_ids, row, num_chunks, CHUNKS: tl.constexpr):
     """The row's first best token, or -1 if its maximum is not finite."""
     value, chunk = best_of_chunks(best, row, num_chunks, CHUNKS)
     token_id = tl.load(best_ids + row * num_chunks + chunk).to(tl.int64)
@@ -212,29 +190,16 @@ def _token_of_best(
 
 
 @triton.jit
-def _best_token_kernel(
-    best: tl.tensor, best_ids: tl.tensor, token_ids: tl.tensor, num_chunks: tl.tensor, CHUNKS: tl.constexpr
-) -> None:
+def _best_token_kernel(best, best_ids, token_ids, num_chunks, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     tl.store(token_ids + row, _token_of_best(best, best_ids, row, num_chunks, CHUNKS))
 
 
 @triton.jit
 def _weigh_kernel(
-    logits: tl.tensor,
-    best: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    masses: tl.tensor,
-    histogram: tl.tensor,
-    row_stride: tl.tensor,
-    vocab_size: tl.tensor,
-    num_chunks: tl.tensor,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BINS: tl.constexpr,
-) -> None:
+    logits, best, temperature, top_k, top_p, masses, histogram, row_stride, vocab_size, num_chunks,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if tl.load(temperature + row) > 0:
         cost = chunk_costs(logits, row_stride, best, temperature, row, chunk, vocab_size, num_chunks, CHUNK, CHUNKS)
@@ -247,17 +212,9 @@ def _weigh_kernel(
 
 @triton.jit
 def _truncate_kernel(
-    logits: tl.tensor,
-    best: tl.tensor,
-    temperature: tl.tensor,
-    thresholds: tl.tensor,
-    masses: tl.tensor,
-    row_stride: tl.tensor,
-    vocab_size: tl.tensor,
-    num_chunks: tl.tensor,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-) -> None:
+    logits, best, temperature, thresholds, masses, row_stride, vocab_size, num_chunks,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     threshold = tl.load(thresholds + row)
     if (threshold < LAST_COST) & (tl.load(temperature + row) > 0):
@@ -267,7 +224,7 @@ def _truncate_kernel(
 
 
 @triton.jit
-def uniform_share(total: tl.tensor, seed: tl.tensor, output_index: tl.tensor) -> tl.tensor:
+def uniform_share(total, seed, output_index):
     """`floor(u * total)` for the row's uniform number u, a multiple of 2^-53, as in `engine.philox`: exact."""
     low, high = (output_index & 0xFFFFFFFF).to(tl.uint32), (output_index >> 32).to(tl.uint32)
     zero = tl.zeros((), tl.uint32)
@@ -278,21 +235,10 @@ def uniform_share(total: tl.tensor, seed: tl.tensor, output_index: tl.tensor) ->
 
 @triton.jit
 def _pick_kernel(
-    logits: tl.tensor,
-    best: tl.tensor,
-    best_ids: tl.tensor,
-    temperature: tl.tensor,
-    thresholds: tl.tensor,
-    masses: tl.tensor,
-    seed: tl.tensor,
-    output_index: tl.tensor,
-    token_ids: tl.tensor,
-    row_stride: tl.tensor,
-    vocab_size: tl.tensor,
-    num_chunks: tl.tensor,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-) -> None:
+    logits, best, best_ids, temperature, thresholds, masses, seed, output_index, token_ids, row_stride,
+    vocab_size, num_chunks,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     token_id = _token_of_best(best, best_ids, row, num_chunks, CHUNKS)
     if (token_id >= 0) & (tl.load(temperature + row) > 0):

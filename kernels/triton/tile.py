@@ -8,11 +8,16 @@ values.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
 from kernels.attention import AttentionParams
+from kernels.triton.configs import KernelConfig
+from kernels.triton.variant import POINTERS, Variant
 
 UNSEEN = tl.constexpr(-1.0e30)
 """Score of a masked key. Finite, so that a row which sees nothing of a tile has no inf - inf; what such
@@ -33,6 +38,49 @@ def score_factors(params: AttentionParams) -> tuple[float, float]:
     if params.soft_cap is None:
         return 0.0, params.scale * math.log2(math.e)
     return 2 * params.scale / params.soft_cap * math.log2(math.e), params.soft_cap * math.log2(math.e)
+
+
+def constants(
+    config: KernelConfig, head_dim: int, block_size: int, *, windowed: bool, capped: bool
+) -> dict[str, int | bool]:
+    """Compile-time arguments of both kernels."""
+    return {
+        "WINDOWED": windowed,
+        "CAPPED": capped,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": padded_head_dim(head_dim),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_SIZE": block_size,
+    }
+
+
+_STRIDES = (
+    *("stride_qt", "stride_qh", "stride_kt", "stride_kh", "stride_vt", "stride_vh"),
+    *("stride_block", "stride_side", "stride_head", "stride_slot"),
+)
+
+
+def attention_variant(
+    kernel: Any, name: str, config: KernelConfig, dtype: torch.dtype, constexprs: Mapping[str, int | bool]
+) -> Variant:
+    """One compilation of either kernel; their arguments are named alike."""
+    edges = " windowed capped" if constexprs["WINDOWED"] else ""
+    return Variant(
+        kernel=kernel,
+        signature={
+            **dict.fromkeys(("q", "k", "v", "kv_layer", "out"), POINTERS[dtype]),
+            **dict.fromkeys(("partial_out", "partial_lse"), "*fp32"),
+            **dict.fromkeys(("cu_seqlens_q", "seq_lens", "block_tables"), "*i32"),
+            "stride_block": "i64",
+            **dict.fromkeys(("cap_factor", "factor"), "fp32"),
+        },
+        constexprs=constexprs,
+        num_warps=config.num_warps,
+        label=f"{name} {dtype} D={constexprs['HEAD_DIM']} S={constexprs['BLOCK_SIZE']}{edges}",
+        num_stages=config.num_stages,
+        aligned=frozenset(_STRIDES),
+    )
 
 
 @triton.jit

@@ -37,13 +37,13 @@ def compile_variants(arch: int) -> Iterator[Variant]:
 
 
 @triton.jit
-def bin_of(cost: tl.tensor) -> tl.tensor:
+def bin_of(cost):
     """Exact: a bin's edges are multiples of 1/8."""
     return (cost * _BINS_PER_UNIT).to(tl.int32)
 
 
 @triton.jit
-def _cut(counts: tl.tensor, total: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, BINS: tl.constexpr) -> tl.tensor:
+def _cut(counts, total, top_k, top_p, BINS: tl.constexpr):
     """How many bins, from the best token's on, surely hold all that is kept; `counts` `[BINS]`.
 
     `top_k` is 0 if it takes no part; if it does, top-p keeps no more. Otherwise a bin is needed
@@ -58,22 +58,10 @@ def _cut(counts: tl.tensor, total: tl.tensor, top_k: tl.tensor, top_p: tl.tensor
 
 @triton.jit
 def shortlist_kernel(
-    logits: tl.tensor,
-    best: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    masses: tl.tensor,
-    histogram: tl.tensor,
-    shortlist: tl.tensor,
-    shortlist_lens: tl.tensor,
-    row_stride: tl.tensor,
-    vocab_size: tl.tensor,
-    num_chunks: tl.tensor,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BINS: tl.constexpr,
-) -> None:
+    logits, best, temperature, top_k, top_p, masses, histogram, shortlist, shortlist_lens, row_stride,
+    vocab_size, num_chunks,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
     """Appends one chunk's costs up to the cut to `shortlist` `[R, V]`, counted in `shortlist_lens` `[R]`."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     k, p = tl.load(top_k + row), tl.load(top_p + row)
@@ -90,9 +78,7 @@ def shortlist_kernel(
 
 
 @triton.jit
-def _least_reaching(
-    costs: tl.tensor, num_costs: tl.tensor, goal: tl.tensor, BLOCK: tl.constexpr, BY_MASS: tl.constexpr
-) -> tl.tensor:
+def _least_reaching(costs, num_costs, goal, BLOCK: tl.constexpr, BY_MASS: tl.constexpr):
     """The least of `costs` up to which they count (or weigh) `goal`; `LAST_COST` if all together do not.
 
     `goal` is int64. The least cost must be 0.
@@ -122,7 +108,7 @@ def _least_reaching(
 
 
 @triton.jit
-def _mass_up_to(costs: tl.tensor, num_costs: tl.tensor, threshold: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+def _mass_up_to(costs, num_costs, threshold, BLOCK: tl.constexpr):
     mass = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, num_costs, BLOCK):
         index = start + tl.arange(0, BLOCK)
@@ -133,19 +119,9 @@ def _mass_up_to(costs: tl.tensor, num_costs: tl.tensor, threshold: tl.tensor, BL
 
 @triton.jit
 def threshold_kernel(
-    shortlist: tl.tensor,
-    shortlist_lens: tl.tensor,
-    masses: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    thresholds: tl.tensor,
-    vocab_size: tl.tensor,
-    num_chunks: tl.tensor,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-) -> None:
+    shortlist, shortlist_lens, masses, temperature, top_k, top_p, min_p, thresholds, vocab_size, num_chunks,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
     """`thresholds` `[R]`: the greatest cost that all filters of a row keep, `LAST_COST` if there are none."""
     row = tl.program_id(0).to(tl.int64)
     k, p, least_p = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)

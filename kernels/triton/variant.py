@@ -27,20 +27,22 @@ class Variant:
     kernel: Any
     """What `triton.jit` returned."""
     signature: Mapping[str, str]
-    """Type of each run-time argument by name: `*bf16`, `*i32`, `i32`, `i64`, `fp32`."""
+    """Type of run-time arguments by name: `*bf16`, `*i32`, `i64`, `fp32`; those left out are `i32`."""
     constexprs: Mapping[str, object]
     """Value of each compile-time argument by name."""
     num_warps: int
-    num_stages: int
     label: str
     """What a report calls it: `prefill bf16 D=128 64x64`."""
+    num_stages: int = 1
     aligned: frozenset[str] = frozenset()
     """Run-time integers that are multiples of 16 in every launch that matters; pointers always are."""
 
     def source(self) -> ASTSource:
         """For `triton.compile(source, target, options)`."""
         names = self.kernel.arg_names
-        signature = {name: self.signature.get(name, "constexpr") for name in names}
+        signature = {
+            name: "constexpr" if name in self.constexprs else self.signature.get(name, "i32") for name in names
+        }
         attrs = {
             (index,): [["tt.divisibility", 16]]
             for index, name in enumerate(names)

@@ -1,7 +1,7 @@
 """Makes the text that the demo model is trained on: short stories, and questions about their facts.
 
-Who is given which things and shown which places is drawn anew for each story, so a right answer can
-only come from the story's own tokens: a lost or foreign KV block shows as a wrong answer.
+Who is given which things and shown which places differs from story to story, so a right answer can only
+come from the story's own tokens: a lost or foreign KV block shows as a wrong answer.
 """
 
 from __future__ import annotations
@@ -34,15 +34,10 @@ OPENINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One sentence of a story, the question that asks for it, and the answer."""
+    """One sentence of a story, and the question that it answers whole."""
 
     sentence: str
     question: str
-
-    @property
-    def answer(self) -> str:
-        """The sentence itself: the whole answer must be found again."""
-        return self.sentence
 
 
 @dataclass(frozen=True, slots=True)

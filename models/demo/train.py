@@ -107,7 +107,7 @@ def aim_first_layer(model: LlamaForCausalLM) -> None:
 def _document(rng: random.Random, story: Story) -> tuple[str, str]:
     """A prompt that asks one of the story's questions, and the answer with its end mark."""
     fact = rng.choice(story.facts)
-    return f"{USER}{story.text}\n{fact.question}{END}{ASSISTANT}", f"{fact.answer}{END}"
+    return f"{USER}{story.text}\n{fact.question}{END}{ASSISTANT}", f"{fact.sentence}{END}"
 
 
 def _tokens_of_one(rng: random.Random, tokenizer: Tokenizer, num_people: int) -> tuple[list[int], list[float]]:
@@ -123,7 +123,7 @@ def _tokens_of_one(rng: random.Random, tokenizer: Tokenizer, num_people: int) ->
         told = f"{story.text}\n" if turn == 0 else ""
         for text, weight in (
             (f"{USER}{told}{fact.question}{END}{ASSISTANT}", STORY_WEIGHT),
-            (f"{fact.answer}{END}", 1.0),
+            (f"{fact.sentence}{END}", 1.0),
         ):
             piece = tokenizer.encode(text).ids
             ids += piece

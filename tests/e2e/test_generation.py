@@ -42,7 +42,7 @@ def test_every_fact_of_a_story_is_found_again(client: Client, story: Story) -> N
         for fact in story.facts
     ]
 
-    assert [answer.text for answer in answers] == [fact.answer for fact in story.facts]
+    assert [answer.text for answer in answers] == [fact.sentence for fact in story.facts]
     assert all(answer.choices[0].finish_reason is FinishReason.STOP for answer in answers)
     assert all(answer.timings.transfer_bytes > 0 for answer in answers)
 

@@ -40,5 +40,5 @@ def compile_variants(arch):
         "too deep": ({"num_rows": 128, "num_columns": 128, "depth": 128}, 8, 6),
     }
     for label, (tile, num_warps, num_stages) in tiles.items():
-        yield Variant(product_kernel, types, tile, num_warps, num_stages, label)
-    yield Variant(ill_typed_kernel, {"a": "*fp32"}, {"num_columns": 32}, 4, 1, "ill-typed")
+        yield Variant(product_kernel, types, tile, num_warps, label, num_stages)
+    yield Variant(ill_typed_kernel, {"a": "*fp32"}, {"num_columns": 32}, 4, "ill-typed")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.operations import QkNorm
+from kernels.operations import Rotation as SharedRotation
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Bound on the error of one output element, absolute and relative, of normal inputs, where an implementation
@@ -93,6 +94,11 @@ class Rotation:
         """A strided view, as a layer of the pool is."""
         return self.pool[:, 1]
 
+    @property
+    def rotation(self) -> SharedRotation:
+        """What the layers of a step share."""
+        return SharedRotation(self.cos, self.sin, self.slot_mapping)
+
     def to(self, device: torch.device | str) -> Rotation:
         """The same on another device."""
         norm = self.qk_norm
@@ -112,8 +118,7 @@ class Rotation:
         expected = torch.cat((rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v.double()), 1)
         pool = self.pool.clone()
 
-        arguments = (self.qkv, self.cos, self.sin, self.qk_norm, self.kv_layer, self.slot_mapping)
-        operations.rotate_and_store(*arguments)
+        operations.rotate_and_store(self.qkv, self.rotation, self.qk_norm, self.kv_layer)
         torch.testing.assert_close(self.qkv.double(), expected, atol=tolerance, rtol=tolerance)
 
         stored = self.qkv[:, num_heads:]  # what was computed is what must lie in the pool

@@ -148,14 +148,14 @@ def test_a_rotation_refuses_by_name_also_after_one_that_fitted(ops, alter, messa
     for name, value in alter(case).items():
         setattr(case, name, value)
     with pytest.raises(InternalError, match=message):
-        ops.rotate_and_store(case.qkv, case.cos, case.sin, None, case.kv_layer, case.slot_mapping)
+        ops.rotate_and_store(case.qkv, case.rotation, None, case.kv_layer)
 
 
 def test_norm_weights_of_another_width_are_refused_by_name(ops):
     case = oracle.Rotation.make(5, (4, 2), 8, 4, torch.float32, normed=True)
     norm = oracle.QkNorm(torch.ones(8), torch.ones(9), EPS)
     with pytest.raises(InternalError, match="k_weight: D is 9, elsewhere 8"):
-        ops.rotate_and_store(case.qkv, case.cos, case.sin, norm, case.kv_layer, case.slot_mapping)
+        ops.rotate_and_store(case.qkv, case.rotation, norm, case.kv_layer)
 
 
 def test_blocks_are_copied_whole_and_others_stay(ops):

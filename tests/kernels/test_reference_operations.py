@@ -53,5 +53,6 @@ def test_blocks_are_copied_whole_and_others_stay():
 
 def test_arguments_that_do_not_fit_are_refused_by_name():
     case = oracle.Rotation.make(3, (4, 2), 8, 4, torch.float32)
+    case.cos, case.sin = case.cos[:, :3], case.sin[:, :3]
     with pytest.raises(InternalError, match="cos: D/2 is 3 for D 8"):
-        OPS.rotate_and_store(case.qkv, case.cos[:, :3], case.sin[:, :3], None, case.kv_layer, case.slot_mapping)
+        OPS.rotate_and_store(case.qkv, case.rotation, None, case.kv_layer)

@@ -170,9 +170,10 @@ def test_a_graph_captures_every_operation():
     x, weight = normal(5, 64, dtype=torch.bfloat16, device="cuda"), torch.ones(64, dtype=torch.bfloat16, device="cuda")
     residual = x.clone()
     case = oracle.Rotation.make(5, (4, 2), 64, 16, torch.bfloat16, normed=True).to("cuda")
+    rotation = case.rotation
 
     def work():
-        OPERATIONS.rotate_and_store(case.qkv, case.cos, case.sin, case.qk_norm, case.kv_layer, case.slot_mapping)
+        OPERATIONS.rotate_and_store(case.qkv, rotation, case.qk_norm, case.kv_layer)
         normed = OPERATIONS.rms_norm(x, weight, EPS)
         return OPERATIONS.silu_mul(OPERATIONS.add_rms_norm(normed, residual, weight, EPS))
 

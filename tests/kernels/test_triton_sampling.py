@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.row_mass import CHUNK, MAX_VOCAB_SIZE
-from kernels.triton.sampling import TritonSampler, best_tokens, draw, uniform_share
+from kernels.triton.sampling import TritonSampler, uniform_share
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's on infinities, in the interpreter
 
@@ -55,7 +55,7 @@ def draw_params(specs, device):
 
 
 def tokens(logits, specs, device):
-    return draw(logits.to(device), draw_params(specs, device)).tolist()
+    return TritonSampler().draw(logits.to(device), draw_params(specs, device)).tolist()
 
 
 def engine_tokens(logits, specs):
@@ -203,7 +203,7 @@ def test_broken_rows_are_reported_and_leave_the_others_alone(device):
     specs = [spec(temperature=i % 2, top_p=0.9) for i in range(6)]
     good = engine_tokens(logits[4:], specs[4:])
     assert tokens(logits, specs, device) == [-1, -1, -1, -1, *good]
-    assert best_tokens(logits.to(device)).tolist() == [-1, -1, -1, -1, *logits[4:].argmax(-1).tolist()]
+    assert TritonSampler().best_tokens(logits.to(device)).tolist() == [-1, -1, -1, -1, *logits[4:].argmax(-1).tolist()]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -212,7 +212,7 @@ def test_the_best_token_is_the_first_among_equals(device):
     logits[0, [WIDE - 1, CHUNK, 9]] = 50.0
     logits[1, [WIDE - 1, CHUNK]] = 50.0
     want = [9, CHUNK, logits[2].argmax().item()]
-    assert best_tokens(logits.to(device)).tolist() == want
+    assert TritonSampler().best_tokens(logits.to(device)).tolist() == want
     assert tokens(logits, [spec(temperature=0.0)] * 3, device) == want
 
 
@@ -222,8 +222,8 @@ def test_rows_may_be_strided_and_may_be_none(device):
     wide[:, 3:80] = normal(4, 77)
     specs = [spec(temperature=1.0, top_k=20, seed=i) for i in range(4)]
     assert tokens(wide[:, 3:80], specs, device) == engine_tokens(normal(4, 77), specs)
-    assert draw(wide[:0], draw_params([], device)).shape == (0,)
-    assert best_tokens(wide[:0]).shape == (0,)
+    assert TritonSampler().draw(wide[:0], draw_params([], device)).shape == (0,)
+    assert TritonSampler().best_tokens(wide[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -278,7 +278,7 @@ def test_wrong_arguments_are_refused_by_name():
     }
     for message, (rows, changed) in refusals.items():
         with pytest.raises(InternalError, match=f"^{message}"):
-            draw(rows, DrawParams(**changed))
+            TritonSampler().draw(rows, DrawParams(**changed))
 
 
 @pytest.mark.gpu
@@ -286,10 +286,10 @@ def test_wrong_arguments_are_refused_by_name():
 def test_a_graph_captures_a_draw():
     specs = specs_of_every_kind(8)
     params, logits = draw_params(specs, "cuda"), normal(8, WIDE, seed=5).cuda()
-    draw(logits, params)  # compiles
+    TritonSampler().draw(logits, params)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = draw(logits, params)
+        got = TritonSampler().draw(logits, params)
     logits.copy_(normal(8, WIDE, seed=6))
     graph.replay()
-    assert torch.equal(got, draw(logits, params))
+    assert torch.equal(got, TritonSampler().draw(logits, params))

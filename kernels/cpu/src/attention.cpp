@@ -4,6 +4,7 @@
 #include "attention_decode.h"
 #include "attention_prefill.h"
 #include "attention_sets.h"
+#include "tiles.h"
 
 extern "C" int omp_get_max_threads(void);
 
@@ -140,7 +141,7 @@ void attend(const AttendArgs& a) {
   const auto work = [&] {
     Prefill<T> prefill(a);
     Decode<T> decode(a, plan.partials, plan.pending);
-    begin_tiles();
+    tile_configure();
     const auto take = [&]() -> const Unit* {
       const int64_t i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
       return i < plan.num_units ? plan.units + i : nullptr;
@@ -155,7 +156,7 @@ void attend(const AttendArgs& a) {
       decode.run(*unit, then, work_arena);
       unit = then;
     }
-    end_tiles();
+    tile_release();
   };
   if (threads == 1 || plan.num_units <= 1) return work();
 #pragma omp parallel

@@ -13,18 +13,6 @@
 
 namespace {
 
-inline void begin_tiles() {
-#if defined(__AMX_BF16__)
-  tile_configure();
-#endif
-}
-
-inline void end_tiles() {
-#if defined(__AMX_BF16__)
-  tile_release();
-#endif
-}
-
 #if defined(__AVX512BF16__)
 
 struct Pairs {

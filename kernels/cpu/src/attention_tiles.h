@@ -1,4 +1,4 @@
-// Attention's products on AMX tiles: eight registers of 16 rows of 64 bytes.
+// Attention's products on AMX tiles.
 //
 // One step multiplies [16, 32] by [32, 16] bfloat16 into [16, 16] float32. B's rows are words of two
 // neighbours along K. Tile numbers must be literals, hence macros.
@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention_fetch.h"
+#include "tiles.h"
 
 namespace {
 
@@ -17,23 +18,7 @@ namespace {
 #define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
 #define TILE_MULTIPLY(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
-constexpr int64_t kTileBytes = 64;  // of a row: 16 float32 or 32 bfloat16
-constexpr int kTileWords = 256;     // of a tile
 constexpr int64_t kFetchesPerTile = 3;  // of 4 lines while 16 are multiplied: an even pace, with those of the softmax
-
-// All eight tiles of this thread at full size, until `tile_release`.
-inline void tile_configure() {
-  struct alignas(64) {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-  } config = {};
-  config.palette = 1;
-  for (int i = 0; i < 8; ++i) config.row_bytes[i] = kTileBytes, config.rows[i] = 16;
-  __asm__ volatile("ldtilecfg %0" ::"m"(config));
-}
-
-inline void tile_release() { __asm__ volatile("tilerelease" ::); }
 
 // One pass over kDepth * 32 of the dims, whose queries stay in tiles 4 to 7.
 template <int kDepth, bool kAdd>

@@ -96,11 +96,11 @@ void stretch(const Map& map, int64_t first, int64_t last) {
       for (int64_t token = 0; token < map.tokens; token += kPair) {
         const int64_t left = map.tokens - token;
         const int now_low = int(least(left, kTile)), now_high = int(least(left, kPair)) - now_low;
-        if (now_low != low || now_high != high) open_tiles(low = now_low, high = now_high);
+        if (now_low != low || now_high != high) tile_configure(low = now_low, high = now_high);
         const Corner at = {token, pair, k, least(depth, map.in - k), low, high};
         any_corner<Gated>(map, at, sums[token / kPair], fetch);
       }
-  close_tiles();
+  tile_release();
 }
 
 // Tokens from … to by the outputs of pairs first … last; meanwhile fetches the weights of as many pairs from `soon` on.
@@ -115,7 +115,7 @@ void rectangle(const Map& map, int64_t from, int64_t to, int64_t first, int64_t 
   Fetch fetch = {map.pair_bytes(soon), end, int((2 * kTile + passes - 1) / passes)};
   for (int64_t m = from; m < to; m += kPair) {
     const int low = int(least(to - m, kTile)), high = int(least(to - m, kPair)) - low;
-    if (m == from || to - m < kPair) open_tiles(low, high);
+    if (m == from || to - m < kPair) tile_configure(low, high);
     for (int64_t k = 0; k < map.in; k += depth)
       for (int64_t pair = first; pair < last; ++pair)
         any_corner<Gated>(map, {m, pair, k, least(depth, map.in - k), low, high}, sums[pair - first], fetch);
@@ -138,7 +138,7 @@ void many_tokens(const Map& map, int64_t threads) {
       const int64_t soon = (i + threads) % columns * wide;
       rectangle<Gated>(map, from, least(from + kTokens, map.tokens), first, least(first + wide, pairs), soon);
     }
-    close_tiles();
+    tile_release();
   }
 }
 

@@ -7,68 +7,26 @@
 #pragma once
 
 #include "silu.h"
+#include "tiles.h"
 
 #if defined(__AMX_BF16__)
 
 namespace {
 
-constexpr int kTile = 16;                  // tokens, outputs, and pairs of inputs of one tile
-constexpr int kTileWords = kTile * kTile;  // of four bytes
-
-// rows[i][j] <-> rows[j][i].
-TANDEM_INLINE void transpose(__m512i rows[kTile]) {
-  __m512i t[kTile];
-  for (int i = 0; i < kTile; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-  }
-  for (int i = 0; i < kTile; i += 4)
-    for (int j = 0; j < 2; ++j) {
-      rows[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-      rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-    }
-  for (int i = 0; i < kTile; i += 8)
-    for (int j = 0; j < 4; ++j) {
-      t[i + j] = _mm512_shuffle_i32x4(rows[i + j], rows[i + j + 4], 0x88);
-      t[i + j + 4] = _mm512_shuffle_i32x4(rows[i + j], rows[i + j + 4], 0xdd);
-    }
-  for (int j = 0; j < 8; ++j) {
-    rows[j] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88);
-    rows[j + 8] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd);
-  }
-}
+constexpr int kTile = 16;  // tokens, outputs, and pairs of inputs of one tile
 
 // weight [count <= 16, in] -> tiles, `step` words from one to the next; outputs beyond `count` are zero.
 TANDEM_INLINE void pack_outputs(const Bf16* weight, int64_t stride, int count, int64_t in, uint32_t* packed,
                                 int64_t step) {
   for (int64_t k = 0; k < in; k += 2 * kTile) {
-    __m512i rows[kTile];
+    F32 rows[kTile];
     for (int i = 0; i < kTile; ++i)
-      rows[i] = i < count ? _mm512_loadu_si512(weight + i * stride + k) : _mm512_setzero_si512();
+      rows[i] = i < count ? load(reinterpret_cast<const float*>(weight + i * stride + k)) : F32{};
     transpose(rows);
-    for (int i = 0; i < kTile; ++i) _mm512_store_si512(packed + k / (2 * kTile) * step + i * kTile, rows[i]);
+    float* to = reinterpret_cast<float*>(packed + k / (2 * kTile) * step);
+    for (int i = 0; i < kTile; ++i) store(to + i * kTile, rows[i]);
   }
 }
-
-// Tile registers of this thread, until close_tiles: 0 to 3 hold sums (tokens by outputs, 2 by 2), 4 and 5
-// `low` and `high` <= 16 tokens, 6 and 7 weights.
-TANDEM_INLINE void open_tiles(int low, int high) {
-  struct alignas(64) {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-  } config = {};
-  config.palette = 1;
-  for (int i = 0; i < 8; ++i) {
-    config.row_bytes[i] = 64;
-    config.rows[i] = kTile;
-  }
-  config.rows[0] = config.rows[1] = config.rows[4] = uint8_t(low);
-  if (high) config.rows[2] = config.rows[3] = config.rows[5] = uint8_t(high);
-  __asm__ volatile("ldtilecfg %0" ::"m"(config));
-}
-
-TANDEM_INLINE void close_tiles() { _tile_release(); }
 
 // Memory that is wanted soon, fetched into the second cache a few lines at a time, as far as `end`.
 struct Fetch {
@@ -86,6 +44,7 @@ struct Fetch {
   }
 };
 
+// Tiles 0 to 3 hold sums (tokens by outputs, 2 by 2), 4 and 5 up to 16 tokens each, 6 and 7 weights:
 // sums [Blocks][Outputs] tiles (Blocks, Outputs 1 or 2) of tokens x, rows `stride` apart, and packed weights, over
 // `count` inputs; adds to what is in sums, if `add`.
 template <int Blocks, int Outputs>

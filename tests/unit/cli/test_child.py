@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cli.child import ProcessChild
+from cli.child import Child
 from cli.launch import launch_command
 
 DEADLINE_S = 20.0
@@ -18,10 +18,10 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="affinity and parent-
 
 @pytest.fixture
 async def start() -> Any:
-    children: list[ProcessChild] = []
+    children: list[Child] = []
 
-    def started(command: list[str], sink: Callable[[str], None] = lambda line: None) -> ProcessChild:
-        children.append(ProcessChild.start(command, sink))
+    def started(command: list[str], sink: Callable[[str], None] = lambda line: None) -> Child:
+        children.append(Child(command, sink))
         return children[-1]
 
     yield started

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cli.main import main
-from cli.sampling import add_sampling_arguments, sampling_options
+from cli.sampling import add_sampling_arguments, generate_options
 from cli.status_view import view
 from cli.terminal import open_console, print_whole, table
 from tandem.client import ClusterStatus, SamplingOptions, WorkerStatus
@@ -23,7 +23,7 @@ COMMANDS = ("serve", "router", "prefill", "decode", "generate", "chat", "status"
 def flags(*argv: str) -> Any:
     parser = argparse.ArgumentParser()
     add_sampling_arguments(parser)
-    return sampling_options(parser.parse_args(argv))
+    return generate_options(parser.parse_args(argv))
 
 
 def worker(worker_id: str, role: Role, *, draining: bool = False, connected: bool = True) -> WorkerStatus:

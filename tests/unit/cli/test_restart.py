@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from cli.restart import RestartPolicy, Verdict
+from cli.restart import RestartPolicy
 from tandem.clock import ManualClock
 
 KILLED = -signal.SIGKILL
@@ -20,40 +20,39 @@ def policy(clock: ManualClock) -> RestartPolicy:
 
 def test_delays_double_up_to_the_cap(policy: RestartPolicy) -> None:
     policy.became_ready()
-    assert [policy.exited(KILLED).delay_s for _ in range(5)] == [1, 2, 4, 5, 5]
+    assert [policy.restart_delay_s(KILLED) for _ in range(5)] == [1, 2, 4, 5, 5]
 
 
 def test_a_healthy_life_starts_the_delays_over(policy: RestartPolicy, clock: ManualClock) -> None:
     policy.became_ready()
-    policy.exited(KILLED)
-    policy.exited(KILLED)
+    policy.restart_delay_s(KILLED)
+    policy.restart_delay_s(KILLED)
     policy.became_ready()
     clock.advance_s(30)
-    assert policy.exited(KILLED).delay_s == 1
+    assert policy.restart_delay_s(KILLED) == 1
 
 
 def test_a_short_life_does_not(policy: RestartPolicy, clock: ManualClock) -> None:
     policy.became_ready()
-    policy.exited(KILLED)
+    policy.restart_delay_s(KILLED)
     policy.became_ready()
     clock.advance_s(29)
-    assert policy.exited(KILLED).delay_s == 2
+    assert policy.restart_delay_s(KILLED) == 2
 
 
 def test_a_bad_config_gives_up_at_once(policy: RestartPolicy) -> None:
     policy.became_ready()
-    assert policy.exited(2).verdict is Verdict.GIVE_UP
+    assert policy.restart_delay_s(2) is None
 
 
 def test_a_child_that_exits_cleanly_has_left(policy: RestartPolicy) -> None:
-    assert policy.exited(0).verdict is Verdict.LEFT
+    assert policy.restart_delay_s(0) is None
 
 
 def test_a_child_that_never_gets_ready_is_given_up(policy: RestartPolicy) -> None:
-    verdicts = [policy.exited(1).verdict for _ in range(3)]
-    assert verdicts == [Verdict.RESTART, Verdict.RESTART, Verdict.GIVE_UP]
+    assert [policy.restart_delay_s(1) for _ in range(3)] == [1, 2, None]
 
 
 def test_a_child_that_was_ready_once_is_never_given_up(policy: RestartPolicy) -> None:
     policy.became_ready()
-    assert {policy.exited(1).verdict for _ in range(10)} == {Verdict.RESTART}
+    assert None not in {policy.restart_delay_s(1) for _ in range(10)}

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from models.config import load_model_config
 from tandem.errors import CheckpointError
-from tandem.kv_layout import DType, KvLayout
+from tandem.kv_layout import DType
 
 
 def base(family="llama", **keys):
@@ -41,11 +41,6 @@ def write(tmp_path):
 def test_models_and_its_config_need_no_torch():
     code = "import models, models.config, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_layout_has_the_dimensions_of_the_model(write):
-    config = load_model_config(write(base(head_dim=24)))
-    assert config.kv_layout(16, DType.BFLOAT16) == KvLayout(4, 2, 16, 24, DType.BFLOAT16)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from bench.tiny_models import TinyModel, save_tiny_model
 from models.loading import load_model
 from tandem.errors import CheckpointError, ConfigError
-from tandem.kv_layout import DType
+from tandem.kv_layout import DType, KvLayout
 
 TINY = TinyModel("llama", "llama")
 TIED = TinyModel("qwen2", "qwen2", {"tie_word_embeddings": True})
@@ -64,7 +64,9 @@ def test_auto_is_the_dtype_of_the_config(tools, folder, dtype):
     (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype.value}))
     model = tools.load(folder, "auto")
     assert model.dtype is dtype
-    assert model.kv_layout(16).dtype is dtype
+    assert model.kv_layout(16) == KvLayout(
+        *(config["num_hidden_layers"], config["num_key_value_heads"], 16, config["head_dim"], dtype)
+    )
     assert logits(tools, model).dtype == model.torch_dtype
 
 
