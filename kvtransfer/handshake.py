@@ -26,17 +26,14 @@ class Speaker(Protocol):
     @property
     def name(self) -> str:
         """The transport's."""
-        ...
 
     @property
     def verify(self) -> tuple[str, ...]:
         """Ways to verify a block that this end can do, best first. Each is 8 bytes per block."""
-        ...
 
     @property
     def details(self) -> Mapping[str, str]:
         """What the transport's other end has to know."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ class Writer(Protocol):
 
     def stop_writing(self, number: int, error: TransferError) -> bool:
         """Asks it to stop. True if it cannot write already; else `writer_stopped` must follow."""
-        ...
 
 
 class Incoming:

@@ -42,33 +42,27 @@ class LocalPool(Protocol):
 
     async def copy_out(self, block_ids: Sequence[BlockId]) -> None:
         """Before rows are read: makes them what the blocks are. Raises TransferError."""
-        ...
 
     async def copy_in(self, block_ids: Sequence[BlockId]) -> None:
         """After rows were written: makes the blocks what they are. Raises TransferError.
 
         Even a cancelled call returns only after its copy has ended.
         """
-        ...
 
     def spans(self, block_ids: Iterable[BlockId]) -> list[memoryview]:
         """The rows' bytes in order, writable, runs of neighbours as one span."""
-        ...
 
     def checksums(self, block_ids: Iterable[BlockId]) -> tuple[int, ...]:
         """xxh3-64 of each row as it lies in memory now."""
-        ...
 
     def start(self, work: Callable[[], T], num_bytes: int) -> asyncio.Future[T]:
         """Runs `work`, which touches `num_bytes`, here if small, else on this pool's thread.
 
         The future is not cancelled with its awaiter's task if awaited through `asyncio.wait`.
         """
-        ...
 
     def close(self) -> None:
         """Waits for the thread (pieces are small) and lets go of the memory. Idempotent."""
-        ...
 
 
 class HostPool:

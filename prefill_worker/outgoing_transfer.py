@@ -46,15 +46,12 @@ class OutgoingOwner(Protocol):
 
     def transfer_committed(self, request: Request, report: TransferReport) -> None:
         """Verified and attached whole."""
-        ...
 
     def transfer_failed(self, request: Request, error: TandemError) -> None:
         """Nothing of it will be decoded."""
-        ...
 
     def blocks_returned(self, request: Request) -> None:
         """Lent blocks were released; for the last time once the transfer `has_ended`."""
-        ...
 
 
 class OutgoingTransfer:

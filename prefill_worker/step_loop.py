@@ -35,22 +35,18 @@ class StepListener(Protocol):
 
     def chunk_computed(self, request: Request) -> None:
         """More of the prompt has KV."""
-        ...
 
     def prompt_computed(self, request: Request, tokens: tuple[SampledToken, ...]) -> None:
         """All of it has KV; one token per drawer of its prefix, in order.
 
         The prefix's blocks are given back right after the call: retain what is still needed.
         """
-        ...
 
     def step_failed(self, request: Request, error: InternalError) -> None:
         """A step with this request failed, or its logits are broken; its blocks were given back."""
-        ...
 
     def step_ended(self) -> None:
         """After the calls for every request of a step."""
-        ...
 
 
 class StepLoop:
