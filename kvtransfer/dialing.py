@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvtransfer.connection import Connection, expect
 from kvtransfer.endpoint import Endpoint
@@ -19,18 +19,16 @@ from tandem.errors import HandshakeMismatch, PeerLost, TicketRefused, TransferEr
 from tandem.security.tls import ClientTls
 
 
+@dataclass(frozen=True, slots=True)
 class Dialer:
     """Connects the local pool to receiving pools; keeps nothing."""
 
-    def __init__(
-        self, pool: LocalPool, transports: Sequence[Transport], clock: Clock, timing: Timing, tls: ClientTls | None
-    ) -> None:
-        """`transports`, best first: one alone is tried whatever it says of itself."""
-        self._pool = pool
-        self._transports = transports
-        self._clock = clock
-        self._timing = timing
-        self._tls = tls
+    pool: LocalPool
+    transports: Sequence[Transport]
+    """Best first: one alone is tried whatever it says of itself."""
+    clock: Clock
+    timing: Timing
+    tls: ClientTls | None
 
     async def dial(self, endpoint: Endpoint) -> Link:
         """A link over the first transport that works; each is tried for a lease at most.
@@ -40,7 +38,7 @@ class Dialer:
         failure = TransferError("no transport was tried")
         for transport in self._candidates(endpoint):
             try:
-                async with asyncio.timeout(self._timing.lease_s):
+                async with asyncio.timeout(self.timing.lease_s):
                     return await self._dial_over(transport, endpoint)
             except HandshakeMismatch:
                 raise
@@ -53,13 +51,13 @@ class Dialer:
     def _candidates(self, endpoint: Endpoint) -> Sequence[Transport]:
         """Transports to try, best first. Raises TransferError if there are none."""
         reach = endpoint.reach
-        offered = [transport for transport in self._transports if transport.name in reach]
-        if len(self._transports) == 1:
+        offered = [transport for transport in self.transports if transport.name in reach]
+        if len(self.transports) == 1:
             if not offered:
-                (wanted,) = self._transports
+                (wanted,) = self.transports
                 raise TransferError(f"transport {wanted.name} is not offered by the peer, which has {', '.join(reach)}")
             return offered
-        reasons = {transport: transport.unreachable(self._pool, reach[transport.name]) for transport in offered}
+        reasons = {transport: transport.unreachable(self.pool, reach[transport.name]) for transport in offered}
         found = [transport for transport in offered if reasons[transport] is None]
         if not found:
             why = "; ".join(f"{transport.name}: {reason}" for transport, reason in reasons.items())
@@ -67,8 +65,8 @@ class Dialer:
         return found
 
     async def _dial_over(self, transport: Transport, endpoint: Endpoint) -> Link:
-        sock, lane = await transport.dial(self._pool, endpoint.reach[transport.name], self._tls)
-        connection = _wrap(sock, self._timing)
+        sock, lane = await transport.dial(self.pool, endpoint.reach[transport.name], self.tls)
+        connection = Connection(sock, self.timing)
         try:
             await lane.secure(connection)
             connection.start()
@@ -77,10 +75,10 @@ class Dialer:
             lane.close()
             await connection.close()
             raise
-        return Link(connection, lane, theirs, self._pool, self._clock, self._timing)
+        return Link(connection, lane, theirs, self.pool, self.clock, self.timing)
 
     async def _shake_hands(self, connection: Connection, lane: SendingLane, endpoint: Endpoint) -> Hello:
-        ours = Hello.of(self._pool, lane)
+        ours = Hello.of(self.pool, lane)
         connection.send(Frame(FrameType.HELLO, payload=ours.encode()))
         theirs = Hello.decode(expect(await lane.receive_hello(connection), FrameType.HELLO).payload)
         compare(ours, theirs)
@@ -88,11 +86,3 @@ class Dialer:
             raise TicketRefused(f"the endpoint now belongs to incarnation {theirs.incarnation}")
         lane.attach(theirs, agreed_verify(ours, theirs))
         return theirs
-
-
-def _wrap(sock: socket.socket, timing: Timing) -> Connection:
-    try:
-        return Connection(sock, timing)
-    except OSError:
-        sock.close()
-        raise

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TypeVar
 
 from kvtransfer.base import Fingerprints, Handoff, PoolMemory
 from kvtransfer.dialing import Dialer
@@ -21,8 +20,6 @@ from kvtransfer.transports import AUTO, TRANSPORTS, named
 from tandem.clock import Clock
 from tandem.errors import PeerLost, TransferError
 from tandem.security.tls import ClientTls
-
-T = TypeVar("T")
 
 
 class KvSender:
@@ -76,10 +73,13 @@ class KvSender:
             work = self._dialer.dial(wanted)
             dialing = asyncio.get_running_loop().create_task(work, name="kv-dial")
             self._links[endpoint] = dialing
-        return await _undisturbed(dialing)
+        await asyncio.wait({dialing})  # a caller that is cancelled leaves it running for the others
+        if dialing.cancelled():
+            raise PeerLost("the connection was given up")
+        return dialing.result()
 
     def _forget_gone(self, wanted: Endpoint) -> None:
-        """Lets go of links that have ended, and of peers that `wanted` has replaced at their address."""
+        """Closes links that have ended, and those to peers that `wanted` has replaced at their address."""
         for known, task in list(self._links.items()):
             if _has_ended(task) or wanted.replaces(Endpoint.decode(known)):
                 self._forget(known)
@@ -93,14 +93,6 @@ class KvSender:
 
 def _has_ended(task: asyncio.Task[Link]) -> bool:
     return task.done() and bool(task.cancelled() or task.exception() or not task.result().is_open)
-
-
-async def _undisturbed(task: asyncio.Task[T]) -> T:
-    """The task's result; a caller that is cancelled leaves it running for the others. Raises PeerLost if it was."""
-    await asyncio.wait({task})
-    if task.cancelled():
-        raise PeerLost("the connection was given up")
-    return task.result()
 
 
 async def _hang_up(dialing: asyncio.Task[Link]) -> None:

@@ -41,30 +41,22 @@ class Session:
         """The sender has `handshake_s` to say who it is. The lane is this session's to close."""
         self._connection = connection
         self._handshake_s = handshake_s
-        self._established = False
+        self.established = False
+        """Whether hands were shaken."""
         self._lane = lane
         self._pool = pool
         self._table = table
         self._open: set[int] = set()
-        self._last_shown = 0
+        self.last_shown = 0
+        """Which of all tickets that the table accepted was the last one of this sender; 0 = it has shown none."""
         self._taking: int | None = None
         """The transfer whose WRITE is being received, verified and settled."""
         self._peer_let_go = False
 
     @property
-    def established(self) -> bool:
-        """Whether hands were shaken."""
-        return self._established
-
-    @property
     def is_idle(self) -> bool:
         """Whether hands were shaken and no transfer is open."""
-        return self._established and not self._open
-
-    @property
-    def last_shown(self) -> int:
-        """Which of all tickets that the table accepted was the last one of this sender; 0 = it has shown none."""
-        return self._last_shown
+        return self.established and not self._open
 
     def stop_writing(self, number: int, error: TransferError) -> bool:
         """Tells the sender to stop. True unless bytes can still arrive in the blocks."""
@@ -95,7 +87,7 @@ class Session:
                 await self._shake_hands()
         except TimeoutError:
             raise PeerLost(f"no handshake within {self._handshake_s:g} s") from None
-        self._established = True
+        self.established = True
 
     async def _shake_hands(self) -> None:
         ours = Hello.of(self._pool, self._lane)
@@ -145,7 +137,7 @@ class Session:
             self._connection.send(Frame(FrameType.REFUSED, number, payload=encode_error(error)))
             return
         self._open.add(number)
-        self._last_shown = self._table.num_shown
+        self.last_shown = self._table.num_shown
         self._connection.send(Frame(FrameType.OPEN_OK, number, payload=encode_window(WINDOW_WRITES)))
 
     async def _write(self, frame: Frame) -> None:

@@ -73,7 +73,7 @@ class Lane(Speaker, Protocol):
         """Hands were shaken: blocks are verified by `verify`. Raises TransferError."""
 
     def close(self) -> None:
-        """Lets go of everything that is the peer's; nothing of this lane may be running. Idempotent."""
+        """Releases everything that is the peer's; nothing of this lane may be running. Idempotent."""
 
 
 class SendingLane(Lane, Protocol):
@@ -98,12 +98,11 @@ class SendingLane(Lane, Protocol):
 class ReceivingLane(Lane, Protocol):
     """The receiver's end."""
 
-    @property
-    def peer_writes(self) -> bool:
-        """Whether the peer writes into the pool by itself, so that it has to prove that it stopped.
+    peer_writes: bool
+    """Whether the peer writes into the pool by itself, so that it has to prove that it stopped.
 
-        False = only `receive` and `settle` write, and nothing is written once they have returned.
-        """
+    False = only `receive` and `settle` write, and nothing is written once they have returned.
+    """
 
     def send_hello(self, connection: Connection, hello: Frame) -> None:
         """Sends this side's first frame, and what has to come along with it. Raises TransferError."""
@@ -133,30 +132,23 @@ class ReceivingLane(Lane, Protocol):
         """
 
 
-class Acceptor(Protocol):
-    """A transport's listening end; the receiver accepts connections from `sock`."""
+@dataclass(frozen=True, slots=True)
+class Acceptor:
+    """A transport's listening end; the receiver accepts connections from `sock`, and closes it."""
 
-    @property
-    def sock(self) -> socket.socket:
-        """Listening, non-blocking."""
-
-    @property
-    def fields(self) -> Fields:
-        """For the endpoint: all that a sender needs to dial. No two receivers have equal ones at a time."""
-
-    def accept(self, sock: socket.socket) -> ReceivingLane:
-        """This end of a new connection. Raises TransferError if the peer is not welcome."""
-
-    def close(self) -> None:
-        """Stops listening. Idempotent."""
+    sock: socket.socket
+    """Listening, non-blocking."""
+    fields: Fields
+    """For the endpoint: all that a sender needs to dial. No two receivers have equal ones at a time."""
+    accept: Callable[[socket.socket], ReceivingLane]
+    """This end of a new connection. Raises TransferError if the peer is not welcome."""
 
 
 class Transport(Protocol):
     """One way to move payload; holds no state of any pool or connection."""
 
-    @property
-    def name(self) -> str:
-        """As in `--transport`."""
+    name: str
+    """As in `--transport`."""
 
     def probe(self, device: torch.device) -> TransportStatus:
         """Whether it works on this machine for pools on `device`."""
