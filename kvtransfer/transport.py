@@ -134,7 +134,7 @@ class ReceivingLane(Lane, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Acceptor:
-    """A transport's listening end; the receiver accepts connections from `sock`, and closes it."""
+    """A transport's listening end; the receiver accepts connections from `sock`."""
 
     sock: socket.socket
     """Listening, non-blocking."""

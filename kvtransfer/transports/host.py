@@ -92,12 +92,10 @@ class HostSendingLane(HostLane):
 
     def announce(self, sink: FrameSink, write: Frame, sources: Sequence[BlockId]) -> asyncio.Future[None] | None:
         """See `SendingLane`."""
-        del sources
         return sink.send(write)
 
     def _place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef]) -> tuple[int, ...]:
         """Checksums only. Runs on any thread."""
-        del targets
         return self._pool.checksums(sources)
 
 

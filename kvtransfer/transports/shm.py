@@ -64,17 +64,6 @@ async def dial(name: str) -> socket.socket:
     return await connected(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), "\0" + name)
 
 
-def send_with_descriptor(connection: Connection, frame: Frame, descriptor: int) -> None:
-    """Sends the connection's first frame, bypassing its queue. Raises PeerLost."""
-    data = frame.encode()
-    try:
-        sent = socket.send_fds(connection.sock, [data], [descriptor])
-    except OSError as error:
-        raise PeerLost(f"cannot pass the pool's descriptor: {error.strerror}") from error
-    if sent != len(data):
-        raise PeerLost("the peer's buffer is full before the handshake")
-
-
 async def receive_with_descriptor(connection: Connection) -> tuple[Frame, int | None]:
     """The connection's first frame and the descriptor passed with it, owned by the caller."""
     await readable(connection.sock)
@@ -111,7 +100,6 @@ class ShmTransport:
 
     def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
         """See `Transport`."""
-        del options
         if pool.shared_fd is None:
             raise ConfigError("transport", "shm needs a pool in shared memory")
         name, accept = f"tandem-kv-{secrets.token_hex(16)}", partial(_ReceivingLane, pool, pool.shared_fd)
@@ -119,7 +107,6 @@ class ShmTransport:
 
     def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
         """See `Transport`."""
-        del pool
         here = boot_id()
         if not here or fields.get("boot_id") != here:
             return "it is on another machine"
@@ -129,7 +116,6 @@ class ShmTransport:
 
     async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
         """See `Transport`."""
-        del tls
         return await dial(required(fields, "unix_name")), _SendingLane(pool)
 
 
@@ -149,7 +135,6 @@ class _SendingLane(HostSendingLane):
         return frame
 
     def attach(self, theirs: Hello, verify: str) -> None:
-        del verify
         if self._descriptor is None:
             raise TransferError("the peer did not share its memory")
         size_bytes = theirs.num_blocks * self._pool.block_bytes
@@ -202,7 +187,13 @@ class _ReceivingLane(HostReceivingLane):
         self._pidfd: int | None = _open_pidfd(sock, pid)
 
     def send_hello(self, connection: Connection, hello: Frame) -> None:
-        send_with_descriptor(connection, hello, self._shared_fd)
+        data = hello.encode()  # the first frame: nothing is queued before it
+        try:
+            sent = socket.send_fds(connection.sock, [data], [self._shared_fd])
+        except OSError as error:
+            raise PeerLost(f"cannot pass the pool's descriptor: {error.strerror}") from error
+        if sent != len(data):
+            raise PeerLost("the peer's buffer is full before the handshake")
 
     async def peer_dead(self) -> None:
         if self._pidfd is not None:

@@ -71,7 +71,6 @@ class TcpTransport:
 
     def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
         """See `Transport`."""
-        del pool, fields
         return None
 
     async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
