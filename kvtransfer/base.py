@@ -76,25 +76,19 @@ class TransferReport:
 
 
 class HandoffListener(Protocol):
-    """The decode worker's side of one offer. Exactly one of the last two calls ends it.
-
-    `on_receiving` precedes the first byte and may refuse by raising TransferError.
-    `on_committed` means every block was verified and is in the pool. `on_failed` comes at most once and means
-    that nothing may be decoded; blocks must then wait for `on_writer_stopped`, which comes
-    once nobody can write into them any more (at once if nobody ever could).
-    """
+    """The decode worker's side of one offer. Either `on_committed` or `on_writer_stopped` ends it, once."""
 
     def on_receiving(self) -> None:
-        """The ticket was shown for the first time; bytes may follow."""
+        """The ticket was shown for the first time, and no byte has come. Raises TransferError to refuse it."""
 
     def on_committed(self, first_token_payload: bytes) -> None:
-        """Verified whole and in the pool. The writer has let go."""
+        """Every block was verified and is in the pool. Nobody can write into them any more."""
 
     def on_failed(self, error: TransferError) -> None:
-        """Nothing of it may be used."""
+        """Nothing of it may be decoded. Comes at most once; blocks must wait for `on_writer_stopped`."""
 
     def on_writer_stopped(self) -> None:
-        """After `on_failed`: nobody can write into the blocks any more."""
+        """After `on_failed`: nobody can write into the blocks any more. Comes at once if nobody ever could."""
 
 
 class Receiver(Protocol):

@@ -25,7 +25,7 @@ from tandem.errors import FrameError, PeerLost, TransferError
 from tandem.types import BlockId
 
 PIECE_BYTES = 4 * 1024 * 1024
-"""Most payload of one WRITE (at least one block), so that hand-offs take turns on a connection."""
+"""Most payload of one WRITE (at least one block), so that several hand-offs share a connection fairly."""
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""One offer as its receiver sees it: what is claimed, verified, and whom to tell. Pure.
+"""One offer as its receiver sees it: what is claimed, what is verified, who is to be told. Pure.
 
 States are `lifecycle.TransferState`. The table in `offers` is the only one that moves them.
 """

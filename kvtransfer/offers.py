@@ -121,7 +121,7 @@ class OfferTable:
     def commit(self, number: int, commit: Commit) -> None:
         """Ends it well, or raises the TransferError that it failed with.
 
-        A COMMIT says that the writer has let go, so a failed one leaves nothing to wait for.
+        A COMMIT says that the writer has stopped, so a failed one leaves nothing to wait for.
         """
         incoming = self._receiving(number)
         if incoming is None:

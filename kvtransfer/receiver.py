@@ -143,7 +143,7 @@ class KvReceiver:
         task.add_done_callback(self._session_ended)
 
     def _check_room(self) -> None:
-        """Ends the session that will be missed least if there is no room for one more.
+        """Ends the idle session that was used least recently, if there is no room for one more.
 
         Strangers, who have no ticket to show, must not keep senders out; one of ours dials again for its next hand-off.
         Raises TransferError if transfers are open on all.

@@ -51,7 +51,7 @@ class Session:
         """Which of all tickets that the table accepted was the last one of this sender; 0 = it has shown none."""
         self._taking: int | None = None
         """The transfer whose WRITE is being received, verified and settled."""
-        self._peer_let_go = False
+        self._peer_stopped = False
 
     @property
     def is_idle(self) -> bool:
@@ -60,9 +60,9 @@ class Session:
 
     def stop_writing(self, number: int, error: TransferError) -> bool:
         """Tells the sender to stop. True unless bytes can still arrive in the blocks."""
-        if not self._peer_let_go:
+        if not self._peer_stopped:
             self._connection.send(Frame(FrameType.WITHDRAWN, number, payload=encode_error(error)))
-        return self._taking != number and (self._peer_let_go or not self._lane.peer_writes)
+        return self._taking != number and (self._peer_stopped or not self._lane.peer_writes)
 
     async def run(self) -> None:
         """Serves the connection to its end and closes it; a cancelled run closes it too."""
@@ -106,7 +106,7 @@ class Session:
             while True:
                 frame = await self._connection.receive()
                 if frame.type is FrameType.BYE:
-                    self._peer_let_go = True
+                    self._peer_stopped = True
                     return PeerLost("the sender closed the connection")
                 await self._handle(frame)
         except TransferError as error:
@@ -195,12 +195,12 @@ class Session:
         """Fails what is open, then waits until the peer cannot write any more."""
         for number in tuple(self._open):
             self._table.fail(number, error)
-        if self._open and self._lane.peer_writes and not self._peer_let_go:
-            await self._peer_lets_go()
+        if self._open and self._lane.peer_writes and not self._peer_stopped:
+            await self._until_peer_stopped()
         for number in tuple(self._open):
             self._writer_stopped(number)
 
-    async def _peer_lets_go(self) -> None:
+    async def _until_peer_stopped(self) -> None:
         self._connection.end_lease()
         await self._connection.finish()
         try:
