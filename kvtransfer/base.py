@@ -76,29 +76,19 @@ class TransferReport:
 
 
 class HandoffListener(Protocol):
-    """The decode worker's side of one offer. Exactly one of the last two calls ends it.
-
-    `on_receiving` precedes the first byte and may refuse by raising TransferError.
-    `on_committed` means every block was verified and is in the pool. `on_failed` comes at most once and means
-    that nothing may be decoded; blocks must then wait for `on_writer_stopped`, which comes
-    once nobody can write into them any more (at once if nobody ever could).
-    """
+    """The decode worker's side of one offer. Either `on_committed` or `on_writer_stopped` ends it, once."""
 
     def on_receiving(self) -> None:
-        """The ticket was shown for the first time; bytes may follow."""
-        ...
+        """The ticket was shown for the first time, and no byte has come. Raises TransferError to refuse it."""
 
     def on_committed(self, first_token_payload: bytes) -> None:
-        """Verified whole and in the pool. The writer has let go."""
-        ...
+        """Every block was verified and is in the pool. Nobody can write into them any more."""
 
     def on_failed(self, error: TransferError) -> None:
-        """Nothing of it may be used."""
-        ...
+        """Nothing of it may be decoded. Comes at most once; blocks must wait for `on_writer_stopped`."""
 
     def on_writer_stopped(self) -> None:
-        """After `on_failed`: nobody can write into the blocks any more."""
-        ...
+        """After `on_failed`: nobody can write into the blocks any more. Comes at once if nobody ever could."""
 
 
 class Receiver(Protocol):
@@ -107,11 +97,9 @@ class Receiver(Protocol):
     @property
     def num_live(self) -> int:
         """Offers that have not ended."""
-        ...
 
     async def start(self) -> None:
         """Listens. Raises ConfigError if it cannot."""
-        ...
 
     def offer(
         self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float, first_block: int = 0
@@ -120,19 +108,15 @@ class Receiver(Protocol):
 
         `blocks` may be empty if `first_block` is not 0. Raises InternalError if they are not the owner's to offer.
         """
-        ...
 
     def withdraw(self, transfer_id: str) -> None:
         """The request is gone: fails the offer. Idempotent; unknown ids are no-ops."""
-        ...
 
     def reap(self) -> None:
         """Fails what has expired. Called every tick whether or not new work arrives."""
-        ...
 
     async def stop(self) -> None:
         """Fails every offer, closes every connection and the endpoint."""
-        ...
 
 
 class Handoff(Protocol):
@@ -141,22 +125,18 @@ class Handoff(Protocol):
     @property
     def first_block(self) -> int:
         """The first position that may be pushed: those before it the receiver holds already."""
-        ...
 
     async def push(self, first: int, source_blocks: tuple[BlockId, ...]) -> None:
         """Sends finished blocks of the source pool to positions `first, first+1, …`, each once, in any order.
 
         Returns when the source blocks may be reused. Raises TransferError.
         """
-        ...
 
     async def commit(self, first_token_payload: bytes) -> TransferReport:
         """Returns once the receiver has verified everything and has it in its pool. Raises TransferError."""
-        ...
 
     async def abort(self) -> None:
         """Gives up; returns once this side can no longer write. Never raises."""
-        ...
 
 
 class Sender(Protocol):
@@ -164,11 +144,9 @@ class Sender(Protocol):
 
     async def open(self, ticket: bytes, endpoint: bytes, timeout_s: float) -> Handoff:
         """Connects if need be, shakes hands, shows the ticket. Raises TransferError."""
-        ...
 
     async def stop(self) -> None:
         """Aborts every hand-off and closes every connection."""
-        ...
 
 
 class Staging(Protocol):
@@ -176,11 +154,9 @@ class Staging(Protocol):
 
     async def copy_out(self, block_ids: Sequence[BlockId]) -> None:
         """Pool → rows. The blocks' content must not change meanwhile. Raises TransferError."""
-        ...
 
     async def copy_in(self, block_ids: Sequence[BlockId]) -> None:
         """Rows → pool. Nobody may read or write the blocks meanwhile. Raises TransferError."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,10 @@ class Connection:
     def __init__(self, sock: socket.socket, timing: Timing) -> None:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sock = sock
+            with contextlib.suppress(OSError):  # the peer has gone: the first read will tell
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        """For credentials and descriptors; never for bytes."""
         self._wire: Wire = PlainWire(sock)
         self._timing = timing
         self._loop = asyncio.get_running_loop()
@@ -65,7 +67,7 @@ class Connection:
         The caller sets the deadline. Raises TransferError; the peer is then told why.
         """
         try:
-            wire = TlsWire(self._sock, context, server_name)
+            wire = TlsWire(self.sock, context, server_name)
         except ValueError as error:  # the name came from the peer
             raise TransferError("no TLS with the peer: its address is no host name") from error
         try:
@@ -79,11 +81,6 @@ class Connection:
         """Lets queued frames and heartbeats go out. Idempotent."""
         if self._writing is None:
             self._writing = self._loop.create_task(self._write_outbox(), name="kv-connection-write")
-
-    @property
-    def sock(self) -> socket.socket:
-        """For credentials and descriptors; never for bytes."""
-        return self._sock
 
     def send(self, frame: Frame, inline: Sequence[memoryview] = ()) -> asyncio.Future[None] | None:
         """Queues a frame, and payload to follow it. Never waits, never raises on a lost peer.
@@ -150,7 +147,7 @@ class Connection:
                 raise PeerLost("the peer went silent for longer than its lease")
             try:
                 async with asyncio.timeout_at(patience_ends_s):
-                    await readable(self._sock)
+                    await readable(self.sock)
             except TimeoutError:
                 silent = True
         return count
@@ -163,7 +160,7 @@ class Connection:
         if self._writing is not None:
             await asyncio.wait({self._writing}, timeout=self._timing.stop_s)
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_WR)
+            self.sock.shutdown(socket.SHUT_WR)
 
     async def close(self) -> None:
         """Drops what is queued and closes the socket. Idempotent."""
@@ -171,14 +168,14 @@ class Connection:
             self._writing.cancel()
             await asyncio.wait({self._writing})
         self._break(PeerLost("the connection was closed here"))
-        self._sock.close()
+        self.sock.close()
 
     async def _linger(self) -> None:
         """Reads on for a moment: a socket closed with bytes unread would take back what was said last."""
         with contextlib.suppress(OSError):  # TimeoutError is one
-            self._sock.shutdown(socket.SHUT_WR)
+            self.sock.shutdown(socket.SHUT_WR)
             async with asyncio.timeout(_LINGER_S):
-                while await self._loop.sock_recv(self._sock, _LINGER_READ_BYTES):
+                while await self._loop.sock_recv(self.sock, _LINGER_READ_BYTES):
                     pass
 
     async def _write_outbox(self) -> None:
@@ -227,7 +224,7 @@ class Connection:
             _settle(item, error)
         self._outbox.clear()
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+            self.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _settle(item: _Outgoing, error: TransferError | None) -> None:

@@ -23,19 +23,14 @@ class Endpoint:
 
     def encode(self) -> bytes:
         """Bytes for `Offer.endpoint`."""
-        common = {
+        fields = {
             "endpoint_version": str(ENDPOINT_VERSION),
             "incarnation": self.incarnation,
             "transports": ",".join(self.reach),
         }
-        return encode_fields(
-            common
-            | {
-                f"{transport}.{name}": value
-                for transport, fields in self.reach.items()
-                for name, value in fields.items()
-            }
-        )
+        for transport, reach in self.reach.items():
+            fields |= {f"{transport}.{name}": value for name, value in reach.items()}
+        return encode_fields(fields)
 
     @classmethod
     def decode(cls, data: bytes) -> Endpoint:

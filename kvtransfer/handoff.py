@@ -10,20 +10,13 @@ that is empty, because they let the receiver free the target blocks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kvtransfer.base import TransferReport
-from kvtransfer.frame import MAX_SEQ, Frame, FrameType
+from kvtransfer.frame import Frame, FrameType
 from kvtransfer.local_pool import LocalPool
-from kvtransfer.messages import (
-    MAX_BLOCKS_PER_WRITE,
-    Commit,
-    Write,
-    decode_error,
-    decode_window,
-    digest_of,
-)
+from kvtransfer.messages import MAX_BLOCKS_PER_WRITE, Commit, Write, decode_error, decode_window, digest_of
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
 from kvtransfer.transport import FrameSink, SendingLane
@@ -32,7 +25,7 @@ from tandem.errors import FrameError, PeerLost, TransferError
 from tandem.types import BlockId
 
 PIECE_BYTES = 4 * 1024 * 1024
-"""Most payload of one WRITE (at least one block), so that hand-offs take turns on a connection."""
+"""Most payload of one WRITE (at least one block), so that several hand-offs share a connection fairly."""
 
 T = TypeVar("T")
 
@@ -51,7 +44,8 @@ class OutgoingHandoff:
         self._timing = timing
         self._checksums: dict[int, int | None] = {}
         """By position; None = pushed and not placed yet."""
-        self._window: int | None = None
+        self._window = 0
+        """WRITEs that may be unanswered at a time; 0 = the ticket is not accepted yet."""
         self._unanswered = 0
         self._num_writes = 0
         self._busy_s = 0.0
@@ -62,11 +56,6 @@ class OutgoingHandoff:
         self._in_flight: set[asyncio.Future[Any]] = set()
 
     @property
-    def number(self) -> int:
-        """The transfer's name on the wire."""
-        return self._ticket.number
-
-    @property
     def first_block(self) -> int:
         """See `base.Handoff.first_block`."""
         return self._ticket.first_block
@@ -74,16 +63,17 @@ class OutgoingHandoff:
     async def show(self) -> None:
         """Shows the ticket; returns once it is accepted. Raises TransferError."""
         self._send(FrameType.OPEN, payload=self._ticket.encode())
-        await self._until(lambda: self._window is not None)
+        await self._until(lambda: self._window > 0)
 
     async def push(self, first: int, source_blocks: tuple[BlockId, ...]) -> None:
         """See `base.Handoff.push`. After a cancelled push, sources are lent until `abort` returns."""
         started_s = self._clock.now_s()
         self._claim(first, source_blocks)
-        for position, piece in self._pieces(first, source_blocks):
-            await self._until(self._has_credit)
+        step = min(MAX_BLOCKS_PER_WRITE, max(1, PIECE_BYTES // self._pool.block_bytes))
+        for start in range(0, len(source_blocks), step):
+            await self._until(lambda: self._unanswered < self._window)
             self._unanswered += 1
-            await self._write(position, piece)
+            await self._write(first + start, source_blocks[start : start + step])
         self._busy_s += self._clock.now_s() - started_s
 
     async def commit(self, first_token_payload: bytes) -> TransferReport:
@@ -160,9 +150,7 @@ class OutgoingHandoff:
         self._raise_if_ended()
         self._checksums.update(enumerate(checksums, first))
         seq, self._num_writes = self._num_writes, self._num_writes + 1
-        if seq > MAX_SEQ:
-            raise TransferError("too many writes in one hand-off")
-        write = Frame(FrameType.WRITE, self.number, seq, Write(first, checksums).encode())
+        write = Frame(FrameType.WRITE, self._ticket.number, seq, Write(first, checksums).encode())
         sent = self._lane.announce(self._sink, write, sources)
         if sent is not None:
             await self._lend(sent)
@@ -198,17 +186,9 @@ class OutgoingHandoff:
             raise PeerLost(f"no answer for transfer {self._ticket.transfer_id}") from None
         self._raise_if_ended()
 
-    def _has_credit(self) -> bool:
-        return self._window is not None and self._unanswered < self._window
-
     def _raise_if_ended(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _pieces(self, first: int, sources: tuple[BlockId, ...]) -> Iterator[tuple[int, tuple[BlockId, ...]]]:
-        step = min(MAX_BLOCKS_PER_WRITE, max(1, PIECE_BYTES // self._pool.block_bytes))
-        for start in range(0, len(sources), step):
-            yield first + start, sources[start : start + step]
-
     def _send(self, frame_type: FrameType, payload: bytes = b"") -> None:
-        self._sink.send(Frame(frame_type, self.number, payload=payload))
+        self._sink.send(Frame(frame_type, self._ticket.number, payload=payload))

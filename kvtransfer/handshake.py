@@ -23,20 +23,12 @@ ABSENT = "absent"
 class Speaker(Protocol):
     """One end of a connection, as far as it speaks of itself in HELLO."""
 
-    @property
-    def name(self) -> str:
-        """The transport's."""
-        ...
-
-    @property
-    def verify(self) -> tuple[str, ...]:
-        """Ways to verify a block that this end can do, best first. Each is 8 bytes per block."""
-        ...
-
-    @property
-    def details(self) -> Mapping[str, str]:
-        """What the transport's other end has to know."""
-        ...
+    name: str
+    """The transport's."""
+    verify: tuple[str, ...]
+    """Ways to verify a block that this end can do, best first. Each is 8 bytes per block."""
+    details: Mapping[str, str]
+    """What the transport's other end has to know."""
 
 
 @dataclass(frozen=True, slots=True)

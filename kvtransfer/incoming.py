@@ -1,4 +1,4 @@
-"""One offer as its receiver sees it: what is claimed, verified, and whom to tell. Pure.
+"""One offer as its receiver sees it: what is claimed, what is verified, who is to be told. Pure.
 
 States are `lifecycle.TransferState`. The table in `offers` is the only one that moves them.
 """
@@ -21,7 +21,6 @@ class Writer(Protocol):
 
     def stop_writing(self, number: int, error: TransferError) -> bool:
         """Asks it to stop. True if it cannot write already; else `writer_stopped` must follow."""
-        ...
 
 
 class Incoming:

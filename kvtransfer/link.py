@@ -105,15 +105,15 @@ class Link:
             self._handoffs.pop(frame.transfer, None)
 
     def _end(self, error: TransferError) -> asyncio.Task[None]:
-        """Ends every hand-off now; the task returned lets go of the peer, and is never cancelled."""
+        """Ends every hand-off now; the task returned releases what is the peer's, and is never cancelled."""
         if self._leaving is None:
             self._ended = error
             for handoff in self._handoffs.values():
                 handoff.end(error)
-            self._leaving = asyncio.get_running_loop().create_task(self._let_go(), name="kv-link-leave")
+            self._leaving = asyncio.get_running_loop().create_task(self._leave(), name="kv-link-leave")
         return self._leaving
 
-    async def _let_go(self) -> None:
+    async def _leave(self) -> None:
         self._reading.cancel()
         await asyncio.wait({self._reading})
         for handoff in self._handoffs.values():

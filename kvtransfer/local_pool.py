@@ -1,7 +1,7 @@
 """This side's pool as transfers use it: rows as bytes, checksums, one thread for heavy work.
 
-HostPool      the rows are the pool
-StagedPool    the rows stand for a pool elsewhere, block for block: copied out before they are read, in after
+_HostPool     the rows are the pool
+_StagedPool   the rows stand for a pool elsewhere, block for block: copied out before they are read, in after
               they were written
 """
 
@@ -28,8 +28,11 @@ T = TypeVar("T")
 Rows = npt.NDArray[np.uint8]
 
 
-class LocalPool(Protocol):
-    """What lanes and sessions know of a pool. Row `i` in host memory is block `i`, or stands for it."""
+class LocalPool(Staging, Protocol):
+    """What lanes and sessions know of a pool. Row `i` in host memory is block `i`, or stands for it.
+
+    `copy_out` comes before rows are read, `copy_in` after they were written.
+    """
 
     incarnation: Incarnation
     fingerprints: Fingerprints
@@ -40,42 +43,26 @@ class LocalPool(Protocol):
     rows: Rows
     """`[N, block_bytes]` uint8."""
 
-    async def copy_out(self, block_ids: Sequence[BlockId]) -> None:
-        """Before rows are read: makes them what the blocks are. Raises TransferError."""
-        ...
-
-    async def copy_in(self, block_ids: Sequence[BlockId]) -> None:
-        """After rows were written: makes the blocks what they are. Raises TransferError.
-
-        Even a cancelled call returns only after its copy has ended.
-        """
-        ...
-
     def spans(self, block_ids: Iterable[BlockId]) -> list[memoryview]:
         """The rows' bytes in order, writable, runs of neighbours as one span."""
-        ...
 
     def checksums(self, block_ids: Iterable[BlockId]) -> tuple[int, ...]:
         """xxh3-64 of each row as it lies in memory now."""
-        ...
 
     def start(self, work: Callable[[], T], num_bytes: int) -> asyncio.Future[T]:
         """Runs `work`, which touches `num_bytes`, here if small, else on this pool's thread.
 
         The future is not cancelled with its awaiter's task if awaited through `asyncio.wait`.
         """
-        ...
 
     def close(self) -> None:
-        """Waits for the thread (pieces are small) and lets go of the memory. Idempotent."""
-        ...
+        """Waits for the thread (pieces are small) and releases the memory. Idempotent."""
 
 
-class HostPool:
-    """Implements `LocalPool`. Borrows `memory` until `close`; never frees or resizes it."""
+class _HostPool:
+    """Borrows `memory` until `close`; never frees or resizes it."""
 
     def __init__(self, memory: PoolMemory, fingerprints: Fingerprints) -> None:
-        """Raises ConfigError if the pool is not in host memory, InternalError if misshapen."""
         blocks = memory.blocks
         if blocks.device.type != "cpu":
             raise ConfigError("transport", f"no transport reaches blocks on {blocks.device}; give those of its mirror")
@@ -100,7 +87,6 @@ class HostPool:
         """Nothing to copy."""
 
     def spans(self, block_ids: Iterable[BlockId]) -> list[memoryview]:
-        """See `LocalPool`."""
         runs: list[tuple[BlockId, int]] = []
         for block_id in block_ids:
             if runs and block_id == runs[-1][0] + runs[-1][1]:
@@ -110,11 +96,9 @@ class HostPool:
         return [self._span(first, n) for first, n in runs]
 
     def checksums(self, block_ids: Iterable[BlockId]) -> tuple[int, ...]:
-        """See `LocalPool`."""
         return tuple(xxhash.xxh3_64_intdigest(self._span(block_id)) for block_id in block_ids)
 
     def start(self, work: Callable[[], T], num_bytes: int) -> asyncio.Future[T]:
-        """See `LocalPool`."""
         loop = asyncio.get_running_loop()
         if num_bytes <= INLINE_BYTES:
             done: asyncio.Future[T] = loop.create_future()
@@ -125,7 +109,6 @@ class HostPool:
         return loop.run_in_executor(self._thread, work)
 
     def close(self) -> None:
-        """See `LocalPool`."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
@@ -136,24 +119,25 @@ class HostPool:
         return self._bytes[first * self.block_bytes : (first + num_blocks) * self.block_bytes]
 
 
-class StagedPool(HostPool):
-    """Implements `LocalPool`; borrows `staging` too."""
+class _StagedPool(_HostPool):
+    """Borrows `staging` too."""
 
     def __init__(self, memory: PoolMemory, fingerprints: Fingerprints, staging: Staging) -> None:
         super().__init__(memory, fingerprints)
         self._staging = staging
 
     async def copy_out(self, block_ids: Sequence[BlockId]) -> None:
-        """See `LocalPool`."""
         await self._staging.copy_out(block_ids)
 
     async def copy_in(self, block_ids: Sequence[BlockId]) -> None:
-        """See `LocalPool`."""
         await self._staging.copy_in(block_ids)
 
 
 def open_pool(memory: PoolMemory, fingerprints: Fingerprints) -> LocalPool:
-    """The form that fits `memory`. Raises ConfigError, InternalError as `HostPool` does."""
+    """The form that fits `memory`.
+
+    Raises ConfigError if the rows are not in host memory, InternalError if they are misshapen.
+    """
     if memory.staging is None:
-        return HostPool(memory, fingerprints)
-    return StagedPool(memory, fingerprints, memory.staging)
+        return _HostPool(memory, fingerprints)
+    return _StagedPool(memory, fingerprints, memory.staging)

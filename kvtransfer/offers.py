@@ -25,8 +25,6 @@ from tandem.errors import InternalError, TicketRefused, TransferError
 from tandem.lifecycle import TransferState
 from tandem.types import BlockId, Incarnation
 
-_WITHDRAWN = "the receiver withdrew the offer"
-
 
 class OfferTable:
     """Offers by number. INVARIANT: no block is named by two of them (checked by `mint`)."""
@@ -38,15 +36,11 @@ class OfferTable:
         self._clock = clock
         self._offers: dict[int, Incoming] = {}
         self._lent: set[BlockId] = set()
-        self._num_shown = 0
+        self.num_shown = 0
+        """Tickets accepted since the start."""
 
     def __len__(self) -> int:
         return len(self._offers)
-
-    @property
-    def num_shown(self) -> int:
-        """Tickets accepted since the start."""
-        return self._num_shown
 
     def mint(
         self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float, first_block: int = 0
@@ -84,10 +78,17 @@ class OfferTable:
         if incoming.state is not TransferState.OFFERED:
             raise TicketRefused(f"ticket of transfer {number:016x} was shown before")
         if incoming.show_by.passed:
-            refusal = TicketRefused(f"ticket of transfer {number:016x} has expired")
-            self.fail(number, refusal)
-            raise refusal
-        self._begin(number, incoming, writer)
+            expired = TicketRefused(f"ticket of transfer {number:016x} has expired")
+            self.fail(number, expired)
+            raise expired
+        incoming.move(TransferState.RECEIVING)
+        try:
+            incoming.listener.on_receiving()
+        except TransferError as refusal:
+            self._end_failed(number, incoming, refusal)
+            raise
+        incoming.writer = writer
+        self.num_shown += 1
 
     def is_receiving(self, number: int) -> bool:
         """Whether bytes may still be taken for it."""
@@ -120,7 +121,7 @@ class OfferTable:
     def commit(self, number: int, commit: Commit) -> None:
         """Ends it well, or raises the TransferError that it failed with.
 
-        A COMMIT says that the writer has let go, so a failed one leaves nothing to wait for.
+        A COMMIT says that the writer has stopped, so a failed one leaves nothing to wait for.
         """
         incoming = self._receiving(number)
         if incoming is None:
@@ -160,7 +161,7 @@ class OfferTable:
             number = int(transfer_id, 16)
         except ValueError:
             return
-        self.fail(number, TransferError(_WITHDRAWN))
+        self.fail(number, TransferError("the receiver withdrew the offer"))
 
     def reap(self) -> None:
         """Fails every offer whose ticket was not shown in time."""
@@ -181,16 +182,6 @@ class OfferTable:
         ended = (TransferState.COMMITTED, TransferState.FAILED)
         if any(incoming.state in ended for incoming in self._offers.values()):
             raise InternalError("an ended offer is still in the table")
-
-    def _begin(self, number: int, incoming: Incoming, writer: Writer) -> None:
-        incoming.move(TransferState.RECEIVING)
-        try:
-            incoming.listener.on_receiving()
-        except TransferError as error:
-            self._end_failed(number, incoming, error)
-            raise
-        incoming.writer = writer
-        self._num_shown += 1
 
     def _receiving(self, number: int) -> Incoming | None:
         incoming = self._offers.get(number)

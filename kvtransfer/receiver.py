@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvtransfer.base import BlockRef, Fingerprints, HandoffListener, Offer, PoolMemory
 from kvtransfer.connection import Connection
@@ -105,22 +105,18 @@ class KvReceiver:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
         for acceptor in self._accepting.values():
-            acceptor.close()
+            acceptor.sock.close()
         self._accepting.clear()
         self._table.fail_all(TransferError("the receiver stops"))
         await asyncio.gather(*(session.finish() for session in self._sessions.values()))
-        await self._end_sessions()
+        if self._sessions:
+            await asyncio.wait(self._sessions, timeout=self._timing.stop_s)
+        for task in self._sessions:
+            task.cancel()
+        await asyncio.gather(*self._sessions, return_exceptions=True)
         if len(self._table):
             _log.warning("%d transfers end without proof that their writers stopped", len(self._table))
         self._pool.close()
-
-    async def _end_sessions(self) -> None:
-        tasks = set(self._sessions)
-        if tasks:
-            await asyncio.wait(tasks, timeout=self._timing.stop_s)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept(self, acceptor: Acceptor) -> None:
         loop = asyncio.get_running_loop()
@@ -147,25 +143,23 @@ class KvReceiver:
         task.add_done_callback(self._session_ended)
 
     def _check_room(self) -> None:
+        """Ends the idle session that was used least recently, if there is no room for one more.
+
+        Strangers, who have no ticket to show, must not keep senders out; one of ours dials again for its next hand-off.
+        Raises TransferError if transfers are open on all.
+        """
         if sum(not session.established for session in self._sessions.values()) >= MAX_HANDSHAKES:
             raise TransferError(f"{MAX_HANDSHAKES} senders are shaking hands")
         staying = {task: session for task, session in self._sessions.items() if not task.cancelling()}
-        if len(staying) >= MAX_SESSIONS:
-            _end_idlest(staying)
+        if len(staying) < MAX_SESSIONS:
+            return
+        idle = [task for task, session in staying.items() if session.is_idle]
+        if not idle:
+            raise TransferError(f"{len(staying)} senders are connected, none of them idle")
+        min(idle, key=lambda task: staying[task].last_shown).cancel()
+        _log.warning("closed an idle kv connection for a new one: %d senders are connected", len(staying))
 
     def _session_ended(self, task: asyncio.Task[None]) -> None:
         del self._sessions[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a kv session ended by our own bug", exc_info=error)
-
-
-def _end_idlest(sessions: Mapping[asyncio.Task[None], Session]) -> None:
-    """Ends the session that will be missed least: strangers, who have no ticket to show, must not fill the house.
-
-    A sender of ours dials again for its next hand-off. Raises TransferError if transfers are open on all.
-    """
-    idle = [task for task, session in sessions.items() if session.is_idle]
-    if not idle:
-        raise TransferError(f"{len(sessions)} senders are connected, none of them idle")
-    min(idle, key=lambda task: sessions[task].last_shown).cancel()
-    _log.warning("closed an idle kv connection for a new one: %d senders are connected", len(sessions))

@@ -1,4 +1,6 @@
-"""The sending pool: one link per receiving pool, hand-offs multiplexed over it.
+"""The sending pool: one link per receiving pool, dialled when first needed, hand-offs multiplexed over it.
+
+    choose the transport → connect → secure → HELLO both ways → attach → `Link`
 
 See `base.Sender` for the contract.
 """
@@ -7,22 +9,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TypeVar
 
 from kvtransfer.base import Fingerprints, Handoff, PoolMemory
-from kvtransfer.dialing import Dialer
+from kvtransfer.connection import Connection, expect
 from kvtransfer.endpoint import Endpoint
+from kvtransfer.frame import Frame, FrameType
+from kvtransfer.handshake import Hello, agreed_verify, compare
 from kvtransfer.link import Link
 from kvtransfer.local_pool import open_pool
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
-from kvtransfer.transport import Transport
+from kvtransfer.transport import SendingLane, Transport
 from kvtransfer.transports import AUTO, TRANSPORTS, named
 from tandem.clock import Clock
-from tandem.errors import PeerLost, TransferError
+from tandem.errors import HandshakeMismatch, PeerLost, TicketRefused, TransferError
 from tandem.security.tls import ClientTls
-
-T = TypeVar("T")
 
 
 class KvSender:
@@ -40,9 +41,11 @@ class KvSender:
         known: Sequence[Transport] = TRANSPORTS,
     ) -> None:
         """`tls` is for what leaves the machine; None = plain. Raises ConfigError on a transport that is not known."""
-        transports = known if transport == AUTO else named((transport,), known)
+        self._transports = known if transport == AUTO else named((transport,), known)
         self._pool = open_pool(memory, fingerprints)
-        self._dialer = Dialer(self._pool, transports, clock, timing or Timing(), tls)
+        self._clock = clock
+        self._timing = timing or Timing()
+        self._tls = tls
         self._links: dict[bytes, asyncio.Task[Link]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._stopped = False
@@ -73,13 +76,16 @@ class KvSender:
         self._forget_gone(wanted)
         dialing = self._links.get(endpoint)
         if dialing is None:
-            work = self._dialer.dial(wanted)
+            work = self._dial(wanted)
             dialing = asyncio.get_running_loop().create_task(work, name="kv-dial")
             self._links[endpoint] = dialing
-        return await _undisturbed(dialing)
+        await asyncio.wait({dialing})  # a caller that is cancelled leaves it running for the others
+        if dialing.cancelled():
+            raise PeerLost("the connection was given up")
+        return dialing.result()
 
     def _forget_gone(self, wanted: Endpoint) -> None:
-        """Lets go of links that have ended, and of peers that `wanted` has replaced at their address."""
+        """Closes links that have ended, and those to peers that `wanted` has replaced at their address."""
         for known, task in list(self._links.items()):
             if _has_ended(task) or wanted.replaces(Endpoint.decode(known)):
                 self._forget(known)
@@ -90,17 +96,69 @@ class KvSender:
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
 
+    async def _dial(self, endpoint: Endpoint) -> Link:
+        """A link over the first transport that works; each is tried for a lease at most.
+
+        Raises TransferError of the last one tried; HandshakeMismatch at once.
+        """
+        failure = TransferError("no transport was tried")
+        for transport in self._candidates(endpoint):
+            try:
+                async with asyncio.timeout(self._timing.lease_s):
+                    return await self._dial_over(transport, endpoint)
+            except HandshakeMismatch:
+                raise
+            except OSError as error:
+                failure = PeerLost(f"cannot connect over {transport.name}: {error.strerror or error}")
+            except TransferError as error:
+                failure = error
+        raise failure
+
+    def _candidates(self, endpoint: Endpoint) -> Sequence[Transport]:
+        """Transports to try, best first; one alone is tried whatever it says of itself.
+
+        Raises TransferError if there are none.
+        """
+        reach = endpoint.reach
+        offered = [transport for transport in self._transports if transport.name in reach]
+        if len(self._transports) == 1:
+            if not offered:
+                (wanted,) = self._transports
+                raise TransferError(f"transport {wanted.name} is not offered by the peer, which has {', '.join(reach)}")
+            return offered
+        reasons = {transport: transport.unreachable(self._pool, reach[transport.name]) for transport in offered}
+        found = [transport for transport in offered if reasons[transport] is None]
+        if not found:
+            why = "; ".join(f"{transport.name}: {reason}" for transport, reason in reasons.items())
+            raise TransferError(f"no common transport: the peer offers {', '.join(reach)}. {why}")
+        return found
+
+    async def _dial_over(self, transport: Transport, endpoint: Endpoint) -> Link:
+        sock, lane = await transport.dial(self._pool, endpoint.reach[transport.name], self._tls)
+        connection = Connection(sock, self._timing)
+        try:
+            await lane.secure(connection)
+            connection.start()
+            theirs = await self._shake_hands(connection, lane, endpoint)
+        except BaseException:
+            lane.close()
+            await connection.close()
+            raise
+        return Link(connection, lane, theirs, self._pool, self._clock, self._timing)
+
+    async def _shake_hands(self, connection: Connection, lane: SendingLane, endpoint: Endpoint) -> Hello:
+        ours = Hello.of(self._pool, lane)
+        connection.send(Frame(FrameType.HELLO, payload=ours.encode()))
+        theirs = Hello.decode(expect(await lane.receive_hello(connection), FrameType.HELLO).payload)
+        compare(ours, theirs)
+        if theirs.incarnation != endpoint.incarnation:
+            raise TicketRefused(f"the endpoint now belongs to incarnation {theirs.incarnation}")
+        lane.attach(theirs, agreed_verify(ours, theirs))
+        return theirs
+
 
 def _has_ended(task: asyncio.Task[Link]) -> bool:
     return task.done() and bool(task.cancelled() or task.exception() or not task.result().is_open)
-
-
-async def _undisturbed(task: asyncio.Task[T]) -> T:
-    """The task's result; a caller that is cancelled leaves it running for the others. Raises PeerLost if it was."""
-    await asyncio.wait({task})
-    if task.cancelled():
-        raise PeerLost("the connection was given up")
-    return task.result()
 
 
 async def _hang_up(dialing: asyncio.Task[Link]) -> None:

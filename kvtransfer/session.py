@@ -41,36 +41,28 @@ class Session:
         """The sender has `handshake_s` to say who it is. The lane is this session's to close."""
         self._connection = connection
         self._handshake_s = handshake_s
-        self._established = False
+        self.established = False
+        """Whether hands were shaken."""
         self._lane = lane
         self._pool = pool
         self._table = table
         self._open: set[int] = set()
-        self._last_shown = 0
+        self.last_shown = 0
+        """Which of all tickets that the table accepted was the last one of this sender; 0 = it has shown none."""
         self._taking: int | None = None
         """The transfer whose WRITE is being received, verified and settled."""
-        self._peer_let_go = False
-
-    @property
-    def established(self) -> bool:
-        """Whether hands were shaken."""
-        return self._established
+        self._peer_stopped = False
 
     @property
     def is_idle(self) -> bool:
         """Whether hands were shaken and no transfer is open."""
-        return self._established and not self._open
-
-    @property
-    def last_shown(self) -> int:
-        """Which of all tickets that the table accepted was the last one of this sender; 0 = it has shown none."""
-        return self._last_shown
+        return self.established and not self._open
 
     def stop_writing(self, number: int, error: TransferError) -> bool:
         """Tells the sender to stop. True unless bytes can still arrive in the blocks."""
-        if not self._peer_let_go:
+        if not self._peer_stopped:
             self._connection.send(Frame(FrameType.WITHDRAWN, number, payload=encode_error(error)))
-        return self._taking != number and (self._peer_let_go or not self._lane.peer_writes)
+        return self._taking != number and (self._peer_stopped or not self._lane.peer_writes)
 
     async def run(self) -> None:
         """Serves the connection to its end and closes it; a cancelled run closes it too."""
@@ -95,7 +87,7 @@ class Session:
                 await self._shake_hands()
         except TimeoutError:
             raise PeerLost(f"no handshake within {self._handshake_s:g} s") from None
-        self._established = True
+        self.established = True
 
     async def _shake_hands(self) -> None:
         ours = Hello.of(self._pool, self._lane)
@@ -114,7 +106,7 @@ class Session:
             while True:
                 frame = await self._connection.receive()
                 if frame.type is FrameType.BYE:
-                    self._peer_let_go = True
+                    self._peer_stopped = True
                     return PeerLost("the sender closed the connection")
                 await self._handle(frame)
         except TransferError as error:
@@ -145,7 +137,7 @@ class Session:
             self._connection.send(Frame(FrameType.REFUSED, number, payload=encode_error(error)))
             return
         self._open.add(number)
-        self._last_shown = self._table.num_shown
+        self.last_shown = self._table.num_shown
         self._connection.send(Frame(FrameType.OPEN_OK, number, payload=encode_window(WINDOW_WRITES)))
 
     async def _write(self, frame: Frame) -> None:
@@ -203,12 +195,12 @@ class Session:
         """Fails what is open, then waits until the peer cannot write any more."""
         for number in tuple(self._open):
             self._table.fail(number, error)
-        if self._open and self._lane.peer_writes and not self._peer_let_go:
-            await self._peer_lets_go()
+        if self._open and self._lane.peer_writes and not self._peer_stopped:
+            await self._until_peer_stopped()
         for number in tuple(self._open):
             self._writer_stopped(number)
 
-    async def _peer_lets_go(self) -> None:
+    async def _until_peer_stopped(self) -> None:
         self._connection.end_lease()
         await self._connection.finish()
         try:

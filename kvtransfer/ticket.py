@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 
 from kvtransfer.base import BlockRef
-from tandem.errors import InternalError, TicketRefused
+from tandem.errors import TicketRefused
 from tandem.types import BlockId, Incarnation
 
 TICKET_VERSION = 2
@@ -53,9 +53,9 @@ class Ticket:
         fixed = _FIXED.pack(
             TICKET_VERSION,
             self.number,
-            _hex16("incarnation", self.incarnation),
+            bytes.fromhex(self.incarnation),
             self.nonce,
-            _hex16("layout fingerprint", self.layout_fingerprint),
+            bytes.fromhex(self.layout_fingerprint),
             min(self.expires_in_ms, _MAX_EXPIRY_MS),
             self.first_block,
             n,
@@ -90,13 +90,3 @@ def check_shown(shown: bytes, minted: Ticket) -> None:
         raise TicketRefused(f"ticket of transfer {minted.transfer_id} names other blocks or generations")
     if not hmac.compare_digest(shown, minted.encode()):
         raise TicketRefused(f"ticket of transfer {minted.transfer_id} was altered")
-
-
-def _hex16(what: str, text: str) -> bytes:
-    try:
-        raw = bytes.fromhex(text)
-    except ValueError as error:
-        raise InternalError(f"{what} is not hexadecimal") from error
-    if len(raw) != 16:
-        raise InternalError(f"{what} has {len(raw)} bytes, not 16")
-    return raw

@@ -61,7 +61,6 @@ class FrameSink(Protocol):
 
     def send(self, frame: Frame, inline: Sequence[memoryview] = ()) -> asyncio.Future[None] | None:
         """Queues a frame and what has to follow it; see `Connection.send`."""
-        ...
 
 
 class Lane(Speaker, Protocol):
@@ -69,15 +68,12 @@ class Lane(Speaker, Protocol):
 
     async def secure(self, connection: Connection) -> None:
         """Before the first frame: encryption, if any. The caller sets the deadline. Raises TransferError."""
-        ...
 
     def attach(self, theirs: Hello, verify: str) -> None:
         """Hands were shaken: blocks are verified by `verify`. Raises TransferError."""
-        ...
 
     def close(self) -> None:
-        """Lets go of everything that is the peer's; nothing of this lane may be running. Idempotent."""
-        ...
+        """Releases everything that is the peer's; nothing of this lane may be running. Idempotent."""
 
 
 class SendingLane(Lane, Protocol):
@@ -85,37 +81,31 @@ class SendingLane(Lane, Protocol):
 
     async def receive_hello(self, connection: Connection) -> Frame:
         """The receiver's first frame, and what came along with it. Raises TransferError."""
-        ...
 
     async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef]) -> tuple[int, ...]:
         """Before the WRITE: stages the sources if need be and, if this end writes the peer's memory, copies them.
 
         Returns the 8 bytes that verify each block. Never cancelled; raises TransferError.
         """
-        ...
 
     def announce(self, sink: FrameSink, write: Frame, sources: Sequence[BlockId]) -> asyncio.Future[None] | None:
         """Queues the WRITE and whatever has to follow it. Never waits.
 
         Returns a future, done when the sources may be reused; None = they may be already.
         """
-        ...
 
 
 class ReceivingLane(Lane, Protocol):
     """The receiver's end."""
 
-    @property
-    def peer_writes(self) -> bool:
-        """Whether the peer writes into the pool by itself, so that it has to prove that it stopped.
+    peer_writes: bool
+    """Whether the peer writes into the pool by itself, so that it has to prove that it stopped.
 
-        False = only `receive` and `settle` write, and nothing is written once they have returned.
-        """
-        ...
+    False = only `receive` and `settle` write, and nothing is written once they have returned.
+    """
 
     def send_hello(self, connection: Connection, hello: Frame) -> None:
         """Sends this side's first frame, and what has to come along with it. Raises TransferError."""
-        ...
 
     async def receive(
         self, connection: Connection, blocks: Sequence[BlockId], num_bytes: int, wanted: Callable[[], bool]
@@ -125,69 +115,49 @@ class ReceivingLane(Lane, Protocol):
         `blocks` is empty if the WRITE was not accepted; `num_bytes` come all the same. Leaves `connection` at the
         next frame. Nothing else reads `connection` meanwhile, so the deadline is the lane's. Raises PeerLost.
         """
-        ...
 
     async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
         """The 8 bytes that verify each block, of what lies there now. Raises TransferError."""
-        ...
 
     async def settle(self, blocks: Sequence[BlockId]) -> None:
         """Brings verified blocks into the pool itself. Raises TransferError.
 
         Even a cancelled call returns only after its copy has ended.
         """
-        ...
 
     async def peer_dead(self) -> None:
         """Returns once the peer is proven unable to write; called only if `peer_writes`.
 
         The one wait without a deadline: blocks stay quarantined for exactly so long.
         """
-        ...
 
 
-class Acceptor(Protocol):
+@dataclass(frozen=True, slots=True)
+class Acceptor:
     """A transport's listening end; the receiver accepts connections from `sock`."""
 
-    @property
-    def sock(self) -> socket.socket:
-        """Listening, non-blocking."""
-        ...
-
-    @property
-    def fields(self) -> Fields:
-        """For the endpoint: all that a sender needs to dial. No two receivers have equal ones at a time."""
-        ...
-
-    def accept(self, sock: socket.socket) -> ReceivingLane:
-        """This end of a new connection. Raises TransferError if the peer is not welcome."""
-        ...
-
-    def close(self) -> None:
-        """Stops listening. Idempotent."""
-        ...
+    sock: socket.socket
+    """Listening, non-blocking."""
+    fields: Fields
+    """For the endpoint: all that a sender needs to dial. No two receivers have equal ones at a time."""
+    accept: Callable[[socket.socket], ReceivingLane]
+    """This end of a new connection. Raises TransferError if the peer is not welcome."""
 
 
 class Transport(Protocol):
     """One way to move payload; holds no state of any pool or connection."""
 
-    @property
-    def name(self) -> str:
-        """As in `--transport`."""
-        ...
+    name: str
+    """As in `--transport`."""
 
     def probe(self, device: torch.device) -> TransportStatus:
         """Whether it works on this machine for pools on `device`."""
-        ...
 
     def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
         """Raises ConfigError if it cannot listen, or not for this pool."""
-        ...
 
     def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
         """Why `auto` should not try the receiver that has these endpoint fields; None = it should."""
-        ...
 
     async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
         """Connects; the caller sets the deadline, and closes both. Raises OSError, TransferError."""
-        ...

@@ -24,11 +24,9 @@ class Wire(Protocol):
 
     def receive_now(self, view: memoryview) -> int | None:
         """Puts bytes that have come into `view` and says how many; 0 = none will, None = none yet. Raises OSError."""
-        ...
 
     async def send(self, data: memoryview) -> None:
         """Returns when `data` may be reused. Raises OSError."""
-        ...
 
 
 class PlainWire:

@@ -15,7 +15,6 @@ Does not know steps or routers. All on the loop; nothing blocks it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,11 +24,6 @@ from tandem.errors import InternalError, TandemError, TransferError
 from tandem.types import BlockId
 from worker.request import Request
 
-TRANSFER_TIMEOUT_S = 60.0
-"""Longest that one push or the commit may take; the sender itself notices a silent peer much sooner."""
-OPEN_TIMEOUT_S = 5.0
-"""Longest that connecting and showing the ticket may take."""
-
 
 @dataclass(frozen=True, slots=True)
 class OutgoingPolicy:
@@ -37,8 +31,10 @@ class OutgoingPolicy:
 
     overlap: bool = True
     """Push finished blocks while later ones compute; False pushes everything at the end."""
-    open_timeout_s: float = OPEN_TIMEOUT_S
-    transfer_timeout_s: float = TRANSFER_TIMEOUT_S
+    open_timeout_s: float = 5.0
+    """Longest that connecting and showing the ticket may take."""
+    transfer_timeout_s: float = 60.0
+    """Longest that one push or the commit may take; the sender itself notices a silent peer much sooner."""
 
 
 class OutgoingOwner(Protocol):
@@ -46,15 +42,12 @@ class OutgoingOwner(Protocol):
 
     def transfer_committed(self, request: Request, report: TransferReport) -> None:
         """Verified and attached whole."""
-        ...
 
-    def transfer_failed(self, request: Request, error: TandemError) -> None:
+    def request_failed(self, request: Request, error: TandemError) -> None:
         """Nothing of it will be decoded."""
-        ...
 
     def blocks_returned(self, request: Request) -> None:
         """Lent blocks were released; for the last time once the transfer `has_ended`."""
-        ...
 
 
 class OutgoingTransfer:
@@ -68,12 +61,10 @@ class OutgoingTransfer:
         self._pool = pool
         self._policy = policy
         self._owner = owner
-        self._pending: list[BlockId] = []
-        self._pushing: tuple[BlockId, ...] = ()
-        self._num_lent = 0
-        """Blocks of the table that were lent, or that the decode worker holds already."""
         self._num_pushed = 0
-        """Likewise, pushed."""
+        """Blocks of the table that were pushed, or that the decode worker holds already."""
+        self._lent: list[BlockId] = []
+        """Those after them that are retained here."""
         self._payload: bytes | None = None
         """What to commit with, once nothing more will be lent."""
         self._work = asyncio.Event()
@@ -119,11 +110,10 @@ class OutgoingTransfer:
         return self._task is not None and not self._task.done()
 
     def _lend_up_to(self, num_finished: int) -> None:
-        blocks = self._request.group.prefix.block_table[self._num_lent : num_finished]
+        blocks = self._request.group.prefix.block_table[self._num_pushed + len(self._lent) : num_finished]
         if blocks:
             self._pool.retain(blocks)
-            self._pending.extend(blocks)
-            self._num_lent = num_finished
+            self._lent.extend(blocks)
             self._work.set()
 
     async def _run(self, ticket: bytes, kv_endpoint: bytes) -> None:
@@ -141,12 +131,13 @@ class OutgoingTransfer:
     def _fail(self, error: TandemError) -> None:
         self._closing = True
         if not self._aborted:
-            self._owner.transfer_failed(self._request, error)
+            self._owner.request_failed(self._request, error)
 
     async def _transfer(self, ticket: bytes, kv_endpoint: bytes) -> TransferReport:
         handoff = await self._sender.open(ticket, kv_endpoint, self._policy.open_timeout_s)
         try:
-            self._skip_to(handoff.first_block)
+            self._give_back(handoff.first_block)  # what the decode worker holds already, as far as it was lent
+            self._num_pushed = handoff.first_block
             payload = await self._push_all(handoff)
             async with asyncio.timeout(self._policy.transfer_timeout_s):
                 return await handoff.commit(payload)
@@ -154,41 +145,33 @@ class OutgoingTransfer:
             self._closing = True
             await handoff.abort()  # nothing to do after a commit; else it ends the reading of lent blocks
 
-    def _skip_to(self, first_block: int) -> None:
-        """Gives back what was lent of the blocks that the decode worker holds already."""
-        held, self._pending = self._pending[:first_block], self._pending[first_block:]
-        self._num_lent = max(self._num_lent, first_block)
-        self._num_pushed = first_block
-        self._give_back(held)
-
     async def _push_all(self, handoff: Handoff) -> bytes:
         """Returns what to commit with, once every block was pushed."""
         payload = await self._next()
         self._request.observer.transfer_started()
-        while self._pending:
-            self._pushing, self._pending = tuple(self._pending), []
+        while self._lent:
+            blocks = tuple(self._lent)
             async with asyncio.timeout(self._policy.transfer_timeout_s):
-                await handoff.push(self._num_pushed, self._pushing)
-            self._num_pushed += len(self._pushing)
-            pushed, self._pushing = self._pushing, ()
-            self._give_back(pushed)
+                await handoff.push(self._num_pushed, blocks)
+            self._num_pushed += len(blocks)
+            self._give_back(len(blocks))
             payload = await self._next()
         return payload
 
     async def _next(self) -> bytes:
         """Returns when there are blocks to push, or when none will follow; then with what to commit with."""
-        while not self._pending and self._payload is None:
+        while not self._lent and self._payload is None:
             self._work.clear()
             await self._work.wait()
         return self._payload or b""
 
-    def _give_back(self, blocks: Sequence[BlockId]) -> None:
+    def _give_back(self, num_blocks: int) -> None:
+        """Releases the first so many of the lent blocks."""
+        blocks, self._lent = self._lent[:num_blocks], self._lent[num_blocks:]
         self._pool.release(blocks)
         self._owner.blocks_returned(self._request)
 
     def _ended(self, _task: asyncio.Task[None]) -> None:
         # In a callback, because a task cancelled before its first step runs no `finally`.
         self._task = None
-        blocks = (*self._pushing, *self._pending)
-        self._pushing, self._pending = (), []
-        self._give_back(blocks)
+        self._give_back(len(self._lent))

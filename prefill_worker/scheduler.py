@@ -54,29 +54,19 @@ class BatchLimits:
     max_overtakes: int = MAX_OVERTAKES
 
 
-class _Entry:
-    """A request in line, and how many later ones went before it."""
-
-    __slots__ = ("num_overtaken", "request")
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.num_overtaken = 0
-
-
 class PrefillScheduler:
     """Waiting and running prompts of one worker."""
 
     def __init__(self, limits: BatchLimits, block_size: int) -> None:
         self._limits = limits
         self._block_size = block_size
-        self._waiting: list[_Entry] = []
-        """In order of arrival."""
-        self._running: list[_Entry] = []
+        self._waiting: dict[Request, int] = {}
+        """In order of arrival, with how many later ones went before each."""
+        self._running: list[Request] = []
         """In order of admission."""
 
     def __contains__(self, request: Request) -> bool:
-        return any(entry.request is request for entry in (*self._running, *self._waiting))
+        return request in self._waiting or request in self._running
 
     @property
     def num_waiting(self) -> int:
@@ -91,16 +81,17 @@ class PrefillScheduler:
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens that no step has been launched for."""
-        return sum(_num_left(entry.request) for entry in (*self._waiting, *self._running))
+        return sum(_num_left(request) for request in (*self._waiting, *self._running))
 
     def add(self, request: Request) -> None:
         """Puts a request in line."""
-        self._waiting.append(_Entry(request))
+        self._waiting[request] = 0
 
     def remove(self, request: Request) -> None:
         """Forgets a request, computed or given up. Idempotent."""
-        self._waiting = [entry for entry in self._waiting if entry.request is not request]
-        self._running = [entry for entry in self._running if entry.request is not request]
+        self._waiting.pop(request, None)
+        if request in self._running:
+            self._running.remove(request)
 
     def num_blocks(self, request: Request) -> int:
         """Blocks that its whole prompt takes, before it has any."""
@@ -114,36 +105,37 @@ class PrefillScheduler:
     def _admit(self, num_free_blocks: int) -> tuple[Request, ...]:
         admitted: list[Request] = []
         while len(self._running) < self._limits.max_seqs:
-            entry = self._next_fitting(num_free_blocks)
-            if entry is None:
+            request = self._next_fitting(num_free_blocks)
+            if request is None:
                 break
-            at = self._waiting.index(entry)
-            for earlier in self._waiting[:at]:
-                earlier.num_overtaken += 1
-            self._running.append(self._waiting.pop(at))
-            num_free_blocks -= self.num_blocks(entry.request)
-            admitted.append(entry.request)
+            for earlier in self._waiting:
+                if earlier is request:
+                    break
+                self._waiting[earlier] += 1
+            del self._waiting[request]
+            self._running.append(request)
+            num_free_blocks -= self.num_blocks(request)
+            admitted.append(request)
         return tuple(admitted)
 
-    def _next_fitting(self, num_free_blocks: int) -> _Entry | None:
-        overdue = next((e for e in self._waiting if e.num_overtaken >= self._limits.max_overtakes), None)
+    def _next_fitting(self, num_free_blocks: int) -> Request | None:
+        overdue = next((r for r, overtaken in self._waiting.items() if overtaken >= self._limits.max_overtakes), None)
         if overdue is not None:  # the oldest of them
-            return overdue if self.num_blocks(overdue.request) <= num_free_blocks else None
-        fitting = [entry for entry in self._waiting if self.num_blocks(entry.request) <= num_free_blocks]
-        return min(fitting, key=lambda entry: entry.request.rank, default=None)
+            return overdue if self.num_blocks(overdue) <= num_free_blocks else None
+        fitting = [request for request in self._waiting if self.num_blocks(request) <= num_free_blocks]
+        return min(fitting, key=lambda request: request.rank, default=None)
 
     def _share_budget(self) -> tuple[Chunk, ...]:
         # In order of admission: the oldest always advances, whatever priorities come after it.
-        requests = [entry.request for entry in self._running]
-        left = [_num_left(request) for request in requests]
+        left = [_num_left(request) for request in self._running]
         express = _express(left, self._limits.chunk_tokens // 2)
-        rest = [index for index in range(len(requests)) if index not in express]
+        rest = [index for index in range(len(left)) if index not in express]
         budget_tokens = self._limits.chunk_tokens - sum(left[index] for index in express)
         chunks = plan_chunks([left[index] for index in rest], budget_tokens, self._limits.max_seqs)
         shares = dict(zip(rest, chunks, strict=True)) | {index: left[index] for index in express}
         return tuple(
             Chunk(request, shares[i], is_last=shares[i] == left[i])
-            for i, request in enumerate(requests)
+            for i, request in enumerate(self._running)
             if shares[i] > 0
         )
 

@@ -21,7 +21,7 @@ from engine.engine_thread import EngineBroken
 from engine.step import BrokenLogits, Sampled, SampledToken, Step, StepResult
 from prefill_worker.scheduler import BatchLimits, Chunk, PrefillScheduler
 from tandem.clock import Clock
-from tandem.errors import InternalError
+from tandem.errors import InternalError, TandemError
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import StepReport, WorkerObserver
 from worker.ports import StepEngine
@@ -35,22 +35,18 @@ class StepListener(Protocol):
 
     def chunk_computed(self, request: Request) -> None:
         """More of the prompt has KV."""
-        ...
 
     def prompt_computed(self, request: Request, tokens: tuple[SampledToken, ...]) -> None:
         """All of it has KV; one token per drawer of its prefix, in order.
 
         The prefix's blocks are given back right after the call: retain what is still needed.
         """
-        ...
 
-    def step_failed(self, request: Request, error: InternalError) -> None:
+    def request_failed(self, request: Request, error: TandemError) -> None:
         """A step with this request failed, or its logits are broken; its blocks were given back."""
-        ...
 
     def step_ended(self) -> None:
         """After the calls for every request of a step."""
-        ...
 
 
 class StepLoop:
@@ -70,14 +66,10 @@ class StepLoop:
         self._clock = clock
         self._listener = listener
         self._observer = observer
-        self._scheduler = PrefillScheduler(limits, pool.block_size)
+        self.scheduler = PrefillScheduler(limits, pool.block_size)
+        """For others: its counters only."""
         self._wake = asyncio.Event()
         self._in_flight: tuple[Chunk, ...] = ()
-
-    @property
-    def scheduler(self) -> PrefillScheduler:
-        """For counters only."""
-        return self._scheduler
 
     @property
     def num_tokens_in_flight(self) -> int:
@@ -86,12 +78,12 @@ class StepLoop:
 
     def add(self, request: Request) -> None:
         """Puts a request in line. Its prompt's blocks must fit into an empty pool."""
-        self._scheduler.add(request)
+        self.scheduler.add(request)
         self._wake.set()
 
     def remove(self, request: Request) -> None:
         """Forgets a request and gives back its blocks, after the current step if that computes it."""
-        self._scheduler.remove(request)
+        self.scheduler.remove(request)
         if all(chunk.request is not request for chunk in self._in_flight):
             self._free(request)
 
@@ -102,9 +94,9 @@ class StepLoop:
     async def run(self) -> None:
         """Steps until cancelled. Raises EngineBroken."""
         while True:
-            plan = self._scheduler.plan(self._pool.num_free)
+            plan = self.scheduler.plan(self._pool.num_free)
             for request in plan.admitted:
-                request.group.prefix.add_blocks(self._pool.allocate(self._scheduler.num_blocks(request)))
+                request.group.prefix.add_blocks(self._pool.allocate(self.scheduler.num_blocks(request)))
             if plan.chunks:
                 await self._step(plan.chunks)
             else:
@@ -119,7 +111,8 @@ class StepLoop:
         try:
             step = Step(tuple(chunk.request.group.prefix.schedule(chunk.num_tokens) for chunk in chunks))
             result = await self._engine.launch(step)
-            self._report(chunks, result.seconds)
+            specs = tuple(chunk.request.spec for chunk in chunks)
+            self._observer.step(StepReport(result.seconds, self.num_tokens_in_flight, 0, specs))
         except EngineBroken as error:
             failure = error
         except Exception as error:  # noqa: BLE001 - whatever broke ends these requests, not the worker
@@ -140,13 +133,9 @@ class StepLoop:
                 chunk.request.started_s = now_s
                 chunk.request.observer.started()
 
-    def _report(self, chunks: tuple[Chunk, ...], seconds: float) -> None:
-        num_tokens = sum(chunk.num_tokens for chunk in chunks)
-        self._observer.step(StepReport(seconds, num_tokens, 0, tuple(chunk.request.spec for chunk in chunks)))
-
     def _settle(self, chunk: Chunk, outcome: tuple[Sampled, ...] | InternalError) -> None:
         request = chunk.request
-        if request not in self._scheduler:  # removed while the step ran
+        if request not in self.scheduler:  # removed while the step ran
             self._free(request)
         elif isinstance(outcome, InternalError):
             self._give_up(request, outcome)
@@ -169,7 +158,7 @@ class StepLoop:
 
     def _give_up(self, request: Request, error: InternalError) -> None:
         self.remove(request)
-        self._listener.step_failed(request, error)
+        self._listener.request_failed(request, error)
 
     def _free(self, request: Request) -> None:
         blocks = request.group.prefix.take_blocks()

@@ -121,7 +121,9 @@ class PrefillWorker:
     def tick(self) -> None:
         """Fails what has run out of time."""
         for request in [request for request in self._live.values() if request.deadline.passed]:
-            self._fail(request, DeadlineExceeded(f"prompt of request {request.spec.request_id} ran out of time"))
+            self.request_failed(
+                request, DeadlineExceeded(f"prompt of request {request.spec.request_id} ran out of time")
+            )
 
     def drain(self) -> None:
         """Takes no new requests from now on. Idempotent."""
@@ -168,10 +170,6 @@ class PrefillWorker:
             first_tokens = {choice.index: token.token_id for choice, token in zip(drawers, tokens, strict=True)}
             self._transfers[request].finish(encode_first_tokens(first_tokens))
 
-    def step_failed(self, request: Request, error: InternalError) -> None:
-        """No token can be drawn for it."""
-        self._fail(request, error)
-
     def step_ended(self) -> None:
         """Blocks of ended requests are back."""
         self._note_idle()
@@ -184,10 +182,6 @@ class PrefillWorker:
         request.observer.transferred(report.num_bytes, report.seconds, report.transport)
         self._end(request)
 
-    def transfer_failed(self, request: Request, error: TandemError) -> None:
-        """Nothing of it will be decoded."""
-        self._fail(request, error)
-
     def blocks_returned(self, request: Request) -> None:
         """There may be room for the next one."""
         if self._transfers[request].has_ended:
@@ -195,9 +189,10 @@ class PrefillWorker:
         self._steps.wake()
         self._note_idle()
 
-    # --- ends ---
+    # --- ends (StepListener, OutgoingOwner) ---
 
-    def _fail(self, request: Request, error: TandemError) -> None:
+    def request_failed(self, request: Request, error: TandemError) -> None:
+        """Its step or its transfer failed, or its time is over: says so to the router."""
         _log.warning(
             "prompt failed",
             request_id=request.spec.request_id,

@@ -8,6 +8,7 @@ step count, since a live event loop proves nothing about its engine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import socket
 from collections.abc import Callable
@@ -129,9 +130,8 @@ class Announcer:
         registered.set()
         self._on_registered()
         _log.info("registered", router=address, lease_s=first.lease_seconds)
-        self._obey(first)
         tasks = {
-            asyncio.create_task(self._listen(call), name=f"router-{address}"),
+            asyncio.create_task(self._obey(call, first), name=f"router-{address}"),
             asyncio.create_task(self._beat(call, first.lease_seconds), name=f"heartbeat-{address}"),
         }
         try:
@@ -144,30 +144,21 @@ class Announcer:
             await asyncio.gather(*tasks, return_exceptions=True)
             call.cancel()
 
-    async def _listen(self, call: RegisterCall) -> None:
+    async def _obey(self, call: RegisterCall, response: object) -> None:
         """Until the router ends the stream."""
-        while isinstance(response := await call.read(), registry_pb2.RegisterResponse):
-            self._obey(response)
+        while isinstance(response, registry_pb2.RegisterResponse):
+            if response.drain:
+                self._on_drain()
+            response = await call.read()
 
     async def _beat(self, call: RegisterCall, lease_s: float) -> None:
         """Heartbeats. Raises TimeoutError if the router does not take one within the lease."""
         while True:
-            await _first_of(self._news, min(_BEAT_S, lease_s / _BEATS_PER_LEASE))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(_BEAT_S, lease_s / _BEATS_PER_LEASE)):
+                    await self._news.wait()
             async with asyncio.timeout(lease_s):
                 await call.write(registry_pb2.RegisterRequest(load=load_to_proto(self._load())))
-
-    def _obey(self, response: registry_pb2.RegisterResponse) -> None:
-        if response.drain:
-            self._on_drain()
-
-
-async def _first_of(event: asyncio.Event, timeout_s: float) -> None:
-    """Returns at the event, or when the time is up."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return
 
 
 async def _resolve(router: str) -> set[str]:

@@ -120,6 +120,6 @@ class Foundation:
     async def serve(self, core: WorkerCore, info: WorkerInfo, stop: StopSignal) -> None:
         """Serves until a stop is asked for, then drains. Raises ConfigError if the address cannot be had."""
         self.metrics.add_reader(load_reader(self.role, core.load))
-        process = WorkerProcess(self.config, core, self.incarnation, security=self.security, metrics=self.metrics)
+        process = WorkerProcess(self.config, core, self.incarnation, self.metrics, security=self.security)
         with LoopLag(self.metrics):
             await process.run(lambda address: replace(info, address=address), stop)

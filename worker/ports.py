@@ -25,25 +25,20 @@ class RouterPort(Protocol):
 
     def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
         """Decode worker: there is room; ticket and endpoint are empty where the prompt is computed here."""
-        ...
 
     def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
         """The prompt is computed. Told before the first tokens, which are given to `token` like all others."""
-        ...
 
     def token(
         self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
     ) -> None:
         """Token number `offset` of a choice. Goes out with all others of this step, in one message."""
-        ...
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
         """Prefill worker: every block is verified and attached."""
-        ...
 
     def failed(self, handle: Handle, error: TandemError) -> None:
         """The request ended without all its tokens; the worker keeps nothing of it."""
-        ...
 
 
 class StepEngine(Protocol):
@@ -52,7 +47,6 @@ class StepEngine(Protocol):
     @property
     def num_steps(self) -> int:
         """Steps that have ended since start."""
-        ...
 
     def launch(self, step: Step) -> Awaitable[StepResult]:
         """Hands over a step; at most two may be in flight. The seqs' tables have been read when it returns.
@@ -60,7 +54,6 @@ class StepEngine(Protocol):
         The result raises what the step raised, once the device no longer uses its blocks. Cancelling the wait does
         not cancel the step, and does not end before it.
         """
-        ...
 
 
 class WorkerCore(Protocol):
@@ -71,32 +64,24 @@ class WorkerCore(Protocol):
 
     def reserve(self, session: RouterPort, handle: Handle, spec: GroupSpec, local_prefill: bool) -> None:
         """Decode worker: make room."""
-        ...
 
     def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec, ticket: bytes, kv_endpoint: bytes) -> None:
         """Prefill worker: compute the prompt and hand it over."""
-        ...
 
     def release(self, session: RouterPort, handle: Handle) -> None:
         """Nothing more is wanted of it. Idempotent; the handle may be unknown."""
-        ...
 
     def router_lost(self, session: RouterPort) -> None:
         """The stream ended: release all that this router asked for."""
-        ...
 
     async def run(self) -> None:
         """Steps until cancelled. Whatever it raises ends the process."""
-        ...
 
     def drain(self) -> None:
         """Takes no new work from now on. Idempotent."""
-        ...
 
     async def drained(self) -> None:
         """Returns once nothing is held any more."""
-        ...
 
     def load(self) -> WorkerLoad:
         """What runs, waits and is held now."""
-        ...

@@ -39,16 +39,6 @@ _WATCH_EVERY_S = 1.0
 _PLAIN = Security()
 
 
-def _no_metrics() -> tuple[bytes, str]:
-    return b"", "text/plain"
-
-
-def _freeze_loaded_objects() -> None:
-    """What was loaded lives until the end: full collections that visit it again would take tens of milliseconds."""
-    gc.collect()
-    gc.freeze()
-
-
 class WorkerProcess:
     """Serves one core to routers until it is told to stop."""
 
@@ -57,9 +47,9 @@ class WorkerProcess:
         config: WorkerConfig,
         core: WorkerCore,
         incarnation: Incarnation,
+        metrics: Metrics,
         *,
         security: Security = _PLAIN,
-        metrics: Metrics | None = None,
         progress: ProgressWatch | None = None,
         watch_every_s: float = _WATCH_EVERY_S,
     ) -> None:
@@ -67,7 +57,7 @@ class WorkerProcess:
         self._config = config
         self._core = core
         self._security = security
-        self._exposition = _no_metrics if metrics is None else metrics.exposition
+        self._metrics = metrics
         self._clock = MonotonicClock()
         self._progress = progress or ProgressWatch(self._clock)
         self._watch_every_s = watch_every_s
@@ -109,7 +99,9 @@ class WorkerProcess:
                 tasks.create_task(announcer.run(), name="announcer"),
                 tasks.create_task(self._watch_progress(), name="liveness"),
             )
-            _freeze_loaded_objects()
+            # What was loaded lives until the end: full collections that visit it again would take tens of milliseconds.
+            gc.collect()
+            gc.freeze()
             print(f"ready {info.address}", flush=True)
             await stop.wait()
             await self._drain(announcer)
@@ -129,7 +121,7 @@ class WorkerProcess:
                 load=self._core.load(),
             )
 
-        content = AdminContent(health=self._server.health, report=report, metrics=self._exposition)
+        content = AdminContent(health=self._server.health, report=report, metrics=self._metrics.exposition)
         return admin_port(self._config.admin_listen, content, self._security.incoming, self._config.advertise)
 
     async def _watch_progress(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import TypeAlias
 
 from engine.step import SampledToken
 from tandem.convert import failed_to_proto, finish_reason_to_proto, logprobs_to_proto
@@ -24,6 +25,8 @@ MAX_TOKENS_PER_MESSAGE = 16384
 _TOKENS_PER_LOGPROB = 4
 """What one reported alternative weighs against a bare token, in encoded bytes."""
 
+_ByHandle: TypeAlias = dict[Handle, list[worker_pb2.ConnectResponse]]
+
 
 class RouterSession:
     """Handed to the worker's core with every request of this router, and emptied by one writer task."""
@@ -31,26 +34,22 @@ class RouterSession:
     def __init__(self, router_incarnation: Incarnation) -> None:
         self.router_incarnation = router_incarnation
         self._open: set[Handle] = set()
-        self._answers: dict[Handle, list[worker_pb2.ConnectResponse]] = {}
+        self._answers: _ByHandle = {}
         self._outputs = _PendingOutputs()
-        self._ends: dict[Handle, list[worker_pb2.ConnectResponse]] = {}
+        self._ends: _ByHandle = {}
         self._filled = asyncio.Event()
 
     # --- from the core (RouterPort) ---
 
     def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
         """See `worker.ports.RouterPort`."""
-        if handle in self._open:
-            message = worker_pb2.Reserved(
-                handle=handle, ticket=ticket, kv_endpoint=kv_endpoint, held_tokens=held_tokens
-            )
-            self._add(self._answers, handle, worker_pb2.ConnectResponse(reserved=message))
+        message = worker_pb2.Reserved(handle=handle, ticket=ticket, kv_endpoint=kv_endpoint, held_tokens=held_tokens)
+        self._add(self._answers, handle, worker_pb2.ConnectResponse(reserved=message))
 
     def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
         """See `worker.ports.RouterPort`."""
-        if handle in self._open:
-            message = worker_pb2.PrefillDone(handle=handle, queue_seconds=queue_s, prefill_seconds=prefill_s)
-            self._add(self._answers, handle, worker_pb2.ConnectResponse(prefill_done=message))
+        message = worker_pb2.PrefillDone(handle=handle, queue_seconds=queue_s, prefill_seconds=prefill_s)
+        self._add(self._answers, handle, worker_pb2.ConnectResponse(prefill_done=message))
 
     def token(
         self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
@@ -62,16 +61,13 @@ class RouterSession:
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
         """See `worker.ports.RouterPort`."""
-        if handle in self._open:
-            message = worker_pb2.HandoffDone(handle=handle, transfer_bytes=num_bytes, transfer_seconds=seconds)
-            self._add(self._ends, handle, worker_pb2.ConnectResponse(handoff_done=message))
+        message = worker_pb2.HandoffDone(handle=handle, transfer_bytes=num_bytes, transfer_seconds=seconds)
+        self._add(self._ends, handle, worker_pb2.ConnectResponse(handoff_done=message))
 
     def failed(self, handle: Handle, error: TandemError) -> None:
         """See `worker.ports.RouterPort`."""
-        if handle in self._open:
-            self._open.discard(handle)
-            response = worker_pb2.ConnectResponse(failed=failed_to_proto(handle, error))
-            self._add(self._ends, handle, response)
+        self._add(self._ends, handle, worker_pb2.ConnectResponse(failed=failed_to_proto(handle, error)))
+        self._open.discard(handle)
 
     # --- from the stream ---
 
@@ -101,14 +97,10 @@ class RouterSession:
         self._filled.clear()
         return [*_flat(answers), *outputs.messages(), *_flat(ends)]
 
-    def _add(
-        self,
-        to: dict[Handle, list[worker_pb2.ConnectResponse]],
-        handle: Handle,
-        response: worker_pb2.ConnectResponse,
-    ) -> None:
-        to.setdefault(handle, []).append(response)
-        self._filled.set()
+    def _add(self, to: _ByHandle, handle: Handle, response: worker_pb2.ConnectResponse) -> None:
+        if handle in self._open:
+            to.setdefault(handle, []).append(response)
+            self._filled.set()
 
 
 class _PendingOutputs:
@@ -164,5 +156,5 @@ class _PendingOutputs:
         return (each for each in (*self._closed, self._current) if each.step_outputs.outputs)
 
 
-def _flat(responses: dict[Handle, list[worker_pb2.ConnectResponse]]) -> Iterator[worker_pb2.ConnectResponse]:
+def _flat(responses: _ByHandle) -> Iterator[worker_pb2.ConnectResponse]:
     return (response for each in responses.values() for response in each)

@@ -67,13 +67,9 @@ class _Spans(SequenceObserver):
         self._open[name] = span
         return span
 
-    def _finish(self, name: str, attributes: Mapping[str, str | int | float] | None = None) -> None:
-        self._finish_at(name, time.time_ns(), attributes)
-
-    def _finish_at(self, name: str, end_ns: int, attributes: Mapping[str, str | int | float] | None = None) -> None:
+    def _finish(self, name: str, end_ns: int | None = None) -> None:
         span = self._open.pop(name, None)
         if span is not None:
-            span.set_attributes(attributes or {})
             span.end(end_ns)
 
     def _computes(self, name: str) -> None:
@@ -100,13 +96,11 @@ class _Prefilled(_Spans):
         self._begin(TRANSFER)
 
     def transferred(self, num_bytes: int, seconds: float, transport: str | None) -> None:
-        told: dict[str, str | int | float] = {
-            "tandem.transfer.bytes": num_bytes,
-            "tandem.transfer.busy_seconds": seconds,
-        }
+        span = self._open[TRANSFER]
+        span.set_attributes({"tandem.transfer.bytes": num_bytes, "tandem.transfer.busy_seconds": seconds})
         if transport is not None:
-            told["tandem.transfer.transport"] = transport
-        self._finish(TRANSFER, told)
+            span.set_attribute("tandem.transfer.transport", transport)
+        self._finish(TRANSFER)
 
     def ended(self, error: TandemError | None, num_tokens: int) -> None:
         if error is not None and not self._open:
@@ -150,7 +144,7 @@ class _Decoded(_Spans):
         super().ended(error, num_tokens)
 
     def _receive(self) -> Span:
-        self._finish_at(QUEUE, self._reserved_ns)
+        self._finish(QUEUE, self._reserved_ns)
         return self._begin(RECEIVE, self._reserved_ns)
 
 

@@ -59,7 +59,7 @@ async def connected(sock: socket.socket, address: _Address) -> socket.socket:
 
 
 class HostLane:
-    """Implements `transport.Lane`: plain, with nothing to say and nothing to let go of."""
+    """Implements `transport.Lane`: plain, without details, holding nothing of the peer."""
 
     name: str
     verify: tuple[str, ...] = (XXH3,)
@@ -75,7 +75,7 @@ class HostLane:
         """Nothing to do."""
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
 
 class HostSendingLane(HostLane):
@@ -92,12 +92,10 @@ class HostSendingLane(HostLane):
 
     def announce(self, sink: FrameSink, write: Frame, sources: Sequence[BlockId]) -> asyncio.Future[None] | None:
         """See `SendingLane`."""
-        del sources
         return sink.send(write)
 
     def _place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef]) -> tuple[int, ...]:
         """Checksums only. Runs on any thread."""
-        del targets
         return self._pool.checksums(sources)
 
 

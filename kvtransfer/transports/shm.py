@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -63,17 +64,6 @@ async def dial(name: str) -> socket.socket:
     return await connected(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), "\0" + name)
 
 
-def send_with_descriptor(connection: Connection, frame: Frame, descriptor: int) -> None:
-    """Sends the connection's first frame, bypassing its queue. Raises PeerLost."""
-    data = frame.encode()
-    try:
-        sent = socket.send_fds(connection.sock, [data], [descriptor])
-    except OSError as error:
-        raise PeerLost(f"cannot pass the pool's descriptor: {error.strerror}") from error
-    if sent != len(data):
-        raise PeerLost("the peer's buffer is full before the handshake")
-
-
 async def receive_with_descriptor(connection: Connection) -> tuple[Frame, int | None]:
     """The connection's first frame and the descriptor passed with it, owned by the caller."""
     await readable(connection.sock)
@@ -110,12 +100,13 @@ class ShmTransport:
 
     def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
         """See `Transport`."""
-        del options
-        return ShmAcceptor(pool)
+        if pool.shared_fd is None:
+            raise ConfigError("transport", "shm needs a pool in shared memory")
+        name, accept = f"tandem-kv-{secrets.token_hex(16)}", partial(_ReceivingLane, pool, pool.shared_fd)
+        return Acceptor(listen(name), {"unix_name": name, "boot_id": boot_id(), "uid": str(os.getuid())}, accept)
 
     def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
         """See `Transport`."""
-        del pool
         here = boot_id()
         if not here or fields.get("boot_id") != here:
             return "it is on another machine"
@@ -125,33 +116,11 @@ class ShmTransport:
 
     async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
         """See `Transport`."""
-        del tls
-        return await dial(required(fields, "unix_name")), ShmSendingLane(pool)
+        return await dial(required(fields, "unix_name")), _SendingLane(pool)
 
 
-class ShmAcceptor:
-    """Implements `transport.Acceptor`."""
-
-    def __init__(self, pool: LocalPool) -> None:
-        if pool.shared_fd is None:
-            raise ConfigError("transport", "shm needs a pool in shared memory")
-        self._pool = pool
-        self._shared_fd = pool.shared_fd
-        name = f"tandem-kv-{secrets.token_hex(16)}"
-        self.sock = listen(name)
-        self.fields: Fields = {"unix_name": name, "boot_id": boot_id(), "uid": str(os.getuid())}
-
-    def accept(self, sock: socket.socket) -> ShmReceivingLane:
-        """See `Acceptor`."""
-        return ShmReceivingLane(self._pool, sock, self._shared_fd)
-
-    def close(self) -> None:
-        """See `Acceptor`."""
-        self.sock.close()
-
-
-class ShmSendingLane(HostSendingLane):
-    """Copies blocks into the peer's mapped rows."""
+class _SendingLane(HostSendingLane):
+    """Copies blocks into the peer's rows, mapped by the descriptor that came with its HELLO."""
 
     name = NAME
 
@@ -162,13 +131,10 @@ class ShmSendingLane(HostSendingLane):
         self._rows: Rows | None = None
 
     async def receive_hello(self, connection: Connection) -> Frame:
-        """See `SendingLane`; keeps the descriptor of the peer's rows."""
         frame, self._descriptor = await receive_with_descriptor(connection)
         return frame
 
     def attach(self, theirs: Hello, verify: str) -> None:
-        """Maps the peer's rows."""
-        del verify
         if self._descriptor is None:
             raise TransferError("the peer did not share its memory")
         size_bytes = theirs.num_blocks * self._pool.block_bytes
@@ -184,7 +150,6 @@ class ShmSendingLane(HostSendingLane):
         self._close_descriptor()
 
     def close(self) -> None:
-        """Unmaps the peer's rows; no copy may be running."""
         self._close_descriptor()
         self._rows = None
         if self._mapping is not None:
@@ -207,12 +172,12 @@ class ShmSendingLane(HostSendingLane):
             self._descriptor = None
 
 
-class ShmReceivingLane(HostReceivingLane):
-    """Shares the rows with one peer process and watches it."""
+class _ReceivingLane(HostReceivingLane):
+    """Shares the rows with one peer process and watches that through a pidfd."""
 
     name = NAME
 
-    def __init__(self, pool: LocalPool, sock: socket.socket, shared_fd: int) -> None:
+    def __init__(self, pool: LocalPool, shared_fd: int, sock: socket.socket) -> None:
         """Raises TransferError unless the peer is ours and its death can be proven."""
         super().__init__(pool)
         self._shared_fd = shared_fd
@@ -222,16 +187,19 @@ class ShmReceivingLane(HostReceivingLane):
         self._pidfd: int | None = _open_pidfd(sock, pid)
 
     def send_hello(self, connection: Connection, hello: Frame) -> None:
-        """See `ReceivingLane`; the rows' descriptor goes along."""
-        send_with_descriptor(connection, hello, self._shared_fd)
+        data = hello.encode()  # the first frame: nothing is queued before it
+        try:
+            sent = socket.send_fds(connection.sock, [data], [self._shared_fd])
+        except OSError as error:
+            raise PeerLost(f"cannot pass the pool's descriptor: {error.strerror}") from error
+        if sent != len(data):
+            raise PeerLost("the peer's buffer is full before the handshake")
 
     async def peer_dead(self) -> None:
-        """Returns once the peer process has ended."""
         if self._pidfd is not None:
             await readable(self._pidfd)
 
     def close(self) -> None:
-        """Closes the pidfd."""
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None

@@ -61,11 +61,16 @@ class TcpTransport:
 
     def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
         """See `Transport`."""
-        return TcpAcceptor(pool, options)
+        sock = listen(options.host, options.port)
+        fields = {
+            "host": options.advertise_host,
+            "port": str(sock.getsockname()[1]),
+            "tls": _on_off(options.tls is not None),
+        }
+        return Acceptor(sock, fields, lambda _: _ReceivingLane(pool, options.tls))
 
     def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
         """See `Transport`."""
-        del pool, fields
         return None
 
     async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
@@ -74,35 +79,11 @@ class TcpTransport:
         ours, theirs = _on_off(tls is not None), required(fields, "tls")
         if ours != theirs:
             raise HandshakeMismatch("tls", ours, theirs)
-        return await dial(host, port), TcpSendingLane(pool, host, tls)
+        return await dial(host, port), _SendingLane(pool, host, tls)
 
 
-class TcpAcceptor:
-    """Implements `transport.Acceptor`."""
-
-    def __init__(self, pool: LocalPool, options: ListenOptions) -> None:
-        self._pool = pool
-        self._tls = options.tls
-        self.sock = listen(options.host, options.port)
-        port = self.sock.getsockname()[1]
-        self.fields: Fields = {
-            "host": options.advertise_host,
-            "port": str(port),
-            "tls": _on_off(options.tls is not None),
-        }
-
-    def accept(self, sock: socket.socket) -> TcpReceivingLane:
-        """See `Acceptor`."""
-        del sock
-        return TcpReceivingLane(self._pool, self._tls)
-
-    def close(self) -> None:
-        """See `Acceptor`."""
-        self.sock.close()
-
-
-class TcpSendingLane(HostSendingLane):
-    """Sends from the local rows; holds nothing of the peer."""
+class _SendingLane(HostSendingLane):
+    """Sends from the local rows, in order, after the WRITE; holds nothing of the peer."""
 
     name = NAME
 
@@ -112,20 +93,18 @@ class TcpSendingLane(HostSendingLane):
         self._tls = tls
 
     async def secure(self, connection: Connection) -> None:
-        """See `Lane`."""
         if self._tls is not None:
             await connection.begin_tls(self._tls.context(), self._tls.server_name or self._host)
 
     def announce(self, sink: FrameSink, write: Frame, sources: Sequence[BlockId]) -> asyncio.Future[None] | None:
-        """See `SendingLane`; the blocks' bytes follow the WRITE in order."""
         spans = self._pool.spans(sources)
         if len(spans) > 1 and self._pool.block_bytes < _JOIN_BELOW_BYTES:
             spans = [memoryview(b"".join(spans))]
         return sink.send(write, spans)
 
 
-class TcpReceivingLane(HostReceivingLane):
-    """This side writes its rows by itself: once it stops reading, nobody writes."""
+class _ReceivingLane(HostReceivingLane):
+    """Receives straight into the rows: once this side stops reading, nobody writes."""
 
     name = NAME
     peer_writes = False
@@ -135,14 +114,12 @@ class TcpReceivingLane(HostReceivingLane):
         self._tls = tls
 
     async def secure(self, connection: Connection) -> None:
-        """See `Lane`."""
         if self._tls is not None:
             await connection.begin_tls(self._tls.context())
 
     async def receive(
         self, connection: Connection, blocks: Sequence[BlockId], num_bytes: int, wanted: Callable[[], bool]
     ) -> None:
-        """See `ReceivingLane`; straight into the rows."""
         for span in self._pool.spans(blocks):
             filled = 0
             while filled < len(span) and wanted():

@@ -20,7 +20,7 @@ from kvtransfer.local_pool import LocalPool
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
-from kvtransfer.transport import Acceptor, Fields, FrameSink, ListenOptions, ReceivingLane, SendingLane, TransportStatus
+from kvtransfer.transport import Acceptor, Fields, FrameSink, ListenOptions, SendingLane, TransportStatus
 from kvtransfer.transports import TRANSPORTS, tcp
 from kvtransfer.transports.host import XXH3, HostReceivingLane, HostSendingLane
 from tandem.clock import ManualClock
@@ -107,19 +107,6 @@ class RendezvousReceivingLane(HostReceivingLane):
         raise AssertionError("it never could write")
 
 
-class RendezvousAcceptor:
-    def __init__(self, pool: LocalPool, wires: Wires, verify: tuple[str, ...], options: ListenOptions) -> None:
-        self._made_of = (pool, wires, verify)
-        self.sock = tcp.listen(options.host)
-        self.fields: Fields = {"at": "{}/{}".format(*self.sock.getsockname())}
-
-    def accept(self, sock: socket.socket) -> ReceivingLane:
-        return RendezvousReceivingLane(*self._made_of)
-
-    def close(self) -> None:
-        self.sock.close()
-
-
 class RendezvousTransport:
     """Implements `transport.Transport`."""
 
@@ -134,7 +121,9 @@ class RendezvousTransport:
         return TransportStatus(NAME, True, f"works for {device}")
 
     def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
-        return RendezvousAcceptor(pool, self._wires, self._verify, options)
+        sock = tcp.listen(options.host)
+        fields = {"at": "{}/{}".format(*sock.getsockname())}
+        return Acceptor(sock, fields, lambda _: RendezvousReceivingLane(pool, self._wires, self._verify))
 
     def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
         return self._why_not

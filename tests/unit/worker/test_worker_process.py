@@ -15,6 +15,8 @@ from tandem.incarnation import new_incarnation
 from tandem.rpc.channel import open_channel
 from tandem.rpc.health import LIVENESS
 from tandem.rpc.process import StopSignal
+from tandem.telemetry.metric import Process
+from tandem.telemetry.metrics import Metrics
 from tandem.types import WorkerInfo, WorkerLoad
 from tandem.v1 import registry_pb2
 from tests.fake_registry import Registry, listen
@@ -56,6 +58,7 @@ async def worker_process(
         DecodeConfig(router=(f"127.0.0.1:{port}",)),
         core,  # type: ignore[arg-type]  # no router connects
         new_incarnation(),
+        Metrics(Process("decode"), "demo"),
         progress=progress,
         watch_every_s=0.001,
     )
