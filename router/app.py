@@ -5,39 +5,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from random import Random
 
 from opentelemetry.trace import Tracer
 
 from router.admission import Admission, AdmissionQueue
-from router.cluster_view import ClusterView
 from router.entrance import Entrance
-from router.faces.foreign_services import foreign_services
-from router.faces.tandem.cluster import SERVICE_NAME as CLUSTER_SERVICE
-from router.faces.tandem.cluster import ClusterServicer
-from router.faces.tandem.inference import SERVICE_NAME as INFERENCE_SERVICE
-from router.faces.tandem.inference import InferenceServicer
+from router.faces.kserve.servicer import KserveServicer, kserve_service
+from router.faces.tandem.cluster import CLUSTER_SERVICE, REGISTRY_SERVICE, ClusterServicer, RegistryServicer
+from router.faces.tandem.inference import INFERENCE_SERVICE, InferenceServicer
+from router.faces.vllm.servicer import VllmServicer, vllm_service
 from router.generation import RetryPolicy
-from router.health import Health
 from router.metrics import RouterMetrics
-from router.readings import RouterReadings
-from router.registry import Registry
-from router.registry_servicer import SERVICE_NAME as REGISTRY_SERVICE
-from router.registry_servicer import RegistryServicer
 from router.request_spans import request_spans
+from router.status import RouterStatus
 from router.tokenization import Tokenization
+from router.worker_link import WorkerLink
 from router.workers import Workers
 from tandem.admin.content import AdminContent, RouterReport
 from tandem.admin.port import admin_port
-from tandem.checkpoint import read_checkpoint
+from tandem.checkpoint import CheckpointInfo, read_checkpoint
 from tandem.clock import Clock, MonotonicClock
 from tandem.config import RouterConfig
 from tandem.incarnation import new_incarnation
 from tandem.rpc.process import StopSignal, run_process
 from tandem.rpc.server import RpcServer, Service
-from tandem.security.credentials import Incoming, Security
+from tandem.security.credentials import Outgoing, Security
 from tandem.telemetry.logging import configure_logging
 from tandem.telemetry.loop_lag import LoopLag
 from tandem.telemetry.metric import Process
@@ -54,29 +48,11 @@ _STALL_S = 30.0
 prompt on a starved CPU may take several seconds)."""
 
 
-@dataclass(frozen=True, slots=True)
 class Router:
     """One router's parts, wired; what `serve` runs and tests look into."""
 
-    config: RouterConfig
-    tokenization: Tokenization
-    registry: Registry
-    workers: Workers
-    queue: AdmissionQueue
-    entrance: Entrance
-    health: Health
-    server: RpcServer
-    recent: RecentLatencies
-    """What the router's observers feed and its status tells."""
-    view: ClusterView
-    metrics: Metrics
-    admin: AdminContent
-    incoming: Incoming
-    """How callers of every port are authenticated."""
-
-    @classmethod
-    def build(
-        cls,
+    def __init__(
+        self,
         config: RouterConfig,
         *,
         clock: Clock | None = None,
@@ -85,94 +61,83 @@ class Router:
         rng: Random | None = None,
         observer: RouterObserver | None = None,
         tracer: Tracer | None = None,
-    ) -> Router:
+    ) -> None:
         """Reads the checkpoint and wires the rooms. Raises CheckpointError, ConfigError. Call inside an event loop.
 
         `observer` hears of every request, and so do the router's metrics; `tracer` makes its spans.
         """
-        clock, security = clock or MonotonicClock(), Security.load(config.security, config.ports)
+        self.config, self.clock = config, clock or MonotonicClock()
+        self._security = Security.load(config.security, config.ports)
         checkpoint = read_checkpoint(config.model)
-        metrics, recent = Metrics(Process.ROUTER, checkpoint.name), RecentLatencies(clock)
-        spans, counting = request_spans(tracer, checkpoint.name), RouterMetrics(metrics, recent, clock)
-        observer = router_observers([*spans, counting, *filter(None, [observer])])
-        tokenization = Tokenization.load(checkpoint.path)
-        registry = Registry(checkpoint.name, checkpoint.config_fingerprint, clock, config.lease_s, stall_s)
-        workers = Workers(registry, new_incarnation(), rng or Random(), security.outgoing)
-        queue = AdmissionQueue(config.max_active_requests, config.max_queued_requests, config.max_queued_tokens)
-        policy = policy or RetryPolicy(max_retries=config.max_retries)
-        entrance = Entrance(
-            checkpoint, tokenization, config.limits, workers, Admission(queue, clock), clock, policy, observer
+        self.metrics, self.recent = Metrics(Process.ROUTER, checkpoint.name), RecentLatencies(self.clock)
+        counting = RouterMetrics(self.metrics, self.recent, self.clock)
+        observers = router_observers([*request_spans(tracer, checkpoint.name), counting, *filter(None, [observer])])
+        self.tokenization = Tokenization.load(checkpoint.path)
+        self.workers = Workers(
+            checkpoint.name,
+            checkpoint.config_fingerprint,
+            self.clock,
+            config.lease_s,
+            stall_s,
+            partial(WorkerLink, router=new_incarnation(), credentials=self._security.outgoing),
+            rng or Random(),
         )
-        health = Health(workers, registry, entrance)
-        inference = InferenceServicer(checkpoint, tokenization, entrance, config.limits)
-        registrations = RegistryServicer(registry, security.outgoing)
-        view = ClusterView(checkpoint.name, registry, queue, health, recent, clock)
-        services = (
-            *_own_services(inference, ClusterServicer(view, registry, registrations), registrations),
-            *foreign_services(checkpoint, config, entrance, health, view, clock),
+        self.queue = AdmissionQueue(config.max_active_requests, config.max_queued_requests, config.max_queued_tokens)
+        self.entrance = Entrance(
+            checkpoint,
+            self.tokenization,
+            config.limits,
+            self.workers,
+            Admission(self.queue, self.clock),
+            self.clock,
+            policy or RetryPolicy(max_retries=config.max_retries),
+            observers,
         )
-        server = RpcServer(
+        self.status = RouterStatus(
+            config, checkpoint.name, self.workers, self.queue, self.entrance, self.recent, self.clock
+        )
+        self.metrics.add_reader(self.status.readings)
+        self._server = RpcServer(
             config.listen,
-            services,
-            incoming=security.incoming,
+            self._services(checkpoint, self._security.outgoing),
+            incoming=self._security.incoming,
             max_receive_bytes=config.max_receive_bytes,
-            metrics=metrics,
+            metrics=self.metrics,
             tracer=tracer,
-        )
-        metrics.add_reader(RouterReadings(config, queue, registry, entrance))
-        return cls(
-            config=config,
-            tokenization=tokenization,
-            registry=registry,
-            workers=workers,
-            queue=queue,
-            entrance=entrance,
-            health=health,
-            server=server,
-            recent=recent,
-            view=view,
-            metrics=metrics,
-            admin=_admin_content(server, view, metrics),
-            incoming=security.incoming,
         )
 
     async def serve(self, until: Callable[[], Awaitable[None]], on_listening: Callable[[int], None]) -> None:
         """Serves until `until` returns; then finishes what runs, within the drain's grace."""
+        content = AdminContent(
+            health=self._server.health,
+            report=lambda: RouterReport(cluster=self.status.cluster()),
+            metrics=self.metrics.exposition,
+            targets=self.status.scrape_targets,
+        )
         async with AsyncExitStack() as stack:
             stack.callback(self.tokenization.close)
             stack.enter_context(LoopLag(self.metrics))
             await stack.enter_async_context(self.workers)
-            admin = admin_port(self.config.admin_listen, self.admin, self.incoming)
-            self.view.set_admin_address(await stack.enter_async_context(admin))
-            on_listening(await self.server.start())
-            health = asyncio.create_task(self.health.run(self.server), name="health")
+            admin = admin_port(self.config.admin_listen, content, self._security.incoming)
+            self.status.admin_address = await stack.enter_async_context(admin)
+            on_listening(await self._server.start())
+            health = asyncio.create_task(self.status.announce(self._server), name="health")
             stack.callback(health.cancel)
             await _first_of(health, until)
-            await self.server.drain(self.config.drain_grace_s, self.entrance.begin_drain)
+            await self._server.drain(self.config.drain_grace_s, self.entrance.begin_drain)
 
-
-def _own_services(
-    inference: InferenceServicer, cluster: ClusterServicer, registrations: RegistryServicer
-) -> tuple[Service, ...]:
-    """Those of `tandem.v1`."""
-    return (
-        Service(INFERENCE_SERVICE, lambda server: add_InferenceServiceServicer_to_server(inference, server)),
-        Service(CLUSTER_SERVICE, lambda server: add_ClusterServiceServicer_to_server(cluster, server)),
-        Service(
-            REGISTRY_SERVICE,
-            lambda server: add_RegistryServiceServicer_to_server(registrations, server),
-            long_lived=True,
-        ),
-    )
-
-
-def _admin_content(server: RpcServer, view: ClusterView, metrics: Metrics) -> AdminContent:
-    return AdminContent(
-        health=server.health,
-        report=lambda: RouterReport(cluster=view.status()),
-        metrics=metrics.exposition,
-        targets=view.scrape_targets,
-    )
+    def _services(self, checkpoint: CheckpointInfo, outgoing: Outgoing) -> tuple[Service, ...]:
+        config, entrance, status = self.config, self.entrance, self.status
+        inference = InferenceServicer(checkpoint, self.tokenization, entrance, config.limits)
+        registry = RegistryServicer(self.workers, outgoing)
+        cluster = ClusterServicer(status, registry)
+        return (
+            Service(INFERENCE_SERVICE, partial(add_InferenceServiceServicer_to_server, inference)),
+            Service(CLUSTER_SERVICE, partial(add_ClusterServiceServicer_to_server, cluster)),
+            Service(REGISTRY_SERVICE, partial(add_RegistryServiceServicer_to_server, registry), long_lived=True),
+            kserve_service(KserveServicer(checkpoint.name, entrance, status, self.clock, config.limits)),
+            vllm_service(VllmServicer(checkpoint, config, entrance, status)),
+        )
 
 
 async def _first_of(health: asyncio.Task[None], until: Callable[[], Awaitable[None]]) -> None:
@@ -191,7 +156,7 @@ def run(config: RouterConfig) -> int:
     configure_logging("router", config.log_format, config.log_level)
 
     async def main(tracer: Tracer | None, stop: StopSignal) -> None:
-        router = Router.build(config, tracer=tracer)
+        router = Router(config, tracer=tracer)
         host = config.listen.rpartition(":")[0]
         await router.serve(stop.wait, lambda port: print(f"ready {host}:{port}", flush=True))
 

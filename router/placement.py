@@ -9,6 +9,7 @@ stay on the decode worker. Knows nothing of streams or time.
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -39,6 +40,10 @@ class WorkerView:
     """Why it takes no new work; None = it does."""
     assigned_tokens: int = 0
     """Tokens that this router gave it since `load` was taken."""
+    silence_s: float = 0.0
+    """Time since it was last heard, without such in which this router stood still."""
+    connected: bool = False
+    """Whether this router's stream to it stands."""
 
     @property
     def free_blocks(self) -> int:
@@ -99,12 +104,11 @@ def place(demand: Demand, workers: Sequence[WorkerView], rng: Random) -> Placeme
 
 def readiness(workers: Sequence[WorkerView]) -> str | None:
     """None if a prompt of any length could be placed now, else what is missing."""
-    demand = Demand(num_tokens=1, max_total_tokens=1)
-    prefills = _candidates(Role.PREFILL, demand, workers)
-    decodes = _candidates(Role.DECODE, demand, workers)
-    if any(each.info.local_prefill_tokens is None or _partners(each, prefills) for each in decodes):
-        return None
-    return _what_is_missing(demand, workers, prefills, decodes)
+    try:
+        place(Demand(num_tokens=sys.maxsize, max_total_tokens=1), workers, Random(0))
+    except Unavailable as error:
+        return error.message
+    return None
 
 
 def longest_sequence(workers: Sequence[WorkerView], num_prompt_tokens: int, num_choices: int = 1) -> int | None:

@@ -1,6 +1,6 @@
 """One stream to one worker, with all of this router's requests in it.
 
-    connecting ──both hellos──▶ connected ──stream ends──▶ connecting …     until `run` is cancelled
+    connecting ──both hellos──▶ connected ──stream ends──▶ connecting …     until `close`
 
 Each request is named by a handle and has a listener, told of its messages without awaiting.
 When the stream ends, every listener is told at once; the worker releases them all by itself.
@@ -29,7 +29,6 @@ from tandem.v1 import worker_pb2, worker_pb2_grpc
 _HELLO_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
-_PLAIN = Outgoing()
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse]"
 
@@ -43,46 +42,47 @@ class GroupListener(Protocol):
 
     def reserved(self, sender: WorkerInfo, ticket: bytes, kv_endpoint: bytes) -> None:
         """Room was made; both are empty where the worker computes the prompt itself."""
-        ...
 
     def prefill_done(self, sender: WorkerInfo, queue_s: float, prefill_s: float) -> None:
         """The prompt is computed; its first tokens come as all others do."""
-        ...
 
     def handoff_done(self, sender: WorkerInfo, num_bytes: int, seconds: float) -> None:
         """The decode worker has verified and attached the KV."""
-        ...
 
     def tokens(self, sender: WorkerInfo, delta: TokenDelta) -> None:
         """New tokens of one choice."""
-        ...
 
     def failed(self, sender: WorkerInfo, error: TandemError) -> None:
         """It ended without all its tokens, or the worker was lost (reason WORKER_LOST)."""
-        ...
 
 
 class WorkerLink:
-    """Run `run` as a task; cancelling it ends the link."""
+    """Connects as soon as it is made, and again after each loss, until `close`."""
 
     def __init__(
-        self,
-        info: WorkerInfo,
-        router: Incarnation,
-        on_connected: Callable[[bool], None],
-        outgoing: Outgoing = _PLAIN,
+        self, info: WorkerInfo, router: Incarnation, on_change: Callable[[], None], credentials: Outgoing
     ) -> None:
-        """`on_connected` is told each time the stream is set up or ends."""
-        self._credentials = outgoing
+        """`on_change` is called when `connected` may have changed."""
+        self.connected = False
+        """Whether the stream stands."""
         self._info = info
         self._router = router
-        self._on_connected = on_connected
-        self._connected = False
+        self._on_change = on_change
+        self._credentials = credentials
         self._backoff_s = _FIRST_BACKOFF_S
         self._handles = itertools.count(1)
         self._listeners: dict[Handle, GroupListener] = {}
         self._outgoing: deque[worker_pb2.ConnectRequest] = deque()
         self._has_outgoing = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name=f"link to {info.worker_id}")
+
+    def close(self) -> None:
+        """Ends the stream; its listeners are told."""
+        self._task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Returns once the stream is closed."""
+        await asyncio.gather(self._task, return_exceptions=True)
 
     def reserve(self, group: worker_pb2.Group, listener: GroupListener, *, local_prefill: bool) -> Handle:
         """Asks a decode worker to make room. The answer comes to `listener`."""
@@ -100,11 +100,10 @@ class WorkerLink:
 
     def release(self, handle: Handle) -> None:
         """Nothing more is wanted of it. Idempotent; its listener is told nothing from now on."""
-        if self._listeners.pop(handle, None) is not None and self._connected:
+        if self._listeners.pop(handle, None) is not None and self.connected:
             self._enqueue(worker_pb2.ConnectRequest(release=worker_pb2.Release(handle=handle)))
 
-    async def run(self) -> None:
-        """Connects, and connects again, for as long as the worker is registered."""
+    async def _run(self) -> None:
         while True:
             try:
                 await self._connect_once()
@@ -130,7 +129,8 @@ class WorkerLink:
                 async with asyncio.timeout(_HELLO_TIMEOUT_S):
                     await self._shake_hands(call)
                 self._backoff_s = _FIRST_BACKOFF_S
-                self._set_connected(connected=True)
+                self.connected = True
+                self._on_change()
                 sender = asyncio.create_task(self._send_queued(call))
                 try:
                     await self._receive(call)
@@ -209,7 +209,7 @@ class WorkerLink:
         return handle
 
     def _send(self, handle: Handle, request: worker_pb2.ConnectRequest) -> None:
-        if self._connected:
+        if self.connected:
             self._enqueue(request)
         else:
             self._fail(handle, self._lost())
@@ -221,14 +221,10 @@ class WorkerLink:
     def _lose_all(self) -> None:
         """The stream is gone: so is everything in it."""
         self._outgoing.clear()
-        self._set_connected(connected=False)
+        self.connected = False
+        self._on_change()
         for handle in list(self._listeners):
             self._fail(handle, self._lost())
 
     def _lost(self) -> Unavailable:
         return Unavailable(f"worker {self._info.worker_id} was lost", Reason.WORKER_LOST)
-
-    def _set_connected(self, *, connected: bool) -> None:
-        if self._connected != connected:
-            self._connected = connected
-            self._on_connected(connected)

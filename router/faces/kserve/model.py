@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tandem.foreign import kserve_model_config_pb2 as config_pb2
-from tandem.foreign import kserve_pb2
+from tandem.foreign import kserve_pb2 as pb
 
 VERSION = "1"
 """A router serves one checkpoint; another one is another router."""
@@ -48,10 +48,10 @@ _DATA_TYPES = {"BYTES": "TYPE_STRING"}
 """Where Triton's configuration has another name than the protocol."""
 
 
-def metadata(model: str) -> kserve_pb2.ModelMetadataResponse:
+def metadata(model: str) -> pb.ModelMetadataResponse:
     """For ModelMetadata."""
-    tensor = kserve_pb2.ModelMetadataResponse.TensorMetadata
-    return kserve_pb2.ModelMetadataResponse(
+    tensor = pb.ModelMetadataResponse.TensorMetadata
+    return pb.ModelMetadataResponse(
         name=model,
         versions=[VERSION],
         platform=PLATFORM,

@@ -17,7 +17,7 @@ from router.faces.kserve.parameters import boolean, canonical, sampling_values
 from router.faces.kserve.tensors import BYTES, MAX_ELEMENTS, Tensor, read_tensors, shown
 from router.request import CompletionRequest, TextPrompt
 from tandem.errors import InvalidRequest, ModelNotFound, UnsupportedOption
-from tandem.foreign import kserve_pb2
+from tandem.foreign import kserve_pb2 as pb
 from tandem.sampling import SamplingRequest
 
 MAX_TEXTS = 64
@@ -65,7 +65,7 @@ def check_version(version: str) -> None:
         raise ModelNotFound(f"the model has version {VERSION} only")
 
 
-def read_request(request: kserve_pb2.ModelInferRequest) -> InferRequest:
+def read_request(request: pb.ModelInferRequest) -> InferRequest:
     """Raises InvalidRequest, UnsupportedOption, ModelNotFound; each names the input or parameter."""
     check_version(request.model_version)
     for field, entries in (
@@ -109,7 +109,7 @@ def _texts(tensor: Tensor | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return tuple(_text(f"inputs.{_TEXT}", value) for value in tensor.values), tensor.shape
 
 
-def _settings(tensors: Mapping[str, Tensor], parameters: Mapping[str, kserve_pb2.InferParameter]) -> dict[str, Any]:
+def _settings(tensors: Mapping[str, Tensor], parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
     """All that was set, by canonical name."""
     settings: dict[str, Any] = {}
 
@@ -150,7 +150,7 @@ def _json_object(values: list[Any]) -> dict[str, Any]:
     return parsed
 
 
-def _outputs(request: kserve_pb2.ModelInferRequest, settings: dict[str, Any]) -> tuple[str, ...]:
+def _outputs(request: pb.ModelInferRequest, settings: dict[str, Any]) -> tuple[str, ...]:
     """Those asked for by name, else the default, as the return_… inputs change it."""
     for output in request.outputs:
         if output.name not in OUTPUTS:
@@ -177,7 +177,7 @@ def _timeout_s(value: Any) -> float | None:
 
 
 def _completions(
-    request: kserve_pb2.ModelInferRequest, texts: tuple[str, ...], settings: dict[str, Any]
+    request: pb.ModelInferRequest, texts: tuple[str, ...], settings: dict[str, Any]
 ) -> tuple[CompletionRequest, ...]:
     for name in _NOT_BUILT & settings.keys():
         if boolean(name, settings.pop(name)):

@@ -14,16 +14,16 @@ import grpc.aio
 from router.entrance import Entrance
 from router.faces.kserve.model import VERSION, configuration, metadata
 from router.faces.kserve.request import InferRequest, check_version, read_request
-from router.faces.kserve.statistics import Statistics
 from router.faces.kserve.stream import Context, InferStream, caller_of
 from router.faces.kserve.texts import Texts, TextUpdate, response
 from router.faces.refused_methods import refuse_methods
-from router.health import Health
 from router.request import Caller
+from router.status import RouterStatus
 from tandem import __version__
 from tandem.clock import Clock
 from tandem.errors import InvalidRequest
-from tandem.foreign import kserve_pb2, kserve_pb2_grpc
+from tandem.foreign import kserve_pb2 as pb
+from tandem.foreign import kserve_pb2_grpc
 from tandem.limits import Limits
 from tandem.rpc.server import Service
 
@@ -47,63 +47,41 @@ _REFUSED = {
 class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     """Serves one model."""
 
-    def __init__(
-        self,
-        model: str,
-        entrance: Entrance,
-        health: Health,
-        clock: Clock,
-        limits: Limits,
-    ) -> None:
+    def __init__(self, model: str, entrance: Entrance, status: RouterStatus, clock: Clock, limits: Limits) -> None:
         self._model = model
         self._entrance = entrance
-        self._health = health
+        self._status = status
         self._limits = limits
-        self._statistics = Statistics(clock)
-        self._texts = Texts(entrance, self._statistics)
+        self._texts = Texts(entrance, clock)
 
-    async def ServerLive(  # noqa: N802
-        self, request: kserve_pb2.ServerLiveRequest, context: Context
-    ) -> kserve_pb2.ServerLiveResponse:
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
         """True."""
-        return kserve_pb2.ServerLiveResponse(live=True)
+        return pb.ServerLiveResponse(live=True)
 
-    async def ServerReady(  # noqa: N802
-        self, request: kserve_pb2.ServerReadyRequest, context: Context
-    ) -> kserve_pb2.ServerReadyResponse:
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
         """As the health service says."""
-        return kserve_pb2.ServerReadyResponse(ready=self._health.obstacle() is None)
+        return pb.ServerReadyResponse(ready=self._status.obstacle() is None)
 
-    async def ModelReady(  # noqa: N802
-        self, request: kserve_pb2.ModelReadyRequest, context: Context
-    ) -> kserve_pb2.ModelReadyResponse:
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
         """False, and no error, for a model that is not here: so Triton does it."""
         known = request.name == self._model and request.version in {"", VERSION}
-        return kserve_pb2.ModelReadyResponse(ready=known and self._health.obstacle() is None)
+        return pb.ModelReadyResponse(ready=known and self._status.obstacle() is None)
 
-    async def ServerMetadata(  # noqa: N802
-        self, request: kserve_pb2.ServerMetadataRequest, context: Context
-    ) -> kserve_pb2.ServerMetadataResponse:
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
         """Name, version, extensions."""
-        return kserve_pb2.ServerMetadataResponse(name="tandem", version=__version__, extensions=_EXTENSIONS)
+        return pb.ServerMetadataResponse(name="tandem", version=__version__, extensions=_EXTENSIONS)
 
-    async def ModelMetadata(  # noqa: N802
-        self, request: kserve_pb2.ModelMetadataRequest, context: Context
-    ) -> kserve_pb2.ModelMetadataResponse:
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
         """Its tensors. Raises ModelNotFound."""
         self._check_model(request.name, request.version)
         return metadata(self._model)
 
-    async def ModelConfig(  # noqa: N802
-        self, request: kserve_pb2.ModelConfigRequest, context: Context
-    ) -> kserve_pb2.ModelConfigResponse:
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         """Its tensors in Triton's words. Raises ModelNotFound."""
         self._check_model(request.name, request.version)
-        return kserve_pb2.ModelConfigResponse(config=configuration(self._model))
+        return pb.ModelConfigResponse(config=configuration(self._model))
 
-    async def ModelInfer(  # noqa: N802
-        self, request: kserve_pb2.ModelInferRequest, context: Context
-    ) -> kserve_pb2.ModelInferResponse:
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         """All texts at once; one that fails, fails all."""
         with self._entrance.judging():
             infer = read_request(request)
@@ -118,32 +96,26 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def ModelStreamInfer(  # noqa: N802
-        self, request_iterator: AsyncIterator[kserve_pb2.ModelInferRequest], context: Context
-    ) -> None:
+    async def ModelStreamInfer(self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
         """See `stream`."""
         cap = self._limits.max_request_id_bytes
         await InferStream(self._model, self._entrance, self._texts, context, cap).run(request_iterator)
 
-    async def ModelStatistics(  # noqa: N802
-        self, request: kserve_pb2.ModelStatisticsRequest, context: Context
-    ) -> kserve_pb2.ModelStatisticsResponse:
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
         """The one model's. Raises ModelNotFound."""
         self._check_model(request.name, request.version)
-        return kserve_pb2.ModelStatisticsResponse(model_stats=[self._statistics.of(self._model)])
+        return pb.ModelStatisticsResponse(model_stats=[self._texts.statistics(self._model)])
 
-    async def RepositoryIndex(  # noqa: N802
-        self, request: kserve_pb2.RepositoryIndexRequest, context: Context
-    ) -> kserve_pb2.RepositoryIndexResponse:
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
         """The one model."""
-        obstacle = self._health.obstacle()
-        index = kserve_pb2.RepositoryIndexResponse.ModelIndex(
+        obstacle = self._status.obstacle()
+        index = pb.RepositoryIndexResponse.ModelIndex(
             name=self._model,
             version=VERSION,
             state="READY" if obstacle is None else "UNAVAILABLE",
             reason=obstacle or "",
         )
-        return kserve_pb2.RepositoryIndexResponse(models=[index] if obstacle is None or not request.ready else [])
+        return pb.RepositoryIndexResponse(models=[index] if obstacle is None or not request.ready else [])
 
     async def _whole(self, infer: InferRequest, index: int, caller: Caller) -> TextUpdate:
         async with aclosing(self._texts.updates(infer, index, caller)) as updates:

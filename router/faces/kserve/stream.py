@@ -19,16 +19,19 @@ import grpc.aio
 
 from router.entrance import Entrance
 from router.faces.kserve.request import InferRequest, read_request
-from router.faces.kserve.stream_room import StreamRoom
 from router.faces.kserve.texts import Texts, mark_final, response
 from router.request import Caller
 from tandem.errors import InvalidRequest, Reason, TandemError, Unavailable
-from tandem.foreign import kserve_pb2
+from tandem.foreign import kserve_pb2 as pb
 from tandem.rpc.status import bug_logged
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.trace_context import trace_of_call
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+MAX_REQUESTS = 1024
+MAX_BYTES = 16 * 1024 * 1024
+"""Of requests that one stream has under way."""
 
 _log = get_logger(__name__)
 
@@ -47,16 +50,45 @@ class _Failure:
     message: str
 
 
+class StreamRoom:
+    """How much one stream may have under way; what finds no room stays unread: the client's flow control holds it back.
+
+    Whoever enters, leaves with the same number of bytes.
+    """
+
+    def __init__(self) -> None:
+        self._num_requests = 0
+        self._num_bytes = 0
+        self._left = asyncio.Event()
+
+    async def enter(self, num_bytes: int) -> None:
+        """Returns once there is room. A request alone has it, however large it is."""
+        while self._num_requests >= MAX_REQUESTS or (self._num_requests and self._num_bytes + num_bytes > MAX_BYTES):
+            await self._next_leave()
+        self._num_requests += 1
+        self._num_bytes += num_bytes
+
+    def leave(self, num_bytes: int) -> None:
+        """One request is answered."""
+        self._num_requests -= 1
+        self._num_bytes -= num_bytes
+        self._left.set()
+
+    async def empty(self) -> None:
+        """Returns once nothing is under way."""
+        while self._num_requests:
+            await self._next_leave()
+
+    async def _next_leave(self) -> None:
+        self._left.clear()
+        await self._left.wait()
+
+
 class InferStream:
     """Serves one call; `run` it once."""
 
     def __init__(
-        self,
-        model: str,
-        entrance: Entrance,
-        texts: Texts,
-        context: Context,
-        max_request_id_bytes: int,
+        self, model: str, entrance: Entrance, texts: Texts, context: Context, max_request_id_bytes: int
     ) -> None:
         self._model = model
         self._entrance = entrance
@@ -68,7 +100,7 @@ class InferStream:
         self._all_read = False
         """Whether the client is done sending."""
 
-    async def run(self, requests: AsyncIterator[kserve_pb2.ModelInferRequest]) -> None:
+    async def run(self, requests: AsyncIterator[pb.ModelInferRequest]) -> None:
         """Returns when all is answered. Raises Unavailable when the router drains, CancelledError with the call."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -91,7 +123,7 @@ class InferStream:
             return  # the stream ends well by itself
         raise Unavailable("the router is draining", Reason.DRAINING)
 
-    def _read(self, message: kserve_pb2.ModelInferRequest) -> InferRequest | _Failure:
+    def _read(self, message: pb.ModelInferRequest) -> InferRequest | _Failure:
         """Before its task begins, and without awaiting: no frame then holds the message while an answer waits."""
         try:
             with self._entrance.judging():
@@ -106,7 +138,7 @@ class InferStream:
         try:
             failure = request if isinstance(request, _Failure) else await self._generate(request)
             if failure is not None:
-                about = kserve_pb2.ModelInferResponse(id=failure.request_id)
+                about = pb.ModelInferResponse(id=failure.request_id)
                 await self._write(error_message=failure.message, infer_response=mark_final(about, True))
         finally:
             self._room.leave(num_bytes)
@@ -136,8 +168,8 @@ class InferStream:
         # tritonclient gives its caller nothing but the message; Triton begins its own in the same way.
         return _Failure(request_id, f"[request id: {request_id or '<id_unknown>'}] {error.message}")
 
-    async def _write(self, *, infer_response: kserve_pb2.ModelInferResponse, error_message: str = "") -> None:
+    async def _write(self, *, infer_response: pb.ModelInferResponse, error_message: str = "") -> None:
         async with self._writing:  # the call takes one write at a time
             await self._context.write(
-                kserve_pb2.ModelStreamInferResponse(error_message=error_message, infer_response=infer_response)
+                pb.ModelStreamInferResponse(error_message=error_message, infer_response=infer_response)
             )

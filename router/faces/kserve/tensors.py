@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.errors import InvalidRequest, UnsupportedOption
-from tandem.foreign import kserve_pb2
+from tandem.foreign import kserve_pb2 as pb
 
 Value = bytes | bool | int | float
 
@@ -71,7 +71,7 @@ def shown(name: str) -> str:
     return name.encode(errors="replace").decode()
 
 
-def read_tensors(request: kserve_pb2.ModelInferRequest) -> dict[str, Tensor]:
+def read_tensors(request: pb.ModelInferRequest) -> dict[str, Tensor]:
     """All inputs by name. Raises InvalidRequest and UnsupportedOption that name the input."""
     raws = request.raw_input_contents
     if raws and len(raws) != len(request.inputs):
@@ -102,7 +102,7 @@ def pack_uint32(values: Iterable[int]) -> bytes:
     return b"".join(_LENGTH.pack(value) for value in values)
 
 
-def _refuse_parameters(field: str, parameters: Mapping[str, kserve_pb2.InferParameter]) -> None:
+def _refuse_parameters(field: str, parameters: Mapping[str, pb.InferParameter]) -> None:
     for name in parameters:
         if name.startswith("shared_memory"):
             raise UnsupportedOption(field, "shared memory is not supported; send the elements in the request")
@@ -116,7 +116,7 @@ def _count(field: str, shape: Sequence[int]) -> int:
 
 
 def _values(
-    field: str, message: kserve_pb2.ModelInferRequest.InferInputTensor, count: int, raw: bytes | None
+    field: str, message: pb.ModelInferRequest.InferInputTensor, count: int, raw: bytes | None
 ) -> tuple[Value, ...]:
     kind = _KINDS.get(message.datatype)
     if kind is None:
@@ -129,7 +129,7 @@ def _values(
 
 
 def _typed_values(
-    field: str, message: kserve_pb2.ModelInferRequest.InferInputTensor, kind: _Kind, count: int
+    field: str, message: pb.ModelInferRequest.InferInputTensor, kind: _Kind, count: int
 ) -> tuple[Value, ...]:
     given = [descriptor.name for descriptor, _ in message.contents.ListFields()]
     if any(name != kind.contents_field for name in given):

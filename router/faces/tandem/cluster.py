@@ -1,41 +1,119 @@
-"""ClusterService: what this router knows of the cluster, and the order to drain a worker."""
+"""The cluster's two services: RegistryService, where workers hold their leases, and ClusterService for operators."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
 
-from router.cluster_view import ClusterView
-from router.registry import Registry
-from router.registry_servicer import RegistryServicer
-from tandem.convert import status_to_proto
-from tandem.types import WorkerId
-from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from router.status import RouterStatus
+from router.workers import Workers
+from tandem.convert import info_from_proto, load_from_proto, status_to_proto
+from tandem.errors import InvalidRequest
+from tandem.security.credentials import Outgoing
+from tandem.telemetry.logging import get_logger
+from tandem.types import Incarnation, WorkerId, WorkerInfo
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc, registry_pb2, registry_pb2_grpc
 
-SERVICE_NAME = "tandem.v1.ClusterService"
+_log = get_logger(__name__)
+
+CLUSTER_SERVICE = "tandem.v1.ClusterService"
+REGISTRY_SERVICE = "tandem.v1.RegistryService"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
-    """Serves operators."""
+class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
+    """Each worker's Register stream is its lease; for each there is the event that orders its worker to drain."""
 
-    def __init__(self, view: ClusterView, registry: Registry, registrations: RegistryServicer) -> None:
-        self._view = view
-        self._registry = registry
+    def __init__(self, workers: Workers, outgoing: Outgoing) -> None:
+        """`outgoing` is what workers are shown when they are called."""
+        self._workers = workers
+        self._outgoing = outgoing
+        self._drain: dict[Incarnation, asyncio.Event] = {}
+
+    def order_drain(self, worker_id: WorkerId) -> None:
+        """Gives the worker no new work and tells it, on its next stream if none stands. Raises InvalidRequest."""
+        event = self._drain.get(self._workers.order_drain(worker_id).incarnation)
+        if event is not None:
+            event.set()
+
+    async def Register(self, request_iterator: AsyncIterator[registry_pb2.RegisterRequest], context: Context) -> None:
+        """One worker's stream. Raises HandshakeMismatch that names the field, InvalidRequest, Unavailable."""
+        info = await self._introduction(request_iterator)
+        await self._check_address(info)
+        self._workers.register(info)
+        drain = self._drain[info.incarnation] = asyncio.Event()
+        try:
+            await self._keep(info, drain, request_iterator, context)
+        finally:
+            # A newer stream of the same life may have taken over: then the lease is its own.
+            if self._drain.get(info.incarnation) is drain:
+                del self._drain[info.incarnation]
+                self._workers.deregister(info)
+
+    async def _keep(
+        self,
+        info: WorkerInfo,
+        drain: asyncio.Event,
+        requests: AsyncIterator[registry_pb2.RegisterRequest],
+        context: Context,
+    ) -> None:
+        """Grants the lease; then heartbeats one way, and the order to drain the other."""
+        if self._workers.drain_ordered(info):
+            drain.set()
+        await context.write(registry_pb2.RegisterResponse(lease_seconds=self._workers.lease_s))
+        orders = asyncio.create_task(self._send_orders(drain, context), name=f"orders to {info.worker_id}")
+        try:
+            async for request in requests:
+                if request.WhichOneof("message") != "load":
+                    raise InvalidRequest("message", "must be load after the first")
+                self._workers.heartbeat(info, load_from_proto(request.load))
+        finally:
+            orders.cancel()
+
+    async def _introduction(self, requests: AsyncIterator[registry_pb2.RegisterRequest]) -> WorkerInfo:
+        try:
+            async with asyncio.timeout(self._workers.lease_s):
+                first = await anext(requests, None)
+        except TimeoutError:
+            first = None
+        if first is None or first.WhichOneof("message") != "info":
+            raise InvalidRequest("info", "must be the stream's first message")
+        try:
+            return info_from_proto(first.info)
+        except KeyError as error:
+            raise InvalidRequest("info.role", "is not known to this version") from error
+
+    async def _check_address(self, info: WorkerInfo) -> None:
+        if await asyncio.to_thread(self._outgoing.shows_token_in_clear, info.address):
+            _log.warning(
+                "worker refused: the token would cross the network in clear; give --tls-cert, --tls-key and --tls-ca, "
+                "or else --insecure",
+                worker_id=info.worker_id,
+                address=info.address,
+            )
+            raise InvalidRequest("info.address", "this router's token would cross the network to it in clear")
+
+    async def _send_orders(self, drain: asyncio.Event, context: Context) -> None:
+        await drain.wait()
+        await context.write(registry_pb2.RegisterResponse(lease_seconds=self._workers.lease_s, drain=True))
+
+
+class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
+    """What this router knows of the cluster, and the order to drain a worker."""
+
+    def __init__(self, status: RouterStatus, registrations: RegistryServicer) -> None:
+        self._status = status
         self._registrations = registrations
 
-    async def GetStatus(  # noqa: N802
-        self, request: cluster_pb2.GetStatusRequest, context: Context
-    ) -> cluster_pb2.GetStatusResponse:
+    async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Context) -> cluster_pb2.GetStatusResponse:
         """Every worker by name, the admission queue, and whether a request could be served."""
-        return status_to_proto(self._view.status())
+        return status_to_proto(self._status.cluster())
 
-    async def Drain(  # noqa: N802
-        self, request: cluster_pb2.DrainRequest, context: Context
-    ) -> cluster_pb2.DrainResponse:
-        """Gives the worker no new work and tells it. Raises InvalidRequest for an unknown name."""
-        info = self._registry.order_drain(WorkerId(request.worker_id))
-        self._registrations.tell_drain(info)
+    async def Drain(self, request: cluster_pb2.DrainRequest, context: Context) -> cluster_pb2.DrainResponse:
+        """Raises InvalidRequest for an unknown name."""
+        self._registrations.order_drain(WorkerId(request.worker_id))
         return cluster_pb2.DrainResponse()

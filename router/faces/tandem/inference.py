@@ -20,9 +20,10 @@ from tandem.errors import InvalidRequest
 from tandem.limits import Limits
 from tandem.sampling import SamplingRequest
 from tandem.telemetry.trace_context import trace_of_call
-from tandem.v1 import inference_pb2, inference_pb2_grpc
+from tandem.v1 import inference_pb2 as pb
+from tandem.v1 import inference_pb2_grpc
 
-SERVICE_NAME = "tandem.v1.InferenceService"
+INFERENCE_SERVICE = "tandem.v1.InferenceService"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -38,7 +39,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._entrance = entrance
         self._limits = limits
 
-    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Streams all choices. A slow reader only makes later messages bigger."""
         with self._entrance.judging():
             completion = _read_request(request)
@@ -49,9 +50,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 if output.summary is not None:
                     return
 
-    async def Complete(  # noqa: N802
-        self, request: inference_pb2.CompleteRequest, context: Context
-    ) -> inference_pb2.CompleteResponse:
+    async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
         """The same, gathered."""
         with self._entrance.judging():
             completion = _read_request(request.generate)
@@ -59,16 +58,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             outputs = await running.delivery.get_all()
         summary = outputs[-1].summary
         assert summary is not None
-        return inference_pb2.CompleteResponse(
-            request_id=running.request_id,
-            choices=[inference_pb2.Choice(**_choice_fields(each)) for each in outputs],
-            usage=_usage(summary),
-            timings=_timings(summary),
-        )
+        choices = [pb.Choice(**_choice_fields(each)) for each in outputs]
+        return pb.CompleteResponse(request_id=running.request_id, choices=choices, **_figures(summary))
 
-    async def Tokenize(  # noqa: N802
-        self, request: inference_pb2.TokenizeRequest, context: Context
-    ) -> inference_pb2.TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Text or a conversation to tokens."""
         self._entrance.check_model(request.model)
         match request.WhichOneof("input"):
@@ -79,31 +72,27 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             case _:
                 raise InvalidRequest("input", "one of text and chat must be set")
         tokens = await self._tokenization.token_texts(token_ids)
-        return inference_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
+        return pb.TokenizeResponse(token_ids=token_ids, tokens=tokens)
 
-    async def Detokenize(  # noqa: N802
-        self, request: inference_pb2.DetokenizeRequest, context: Context
-    ) -> inference_pb2.DetokenizeResponse:
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Tokens to text."""
         self._entrance.check_model(request.model)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         text = await self._entrance.detokenize(request.token_ids, skip_special_tokens=skip)
-        return inference_pb2.DetokenizeResponse(text=text)
+        return pb.DetokenizeResponse(text=text)
 
-    async def GetModel(  # noqa: N802
-        self, request: inference_pb2.GetModelRequest, context: Context
-    ) -> inference_pb2.GetModelResponse:
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """What is served, and within which limits."""
         self._entrance.check_model(request.model)
         info, limits = self._checkpoint, self._limits
-        return inference_pb2.GetModelResponse(
+        return pb.GetModelResponse(
             model=info.name,
             family=info.family,
             vocab_size=info.vocab_size,
             context_tokens=info.context_tokens,
             eos_token_ids=sorted(info.eos_token_ids),
             has_chat_template=self._tokenization.has_chat_template,
-            limits=inference_pb2.RequestLimits(
+            limits=pb.RequestLimits(
                 max_prompt_bytes=limits.max_prompt_bytes,
                 max_prompt_tokens=limits.max_prompt_tokens,
                 max_stop_strings=limits.max_stop_strings,
@@ -117,7 +106,7 @@ def _caller(context: Context) -> Caller:
     return Caller(context.time_remaining(), *trace_of_call(context.invocation_metadata()), context.peer())
 
 
-def _read_request(message: inference_pb2.GenerateRequest) -> CompletionRequest:
+def _read_request(message: pb.GenerateRequest) -> CompletionRequest:
     """Raises InvalidRequest where there is no prompt."""
     return CompletionRequest(
         prompt=_prompt(message),
@@ -129,7 +118,7 @@ def _read_request(message: inference_pb2.GenerateRequest) -> CompletionRequest:
     )
 
 
-def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
+def _prompt(message: pb.GenerateRequest) -> Prompt:
     match message.WhichOneof("prompt"):
         case "text":
             return TextPrompt(message.text)
@@ -141,11 +130,11 @@ def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
             raise InvalidRequest("prompt", "one of text, token_ids and chat must be set")
 
 
-def _chat(chat: inference_pb2.Chat) -> ChatPrompt:
+def _chat(chat: pb.Chat) -> ChatPrompt:
     return ChatPrompt([{"role": each.role, "content": each.content} for each in chat.messages])
 
 
-def _sampling(message: inference_pb2.SamplingParams) -> SamplingRequest:
+def _sampling(message: pb.SamplingParams) -> SamplingRequest:
     """SamplingRequest has the message's fields, by the same names; those that are not set stay out."""
     given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     for name in ("stop", "stop_token_ids"):
@@ -156,12 +145,9 @@ def _sampling(message: inference_pb2.SamplingParams) -> SamplingRequest:
     return SamplingRequest(**given)
 
 
-def _response(request_id: str, output: ChoiceOutput) -> inference_pb2.GenerateResponse:
-    response = inference_pb2.GenerateResponse(request_id=request_id, **_choice_fields(output))
-    if output.summary is not None:
-        response.usage.CopyFrom(_usage(output.summary))
-        response.timings.CopyFrom(_timings(output.summary))
-    return response
+def _response(request_id: str, output: ChoiceOutput) -> pb.GenerateResponse:
+    figures = {} if output.summary is None else _figures(output.summary)
+    return pb.GenerateResponse(request_id=request_id, **_choice_fields(output), **figures)
 
 
 def _choice_fields(output: ChoiceOutput) -> dict[str, Any]:
@@ -180,18 +166,16 @@ def _choice_fields(output: ChoiceOutput) -> dict[str, Any]:
     return fields
 
 
-def _usage(summary: Summary) -> inference_pb2.Usage:
-    return inference_pb2.Usage(
-        prompt_tokens=summary.prompt_tokens, completion_tokens=summary.completion_tokens, cached_tokens=0
-    )
-
-
-def _timings(summary: Summary) -> inference_pb2.Timings:
-    return inference_pb2.Timings(
-        queue_seconds=summary.queue_s,
-        prefill_seconds=summary.prefill_s,
-        transfer_seconds=summary.transfer_s,
-        first_token_seconds=summary.first_token_s,
-        total_seconds=summary.total_s,
-        transfer_bytes=summary.transfer_bytes,
-    )
+def _figures(summary: Summary) -> dict[str, Any]:
+    """The fields that a request's last GenerateResponse and CompleteResponse share."""
+    return {
+        "usage": pb.Usage(prompt_tokens=summary.prompt_tokens, completion_tokens=summary.completion_tokens),
+        "timings": pb.Timings(
+            queue_seconds=summary.queue_s,
+            prefill_seconds=summary.prefill_s,
+            transfer_seconds=summary.transfer_s,
+            first_token_seconds=summary.first_token_s,
+            total_seconds=summary.total_s,
+            transfer_bytes=summary.transfer_bytes,
+        ),
+    }

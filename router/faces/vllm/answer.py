@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.delivery import ChoiceOutput
-from tandem.foreign import vllm_engine_pb2
+from tandem.foreign import vllm_engine_pb2 as pb
 from tandem.types import TokenId, TokenLogprobs
 
 ABORTED = "abort"
@@ -25,7 +25,7 @@ class Answer:
         self._token_ids: list[TokenId] = []
         self._logprobs: list[TokenLogprobs] = []
 
-    def add(self, output: ChoiceOutput) -> vllm_engine_pb2.GenerateResponse | None:
+    def add(self, output: ChoiceOutput) -> pb.GenerateResponse | None:
         """The chunk that says what is new; None if there are no new tokens, or no chunks are wanted."""
         self._token_ids += output.token_ids
         if not self._streamed:
@@ -33,20 +33,18 @@ class Answer:
             return None
         if not output.token_ids:
             return None
-        chunk = vllm_engine_pb2.GenerateStreamChunk(
+        chunk = pb.GenerateStreamChunk(
             token_ids=output.token_ids,
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=len(output.token_ids),
             output_logprobs=_logprobs(output.logprobs),
             index=self._index,
         )
-        return vllm_engine_pb2.GenerateResponse(chunk=chunk)
+        return pb.GenerateResponse(chunk=chunk)
 
-    def complete(
-        self, finish_reason: str, matched_stop: str | TokenId | None = None
-    ) -> vllm_engine_pb2.GenerateResponse:
+    def complete(self, finish_reason: str, matched_stop: str | TokenId | None = None) -> pb.GenerateResponse:
         """The final message."""
-        complete = vllm_engine_pb2.GenerateComplete(
+        complete = pb.GenerateComplete(
             output_ids=self._token_ids,
             finish_reason=finish_reason,
             prompt_tokens=self._num_prompt_tokens,
@@ -58,18 +56,18 @@ class Answer:
             complete.matched_stop_str = matched_stop
         elif matched_stop is not None:
             complete.matched_token_id = matched_stop
-        return vllm_engine_pb2.GenerateResponse(complete=complete)
+        return pb.GenerateResponse(complete=complete)
 
 
-def _logprobs(logprobs: Sequence[TokenLogprobs]) -> vllm_engine_pb2.OutputLogProbs | None:
+def _logprobs(logprobs: Sequence[TokenLogprobs]) -> pb.OutputLogProbs | None:
     """None if none were asked for."""
     if not logprobs:
         return None
     tops = [
-        vllm_engine_pb2.TopLogProbs(values=[value for _, value in each.top], token_ids=[key for key, _ in each.top])
+        pb.TopLogProbs(values=[value for _, value in each.top], token_ids=[key for key, _ in each.top])
         for each in logprobs
     ]
-    return vllm_engine_pb2.OutputLogProbs(
+    return pb.OutputLogProbs(
         token_logprobs=[each.logprob for each in logprobs],
         token_ids=[each.token_id for each in logprobs],
         top_logprobs=tops if any(each.top for each in logprobs) else [],

@@ -9,7 +9,7 @@ from typing import Any
 
 from router.request import CompletionRequest, Prompt, TextPrompt, TokensPrompt
 from tandem.errors import InvalidRequest, UnsupportedOption
-from tandem.foreign import vllm_engine_pb2
+from tandem.foreign import vllm_engine_pb2 as pb
 from tandem.sampling import SamplingRequest
 
 _ALIKE_IF_SET = ("temperature", "max_tokens", "logprobs", "prompt_logprobs")
@@ -30,7 +30,7 @@ _NOT_TAKEN = {
 }
 
 
-def read_request(request: vllm_engine_pb2.GenerateRequest) -> CompletionRequest:
+def read_request(request: pb.GenerateRequest) -> CompletionRequest:
     """Raises InvalidRequest and UnsupportedOption that name the field."""
     for name, reason in _NOT_TAKEN.items():
         if request.HasField(name):
@@ -49,7 +49,7 @@ def check_rank(field: str, rank: int) -> None:
         raise InvalidRequest(field, f"there is no rank {rank}; a router is one rank, 0")
 
 
-def _prompt(request: vllm_engine_pb2.GenerateRequest) -> Prompt:
+def _prompt(request: pb.GenerateRequest) -> Prompt:
     match request.WhichOneof("input"):
         case "text":
             return TextPrompt(request.text)
@@ -59,7 +59,7 @@ def _prompt(request: vllm_engine_pb2.GenerateRequest) -> Prompt:
             raise InvalidRequest("input", "one of tokenized and text must be set")
 
 
-def _sampling(given: vllm_engine_pb2.SamplingParams) -> SamplingRequest:
+def _sampling(given: pb.SamplingParams) -> SamplingRequest:
     values: dict[str, Any] = {name: getattr(given, name) for name in _ALIKE_IF_SET if given.HasField(name)}
     values |= {name: value for name in _ALIKE_UNLESS_ZERO if (value := getattr(given, name))}
     for name in _SIGNED_THERE:
@@ -83,7 +83,7 @@ def _sampling(given: vllm_engine_pb2.SamplingParams) -> SamplingRequest:
     )
 
 
-def _constraint(given: vllm_engine_pb2.SamplingParams) -> dict[str, Any]:
+def _constraint(given: pb.SamplingParams) -> dict[str, Any]:
     name = given.WhichOneof("constraint")
     if name is None:
         return {}

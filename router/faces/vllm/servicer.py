@@ -16,10 +16,12 @@ from router.faces.vllm.aborts import Aborts, RequestAborted
 from router.faces.vllm.answer import ABORTED, Answer
 from router.faces.vllm.info import ServerInfo
 from router.faces.vllm.request import check_rank, read_request
-from router.faces.vllm.tokenizer import TokenizerArchive
-from router.health import Health
 from router.request import Caller
-from tandem.foreign import smg_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
+from router.status import RouterStatus
+from tandem.checkpoint import CheckpointInfo
+from tandem.config import RouterConfig
+from tandem.foreign import smg_common_pb2, vllm_engine_pb2_grpc
+from tandem.foreign import vllm_engine_pb2 as pb
 from tandem.rpc.server import Service
 from tandem.telemetry.trace_context import trace_of_call
 
@@ -38,14 +40,15 @@ _REFUSED = {
 class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     """Serves one model."""
 
-    def __init__(self, entrance: Entrance, health: Health, info: ServerInfo, tokenizer: TokenizerArchive) -> None:
+    def __init__(
+        self, checkpoint: CheckpointInfo, config: RouterConfig, entrance: Entrance, status: RouterStatus
+    ) -> None:
         self._entrance = entrance
-        self._health = health
-        self._info = info
-        self._tokenizer = tokenizer
+        self._status = status
+        self._info = ServerInfo(checkpoint, config.limits, config.max_active_requests, status)
         self._aborts = Aborts()
 
-    async def Generate(self, request: vllm_engine_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Chunks if asked for, then each choice whole. A slow reader only makes later chunks bigger."""
         self._info.request_came()
         with self._entrance.judging():
@@ -59,53 +62,41 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         for final in finals:
             await context.write(final)
 
-    async def HealthCheck(  # noqa: N802
-        self, request: vllm_engine_pb2.HealthCheckRequest, context: Context
-    ) -> vllm_engine_pb2.HealthCheckResponse:
+    async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
         """As the health service says, with the reason."""
-        obstacle = self._health.obstacle()
-        return vllm_engine_pb2.HealthCheckResponse(healthy=obstacle is None, message=obstacle or "")
+        obstacle = self._status.obstacle()
+        return pb.HealthCheckResponse(healthy=obstacle is None, message=obstacle or "")
 
-    async def Abort(  # noqa: N802
-        self, request: vllm_engine_pb2.AbortRequest, context: Context
-    ) -> vllm_engine_pb2.AbortResponse:
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Ends requests of this service and releases what they hold, also where nobody reads their answers."""
         self._aborts.abort(request.request_ids)
-        return vllm_engine_pb2.AbortResponse()
+        return pb.AbortResponse()
 
-    async def GetModelInfo(  # noqa: N802
-        self, request: vllm_engine_pb2.GetModelInfoRequest, context: Context
-    ) -> vllm_engine_pb2.GetModelInfoResponse:
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         """What is served."""
         return self._info.model()
 
-    async def GetServerInfo(  # noqa: N802
-        self, request: vllm_engine_pb2.GetServerInfoRequest, context: Context
-    ) -> vllm_engine_pb2.GetServerInfoResponse:
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         """Who serves it."""
         return self._info.server(draining=self._entrance.draining)
 
-    async def GetLoads(  # noqa: N802
-        self, request: vllm_engine_pb2.GetLoadsRequest, context: Context
-    ) -> vllm_engine_pb2.GetLoadsResponse:
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         """How busy it is. Raises InvalidRequest for another rank than 0."""
         check_rank("dp_rank", request.dp_rank)
         return self._info.loads()
 
-    async def GetTokenizer(  # noqa: N802
-        self, request: smg_common_pb2.GetTokenizerRequest, context: Context
-    ) -> None:
+    async def GetTokenizer(self, request: smg_common_pb2.GetTokenizerRequest, context: Context) -> None:
         """The tokenizer's files."""
-        for chunk in await self._tokenizer.chunks():
+        for chunk in await self._info.tokenizer():
             await context.write(chunk)
 
 
 async def _read(
     running: RunningRequest, context: Context, num_choices: int, *, streamed: bool
-) -> Iterable[vllm_engine_pb2.GenerateResponse]:
+) -> Iterable[pb.GenerateResponse]:
     """Reads all choices to their end; writes chunks until then if wanted. Returns each choice whole, by index."""
     answers = [Answer(index, running.num_prompt_tokens, streamed=streamed) for index in range(num_choices)]
-    finals: dict[int, vllm_engine_pb2.GenerateResponse] = {}
+    finals: dict[int, pb.GenerateResponse] = {}
     while len(finals) < num_choices:
         try:
             output = await running.delivery.get()

@@ -1,0 +1,108 @@
+"""What this router tells of itself and its cluster: health, GetStatus, the admin port, metrics read when asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from router.admission import AdmissionQueue
+from router.entrance import Entrance
+from router.placement import Obstacle, WorkerView
+from router.workers import Workers
+from tandem import __version__
+from tandem.admin.content import ScrapeTarget
+from tandem.clock import Clock
+from tandem.cluster_status import ClusterStatus, WorkerStatus
+from tandem.config import RouterConfig
+from tandem.rpc.server import RpcServer
+from tandem.telemetry import metric_names as names
+from tandem.telemetry.metric import Labels
+from tandem.telemetry.metrics import Reading
+from tandem.telemetry.recent_latencies import RecentLatencies
+from tandem.types import PoolCounts, WorkerLoad
+
+_UNKNOWN_LOAD = WorkerLoad(0, 0, 0, 0, PoolCounts(0, 0, 0, 0, 0, 0, 0, 0), 0, draining=False)
+"""Of a worker that registered and has sent no heartbeat yet."""
+_STATES = {
+    None: "ready",
+    Obstacle.STALLED: "stalled",
+    Obstacle.DRAINING: "draining",
+    Obstacle.NOT_CONNECTED: "unreachable",
+    Obstacle.NOT_HEARD: "unreachable",
+}
+"""Each is one of `names.WORKER_STATES`."""
+
+
+class RouterStatus:
+    """Reads the router's rooms; owns nothing but the time of its start."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        model: str,
+        workers: Workers,
+        queue: AdmissionQueue,
+        entrance: Entrance,
+        recent: RecentLatencies,
+        clock: Clock,
+    ) -> None:
+        self.admin_address = ""
+        """Known only once the admin port is open."""
+        self._config = config
+        self._model = model
+        self._workers = workers
+        self._queue = queue
+        self._entrance = entrance
+        self._recent = recent
+        self._clock = clock
+        self._began_s = clock.now_s()
+
+    def obstacle(self) -> str | None:
+        """What keeps this router from serving, for people; None = nothing."""
+        return "the router is draining" if self._entrance.draining else self._workers.readiness()
+
+    async def announce(self, server: RpcServer) -> None:
+        """Ticks the workers' leases and tells the health service of changes at once, until cancelled."""
+        while True:
+            self._workers.tick()
+            server.set_serving(self.obstacle() is None)
+            await self._workers.wait_for_change(self._workers.tick_s)
+
+    def cluster(self) -> ClusterStatus:
+        """Workers by role and name, the admission queue, what happened lately, and what stands in the way."""
+        obstacle = self.obstacle()
+        views = sorted(self._workers.views(), key=lambda view: (view.info.role, view.info.worker_id))
+        return ClusterStatus(
+            model=self._model,
+            ready=obstacle is None,
+            not_ready_reason=obstacle or "",
+            queued_requests=self._queue.num_queued,
+            queued_tokens=self._queue.queued_tokens,
+            active_requests=self._queue.num_active,
+            workers=tuple(map(_worker, views)),
+            version=__version__,
+            uptime_s=self._clock.now_s() - self._began_s,
+            admin_address=self.admin_address,
+            recent=self._recent.activity(),
+        )
+
+    def scrape_targets(self) -> list[ScrapeTarget]:
+        """Every admin port of the cluster, this router's first."""
+        workers = [view.info for view in self._workers.views()]
+        return [
+            ScrapeTarget(self.admin_address, "router"),
+            *(ScrapeTarget(info.admin_address, info.role, info.worker_id) for info in workers if info.admin_address),
+        ]
+
+    def readings(self) -> Iterable[Reading]:
+        """Everything that `metric_names` has of the router's state."""
+        yield Reading(names.DRAINING, self._entrance.draining)
+        yield Reading(names.ROUTER_QUEUED_REQUESTS, self._queue.num_queued)
+        yield Reading(names.ROUTER_QUEUED_TOKENS, self._queue.queued_tokens)
+        yield Reading(names.ROUTER_ACTIVE_REQUESTS, self._queue.num_active)
+        yield Reading(names.ROUTER_MAX_ACTIVE, self._config.max_active_requests)
+        yield Reading(names.ROUTER_MAX_QUEUED, self._config.max_queued_requests)
+        views = self._workers.views()
+        workers = Counter[Labels]((str(view.info.role), _STATES[view.obstacle]) for view in views)
+        for labels in names.ROUTER_WORKERS.presets:
+            yield Reading(names.ROUTER_WORKERS, workers[labels], labels)
