@@ -131,7 +131,7 @@ class Sequence:
         """
         start, end = self._num_computed_tokens, self._num_computed_tokens + num_tokens
         num_known = self.num_tokens - self._num_pending_tokens
-        if self.is_finished or not start < end <= num_known + (feed is not None):
+        if self.is_finished or not start < end <= num_known + 1 or (end > num_known) != (feed is not None):
             raise InternalError(f"tokens {start}..{end} of {num_known} scheduled")
         token_ids = self._tokens(start, end) if feed is None else (*self._tokens(start, end - 1), _UNKNOWN)
         samples = tuple(each.sample_spec() for each in self.drawers) if end == self.num_tokens else ()

@@ -1,0 +1,91 @@
+"""Blocks that move to the host tier and back into other blocks, and the rows they move to."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.block_pool import BlockPool
+from engine.host_tier import HostTier
+from engine.runner import Runner
+from engine.step import BlockCopy, Direction, ScheduledSeq, Step, TierMove
+from tandem.errors import InternalError, Overloaded
+from tandem.types import BlockId, TokenId
+
+BLOCK_SIZE = 4
+
+
+@pytest.fixture
+def tier(kv_cache):
+    tier = HostTier(8, kv_cache.layout.block_bytes)
+    yield tier
+    tier.close()
+    tier.close()
+
+
+def test_a_seq_swapped_out_and_into_other_blocks_goes_on_with_the_same_tokens(make_seq, decoder, kv_cache, tier):
+    runner, pool = Runner(decoder, kv_cache, tier=tier), BlockPool(kv_cache.num_blocks, BLOCK_SIZE)
+    prompt = tuple(random.Random(0).randrange(97) for _ in range(9))
+
+    def decode(seq, count, other=(), moves=()):
+        for _ in range(count):
+            seq.add_blocks(pool.allocate(seq.blocks_wanted(seq.num_remaining_tokens, BLOCK_SIZE)))
+            (((token,),), *_) = runner.run(Step((seq.schedule(seq.num_remaining_tokens), *other), moves=moves)).outputs
+            seq.append_token(token.token_id)
+            moves = ()
+
+    stays, swapped, other = (make_seq(each, max_tokens=12) for each in (prompt, prompt, (5, 6)))
+    decode(stays, 12)
+    decode(swapped, 5)
+    num_computed, blocks = swapped.num_computed_tokens, swapped.take_blocks()
+    rows = tier.allocate(len(blocks))
+    out = tuple(TierMove(block, row, Direction.OUT) for block, row in zip(blocks, rows, strict=True))
+    decode(other, 1, moves=out)
+    kv_cache.tensor[list(blocks)] = float("nan")
+    elsewhere = pool.allocate(len(blocks))
+    pool.release(blocks)
+    assert not set(elsewhere) & set(blocks)
+    swapped.add_blocks(elsewhere)
+    swapped.advance(num_computed)
+    back = tuple(TierMove(block, row, Direction.IN) for block, row in zip(elsewhere, rows, strict=True))
+    decode(swapped, 7, moves=back)
+    tier.free(rows)
+    assert swapped.output_token_ids == stays.output_token_ids
+    assert tier.num_free == 8
+
+
+def test_a_block_may_leave_and_another_take_its_place_in_one_step(decoder, kv_cache, tier):
+    runner, rows = Runner(decoder, kv_cache, tier=tier), tier.allocate(2)
+    kv_cache.blocks_view[:2] = 0
+    kv_cache.blocks_view[1] = 7
+    seqs = (ScheduledSeq((TokenId(1),), 0, (BlockId(5),)),)
+    runner.run(Step(seqs, moves=(TierMove(BlockId(1), rows[0], Direction.OUT),)))
+    swap = (TierMove(BlockId(0), rows[0], Direction.IN), TierMove(BlockId(0), rows[1], Direction.OUT))
+    runner.run(Step(seqs, moves=swap, copies=(BlockCopy(BlockId(1), BlockId(2)),)))
+    runner.run(Step(seqs, moves=(TierMove(BlockId(3), rows[1], Direction.IN),)))
+    assert kv_cache.blocks_view[:4, 0].tolist() == [7, 7, 7, 0]
+
+
+def test_moves_into_one_block_twice_or_into_a_copys_source_are_refused(decoder, kv_cache, tier):
+    runner, rows = Runner(decoder, kv_cache, tier=tier), tier.allocate(2)
+    seqs = (ScheduledSeq((TokenId(1),), 0, (BlockId(5),)),)
+    moves = tuple(TierMove(BlockId(0), row, Direction.IN) for row in rows)
+    with pytest.raises(InternalError, match="two rows into one block"):
+        runner.prepare(Step(seqs, moves=moves))
+    with pytest.raises(InternalError, match="copies a block that it moves into"):
+        runner.prepare(Step(seqs, moves=moves[:1], copies=(BlockCopy(BlockId(0), BlockId(1)),)))
+
+
+def test_rows_have_one_holder(tier):
+    rows = tier.allocate(5)
+    with pytest.raises(Overloaded, match=r"4 rows .* 3 free"):
+        tier.allocate(4)
+    for wrong in ((rows[0], rows[0]), (rows[0], 7)):
+        with pytest.raises(InternalError):
+            tier.free(wrong)
+    tier.free(rows[:2])
+    with pytest.raises(InternalError):
+        tier.free(rows[:1])
+    assert tier.num_free == 5
+    assert set(tier.allocate(5)).isdisjoint(rows[2:])
