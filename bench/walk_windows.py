@@ -7,18 +7,20 @@ The way in of a request begins where the router's servicer is entered and ends a
 engine after that: from the caller's message to the sequence in a scheduled step. Processes whose engine was not
 called have a little longer, lest it depend on chance whether they came to rest.
 
-The way out of a token begins where the engine thread has made it and ends where the next one begins to be
-made ready: from the step's result to the message to the client. On the worker's event loop the plan of the next
-step is not part of it: what runs between the hand-over of the tokens to the router's stream and the next call
-into the engine.
+The way out of a token begins where the step's result is there and ends where the next one's is: from the engine to
+the message to the client. The engine's own threads are not looked at. On the worker's event loop the task that hands
+tokens over to their router's stream is the one that plans and launches steps as well: of that task, only what ran
+until the hand-over had ended is part of the way; of all others, everything. So it does not matter how many steps
+are in flight, and when the next one is planned.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise, takewhile
 
 from bench.walk_probe import HOLD_S, Event, Function, Kind, Trace
 
@@ -34,8 +36,8 @@ _STEP_ENDS = ("Runner.collect", "Runner.step")
 """The first of them that is there."""
 _CODE_UNIT_BYTES = 2
 """A coroutine that stands still is resumed at the instruction after the one at which it is suspended."""
-_HANDED_OVER = ".deltas"
-"""Tokens of one step go to the stream of their router."""
+_HANDS_OVER = frozenset({"RouterSession.deltas", "RouterSession.token"})
+"""Tokens go to the stream of their router: all of a step, or one by one."""
 _MOST = 0.75
 """Of all windows: two processes do not take turns in the same way each time."""
 _REST_NS = round(HOLD_S / 2 * 1e9)
@@ -50,20 +52,27 @@ class WalkError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A function that did something, and when it was entered."""
+    """A function that was entered, or resumed, and left, or suspended."""
 
     at_ns: int
+    left_ns: int
     thread: int
     function: Function
+    did_something: bool
+    """False: resumed only to hand the result on."""
+
+    def encloses(self, at_ns: int, thread: int) -> bool:
+        """Whether it ran at that time."""
+        return self.thread == thread and self.at_ns <= at_ns < self.left_ns
 
 
 @dataclass(slots=True)
 class Process:
     """One trace, made ready for questions."""
 
+    calls: list[Visit] = field(default_factory=list)
+    """Whether or not they did something; in the order of their begins, as `visits` are."""
     visits: list[Visit] = field(default_factory=list)
-    exits: list[Visit] = field(default_factory=list)
-    """Here `at_ns` is when it was left."""
 
     @classmethod
     def of(cls, trace: Trace) -> Process:
@@ -76,11 +85,12 @@ class Process:
                 stack.append(event)
                 continue
             entry = _pop(stack, event.function)
-            if entry is not None and not 0 <= entry.instruction - event.instruction <= _CODE_UNIT_BYTES:
+            if entry is not None:
+                did_something = not 0 <= entry.instruction - event.instruction <= _CODE_UNIT_BYTES
                 function = trace.functions[event.function]
-                process.visits.append(Visit(entry.at_ns, event.thread, function))
-                process.exits.append(Visit(event.at_ns, event.thread, function))
-        process.visits.sort(key=lambda visit: visit.at_ns)
+                process.calls.append(Visit(entry.at_ns, event.at_ns, event.thread, function, did_something))
+        process.calls.sort(key=lambda visit: (visit.at_ns, -visit.left_ns))
+        process.visits = [visit for visit in process.calls if visit.did_something]
         return process
 
     def first(self, wanted: Callable[[Function], bool], after_ns: int) -> Visit | None:
@@ -89,11 +99,16 @@ class Process:
 
     def between(self, begin_ns: int, end_ns: int) -> Iterator[Visit]:
         """Those that were entered within."""
-        return (each for each in self.visits if begin_ns <= each.at_ns < end_ns)
+        return _within(self.visits, begin_ns, end_ns)
 
 
 Processes = Mapping[str, Process]
 """By module."""
+
+
+def _within(visits: Sequence[Visit], begin_ns: int, end_ns: int) -> Iterator[Visit]:
+    first = bisect.bisect_left(visits, begin_ns, key=lambda visit: visit.at_ns)
+    return takewhile(lambda visit: visit.at_ns < end_ns, islice(visits, first, None))
 
 
 def _pop(stack: list[Event], function: int) -> Event | None:
@@ -116,12 +131,14 @@ def way_in(processes: Processes, spans_ns: Spans) -> Files:
 
 def way_out(processes: Processes, decode: str, spans_ns: Spans) -> Files:
     """What ran for every token but the first and last few; `spans_ns` as above. Raises WalkError."""
-    ends = _step_ends(processes[decode])
+    ends_ns = _step_ends_ns(processes[decode])
     windows: list[set[Function]] = []
     for begin_ns, end_ns in spans_ns:
-        own = [each for each in ends if begin_ns < each.at_ns < end_ns]
-        for one, following in list(pairwise(own))[_EDGE:-_EDGE]:
-            windows.append(_out_window(processes, decode, one, following.at_ns))
+        own = [each for each in ends_ns if begin_ns < each < end_ns]
+        for window in list(pairwise(own))[_EDGE:-_EDGE]:
+            found = _out_window(processes, decode, *window)
+            if found is not None:
+                windows.append(found)
     return _files(windows)
 
 
@@ -141,43 +158,36 @@ def _in_window(processes: Processes, sent_ns: int) -> set[Function]:
     return functions
 
 
-def _out_window(processes: Processes, decode: str, step: Visit, end_ns: int) -> set[Function]:
+def _out_window(processes: Processes, decode: str, begin_ns: int, end_ns: int) -> set[Function] | None:
+    """None if the loop came too late to hand anything over within, as it does on a busy machine."""
     functions = {
         visit.function
         for name, process in processes.items()
         if name != decode
-        for visit in process.between(step.at_ns, end_ns)
+        for visit in process.between(begin_ns, end_ns)
     }
-    loop = [each for each in processes[decode].between(step.at_ns, end_ns) if each.thread != step.thread]
-    handed_over = next((index for index, each in enumerate(loop) if each.function.name.endswith(_HANDED_OVER)), None)
-    if handed_over is None:
-        raise WalkError(f"nothing called …{_HANDED_OVER} ran after a step")
-    within = _nested(processes[decode], loop[handed_over])
-    functions |= {each.function for each in loop[: handed_over + 1]}
-    planning = True
-    for visit in loop[handed_over + 1 :]:
-        planning = planning and not _is_engine(visit.function)
-        if not planning or visit.at_ns < within:
+    worker = processes[decode]
+    calls = list(_within(worker.calls, begin_ns, end_ns))
+    hand_overs = [each for each in calls if each.function.name in _HANDS_OVER]
+    if not hand_overs:
+        return None
+    last = hand_overs[-1]
+    outermost = next(each for each in calls if each.encloses(last.at_ns, last.thread))
+    tasks = [each for each in calls if each.function == outermost.function and each.thread == last.thread]
+    for visit in worker.between(begin_ns, end_ns):
+        plans = visit.at_ns >= last.left_ns and any(each.encloses(visit.at_ns, last.thread) for each in tasks)
+        if visit.thread == last.thread and not plans:
             functions.add(visit.function)
     return functions
-
-
-def _nested(process: Process, visit: Visit) -> int:
-    """When the function of this visit was left."""
-    return next(
-        each.at_ns
-        for each in process.exits
-        if each.at_ns >= visit.at_ns and each.thread == visit.thread and each.function == visit.function
-    )
 
 
 def _is_engine(function: Function) -> bool:
     return function.kind is Kind.FUNCTION and function.name.startswith(_ENGINE)
 
 
-def _step_ends(process: Process) -> list[Visit]:
+def _step_ends_ns(process: Process) -> list[int]:
     for name in _STEP_ENDS:
-        found = [each for each in process.exits if each.function.name == name]
+        found = sorted(each.left_ns for each in process.calls if each.function.name == name)
         if found:
             return found
     raise WalkError(f"none of {', '.join(_STEP_ENDS)} ran")
