@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -91,13 +92,20 @@ class Side:
     checkout: Path
     python: Path
     folder: Path
-    """Holds the `bench/` that is run; first on the module path. All else is what the interpreter has installed."""
+    """Holds the `bench/` that is run; first on the module path, the checkout second."""
 
     def run(self, module: str, *arguments: str, stdin: str = "") -> str:
         """Standard output of `python -m module`. Raises RuntimeError with the end of its log if it fails."""
-        command = (str(self.python), "-m", module, *arguments)
         done = subprocess.run(
-            command, cwd=self.folder, input=stdin, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            (str(self.python), "-m", module, *arguments),
+            cwd=self.folder,
+            # Not the caller's: it would put one side's code under the other's name.
+            env={**os.environ, "PYTHONPATH": f"{self.folder}{os.pathsep}{self.checkout}"},
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
         )
         if done.returncode != 0:
             raise RuntimeError(f"{self.name}: {module} ended with {done.returncode}:\n{done.stderr[-_LOG_TAIL:]}")
