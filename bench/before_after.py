@@ -2,9 +2,10 @@
 
 BASE_DIR is a checkout that is installed (`make install`); this checkout is the other side. Both do the same work
 in turns, round after round, and the side that begins changes, so that the machine's drift hits both alike:
-idle time of the engine, what router and hand-off add, decode steps of the engine, first token and throughput
-through `tandem serve`. Files visited and lines are counted once. Prints a table of medians and ratios and writes
-`bench/results/before-after.json`. Takes about ten minutes where nothing else runs.
+idle time of the engine, what a worker's end of the stream costs, what router and hand-off add, decode steps of
+the engine, first token and throughput through `tandem serve`. Files visited and lines are counted once. Prints a
+table of medians and ratios and writes `bench/results/before-after.json`. Takes about ten minutes where nothing
+else runs.
 
 Each side runs its own benchmarks with its own interpreter. Benchmarks that the base does not have yet are
 added to a copy of its `bench/`, which lies in a temporary folder: the base itself is not touched.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -35,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "bench" / "results" / "before-after.json"
 SIDES = ("before", "after")
 TIMEOUT_S = 600.0
-_ADDED = ("idle.py", "served_alone.py", "walk.py", "walk_probe.py", "walk_windows.py")
+_ADDED = ("idle.py", "served_alone.py", "stream_cost.py", "walk.py", "walk_probe.py", "walk_windows.py")
 """What a base may not have yet."""
 _THREADS = 2
 _LOG_TAIL = 2000
@@ -90,13 +92,20 @@ class Side:
     checkout: Path
     python: Path
     folder: Path
-    """Holds the `bench/` that is run; first on the module path. All else is what the interpreter has installed."""
+    """Holds the `bench/` that is run; first on the module path, the checkout second."""
 
     def run(self, module: str, *arguments: str, stdin: str = "") -> str:
         """Standard output of `python -m module`. Raises RuntimeError with the end of its log if it fails."""
-        command = (str(self.python), "-m", module, *arguments)
         done = subprocess.run(
-            command, cwd=self.folder, input=stdin, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            (str(self.python), "-m", module, *arguments),
+            cwd=self.folder,
+            # Not the caller's: it would put one side's code under the other's name.
+            env={**os.environ, "PYTHONPATH": f"{self.folder}{os.pathsep}{self.checkout}"},
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
         )
         if done.returncode != 0:
             raise RuntimeError(f"{self.name}: {module} ended with {done.returncode}:\n{done.stderr[-_LOG_TAIL:]}")
@@ -147,6 +156,7 @@ def measure_round(side: Side, work: Work, model: Path) -> Figures:
     """Everything that takes time, once. Raises RuntimeError."""
     return {
         **_idle(side, work),
+        **_stream_cost(side),
         **_overhead(side, work),
         **_steps(side, work, model),
         **_served(side, work, model),
@@ -161,6 +171,11 @@ def _idle(side: Side, work: Work) -> Figures:
         figures[f"{name}, p90 ms"] = each["idle_p90_ms"]
         figures[f"{name}, share"] = each["idle_share"]
     return figures
+
+
+def _stream_cost(side: Side) -> Figures:
+    found = json.loads(side.run("bench.stream_cost"))
+    return {f"tokens to messages in the worker, {found['handles']} requests, µs per token": found["us_per_token"]}
 
 
 def _overhead(side: Side, work: Work) -> Figures:

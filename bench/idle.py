@@ -3,6 +3,11 @@
 A real decode worker in this process, without router and gRPC: it computes the prompts itself, then decodes
 all sequences together. The event loop plans, applies and tells; the engine's thread computes. Idle is the
 time from the end of one step to the begin of the next on the engine's thread, while every sequence decodes.
+
+A step is what that thread is called for: `Runner.launch`, or `Runner.step` in checkouts from before two steps
+could be in flight. The latter lays the step out and reads its tokens as well, which the loop does now: the
+idle time of such a checkout comes out too small, never too large. With `--one-in-flight` no step
+is launched before the one before it has been applied. For a CPU: on a GPU `launch` only queues a step.
 """
 
 from __future__ import annotations
@@ -10,13 +15,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import importlib
 import json
 import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -30,6 +36,7 @@ from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
 from engine.loading import EngineOptions, load_engine
 from engine.placement import ThreadPlacement
 from engine.runner import Runner
+from engine.step import SampledToken
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.transports import TCP
@@ -38,7 +45,7 @@ from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
 from tandem.incarnation import new_incarnation
 from tandem.limits import Limits
-from tandem.types import Handle, RequestId, SamplingParams, SequenceSpec, TokenDelta, TokenId
+from tandem.types import FinishReason, Handle, RequestId, SamplingParams, TokenId
 from tandem.validation import Validator
 
 NUM_SEQS = (1, 16, 64)
@@ -58,6 +65,8 @@ class Idle:
     idle_p50_ms: float
     idle_p90_ms: float
     step_p50_ms: float
+    cycle_p50_ms: float
+    """From begin to begin."""
     idle_share: float
     """Of the time in which all sequences decoded."""
 
@@ -97,11 +106,11 @@ class Router:
         self.first_ended_s = float("inf")
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def reserved(self, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
+    def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
         """There is room for it."""
 
-    def prefill_done(self, handle: Handle, delta: TokenDelta, queue_s: float, prefill_s: float) -> None:
-        """Its first token."""
+    def prefill_done(self, handle: Handle, *_: Any, **__: Any) -> None:
+        """It has its first token, or is about to get it."""
         self._started.add(handle)
         if len(self._started) == self._num_seqs:
             self.all_started_s = time.perf_counter()
@@ -109,26 +118,40 @@ class Router:
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
         """Does not come: nothing is handed over."""
 
-    def deltas(self, deltas: Iterable[tuple[Handle, TokenDelta]]) -> None:
-        """What one step made."""
+    def token(
+        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+    ) -> None:
+        """Notes the last one."""
+        if finish_reason is not None:
+            self._end(handle)
+
+    def deltas(self, deltas: Iterable[tuple[Handle, Any]]) -> None:
+        """In checkouts from before there was `token`: what one step made."""
         for handle, delta in deltas:
-            if delta.finish_reason is None:
-                continue
-            if not self._ended:
-                self.first_ended_s = time.perf_counter()
-            self._ended.add(handle)
-            if len(self._ended) == self._num_seqs:
-                self.done.set_result(None)
+            if delta.finish_reason is not None:
+                self._end(handle)
 
     def failed(self, handle: Handle, error: TandemError) -> None:
         """Ends the measurement."""
         if not self.done.done():
             self.done.set_exception(error)
 
+    def _end(self, handle: Handle) -> None:
+        if not self._ended:
+            self.first_ended_s = time.perf_counter()
+        self._ended.add(handle)
+        if len(self._ended) == self._num_seqs:
+            self.done.set_result(None)
+
 
 @asynccontextmanager
-async def open_worker(model: str, threads: int, max_seqs: int) -> AsyncIterator[DecodeWorker]:
-    """A decode worker that runs until the block ends. The parts are put together as its `app` does."""
+async def open_worker(
+    model: str, threads: int, max_seqs: int, policy: Mapping[str, Any]
+) -> AsyncIterator[DecodeWorker]:
+    """A decode worker that runs until the block ends. The parts are put together as its `app` does.
+
+    `policy`: of `WorkerPolicy`, beyond its caps.
+    """
     checkpoint = read_checkpoint(model)
     options = EngineOptions(
         model_path=resolve_model(model), max_seqs=max_seqs, placement=ThreadPlacement(threads=threads)
@@ -142,7 +165,7 @@ async def open_worker(model: str, threads: int, max_seqs: int) -> AsyncIterator[
         limits = StepLimits(engine.layout.block_size, max_seqs, _CHUNK_TOKENS)
         worker = DecodeWorker(
             WorkerParts(engine.thread, engine.pool, receiver, validator, MonotonicClock()),
-            WorkerPolicy(limits, engine.max_sequence_tokens),
+            WorkerPolicy(limits, engine.max_sequence_tokens, **policy),
         )
         await receiver.start()
         running = asyncio.create_task(worker.run())
@@ -164,24 +187,33 @@ async def decode_together(worker: DecodeWorker, num_seqs: int, prompt_tokens: in
     sampling = SamplingParams(max_tokens=output_tokens, temperature=0.0)
     for number in range(num_seqs):
         prompt = tuple(TokenId(rng.randrange(_FIRST_TOKEN_ID, 256)) for _ in range(prompt_tokens))
-        spec = SequenceSpec(RequestId(f"idle-{number}"), prompt, prompt_tokens, sampling)
-        worker.reserve(router, Handle(number), spec, True)
+        worker.reserve(router, Handle(number), _spec(RequestId(f"idle-{number}"), prompt, sampling), True)
     async with asyncio.timeout(_WAIT_S):
         await router.done
         await worker.drained()
     return router
 
 
+def _spec(request_id: RequestId, prompt: tuple[TokenId, ...], sampling: SamplingParams) -> Any:
+    """As workers take it: a `SequenceSpec` in checkouts from before there was `GroupSpec`."""
+    types: Any = importlib.import_module("tandem.types")
+    if hasattr(types, "GroupSpec"):
+        return types.GroupSpec(request_id, prompt, sampling)
+    return types.SequenceSpec(request_id, prompt, len(prompt), sampling)
+
+
 def summed_up(num_seqs: int, runs: Sequence[Sequence[tuple[float, float]]]) -> Idle:
     """Gaps within each run of steps."""
     gaps_s = [following[0] - one[1] for run in runs for one, following in pairwise(run)]
     steps_s = [end_s - begin_s for run in runs for begin_s, end_s in run]
+    cycles_s = [following[0] - one[0] for run in runs for one, following in pairwise(run)]
     return Idle(
         num_seqs=num_seqs,
         num_gaps=len(gaps_s),
         idle_p50_ms=statistics.median(gaps_s) * 1e3,
         idle_p90_ms=quantile(gaps_s, 0.9) * 1e3,
         step_p50_ms=statistics.median(steps_s) * 1e3,
+        cycle_p50_ms=statistics.median(cycles_s) * 1e3,
         idle_share=sum(gaps_s) / (sum(gaps_s) + sum(steps_s)),
     )
 
@@ -191,7 +223,8 @@ async def measure(args: argparse.Namespace) -> list[Idle]:
     times = StepTimes()
     times.watch(Runner)
     found = []
-    async with open_worker(args.model, args.threads, max(args.seqs)) as worker:
+    policy = {"overlap_steps": False} if args.one_in_flight else {}
+    async with open_worker(args.model, args.threads, max(args.seqs), policy) as worker:
         await decode_together(worker, max(args.seqs), args.prompt_tokens, 8)
         gc.collect()
         gc.freeze()  # as a worker process does once it has loaded
@@ -213,6 +246,7 @@ def main() -> int:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--one-in-flight", action="store_true", help="no two steps in flight")
     args = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):  # the whole process, as `tandem serve` pins a worker
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-args.threads :])

@@ -58,7 +58,7 @@ def _our_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
     kv_cache = KvCache.create(layout, layout.blocks_for(len(token_ids)), device)
     try:
         table = tuple(BlockId(block) for block in range(kv_cache.num_blocks))
-        seq = ScheduledSeq(tuple(TokenId(token_id) for token_id in token_ids), 0, table, None)
+        seq = ScheduledSeq(tuple(TokenId(token_id) for token_id in token_ids), 0, table)
         batch = build_batch([seq], _BLOCK_SIZE, device)
         rows = torch.arange(len(token_ids))
         return model.decoder.forward(batch.token_ids, batch.positions, kv_cache.tensor, batch.metadata, rows).double()

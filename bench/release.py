@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
 
 from decode_worker.scheduler import StepLimits
@@ -23,10 +23,11 @@ from decode_worker.worker import DecodeWorker, WorkerPolicy
 from decode_worker.worker import WorkerParts as DecodeParts
 from engine.loading import Engine, EngineOptions, load_engine
 from engine.placement import ThreadPlacement
+from engine.step import SampledToken
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from prefill_worker.handoff import HandoffPolicy
+from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker
 from prefill_worker.worker import WorkerParts as PrefillParts
@@ -35,7 +36,8 @@ from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
 from tandem.incarnation import new_incarnation
 from tandem.limits import Limits
-from tandem.types import Handle, RequestId, SamplingParams, SequenceSpec, TokenDelta, TokenId
+from tandem.telemetry.observers import WorkerObserver
+from tandem.types import FinishReason, GroupSpec, Handle, RequestId, SamplingParams, TokenId
 from tandem.validation import Validator
 
 BOUND_MS = 100.0
@@ -63,23 +65,23 @@ class Port:
         self.num_tokens = 0
         self._news = asyncio.Event()
 
-    def reserved(self, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
+    def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
         """The decode worker made room."""
         self.ticket, self.kv_endpoint = ticket, kv_endpoint
         self._news.set()
 
-    def prefill_done(self, handle: Handle, delta: TokenDelta, queue_s: float, prefill_s: float) -> None:
-        """The first token."""
+    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
+        """The first token follows."""
+
+    def token(
+        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+    ) -> None:
+        """The first one and all later ones."""
         self.num_tokens += 1
         self._news.set()
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
         """Attached."""
-
-    def deltas(self, deltas: Iterable[tuple[Handle, TokenDelta]]) -> None:
-        """Later tokens."""
-        self.num_tokens += sum(len(delta.token_ids) for _, delta in deltas)
-        self._news.set()
 
     def failed(self, handle: Handle, error: TandemError) -> None:
         """Not expected here."""
@@ -154,9 +156,9 @@ STAGES: tuple[tuple[str, Callable[[Port], Awaitable[None]], bool], ...] = (
 )
 
 
-def _spec() -> SequenceSpec:
+def _spec() -> GroupSpec:
     token_ids = tuple(TokenId(5 + number % 200) for number in range(PROMPT_TOKENS))
-    return SequenceSpec(RequestId("release"), token_ids, PROMPT_TOKENS, SamplingParams(max_tokens=100, temperature=0.0))
+    return GroupSpec(RequestId("release"), token_ids, SamplingParams(max_tokens=100, temperature=0.0))
 
 
 @contextlib.asynccontextmanager
@@ -169,9 +171,9 @@ async def open_pair(model: str) -> AsyncIterator[Pair]:
     receiver = KvReceiver(_memory(decode_engine), _prints(decode_engine), clock, ("shm",), "127.0.0.1")
     longest = decode_engine.max_sequence_tokens
     prefill = PrefillWorker(
-        PrefillParts(prefill_engine.thread, prefill_engine.pool, sender, validator, clock),
+        PrefillParts(prefill_engine.thread, prefill_engine.pool, sender, validator, clock, WorkerObserver()),
         BatchLimits(CHUNK_TOKENS, 16),
-        HandoffPolicy(),
+        OutgoingPolicy(),
         longest,
     )
     decode = DecodeWorker(
