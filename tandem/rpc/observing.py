@@ -20,8 +20,7 @@ import grpc.aio
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
 from tandem.rpc.handlers import Context, Continuation, Handler, behaviour_of, telling_end, with_behaviour
-from tandem.telemetry.trace_context import ERROR_TYPE
-from tandem.telemetry.trace_context import context_from_metadata
+from tandem.telemetry.trace_context import ERROR_TYPE, context_from_metadata
 
 NO_METHOD = "/none/none"
 """Reported instead of the method of a call that was refused unread."""
