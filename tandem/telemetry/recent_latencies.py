@@ -67,7 +67,7 @@ class RecentLatencies:
     def activity(self) -> RecentActivity:
         """Of the window, which is shorter while the process is young, and since the start."""
         now_s = self._clock.now_s()
-        oldest = self._number() - self._num_slots + 1
+        oldest = int(now_s / self._slot_s) - self._num_slots + 1
         window_s = max(now_s - max(oldest * self._slot_s, self._began_s), 1.0)
         live = [slot for slot in self._slots if slot.number >= oldest]
         return RecentActivity(
@@ -85,11 +85,8 @@ class RecentLatencies:
         slot.tokens += num_tokens
         slot.counts[latency][_bound(seconds)] += num_tokens
 
-    def _number(self) -> int:
-        return int(self._clock.now_s() / self._slot_s)
-
     def _slot(self) -> _Slot:
-        number = self._number()
+        number = int(self._clock.now_s() / self._slot_s)
         if not self._slots or self._slots[-1].number != number:
             self._slots.append(_Slot(number))
         return self._slots[-1]
