@@ -36,9 +36,8 @@ from kvtransfer.transports import TCP
 from tandem.checkpoint import read_checkpoint, resolve_model
 from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
-from tandem.incarnation import new_incarnation
 from tandem.limits import Limits
-from tandem.types import Handle, RequestId, SamplingParams, SequenceSpec, TokenDelta, TokenId
+from tandem.types import Handle, RequestId, SamplingParams, SequenceSpec, TokenDelta, TokenId, new_incarnation
 from tandem.validation import Validator
 
 NUM_SEQS = (1, 16, 64)

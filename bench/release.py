@@ -33,9 +33,8 @@ from prefill_worker.worker import WorkerParts as PrefillParts
 from tandem.checkpoint import CheckpointInfo, read_checkpoint
 from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
-from tandem.incarnation import new_incarnation
 from tandem.limits import Limits
-from tandem.types import Handle, RequestId, SamplingParams, SequenceSpec, TokenDelta, TokenId
+from tandem.types import Handle, RequestId, SamplingParams, SequenceSpec, TokenDelta, TokenId, new_incarnation
 from tandem.validation import Validator
 
 BOUND_MS = 100.0

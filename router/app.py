@@ -34,7 +34,6 @@ from tandem.admin.port import admin_port
 from tandem.checkpoint import read_checkpoint
 from tandem.clock import Clock, MonotonicClock
 from tandem.config import RouterConfig
-from tandem.incarnation import new_incarnation
 from tandem.rpc.process import StopSignal, run_process
 from tandem.rpc.server import RpcServer, Service
 from tandem.security.credentials import Incoming, Security
@@ -46,6 +45,7 @@ from tandem.telemetry.observers import RouterObserver
 from tandem.telemetry.observers_together import router_observers
 from tandem.telemetry.recent_latencies import RecentLatencies
 from tandem.telemetry.tracing import tracing
+from tandem.types import new_incarnation
 from tandem.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from tandem.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from tandem.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server

@@ -46,11 +46,6 @@ class Option:
         return ENV_PREFIX + self.name.replace("-", "_").upper()
 
     @property
-    def dest(self) -> str:
-        """Attribute of the argparse namespace."""
-        return self.name.replace("-", "_")
-
-    @property
     def is_switch(self) -> bool:
         """Whether it is `--name` / `--no-name`."""
         return isinstance(self.default, bool)
@@ -151,7 +146,7 @@ def argv_of(config: Any, hidden: Names = frozenset()) -> list[str]:
 
 
 def _value(each: Option, namespace: argparse.Namespace, environ: Mapping[str, str]) -> Any:
-    given = getattr(namespace, each.dest, None)
+    given = getattr(namespace, each.name.replace("-", "_"), None)
     if isinstance(given, bool):
         return given
     if isinstance(given, list):

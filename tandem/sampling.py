@@ -97,7 +97,9 @@ def resolve_sampling(
         stop_token_ids=frozenset(map(TokenId, options.stop_token_ids)),
     )
     validator.validate_text(text)
-    room = _room(info, num_prompt_tokens, usual_sequence_tokens or max_sequence_tokens)
+    bound = usual_sequence_tokens or max_sequence_tokens
+    end = info.context_tokens if bound is None else min(info.context_tokens, bound)
+    room = max(1, end - num_prompt_tokens)  # at least 1, so that validate_length names the prompt
     sampling = _fill_in(options, info, text, room, seed_source)
     validator.validate_sampling(sampling)
     validator.validate_length(num_prompt_tokens, sampling.max_tokens, max_sequence_tokens)
@@ -116,11 +118,6 @@ def _refuse_not_built(options: SamplingOptions, limits: Limits) -> None:
         if size > limits.max_schema_bytes:
             raise InvalidRequest(f"sampling.{name}", f"{size} bytes exceed the limit of {limits.max_schema_bytes}")
         raise UnsupportedOption(f"sampling.{name}")
-
-
-def _room(info: CheckpointInfo, num_prompt_tokens: int, sequence_tokens: int | None) -> int:
-    end = info.context_tokens if sequence_tokens is None else min(info.context_tokens, sequence_tokens)
-    return max(1, end - num_prompt_tokens)  # at least 1, so that validate_length blames the prompt
 
 
 def _fill_in(

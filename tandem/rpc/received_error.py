@@ -14,7 +14,7 @@ from google.protobuf import message
 
 from tandem.errors import Reason, TandemError, rebuild_error
 from tandem.rpc.google_messages import ErrorInfo, RetryInfo, Status, unpacked
-from tandem.rpc.tls import closed_early, tls_failure
+from tandem.rpc.tls import tls_failure
 
 DOMAIN = "tandem"
 """Of our ErrorInfo."""
@@ -68,6 +68,6 @@ def _of_grpc_itself(code: grpc.StatusCode, details: str) -> TandemError:
         why = tls_failure(details)
         if why is not None:
             return rebuild_error(Reason.TLS_FAILED, f"{code.name}: {why} ({details})")
-        if closed_early(details):
+        if "Socket closed" in details:  # before an answer
             details += "; does the server want TLS, or a certificate of the caller?"
     return rebuild_error(_REASON_OF_CODE.get(code, Reason.INTERNAL), f"{code.name}: {details}")
