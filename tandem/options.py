@@ -110,10 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
         described = f"{each.help} [{_shown_default(each)}; {each.variable}]".replace("%", "%%")
         if each.is_switch:
             parser.add_argument(each.flag, action=argparse.BooleanOptionalAction, default=None, help=described)
-        elif each.is_list:
-            parser.add_argument(each.flag, action="append", default=None, help=described, metavar="VALUE")
         else:
-            parser.add_argument(each.flag, default=None, help=described, metavar="VALUE")
+            action = "append" if each.is_list else "store"
+            parser.add_argument(each.flag, action=action, default=None, help=described, metavar="VALUE")
 
 
 def load_options(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from tandem.checkpoint import CheckpointInfo
 from tandem.errors import InvalidRequest, UnsupportedOption
@@ -18,6 +19,7 @@ from tandem.types import SamplingParams, TextParams, TokenId
 from tandem.validation import Validator
 
 _NOT_BUILT = ("beam_width", "length_penalty", "prompt_logprobs")
+_DRAW_SEED = partial(secrets.randbits, 64)
 _CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
 
 
@@ -52,11 +54,6 @@ class SamplingOptions:
     choice: tuple[str, ...] | None = None
 
 
-def draw_seed() -> int:
-    """64 random bits."""
-    return secrets.randbits(64)
-
-
 def num_choices(options: SamplingOptions, limits: Limits) -> int:
     """How many completions are asked for. Raises InvalidRequest for too many, or none."""
     count = 1 if options.n is None else options.n
@@ -70,7 +67,7 @@ def resolve_sampling(
     info: CheckpointInfo,
     num_prompt_tokens: int,
     limits: Limits,
-    seed_source: Callable[[], int] = draw_seed,
+    seed_source: Callable[[], int] = _DRAW_SEED,
     *,
     max_sequence_tokens: int | None = None,
     usual_sequence_tokens: int | None = None,

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -45,21 +44,16 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> TandemError:
 
 def _of_details(error: grpc.aio.AioRpcError) -> TandemError | None:
     """From google.rpc details with our ErrorInfo; None without. Raises DecodeError."""
-    status = _details_of(error)
-    info = None if status is None else unpacked(status.details, ErrorInfo)
-    if status is None or info is None or info.domain != DOMAIN:
+    metadata = error.trailing_metadata() or ()
+    packed = next((value for key, value in metadata if key == _DETAILS_KEY and isinstance(value, bytes)), b"")
+    status = Status.FromString(packed)
+    info = unpacked(status.details, ErrorInfo)
+    if info is None or info.domain != DOMAIN:
         return None
     retry = unpacked(status.details, RetryInfo)
     retry_after_s = 1.0 if retry is None else retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
-    metadata = {each.key: each.value for each in info.metadata}
-    return rebuild_error(info.reason, status.message, field=metadata.get("field", ""), retry_after_s=retry_after_s)
-
-
-def _details_of(error: grpc.aio.AioRpcError) -> Any:
-    for key, value in error.trailing_metadata() or ():
-        if key == _DETAILS_KEY and isinstance(value, bytes):
-            return Status.FromString(value)
-    return None
+    told = {each.key: each.value for each in info.metadata}
+    return rebuild_error(info.reason, status.message, field=told.get("field", ""), retry_after_s=retry_after_s)
 
 
 def _of_grpc_itself(code: grpc.StatusCode, details: str) -> TandemError:
