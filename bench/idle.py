@@ -19,6 +19,7 @@ import importlib
 import json
 import os
 import random
+import secrets
 import statistics
 import sys
 import time
@@ -43,9 +44,8 @@ from kvtransfer.transports import TCP
 from tandem.checkpoint import read_checkpoint, resolve_model
 from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
-from tandem.incarnation import new_incarnation
 from tandem.limits import Limits
-from tandem.types import FinishReason, Handle, RequestId, SamplingParams, TokenId
+from tandem.types import FinishReason, Handle, Incarnation, RequestId, SamplingParams, TokenId
 from tandem.validation import Validator
 
 NUM_SEQS = (1, 16, 64)
@@ -158,7 +158,7 @@ async def open_worker(
     )
     engine = await asyncio.to_thread(load_engine, options)
     try:
-        memory = PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, new_incarnation())
+        memory = PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, Incarnation(secrets.token_hex(16)))
         prints = Fingerprints(engine.fingerprint, engine.layout)
         receiver = KvReceiver(memory, prints, MonotonicClock(), (TCP,), "127.0.0.1")
         validator = Validator(Limits(), checkpoint.vocab_size, checkpoint.context_tokens)

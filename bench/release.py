@@ -34,10 +34,9 @@ from prefill_worker.worker import WorkerParts as PrefillParts
 from tandem.checkpoint import CheckpointInfo, read_checkpoint
 from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
-from tandem.incarnation import new_incarnation
 from tandem.limits import Limits
 from tandem.telemetry.observers import WorkerObserver
-from tandem.types import FinishReason, GroupSpec, Handle, RequestId, SamplingParams, TokenId
+from tandem.types import FinishReason, GroupSpec, Handle, RequestId, SamplingParams, TokenId, new_incarnation
 from tandem.validation import Validator
 
 BOUND_MS = 100.0

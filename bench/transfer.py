@@ -30,10 +30,9 @@ from kvtransfer.sender import KvSender
 from kvtransfer.transports import TCP, usable
 from tandem.clock import MonotonicClock
 from tandem.errors import TransferError
-from tandem.incarnation import new_incarnation
 from tandem.kv_layout import DType, KvLayout
 from tandem.security.tls import ClientTls, ServerTls
-from tandem.types import BlockId
+from tandem.types import BlockId, new_incarnation
 
 MIB = 1024 * 1024
 _EXPIRES_IN_S = 60.0

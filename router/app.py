@@ -28,7 +28,6 @@ from tandem.admin.port import admin_port
 from tandem.checkpoint import CheckpointInfo, read_checkpoint
 from tandem.clock import Clock, MonotonicClock
 from tandem.config import RouterConfig
-from tandem.incarnation import new_incarnation
 from tandem.rpc.process import StopSignal, run_process
 from tandem.rpc.server import RpcServer, Service
 from tandem.security.credentials import Outgoing, Security
@@ -39,6 +38,7 @@ from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import RouterObserver, router_observers
 from tandem.telemetry.recent_latencies import RecentLatencies
 from tandem.telemetry.tracing import tracing
+from tandem.types import new_incarnation
 from tandem.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from tandem.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from tandem.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server

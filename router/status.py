@@ -106,3 +106,7 @@ class RouterStatus:
         workers = Counter[Labels]((str(view.info.role), _STATES[view.obstacle]) for view in views)
         for labels in names.ROUTER_WORKERS.presets:
             yield Reading(names.ROUTER_WORKERS, workers[labels], labels)
+
+
+def _worker(view: WorkerView) -> WorkerStatus:
+    return WorkerStatus(view.info, view.load or _UNKNOWN_LOAD, view.silence_s, view.connected)

@@ -1,4 +1,4 @@
-"""Time, injected: a monotonic clock, deadlines on it, and a clock that tests move by hand."""
+"""Time, injected: a monotonic clock, and deadlines on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ class Clock(Protocol):
 
     def now_s(self) -> float:
         """Seconds since some fixed point."""
-        ...
 
 
 class MonotonicClock:
@@ -23,21 +22,6 @@ class MonotonicClock:
     def now_s(self) -> float:
         """Seconds since some fixed point."""
         return time.monotonic()
-
-
-class ManualClock:
-    """A clock that stands still until it is moved."""
-
-    def __init__(self, now_s: float = 1000.0) -> None:
-        self._now_s = now_s
-
-    def now_s(self) -> float:
-        """Seconds as set."""
-        return self._now_s
-
-    def advance_s(self, seconds: float) -> None:
-        """Moves the clock forward."""
-        self._now_s += seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 SHARED_PREFILL_NICE = 5
 
@@ -51,7 +52,8 @@ def plan_cores(cores: Sequence[int], num_prefill: int, num_decode: int, threads:
     """
     num_workers = num_prefill + num_decode
     if threads is not None and num_workers > 1 and threads * num_workers > len(cores):
-        return _unpinned(tuple(cores), num_prefill, num_decode, threads)
+        yielding = CoreShare(tuple(cores), threads, SHARED_PREFILL_NICE)
+        return CorePlan((yielding,) * num_prefill, (CoreShare(tuple(cores), threads),) * num_decode)
     if num_workers > len(cores):
         return _dealt(cores, num_prefill, num_decode)
     return _disjoint(cores, num_prefill, num_decode, threads)
@@ -65,13 +67,11 @@ def share_all_cores(cores: Sequence[int], num_prefill: int, num_decode: int, thr
 
 def _disjoint(cores: Sequence[int], num_prefill: int, num_decode: int, threads: int | None) -> CorePlan:
     share, remainder = divmod(len(cores), num_prefill + num_decode)
+    left = iter(cores)
     plan: list[CoreShare] = []
-    first = 0
     for worker in range(num_prefill + num_decode):
-        size = share + (1 if worker < remainder else 0)
-        own = tuple(cores[first : first + size])
-        plan.append(CoreShare(own, threads or size))
-        first += size
+        own = tuple(islice(left, share + (1 if worker < remainder else 0)))
+        plan.append(CoreShare(own, threads or len(own)))
     return CorePlan(tuple(plan[:num_prefill]), tuple(plan[num_prefill:]))
 
 
@@ -81,11 +81,4 @@ def _dealt(cores: Sequence[int], num_prefill: int, num_decode: int) -> CorePlan:
     return CorePlan(
         tuple(CoreShare((core,), 1, SHARED_PREFILL_NICE if core in decode_cores else 0) for core in prefill_cores),
         tuple(CoreShare((core,), 1) for core in decode_cores),
-    )
-
-
-def _unpinned(cores: tuple[int, ...], num_prefill: int, num_decode: int, threads: int) -> CorePlan:
-    return CorePlan(
-        tuple(CoreShare(cores, threads, SHARED_PREFILL_NICE) for _ in range(num_prefill)),
-        tuple(CoreShare(cores, threads) for _ in range(num_decode)),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 
 class DType(enum.StrEnum):
@@ -59,14 +59,7 @@ class KvLayout:
 
     def fields(self) -> dict[str, str]:
         """Each dimension by name, for comparisons that must say what differs."""
-        return {
-            "layout_version": str(LAYOUT_VERSION),
-            "num_layers": str(self.num_layers),
-            "num_kv_heads": str(self.num_kv_heads),
-            "block_size": str(self.block_size),
-            "head_dim": str(self.head_dim),
-            "dtype": self.dtype.value,
-        }
+        return {"layout_version": str(LAYOUT_VERSION), **{name: str(value) for name, value in asdict(self).items()}}
 
     def fingerprint(self) -> str:
         """32 hex digits; equal if and only if blocks may be copied byte for byte."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TypeVar
 
 from tandem.errors import InternalError
@@ -65,36 +64,30 @@ class RequestState(enum.StrEnum):
 _B, _T, _R = BlockState, TransferState, RequestState
 _ENDED = frozenset({_R.FAILED, _R.CANCELLED})
 
-BLOCK_MOVES: Mapping[BlockState, frozenset[BlockState]] = MappingProxyType(
-    {
-        _B.FREE: frozenset({_B.RESERVED, _B.LIVE}),
-        _B.RESERVED: frozenset({_B.RECEIVING, _B.FREE}),
-        _B.RECEIVING: frozenset({_B.LIVE, _B.QUARANTINED, _B.FREE}),
-        _B.LIVE: frozenset({_B.CACHED, _B.FREE}),
-        _B.CACHED: frozenset({_B.LIVE, _B.FREE}),
-        _B.QUARANTINED: frozenset({_B.FREE}),
-    }
-)
-TRANSFER_MOVES: Mapping[TransferState, frozenset[TransferState]] = MappingProxyType(
-    {
-        _T.OFFERED: frozenset({_T.RECEIVING, _T.FAILED}),
-        _T.RECEIVING: frozenset({_T.COMMITTED, _T.QUARANTINED, _T.FAILED}),
-        _T.QUARANTINED: frozenset({_T.FAILED}),
-        _T.COMMITTED: frozenset(),
-        _T.FAILED: frozenset(),
-    }
-)
-REQUEST_MOVES: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
-    {
-        _R.QUEUED: frozenset({_R.RESERVING}) | _ENDED,
-        _R.RESERVING: frozenset({_R.PREFILLING, _R.RESERVING}) | _ENDED,
-        _R.PREFILLING: frozenset({_R.DECODING, _R.FINISHED, _R.RESERVING}) | _ENDED,
-        _R.DECODING: frozenset({_R.FINISHED, _R.RESERVING}) | _ENDED,
-        _R.FINISHED: frozenset(),
-        _R.FAILED: frozenset(),
-        _R.CANCELLED: frozenset(),
-    }
-)
+BLOCK_MOVES: Mapping[BlockState, frozenset[BlockState]] = {
+    _B.FREE: frozenset({_B.RESERVED, _B.LIVE}),
+    _B.RESERVED: frozenset({_B.RECEIVING, _B.FREE}),
+    _B.RECEIVING: frozenset({_B.LIVE, _B.QUARANTINED, _B.FREE}),
+    _B.LIVE: frozenset({_B.CACHED, _B.FREE}),
+    _B.CACHED: frozenset({_B.LIVE, _B.FREE}),
+    _B.QUARANTINED: frozenset({_B.FREE}),
+}
+TRANSFER_MOVES: Mapping[TransferState, frozenset[TransferState]] = {
+    _T.OFFERED: frozenset({_T.RECEIVING, _T.FAILED}),
+    _T.RECEIVING: frozenset({_T.COMMITTED, _T.QUARANTINED, _T.FAILED}),
+    _T.QUARANTINED: frozenset({_T.FAILED}),
+    _T.COMMITTED: frozenset(),
+    _T.FAILED: frozenset(),
+}
+REQUEST_MOVES: Mapping[RequestState, frozenset[RequestState]] = {
+    _R.QUEUED: frozenset({_R.RESERVING}) | _ENDED,
+    _R.RESERVING: frozenset({_R.PREFILLING, _R.RESERVING}) | _ENDED,
+    _R.PREFILLING: frozenset({_R.DECODING, _R.FINISHED, _R.RESERVING}) | _ENDED,
+    _R.DECODING: frozenset({_R.FINISHED, _R.RESERVING}) | _ENDED,
+    _R.FINISHED: frozenset(),
+    _R.FAILED: frozenset(),
+    _R.CANCELLED: frozenset(),
+}
 
 S = TypeVar("S", BlockState, TransferState, RequestState)
 

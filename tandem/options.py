@@ -46,11 +46,6 @@ class Option:
         return ENV_PREFIX + self.name.replace("-", "_").upper()
 
     @property
-    def dest(self) -> str:
-        """Attribute of the argparse namespace."""
-        return self.name.replace("-", "_")
-
-    @property
     def is_switch(self) -> bool:
         """Whether it is `--name` / `--no-name`."""
         return isinstance(self.default, bool)
@@ -115,10 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
         described = f"{each.help} [{_shown_default(each)}; {each.variable}]".replace("%", "%%")
         if each.is_switch:
             parser.add_argument(each.flag, action=argparse.BooleanOptionalAction, default=None, help=described)
-        elif each.is_list:
-            parser.add_argument(each.flag, action="append", default=None, help=described, metavar="VALUE")
         else:
-            parser.add_argument(each.flag, default=None, help=described, metavar="VALUE")
+            action = "append" if each.is_list else "store"
+            parser.add_argument(each.flag, action=action, default=None, help=described, metavar="VALUE")
 
 
 def load_options(
@@ -151,7 +145,7 @@ def argv_of(config: Any, hidden: Names = frozenset()) -> list[str]:
 
 
 def _value(each: Option, namespace: argparse.Namespace, environ: Mapping[str, str]) -> Any:
-    given = getattr(namespace, each.dest, None)
+    given = getattr(namespace, each.name.replace("-", "_"), None)
     if isinstance(given, bool):
         return given
     if isinstance(given, list):

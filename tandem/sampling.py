@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from tandem.checkpoint import CheckpointInfo
 from tandem.errors import InvalidRequest, UnsupportedOption
@@ -18,6 +19,7 @@ from tandem.types import SamplingParams, TextParams, TokenId
 from tandem.validation import Validator
 
 _NOT_BUILT = ("beam_width", "length_penalty", "prompt_logprobs")
+_DRAW_SEED = partial(secrets.randbits, 64)
 _CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
 
 
@@ -52,11 +54,6 @@ class SamplingRequest:
     choice: tuple[str, ...] | None = None
 
 
-def draw_seed() -> int:
-    """64 random bits."""
-    return secrets.randbits(64)
-
-
 def num_choices(options: SamplingRequest, limits: Limits) -> int:
     """How many completions are asked for. Raises InvalidRequest for too many, or none."""
     count = 1 if options.n is None else options.n
@@ -70,7 +67,7 @@ def resolve_sampling(
     info: CheckpointInfo,
     num_prompt_tokens: int,
     limits: Limits,
-    seed_source: Callable[[], int] = draw_seed,
+    seed_source: Callable[[], int] = _DRAW_SEED,
     *,
     max_sequence_tokens: int | None = None,
     usual_sequence_tokens: int | None = None,
@@ -97,7 +94,9 @@ def resolve_sampling(
         stop_token_ids=frozenset(map(TokenId, options.stop_token_ids)),
     )
     validator.validate_text(text)
-    room = _room(info, num_prompt_tokens, usual_sequence_tokens or max_sequence_tokens)
+    bound = usual_sequence_tokens or max_sequence_tokens
+    end = info.context_tokens if bound is None else min(info.context_tokens, bound)
+    room = max(1, end - num_prompt_tokens)  # at least 1, so that validate_length names the prompt
     sampling = _fill_in(options, info, text, room, seed_source)
     validator.validate_sampling(sampling)
     validator.validate_length(num_prompt_tokens, sampling.max_tokens, max_sequence_tokens)
@@ -116,11 +115,6 @@ def _refuse_not_built(options: SamplingRequest, limits: Limits) -> None:
         if size > limits.max_schema_bytes:
             raise InvalidRequest(f"sampling.{name}", f"{size} bytes exceed the limit of {limits.max_schema_bytes}")
         raise UnsupportedOption(f"sampling.{name}")
-
-
-def _room(info: CheckpointInfo, num_prompt_tokens: int, sequence_tokens: int | None) -> int:
-    end = info.context_tokens if sequence_tokens is None else min(info.context_tokens, sequence_tokens)
-    return max(1, end - num_prompt_tokens)  # at least 1, so that validate_length blames the prompt
 
 
 def _fill_in(

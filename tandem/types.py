@@ -6,6 +6,7 @@ Plain frozen data. Knows nothing of protobuf (see `convert`), sockets or tensors
 from __future__ import annotations
 
 import enum
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NewType
@@ -24,6 +25,11 @@ TokenId = NewType("TokenId", int)
 """Index into the vocabulary."""
 
 _SEED_MASK = 2**64 - 1
+
+
+def new_incarnation() -> Incarnation:
+    """Drawn at random."""
+    return Incarnation(secrets.token_hex(16))
 
 
 class Role(enum.StrEnum):

@@ -14,8 +14,6 @@ from tandem.errors import InvalidRequest
 from tandem.limits import Limits
 from tandem.types import GroupSpec, SamplingParams, TextParams
 
-__all__ = ["Limits", "Validator"]
-
 _MAX_TEMPERATURE = 100.0
 _MIN_PENALTY = 0.0099999997
 """0.01 as the caller's float32; less would lift logits out of what their type can hold."""

@@ -15,10 +15,9 @@ from kvtransfer.receiver import KvReceiver
 from tandem.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.first_tokens import decode_first_tokens
-from tandem.incarnation import new_incarnation
 from tandem.kv_layout import KvLayout
 from tandem.lifecycle import BlockState
-from tandem.types import BlockId, TokenId
+from tandem.types import BlockId, TokenId, new_incarnation
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 128

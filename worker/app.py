@@ -23,7 +23,6 @@ from kvtransfer.transports import choose
 from tandem.checkpoint import CheckpointInfo, read_checkpoint
 from tandem.clock import MonotonicClock
 from tandem.config import WorkerConfig
-from tandem.incarnation import new_incarnation
 from tandem.rpc.process import StopSignal, run_process
 from tandem.security.credentials import Security
 from tandem.telemetry.logging import configure_logging
@@ -32,7 +31,7 @@ from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import WorkerObserver, worker_observers
 from tandem.telemetry.tracing import tracing
-from tandem.types import Incarnation, Role, WorkerId, WorkerInfo
+from tandem.types import Incarnation, Role, WorkerId, WorkerInfo, new_incarnation
 from tandem.validation import Validator
 from worker.metrics import WorkerMetrics, load_reader
 from worker.ports import WorkerCore

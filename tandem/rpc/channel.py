@@ -33,23 +33,6 @@ def keepalive_options() -> ChannelOptions:
     ]
 
 
-def channel_options(
-    max_receive_bytes: int = MAX_RECEIVE_BYTES,
-    connect_timeout_s: float = CONNECT_TIMEOUT_S,
-) -> ChannelOptions:
-    """The transport options of every channel, asynchronous or not."""
-    return [
-        *keepalive_options(),
-        ("grpc.max_receive_message_length", max_receive_bytes),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", int(connect_timeout_s * 1000)),  # despite its name, only that
-        ("grpc.max_reconnect_backoff_ms", 1000),
-        ("grpc.enable_http_proxy", 0),
-        ("grpc.use_local_subchannel_pool", 1),  # a new channel never inherits another's back-off
-    ]
-
-
 def open_channel(
     address: str,
     outgoing: Outgoing = _PLAIN,
@@ -64,11 +47,10 @@ def open_channel(
     TLS as `outgoing` says; its token goes with each call (`Outgoing.metadata`). `called` is the name
     that stood for `address` and that the certificate bears, unless `outgoing` has a name for all.
     """
-    options = [*channel_options(max_receive_bytes, connect_timeout_s), *(more_options or ())]
-    if outgoing.tls is None:
+    options, credentials = _prepared(outgoing, called, max_receive_bytes, connect_timeout_s, more_options)
+    if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
-    options += _name_options(outgoing.tls.server_name or called)
-    return grpc.aio.secure_channel(address, channel_credentials(outgoing.tls), options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 def open_blocking_channel(
@@ -79,12 +61,34 @@ def open_blocking_channel(
     more_options: MixedOptions | None = None,
 ) -> grpc.Channel:
     """As `open_channel`, for callers without an event loop."""
-    options = [*channel_options(connect_timeout_s=connect_timeout_s), *(more_options or ())]
-    if outgoing.tls is None:
+    options, credentials = _prepared(outgoing, None, MAX_RECEIVE_BYTES, connect_timeout_s, more_options)
+    if credentials is None:
         return grpc.insecure_channel(address, options=options)
-    options += _name_options(outgoing.tls.server_name)
-    return grpc.secure_channel(address, channel_credentials(outgoing.tls), options=options)
+    return grpc.secure_channel(address, credentials, options=options)
 
 
-def _name_options(server_name: str | None) -> MixedOptions:
-    return [] if server_name is None else [("grpc.ssl_target_name_override", server_name)]
+def _prepared(
+    outgoing: Outgoing,
+    called: str | None,
+    max_receive_bytes: int,
+    connect_timeout_s: float,
+    more_options: MixedOptions | None,
+) -> tuple[MixedOptions, grpc.ChannelCredentials | None]:
+    """The transport options of a channel, asynchronous or not; without credentials it is a plain one."""
+    options: MixedOptions = [
+        *keepalive_options(),
+        ("grpc.max_receive_message_length", max_receive_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", int(connect_timeout_s * 1000)),  # despite its name, only that
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),  # a new channel never inherits another's back-off
+        *(more_options or ()),
+    ]
+    if outgoing.tls is None:
+        return options, None
+    name = outgoing.tls.server_name or called
+    if name is not None:
+        options.append(("grpc.ssl_target_name_override", name))
+    return options, channel_credentials(outgoing.tls)

@@ -87,10 +87,9 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # h
 
     def _response(self, service: str) -> health_pb2.HealthCheckResponse:
         if service not in self._names:
-            return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+            return health_pb2.HealthCheckResponse(status="SERVICE_UNKNOWN")
         good = self._alive if service == LIVENESS else self._serving
-        status = health_pb2.HealthCheckResponse.SERVING if good else health_pb2.HealthCheckResponse.NOT_SERVING
-        return health_pb2.HealthCheckResponse(status=status)
+        return health_pb2.HealthCheckResponse(status="SERVING" if good else "NOT_SERVING")
 
     def _wake(self) -> None:
         self._changed.set()

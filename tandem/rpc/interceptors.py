@@ -82,7 +82,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
         except grpc.aio.AbortError:
             raise
         except asyncio.CancelledError:
-            if _call_was_cancelled():
+            task = asyncio.current_task()
+            if task is not None and task.cancelling() > 0:  # it is the call that was cancelled
                 raise
             _log.exception("handler leaked a cancellation", method=method)  # the caller would wait for ever
             await abort_with(context, InternalError("a step of the call was cancelled"))
@@ -93,11 +94,6 @@ class CallGuard(grpc.aio.ServerInterceptor):
         finally:
             for count in counts:
                 count.add(-1)
-
-
-def _call_was_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 class _Count:

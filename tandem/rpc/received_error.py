@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+
 from typing import Any
 
 import grpc
@@ -14,7 +15,7 @@ from google.protobuf import message
 
 from tandem.errors import Reason, TandemError, rebuild_error
 from tandem.rpc.google_messages import ErrorInfo, RetryInfo, Status, unpacked
-from tandem.rpc.tls import closed_early, tls_failure
+from tandem.rpc.tls import tls_failure
 
 DOMAIN = "tandem"
 """Of our ErrorInfo."""
@@ -45,22 +46,16 @@ def error_from_rpc(error: grpc.RpcError) -> TandemError:
 
 def _of_details(error: grpc.RpcError) -> TandemError | None:
     """From google.rpc details with our ErrorInfo; None without. Raises DecodeError."""
-    status = _details_of(error)
-    info = None if status is None else unpacked(status.details, ErrorInfo)
-    if status is None or info is None or info.domain != DOMAIN:
+    metadata: Any = error.trailing_metadata() or ()
+    packed = next((value for key, value in metadata if key == _DETAILS_KEY and isinstance(value, bytes)), b"")
+    status = Status.FromString(packed)
+    info = unpacked(status.details, ErrorInfo)
+    if info is None or info.domain != DOMAIN:
         return None
     retry = unpacked(status.details, RetryInfo)
     retry_after_s = 1.0 if retry is None else retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
-    metadata = {each.key: each.value for each in info.metadata}
-    return rebuild_error(info.reason, status.message, field=metadata.get("field", ""), retry_after_s=retry_after_s)
-
-
-def _details_of(error: grpc.RpcError) -> Any:
-    pairs: Any = error.trailing_metadata() or ()
-    for key, value in pairs:
-        if key == _DETAILS_KEY and isinstance(value, bytes):
-            return Status.FromString(value)
-    return None
+    told = {each.key: each.value for each in info.metadata}
+    return rebuild_error(info.reason, status.message, field=told.get("field", ""), retry_after_s=retry_after_s)
 
 
 def _of_grpc_itself(code: grpc.StatusCode, details: str) -> TandemError:
@@ -69,6 +64,6 @@ def _of_grpc_itself(code: grpc.StatusCode, details: str) -> TandemError:
         why = tls_failure(details)
         if why is not None:
             return rebuild_error(Reason.TLS_FAILED, f"{code.name}: {why} ({details})")
-        if closed_early(details):
+        if "Socket closed" in details:  # before an answer
             details += "; does the server want TLS, or a certificate of the caller?"
     return rebuild_error(_REASON_OF_CODE.get(code, Reason.INTERNAL), f"{code.name}: {details}")

@@ -98,8 +98,12 @@ class RpcServer:
         channelz.add_channelz(server)
         own = (health.SERVICE_NAME, channelz.SERVICE_NAME)
         reflection.add_reflection(server, [*(service.name for service in self._services), *own])
+        tls = self._incoming.tls
         try:
-            port = self._bind(server)
+            if tls is None:
+                port = server.add_insecure_port(self._listen)
+            else:
+                port = server.add_secure_port(self._listen, server_credentials(tls))
         except RuntimeError as error:
             raise ConfigError("--listen", f"cannot listen on {self._listen}; is the port in use?") from error
         await server.start()
@@ -158,12 +162,6 @@ class RpcServer:
         ends_s = None if tls is None else not_after_s(tls.pem().chain)
         if ends_s is not None:
             yield Reading(metric_names.CERTIFICATE_EXPIRY, ends_s)
-
-    def _bind(self, server: grpc.aio.Server) -> int:
-        tls = self._incoming.tls
-        if tls is None:
-            return server.add_insecure_port(self._listen)
-        return server.add_secure_port(self._listen, server_credentials(tls))
 
     def _options(self) -> ChannelOptions:
         return [

@@ -16,7 +16,6 @@ TLS_FAILURES = (
     ("handshake failed", "TLS could not be set up"),
 )
 """Text in gRPC's details, and what it means for the caller; the first that fits counts."""
-_CLOSED_EARLY = "Socket closed"
 
 
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
@@ -37,11 +36,6 @@ def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
 def tls_failure(details: str) -> str | None:
     """Why TLS could not be set up, from the details of an UNAVAILABLE status; None if that was not the reason."""
     return next((meaning for text, meaning in TLS_FAILURES if text in details), None)
-
-
-def closed_early(details: str) -> bool:
-    """Whether the server closed the connection before an answer: as one does that wants TLS, or a certificate."""
-    return _CLOSED_EARLY in details
 
 
 def _fetcher(tls: ServerTls) -> Callable[[], grpc.ServerCertificateConfiguration | None]:

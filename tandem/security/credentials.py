@@ -69,7 +69,7 @@ class Security:
         listens: Iterable[tuple[str, str | None]],
         calls: Iterable[tuple[str, str]] = (),
     ) -> Security:
-        """Reads every file; `listens` are (option, HOST:PORT or None) of its ports, `calls` those of whom it calls.
+        """Reads every file; `listens` are (option, HOST:PORT or None) of its ports, `calls` those of the processes that it calls.
 
         Raises ConfigError: a bad file, options that do not go together, a port open to others unprotected, or a
         token that would cross a network in clear.
@@ -77,23 +77,19 @@ class Security:
         _check_together(config)
         check_exposure(config, listens)
         tokens = None if config.token_file is None else Tokens(config.token_file)
-        if config.tls_cert is None or config.tls_key is None:
-            outgoing = Outgoing(None, tokens, config.insecure)
-            _check_calls(outgoing, calls)
-            return cls(Incoming(None, tokens), outgoing)
-        server = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
-        client = ClientTls(config.tls_ca, config.tls_cert, config.tls_key, config.tls_server_name)
-        return cls(Incoming(server, tokens), Outgoing(client, tokens))
-
-
-def _check_calls(outgoing: Outgoing, calls: Iterable[tuple[str, str]]) -> None:
-    for option, target in calls:
-        if outgoing.shows_token_in_clear(target):
-            raise ConfigError(
-                option,
-                f"the token of --token-file would cross the network to {target} in clear: "
-                "give --tls-cert, --tls-key and --tls-ca, or else --insecure",
-            )
+        server = client = None
+        if config.tls_cert is not None and config.tls_key is not None:
+            server = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
+            client = ClientTls(config.tls_ca, config.tls_cert, config.tls_key, config.tls_server_name)
+        outgoing = Outgoing(client, tokens, config.insecure)
+        for option, target in calls:
+            if outgoing.shows_token_in_clear(target):
+                raise ConfigError(
+                    option,
+                    f"the token of --token-file would cross the network to {target} in clear: "
+                    "give --tls-cert, --tls-key and --tls-ca, or else --insecure",
+                )
+        return cls(Incoming(server, tokens), outgoing)
 
 
 def _check_together(config: SecurityConfig) -> None:

@@ -25,9 +25,18 @@ from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker, WorkerParts
 from tandem.clock import MonotonicClock
 from tandem.errors import TandemError, TransferError
-from tandem.incarnation import new_incarnation
 from tandem.limits import Limits
-from tandem.types import BlockId, ChoiceSpec, FinishReason, GroupSpec, Handle, RequestId, SamplingParams, TokenId
+from tandem.types import (
+    BlockId,
+    ChoiceSpec,
+    FinishReason,
+    GroupSpec,
+    Handle,
+    RequestId,
+    SamplingParams,
+    TokenId,
+    new_incarnation,
+)
 from tandem.validation import Validator
 from tests.receiving_pool import NUM_BLOCKS, Arrivals, Target
 from tests.recording_observers import RecordingWorker

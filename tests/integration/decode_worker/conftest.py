@@ -25,9 +25,17 @@ from kvtransfer.receiver import KvReceiver
 from kvtransfer.transports import SHM, TCP
 from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
-from tandem.incarnation import new_incarnation
 from tandem.limits import Limits
-from tandem.types import ChoiceSpec, FinishReason, GroupSpec, Handle, RequestId, SamplingParams, TokenId
+from tandem.types import (
+    ChoiceSpec,
+    FinishReason,
+    GroupSpec,
+    Handle,
+    RequestId,
+    SamplingParams,
+    TokenId,
+    new_incarnation,
+)
 from tandem.validation import Validator
 
 WAIT_S = 60.0

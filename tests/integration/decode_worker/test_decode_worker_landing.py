@@ -20,10 +20,9 @@ from prefill_worker.worker import PrefillWorker
 from prefill_worker.worker import WorkerParts as PrefillParts
 from tandem.clock import MonotonicClock
 from tandem.errors import TransferError
-from tandem.incarnation import new_incarnation
 from tandem.limits import Limits
 from tandem.telemetry.observers import WorkerObserver
-from tandem.types import GroupSpec, Handle, TokenId
+from tandem.types import GroupSpec, Handle, TokenId, new_incarnation
 from tandem.validation import Validator
 
 BLOCK_SIZE = 8

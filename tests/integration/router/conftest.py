@@ -19,11 +19,10 @@ from tandem.checkpoint import read_checkpoint
 from tandem.config import RouterConfig
 from tandem.convert import info_to_proto
 from tandem.errors import TandemError
-from tandem.incarnation import new_incarnation
 from tandem.limits import Limits
 from tandem.rpc.channel import open_channel
 from tandem.rpc.received_error import error_from_rpc
-from tandem.types import Role, WorkerId, WorkerInfo
+from tandem.types import Role, WorkerId, WorkerInfo, new_incarnation
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1 import inference_pb2_grpc, registry_pb2, registry_pb2_grpc
 from tests.recording_observers import RecordingRouter

@@ -10,9 +10,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tandem.incarnation import new_incarnation
 from tandem.rpc.received_error import error_from_rpc
-from tandem.types import Role
+from tandem.types import Role, new_incarnation
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 
 PROMPT = (72, 105)

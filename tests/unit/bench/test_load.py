@@ -5,9 +5,10 @@ from typing import Any
 from bench.load import measure
 from bench.workload import LoadOptions
 from tandem.client import GenerationUpdate, ServedModel
-from tandem.clock import ManualClock, MonotonicClock
+from tandem.clock import MonotonicClock
 from tandem.errors import Overloaded
 from tandem.types import TokenId
+from tests.manual_clock import ManualClock
 
 CLOSED = LoadOptions(rate_per_s=None, concurrency=3, num_requests=9, num_warmup=1, output_tokens=4)
 OPEN = LoadOptions(rate_per_s=1e6, concurrency=None, num_requests=9, num_warmup=0, output_tokens=4)

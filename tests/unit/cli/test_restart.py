@@ -3,7 +3,7 @@ import signal
 import pytest
 
 from cli.restart import RestartPolicy
-from tandem.clock import ManualClock
+from tests.manual_clock import ManualClock
 
 KILLED = -signal.SIGKILL
 

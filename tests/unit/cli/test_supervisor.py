@@ -5,8 +5,8 @@ import pytest
 
 from cli.restart import RestartPolicy
 from cli.supervisor import Supervisor
-from tandem.clock import ManualClock
 from tandem.errors import ConfigError, Unavailable
+from tests.manual_clock import ManualClock
 
 DEADLINE_S = 20.0
 

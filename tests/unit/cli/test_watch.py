@@ -17,10 +17,10 @@ from cli.status_view import duration, span, view
 from cli.terminal import open_console, plain, print_whole
 from cli.watch import Frame, Watch, frames_on
 from tandem.client import ClusterStatus, RecentActivity, WorkerStatus
-from tandem.clock import ManualClock
 from tandem.cluster_status import LatencySummary
 from tandem.errors import DeadlineExceeded, TandemError, Unauthenticated, Unavailable
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
+from tests.manual_clock import ManualClock
 
 POOL = PoolCounts(total=100, free=50, reserved=10, receiving=15, live=24, quarantined=1, block_size=16, unused_slots=3)
 INFO = WorkerInfo(

@@ -16,13 +16,13 @@ from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
 from engine.step import BrokenLogits, Sampled, SampledToken, SampleSpec, ScheduledSeq, Step, StepResult
 from kvtransfer.base import BlockRef, HandoffListener, Offer
-from tandem.clock import ManualClock
 from tandem.errors import InternalError, TandemError, TransferError
 from tandem.first_tokens import encode_first_tokens
 from tandem.lifecycle import BlockState
 from tandem.limits import Limits
 from tandem.types import BlockId, ChoiceSpec, FinishReason, GroupSpec, Handle, RequestId, SamplingParams, TokenId
 from tandem.validation import Validator
+from tests.manual_clock import ManualClock
 from tests.recording_observers import RecordingWorker
 
 VOCAB_SIZE = 1000

@@ -9,10 +9,11 @@ import pytest
 from decode_worker.reservations import ReservationQueue, Room
 from decode_worker.scheduler import StepLimits
 from engine.block_pool import BlockPool
-from tandem.clock import Deadline, ManualClock
+from tandem.clock import Deadline
 from tandem.errors import Overloaded
 from tandem.telemetry.observers import SequenceObserver
 from tandem.types import GroupSpec, Handle
+from tests.manual_clock import ManualClock
 from worker.request import Request
 
 POOL = BlockPool(100, 4)

@@ -23,10 +23,10 @@ from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
 from kvtransfer.transports import shm, tcp
-from tandem.clock import ManualClock
 from tandem.errors import TransferError
 from tandem.kv_layout import DType, KvLayout
 from tandem.types import BlockId, Incarnation
+from tests.manual_clock import ManualClock
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, block_size=4, head_dim=8, dtype=DType.BFLOAT16)
 PRINTS = Fingerprints(model="model-a", layout=LAYOUT)

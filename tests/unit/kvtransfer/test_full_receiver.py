@@ -8,8 +8,8 @@ import pytest
 import kvtransfer.receiver as receiver_module
 from kvtransfer.frame import FrameType
 from kvtransfer.sender import KvSender
-from tandem.clock import ManualClock
 from tandem.errors import PeerLost, TransferError
+from tests.manual_clock import ManualClock
 
 
 @pytest.fixture(autouse=True)

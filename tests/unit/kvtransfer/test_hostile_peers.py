@@ -15,9 +15,9 @@ from kvtransfer.messages import Commit, Write, decode_error, digest_of
 from kvtransfer.sender import KvSender
 from kvtransfer.ticket import Ticket
 from kvtransfer.transports import tcp
-from tandem.clock import ManualClock
 from tandem.errors import ChecksumMismatch, HandshakeMismatch, PeerLost, TicketRefused, TransferError
 from tandem.kv_layout import DType, KvLayout
+from tests.manual_clock import ManualClock
 
 BLOCK_BYTES = 256
 BLOCK = bytes(range(256))

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from kvtransfer.base import BlockRef, Fingerprints
-from tandem.clock import ManualClock
 from tandem.errors import ChecksumMismatch, HandshakeMismatch, PeerLost, TransferError
 from tests.inproc_transport import Faults, InprocNetwork, InprocReceiver, InprocSender
+from tests.manual_clock import ManualClock
 
 BLOCKS = (BlockRef(3, 1), BlockRef(1, 1))
 

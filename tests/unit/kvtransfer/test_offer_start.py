@@ -18,11 +18,11 @@ from kvtransfer.base import BlockRef, Fingerprints, PoolMemory
 from kvtransfer.frame import FrameType
 from kvtransfer.messages import Commit, Write, decode_error, digest_of
 from kvtransfer.ticket import MAX_BLOCKS, Ticket
-from tandem.clock import ManualClock
 from tandem.errors import InternalError, TransferError
 from tandem.kv_layout import DType, KvLayout
 from tandem.types import BlockId, Incarnation
 from tests.inproc_transport import InprocNetwork, InprocReceiver, InprocSender
+from tests.manual_clock import ManualClock
 
 BLOCK = bytes(range(256))
 SUM = xxhash.xxh3_64_intdigest(BLOCK)

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvtransfer.base import BlockRef
 from kvtransfer.messages import Commit, Write, digest_of
 from kvtransfer.offers import OfferTable
-from tandem.clock import ManualClock
 from tandem.errors import InternalError, PeerLost, TicketRefused, TransferError
+from tests.manual_clock import ManualClock
 
 NUM_BLOCKS = 12
 SUMS = (11, 22, 33)

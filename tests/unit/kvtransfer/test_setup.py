@@ -11,8 +11,8 @@ from bench.ports import free_ports
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.transports import available, tcp, usable
-from tandem.clock import ManualClock
 from tandem.errors import ConfigError, InternalError
+from tests.manual_clock import ManualClock
 
 
 def test_transports_work_for_pools_in_host_memory():

@@ -16,10 +16,10 @@ from kvtransfer.base import BlockRef, Handoff, Offer, Receiver, Sender
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
-from tandem.clock import ManualClock
 from tandem.errors import TransferError
 from tandem.types import BlockId
 from tests.inproc_transport import InprocNetwork, InprocReceiver, InprocSender
+from tests.manual_clock import ManualClock
 
 SOURCES, TARGETS = (BlockId(2), BlockId(9), BlockId(3)), (BlockId(4), BlockId(5), BlockId(0))
 WAYS = ["shm", "tcp", "inproc"]

@@ -17,10 +17,10 @@ from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
 from kvtransfer.transports import tcp
-from tandem.clock import ManualClock
 from tandem.errors import HandshakeMismatch, TransferError
 from tandem.kv_layout import DType, KvLayout
 from tandem.types import BlockId
+from tests.manual_clock import ManualClock
 from tests.pki import LOOPBACK, Pki
 
 PATIENCE_S = 10.0

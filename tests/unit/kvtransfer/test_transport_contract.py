@@ -23,10 +23,10 @@ from kvtransfer.timing import Timing
 from kvtransfer.transport import Acceptor, Fields, FrameSink, ListenOptions, SendingLane, TransportStatus
 from kvtransfer.transports import TRANSPORTS, tcp
 from kvtransfer.transports.host import XXH3, HostReceivingLane, HostSendingLane
-from tandem.clock import ManualClock
 from tandem.errors import ChecksumMismatch, ConfigError, HandshakeMismatch, TransferError
 from tandem.security.tls import ClientTls
 from tandem.types import BlockId
+from tests.manual_clock import ManualClock
 
 NAME = "rendezvous"
 SUM = "sum-64"

@@ -15,7 +15,6 @@ from kvtransfer.base import TransferReport
 from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker, WorkerParts
-from tandem.clock import ManualClock
 from tandem.errors import TandemError
 from tandem.first_tokens import decode_first_tokens
 from tandem.limits import Limits
@@ -31,6 +30,7 @@ from tandem.types import (
     TokenId,
 )
 from tandem.validation import Validator
+from tests.manual_clock import ManualClock
 from tests.recording_observers import RecordingWorker
 
 BLOCK_SIZE = 4

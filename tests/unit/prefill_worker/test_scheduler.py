@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefill_worker.scheduler import BatchLimits, Plan, PrefillScheduler
-from tandem.clock import Deadline, ManualClock
+from tandem.clock import Deadline
 from tandem.telemetry.observers import SequenceObserver
 from tandem.types import ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
+from tests.manual_clock import ManualClock
 from tests.recording_observers import RecordedSequence
 from worker.request import Request
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.admission import Admission, AdmissionQueue, Entry
-from tandem.clock import Deadline, ManualClock
+from tandem.clock import Deadline
 from tandem.errors import Overloaded
+from tests.manual_clock import ManualClock
 
 
 def queue(max_active: int = 1, max_queued: int = 4, max_queued_tokens: int = 100) -> AdmissionQueue:

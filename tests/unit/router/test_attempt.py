@@ -13,7 +13,6 @@ from router.attempt import Attempt
 from router.delivery import ChoiceStream, Delivery
 from router.placement import Placement
 from router.worker_link import GroupListener
-from tandem.clock import ManualClock
 from tandem.errors import InternalError, Reason, TandemError, TransferError, Unavailable
 from tandem.telemetry.observers import RequestObserver, RequestStart
 from tandem.types import (
@@ -30,6 +29,7 @@ from tandem.types import (
     WorkerInfo,
 )
 from tandem.v1 import worker_pb2
+from tests.manual_clock import ManualClock
 from tests.recording_observers import RecordedRequest
 
 NOBODY = RequestObserver()

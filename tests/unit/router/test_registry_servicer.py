@@ -9,13 +9,13 @@ import pytest
 
 from router.registry import Registry
 from router.registry_servicer import RegistryServicer
-from tandem.clock import ManualClock
 from tandem.convert import info_to_proto
 from tandem.errors import InvalidRequest
 from tandem.security.credentials import Outgoing
 from tandem.security.tokens import Tokens
 from tandem.types import Role, WorkerInfo
 from tandem.v1 import registry_pb2
+from tests.manual_clock import ManualClock
 from tests.pki import Pki
 
 

@@ -8,13 +8,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics import RouterMetrics
-from tandem.clock import ManualClock
 from tandem.errors import DeadlineExceeded, Overloaded, Reason, Unavailable, rebuild_error
 from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart
 from tandem.telemetry.recent_latencies import RecentLatencies
 from tandem.types import FinishReason, Incarnation, RequestId, Role, WorkerId, WorkerInfo
+from tests.manual_clock import ManualClock
 
 MOVING = [each for each in Reason if rebuild_error(each, "").retryable and each is not Reason.TLS_FAILED]
 """Reasons for which another pair is tried; of TLS no worker says a word about a sequence."""

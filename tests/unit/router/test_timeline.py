@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from router.timeline import Summary, Timeline
-from tandem.clock import ManualClock
+from tests.manual_clock import ManualClock
 
 
 def test_times_are_counted_from_arrival_and_replays_add_only_their_hand_offs(clock: ManualClock) -> None:

@@ -8,9 +8,9 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tandem.clock import ManualClock
 from tandem.rpc.health import LIVENESS
 from tandem.rpc.server import RpcServer, Service
+from tests.manual_clock import ManualClock
 from tests.registering import BUSY, IDLE
 from worker.liveness import ProgressWatch
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.clock import ManualClock
 from tandem.errors import ChecksumMismatch, DeadlineExceeded, TandemError, TransferError
 from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import SequenceObserver, StepReport
 from tandem.types import ChoiceSpec, GroupSpec, PoolCounts, RequestId, Role, SamplingParams, TokenId, WorkerLoad
+from tests.manual_clock import ManualClock
 from worker.metrics import WorkerMetrics, load_reader
 
 SPEC = GroupSpec(RequestId("r"), (TokenId(1),) * 4, SamplingParams(max_tokens=8))

@@ -9,17 +9,16 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tandem.clock import ManualClock
 from tandem.config import DecodeConfig
-from tandem.incarnation import new_incarnation
 from tandem.rpc.channel import open_channel
 from tandem.rpc.health import LIVENESS
 from tandem.rpc.process import StopSignal
 from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
-from tandem.types import WorkerInfo, WorkerLoad
+from tandem.types import WorkerInfo, WorkerLoad, new_incarnation
 from tandem.v1 import registry_pb2
 from tests.fake_registry import Registry, listen
+from tests.manual_clock import ManualClock
 from tests.registering import BUSY, IDLE, INFO
 from worker.liveness import ProgressWatch
 from worker.process import WorkerProcess

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.clock import ManualClock
 from tandem.cluster_status import LatencySummary
 from tandem.telemetry.recent_latencies import RecentLatencies
+from tests.manual_clock import ManualClock
 
 
 @pytest.fixture
