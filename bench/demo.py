@@ -54,10 +54,10 @@ def question_and_answer(client: Client, seed: int, num_people: int) -> bool:
     fact = rng.choice(story.facts)
     print(f"\n— a story about {num_people} people, and a question\n{story.text}\n  {fact.question}\n  ", end="")
     turn = ask(client, f"{story.text}\n{fact.question}")
-    right = turn.answer == fact.answer
+    right = turn.answer == fact.sentence
     timings = turn.timings
     print(
-        f"  [{'right' if right else 'wrong: ' + fact.answer}] first token {timings.first_token_s * 1e3:.1f} ms"
+        f"  [{'right' if right else 'wrong: ' + fact.sentence}] first token {timings.first_token_s * 1e3:.1f} ms"
         f" (queue {timings.queue_s * 1e3:.1f}, prefill {timings.prefill_s * 1e3:.1f});"
         f" hand-off {timings.transfer_bytes / 1024:.0f} KiB in {timings.transfer_s * 1e3:.1f} ms;"
         f" {turn.num_tokens} tokens in {timings.total_s * 1e3:.1f} ms"
