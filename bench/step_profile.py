@@ -51,7 +51,7 @@ class Clock:
         return run
 
     def take(self) -> dict[str, float]:
-        """What was spent, longest first; begins anew."""
+        """What was spent, longest first; starts again at nothing."""
         spent = dict(sorted(self._spent_s.items(), key=lambda pair: -pair[1]))
         self._spent_s.clear()
         return spent

@@ -1,7 +1,7 @@
 """Lets the C allocator keep what it is given back: a step's temporaries are the next step's.
 
 By default glibc returns large freed chunks to the system at once, and each step faults them in
-anew, page by page, zeroed: a quarter of a decode step on the demo model (bench/LOG.md).
+again, page by page, zeroed: a quarter of a decode step on the demo model (bench/LOG.md).
 """
 
 from __future__ import annotations

@@ -50,8 +50,9 @@ class StepRunner(Protocol):
         ...
 
     def launch(self, prepared: Prepared, previous: Launched | None) -> Launched:
-        """On the engine thread; `previous` None: the step before failed, or there is none. When it raises, nothing of
-        the step runs any more.
+        """On the engine thread; `previous` None: the step before failed, or there is none.
+
+        When it raises, nothing of the step runs any more.
         """
         ...
 

@@ -19,9 +19,7 @@ class HostTier:
     """`num_rows` rows of `block_bytes` bytes. `close` ends it."""
 
     def __init__(self, num_rows: int, block_bytes: int, *, pinned: bool = False) -> None:
-        """`pinned` lets a GPU copy them while the host goes on. Raises OSError or RuntimeError (torch) for want of
-        memory.
-        """
+        """`pinned` lets a GPU copy them while the host goes on. Raises RuntimeError (torch) if memory is exhausted."""
         self._memory = HostMemory.allocate(num_rows * block_bytes, shared=False)
         if pinned:
             self._memory.pin()

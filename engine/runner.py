@@ -181,8 +181,9 @@ def _ids_for(batch: Batch, previous: Launched | None) -> torch.Tensor:
 
 
 def _fed_history(batch: Batch, previous: Launched | None) -> dict[int, TokenId]:
-    """Fed tokens that penalties must see, by number of draw. Where there are any, waits for the step before alone:
-    this one's forward pass has been queued by then.
+    """Fed tokens that penalties must see, by number of draw.
+
+    Where there are any, waits for the step before alone: this one's forward pass has been queued by then.
     """
     if batch.feeds is None or previous is None:
         return {}

@@ -83,7 +83,7 @@ class Run:
         return {**results, "failures": self.failures, "took_s": time.monotonic() - began_s}
 
     def _shapes(self) -> list[AttentionShape]:
-        """Those whose KV fits into the device as often as peers lay it out anew."""
+        """Those whose KV fits into the device as often as peers lay it out again."""
         if not self.on_gpu:
             return list(CPU_ATTENTION)
         _, total_bytes = torch.cuda.mem_get_info(self.device)
