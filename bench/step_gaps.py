@@ -7,6 +7,7 @@ applied, and with two, each prepared and launched while the one before computes.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import statistics
@@ -20,14 +21,16 @@ from itertools import pairwise
 import torch
 import uvloop
 
-from engine.engine_thread import EngineThread, InFlight
-from engine.launch import Launched, Prepared
+from engine.engine_thread import EngineThread
+from engine.forward import Forward
+from engine.kv_cache import KvCache
 from engine.loading import Engine, EngineOptions, load_engine
-from engine.placement import ThreadPlacement
-from engine.runner import Runner
+from engine.placement import ThreadPlacement, open_engine_executor
+from engine.runner import Launched, Prepared, Runner
 from engine.sequence import Sequence
 from engine.step import BrokenLogits, Step, StepResult
 from kernels.dispatch import AUTO, select_kernels
+from kernels.operations import Kernels
 from models.dtypes import torch_dtype
 from tandem.checkpoint import resolve_model
 from tandem.types import SamplingParams, TokenId
@@ -48,36 +51,27 @@ class Gaps:
     prepare_ms: float
 
 
-class TimedRunner:
-    """Stands before a runner and notes when launches begin and end."""
+class TimedRunner(Runner):
+    """Notes when launches begin and end."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, decoder: Forward, kv_cache: KvCache, kernels: Kernels) -> None:
+        super().__init__(decoder, kv_cache, kernels)
         self.launches: list[tuple[float, float]] = []
         self.prepared_s: list[float] = []
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """As the runner's."""
-        return self._runner.is_asynchronous
 
     def prepare(self, step: Step) -> Prepared:
         """Timed."""
         began_s = time.perf_counter()
-        prepared = self._runner.prepare(step)
+        prepared = super().prepare(step)
         self.prepared_s.append(time.perf_counter() - began_s)
         return prepared
 
     def launch(self, prepared: Prepared, previous: Launched | None) -> Launched:
         """Timed."""
         began_s = time.perf_counter()
-        launched = self._runner.launch(prepared, previous)
+        launched = super().launch(prepared, previous)
         self.launches.append((began_s, time.perf_counter()))
         return launched
-
-    def collect(self, launched: Launched) -> StepResult:
-        """As the runner's."""
-        return self._runner.collect(launched)
 
     def gaps(self, in_flight: int) -> Gaps:
         """Over all but the first steps, which compute prompts."""
@@ -98,7 +92,7 @@ async def decode(engine: Engine, thread: EngineThread, seqs: SequenceOf[Sequence
     for seq in seqs:
         seq.add_blocks(engine.pool.allocate(seq.blocks_wanted(seq.num_tokens, engine.pool.block_size)))
         _apply([seq], await thread.launch(Step((seq.schedule(seq.num_tokens),))))
-    flying: deque[InFlight] = deque()
+    flying: deque[asyncio.Task[StepResult]] = deque()
     while not seqs[0].is_finished:
         while len(flying) < in_flight and not seqs[0].is_exhausted:
             for seq in seqs:
@@ -126,8 +120,8 @@ def measure(model: str, num_seqs: int, num_tokens: int, threads: int) -> list[Ga
     found = []
     try:
         for in_flight in (1, 2, 1, 2):
-            runner = TimedRunner(Runner(engine.model.decoder, engine.kv_cache, kernels))
-            thread = EngineThread(runner, placement)
+            runner = TimedRunner(engine.model.decoder, engine.kv_cache, kernels)
+            thread = EngineThread(runner, open_engine_executor(placement))
             params = SamplingParams(max_tokens=num_tokens, temperature=0.0)
             prompts = [tuple(TokenId(rng.randrange(4, 256)) for _ in range(_PROMPT_TOKENS)) for _ in range(num_seqs)]
             seqs = [Sequence(index, params, prompt) for index, prompt in enumerate(prompts)]

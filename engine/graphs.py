@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.batch import Batch
-from engine.capture import Captured, Capturer
+from engine.capture import CudaCapturer
 from engine.forward import Forward
 from kernels.attention import AttentionMetadata
 from tandem.progress import track
@@ -116,9 +116,9 @@ class DecodeGraphs:
         self._bounds = bounds
         self._inputs = StaticInputs(sizes[-1], -(-bounds[-1] // self._block_size), kv_cache.device)
         self._logits = torch.zeros(sizes[-1], vocab_size, dtype=torch.float32, device=kv_cache.device)  # [B, V]
-        self._graphs: dict[GraphShape, Captured] = {}
+        self._graphs: dict[GraphShape, torch.cuda.CUDAGraph] = {}
 
-    def capture(self, capturer: Capturer) -> None:
+    def capture(self, capturer: CudaCapturer) -> None:
         """Records every shape. Those that do not fit into memory are left to ordinary steps, like all if one breaks."""
         started_s, num_refused = time.monotonic(), 0
         shapes = [GraphShape(size, bound) for size in reversed(self._sizes) for bound in reversed(self._bounds)]
@@ -164,7 +164,7 @@ class DecodeGraphs:
             return None
         return GraphShape(self._sizes[size], self._bounds[bound])
 
-    def _record(self, capturer: Capturer, shape: GraphShape) -> Captured:
+    def _record(self, capturer: CudaCapturer, shape: GraphShape) -> torch.cuda.CUDAGraph:
         inputs, rows = self._inputs, shape.num_seqs
         metadata = inputs.metadata(shape, self._block_size)
 

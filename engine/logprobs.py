@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from engine.row_scan import chunk_masses, first_max, largest
 from engine.upload import upload
-from tandem.types import TokenId, TokenLogprobs
+from tandem.types import TokenId
+
+Ranked: TypeAlias = tuple[tuple[TokenId, float], ...]
+"""Tokens with their log-probabilities, best first."""
 
 _TILE_ELEMENTS = 1 << 20
 """Size of the rows worked on at a time on a CPU: larger intermediates cost page faults, twice the time of the work."""
@@ -38,13 +42,12 @@ class BestTokens:
         drawn = None if self.drawn is None else to_host(self.drawn)
         return BestTokens(self.draws, self.counts, to_host(self.values), to_host(self.token_ids), drawn)
 
-    def read(self) -> dict[int, TokenLogprobs]:
-        """By number of draw; `token_id` is for the caller to set."""
+    def read(self) -> dict[int, tuple[float, Ranked]]:
+        """By number of draw: the drawn token's log-probability (0 if it is not known), and the best tokens."""
         drawn = [0.0] * len(self.draws) if self.drawn is None else self.drawn.tolist()
         rows = zip(self.draws, self.counts, drawn, self.values.tolist(), self.token_ids.tolist(), strict=True)
         return {
-            number: TokenLogprobs(TokenId(0), logprob, _ranked(values, token_ids)[:count])
-            for number, count, logprob, values, token_ids in rows
+            number: (logprob, _ranked(values, token_ids)[:count]) for number, count, logprob, values, token_ids in rows
         }
 
 
@@ -111,7 +114,7 @@ def _log_probabilities(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return scores, chunk_masses(scores.exp())[:, -1:].log()
 
 
-def _ranked(logprobs: list[float], token_ids: list[int]) -> tuple[tuple[TokenId, float], ...]:
+def _ranked(logprobs: list[float], token_ids: list[int]) -> Ranked:
     """Descending; equal ones by id."""
     ranked = sorted(zip(token_ids, logprobs, strict=True), key=lambda pair: (-pair[1], pair[0]))
     return tuple((TokenId(token_id), logprob) for token_id, logprob in ranked)

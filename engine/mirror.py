@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import torch
 
-from engine.engine_thread import to_the_end
+from engine.thread_work import to_the_end
 from tandem.errors import TransferError
 from tandem.types import BlockId
 
