@@ -126,7 +126,7 @@ def _feeds(
         first_draw[index] + number: feed
         for index, feed in fed
         for number, spec in enumerate(seqs[index].samples)
-        if spec.from_end == 0 and reads_output(spec)
+        if spec.from_end == 0 and reads_output(spec.params)
     }
     return tokens, feeds, history
 

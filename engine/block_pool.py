@@ -209,31 +209,28 @@ class BlockPool:
 
     def check_invariants(self) -> None:
         """Recounts everything, O(N). Raises InternalError naming what is broken."""
-        broken = [
-            name
-            for name, holds in (
-                ("state counts", all(self._state.count(c) == n for c, n in enumerate(self._num_in_state))),
-                ("free list is unique", len(set(self._free)) == len(self._free)),
-                ("free list = FREE blocks", all(self._state[b] == _FREE for b in self._free)),
-                ("free list is complete", len(self._free) == self._num_in_state[_FREE]),
-                ("held <=> ref_count", all(self._is_held(b) == (n > 0) for b, n in enumerate(self._ref_count))),
-                ("only LIVE is shared", all(n <= 1 or self._state[b] == _LIVE for b, n in enumerate(self._ref_count))),
-                (
-                    "only LIVE or CACHED is filled",
-                    all(not n or self._is_content(b) for b, n in enumerate(self._filled)),
-                ),
-                ("only LIVE or CACHED is known", all(not n or self._is_content(b) for b, n in enumerate(self._known))),
-                ("CACHED is known", all(self._known[b] or s != _CACHED for b, s in enumerate(self._state))),
-                ("every block has a state", sum(self._num_in_state) == self.num_blocks),
-                ("filled slots", self._count_filled() == self._filled_slots),
-                ("filled <= block_size", all(0 <= n <= self.block_size for n in self._filled)),
-                (
-                    "writer gone only in RECEIVING",
-                    all(not g or self._state[b] == _RECEIVING for b, g in enumerate(self._writer_gone)),
-                ),
-            )
-            if not holds
-        ]
+        states, holders, filled = self._state, self._ref_count, self._filled
+        is_held = [state in (_RESERVED, _RECEIVING, _LIVE) for state in states]
+        has_content = [state in (_LIVE, _CACHED) for state in states]
+        laws = {
+            "state counts": all(states.count(code) == num for code, num in enumerate(self._num_in_state)),
+            "free list is unique": len(set(self._free)) == len(self._free),
+            "free list = FREE blocks": all(states[block] == _FREE for block in self._free),
+            "free list is complete": len(self._free) == self._num_in_state[_FREE],
+            "held <=> ref_count": is_held == [num > 0 for num in holders],
+            "only LIVE is shared": all(num <= 1 or states[block] == _LIVE for block, num in enumerate(holders)),
+            "only LIVE or CACHED is filled": all(has for has, num in zip(has_content, filled, strict=True) if num),
+            "only LIVE or CACHED is known": all(
+                has for has, known in zip(has_content, self._known, strict=True) if known
+            ),
+            "CACHED is known": all(self._known[block] or state != _CACHED for block, state in enumerate(states)),
+            "filled slots": self._filled_slots == sum(num for num, s in zip(filled, states, strict=True) if s == _LIVE),
+            "filled <= block_size": all(0 <= num <= self.block_size for num in filled),
+            "writer gone only in RECEIVING": all(
+                not gone or states[block] == _RECEIVING for block, gone in enumerate(self._writer_gone)
+            ),
+        }
+        broken = [name for name, holds in laws.items() if not holds]
         if broken:
             raise InternalError(f"block pool: {'; '.join(broken)}; {self.counts()}")
 
@@ -242,15 +239,6 @@ class BlockPool:
         self.check_invariants()
         if len(self._free) + self.num_cached != self.num_blocks:
             raise InternalError(f"block pool is not idle: {self.counts()}")
-
-    def _is_held(self, block: int) -> bool:
-        return self._state[block] in (_RESERVED, _RECEIVING, _LIVE)
-
-    def _is_content(self, block: int) -> bool:
-        return self._state[block] in (_LIVE, _CACHED)
-
-    def _count_filled(self) -> int:
-        return sum(n for b, n in enumerate(self._filled) if self._state[b] == _LIVE)
 
     def _require(self, blocks: Sequence[BlockId], states: tuple[int, ...], verb: str) -> None:
         if len(set(blocks)) != len(blocks):

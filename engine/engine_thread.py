@@ -84,16 +84,12 @@ class EngineThread:
             outcome = self._previous = self._runner.launch(prepared, self._previous)
         except Exception as error:  # noqa: BLE001 - a step's root
             outcome, self._previous = error, None
-        if self._collector is None:
-            launch.loop.call_soon_threadsafe(self._end, launch, outcome)
+        if self._collector is None:  # nothing to wait for: the loop collects
+            launch.loop.call_soon_threadsafe(lambda: self._resolve(launch, self._collect(launch, outcome)))
         else:
-            self._collector.submit(self._end_from_collector, launch, outcome)
+            self._collector.submit(self._collect_on_thread, launch, outcome)
 
-    def _end(self, launch: _Launch, outcome: Launched | Exception) -> None:
-        """On the loop, where `collect` has nothing to wait for."""
-        self._resolve(launch, self._collect(launch, outcome))
-
-    def _end_from_collector(self, launch: _Launch, outcome: Launched | Exception) -> None:
+    def _collect_on_thread(self, launch: _Launch, outcome: Launched | Exception) -> None:
         launch.loop.call_soon_threadsafe(self._resolve, launch, self._collect(launch, outcome))
 
     def _collect(self, launch: _Launch, outcome: Launched | Exception) -> StepResult | Exception:

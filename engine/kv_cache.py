@@ -27,6 +27,8 @@ class KvCache:
         """Takes over `host`, and the pool `[N * block_bytes]` uint8 that it mirrors; None = it is the pool itself."""
         self.layout: Final = layout
         """Shape and dtype of one block."""
+        self.num_blocks: Final = len(host.bytes) // layout.block_bytes
+        """N."""
         self._host = host
         self._bytes: torch.Tensor | None = host.bytes if device_bytes is None else device_bytes
         self.mirror: Final = None if device_bytes is None else PoolMirror(self.blocks_view, self.host_blocks)
@@ -57,11 +59,6 @@ class KvCache:
         if device.type == "cuda" and not host.pin():
             _log.warning("host mirror is not pinned, hand-offs are slower", size_bytes=size_bytes)
         return cls(layout, host, pool)
-
-    @property
-    def num_blocks(self) -> int:
-        """N."""
-        return self.blocks_view.shape[0]
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -179,8 +179,8 @@ def _capture_graphs(
     if model.device.type != "cuda" or kernels_name not in CAPTURABLE or not options.graph_seqs:
         return None
     max_seq_len = min(model.config.context_tokens, kv_cache.num_blocks * kv_cache.layout.block_size)
-    sizes, bounds = batch_sizes(options.graph_seqs), context_bounds(max_seq_len)
-    graphs = DecodeGraphs(model.decoder, kv_cache.tensor, model.config.vocab_size, sizes, bounds)
+    shapes = (batch_sizes(options.graph_seqs), context_bounds(max_seq_len))
+    graphs = DecodeGraphs(model.decoder, kv_cache.tensor, model.config.vocab_size, *shapes)
     with torch.inference_mode():
         graphs.capture(CudaCapturer(model.device))
     return graphs

@@ -25,11 +25,9 @@ _TILE_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class BestTokens:
-    """Best tokens of some draws, with log-probabilities; k of each, on a device or on the host."""
+    """Best tokens of the plan's draws, with log-probabilities; k of each, on a device or on the host."""
 
-    draws: tuple[int, ...]
-    counts: tuple[int, ...]
-    """How many of the k each draw asked for."""
+    plan: LogprobPlan
     values: torch.Tensor
     """`[r, k]`, descending."""
     token_ids: torch.Tensor
@@ -40,12 +38,13 @@ class BestTokens:
     def fetch(self, to_host: Callable[[torch.Tensor], torch.Tensor]) -> BestTokens:
         """The same with each tensor as `to_host` gives it."""
         drawn = None if self.drawn is None else to_host(self.drawn)
-        return BestTokens(self.draws, self.counts, to_host(self.values), to_host(self.token_ids), drawn)
+        return BestTokens(self.plan, to_host(self.values), to_host(self.token_ids), drawn)
 
     def read(self) -> dict[int, tuple[float, Ranked]]:
         """By number of draw: the drawn token's log-probability (0 if it is not known), and the best tokens."""
-        drawn = [0.0] * len(self.draws) if self.drawn is None else self.drawn.tolist()
-        rows = zip(self.draws, self.counts, drawn, self.values.tolist(), self.token_ids.tolist(), strict=True)
+        draws, counts = self.plan.draws, self.plan.counts
+        drawn = [0.0] * len(draws) if self.drawn is None else self.drawn.tolist()
+        rows = zip(draws, counts, drawn, self.values.tolist(), self.token_ids.tolist(), strict=True)
         return {
             number: (logprob, _ranked(values, token_ids)[:count]) for number, count, logprob, values, token_ids in rows
         }
@@ -57,6 +56,7 @@ class LogprobPlan:
 
     draws: tuple[int, ...]
     counts: tuple[int, ...]
+    """How many of them each draw wants."""
     rows: torch.Tensor
     """`[r]` int64: the draws, on the logits' device."""
 
@@ -80,7 +80,7 @@ class LogprobPlan:
             values, indices = largest(scores, k)
             parts.append(((drawn - log_mass)[:, 0], values - log_mass, indices))
         own, values, indices = (torch.cat(each) for each in zip(*parts, strict=True))
-        return BestTokens(self.draws, self.counts, values, indices, own)
+        return BestTokens(self, values, indices, own)
 
 
 def best_tokens(scores: torch.Tensor, plan: LogprobPlan) -> BestTokens:
@@ -88,7 +88,7 @@ def best_tokens(scores: torch.Tensor, plan: LogprobPlan) -> BestTokens:
     k = min(max(plan.counts), scores.shape[1])
     parts = [largest(scores.index_select(0, plan.rows[a:b]), k) for a, b in tiles(len(plan.draws), scores)]
     values, indices = (torch.cat(each) for each in zip(*parts, strict=True))
-    return BestTokens(plan.draws, plan.counts, values, indices)
+    return BestTokens(plan, values, indices)
 
 
 def log_softmax_rows(logits: torch.Tensor, plan: LogprobPlan) -> None:

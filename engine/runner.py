@@ -168,13 +168,12 @@ class Runner:
         return upload((pairs,), self._kv.device)[0]
 
     def _check_moves(self, step: Step) -> None:
+        moved_in = [move.block for move in step.moves if move.direction is Direction.IN]
         if step.moves and self._tier is None:
             raise InternalError("a step moves blocks, but there is no host tier")
-        moved_in = [move.block for move in step.moves if move.direction is Direction.IN]
-        if len(set(moved_in)) != len(moved_in):
-            raise InternalError("a step moves two rows into one block")
-        if not {copy.source for copy in step.copies}.isdisjoint(moved_in):
-            raise InternalError("a step copies a block that it moves into")
+        sources = {copy.source for copy in step.copies}
+        if len(sources.union(moved_in)) < len(sources) + len(moved_in):
+            raise InternalError("a step moves two rows into one block, or copies a block that it moves into")
 
 
 def independent_runs(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:

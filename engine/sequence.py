@@ -19,6 +19,7 @@ from collections.abc import Iterable, MutableSequence
 from collections.abc import Sequence as SequenceOf
 from typing import TypeAlias, cast
 
+from engine.penalties import reads_output
 from engine.step import SampleSpec, ScheduledSeq
 from tandem.errors import InternalError
 from tandem.types import BlockId, FinishReason, SamplingParams, TokenId
@@ -65,7 +66,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         """Set once the completion has ended."""
         self._reads_prompt = params.repetition_penalty != 1.0
-        self._reads_output = self._reads_prompt or bool(params.presence_penalty or params.frequency_penalty)
+        self._reads_output = reads_output(params)
 
     @property
     def num_tokens(self) -> int:
