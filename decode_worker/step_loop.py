@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from decode_worker.running_batch import BatchedStep, RunningBatch
 from decode_worker.step_outputs import StepOutputs
 from decode_worker.step_timing import StepTiming
-from engine.engine_thread import EngineBroken, to_the_end
+from engine.engine_thread import EngineBroken
 from engine.step import StepResult
+from engine.thread_work import to_the_end
 from tandem.clock import Clock
 from tandem.errors import InternalError, TandemError
 from tandem.telemetry.logging import get_logger

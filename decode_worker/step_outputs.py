@@ -65,4 +65,4 @@ class StepOutputs:
         if group.is_finished:
             self._on_ended(request, None)
         elif sequence.is_finished:
-            self._batch.releases.release([group.take_finished(sequence)])
+            self._batch.releases.release([sequence.take_blocks()])

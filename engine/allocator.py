@@ -9,15 +9,12 @@ from __future__ import annotations
 import ctypes
 import sys
 
-# malloc.h
-_M_TRIM_THRESHOLD = -1
-_M_TOP_PAD = -2
-_M_MMAP_THRESHOLD = -3
-
-_KEPT_BYTES = 1 << 30
-_TOP_PAD_BYTES = 64 << 20
-_MMAP_THRESHOLD_BYTES = 32 << 20
-"""The most that glibc takes; larger chunks are still mapped one by one."""
+_SETTINGS = (
+    (-3, 32 << 20),  # M_MMAP_THRESHOLD, the most that glibc takes; larger chunks are still mapped one by one
+    (-1, 1 << 30),  # M_TRIM_THRESHOLD
+    (-2, 64 << 20),  # M_TOP_PAD
+)
+"""Parameters of mallopt by their numbers in malloc.h, and values in bytes."""
 
 
 def keep_freed_memory() -> bool:
@@ -27,10 +24,5 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    settings = (
-        (_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES),
-        (_M_TRIM_THRESHOLD, _KEPT_BYTES),
-        (_M_TOP_PAD, _TOP_PAD_BYTES),
-    )
-    accepted = [mallopt(parameter, value) == 1 for parameter, value in settings]
+    accepted = [mallopt(parameter, value) == 1 for parameter, value in _SETTINGS]
     return all(accepted)

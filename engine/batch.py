@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.penalties import reads_output
 from engine.step import SampleSpec, ScheduledSeq
 from engine.upload import upload
 from kernels.attention import AttentionMetadata
@@ -28,11 +29,13 @@ class Feeds:
     """`[F]` int64: indices into T."""
     draws: torch.Tensor
     """`[F]` int64: numbers of draws of the step before."""
-    draw_by_sample: dict[int, int]
-    """For each of this step's draws that sees a fed token: by which draw of the step before it was brought."""
-    lowest: int
-    highest: int
-    """Of `draws`, on the host."""
+    history: dict[int, int]
+    """For each of this step's draws whose penalties must see a fed token: by which draw of the step before it comes."""
+
+    def put(self, drawn_ids: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Copies what the step before drew, `[D']` int64 with -1 for broken rows, into `token_ids` `[T]`."""
+        fed = drawn_ids.index_select(0, self.draws).clamp_(min=0)  # a broken seq's next token is not kept
+        token_ids.index_copy_(0, self.tokens, fed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +57,6 @@ class Batch:
     """Of each seq; D in all."""
     feeds: Feeds | None
 
-    def feed(self, drawn_ids: torch.Tensor) -> None:
-        """Puts the step before's tokens, `[D']` int64 with -1 for broken rows, where they are fed, in `token_ids`."""
-        if self.feeds is not None:
-            fed = drawn_ids.index_select(0, self.feeds.draws).clamp_(min=0)  # a broken seq's next token is not kept
-            self.token_ids.index_copy_(0, self.feeds.tokens, fed)
-
 
 def build_batch(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.device) -> Batch:
     """Lays B > 0 seqs end to end. Raises InternalError if a seq's blocks do not hold its tokens."""
@@ -76,7 +73,7 @@ def build_batch(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.dev
     slots = block_tables[rows, positions // block_size] * np.int64(block_size) + positions % block_size  # [T]
     num_draws = tuple(len(seq.samples) for seq in seqs)
     sample_rows, draw_rows = _rows_of_draws(seqs, num_draws, cu_seqlens_q)  # [R], [D]
-    fed_tokens, feeds, draw_by_sample = _feeds(seqs, num_draws, cu_seqlens_q)  # [F], [F]
+    fed_tokens, feeds, history = _feeds(seqs, num_draws, cu_seqlens_q)  # [F], [F]
     longs = (np.array(token_ids, dtype=np.int64), positions, sample_rows, draw_rows, fed_tokens, feeds, slots)
     ints = (cu_seqlens_q, seq_lens.astype(np.int32), block_tables)
     tokens, at, sampled_at, drawn_at, fed_at, fed_by, slot_mapping, starts, lens, tables = upload(
@@ -98,7 +95,7 @@ def build_batch(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.dev
         sample_specs=tuple(spec for seq in seqs for spec in seq.samples),
         draw_rows=drawn_at if len(draw_rows) else None,
         num_draws=num_draws,
-        feeds=Feeds(fed_at, fed_by, draw_by_sample, int(feeds.min()), int(feeds.max())) if len(feeds) else None,
+        feeds=Feeds(fed_at, fed_by, history) if len(feeds) else None,
     )
 
 
@@ -120,20 +117,18 @@ def _rows_of_draws(
 def _feeds(
     seqs: Sequence[ScheduledSeq], num_draws: tuple[int, ...], cu_seqlens_q: npt.NDArray[np.int32]
 ) -> tuple[Ints, Ints, dict[int, int]]:
-    """Returns where fed tokens go `[F]`, by which draws they are brought `[F]`, and by which of our draws seen."""
-    fed = [index for index, seq in enumerate(seqs) if seq.feed is not None]
-    feeds = np.array([seqs[index].feed for index in fed], dtype=np.int64)
-    tokens = cu_seqlens_q[1:][fed].astype(np.int64) - 1
-    if not fed:
-        return tokens, feeds, {}
+    """Returns where fed tokens go `[F]`, by which draws they are brought `[F]`, and `Feeds.history`."""
+    fed = [(index, seq.feed) for index, seq in enumerate(seqs) if seq.feed is not None]
+    feeds = np.array([feed for _, feed in fed], dtype=np.int64)
+    tokens = cu_seqlens_q[1:][[index for index, _ in fed]].astype(np.int64) - 1
     first_draw = np.cumsum((0, *num_draws)).tolist()
-    draw_by_sample = {
-        first_draw[index] + number: draw
-        for index, draw in zip(fed, feeds.tolist(), strict=True)
+    history = {
+        first_draw[index] + number: feed
+        for index, feed in fed
         for number, spec in enumerate(seqs[index].samples)
-        if spec.from_end == 0
+        if spec.from_end == 0 and reads_output(spec.params)
     }
-    return tokens, feeds, draw_by_sample
+    return tokens, feeds, history
 
 
 def _pad_tables(seqs: Sequence[ScheduledSeq], seq_lens: Ints, block_size: int) -> npt.NDArray[np.int32]:

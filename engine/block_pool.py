@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Final
 
 from tandem.errors import InternalError, Overloaded
 from tandem.lifecycle import BLOCK_MOVES, BlockState, advance
@@ -43,8 +44,10 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
             raise InternalError(f"a pool of {num_blocks} blocks of {block_size} tokens")
-        self._num_blocks = num_blocks
-        self._block_size = block_size
+        self.num_blocks: Final = num_blocks
+        """All blocks, free or not."""
+        self.block_size: Final = block_size
+        """Token slots of one block."""
         self._free = [BlockId(block) for block in range(num_blocks - 1, -1, -1)]
         self._state = bytearray(num_blocks)  # _FREE == 0
         self._ref_count = array("i", bytes(4 * num_blocks))
@@ -54,16 +57,6 @@ class BlockPool:
         self._known = bytearray(num_blocks)
         self._num_in_state = [num_blocks, *(0 for _ in _STATES[1:])]
         self._filled_slots = 0
-
-    @property
-    def num_blocks(self) -> int:
-        """All blocks, free or not."""
-        return self._num_blocks
-
-    @property
-    def block_size(self) -> int:
-        """Token slots of one block."""
-        return self._block_size
 
     @property
     def num_free(self) -> int:
@@ -91,10 +84,6 @@ class BlockPool:
         """Whether a holder must copy the block before writing into it: others hold it, or count on its content."""
         return self._ref_count[block] > 1 or bool(self._known[block])
 
-    def is_kept(self, block: BlockId) -> bool:
-        """Whether the block's content is known: it is cached, or will be once its last holder releases it."""
-        return bool(self._known[block])
-
     def allocate(self, num_blocks: int, state: BlockState = BlockState.LIVE) -> tuple[BlockId, ...]:
         """Takes blocks from the free list, each with one holder: the caller, who releases them.
 
@@ -104,7 +93,7 @@ class BlockPool:
         if num_blocks < 0 or not _ALLOWED[_FREE][code]:
             raise InternalError(f"allocate {num_blocks} blocks as {state}")
         if num_blocks > len(self._free):
-            raise PoolExhausted(f"{num_blocks} KV blocks wanted, {len(self._free)} free of {self._num_blocks}")
+            raise PoolExhausted(f"{num_blocks} KV blocks wanted, {len(self._free)} free of {self.num_blocks}")
         keep = len(self._free) - num_blocks
         blocks = tuple(reversed(self._free[keep:]))
         del self._free[keep:]
@@ -191,7 +180,7 @@ class BlockPool:
         Tokens before `from_token` were accounted earlier: a growing sequence gives its whole
         table, and only the blocks from that token on are visited.
         """
-        size = self._block_size
+        size = self.block_size
         if not 0 <= from_token <= num_tokens <= len(blocks) * size:
             raise InternalError(f"set_filled {from_token}..{num_tokens} tokens in {len(blocks)} blocks of {size}")
         first, end = from_token // size, -(-num_tokens // size)
@@ -207,68 +196,56 @@ class BlockPool:
         """Blocks by state, and the waste."""
         free, reserved, receiving, live, cached, quarantined = self._num_in_state
         return PoolCounts(
-            total=self._num_blocks,
+            total=self.num_blocks,
             free=free,
             reserved=reserved,
             receiving=receiving,
             live=live,
             quarantined=quarantined,
             cached=cached,
-            block_size=self._block_size,
-            unused_slots=live * self._block_size - self._filled_slots,
+            block_size=self.block_size,
+            unused_slots=live * self.block_size - self._filled_slots,
         )
 
     def check_invariants(self) -> None:
         """Recounts everything, O(N). Raises InternalError naming what is broken."""
-        broken = [
-            name
-            for name, holds in (
-                ("state counts", all(self._state.count(c) == n for c, n in enumerate(self._num_in_state))),
-                ("free list is unique", len(set(self._free)) == len(self._free)),
-                ("free list = FREE blocks", all(self._state[b] == _FREE for b in self._free)),
-                ("free list is complete", len(self._free) == self._num_in_state[_FREE]),
-                ("held <=> ref_count", all(self._is_held(b) == (n > 0) for b, n in enumerate(self._ref_count))),
-                ("only LIVE is shared", all(n <= 1 or self._state[b] == _LIVE for b, n in enumerate(self._ref_count))),
-                (
-                    "only LIVE or CACHED is filled",
-                    all(not n or self._is_content(b) for b, n in enumerate(self._filled)),
-                ),
-                ("only LIVE or CACHED is known", all(not n or self._is_content(b) for b, n in enumerate(self._known))),
-                ("CACHED is known", all(self._known[b] or s != _CACHED for b, s in enumerate(self._state))),
-                ("every block has a state", sum(self._num_in_state) == self._num_blocks),
-                ("filled slots", self._count_filled() == self._filled_slots),
-                ("filled <= block_size", all(0 <= n <= self._block_size for n in self._filled)),
-                (
-                    "writer gone only in RECEIVING",
-                    all(not g or self._state[b] == _RECEIVING for b, g in enumerate(self._writer_gone)),
-                ),
-            )
-            if not holds
-        ]
+        states, holders, filled = self._state, self._ref_count, self._filled
+        is_held = [state in (_RESERVED, _RECEIVING, _LIVE) for state in states]
+        has_content = [state in (_LIVE, _CACHED) for state in states]
+        laws = {
+            "state counts": all(states.count(code) == num for code, num in enumerate(self._num_in_state)),
+            "free list is unique": len(set(self._free)) == len(self._free),
+            "free list = FREE blocks": all(states[block] == _FREE for block in self._free),
+            "free list is complete": len(self._free) == self._num_in_state[_FREE],
+            "held <=> ref_count": is_held == [num > 0 for num in holders],
+            "only LIVE is shared": all(num <= 1 or states[block] == _LIVE for block, num in enumerate(holders)),
+            "only LIVE or CACHED is filled": all(has for has, num in zip(has_content, filled, strict=True) if num),
+            "only LIVE or CACHED is known": all(
+                has for has, known in zip(has_content, self._known, strict=True) if known
+            ),
+            "CACHED is known": all(self._known[block] or state != _CACHED for block, state in enumerate(states)),
+            "filled slots": self._filled_slots == sum(num for num, s in zip(filled, states, strict=True) if s == _LIVE),
+            "filled <= block_size": all(0 <= num <= self.block_size for num in filled),
+            "writer gone only in RECEIVING": all(
+                not gone or states[block] == _RECEIVING for block, gone in enumerate(self._writer_gone)
+            ),
+        }
+        broken = [name for name, holds in laws.items() if not holds]
         if broken:
             raise InternalError(f"block pool: {'; '.join(broken)}; {self.counts()}")
 
     def assert_idle(self) -> None:
         """Raises InternalError unless every block is free or cached."""
         self.check_invariants()
-        if len(self._free) + self.num_cached != self._num_blocks:
+        if len(self._free) + self.num_cached != self.num_blocks:
             raise InternalError(f"block pool is not idle: {self.counts()}")
-
-    def _is_held(self, block: int) -> bool:
-        return self._state[block] in (_RESERVED, _RECEIVING, _LIVE)
-
-    def _is_content(self, block: int) -> bool:
-        return self._state[block] in (_LIVE, _CACHED)
-
-    def _count_filled(self) -> int:
-        return sum(n for b, n in enumerate(self._filled) if self._state[b] == _LIVE)
 
     def _require(self, blocks: Sequence[BlockId], states: tuple[int, ...], verb: str) -> None:
         if len(set(blocks)) != len(blocks):
             raise InternalError(f"{verb} names a block twice")
         for block in blocks:
-            if not 0 <= block < self._num_blocks or self._state[block] not in states:
-                where = self.state(block) if 0 <= block < self._num_blocks else "nowhere"
+            if not 0 <= block < self.num_blocks or self._state[block] not in states:
+                where = self.state(block) if 0 <= block < self.num_blocks else "nowhere"
                 raise InternalError(f"{verb} of block {block}, which is {where}")
 
     def _free_block(self, block: BlockId) -> None:

@@ -3,34 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 
-class Captured(Protocol):
-    """Recorded work; reads and writes the tensors that it was recorded with."""
-
-    def replay(self) -> None:
-        """Launches it on the current stream."""
-        ...
-
-
-class Capturer(Protocol):
-    """Records work; the CUDA one, or a fake that calls it again."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory that the captures so far have taken."""
-        ...
-
-    def capture(self, work: Callable[[], None]) -> Captured:
-        """Calls `work`, more than once, and records what it launches. Raises RuntimeError (torch) if that fails."""
-        ...
-
-
 class CudaCapturer:
-    """Implements `Capturer`. To be used on the engine thread, before anything else runs on the device.
+    """To be used on the engine thread, before anything else runs on the device.
 
     What a capture allocates and lets go is free for the next one: replays never overlap, so the
     pool is as large as the largest graph, if that is captured first.
@@ -44,11 +22,11 @@ class CudaCapturer:
 
     @property
     def num_bytes(self) -> int:
-        """Of torch's allocator, since this was made; what the driver keeps of each graph is not known."""
+        """Device memory that the captures so far have taken of torch's allocator; the driver's share is not known."""
         return self._reserved_now() - self._reserved_before
 
-    def capture(self, work: Callable[[], None]) -> Captured:
-        """See `Capturer.capture`."""
+    def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Calls `work` twice, and records what it launches. Raises RuntimeError (torch) if that fails."""
         current = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(current):  # set again at the end, whatever fails within
             # Compiles kernels and opens libraries, which a capture may not; those keep workspaces by stream.

@@ -12,17 +12,13 @@ more: blocks that no later step touches may be freed then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
 
-from engine.launch import Launched, Prepared
-from engine.placement import ThreadPlacement, open_engine_executor
+from engine.runner import Launched, Prepared, Runner
 from engine.step import Step, StepResult
+from engine.thread_work import to_the_end
 from tandem.errors import InternalError
-
-T = TypeVar("T")
 
 MAX_IN_FLIGHT = 2
 MAX_FAILURES = 8
@@ -37,71 +33,26 @@ class FeederFailed(InternalError):
     """The step took its input from one that failed; nothing was computed, or it is of no use."""
 
 
-class StepRunner(Protocol):
-    """What the thread runs: `engine.runner.Runner`, or a fake."""
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether a launched step goes on after `launch` has returned, so that `collect` waits."""
-        ...
-
-    def prepare(self, step: Step) -> Prepared:
-        """On the loop, while another step may be running."""
-        ...
-
-    def launch(self, prepared: Prepared, previous: Launched | None) -> Launched:
-        """On the engine thread; `previous` None: the step before failed, or there is none.
-
-        When it raises, nothing of the step runs any more.
-        """
-        ...
-
-    def collect(self, launched: Launched) -> StepResult:
-        """In order. When it returns or raises, nothing of the step runs any more."""
-        ...
-
-
-class InFlight(Awaitable[StepResult]):
-    """A launched step, to be awaited: a cancelled wait ends with CancelledError, but only once the step has ended."""
-
-    __slots__ = ("_ended",)
-
-    def __init__(self, ended: asyncio.Future[StepResult]) -> None:
-        self._ended = ended
-
-    def __await__(self) -> Generator[Any, Any, StepResult]:
-        """The result, or what the step raised."""
-        return to_the_end(self._ended).__await__()
-
-
 class EngineThread:
-    """Owns its executor: the one given, or one that it opens for `placement`."""
+    """Runs steps on `executor`'s one thread; owns both."""
 
-    def __init__(
-        self,
-        runner: StepRunner,
-        placement: ThreadPlacement | None = None,
-        executor: ThreadPoolExecutor | None = None,
-    ) -> None:
+    def __init__(self, runner: Runner, executor: ThreadPoolExecutor) -> None:
+        self.num_steps = 0
+        """Steps that ended, failed ones included: a heartbeat that shows a stuck engine."""
         self._runner = runner
-        self._executor = executor or open_engine_executor(placement or ThreadPlacement())
+        self._executor = executor
         self._collector = ThreadPoolExecutor(1, "tandem-collect") if runner.is_asynchronous else None
         self._previous: Launched | None = None  # for the engine thread alone
         self._last_failed = False  # for whoever collects: whether the step that ended before this one failed
         self._num_in_flight = 0
-        self._num_steps = 0
         self._num_failures = 0
 
-    @property
-    def num_steps(self) -> int:
-        """Steps that ended, failed ones included: a heartbeat that shows a stuck engine."""
-        return self._num_steps
-
-    def launch(self, step: Step) -> InFlight:
+    def launch(self, step: Step) -> asyncio.Task[StepResult]:
         """Prepares a step and hands it to the engine thread; the seqs' tables have been read when this returns.
 
         The result raises what the step raised, FeederFailed if it was fed by a step that failed, or EngineBroken if
-        `MAX_FAILURES` in a row failed. Raises InternalError if two steps are in flight already.
+        `MAX_FAILURES` in a row failed. Cancelled, it ends with CancelledError, but only once the step has ended.
+        Raises InternalError if two steps are in flight already.
         """
         if self._num_in_flight == MAX_IN_FLIGHT:
             raise InternalError(f"more than {MAX_IN_FLIGHT} steps in flight")
@@ -114,7 +65,7 @@ class EngineThread:
             prepared = error
         self._executor.submit(self._step, launched, prepared)
         self._num_in_flight += 1
-        return InFlight(launched.ended)
+        return loop.create_task(to_the_end(launched.ended))
 
     def close(self) -> None:
         """Joins the threads, after the steps in flight if there are any. Idempotent."""
@@ -133,18 +84,13 @@ class EngineThread:
             outcome = self._previous = self._runner.launch(prepared, self._previous)
         except Exception as error:  # noqa: BLE001 - a step's root
             outcome, self._previous = error, None
-        if self._collector is None:
-            launch.loop.call_soon_threadsafe(self._end, launch, outcome)
+        if self._collector is None:  # nothing to wait for: the loop collects
+            launch.loop.call_soon_threadsafe(lambda: self._resolve(launch, self._collect(launch, outcome)))
         else:
-            self._collector.submit(self._collect_and_end, launch, outcome)
+            self._collector.submit(self._collect_on_thread, launch, outcome)
 
-    def _collect_and_end(self, launch: _Launch, outcome: Launched | Exception) -> None:
-        """On the collecting thread."""
+    def _collect_on_thread(self, launch: _Launch, outcome: Launched | Exception) -> None:
         launch.loop.call_soon_threadsafe(self._resolve, launch, self._collect(launch, outcome))
-
-    def _end(self, launch: _Launch, outcome: Launched | Exception) -> None:
-        """On the loop, where `collect` has nothing to wait for."""
-        self._resolve(launch, self._collect(launch, outcome))
 
     def _collect(self, launch: _Launch, outcome: Launched | Exception) -> StepResult | Exception:
         try:
@@ -162,7 +108,7 @@ class EngineThread:
     def _resolve(self, launch: _Launch, outcome: StepResult | Exception) -> None:
         """On the loop."""
         self._num_in_flight -= 1
-        self._num_steps += 1
+        self.num_steps += 1
         if isinstance(outcome, StepResult):
             self._num_failures = 0
             launch.ended.set_result(outcome)
@@ -183,17 +129,3 @@ class _Launch:
     ended: asyncio.Future[StepResult]
     is_fed: bool
     """Whether it takes tokens from the step launched before it."""
-
-
-async def to_the_end(future: asyncio.Future[T]) -> T:
-    """The result of work on a thread; a cancelled caller gets CancelledError, but only once the work has ended."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait({future})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        future.exception()  # seen, so that asyncio does not report it as lost
-        raise cancelled
-    return future.result()

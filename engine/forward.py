@@ -21,4 +21,3 @@ class Forward(Protocol):
         sample_rows: torch.Tensor,
     ) -> torch.Tensor:
         """Stores KV of `[T]` tokens in `kv_cache`; returns logits `[R, V]` of `sample_rows` `[R]`."""
-        ...

@@ -10,14 +10,13 @@ that do can be captured (`CAPTURABLE`). A few bounds are enough: they size grids
 
 from __future__ import annotations
 
-import bisect
 import time
 from dataclasses import dataclass
 
 import torch
 
 from engine.batch import Batch
-from engine.capture import Captured, Capturer
+from engine.capture import CudaCapturer
 from engine.forward import Forward
 from kernels.attention import AttentionMetadata
 from tandem.progress import track
@@ -116,9 +115,9 @@ class DecodeGraphs:
         self._bounds = bounds
         self._inputs = StaticInputs(sizes[-1], -(-bounds[-1] // self._block_size), kv_cache.device)
         self._logits = torch.zeros(sizes[-1], vocab_size, dtype=torch.float32, device=kv_cache.device)  # [B, V]
-        self._graphs: dict[GraphShape, Captured] = {}
+        self._graphs: dict[GraphShape, torch.cuda.CUDAGraph] = {}
 
-    def capture(self, capturer: Capturer) -> None:
+    def capture(self, capturer: CudaCapturer) -> None:
         """Records every shape. Those that do not fit into memory are left to ordinary steps, like all if one breaks."""
         started_s, num_refused = time.monotonic(), 0
         shapes = [GraphShape(size, bound) for size in reversed(self._sizes) for bound in reversed(self._bounds)]
@@ -149,31 +148,25 @@ class DecodeGraphs:
         num_seqs = len(batch.metadata.query_lens_host)
         if batch.metadata.max_query_len != 1 or len(batch.sample_rows) != num_seqs:
             return None
-        shape = self._shape_for(num_seqs, batch.metadata.max_seq_len)
-        graph = None if shape is None else self._graphs.get(shape)
-        if shape is None or graph is None:
+        shape = GraphShape(
+            next((size for size in self._sizes if size >= num_seqs), 0),
+            next((bound for bound in self._bounds if bound >= batch.metadata.max_seq_len), 0),
+        )
+        graph = self._graphs.get(shape)
+        if graph is None:
             return None
         self._inputs.load(batch, shape.num_seqs)
         graph.replay()
         return self._logits[:num_seqs]
 
-    def _shape_for(self, num_seqs: int, max_seq_len: int) -> GraphShape | None:
-        """The smallest shape that holds them."""
-        size, bound = bisect.bisect_left(self._sizes, num_seqs), bisect.bisect_left(self._bounds, max_seq_len)
-        if size == len(self._sizes) or bound == len(self._bounds):
-            return None
-        return GraphShape(self._sizes[size], self._bounds[bound])
-
-    def _record(self, capturer: Capturer, shape: GraphShape) -> Captured:
+    def _record(self, capturer: CudaCapturer, shape: GraphShape) -> torch.cuda.CUDAGraph:
         inputs, rows = self._inputs, shape.num_seqs
         metadata = inputs.metadata(shape, self._block_size)
 
         def step() -> None:
-            # Copied out, so that the graph's own logits are free for the next capture.
-            self._logits[:rows].copy_(
-                self._decoder.forward(
-                    inputs.token_ids[:rows], inputs.positions[:rows], self._kv, metadata, inputs.sample_rows[:rows]
-                )
+            logits = self._decoder.forward(
+                inputs.token_ids[:rows], inputs.positions[:rows], self._kv, metadata, inputs.sample_rows[:rows]
             )
+            self._logits[:rows].copy_(logits)  # so that the graph's own logits are free for the next capture
 
         return capturer.capture(step)

@@ -14,8 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from engine.block_pool import BlockPool
-from engine.block_table import BlockTable
-from engine.sequence import Sequence
+from engine.sequence import BlockTable, Sequence
 from engine.step import BlockCopy
 from tandem.errors import InternalError
 from tandem.types import BlockId, GroupSpec, TokenId
@@ -39,19 +38,15 @@ class Group:
         self._alone = len(self.sequences) == 1
         self.prefix = self.sequences[0] if self._alone else self._new_prefix()
         """What is computed once for all."""
-        self._forked = False
+        self.is_forked = False
+        """Whether the choices run by themselves."""
 
     @property
     def running(self) -> tuple[Sequence, ...]:
         """Who takes part in steps: the prefix until the fork, then every choice that has not finished."""
-        if not self._forked:
+        if not self.is_forked:
             return () if self.is_finished else (self.prefix,)
         return tuple(each for each in self.sequences if not each.is_finished)
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether the choices run by themselves."""
-        return self._forked
 
     @property
     def is_finished(self) -> bool:
@@ -66,7 +61,7 @@ class Group:
     @property
     def num_remaining_tokens(self) -> int:
         """Tokens to compute before every choice can draw; before the fork, those of resumed choices included."""
-        if self._forked or self._alone:
+        if self.is_forked or self._alone:
             return sum(each.num_remaining_tokens for each in self.running)
         resumed = sum(each.num_output_tokens for each in self.sequences if not each.is_finished)
         return self.prefix.num_remaining_tokens + resumed
@@ -86,7 +81,7 @@ class Group:
     def num_missing_blocks(self, pool: BlockPool) -> int:
         """Blocks that it still lacks for the tokens it has, copies on write included; at most one copy too many."""
         size = pool.block_size
-        if self._forked or self._alone:
+        if self.is_forked or self._alone:
             return sum(
                 each.blocks_wanted(each.num_remaining_tokens, size) + self.needs_copy(each, pool)
                 for each in self.running
@@ -112,9 +107,9 @@ class Group:
 
     def fork(self, pool: BlockPool) -> None:
         """The prefix is computed: its blocks become those of every choice that has not finished."""
-        if self._forked:
+        if self.is_forked:
             raise InternalError("a group forks once")
-        self._forked = True
+        self.is_forked = True
         if self._alone:
             return
         num_tokens, blocks = self.prefix.num_computed_tokens, self.prefix.take_blocks()
@@ -130,12 +125,12 @@ class Group:
         Takes one block from the pool then (raises PoolExhausted), and lets go of the shared one at once: its other
         holders keep it. Source and target must not be written before the copy is made.
         """
-        at = sequence.num_computed_tokens // pool.block_size
-        if at >= len(sequence.block_table) or not pool.is_shared(sequence.block_table[at]):
+        if not self.needs_copy(sequence, pool):
             return ()
+        at = sequence.num_computed_tokens // pool.block_size
         source = sequence.block_table[at]
         (target,) = pool.allocate(1)
-        sequence.block_table.replace(at, target)
+        sequence.block_table[at] = target
         pool.release((source,))
         return (BlockCopy(source, target),)
 
@@ -147,14 +142,10 @@ class Group:
     def take_blocks(self) -> list[BlockTable]:
         """Hands back every hold on a block, one table per holder, to be released; it starts again at its prefix."""
         tables = [each.take_blocks() for each in self._holders() if len(each.block_table)]
-        self._forked = False
+        self.is_forked = False
         if not self._alone:
             self.prefix = self._new_prefix()
         return tables
-
-    def take_finished(self, sequence: Sequence) -> BlockTable:
-        """Hands back the blocks of a choice that has finished while others go on."""
-        return sequence.take_blocks()
 
     def _new_prefix(self) -> Sequence:
         prefix = Sequence(-1, self.spec.sampling, self.spec.prompt_token_ids)

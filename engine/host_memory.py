@@ -21,7 +21,8 @@ class HostMemory:
     def __init__(self, memory: torch.Tensor, shared_fd: int | None) -> None:
         """Takes over `memory`, `[size_bytes]` uint8, and the descriptor behind it."""
         self._bytes: torch.Tensor | None = memory
-        self._shared_fd = shared_fd
+        self.shared_fd = shared_fd
+        """Descriptor of the memory file, owned here; None if it is private."""
         self._is_pinned = False
 
     @classmethod
@@ -39,21 +40,16 @@ class HostMemory:
             raise ValueError("the KV cache is closed")
         return self._bytes
 
-    @property
-    def shared_fd(self) -> int | None:
-        """Descriptor of the memory file, owned here; None if it is private."""
-        return self._shared_fd
-
     def pin(self) -> bool:
         """Locks the pages so that GPUs copy them directly; False where the driver refuses, and copies are slower.
 
         Not torch's own pinned memory: that is rounded up to a power of two, and cannot be a memory file.
         """
+        status = _cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
+        self._is_pinned = int(status) == 0
         if not self._is_pinned:
-            status = _cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
-            self._is_pinned = int(status) == 0
-            if not self._is_pinned:
-                _forget_cuda_error()
+            with contextlib.suppress(RuntimeError):  # else the next launch would report the refusal as its own error
+                torch.zeros(1, device="cuda")
         return self._is_pinned
 
     def close(self) -> None:
@@ -66,19 +62,13 @@ class HostMemory:
             _cudart().cudaHostUnregister(self.bytes.data_ptr())
             self._is_pinned = False
         self._bytes = None
-        if self._shared_fd is not None:
-            os.close(self._shared_fd)
-            self._shared_fd = None
+        if self.shared_fd is not None:
+            os.close(self.shared_fd)
+            self.shared_fd = None
 
 
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _forget_cuda_error() -> None:
-    """A refused registration stays behind as the driver's last error, which the next launch would report as its own."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
 
 
 def _open_memory_file(size_bytes: int) -> int:

@@ -6,6 +6,8 @@ reach. Knows nothing of who holds which block.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
 from engine.host_memory import HostMemory
@@ -23,10 +25,14 @@ class KvCache:
 
     def __init__(self, layout: KvLayout, host: HostMemory, device_bytes: torch.Tensor | None) -> None:
         """Takes over `host`, and the pool `[N * block_bytes]` uint8 that it mirrors; None = it is the pool itself."""
-        self._layout = layout
+        self.layout: Final = layout
+        """Shape and dtype of one block."""
+        self.num_blocks: Final = len(host.bytes) // layout.block_bytes
+        """N."""
         self._host = host
         self._bytes: torch.Tensor | None = host.bytes if device_bytes is None else device_bytes
-        self._mirror = None if device_bytes is None else PoolMirror(self.blocks_view, self.host_blocks)
+        self.mirror: Final = None if device_bytes is None else PoolMirror(self.blocks_view, self.host_blocks)
+        """Copies between the pool and `host_blocks`; None where they are the same."""
 
     @classmethod
     def create(
@@ -55,34 +61,19 @@ class KvCache:
         return cls(layout, host, pool)
 
     @property
-    def layout(self) -> KvLayout:
-        """Shape and dtype of one block."""
-        return self._layout
-
-    @property
-    def num_blocks(self) -> int:
-        """N."""
-        return self.blocks_view.shape[0]
-
-    @property
     def tensor(self) -> torch.Tensor:
         """`[N, L, 2, Hkv, S, D]` of the layout's dtype; a view, valid until `close`."""
-        return self._open_bytes().view(torch_dtype(self._layout.dtype)).view(-1, *self._layout.block_shape)
+        return self._open_bytes().view(torch_dtype(self.layout.dtype)).view(-1, *self.layout.block_shape)
 
     @property
     def blocks_view(self) -> torch.Tensor:
         """`[N, block_bytes]` uint8; a view of the same bytes."""
-        return self._open_bytes().view(-1, self._layout.block_bytes)
+        return self._open_bytes().view(-1, self.layout.block_bytes)
 
     @property
     def host_blocks(self) -> torch.Tensor:
         """`[N, block_bytes]` uint8 in host memory, what transports reach: the pool itself or its mirror."""
-        return self._host.bytes.view(-1, self._layout.block_bytes)
-
-    @property
-    def mirror(self) -> PoolMirror | None:
-        """Copies between the pool and `host_blocks`; None where they are the same."""
-        return self._mirror
+        return self._host.bytes.view(-1, self.layout.block_bytes)
 
     @property
     def shared_fd(self) -> int | None:
@@ -92,12 +83,12 @@ class KvCache:
     def fill_poison(self) -> None:
         """Writes NaN everywhere, mirror included, so that a test catches whoever reads a slot never written."""
         self.tensor.fill_(torch.nan)
-        self.host_blocks.view(torch_dtype(self._layout.dtype)).fill_(torch.nan)
+        self.host_blocks.view(torch_dtype(self.layout.dtype)).fill_(torch.nan)
 
     def close(self) -> None:
         """Gives memory and descriptor back, after copies under way. Idempotent."""
-        if self._mirror is not None:
-            self._mirror.close()
+        if self.mirror is not None:
+            self.mirror.close()
         self._bytes = None
         self._host.close()
 

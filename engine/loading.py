@@ -6,7 +6,6 @@ Both workers start here. Loading runs on the engine thread itself (see `engine.p
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,8 +85,6 @@ class Engine:
     pool: BlockPool
     thread: EngineThread
     backend_name: str
-    load_s: float
-    """Seconds that loading took."""
 
     @property
     def fingerprint(self) -> str:
@@ -110,7 +107,7 @@ def load_engine(options: EngineOptions) -> Engine:
     started_s = time.monotonic()
     keep_freed_memory()
     device = resolve_device(options.device)
-    executor = _open_executor(options.placement)
+    executor = open_engine_executor(options.placement)
     try:
         if device.type == "cuda":
             executor.submit(torch.cuda.set_device, device).result()  # the thread's own: kernels launch on it
@@ -131,9 +128,8 @@ def load_engine(options: EngineOptions) -> Engine:
         layout=layout,
         kv_cache=kv_cache,
         pool=BlockPool(kv_cache.num_blocks, options.block_size),
-        thread=EngineThread(runner, executor=executor),
+        thread=EngineThread(runner, executor),
         backend_name=kernels.name,
-        load_s=time.monotonic() - started_s,
     )
     _log.info(
         "engine loaded",
@@ -145,7 +141,7 @@ def load_engine(options: EngineOptions) -> Engine:
         kv_blocks=kv_cache.num_blocks,
         kv_bytes=kv_cache.num_blocks * layout.block_bytes,
         kv_mirrored=kv_cache.mirror is not None,
-        seconds=round(engine.load_s, 2),
+        seconds=round(time.monotonic() - started_s, 2),
     )
     return engine
 
@@ -169,13 +165,6 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _open_executor(placement: ThreadPlacement) -> ThreadPoolExecutor:
-    try:
-        return open_engine_executor(placement)
-    except OSError as error:
-        raise ConfigError("--threads", f"{placement} is refused: {error}") from error
-
-
 def _probe_dtype(options: EngineOptions) -> torch.dtype:
     """The dtype that attention will run in, as far as the config tells before weights are read."""
     if options.dtype in set(DType):
@@ -190,11 +179,10 @@ def _capture_graphs(
     if model.device.type != "cuda" or kernels_name not in CAPTURABLE or not options.graph_seqs:
         return None
     max_seq_len = min(model.config.context_tokens, kv_cache.num_blocks * kv_cache.layout.block_size)
-    sizes, bounds = batch_sizes(options.graph_seqs), context_bounds(max_seq_len)
-    capturer = CudaCapturer(model.device)
-    graphs = DecodeGraphs(model.decoder, kv_cache.tensor, model.config.vocab_size, sizes, bounds)
+    shapes = (batch_sizes(options.graph_seqs), context_bounds(max_seq_len))
+    graphs = DecodeGraphs(model.decoder, kv_cache.tensor, model.config.vocab_size, *shapes)
     with torch.inference_mode():
-        graphs.capture(capturer)
+        graphs.capture(CudaCapturer(model.device))
     return graphs
 
 

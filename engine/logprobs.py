@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from engine.row_scan import chunk_masses, first_max, largest
 from engine.upload import upload
-from tandem.types import TokenId, TokenLogprobs
+from tandem.types import TokenId
+
+Ranked: TypeAlias = tuple[tuple[TokenId, float], ...]
+"""Tokens with their log-probabilities, best first."""
 
 _TILE_ELEMENTS = 1 << 20
 """Size of the rows worked on at a time on a CPU: larger intermediates cost page faults, twice the time of the work."""
@@ -21,11 +25,9 @@ _TILE_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class BestTokens:
-    """Best tokens of some draws, with log-probabilities; k of each, on a device or on the host."""
+    """Best tokens of the plan's draws, with log-probabilities; k of each, on a device or on the host."""
 
-    draws: tuple[int, ...]
-    counts: tuple[int, ...]
-    """How many of the k each draw asked for."""
+    plan: LogprobPlan
     values: torch.Tensor
     """`[r, k]`, descending."""
     token_ids: torch.Tensor
@@ -36,15 +38,15 @@ class BestTokens:
     def fetch(self, to_host: Callable[[torch.Tensor], torch.Tensor]) -> BestTokens:
         """The same with each tensor as `to_host` gives it."""
         drawn = None if self.drawn is None else to_host(self.drawn)
-        return BestTokens(self.draws, self.counts, to_host(self.values), to_host(self.token_ids), drawn)
+        return BestTokens(self.plan, to_host(self.values), to_host(self.token_ids), drawn)
 
-    def read(self) -> dict[int, TokenLogprobs]:
-        """By number of draw; `token_id` is for the caller to set."""
-        drawn = [0.0] * len(self.draws) if self.drawn is None else self.drawn.tolist()
-        rows = zip(self.draws, self.counts, drawn, self.values.tolist(), self.token_ids.tolist(), strict=True)
+    def read(self) -> dict[int, tuple[float, Ranked]]:
+        """By number of draw: the drawn token's log-probability (0 if it is not known), and the best tokens."""
+        draws, counts = self.plan.draws, self.plan.counts
+        drawn = [0.0] * len(draws) if self.drawn is None else self.drawn.tolist()
+        rows = zip(draws, counts, drawn, self.values.tolist(), self.token_ids.tolist(), strict=True)
         return {
-            number: TokenLogprobs(TokenId(0), logprob, _ranked(values, token_ids)[:count])
-            for number, count, logprob, values, token_ids in rows
+            number: (logprob, _ranked(values, token_ids)[:count]) for number, count, logprob, values, token_ids in rows
         }
 
 
@@ -54,6 +56,7 @@ class LogprobPlan:
 
     draws: tuple[int, ...]
     counts: tuple[int, ...]
+    """How many of them each draw wants."""
     rows: torch.Tensor
     """`[r]` int64: the draws, on the logits' device."""
 
@@ -77,7 +80,7 @@ class LogprobPlan:
             values, indices = largest(scores, k)
             parts.append(((drawn - log_mass)[:, 0], values - log_mass, indices))
         own, values, indices = (torch.cat(each) for each in zip(*parts, strict=True))
-        return BestTokens(self.draws, self.counts, values, indices, own)
+        return BestTokens(self, values, indices, own)
 
 
 def best_tokens(scores: torch.Tensor, plan: LogprobPlan) -> BestTokens:
@@ -85,7 +88,7 @@ def best_tokens(scores: torch.Tensor, plan: LogprobPlan) -> BestTokens:
     k = min(max(plan.counts), scores.shape[1])
     parts = [largest(scores.index_select(0, plan.rows[a:b]), k) for a, b in tiles(len(plan.draws), scores)]
     values, indices = (torch.cat(each) for each in zip(*parts, strict=True))
-    return BestTokens(plan.draws, plan.counts, values, indices)
+    return BestTokens(plan, values, indices)
 
 
 def log_softmax_rows(logits: torch.Tensor, plan: LogprobPlan) -> None:
@@ -111,7 +114,7 @@ def _log_probabilities(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return scores, chunk_masses(scores.exp())[:, -1:].log()
 
 
-def _ranked(logprobs: list[float], token_ids: list[int]) -> tuple[tuple[TokenId, float], ...]:
+def _ranked(logprobs: list[float], token_ids: list[int]) -> Ranked:
     """Descending; equal ones by id."""
     ranked = sorted(zip(token_ids, logprobs, strict=True), key=lambda pair: (-pair[1], pair[0]))
     return tuple((TokenId(token_id), logprob) for token_id, logprob in ranked)

@@ -29,14 +29,6 @@ def available_memory_bytes(device: torch.device, root: Path = Path("/")) -> int:
     return min((limit for limit in limits if limit is not None), default=CPU_CAP_BYTES)
 
 
-def default_kv_memory_bytes(device: torch.device) -> int:
-    """A modest share of what is available: see the constants."""
-    host_share = int(available_memory_bytes(_HOST) * CPU_SHARE)
-    if device.type == "cuda":
-        return min(int(available_memory_bytes(device) * GPU_SHARE), host_share)
-    return min(host_share, CPU_CAP_BYTES)
-
-
 def blocks_that_fit(layout: KvLayout, memory_bytes: int | None, device: torch.device, max_tokens: int) -> int:
     """Blocks for a KV cache of `memory_bytes`; None = the default share.
 
@@ -46,7 +38,10 @@ def blocks_that_fit(layout: KvLayout, memory_bytes: int | None, device: torch.de
     if memory_bytes is not None:
         num_blocks = memory_bytes // layout.block_bytes
     else:
-        num_blocks = min(default_kv_memory_bytes(device) // layout.block_bytes, layout.blocks_for(max_tokens))
+        share_bytes = int(available_memory_bytes(_HOST) * CPU_SHARE)
+        on_gpu = device.type == "cuda"
+        limit_bytes = int(available_memory_bytes(device) * GPU_SHARE) if on_gpu else CPU_CAP_BYTES
+        num_blocks = min(min(share_bytes, limit_bytes) // layout.block_bytes, layout.blocks_for(max_tokens))
     if num_blocks < 1:
         raise ConfigError("--kv-memory", f"holds no KV block of {layout.block_bytes} bytes")
     return num_blocks

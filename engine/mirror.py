@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import torch
 
-from engine.engine_thread import to_the_end
+from engine.thread_work import to_the_end
 from tandem.errors import TransferError
 from tandem.types import BlockId
 
@@ -31,7 +31,7 @@ class PoolMirror:
         """Borrows `pool` on its device and `mirror` in host memory, each `[N, block_bytes]` uint8."""
         self._pool = pool
         self._mirror = mirror
-        self._stream = _new_stream(pool.device) if pool.is_cuda else None
+        self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tandem-mirror")
 
     async def copy_out(self, block_ids: Sequence[BlockId]) -> None:
@@ -39,20 +39,20 @@ class PoolMirror:
 
         Raises TransferError. Even a cancelled call returns only after its copy has ended.
         """
-        await self._copy(self._pool, self._mirror, tuple(block_ids))
+        await self._copy(self._pool, self._mirror, block_ids)
 
     async def copy_in(self, block_ids: Sequence[BlockId]) -> None:
         """Copies blocks into the pool; nobody may read or write them meanwhile. Otherwise as `copy_out`."""
-        await self._copy(self._mirror, self._pool, tuple(block_ids))
+        await self._copy(self._mirror, self._pool, block_ids)
 
     def close(self) -> None:
         """Ends copies under way and lets go of both. Idempotent."""
         self._thread.shutdown(wait=True)
         self._pool = self._mirror = torch.empty(0, 0, dtype=torch.uint8)
 
-    async def _copy(self, source: torch.Tensor, target: torch.Tensor, block_ids: tuple[BlockId, ...]) -> None:
+    async def _copy(self, source: torch.Tensor, target: torch.Tensor, block_ids: Sequence[BlockId]) -> None:
         loop = asyncio.get_running_loop()
-        await to_the_end(loop.run_in_executor(self._thread, self._copy_runs, source, target, block_ids))
+        await to_the_end(loop.run_in_executor(self._thread, self._copy_runs, source, target, tuple(block_ids)))
 
     def _copy_runs(self, source: torch.Tensor, target: torch.Tensor, block_ids: tuple[BlockId, ...]) -> None:
         try:
@@ -77,10 +77,6 @@ class PoolMirror:
         finally:
             ended.record(self._stream)
             ended.synchronize()
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _runs(block_ids: Sequence[BlockId]) -> Iterator[slice]:

@@ -18,23 +18,16 @@ import torch
 
 from engine.step import SampleSpec
 from engine.upload import upload
+from tandem.types import SamplingParams
 
 
 def changes_logits(spec: SampleSpec) -> bool:
     """Whether `adjust` would do anything."""
-    params = spec.params
-    return bool(
-        params.logit_bias
-        or spec.output_index < params.min_tokens
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-    )
+    return bool(spec.params.logit_bias or spec.output_index < spec.params.min_tokens or reads_output(spec.params))
 
 
-def reads_output(spec: SampleSpec) -> bool:
+def reads_output(params: SamplingParams) -> bool:
     """Whether `adjust` looks at the completion so far."""
-    params = spec.params
     return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
 
 

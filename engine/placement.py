@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tandem.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class ThreadPlacement:
@@ -39,12 +41,12 @@ class ThreadPlacement:
 def open_engine_executor(placement: ThreadPlacement) -> ThreadPoolExecutor:
     """Starts the one thread that models are loaded and stepped on. The caller shuts it down.
 
-    Loading there too keeps the whole process at one OpenMP pool. Raises OSError.
+    Loading there too keeps the whole process at one OpenMP pool. Raises ConfigError if the system refuses.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tandem-engine")
     try:
         executor.submit(placement.apply).result()
-    except OSError:
+    except OSError as error:
         executor.shutdown()
-        raise
+        raise ConfigError("--threads", f"{placement} is refused: {error}") from error
     return executor

@@ -11,21 +11,20 @@ which they were prepared. Owns nothing: model, KV cache and host tier are lent t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 
 from engine.batch import Batch, build_batch
-from engine.device import Device, open_device
+from engine.device import Device, Mark
 from engine.forward import Forward
 from engine.graphs import DecodeGraphs
 from engine.host_tier import HostTier
 from engine.kv_cache import KvCache
-from engine.launch import Launched, Prepared
-from engine.penalties import reads_output
-from engine.sampler import Draws, draw, plan_draws
-from engine.step import BlockCopy, Direction, Step, StepResult
+from engine.sampler import Drawn, DrawPlan, draw, plan_draws
+from engine.step import BlockCopy, Direction, Step, StepResult, TierMove
 from engine.upload import upload
 from kernels.operations import Kernels
 from kernels.reference import ReferenceBackend
@@ -34,6 +33,32 @@ from tandem.errors import InternalError
 from tandem.types import TokenId
 
 _REFERENCE = Kernels(ReferenceBackend(), ReferenceOperations())
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A step's inputs, on their way to the device."""
+
+    batch: Batch
+    plan: DrawPlan | None
+    """None if nothing is drawn."""
+    moves: tuple[TierMove, ...]
+    copies: tuple[torch.Tensor, ...]
+    """`[M, 2]` int64 (source, target) each, to be copied one after the other."""
+    uploaded: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on the device. Keeps the inputs, whose memory must not be used again before the step has ended."""
+
+    prepared: Prepared
+    drawn_ids: torch.Tensor
+    """`[D]` int64 on the device, -1 where logits are broken: what the next step may be fed."""
+    fetched: Drawn | None
+    """To be read once `ended` was waited for; None if nothing is drawn."""
+    began: Mark
+    ended: Mark
 
 
 class Runner:
@@ -51,18 +76,14 @@ class Runner:
         """`device` None: the one that the cache lies on."""
         self._decoder = decoder
         self._graphs = graphs
-        self._draws = Draws.of(kernels)
-        self._operations = kernels.operations
+        self._kernels = kernels
         self._kv = kv_cache.tensor  # [N, L, 2, Hkv, S, D]
         self._blocks = kv_cache.blocks_view  # [N, block_bytes]
         self._tier = tier
         self._block_size = kv_cache.layout.block_size
-        self._device = open_device(self._kv.device) if device is None else device
-
-    @property
-    def is_asynchronous(self) -> bool:
+        self._device = device or Device(self._kv.device)
+        self.is_asynchronous = self._device.is_asynchronous
         """Whether a launched step goes on after `launch` has returned."""
-        return self._device.is_asynchronous
 
     def run(self, step: Step) -> StepResult:
         """All three phases of a step that is not fed."""
@@ -79,7 +100,7 @@ class Runner:
             batch = build_batch(step.seqs, self._block_size, self._kv.device)
             return Prepared(
                 batch=batch,
-                plan=plan_draws(batch.sample_specs, self._draws, self._kv.device) if batch.sample_specs else None,
+                plan=plan_draws(batch.sample_specs, self._kernels, self._kv.device) if batch.sample_specs else None,
                 moves=step.moves,
                 copies=tuple(self._pairs(copies) for copies in independent_runs(step.copies)),
                 uploaded=self._device.mark(),
@@ -119,11 +140,12 @@ class Runner:
         began = self._device.mark()
         self._device.wait_for(prepared.uploaded)
         if batch.feeds is not None:
-            batch.feed(_ids_for(batch, previous))
+            assert previous is not None, "a step is fed by one that failed"
+            batch.feeds.put(previous.drawn_ids, batch.token_ids)
         if self._tier is not None:
             self._tier.move(prepared.moves, self._blocks)
         for pairs in prepared.copies:
-            self._operations.copy_blocks(self._blocks, pairs)
+            self._kernels.operations.copy_blocks(self._blocks, pairs)
         logits = None if self._graphs is None else self._graphs.run(batch)
         if logits is None:
             logits = self._decoder.forward(
@@ -146,13 +168,12 @@ class Runner:
         return upload((pairs,), self._kv.device)[0]
 
     def _check_moves(self, step: Step) -> None:
+        moved_in = [move.block for move in step.moves if move.direction is Direction.IN]
         if step.moves and self._tier is None:
             raise InternalError("a step moves blocks, but there is no host tier")
-        moved_in = [move.block for move in step.moves if move.direction is Direction.IN]
-        if len(set(moved_in)) != len(moved_in):
-            raise InternalError("a step moves two rows into one block")
-        if not {copy.source for copy in step.copies}.isdisjoint(moved_in):
-            raise InternalError("a step copies a block that it moves into")
+        sources = {copy.source for copy in step.copies}
+        if len(sources.union(moved_in)) < len(sources) + len(moved_in):
+            raise InternalError("a step moves two rows into one block, or copies a block that it moves into")
 
 
 def independent_runs(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:
@@ -170,25 +191,13 @@ def independent_runs(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:
     return runs
 
 
-def _ids_for(batch: Batch, previous: Launched | None) -> torch.Tensor:
-    """What the step before drew, `[D']`. Raises InternalError if it failed, or did not draw all that is fed."""
-    if previous is None:
-        raise InternalError("a step is fed by one that failed or was never launched")
-    assert batch.feeds is not None
-    if not 0 <= batch.feeds.lowest <= batch.feeds.highest < len(previous.drawn_ids):
-        raise InternalError(f"draw {batch.feeds.highest} is fed, of {len(previous.drawn_ids)}")
-    return previous.drawn_ids
-
-
 def _fed_history(batch: Batch, previous: Launched | None) -> dict[int, TokenId]:
     """Fed tokens that penalties must see, by number of draw.
 
     Where there are any, waits for the step before alone: this one's forward pass has been queued by then.
     """
-    if batch.feeds is None or previous is None:
+    if batch.feeds is None or not batch.feeds.history or previous is None or previous.fetched is None:
         return {}
-    reading = {n: by for n, by in batch.feeds.draw_by_sample.items() if reads_output(batch.sample_specs[n])}
-    if not reading:
-        return {}
-    token_ids = previous.read_ids()
-    return {number: TokenId(token_ids[by]) for number, by in reading.items() if token_ids[by] >= 0}
+    previous.ended.wait()
+    token_ids = previous.fetched.token_ids.tolist()
+    return {number: TokenId(token_ids[by]) for number, by in batch.feeds.history.items() if token_ids[by] >= 0}

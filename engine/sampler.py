@@ -27,7 +27,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -47,23 +46,6 @@ from tandem.types import TokenId, TokenLogprobs
 _MIN_TEMPERATURE = 1e-30
 """Below it float32 runs out of exponents; the draw is the best token well before."""
 _LARGEST_INT32 = 2**31 - 1
-_NOTHING_FED: Mapping[int, TokenId] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """What takes steps 3 to 7 off torch: kernels for all of them, or for the best token alone."""
-
-    sampler: Sampler | None = None
-    row_max: RowMaximum | None = None
-
-    @classmethod
-    def of(cls, kernels: Kernels) -> Draws:
-        """Those that come with the kernels."""
-        return cls(kernels.sampler, kernels.row_max)
-
-
-TORCH_DRAWS = Draws()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +63,15 @@ class DrawPlan:
     """D draws, with all that can be known before their logits; tensors on the logits' device."""
 
     specs: tuple[SampleSpec, ...]
-    kernels: Draws
-    takes_best: bool
-    """Whether every draw wants the raw logits' maximum and nothing else."""
+    row_max: RowMaximum | None
+    """Given if every draw wants the raw logits' maximum and nothing else; all below is None or empty then."""
+    sampler: Sampler | None
     by_kernels: DrawParams | None
     """Given where a sampler draws and some draw has a temperature."""
     by_torch: _TorchDraws | None
     """Given where torch draws and some draw has a temperature."""
+    changed: tuple[int, ...]
+    """Numbers of the draws that `adjust` does something for."""
     masks: TokenMasks | None
     logprobs: LogprobPlan | None
     candidates: LogprobPlan | None
@@ -117,61 +101,43 @@ class Drawn:
             if token_id < 0:
                 drawn.append(BrokenLogits())
             elif number in candidates:
-                pairs = candidates[number].top  # fewer than asked for where a mask leaves fewer
-                drawn.append(tuple(_candidate(*pair) for pair in pairs if pair[1] > -math.inf))
+                _, top = candidates[number]  # fewer than asked for where a mask leaves fewer
+                found = (TokenLogprobs(*pair) for pair in top if pair[1] > -math.inf)
+                drawn.append(tuple(SampledToken(each.token_id, each) for each in found))
+            elif number in logprobs:
+                drawn.append((SampledToken(token_id, TokenLogprobs(token_id, *logprobs[number])),))
             else:
-                drawn.append((SampledToken(token_id, _with_token(logprobs.get(number), token_id)),))
+                drawn.append((SampledToken(token_id, None),))
         return drawn
 
 
-def _candidate(token_id: TokenId, logprob: float) -> SampledToken:
-    return SampledToken(token_id, TokenLogprobs(token_id, logprob))
-
-
-def _with_token(logprobs: TokenLogprobs | None, token_id: TokenId) -> TokenLogprobs | None:
-    return None if logprobs is None else replace(logprobs, token_id=token_id)
-
-
-def sample(logits: torch.Tensor, specs: Sequence[SampleSpec], draws: Draws = TORCH_DRAWS) -> list[Sampled]:
-    """Draw i from row i of `logits` `[R, V]`, of any floating-point dtype; they stay as they are.
-
-    A row that holds NaN or has no finite maximum gets BrokenLogits, and changes nothing for the others: nothing may
-    be drawn from a broken computation.
-    """
-    if not specs:
-        return []
-    return draw(logits, plan_draws(specs, draws, logits.device)).read()
-
-
-def plan_draws(specs: Sequence[SampleSpec], draws: Draws, device: torch.device) -> DrawPlan:
+def plan_draws(specs: Sequence[SampleSpec], kernels: Kernels, device: torch.device) -> DrawPlan:
     """What `draw` needs besides the logits, for D > 0 draws; uploads to `device`."""
-    takes_best = draws.row_max is not None and all(map(_takes_best, specs))
+    takes_best = kernels.row_max is not None and all(map(_takes_best, specs))
     has_temperature = not takes_best and any(map(_temperature, specs))
     return DrawPlan(
         specs=tuple(specs),
-        kernels=draws,
-        takes_best=takes_best,
-        by_kernels=_draw_params(specs, device) if has_temperature and draws.sampler is not None else None,
-        by_torch=_torch_draws(specs, device) if has_temperature and draws.sampler is None else None,
+        row_max=kernels.row_max if takes_best else None,
+        sampler=kernels.sampler,
+        by_kernels=_draw_params(specs, device) if has_temperature and kernels.sampler is not None else None,
+        by_torch=_torch_draws(specs, device) if has_temperature and kernels.sampler is None else None,
+        changed=tuple(number for number, spec in enumerate(specs) if changes_logits(spec)),
         masks=TokenMasks.of([spec.mask for spec in specs], device),
         logprobs=LogprobPlan.of([None if s.num_candidates else s.params.logprobs for s in specs], device),
         candidates=LogprobPlan.of([spec.num_candidates or None for spec in specs], device),
     )
 
 
-def draw(
-    logits: torch.Tensor,
-    plan: DrawPlan,
-    draw_rows: torch.Tensor | None = None,
-    fed: Mapping[int, TokenId] = _NOTHING_FED,
-) -> Drawn:
-    """Draws from `logits` `[R, V]`, which stay as they are: draw i from row `draw_rows[i]` (`[D]` int64), None = i.
+def draw(logits: torch.Tensor, plan: DrawPlan, draw_rows: torch.Tensor | None, fed: Mapping[int, TokenId]) -> Drawn:
+    """Draws from `logits` `[R, V]`, of any floating-point dtype, which stay as they are.
 
-    `fed`: by number of draw, a token that its history lacks (`SampleSpec.output_token_ids`).
+    Draw i is from row `draw_rows[i]` (`[D]` int64), None = i. `fed`: by number of draw, a token that its history lacks
+    (`SampleSpec.output_token_ids`). A row that holds NaN or has no finite maximum gives -1, and changes nothing for
+    the others.
     """
-    if plan.takes_best and plan.kernels.row_max is not None:
-        best, chosen = plan.kernels.row_max(logits)
-        return Drawn(_checked(best, chosen) if draw_rows is None else _checked(best, chosen)[draw_rows])
+    if plan.row_max is not None:
+        token_ids = _checked(*plan.row_max(logits))
+        return Drawn(token_ids if draw_rows is None else token_ids[draw_rows])
     logits = logits.to(torch.float32)
     if draw_rows is not None:
         logits = logits.index_select(0, draw_rows)  # [D, V]
@@ -202,13 +168,12 @@ def _temperature(spec: SampleSpec) -> float:
 
 def _adjusted(logits: torch.Tensor, plan: DrawPlan, fed: Mapping[int, TokenId]) -> torch.Tensor:
     """Returns `[D, V]`: the logits themselves if no draw asks for a change, log-probabilities for candidates."""
-    changed = [number for number, spec in enumerate(plan.specs) if changes_logits(spec)]
-    if not changed and plan.masks is None and plan.candidates is None:
+    if not plan.changed and plan.masks is None and plan.candidates is None:
         return logits
     logits = logits.clone()
     if plan.candidates is not None:
         log_softmax_rows(logits, plan.candidates)
-    for number in changed:
+    for number in plan.changed:
         spec = plan.specs[number]
         if number in fed:
             spec = replace(spec, output_token_ids=(*spec.output_token_ids, fed[number]))
@@ -220,9 +185,9 @@ def _adjusted(logits: torch.Tensor, plan: DrawPlan, fed: Mapping[int, TokenId]) 
 
 def _choose(logits: torch.Tensor, plan: DrawPlan) -> torch.Tensor:
     """Returns `[D]` int64: a token of each row, -1 where its maximum is not finite."""
-    sampler = plan.kernels.sampler
-    if sampler is not None:
-        return sampler.best_tokens(logits) if plan.by_kernels is None else sampler.draw(logits, plan.by_kernels)
+    if plan.sampler is not None:
+        draws = plan.by_kernels
+        return plan.sampler.best_tokens(logits) if draws is None else plan.sampler.draw(logits, draws)
     best, chosen = first_max(logits)  # [D], [D]
     if plan.by_torch is not None:
         for start, end in tiles(len(plan.by_torch.specs), logits):

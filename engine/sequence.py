@@ -14,10 +14,12 @@ the worker's scheduler calls it, and releases what `take_blocks` returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, MutableSequence
 from collections.abc import Sequence as SequenceOf
+from typing import TypeAlias, cast
 
-from engine.block_table import BlockTable
+from engine.penalties import reads_output
 from engine.step import SampleSpec, ScheduledSeq
 from tandem.errors import InternalError
 from tandem.types import BlockId, FinishReason, SamplingParams, TokenId
@@ -25,11 +27,13 @@ from tandem.types import BlockId, FinishReason, SamplingParams, TokenId
 _UNKNOWN = TokenId(0)
 
 
-def finish_reason_after(params: SamplingParams, token_id: TokenId, num_output_tokens: int) -> FinishReason | None:
-    """Why a completion ends with `token_id`, its `num_output_tokens`-th token; None if it goes on."""
-    if token_id in params.end_token_ids:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if num_output_tokens >= params.max_tokens else None
+BlockTable: TypeAlias = MutableSequence[BlockId]
+"""An `array` of C ints: a step's batch copies it in one go."""
+
+
+def new_block_table(blocks: SequenceOf[BlockId] = ()) -> BlockTable:
+    """A table of these blocks."""
+    return cast("BlockTable", array("i", blocks))
 
 
 class Sequence:
@@ -49,22 +53,25 @@ class Sequence:
         self.params = params
         self.drawers: tuple[Sequence, ...] = (self,)
         """Choices that draw from its last token: itself, or those that are about to fork from it."""
-        self.block_table = BlockTable()
+        self.block_table = new_block_table()
         self.runs_ahead = True
         """Whether a step may be launched for it while its last token is pending; False where the host must know the
         token first, as for a token mask: it sits out that step."""
         self._prompt_token_ids = prompt_token_ids
         self._output_token_ids = list(output_token_ids)
-        self._num_pending_tokens = 0
-        self._num_computed_tokens = 0
-        self._finish_reason: FinishReason | None = None
+        self.num_pending_tokens = 0
+        """Tokens drawn by launched steps that have not been seen."""
+        self.num_computed_tokens = 0
+        """Tokens whose KV lies in the blocks once every launched step has ended."""
+        self.finish_reason: FinishReason | None = None
+        """Set once the completion has ended."""
         self._reads_prompt = params.repetition_penalty != 1.0
-        self._reads_output = self._reads_prompt or bool(params.presence_penalty or params.frequency_penalty)
+        self._reads_output = reads_output(params)
 
     @property
     def num_tokens(self) -> int:
         """Known and pending tokens."""
-        return len(self._prompt_token_ids) + len(self._output_token_ids) + self._num_pending_tokens
+        return len(self._prompt_token_ids) + len(self._output_token_ids) + self.num_pending_tokens
 
     @property
     def output_token_ids(self) -> tuple[TokenId, ...]:
@@ -77,38 +84,23 @@ class Sequence:
         return len(self._output_token_ids)
 
     @property
-    def num_pending_tokens(self) -> int:
-        """Tokens drawn by launched steps that have not been seen."""
-        return self._num_pending_tokens
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Tokens whose KV lies in the blocks once every launched step has ended."""
-        return self._num_computed_tokens
-
-    @property
     def num_remaining_tokens(self) -> int:
         """Tokens whose KV must be computed before the next token can be drawn."""
-        return self.num_tokens - self._num_computed_tokens
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Set once the completion has ended."""
-        return self._finish_reason
+        return self.num_tokens - self.num_computed_tokens
 
     @property
     def is_finished(self) -> bool:
         """Whether nothing more will be drawn."""
-        return self._finish_reason is not None
+        return self.finish_reason is not None
 
     @property
     def is_exhausted(self) -> bool:
         """Whether known and pending tokens are all that may be drawn: no further step is of use."""
-        return self.is_finished or self.num_output_tokens + self._num_pending_tokens >= self.params.max_tokens
+        return self.is_finished or self.num_output_tokens + self.num_pending_tokens >= self.params.max_tokens
 
     def blocks_wanted(self, num_tokens: int, block_size: int) -> int:
         """Blocks to add before `num_tokens` more tokens can be computed; copies on write not counted."""
-        return max(0, -(-(self._num_computed_tokens + num_tokens) // block_size) - len(self.block_table))
+        return max(0, -(-(self.num_computed_tokens + num_tokens) // block_size) - len(self.block_table))
 
     def add_blocks(self, blocks: SequenceOf[BlockId]) -> None:
         """Takes over the caller's hold on these blocks."""
@@ -119,8 +111,8 @@ class Sequence:
 
         Later the seq can start again from its tokens, which it keeps: preemption by recompute.
         """
-        blocks, self.block_table = self.block_table, BlockTable()
-        self._num_computed_tokens = 0
+        blocks, self.block_table = self.block_table, new_block_table()
+        self.num_computed_tokens = 0
         return blocks
 
     def schedule(self, num_tokens: int, feed: int | None = None) -> ScheduledSeq:
@@ -129,45 +121,47 @@ class Sequence:
         With `feed`, the last of them is the draw of that number in the step launched just before. Moves
         `num_computed_tokens` on, and the drawers' `num_pending_tokens`.
         """
-        start, end = self._num_computed_tokens, self._num_computed_tokens + num_tokens
-        num_known = self.num_tokens - self._num_pending_tokens
+        start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
+        num_known = self.num_tokens - self.num_pending_tokens
         if self.is_finished or not start < end <= num_known + 1 or (end > num_known) != (feed is not None):
             raise InternalError(f"tokens {start}..{end} of {num_known} scheduled")
         token_ids = self._tokens(start, end) if feed is None else (*self._tokens(start, end - 1), _UNKNOWN)
-        samples = tuple(each.sample_spec() for each in self.drawers) if end == self.num_tokens else ()
+        samples = tuple(each._next_draw() for each in self.drawers) if end == self.num_tokens else ()
         if samples:
             for each in self.drawers:
-                each._num_pending_tokens += 1
-        self._num_computed_tokens = end
+                each.num_pending_tokens += 1
+        self.num_computed_tokens = end
         return ScheduledSeq(token_ids, start, self.block_table, samples, feed)
 
     def advance(self, num_tokens: int) -> None:
         """KV of `num_tokens` more tokens lies in the blocks: received, or shared at a fork."""
-        if self._num_computed_tokens + num_tokens > self.num_tokens:
+        if self.num_computed_tokens + num_tokens > self.num_tokens:
             raise InternalError(f"computed beyond its {self.num_tokens} tokens")
-        self._num_computed_tokens += num_tokens
+        self.num_computed_tokens += num_tokens
 
     def roll_back(self, num_tokens: int, num_pending_tokens: int = 0) -> None:
         """Forgets the last computed tokens and pending draws: their step is of no use. Blocks stay held."""
-        if num_tokens > self._num_computed_tokens or num_pending_tokens > self._num_pending_tokens:
-            raise InternalError(f"{num_tokens} of {self._num_computed_tokens} computed tokens rolled back")
-        self._num_computed_tokens -= num_tokens
-        self._num_pending_tokens -= num_pending_tokens
+        if num_tokens > self.num_computed_tokens or num_pending_tokens > self.num_pending_tokens:
+            raise InternalError(f"{num_tokens} of {self.num_computed_tokens} computed tokens rolled back")
+        self.num_computed_tokens -= num_tokens
+        self.num_pending_tokens -= num_pending_tokens
 
     def append_token(self, token_id: TokenId) -> FinishReason | None:
         """Adds a drawn token, pending or brought; returns why the completion ends with it, if it does."""
-        if self._finish_reason is not None:
+        if self.finish_reason is not None:
             raise InternalError("a token after the completion's end")
-        self._num_pending_tokens = max(0, self._num_pending_tokens - 1)
+        self.num_pending_tokens = max(0, self.num_pending_tokens - 1)
         self._output_token_ids.append(token_id)
-        self._finish_reason = finish_reason_after(self.params, token_id, len(self._output_token_ids))
-        return self._finish_reason
+        if token_id in self.params.end_token_ids:
+            self.finish_reason = FinishReason.STOP
+        elif len(self._output_token_ids) >= self.params.max_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        return self.finish_reason
 
-    def sample_spec(self) -> SampleSpec:
-        """Its next draw."""
+    def _next_draw(self) -> SampleSpec:
         return SampleSpec(
             params=self.params,
-            output_index=len(self._output_token_ids) + self._num_pending_tokens,
+            output_index=len(self._output_token_ids) + self.num_pending_tokens,
             prompt_token_ids=self._prompt_token_ids if self._reads_prompt else (),
             output_token_ids=tuple(self._output_token_ids) if self._reads_output else (),
         )

@@ -117,7 +117,7 @@ class BrokenLogits:
     """In the place of tokens: the row holds NaN or has no finite maximum. Other rows of its batch are not affected."""
 
     def error(self, request_id: RequestId) -> InternalError:
-        """What the request is to be failed with."""
+        """What the request fails with."""
         return InternalError(f"the logits of request {request_id} are not finite")
 
 
@@ -127,9 +127,8 @@ Sampled: TypeAlias = tuple[SampledToken, ...] | BrokenLogits
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step brought."""
+    """What a step drew, and how long it took."""
 
     outputs: tuple[tuple[Sampled, ...], ...]
     """Per seq in order, one `Sampled` for each of its `samples`."""
     seconds: float
-    """How long it computed."""

@@ -40,16 +40,13 @@ class TokenMasks:
 
     def apply(self, logits: torch.Tensor) -> None:
         """-inf for every other token in the draws' rows of `logits` `[D, V]` float32. Raises InternalError by width."""
-        losses = self._losses()  # [M, W * 32]
+        losses = self.words  # [M, W * 32] in the end
+        if losses.dtype == torch.int32:
+            shifts = torch.arange(_WORD_BITS, dtype=torch.int32, device=losses.device)
+            bits = (losses[:, :, None] >> shifts) & 1  # [M, W, 32]
+            losses = torch.where(bits.view(len(self.draws), -1) > 0, 0.0, -torch.inf)
         vocab_size = logits.shape[1]
         if not 0 <= losses.shape[1] - vocab_size < _WORD_BITS:
             raise InternalError(f"token masks of {losses.shape[1]} bits for a vocabulary of {vocab_size}")
         for number, loss in zip(self.draws, losses, strict=True):
             logits[number].add_(loss[:vocab_size])
-
-    def _losses(self) -> torch.Tensor:
-        if self.words.dtype == torch.float32:
-            return self.words
-        shifts = torch.arange(_WORD_BITS, dtype=torch.int32, device=self.words.device)
-        bits = (self.words[:, :, None] >> shifts) & 1  # [M, W, 32]
-        return torch.where(bits.view(len(self.draws), -1) > 0, 0.0, -torch.inf)

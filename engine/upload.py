@@ -22,22 +22,17 @@ def upload(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    staging = torch.empty(packed_bytes(arrays), dtype=torch.uint8, pin_memory=True)
-    pack(arrays, staging.numpy())
-    return unpack(staging.to(device, non_blocking=True), arrays)
+    return unpack(pack(arrays, pin_memory=True).to(device, non_blocking=True), arrays)
 
 
-def packed_bytes(arrays: Sequence[Array]) -> int:
-    """Bytes that `pack` fills, gaps included."""
-    return sum(_padded(array.nbytes) for array in arrays)
-
-
-def pack(arrays: Sequence[Array], buffer: npt.NDArray[np.uint8]) -> None:
-    """Lays `arrays` into `buffer` one after the other, each aligned."""
-    start = 0
+def pack(arrays: Sequence[Array], *, pin_memory: bool) -> torch.Tensor:
+    """Lays `arrays` one after the other, each aligned; returns `[bytes]` uint8."""
+    packed = torch.empty(sum(_padded(array.nbytes) for array in arrays), dtype=torch.uint8, pin_memory=pin_memory)
+    buffer, start = packed.numpy(), 0
     for array in arrays:
         buffer[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
         start += _padded(array.nbytes)
+    return packed
 
 
 def unpack(buffer: torch.Tensor, like: Sequence[Array]) -> list[torch.Tensor]:

@@ -15,20 +15,17 @@ from tandem.types import BlockId, SamplingParams, TokenId
 
 _log = get_logger(__name__)
 
-_FRESH_TOKENS = 33
-_CHUNK_TOKENS = 17
 _GREEDY = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), output_index=0)
 _DRAWN = SampleSpec(SamplingParams(max_tokens=1, temperature=1.0, top_k=2), output_index=0)
-_STEPS = ((_FRESH_TOKENS, ()), (_CHUNK_TOKENS, (_GREEDY,)), (1, (_GREEDY,)), (1, (_DRAWN,)))
+_STEPS = ((33, ()), (17, (_GREEDY,)), (1, (_GREEDY,)), (1, (_DRAWN,)))
+"""Tokens and draws of each: a fresh prompt, a chunk behind it, decode steps."""
 
 
 def warm_up(runner: Runner, num_blocks: int, block_size: int) -> None:
-    """A fresh prompt, a chunk behind it, decode steps with and without a draw; on the engine thread."""
-    began_s = time.monotonic()
-    room = num_blocks * block_size
-    context = 0
+    """Runs as many of the steps as the pool holds; on the engine thread."""
+    began_s, context = time.monotonic(), 0
     for num_tokens, samples in _STEPS:
-        if context + num_tokens > room:
+        if context + num_tokens > num_blocks * block_size:
             break
         context += num_tokens
         blocks = tuple(BlockId(block) for block in range(-(-context // block_size)))

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 from router.admission import AdmissionQueue
 from router.entrance import Entrance
-from router.placement import Obstacle
+from router.placement import Obstacle, WorkerView
 from router.workers import Workers
 from tandem import __version__
 from tandem.admin.content import ScrapeTarget
 from tandem.clock import Clock
-from tandem.cluster_status import ClusterStatus
+from tandem.cluster_status import ClusterStatus, WorkerStatus
 from tandem.config import RouterConfig
 from tandem.rpc.server import RpcServer
 from tandem.telemetry import metric_names as names

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from engine.philox import uniforms
-from engine.sampler import Draws, sample
 from engine.step import BrokenLogits, SampleSpec
 from kernels.sampling import DrawParams
 from tandem.errors import InternalError
 from tandem.types import SamplingParams
+from tests.drawing import drawing_kernels, sample
 
 pytest.importorskip("triton")
 
@@ -231,11 +231,11 @@ def test_the_engine_samples_the_same_through_the_kernels(device):
     specs = [*specs_of_every_kind(3), spec(temperature=0.0), spec(temperature=1.0, seed=2**64 - 5, top_k=2**40)]
     specs += [spec(temperature=1.0, logit_bias={7: 30.0}), spec(temperature=1.0, logprobs=3, seed=3)]
     logits = normal(len(specs), 300, seed=7)
-    got, want = sample(logits.to(device), specs, Draws(TritonSampler())), sample(logits, specs)
+    got, want = sample(logits.to(device), specs, drawing_kernels(TritonSampler())), sample(logits, specs)
     assert [drawn[0].token_id for drawn in got] == [drawn[0].token_id for drawn in want]
     assert got[-1][0].logprobs.logprob == pytest.approx(want[-1][0].logprobs.logprob)
     greedy = [spec(temperature=0.0)] * len(specs)
-    assert sample(logits.to(device), greedy, Draws(TritonSampler())) == sample(logits, greedy)
+    assert sample(logits.to(device), greedy, drawing_kernels(TritonSampler())) == sample(logits, greedy)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -243,7 +243,7 @@ def test_the_engine_samples_the_same_through_the_kernels(device):
 def test_the_engine_refuses_broken_rows_that_the_kernels_report(temperature, device):
     logits = torch.zeros(3, 50, device=device)
     logits[1, 3] = torch.nan
-    drawn = sample(logits, [spec(temperature=temperature, logprobs=1)] * 3, Draws(TritonSampler()))
+    drawn = sample(logits, [spec(temperature=temperature, logprobs=1)] * 3, drawing_kernels(TritonSampler()))
     assert drawn[1] == BrokenLogits()
     assert [drawn[0], drawn[2]] == sample(logits[::2], [spec(temperature=temperature, logprobs=1)] * 2)
 

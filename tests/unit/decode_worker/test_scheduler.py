@@ -286,7 +286,7 @@ class World:
         for choice in drawers:
             choice.append_token(END if self.rng.random() < 0.05 else TokenId(1))
             if group.is_forked and choice.is_finished:
-                self.pool.release(group.take_finished(choice))
+                self.pool.release(choice.take_blocks())
         if ends_prefix:
             group.fork(self.pool)
         if group.is_finished:

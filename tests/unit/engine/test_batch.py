@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import build_batch
-from engine.block_table import BlockTable
+from engine.sequence import new_block_table
 from engine.step import SampleSpec, ScheduledSeq
 from tandem.errors import InternalError
 from tandem.types import BlockId, SamplingParams, TokenId
@@ -20,7 +20,7 @@ SAMPLE = SampleSpec(SamplingParams(max_tokens=1), 0)
 
 
 def scheduled(tokens, context_len, blocks, samples: tuple[SampleSpec, ...] = (SAMPLE,), feed=None) -> ScheduledSeq:
-    table = BlockTable([BlockId(b) for b in blocks])
+    table = new_block_table([BlockId(b) for b in blocks])
     return ScheduledSeq(tuple(TokenId(t) for t in tokens), context_len, table, samples, feed)
 
 
@@ -89,16 +89,18 @@ def test_a_draw_from_a_token_that_is_not_scheduled_is_refused(count: int) -> Non
 
 
 def test_what_the_step_before_drew_takes_its_place_and_a_broken_draw_is_any_token() -> None:
+    params = replace(SAMPLE.params, repetition_penalty=2.0)
+    penalised = tuple(replace(each, params=params) for each in from_end(1, 0, 0))
     seqs = [
         scheduled([0], 3, [3], feed=2),
         scheduled([7, 8], 0, [4]),
-        scheduled([9, 0], 0, [5], from_end(1, 0, 0), feed=0),
+        scheduled([9, 0], 0, [5], penalised, feed=0),
         scheduled([0], 1, [6], (), feed=1),
     ]
     batch = build_batch(seqs, 4, CPU)
     assert batch.feeds is not None
-    assert batch.feeds.draw_by_sample == {0: 2, 3: 0, 4: 0}
-    batch.feed(torch.tensor([40, -1, 42]))
+    assert batch.feeds.history == {3: 0, 4: 0}  # only penalties look at it, and only from the fed token on
+    batch.feeds.put(torch.tensor([40, -1, 42]), batch.token_ids)
     assert batch.token_ids.tolist() == [42, 7, 8, 9, 40, 0]
 
 

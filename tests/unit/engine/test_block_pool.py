@@ -137,7 +137,7 @@ def test_a_block_of_known_content_is_cached_without_a_holder_and_found_again_as_
     pool.release(blocks)
     pool.evict(blocks)
     assert pool.allocate(2) == blocks
-    assert not pool.is_kept(blocks[0])
+    assert not pool.is_shared(blocks[0])
 
 
 def test_a_block_whose_content_was_forgotten_is_free_without_a_holder() -> None:

@@ -150,7 +150,6 @@ class PoolMachine(RuleBasedStateMachine):
             for block in group.blocks:
                 assert self.pool.state(block) is group.state
                 assert self.pool.ref_count(block) == holders
-                assert self.pool.is_kept(block) == group.known
                 assert self.pool.is_shared(block) == (holders > 1 or group.known)
                 assert self.pool.generation(block) == group.generations[block]
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from engine.sampler import Draws, draw, plan_draws, sample
+from engine.sampler import draw, plan_draws
 from engine.step import BrokenLogits, SampleSpec, TokenMask
 from tandem.errors import InternalError
 from tandem.types import SamplingParams, TokenId
+from tests.drawing import TORCH, sample
 
 VOCAB_SIZE = 300
 CPU = torch.device("cpu")
@@ -71,13 +72,13 @@ def test_candidates_and_tokens_are_drawn_from_one_row_as_from_rows_of_their_own(
     specs = [spec(4), spec(seed=3), spec(seed=4, logprobs=2), spec(temperature=0.0), spec(2, mask_of(1, 2, 3))]
     rows = torch.tensor([1, 0, 1, 0, 1])
     expected = sample(logits[rows], specs)
-    assert draw(logits, plan_draws(specs, Draws(), CPU), rows).read() == expected
+    assert draw(logits, plan_draws(specs, TORCH, CPU), rows, {}).read() == expected
     alone = [sample(logits[row : row + 1], [each])[0] for row, each in zip(rows, specs, strict=True)]
     assert alone == expected
 
 
 def test_what_a_draw_of_candidates_feeds_is_the_best() -> None:
-    drawn = draw(random_logits(1), plan_draws([spec(4)], Draws(), CPU))
+    drawn = draw(random_logits(1), plan_draws([spec(4)], TORCH, CPU), None, {})
     ((first, *_),) = drawn.read()
     assert drawn.token_ids.tolist() == [first.token_id]
 

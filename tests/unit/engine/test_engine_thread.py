@@ -15,7 +15,7 @@ import torch
 from engine.engine_thread import MAX_FAILURES, EngineBroken, EngineThread, FeederFailed
 from engine.placement import ThreadPlacement, open_engine_executor
 from engine.step import ScheduledSeq, Step, StepResult
-from tandem.errors import InternalError
+from tandem.errors import ConfigError, InternalError
 from tandem.types import TokenId
 
 DEADLINE_S = 10.0
@@ -70,7 +70,7 @@ def runner() -> GatedRunner:
 
 @pytest.fixture
 async def engine(runner: GatedRunner) -> AsyncIterator[EngineThread]:
-    thread = EngineThread(runner)
+    thread = EngineThread(runner, open_engine_executor(ThreadPlacement()))
     yield thread
     runner.may_end.set()
     thread.close()
@@ -171,7 +171,7 @@ async def test_a_cancelled_step_that_fails_is_a_cancelled_step_and_no_lost_error
 async def test_closing_joins_the_thread() -> None:
     runner = GatedRunner()
     runner.may_end.set()
-    thread = EngineThread(runner)
+    thread = EngineThread(runner, open_engine_executor(ThreadPlacement()))
     await thread.launch(GOOD)
     (name,) = runner.thread_names
     thread.close()
@@ -207,7 +207,7 @@ class DeviceRunner(GatedRunner):
 @pytest.fixture
 async def device() -> AsyncIterator[tuple[DeviceRunner, EngineThread]]:
     runner = DeviceRunner()
-    engine = EngineThread(runner)
+    engine = EngineThread(runner, open_engine_executor(ThreadPlacement()))
     yield runner, engine
     for end in runner.ends.values():
         end.set()
@@ -268,7 +268,7 @@ def test_a_placement_holds_on_the_engine_thread_only() -> None:
 
 @linux_only
 def test_a_placement_that_the_system_refuses_is_an_error() -> None:
-    with pytest.raises(OSError, match="Invalid argument"):
+    with pytest.raises(ConfigError, match="Invalid argument"):
         open_engine_executor(ThreadPlacement(cpus=frozenset({4000})))
 
 

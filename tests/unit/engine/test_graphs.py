@@ -15,7 +15,7 @@ import torch
 
 from bench.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
 from engine.batch import Batch, build_batch
-from engine.capture import Captured, CudaCapturer
+from engine.capture import CudaCapturer
 from engine.forward import Forward
 from engine.graphs import DecodeGraphs, batch_sizes, context_bounds
 from engine.kv_cache import KvCache
@@ -78,7 +78,7 @@ class CallAgain:
         self._fits = fits
         self._broken = broken
 
-    def capture(self, work: Callable[[], None]) -> Captured:
+    def capture(self, work: Callable[[], None]) -> Replay:
         self._num_asked += 1
         if self._broken and self._num_asked > 1:
             raise RuntimeError("operation not permitted when stream is capturing")

@@ -43,7 +43,7 @@ class Worker:
         for seqs, outputs in zip(drawers, result.outputs, strict=True):
             for seq, (token,) in zip(seqs, outputs, strict=True):
                 if seq.append_token(token.token_id):
-                    self._pool.release(group.take_finished(seq))
+                    self._pool.release(seq.take_blocks())
 
     def finish(self, group: Group) -> list[tuple[int, ...]]:
         while not group.is_finished:

@@ -105,7 +105,7 @@ class GroupMachine(RuleBasedStateMachine):
                 self.in_flight = [each for each in self.in_flight if each.seq is not drawer]
                 self.drawn[id(drawer)] = list(drawer.output_token_ids)
             if drawer.is_finished:
-                self.pool.release(ended.group.take_finished(drawer))
+                self.pool.release(drawer.take_blocks())
 
     @precondition(lambda self: any(group.holds_blocks for group in self.groups))
     @rule(data=st.data())

@@ -12,9 +12,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.sampler import Draws, sample
 from engine.step import BrokenLogits, SampleSpec
 from tandem.types import SamplingParams, TokenId
+from tests.drawing import drawing_kernels, sample
 
 CHI_SQUARE_P = 1e-6
 """The seeds are fixed: a test that passes once passes for ever."""
@@ -71,17 +71,18 @@ def test_best_tokens_come_from_the_kernels_maximum_if_no_row_wants_more() -> Non
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
     row_max = CountingRowMax()
     greedy, more = spec(temperature=0.0), (spec(temperature=1.0), spec(temperature=0.0, logprobs=0))
-    assert sample(logits, [greedy] * 3, Draws(row_max=row_max)) == sample(logits.float(), [greedy] * 3)
+    kernels = drawing_kernels(row_max=row_max)
+    assert sample(logits, [greedy] * 3, kernels) == sample(logits.float(), [greedy] * 3)
     assert row_max.num_calls == 1
-    assert sample(logits, [greedy, *more], Draws(row_max=row_max)) == sample(logits.float(), [greedy, *more])
-    assert sample(logits[:1], [spec(temperature=0.0, logit_bias={7: 30.0})], Draws(row_max=row_max))[0][0].token_id == 7
+    assert sample(logits, [greedy, *more], kernels) == sample(logits.float(), [greedy, *more])
+    assert sample(logits[:1], [spec(temperature=0.0, logit_bias={7: 30.0})], kernels)[0][0].token_id == 7
     assert row_max.num_calls == 1
 
 
 def test_the_kernels_maximum_does_not_hide_broken_rows() -> None:
     logits = torch.zeros(3, 50)
     logits[1] = -torch.inf
-    (first,), broken, (last,) = sample(logits, [spec(temperature=0.0)] * 3, Draws(row_max=CountingRowMax()))
+    (first,), broken, (last,) = sample(logits, [spec(temperature=0.0)] * 3, drawing_kernels(row_max=CountingRowMax()))
     assert (first.token_id, broken, last.token_id) == (0, BrokenLogits(), 0)
 
 
@@ -113,10 +114,6 @@ def test_the_logits_stay_as_they_are() -> None:
     before = logits.clone()
     sample(logits, [spec(top_k=5, top_p=0.5, logprobs=3, logit_bias={1: 2.0}, output=(4,), presence_penalty=1.0)] * 2)
     assert torch.equal(logits, before)
-
-
-def test_no_rows_give_no_tokens() -> None:
-    assert sample(torch.empty(0, 300), []) == []
 
 
 @pytest.mark.parametrize("vocab_size", [50, 700])

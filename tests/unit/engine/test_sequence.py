@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.block_table import BlockTable
-from engine.sequence import finish_reason_after
+from engine.sequence import new_block_table
 from tandem.errors import InternalError
-from tandem.types import BlockId, FinishReason, SamplingParams, TokenId
+from tandem.types import BlockId, FinishReason, TokenId
 
 
 def test_a_prompt_is_computed_in_chunks_and_only_its_last_chunk_draws(make_seq) -> None:
@@ -78,12 +77,14 @@ def test_a_resumed_seq_continues_the_count_of_its_completion(make_seq) -> None:
     assert seq.append_token(TokenId(9)) is FinishReason.LENGTH
 
 
-def test_it_ends_with_an_end_token_or_at_its_length() -> None:
-    sampling = SamplingParams(max_tokens=3, end_token_ids=frozenset({TokenId(7)}))
-    assert finish_reason_after(sampling, TokenId(7), 1) is FinishReason.STOP
-    assert finish_reason_after(sampling, TokenId(8), 2) is None
-    assert finish_reason_after(sampling, TokenId(8), 3) is FinishReason.LENGTH
-    assert finish_reason_after(sampling, TokenId(7), 3) is FinishReason.STOP
+def test_it_ends_with_an_end_token_or_at_its_length(make_seq) -> None:
+    def reasons(*tokens: int) -> list[FinishReason | None]:
+        seq = make_seq((1,), max_tokens=3, end_token_ids=frozenset({TokenId(7)}))
+        return [seq.append_token(TokenId(token)) for token in tokens]
+
+    assert reasons(7) == [FinishReason.STOP]
+    assert reasons(8, 8, 8) == [None, None, FinishReason.LENGTH]
+    assert reasons(8, 8, 7) == [None, None, FinishReason.STOP]
 
 
 def test_nothing_follows_the_end(make_seq) -> None:
@@ -149,24 +150,12 @@ def test_history_is_handed_over_only_to_penalties_that_read_it(make_seq) -> None
     assert history(frequency_penalty=-0.1) == ((), (9,))
 
 
-def test_a_table_whose_block_is_replaced_leaves_arrays_taken_before_as_they_were() -> None:
-    table = BlockTable((BlockId(4), BlockId(2)))
-    early = np.asarray(table)
-    table.replace(1, BlockId(9))
-    assert (list(table), early.tolist()) == ([4, 9], [4, 2])
-    with pytest.raises(IndexError):
-        table.replace(2, BlockId(0))
-
-
-def test_a_block_table_reads_like_a_tuple_and_like_an_array() -> None:
-    table = BlockTable((BlockId(4), BlockId(2)))
-    early = np.asarray(table)
+def test_a_block_table_reads_like_a_list_and_numpy_copies_nothing() -> None:
+    table = new_block_table((BlockId(4), BlockId(2)))
     table.extend([BlockId(n) for n in range(20)])
-    assert tuple(table) == (4, 2, *range(20))
-    assert (table[0], table[-1], table[1:3], len(table)) == (4, 19, (2, 0), 22)
-    assert type(table[0]) is int
-    assert 19 in table
-    assert early.tolist() == [4, 2]
-    assert np.asarray(table, dtype=np.int32).tolist() == list(table)
-    with pytest.raises(IndexError):
-        table[22]
+    table[1] = BlockId(9)
+    assert tuple(table) == (4, 9, *range(20))
+    assert (table[0], table[-1], list(table[1:3]), len(table)) == (4, 19, [9, 0], 22)
+    seen = np.asarray(table, dtype=np.int32)
+    table[0] = BlockId(5)
+    assert seen.tolist() == list(table)

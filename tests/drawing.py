@@ -1,0 +1,27 @@
+"""Draws in one call: planned, drawn and read as a step does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.sampler import draw, plan_draws
+from engine.step import Sampled, SampleSpec
+from kernels.operations import Kernels
+from kernels.reference import ReferenceBackend
+from kernels.reference_operations import ReferenceOperations
+from kernels.sampling import RowMaximum, Sampler
+
+
+def drawing_kernels(sampler: Sampler | None = None, row_max: RowMaximum | None = None) -> Kernels:
+    """Kernels that draw by these."""
+    return Kernels(ReferenceBackend(), ReferenceOperations(), sampler, row_max)
+
+
+TORCH = drawing_kernels()
+
+
+def sample(logits: torch.Tensor, specs: Sequence[SampleSpec], kernels: Kernels = TORCH) -> list[Sampled]:
+    """Draw i from row i of `logits` `[R, V]`."""
+    return draw(logits, plan_draws(specs, kernels, logits.device), None, {}).read()
