@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 from router.admission import Admission
 from router.delivery import ChoiceStream, Delivery
-from router.generation import Generation, RetryPolicy
-from router.request import Caller, ChatPrompt, CompletionRequest, Prompt, ResolvedRequest, TextPrompt, TokensPrompt
-from router.timeline import Timeline
+from router.generation import Generation, ResolvedRequest, RetryPolicy
+from router.metrics import Timeline
+from router.placement import check_pools, common_sequence, longest_sequence
+from router.request import Caller, ChatPrompt, CompletionRequest, Prompt, TextPrompt, TokensPrompt
 from router.tokenization import Tokenization
 from router.workers import Workers
 from tandem.checkpoint import CheckpointInfo
@@ -167,13 +168,15 @@ class Entrance:
         self.check_model(request.model)
         token_ids = await self._prompt_tokens(request.prompt)
         n = num_choices(request.sampling, self._limits)
+        workers = self._workers.views()
+        common = common_sequence(workers, len(token_ids), n) or longest_sequence(workers, len(token_ids), n)
         sampling, text = resolve_sampling(
             request.sampling,
             self._checkpoint,
             len(token_ids),
             self._limits,
-            max_sequence_tokens=self._workers.longest_sequence(len(token_ids), n),
-            usual_sequence_tokens=self._workers.common_sequence(len(token_ids), n),
+            max_sequence_tokens=longest_sequence(workers, len(token_ids)),
+            usual_sequence_tokens=common,
         )
         group = GroupSpec(
             request_id=RequestId(request.request_id or secrets.token_hex(16)),
@@ -184,6 +187,7 @@ class Entrance:
             traceparent=caller.traceparent,
             tracestate=caller.tracestate,
         )
+        check_pools(group, workers)
         return ResolvedRequest(group, text, deadline, caller.peer)
 
     async def _prompt_tokens(self, prompt: Prompt) -> tuple[TokenId, ...]:

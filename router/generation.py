@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.admission import Admission
 from router.attempt import Attempt
 from router.delivery import ChoiceStream, Delivery
+from router.metrics import Timeline
 from router.placement import Demand, Placement
-from router.request import ResolvedRequest
-from router.timeline import Timeline
 from router.workers import Workers
-from tandem.clock import Clock, ended_by_deadline
+from tandem.clock import Clock, Deadline, ended_by_deadline
 from tandem.errors import DeadlineExceeded, InternalError, Overloaded, TandemError, TransferError, Unavailable
 from tandem.lifecycle import REQUEST_MOVES, RequestState, advance
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import RequestEnd, RequestStart, RouterObserver
 from tandem.telemetry.observers_together import request_observers
 from tandem.telemetry.trace_context import trace_id_of
-from tandem.types import ChoiceSpec, Incarnation
+from tandem.types import ChoiceSpec, GroupSpec, Incarnation, TextParams
 
 _log = get_logger(__name__)
 
@@ -54,6 +53,17 @@ class RetryPolicy:
     """Pause before a full worker is asked again, times the number of tries."""
 
 
+@dataclass(frozen=True, slots=True)
+class ResolvedRequest:
+    """Nothing left to default, nothing left to check."""
+
+    group: GroupSpec
+    """With all its choices, and none of their tokens."""
+    text: TextParams
+    deadline: Deadline
+    peer: str
+
+
 class Generation:
     """Run `drive` as a task; read `delivery`."""
 
@@ -75,29 +85,20 @@ class Generation:
         self._policy = policy
         self._timeline = timeline
         self._observer = request_observers(observer.request(_start_of(request, timeline.total_s)), timeline)
-        self._delivery = Delivery(choices, self._observer)
+        self.delivery = Delivery(choices, self._observer)
+        """What the client has to read."""
         self._state = RequestState.QUEUED
         self._disappointing: set[Incarnation] = set()
         """Workers that failed it since it last made progress: asked again only where there are no others."""
-
-    @property
-    def delivery(self) -> Delivery:
-        """What the client has to read."""
-        return self._delivery
-
-    @property
-    def state(self) -> RequestState:
-        """Where the request is."""
-        return self._state
 
     async def drive(self) -> None:
         """The request's whole life. Raises nothing but CancelledError; errors go to the delivery."""
         try:
             await self._run()
             self._move(RequestState.FINISHED)
-            num_tokens, reasons = self._delivery.num_tokens, self._delivery.finish_reasons
+            num_tokens, reasons = self.delivery.num_tokens, self.delivery.finish_reasons
             self._observer.ended(RequestEnd(num_tokens, self._timeline.total_s, reasons))
-            self._delivery.close(self._timeline.summary(self._request.group.num_prompt_tokens, num_tokens))
+            self.delivery.close(self._timeline.summary(self._request.group.num_prompt_tokens, num_tokens))
         except asyncio.CancelledError:
             self.abandon()
             raise
@@ -117,7 +118,7 @@ class Generation:
         late = ended_by_deadline(passed_s, self._request.deadline.remaining_s())
         error = DeadlineExceeded("the deadline passed") if late else None
         self._move(RequestState.CANCELLED)
-        self._observer.ended(RequestEnd(self._delivery.num_tokens, self._timeline.total_s, error=error))
+        self._observer.ended(RequestEnd(self.delivery.num_tokens, self._timeline.total_s, error=error))
 
     async def _run(self) -> None:
         group, deadline = self._request.group, self._request.deadline
@@ -127,10 +128,10 @@ class Generation:
                     self._observer.admitted()
                     await self._try_pairs()
         except TimeoutError as error:
-            if self._delivery.finished:
+            if self.delivery.finished:
                 return  # it passed in the wait for the word of how large the hand-off was
             raise DeadlineExceeded(
-                f"the deadline passed while {self._state}, after {self._delivery.num_tokens} tokens"
+                f"the deadline passed while {self._state}, after {self.delivery.num_tokens} tokens"
             ) from error
 
     async def _try_pairs(self) -> None:
@@ -138,13 +139,13 @@ class Generation:
         failure: TandemError | None = None
         num_tries = 0
         while failure is None or num_tries <= self._policy.max_retries:
-            choices = self._delivery.open_choices
+            choices = self.delivery.open_choices
             placement = await self._place(choices, failure)
             self._observer.placed(placement.prefill, placement.decode)
             attempt = Attempt(
                 placement,
                 self._workers,
-                self._delivery,
+                self.delivery,
                 self._observer,
                 self._clock,
                 self._timeline.arrived_s,
@@ -152,7 +153,7 @@ class Generation:
                 self._move,
             )
             try:
-                await attempt.run(self._request.resumed(choices, self._observer.traceparent))
+                await attempt.run(self._resumed(choices))
                 return
             except TandemError as error:
                 if not error.retryable:
@@ -165,14 +166,23 @@ class Generation:
                 self._blame(attempt, placement, error)
             finally:
                 attempt.release()
-                self._delivery.forget_early()
+                self.delivery.forget_early()
             if isinstance(failure, Overloaded):
                 await asyncio.sleep(self._policy.overload_backoff_s * num_tries)
         raise failure
 
+    def _resumed(self, choices: tuple[ChoiceSpec, ...]) -> GroupSpec:
+        """What workers are to run now."""
+        return replace(
+            self._request.group,
+            choices=choices,
+            timeout_s=self._request.deadline.remaining_s(),
+            traceparent=self._observer.traceparent,
+        )
+
     def _progress_since(self, choices: Sequence[ChoiceSpec]) -> int:
         """New tokens of the choice that got on most."""
-        return max(self._delivery.num_tokens_of(each.index) - len(each.output_token_ids) for each in choices)
+        return max(self.delivery.num_tokens_of(each.index) - len(each.output_token_ids) for each in choices)
 
     async def _place(self, choices: Sequence[ChoiceSpec], failure: TandemError | None) -> Placement:
         """A pair, of workers that did not fail this request as far as there are others. Raises Unavailable."""
@@ -189,7 +199,7 @@ class Generation:
         except Unavailable as error:
             if failure is None:
                 raise
-            known = f"{failure.message}, after {self._delivery.num_tokens} tokens; {error.message}"
+            known = f"{failure.message}, after {self.delivery.num_tokens} tokens; {error.message}"
             if isinstance(failure, Unavailable):
                 raise Unavailable(known, failure.reason) from error
             raise failure from error
@@ -208,7 +218,7 @@ class Generation:
             culprit=culprit.worker_id,
             reason=error.reason,
             error=error.message,
-            num_tokens=self._delivery.num_tokens,
+            num_tokens=self.delivery.num_tokens,
         )
 
     def _move(self, state: RequestState) -> None:
@@ -216,8 +226,8 @@ class Generation:
 
     def _fail(self, error: TandemError) -> None:
         self._move(RequestState.FAILED)
-        self._observer.ended(RequestEnd(self._delivery.num_tokens, self._timeline.total_s, error=error))
-        self._delivery.fail(error)
+        self._observer.ended(RequestEnd(self.delivery.num_tokens, self._timeline.total_s, error=error))
+        self.delivery.fail(error)
 
 
 def _start_of(request: ResolvedRequest, age_s: float) -> RequestStart:

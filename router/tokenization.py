@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 from tokenizers import Tokenizer
 
 from router.chat_template import ChatTemplate, load_chat_template
-from router.detokenization import Detokenizer
+from router.text import Detokenizer
 from tandem.errors import CheckpointError, InvalidRequest, Overloaded
 from tandem.types import TokenId
 

@@ -10,8 +10,8 @@ from router.entrance import Entrance
 from router.faces.kserve.model import OUTPUTS, VERSION
 from router.faces.kserve.request import InferRequest
 from router.faces.kserve.tensors import pack_bytes, pack_uint32
+from router.metrics import Summary
 from router.request import Caller
-from router.timeline import Summary
 from tandem.clock import Clock
 from tandem.foreign import kserve_pb2 as pb
 from tandem.types import FinishReason

@@ -9,9 +9,7 @@ import pytest
 
 from router.admission import Admission
 from router.entrance import Entrance
-from router.faces.vllm.info import ServerInfo
 from router.faces.vllm.servicer import VllmServicer
-from router.faces.vllm.tokenizer import TokenizerArchive
 from router.generation import RetryPolicy
 from tandem.checkpoint import read_checkpoint
 from tandem.clock import MonotonicClock
@@ -76,8 +74,7 @@ def engine(cluster: Any, tokenizing: Any) -> VllmServicer:
     entrance = Entrance(
         checkpoint, tokenizing, config.limits, router.workers, admission, clock, RetryPolicy(), RecordingRouter()
     )
-    info = ServerInfo(checkpoint, config.limits, router.view, config.max_active_requests)
-    return VllmServicer(entrance, router.health, info, TokenizerArchive(checkpoint.path))
+    return VllmServicer(checkpoint, config, entrance, router.status)
 
 
 def generate(engine: VllmServicer, call: Any, request_id: str = "a") -> asyncio.Task[None]:

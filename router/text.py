@@ -1,9 +1,6 @@
-"""Turns one choice's tokens into text as they come.
+"""One choice's text as its tokens come, and the stop strings in it; pure.
 
-The text is that of decoding the completion's tokens at once: bytes of a character still
-incomplete are held back until it is whole, or until `finish`. Built on `DecodeStream`; what
-that does not do is added here: the held tail can be had at the end, ids that it rejects do
-not end the request, and its window stays bounded on endless undecodable or skipped tokens.
+token id ─▶ Detokenizer ─▶ piece of text ─▶ StopStrings ─▶ text that can be shown
 """
 
 from __future__ import annotations
@@ -22,7 +19,13 @@ _LONGEST_PARTIAL_CHARACTER_TOKENS = 3
 
 
 class Detokenizer:
-    """One choice's decoder. Mutable; not to be shared."""
+    """One choice's decoder.
+
+    The text is that of decoding the completion's tokens at once: bytes of a character still incomplete are
+    held back until it is whole, or until `finish`. Built on `DecodeStream`; what that does not do is added
+    here: the held tail can be had at the end, ids that it rejects do not end the request, and its window
+    stays bounded on endless undecodable or skipped tokens.
+    """
 
     def __init__(self, tokenizer: Tokenizer, skipped_token_ids: frozenset[TokenId]) -> None:
         self._tokenizer = tokenizer
@@ -90,3 +93,55 @@ def _clean_cut(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str])
         if decode(token_ids[:cut]) + decode(token_ids[cut:]) == whole:
             return cut
     return last
+
+
+class StopStrings:
+    """One choice's matcher. `feed` pieces until one matches, or `finish` at the end of the text.
+
+    The match that *ends* first wins, and among those that end at the same character the longest:
+    the only rule whose outcome does not depend on how the text was cut into pieces. Only the
+    longest tail that may still become a stop string is held back.
+    """
+
+    def __init__(self, stop: tuple[str, ...], *, include_stop: bool = False) -> None:
+        self._stop = stop
+        self._include_stop = include_stop
+        self._first_chars = frozenset(text[0] for text in stop)
+        self._longest_tail = max(map(len, stop), default=1) - 1
+        self._held = ""
+
+    def feed(self, piece: str) -> tuple[str, str | None]:
+        """Adds text; returns what can be shown now and the stop string that it completed: the last thing to feed."""
+        text = self._held + piece
+        match = self._first_match(text)
+        if match is not None:
+            self._held = ""
+            start, stop = match
+            return text[: start + len(stop)] if self._include_stop else text[:start], stop
+        cut = self._held_from(text)
+        self._held = text[cut:]
+        return text[:cut], None
+
+    def finish(self) -> str:
+        """The text held back, now that nothing follows it."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        """(start, stop string) of the match that ends first."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stop:
+            start = text.find(stop)
+            if start >= 0:
+                candidate = (start + len(stop), start, stop)
+                best = candidate if best is None else min(best, candidate)
+        return None if best is None else (best[1], best[2])
+
+    def _held_from(self, text: str) -> int:
+        """Where the longest tail begins that is a proper start of a stop string."""
+        for cut in range(max(0, len(text) - self._longest_tail), len(text)):
+            if text[cut] in self._first_chars:
+                tail = text[cut:]
+                if any(stop.startswith(tail) for stop in self._stop):
+                    return cut
+        return len(text)
