@@ -24,7 +24,7 @@ from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import RequestEnd, RequestStart, RouterObserver
 from tandem.telemetry.observers_together import request_observers
 from tandem.telemetry.trace_context import trace_id_of
-from tandem.types import ChoiceSpec, GroupSpec, Incarnation, TextParams
+from tandem.types import ChoiceSpec, FinishReason, GroupSpec, Incarnation, TextParams
 
 _log = get_logger(__name__)
 
@@ -64,27 +64,38 @@ class ResolvedRequest:
     peer: str
 
 
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """What every request of a router goes through."""
+
+    workers: Workers
+    admission: Admission
+    clock: Clock
+    policy: RetryPolicy
+    observer: RouterObserver
+
+
 class Generation:
     """Run `drive` as a task; read `delivery`."""
 
     def __init__(
-        self,
-        request: ResolvedRequest,
-        choices: Sequence[ChoiceStream],
-        workers: Workers,
-        admission: Admission,
-        clock: Clock,
-        policy: RetryPolicy,
-        timeline: Timeline,
-        observer: RouterObserver,
+        self, request: ResolvedRequest, choices: Sequence[ChoiceStream], rooms: Rooms, timeline: Timeline
     ) -> None:
         self._request = request
-        self._workers = workers
-        self._admission = admission
-        self._clock = clock
-        self._policy = policy
+        self._rooms = rooms
+        self._policy = rooms.policy
         self._timeline = timeline
-        self._observer = request_observers(observer.request(_start_of(request, timeline.total_s)), timeline)
+        group = request.group
+        start = RequestStart(
+            request_id=group.request_id,
+            num_prompt_tokens=group.num_prompt_tokens,
+            max_tokens=group.sampling.max_tokens,
+            priority=group.priority,
+            traceparent=group.traceparent,
+            age_s=timeline.total_s,
+            num_choices=len(group.choices),
+        )
+        self._observer = request_observers(rooms.observer.request(start), timeline)
         self.delivery = Delivery(choices, self._observer)
         """What the client has to read."""
         self._state = RequestState.QUEUED
@@ -95,10 +106,9 @@ class Generation:
         """The request's whole life. Raises nothing but CancelledError; errors go to the delivery."""
         try:
             await self._run()
-            self._move(RequestState.FINISHED)
-            num_tokens, reasons = self.delivery.num_tokens, self.delivery.finish_reasons
-            self._observer.ended(RequestEnd(num_tokens, self._timeline.total_s, reasons))
-            self.delivery.close(self._timeline.summary(self._request.group.num_prompt_tokens, num_tokens))
+            self._end(RequestState.FINISHED, self.delivery.finish_reasons)
+            num_prompt_tokens = self._request.group.num_prompt_tokens
+            self.delivery.close(self._timeline.summary(num_prompt_tokens, self.delivery.num_tokens))
         except asyncio.CancelledError:
             self.abandon()
             raise
@@ -114,17 +124,16 @@ class Generation:
         """Nobody wants it any more. For one whose `drive` may have been cancelled before it began; else a no-op."""
         if self._state in _ENDED:
             return
-        passed_s = self._clock.now_s() - self._timeline.arrived_s
+        passed_s = self._rooms.clock.now_s() - self._timeline.arrived_s
         late = ended_by_deadline(passed_s, self._request.deadline.remaining_s())
         error = DeadlineExceeded("the deadline passed") if late else None
-        self._move(RequestState.CANCELLED)
-        self._observer.ended(RequestEnd(self.delivery.num_tokens, self._timeline.total_s, error=error))
+        self._end(RequestState.CANCELLED, error=error)
 
     async def _run(self) -> None:
         group, deadline = self._request.group, self._request.deadline
         try:
             async with asyncio.timeout(deadline.remaining_s()):
-                async with self._admission.slot(group.num_prompt_tokens, group.priority, deadline):
+                async with self._rooms.admission.slot(group.num_prompt_tokens, group.priority, deadline):
                     self._observer.admitted()
                     await self._try_pairs()
         except TimeoutError as error:
@@ -144,10 +153,10 @@ class Generation:
             self._observer.placed(placement.prefill, placement.decode)
             attempt = Attempt(
                 placement,
-                self._workers,
+                self._rooms.workers,
                 self.delivery,
                 self._observer,
-                self._clock,
+                self._rooms.clock,
                 self._timeline.arrived_s,
                 self._policy.silence_s,
                 self._move,
@@ -195,7 +204,7 @@ class Generation:
             blamed=frozenset(self._disappointing),
         )
         try:
-            return await self._workers.place(demand, self._policy.placement_s)
+            return await self._rooms.workers.place(demand, self._policy.placement_s)
         except Unavailable as error:
             if failure is None:
                 raise
@@ -225,19 +234,11 @@ class Generation:
         self._state = advance(REQUEST_MOVES, self._state, state)
 
     def _fail(self, error: TandemError) -> None:
-        self._move(RequestState.FAILED)
-        self._observer.ended(RequestEnd(self.delivery.num_tokens, self._timeline.total_s, error=error))
+        self._end(RequestState.FAILED, error=error)
         self.delivery.fail(error)
 
-
-def _start_of(request: ResolvedRequest, age_s: float) -> RequestStart:
-    group = request.group
-    return RequestStart(
-        request_id=group.request_id,
-        num_prompt_tokens=group.num_prompt_tokens,
-        max_tokens=group.sampling.max_tokens,
-        priority=group.priority,
-        traceparent=group.traceparent,
-        age_s=age_s,
-        num_choices=len(group.choices),
-    )
+    def _end(
+        self, state: RequestState, reasons: tuple[FinishReason, ...] = (), error: TandemError | None = None
+    ) -> None:
+        self._move(state)
+        self._observer.ended(RequestEnd(self.delivery.num_tokens, self._timeline.total_s, reasons, error))

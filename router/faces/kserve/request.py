@@ -46,14 +46,13 @@ class InferRequest:
     """One request, read."""
 
     id: str
-    texts: tuple[str, ...]
     shape: tuple[int, ...]
     """Of the texts, and of every output."""
     completions: tuple[CompletionRequest, ...]
     """One per text."""
+    echoes: tuple[str, ...]
+    """What the answer to each text begins with: the text itself, or nothing."""
     stream: bool
-    echo: bool
-    """Whether the text of the answer begins with the prompt."""
     outputs: tuple[str, ...]
     timeout_s: float | None
     empty_final_response: bool
@@ -84,11 +83,10 @@ def read_request(request: pb.ModelInferRequest) -> InferRequest:
         raise InvalidRequest("exclude_input_in_output", "must be true on a stream")
     return InferRequest(
         id=request.id,
-        texts=texts,
         shape=shape,
         outputs=_outputs(request, settings),
         stream=stream,
-        echo=echo,
+        echoes=texts if echo else ("",) * len(texts),
         timeout_s=_timeout_s(settings.pop("timeout", None)),
         empty_final_response=boolean(
             "triton_enable_empty_final_response", settings.pop("triton_enable_empty_final_response", False)

@@ -10,7 +10,7 @@ import pytest
 from router.admission import Admission
 from router.entrance import Entrance
 from router.faces.vllm.servicer import VllmServicer
-from router.generation import RetryPolicy
+from router.generation import RetryPolicy, Rooms
 from tandem.checkpoint import read_checkpoint
 from tandem.clock import MonotonicClock
 from tandem.foreign import vllm_engine_pb2 as vllm
@@ -71,9 +71,8 @@ def engine(cluster: Any, tokenizing: Any) -> VllmServicer:
     checkpoint, config = read_checkpoint(router.config.model), router.config
     clock = MonotonicClock()
     admission = Admission(router.queue, clock)
-    entrance = Entrance(
-        checkpoint, tokenizing, config.limits, router.workers, admission, clock, RetryPolicy(), RecordingRouter()
-    )
+    rooms = Rooms(router.workers, admission, clock, RetryPolicy(), RecordingRouter())
+    entrance = Entrance(checkpoint, tokenizing, config.limits, rooms)
     return VllmServicer(checkpoint, config, entrance, router.status)
 
 
