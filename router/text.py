@@ -5,7 +5,7 @@ token id ─▶ Detokenizer ─▶ piece of text ─▶ StopStrings ─▶ text 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -67,12 +67,21 @@ class Detokenizer:
 
     def _give_out(self) -> str:
         """Gives out all pending tokens but a tail that may be the start of a character."""
-        cut = _clean_cut(self._pending, self._decode)
+        cut = self._clean_cut()
         text = self._text_after_context(self._pending[:cut])
         tail = self._pending[cut:]
         self._context, self._pending = self._pending[:cut], []
         self._stream = DecodeStream(skip_special_tokens=False)
         return text + "".join([self.step(TokenId(token_id)) for token_id in tail])
+
+    def _clean_cut(self) -> int:
+        """Where to cut near the end of what is pending so that the two parts decode as the whole does, if anywhere."""
+        token_ids, whole = self._pending, self._decode(self._pending)
+        last = len(token_ids) - _LONGEST_PARTIAL_CHARACTER_TOKENS
+        for cut in range(last, last - 8, -1):
+            if self._decode(token_ids[:cut]) + self._decode(token_ids[cut:]) == whole:
+                return cut
+        return last
 
     def _text_after_context(self, token_ids: Sequence[int]) -> str:
         """What `token_ids` add to the text of the context before them."""
@@ -83,16 +92,6 @@ class Detokenizer:
     def _decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
-
-
-def _clean_cut(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int:
-    """Where to cut near the end so that the two parts decode as the whole does, if anywhere."""
-    whole = decode(token_ids)
-    last = len(token_ids) - _LONGEST_PARTIAL_CHARACTER_TOKENS
-    for cut in range(last, last - 8, -1):
-        if decode(token_ids[:cut]) + decode(token_ids[cut:]) == whole:
-            return cut
-    return last
 
 
 class StopStrings:
