@@ -150,15 +150,18 @@ class Entrance:
         self.check_model(request.model)
         token_ids = await self._prompt_tokens(request.prompt)
         n = num_choices(request.sampling, self._limits)
-        workers = self._rooms.workers.views()
-        common = common_sequence(workers, len(token_ids), n) or longest_sequence(workers, len(token_ids), n)
+        workers, num_prompt_tokens = self._rooms.workers.views(), len(token_ids)
+        longest = longest_sequence(workers, num_prompt_tokens, n)
+        usual = common_sequence(workers, num_prompt_tokens, n) or longest
+        if longest is not None and longest <= num_prompt_tokens:  # no max_tokens helps: `check_pools` judges n
+            longest = longest_sequence(workers, num_prompt_tokens)
         sampling, text = resolve_sampling(
             request.sampling,
             self._checkpoint,
-            len(token_ids),
+            num_prompt_tokens,
             self._limits,
-            max_sequence_tokens=longest_sequence(workers, len(token_ids)),
-            usual_sequence_tokens=common,
+            max_sequence_tokens=longest,
+            usual_sequence_tokens=usual,
         )
         group = GroupSpec(
             request_id=RequestId(request.request_id or secrets.token_hex(16)),

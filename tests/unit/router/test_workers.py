@@ -115,6 +115,7 @@ def test_an_engine_without_steps_is_stalled_only_if_it_has_work(
             pass_time(workers, clock, 1)
             workers.heartbeat(worker, load(**changes))
 
+    workers.register(worker)
     connect(workers, worker)
     beat_for(100, running_seqs=0)
     beat_for(STALL_S, running_seqs=1)
