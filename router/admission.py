@@ -37,51 +37,39 @@ class AdmissionQueue:
         self._max_queued = max_queued
         self._max_queued_tokens = max_queued_tokens
         self._by_priority: dict[int, dict[Entry, None]] = {}
-        self._num_active = 0
-        self._num_queued = 0
-        self._queued_tokens = 0
+        self.num_active = 0
+        """Requests that run."""
+        self.num_queued = 0
+        """Requests that wait."""
+        self.queued_tokens = 0
+        """Prompt tokens of those that wait."""
         self._interval_s: float | None = None
         self._last_departure_s: float | None = None
 
-    @property
-    def num_active(self) -> int:
-        """Requests that run."""
-        return self._num_active
-
-    @property
-    def num_queued(self) -> int:
-        """Requests that wait."""
-        return self._num_queued
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens of those that wait."""
-        return self._queued_tokens
-
     def check_room(self, priority: int, num_coming: int = 0) -> None:
         """Raises Overloaded if not one more request may wait, or run, once `num_coming` others have entered."""
-        free = self._max_active - self._num_active + self._max_queued - self._num_queued
+        free = self._max_active - self.num_active + self._max_queued - self.num_queued
         if free <= num_coming:
             wait_s = self.expected_wait_s(priority)
-            raise Overloaded(f"{self._num_queued + num_coming} requests wait already", _retry_after_s(wait_s))
+            raise Overloaded(f"{self.num_queued + num_coming} requests wait already", _retry_after_s(wait_s))
 
     def enter(self, entry: Entry, patience_s: float | None) -> bool:
         """True: it runs. False: it waits. Raises Overloaded if it can do neither in `patience_s`."""
-        if self._num_active < self._max_active and not self._num_queued:
-            self._num_active += 1
+        if self.num_active < self._max_active and not self.num_queued:
+            self.num_active += 1
             return True
         self.check_room(entry.priority)
         wait_s = self.expected_wait_s(entry.priority)
         # An empty queue takes a prompt of any size: else a large one could never wait.
-        if self._num_queued and self._queued_tokens + entry.num_tokens > self._max_queued_tokens:
-            raise Overloaded(f"{self._queued_tokens} prompt tokens wait already", _retry_after_s(wait_s))
+        if self.num_queued and self.queued_tokens + entry.num_tokens > self._max_queued_tokens:
+            raise Overloaded(f"{self.queued_tokens} prompt tokens wait already", _retry_after_s(wait_s))
         if patience_s is not None and wait_s > patience_s:
             raise Overloaded(
                 f"the wait of about {wait_s:.1f} s exceeds the deadline in {patience_s:.1f} s", _retry_after_s(wait_s)
             )
         self._by_priority.setdefault(entry.priority, {})[entry] = None
-        self._num_queued += 1
-        self._queued_tokens += entry.num_tokens
+        self.num_queued += 1
+        self.queued_tokens += entry.num_tokens
         return False
 
     def withdraw(self, entry: Entry) -> bool:
@@ -92,15 +80,15 @@ class AdmissionQueue:
         del waiting[entry]
         if not waiting:
             del self._by_priority[entry.priority]
-        self._num_queued -= 1
-        self._queued_tokens -= entry.num_tokens
+        self.num_queued -= 1
+        self.queued_tokens -= entry.num_tokens
         return True
 
     def depart(self, now_s: float) -> Entry | None:
         """A running request ended; returns the one that runs in its place, if any waits."""
         self._measure(now_s)
-        if not self._num_queued:
-            self._num_active -= 1
+        if not self.num_queued:
+            self.num_active -= 1
             # Else an old slow pace would refuse the requests that are needed to measure a new one.
             self._interval_s = None
             return None
@@ -117,30 +105,25 @@ class AdmissionQueue:
 
     def _measure(self, now_s: float) -> None:
         """Intervals count only while all places are taken: then they are the pace of service."""
-        if self._last_departure_s is not None and self._num_active >= self._max_active:
+        if self._last_departure_s is not None and self.num_active >= self._max_active:
             interval_s = now_s - self._last_departure_s
             known_s = interval_s if self._interval_s is None else self._interval_s
             self._interval_s = known_s + _SMOOTHING * (interval_s - known_s)
-        self._last_departure_s = now_s if self._num_queued else None
+        self._last_departure_s = now_s if self.num_queued else None
 
 
 class Admission:
-    """Lets coroutines wait in an AdmissionQueue."""
+    """Lets coroutines wait in `queue`."""
 
     def __init__(self, queue: AdmissionQueue, clock: Clock) -> None:
-        self._queue = queue
+        self.queue = queue
         self._clock = clock
-
-    @property
-    def queue(self) -> AdmissionQueue:
-        """For its figures."""
-        return self._queue
 
     @asynccontextmanager
     async def slot(self, num_tokens: int, priority: int, deadline: Deadline) -> AsyncIterator[None]:
         """Holds one place while inside. Raises Overloaded; the caller's own timeout ends the wait."""
         entry = Entry(num_tokens, priority)
-        if not self._queue.enter(entry, deadline.remaining_s()):
+        if not self.queue.enter(entry, deadline.remaining_s()):
             await self._wait(entry)
         try:
             yield
@@ -153,12 +136,12 @@ class Admission:
             await entry.turn
         except asyncio.CancelledError:
             # The turn may have come in the same moment; then the place must be passed on.
-            if not self._queue.withdraw(entry):
+            if not self.queue.withdraw(entry):
                 self._depart()
             raise
 
     def _depart(self) -> None:
-        entry = self._queue.depart(self._clock.now_s())
+        entry = self.queue.depart(self._clock.now_s())
         # A cancelled waiter that was still given the place passes it on in `_wait`.
         if entry is not None and entry.turn is not None and not entry.turn.done():
             entry.turn.set_result(None)

@@ -16,7 +16,7 @@ from router.faces.kserve.servicer import KserveServicer, kserve_service
 from router.faces.tandem.cluster import CLUSTER_SERVICE, REGISTRY_SERVICE, ClusterServicer, RegistryServicer
 from router.faces.tandem.inference import INFERENCE_SERVICE, InferenceServicer
 from router.faces.vllm.servicer import VllmServicer, vllm_service
-from router.generation import RetryPolicy
+from router.generation import RetryPolicy, Rooms
 from router.metrics import RouterMetrics
 from router.request_spans import request_spans
 from router.status import RouterStatus
@@ -83,16 +83,9 @@ class Router:
             rng or Random(),
         )
         self.queue = AdmissionQueue(config.max_active_requests, config.max_queued_requests, config.max_queued_tokens)
-        self.entrance = Entrance(
-            checkpoint,
-            self.tokenization,
-            config.limits,
-            self.workers,
-            Admission(self.queue, self.clock),
-            self.clock,
-            policy or RetryPolicy(max_retries=config.max_retries),
-            observers,
-        )
+        policy = policy or RetryPolicy(max_retries=config.max_retries)
+        rooms = Rooms(self.workers, Admission(self.queue, self.clock), self.clock, policy, observers)
+        self.entrance = Entrance(checkpoint, self.tokenization, config.limits, rooms)
         self.status = RouterStatus(
             config, checkpoint.name, self.workers, self.queue, self.entrance, self.recent, self.clock
         )

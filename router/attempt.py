@@ -70,12 +70,8 @@ class Attempt:
         self._awaited: dict[int, int] = {}
         """Tokens that a choice had before, for each whose next one the prefill worker draws."""
         self._error: TandemError | None = None
-        self._culprit: WorkerInfo | None = None
-
-    @property
-    def culprit(self) -> WorkerInfo | None:
+        self.culprit: WorkerInfo | None = None
         """Whose failure ended the attempt."""
-        return self._culprit
 
     async def run(self, spec: GroupSpec) -> None:
         """Returns when all choices are finished. Raises what a worker failed with, Unavailable on silence."""
@@ -144,7 +140,7 @@ class Attempt:
             if leg.engine_steps != before:
                 self._hear(wake=False)
                 return
-        self._culprit = leg.info
+        self.culprit = leg.info
         raise Unavailable(f"worker {leg.info.worker_id} said nothing for {silent_s:.0f} s")
 
     def _next_to_speak(self) -> _Leg:
@@ -218,7 +214,7 @@ class Attempt:
         is_cause = isinstance(self._error, TransferError) and not isinstance(error, TransferError)
         if not harmless and (self._error is None or is_cause):
             self._error = error
-            self._culprit = leg.info
+            self.culprit = leg.info
         self._hear(wake=True)
 
     def _first_tokens_came(self) -> bool:

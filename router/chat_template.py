@@ -22,7 +22,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tandem.errors import CheckpointError, InvalidRequest
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_DEFAULT = "default"
 
 
 class ChatTemplate:
@@ -82,8 +81,7 @@ def _template_source(path: Path, config: Mapping[str, Any]) -> str | None:
         return file.read_text(encoding="utf-8")
     source = config.get("chat_template")
     if isinstance(source, list):
-        named = {each["name"]: each["template"] for each in source}
-        source = named.get(_DEFAULT)
+        source = next((each["template"] for each in source if each["name"] == "default"), None)
     return source if isinstance(source, str) else None
 
 

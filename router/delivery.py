@@ -14,9 +14,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.detokenization import Detokenizer
-from router.stop_strings import StopStrings
-from router.timeline import Summary
+from router.metrics import Summary
+from router.text import Detokenizer, StopStrings
 from tandem.errors import TandemError
 from tandem.telemetry.observers import RequestObserver
 from tandem.types import ChoiceSpec, FinishReason, TextParams, TokenDelta, TokenId, TokenLogprobs
@@ -50,16 +49,12 @@ class ChoiceStream:
         self._token_ids: list[TokenId] = []
         self._early: dict[int, TokenDelta] = {}
         """By offset: what overtook the tokens before it."""
-        self._finish_reason: FinishReason | None = None
+        self.finish_reason: FinishReason | None = None
+        """Set with the last token."""
         self._matched_stop: str | TokenId | None = None
         self._num_read = 0
         self._unread_text: list[str] = []
         self._unread_logprobs: list[TokenLogprobs] = []
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Set with the last token."""
-        return self._finish_reason
 
     @property
     def num_tokens(self) -> int:
@@ -79,7 +74,7 @@ class ChoiceStream:
                 self._early[delta.offset] = delta
             return 0
         num_new = self._accept(delta)
-        while self._early and self._finish_reason is None:
+        while self._early and self.finish_reason is None:
             offset = min(self._early)
             if offset > len(self._token_ids):
                 break
@@ -97,7 +92,7 @@ class ChoiceStream:
             text="".join(self._unread_text),
             token_ids=tuple(self._token_ids[self._num_read :]),
             logprobs=tuple(self._unread_logprobs),
-            finish_reason=self._finish_reason,
+            finish_reason=self.finish_reason,
             matched_stop=self._matched_stop,
             summary=summary,
         )
@@ -117,11 +112,11 @@ class ChoiceStream:
             self._unread_logprobs += delta.logprobs[num_known : num_known + count]
         if matched is None and delta.finish_reason is not None:
             matched = self._flush()
-            self._finish_reason = delta.finish_reason
+            self.finish_reason = delta.finish_reason
             if matched is None and delta.finish_reason is FinishReason.STOP and token_ids:
                 self._matched_stop = token_ids[-1] if token_ids[-1] in self._params.stop_token_ids else None
         if matched is not None:
-            self._finish_reason, self._matched_stop = FinishReason.STOP, matched
+            self.finish_reason, self._matched_stop = FinishReason.STOP, matched
         return count
 
     def _detokenize(self, token_ids: Sequence[TokenId]) -> tuple[int, str | None]:
@@ -144,9 +139,9 @@ class ChoiceStream:
         if not piece or self._stops is None:
             self._unread_text.append(piece)
             return None
-        scan = self._stops.feed(piece)
-        self._unread_text.append(scan.text)
-        return scan.matched
+        text, matched = self._stops.feed(piece)
+        self._unread_text.append(text)
+        return matched
 
 
 class Delivery:

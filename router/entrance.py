@@ -14,19 +14,17 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from router.admission import Admission
 from router.delivery import ChoiceStream, Delivery
-from router.generation import Generation, RetryPolicy
-from router.request import Caller, ChatPrompt, CompletionRequest, Prompt, ResolvedRequest, TextPrompt, TokensPrompt
-from router.timeline import Timeline
+from router.generation import Generation, ResolvedRequest, Rooms
+from router.metrics import Timeline
+from router.placement import check_pools, common_sequence, longest_sequence
+from router.request import Caller, ChatPrompt, CompletionRequest, Prompt, TextPrompt, TokensPrompt
 from router.tokenization import Tokenization
-from router.workers import Workers
 from tandem.checkpoint import CheckpointInfo
-from tandem.clock import Clock, Deadline
+from tandem.clock import Deadline
 from tandem.errors import InvalidRequest, ModelNotFound, Reason, TandemError, Unavailable
 from tandem.limits import Limits
 from tandem.sampling import num_choices, resolve_sampling
-from tandem.telemetry.observers import RouterObserver
 from tandem.types import ChoiceSpec, GroupSpec, RequestId, TokenId
 from tandem.validation import Validator
 
@@ -49,25 +47,11 @@ class RunningRequest:
 class Entrance:
     """Serves one model. Shared by all faces."""
 
-    def __init__(
-        self,
-        checkpoint: CheckpointInfo,
-        tokenization: Tokenization,
-        limits: Limits,
-        workers: Workers,
-        admission: Admission,
-        clock: Clock,
-        policy: RetryPolicy,
-        observer: RouterObserver,
-    ) -> None:
+    def __init__(self, checkpoint: CheckpointInfo, tokenization: Tokenization, limits: Limits, rooms: Rooms) -> None:
         self._checkpoint = checkpoint
         self._tokenization = tokenization
         self._limits = limits
-        self._workers = workers
-        self._admission = admission
-        self._clock = clock
-        self._policy = policy
-        self._observer = observer
+        self._rooms = rooms
         self._validator = Validator(limits, checkpoint.vocab_size, checkpoint.context_tokens)
         self._draining = asyncio.Event()
         self._num_reading = 0
@@ -91,7 +75,7 @@ class Entrance:
         try:
             yield
         except TandemError as error:
-            self._observer.refused(error)
+            self._rooms.observer.refused(error)
             raise
 
     @asynccontextmanager
@@ -101,7 +85,7 @@ class Entrance:
         Raises InvalidRequest, UnsupportedOption, ModelNotFound, Overloaded, Unavailable before anything
         runs; errors after that come by `delivery`.
         """
-        timeline = Timeline(self._clock)
+        timeline = Timeline(self._rooms.clock)
         with self.judging(), self.reading(request.priority):
             resolved = await self._resolve(request, caller)
         group, text = resolved.group, resolved.text
@@ -109,9 +93,7 @@ class Entrance:
             ChoiceStream(each.index, self._tokenization.detokenizer(skip_special_tokens=text.skip_special_tokens), text)
             for each in group.choices
         ]
-        generation = Generation(
-            resolved, choices, self._workers, self._admission, self._clock, self._policy, timeline, self._observer
-        )
+        generation = Generation(resolved, choices, self._rooms, timeline)
         task = asyncio.create_task(generation.drive(), name=f"request {group.request_id}")
         try:
             yield RunningRequest(group.request_id, group.num_prompt_tokens, generation.delivery, task)
@@ -128,7 +110,7 @@ class Entrance:
         """
         if self.draining:
             raise Unavailable("the router is draining", Reason.DRAINING)
-        self._admission.queue.check_room(priority, self._num_reading)
+        self._rooms.admission.queue.check_room(priority, self._num_reading)
         self._num_reading += 1
         try:
             yield
@@ -160,20 +142,26 @@ class Entrance:
 
     async def _resolve(self, request: CompletionRequest, caller: Caller) -> ResolvedRequest:
         """Every check, every default, the tokens."""
-        seconds = self._policy.total_s if caller.timeout_s is None else min(self._policy.total_s, caller.timeout_s)
-        deadline = Deadline.after(self._clock, seconds)
+        total_s = self._rooms.policy.total_s
+        seconds = total_s if caller.timeout_s is None else min(total_s, caller.timeout_s)
+        deadline = Deadline.after(self._rooms.clock, seconds)
         self._validator.validate_request_id(request.request_id)
         self._validator.validate_cache_salt(request.cache_salt)
         self.check_model(request.model)
         token_ids = await self._prompt_tokens(request.prompt)
         n = num_choices(request.sampling, self._limits)
+        workers, num_prompt_tokens = self._rooms.workers.views(), len(token_ids)
+        longest = longest_sequence(workers, num_prompt_tokens, n)
+        usual = common_sequence(workers, num_prompt_tokens, n) or longest
+        if longest is not None and longest <= num_prompt_tokens:  # no max_tokens helps: `check_pools` judges n
+            longest = longest_sequence(workers, num_prompt_tokens)
         sampling, text = resolve_sampling(
             request.sampling,
             self._checkpoint,
-            len(token_ids),
+            num_prompt_tokens,
             self._limits,
-            max_sequence_tokens=self._workers.longest_sequence(len(token_ids), n),
-            usual_sequence_tokens=self._workers.common_sequence(len(token_ids), n),
+            max_sequence_tokens=longest,
+            usual_sequence_tokens=usual,
         )
         group = GroupSpec(
             request_id=RequestId(request.request_id or secrets.token_hex(16)),
@@ -184,6 +172,7 @@ class Entrance:
             traceparent=caller.traceparent,
             tracestate=caller.tracestate,
         )
+        check_pools(group, workers)
         return ResolvedRequest(group, text, deadline, caller.peer)
 
     async def _prompt_tokens(self, prompt: Prompt) -> tuple[TokenId, ...]:

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.admission import Admission
 from router.attempt import Attempt
 from router.delivery import ChoiceStream, Delivery
+from router.metrics import Timeline
 from router.placement import Demand, Placement
-from router.request import ResolvedRequest
-from router.timeline import Timeline
 from router.workers import Workers
-from tandem.clock import Clock, ended_by_deadline
+from tandem.clock import Clock, Deadline, ended_by_deadline
 from tandem.errors import DeadlineExceeded, InternalError, Overloaded, TandemError, TransferError, Unavailable
 from tandem.lifecycle import REQUEST_MOVES, RequestState, advance
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import RequestEnd, RequestStart, RouterObserver, request_observers
 from tandem.telemetry.trace_context import trace_id_of
-from tandem.types import ChoiceSpec, Incarnation
+from tandem.types import ChoiceSpec, FinishReason, GroupSpec, Incarnation, TextParams
 
 _log = get_logger(__name__)
 
@@ -53,50 +52,62 @@ class RetryPolicy:
     """Pause before a full worker is asked again, times the number of tries."""
 
 
+@dataclass(frozen=True, slots=True)
+class ResolvedRequest:
+    """Nothing left to default, nothing left to check."""
+
+    group: GroupSpec
+    """With all its choices, and none of their tokens."""
+    text: TextParams
+    deadline: Deadline
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """What every request of a router goes through."""
+
+    workers: Workers
+    admission: Admission
+    clock: Clock
+    policy: RetryPolicy
+    observer: RouterObserver
+
+
 class Generation:
     """Run `drive` as a task; read `delivery`."""
 
     def __init__(
-        self,
-        request: ResolvedRequest,
-        choices: Sequence[ChoiceStream],
-        workers: Workers,
-        admission: Admission,
-        clock: Clock,
-        policy: RetryPolicy,
-        timeline: Timeline,
-        observer: RouterObserver,
+        self, request: ResolvedRequest, choices: Sequence[ChoiceStream], rooms: Rooms, timeline: Timeline
     ) -> None:
         self._request = request
-        self._workers = workers
-        self._admission = admission
-        self._clock = clock
-        self._policy = policy
+        self._rooms = rooms
+        self._policy = rooms.policy
         self._timeline = timeline
-        self._observer = request_observers(observer.request(_start_of(request, timeline.total_s)), timeline)
-        self._delivery = Delivery(choices, self._observer)
+        group = request.group
+        start = RequestStart(
+            request_id=group.request_id,
+            num_prompt_tokens=group.num_prompt_tokens,
+            max_tokens=group.sampling.max_tokens,
+            priority=group.priority,
+            traceparent=group.traceparent,
+            age_s=timeline.total_s,
+            num_choices=len(group.choices),
+        )
+        self._observer = request_observers(rooms.observer.request(start), timeline)
+        self.delivery = Delivery(choices, self._observer)
+        """What the client has to read."""
         self._state = RequestState.QUEUED
         self._disappointing: set[Incarnation] = set()
         """Workers that failed it since it last made progress: asked again only where there are no others."""
-
-    @property
-    def delivery(self) -> Delivery:
-        """What the client has to read."""
-        return self._delivery
-
-    @property
-    def state(self) -> RequestState:
-        """Where the request is."""
-        return self._state
 
     async def drive(self) -> None:
         """The request's whole life. Raises nothing but CancelledError; errors go to the delivery."""
         try:
             await self._run()
-            self._move(RequestState.FINISHED)
-            num_tokens, reasons = self._delivery.num_tokens, self._delivery.finish_reasons
-            self._observer.ended(RequestEnd(num_tokens, self._timeline.total_s, reasons))
-            self._delivery.close(self._timeline.summary(self._request.group.num_prompt_tokens, num_tokens))
+            self._end(RequestState.FINISHED, self.delivery.finish_reasons)
+            num_prompt_tokens = self._request.group.num_prompt_tokens
+            self.delivery.close(self._timeline.summary(num_prompt_tokens, self.delivery.num_tokens))
         except asyncio.CancelledError:
             self.abandon()
             raise
@@ -112,24 +123,23 @@ class Generation:
         """Nobody wants it any more. For one whose `drive` may have been cancelled before it began; else a no-op."""
         if self._state in _ENDED:
             return
-        passed_s = self._clock.now_s() - self._timeline.arrived_s
+        passed_s = self._rooms.clock.now_s() - self._timeline.arrived_s
         late = ended_by_deadline(passed_s, self._request.deadline.remaining_s())
         error = DeadlineExceeded("the deadline passed") if late else None
-        self._move(RequestState.CANCELLED)
-        self._observer.ended(RequestEnd(self._delivery.num_tokens, self._timeline.total_s, error=error))
+        self._end(RequestState.CANCELLED, error=error)
 
     async def _run(self) -> None:
         group, deadline = self._request.group, self._request.deadline
         try:
             async with asyncio.timeout(deadline.remaining_s()):
-                async with self._admission.slot(group.num_prompt_tokens, group.priority, deadline):
+                async with self._rooms.admission.slot(group.num_prompt_tokens, group.priority, deadline):
                     self._observer.admitted()
                     await self._try_pairs()
         except TimeoutError as error:
-            if self._delivery.finished:
+            if self.delivery.finished:
                 return  # it passed in the wait for the word of how large the hand-off was
             raise DeadlineExceeded(
-                f"the deadline passed while {self._state}, after {self._delivery.num_tokens} tokens"
+                f"the deadline passed while {self._state}, after {self.delivery.num_tokens} tokens"
             ) from error
 
     async def _try_pairs(self) -> None:
@@ -137,21 +147,21 @@ class Generation:
         failure: TandemError | None = None
         num_tries = 0
         while failure is None or num_tries <= self._policy.max_retries:
-            choices = self._delivery.open_choices
+            choices = self.delivery.open_choices
             placement = await self._place(choices, failure)
             self._observer.placed(placement.prefill, placement.decode)
             attempt = Attempt(
                 placement,
-                self._workers,
-                self._delivery,
+                self._rooms.workers,
+                self.delivery,
                 self._observer,
-                self._clock,
+                self._rooms.clock,
                 self._timeline.arrived_s,
                 self._policy.silence_s,
                 self._move,
             )
             try:
-                await attempt.run(self._request.resumed(choices, self._observer.traceparent))
+                await attempt.run(self._resumed(choices))
                 return
             except TandemError as error:
                 if not error.retryable:
@@ -164,14 +174,23 @@ class Generation:
                 self._blame(attempt, placement, error)
             finally:
                 attempt.release()
-                self._delivery.forget_early()
+                self.delivery.forget_early()
             if isinstance(failure, Overloaded):
                 await asyncio.sleep(self._policy.overload_backoff_s * num_tries)
         raise failure
 
+    def _resumed(self, choices: tuple[ChoiceSpec, ...]) -> GroupSpec:
+        """What workers are to run now."""
+        return replace(
+            self._request.group,
+            choices=choices,
+            timeout_s=self._request.deadline.remaining_s(),
+            traceparent=self._observer.traceparent,
+        )
+
     def _progress_since(self, choices: Sequence[ChoiceSpec]) -> int:
         """New tokens of the choice that got on most."""
-        return max(self._delivery.num_tokens_of(each.index) - len(each.output_token_ids) for each in choices)
+        return max(self.delivery.num_tokens_of(each.index) - len(each.output_token_ids) for each in choices)
 
     async def _place(self, choices: Sequence[ChoiceSpec], failure: TandemError | None) -> Placement:
         """A pair, of workers that did not fail this request as far as there are others. Raises Unavailable."""
@@ -184,11 +203,11 @@ class Generation:
             blamed=frozenset(self._disappointing),
         )
         try:
-            return await self._workers.place(demand, self._policy.placement_s)
+            return await self._rooms.workers.place(demand, self._policy.placement_s)
         except Unavailable as error:
             if failure is None:
                 raise
-            known = f"{failure.message}, after {self._delivery.num_tokens} tokens; {error.message}"
+            known = f"{failure.message}, after {self.delivery.num_tokens} tokens; {error.message}"
             if isinstance(failure, Unavailable):
                 raise Unavailable(known, failure.reason) from error
             raise failure from error
@@ -207,26 +226,18 @@ class Generation:
             culprit=culprit.worker_id,
             reason=error.reason,
             error=error.message,
-            num_tokens=self._delivery.num_tokens,
+            num_tokens=self.delivery.num_tokens,
         )
 
     def _move(self, state: RequestState) -> None:
         self._state = advance(REQUEST_MOVES, self._state, state)
 
     def _fail(self, error: TandemError) -> None:
-        self._move(RequestState.FAILED)
-        self._observer.ended(RequestEnd(self._delivery.num_tokens, self._timeline.total_s, error=error))
-        self._delivery.fail(error)
+        self._end(RequestState.FAILED, error=error)
+        self.delivery.fail(error)
 
-
-def _start_of(request: ResolvedRequest, age_s: float) -> RequestStart:
-    group = request.group
-    return RequestStart(
-        request_id=group.request_id,
-        num_prompt_tokens=group.num_prompt_tokens,
-        max_tokens=group.sampling.max_tokens,
-        priority=group.priority,
-        traceparent=group.traceparent,
-        age_s=age_s,
-        num_choices=len(group.choices),
-    )
+    def _end(
+        self, state: RequestState, reasons: tuple[FinishReason, ...] = (), error: TandemError | None = None
+    ) -> None:
+        self._move(state)
+        self._observer.ended(RequestEnd(self.delivery.num_tokens, self._timeline.total_s, reasons, error))

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from tandem.errors import Unavailable
-from tandem.types import Incarnation, Role, WorkerInfo, WorkerLoad
+from tandem.errors import InvalidRequest, Unavailable
+from tandem.types import GroupSpec, Incarnation, Role, WorkerInfo, WorkerLoad
 
 _MUST_EQUAL = ("model_fingerprint", "layout_fingerprint")
 
@@ -121,6 +121,23 @@ def longest_sequence(workers: Sequence[WorkerView], num_prompt_tokens: int, num_
         partners = [_choice_tokens(demand, each) for each in _partners(decode, prefills)]
         lengths.append(own if decode.info.local_prefill_tokens is None or not partners else min(own, max(partners)))
     return max(lengths, default=None)
+
+
+def check_pools(group: GroupSpec, workers: Sequence[WorkerView]) -> None:
+    """For a group of which one choice alone fits a pair. Raises InvalidRequest where no pair holds all of them."""
+    num_choices = len(group.choices)
+    longest = longest_sequence(workers, group.num_prompt_tokens, num_choices)
+    if longest is None or group.max_total_tokens <= longest:
+        return
+    bound, block_size = max(
+        (view.info.pool_tokens, view.load.pool.block_size)
+        for view in workers
+        if view.info.role is Role.DECODE and view.load is not None
+    )
+    needed = group.max_pool_tokens(block_size)
+    raise InvalidRequest(
+        "sampling.n", f"{num_choices} choices may need {needed} token slots, the largest KV pool has {bound}"
+    )
 
 
 def common_sequence(workers: Sequence[WorkerView], num_prompt_tokens: int, num_choices: int = 1) -> int | None:

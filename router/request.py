@@ -1,4 +1,4 @@
-"""A request in two forms: as a face understood it, and resolved. Neither knows a protocol.
+"""A request as a face understood it. Knows no protocol.
 
 face ──CompletionRequest, Caller──▶ entrance ──ResolvedRequest──▶ generation ──GroupSpec──▶ workers
 """
@@ -6,11 +6,9 @@ face ──CompletionRequest, Caller──▶ entrance ──ResolvedRequest─�
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from tandem.clock import Deadline
 from tandem.sampling import SamplingRequest
-from tandem.types import ChoiceSpec, GroupSpec, TextParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +61,3 @@ class Caller:
     tracestate: str = ""
     peer: str = ""
     """Where the call came from, for logs."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedRequest:
-    """Nothing left to default, nothing left to check."""
-
-    group: GroupSpec
-    """With all its choices, and none of their tokens."""
-    text: TextParams
-    deadline: Deadline
-    peer: str = ""
-
-    def resumed(self, choices: Sequence[ChoiceSpec], traceparent: str) -> GroupSpec:
-        """What a worker is to run now: the choices not yet completed, and `traceparent` as its spans' parent."""
-        return replace(
-            self.group, choices=tuple(choices), timeout_s=self.deadline.remaining_s(), traceparent=traceparent
-        )

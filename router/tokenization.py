@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from tokenizers import Tokenizer
 
 from router.chat_template import ChatTemplate, load_chat_template
-from router.detokenization import Detokenizer
+from router.text import Detokenizer
 from tandem.errors import CheckpointError, InvalidRequest, Overloaded
 from tandem.types import TokenId
 
@@ -31,7 +30,6 @@ _BYTES_PER_TOKEN = 4
 MAX_BYTES_UNDER_WAY = 16 * 1024 * 1024
 """Of texts in threads or waiting for one: some seconds of work."""
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -88,11 +86,19 @@ class Tokenization:
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of ids, each within the vocabulary. Raises Overloaded."""
         num_bytes = len(token_ids) * _BYTES_PER_TOKEN
-        return await self._run(num_bytes, self._decode_now, token_ids, skip_special_tokens)
+
+        def decode() -> str:
+            text: str
+            (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+            return text
+
+        return await self._run(num_bytes, decode)
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """The token each id stands for; "" for an id that the tokenizer does not have. Raises Overloaded."""
-        return await self._run(len(token_ids) * _BYTES_PER_TOKEN, self._token_texts_now, token_ids)
+        return await self._run(
+            len(token_ids) * _BYTES_PER_TOKEN, lambda: [self._tokenizer.id_to_token(each) or "" for each in token_ids]
+        )
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """A new incremental decoder for one choice."""
@@ -107,33 +113,27 @@ class Tokenization:
         num_bytes = len(text.encode())
         if max_tokens is not None and num_bytes > max_tokens * self._longest_token_bytes:
             raise InvalidRequest("prompt", f"{num_bytes} bytes do not fit into {max_tokens} tokens")
-        return await self._run(num_bytes, self._encode_now, text, add_special_tokens)
 
-    async def _run(self, num_bytes: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Does `work` here if it is small, else in a thread. Raises Overloaded."""
+        def encode() -> tuple[TokenId, ...]:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return tuple(map(TokenId, encoding.ids))
+
+        return await self._run(num_bytes, encode)
+
+    async def _run(self, num_bytes: int, work: Callable[[], _T]) -> _T:
+        """Does `work` here if it is small, else in a thread. Raises Overloaded.
+
+        The library's batch calls release the interpreter's lock; `encode` and `decode` keep it for
+        seconds on a long text, in which no thread of the router does anything.
+        """
         if num_bytes <= _INLINE_BYTES:
-            return work(*args, **kwargs)
+            return work()
         # A text that is alone is taken at any size: else the largest prompts could never come in.
         if self._bytes_under_way and self._bytes_under_way + num_bytes > MAX_BYTES_UNDER_WAY:
             raise Overloaded(f"{self._bytes_under_way} bytes of text wait to be tokenized already")
         threads = self._short_thread if num_bytes <= _SHORT_BYTES else self._long_threads
         self._bytes_under_way += num_bytes
         try:
-            return await asyncio.get_running_loop().run_in_executor(threads, partial(work, *args, **kwargs))
+            return await asyncio.get_running_loop().run_in_executor(threads, work)
         finally:
             self._bytes_under_way -= num_bytes
-
-    # The library's batch calls release the interpreter's lock; `encode` and `decode` keep it for
-    # seconds on a long text, in which no thread of the router does anything.
-
-    def _encode_now(self, text: str, add_special_tokens: bool) -> tuple[TokenId, ...]:
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return tuple(map(TokenId, encoding.ids))
-
-    def _decode_now(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        text: str
-        (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
-        return text
-
-    def _token_texts_now(self, token_ids: Sequence[int]) -> list[str]:
-        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]

@@ -60,7 +60,7 @@ class WorkerLink:
     """Connects as soon as it is made, and again after each loss, until `close`."""
 
     def __init__(
-        self, info: WorkerInfo, router: Incarnation, on_change: Callable[[], None], credentials: Outgoing
+        self, info: WorkerInfo, on_change: Callable[[], None], *, router: Incarnation, credentials: Outgoing
     ) -> None:
         """`on_change` is called when `connected` may have changed."""
         self.connected = False
@@ -88,15 +88,13 @@ class WorkerLink:
         """Asks a decode worker to make room. The answer comes to `listener`."""
         handle = self._new_handle(listener)
         reserve = worker_pb2.Reserve(handle=handle, group=group, local_prefill=local_prefill)
-        self._send(handle, worker_pb2.ConnectRequest(reserve=reserve))
-        return handle
+        return self._ask(handle, worker_pb2.ConnectRequest(reserve=reserve))
 
     def prefill(self, group: worker_pb2.Group, listener: GroupListener, ticket: bytes, kv_endpoint: bytes) -> Handle:
         """Asks a prefill worker to compute a prompt and push its KV. The answer comes to `listener`."""
         handle = self._new_handle(listener)
         prefill = worker_pb2.Prefill(handle=handle, group=group, ticket=ticket, kv_endpoint=kv_endpoint)
-        self._send(handle, worker_pb2.ConnectRequest(prefill=prefill))
-        return handle
+        return self._ask(handle, worker_pb2.ConnectRequest(prefill=prefill))
 
     def release(self, handle: Handle) -> None:
         """Nothing more is wanted of it. Idempotent; its listener is told nothing from now on."""
@@ -133,7 +131,8 @@ class WorkerLink:
                 self._on_change()
                 sender = asyncio.create_task(self._send_queued(call))
                 try:
-                    await self._receive(call)
+                    while isinstance(response := await call.read(), worker_pb2.ConnectResponse):
+                        self._dispatch(response)
                 finally:
                     sender.cancel()
             finally:
@@ -150,13 +149,6 @@ class WorkerLink:
         if answer.hello.incarnation != self._info.incarnation:
             raise Unavailable(f"another incarnation answers for {self._info.worker_id}", Reason.WORKER_LOST)
 
-    async def _receive(self, call: _Call) -> None:
-        while True:
-            response = await call.read()
-            if not isinstance(response, worker_pb2.ConnectResponse):
-                return
-            self._dispatch(response)
-
     async def _send_queued(self, call: _Call) -> None:
         try:
             while True:
@@ -165,7 +157,7 @@ class WorkerLink:
                     await call.write(self._outgoing.popleft())
                 self._has_outgoing.clear()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the stream is gone; `_receive` learns of it and ends the connection
+            return  # the stream is gone; who reads from it learns the same and ends the connection
 
     def _dispatch(self, response: worker_pb2.ConnectResponse) -> None:
         kind = response.WhichOneof("message")
@@ -208,11 +200,12 @@ class WorkerLink:
         self._listeners[handle] = listener
         return handle
 
-    def _send(self, handle: Handle, request: worker_pb2.ConnectRequest) -> None:
+    def _ask(self, handle: Handle, request: worker_pb2.ConnectRequest) -> Handle:
         if self.connected:
             self._enqueue(request)
         else:
             self._fail(handle, self._lost())
+        return handle
 
     def _enqueue(self, request: worker_pb2.ConnectRequest) -> None:
         self._outgoing.append(request)

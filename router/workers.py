@@ -20,7 +20,7 @@ from random import Random
 from typing import TypeAlias
 from weakref import WeakSet
 
-from router.placement import Demand, Obstacle, Placement, WorkerView, common_sequence, longest_sequence, place
+from router.placement import Demand, Obstacle, Placement, WorkerView, place
 from router.placement import readiness as readiness_of
 from router.worker_link import WorkerLink
 from tandem.clock import Clock
@@ -205,15 +205,6 @@ class Workers:
     def readiness(self) -> str | None:
         """None if a request could be served now, else what is missing."""
         return readiness_of(self.views())
-
-    def sequence_bounds(self, num_prompt_tokens: int, num_choices: int) -> tuple[int | None, int | None]:
-        """Tokens of the longest choice that any pair holds, and that all pairs hold which take such a prompt now.
-
-        See `placement.longest_sequence` and `placement.common_sequence`.
-        """
-        views = self.views()
-        longest = longest_sequence(views, num_prompt_tokens, num_choices)
-        return longest, common_sequence(views, num_prompt_tokens, num_choices)
 
     async def place(self, demand: Demand, wait_s: float) -> Placement:
         """A pair for `demand`, counted as its workers' load; waits at most `wait_s` for one. Raises Unavailable."""

@@ -1,4 +1,4 @@
-"""Methods of a foreign service that Tandem does not have: answered UNIMPLEMENTED with the reason.
+"""A foreign service, and its methods that Tandem does not have: answered UNIMPLEMENTED with the reason.
 
 They are not in our protos, so reflection does not list what is not offered. gRPC alone would say
 no more than "Method not found".
@@ -6,19 +6,25 @@ no more than "Method not found".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from tandem.errors import UnsupportedOption
+from tandem.rpc.server import Service
 
 
-def refuse_methods(server: grpc.aio.Server, service_name: str, reasons: Mapping[str, str]) -> None:
-    """Answers each method in `reasons` with its reason. Streams of responses too: an error needs none."""
-    handlers = {method: _refusal(method, reason) for method, reason in reasons.items()}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, handlers),))
+def partial_service(name: str, add_offered: Callable[[grpc.aio.Server], None], refused: Mapping[str, str]) -> Service:
+    """`refused`: reason by method. Streams of responses may be among them: an error needs none."""
+
+    def register(server: grpc.aio.Server) -> None:
+        add_offered(server)
+        handlers = {method: _refusal(method, reason) for method, reason in refused.items()}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+
+    return Service(name, register)
 
 
 def _refusal(method: str, reason: str) -> grpc.RpcMethodHandler[Any, Any]:

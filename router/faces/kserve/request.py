@@ -38,7 +38,6 @@ _RETURNS = {
 _NOT_BUILT = frozenset({"return_logprobs", "return_cumulative_logprob"})
 _SEQUENCES = frozenset({"sequence_id", "sequence_start", "sequence_end"})
 _NOT_SERVED = frozenset({"image", "embedding_request"})
-_MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +45,13 @@ class InferRequest:
     """One request, read."""
 
     id: str
-    texts: tuple[str, ...]
     shape: tuple[int, ...]
     """Of the texts, and of every output."""
     completions: tuple[CompletionRequest, ...]
     """One per text."""
+    echoes: tuple[str, ...]
+    """What the answer to each text begins with: the text itself, or nothing."""
     stream: bool
-    echo: bool
-    """Whether the text of the answer begins with the prompt."""
     outputs: tuple[str, ...]
     timeout_s: float | None
     empty_final_response: bool
@@ -68,31 +66,25 @@ def check_version(version: str) -> None:
 def read_request(request: pb.ModelInferRequest) -> InferRequest:
     """Raises InvalidRequest, UnsupportedOption, ModelNotFound; each names the input or parameter."""
     check_version(request.model_version)
-    for field, entries in (
-        ("inputs", request.inputs),
-        ("outputs", request.outputs),
-        ("parameters", request.parameters),
-    ):
-        if len(entries) > _MAX_ENTRIES:
-            raise InvalidRequest(field, f"{len(entries)} entries exceed the limit of {_MAX_ENTRIES}")
+    for field in ("inputs", "outputs", "parameters"):
+        num_entries = len(getattr(request, field))
+        if num_entries > _MAX_ENTRIES:
+            raise InvalidRequest(field, f"{num_entries} entries exceed the limit of {_MAX_ENTRIES}")
     tensors = read_tensors(request)
     texts, shape = _texts(tensors.pop(_TEXT, None))
     settings = _settings(tensors, request.parameters)
-    stream = boolean("stream", settings.pop("stream", False))
-    echo = not boolean("exclude_input_in_output", settings.pop("exclude_input_in_output", True))
+    stream = _flag(settings, "stream", default=False)
+    echo = not _flag(settings, "exclude_input_in_output", default=True)
     if echo and stream:
         raise InvalidRequest("exclude_input_in_output", "must be true on a stream")
     return InferRequest(
         id=request.id,
-        texts=texts,
         shape=shape,
         outputs=_outputs(request, settings),
         stream=stream,
-        echo=echo,
+        echoes=texts if echo else ("",) * len(texts),
         timeout_s=_timeout_s(settings.pop("timeout", None)),
-        empty_final_response=boolean(
-            "triton_enable_empty_final_response", settings.pop("triton_enable_empty_final_response", False)
-        ),
+        empty_final_response=_flag(settings, "triton_enable_empty_final_response", default=False),
         completions=_completions(request, texts, settings),
     )
 
@@ -168,12 +160,16 @@ def _outputs(request: pb.ModelInferRequest, settings: dict[str, Any]) -> tuple[s
     return tuple(wanted)
 
 
+def _flag(settings: dict[str, Any], name: str, *, default: bool) -> bool:
+    return boolean(name, settings.pop(name, default))
+
+
 def _timeout_s(value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_MICROSECONDS:
         raise InvalidRequest("parameters.timeout", "must be a number of microseconds")
-    return value / _MICROSECONDS if value else None  # 0 = none, as in Triton
+    return value / 1e6 if value else None  # 0 = none, as in Triton
 
 
 def _completions(

@@ -8,15 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-
-import grpc.aio
+from functools import partial
 
 from router.entrance import Entrance
 from router.faces.kserve.model import VERSION, configuration, metadata
 from router.faces.kserve.request import InferRequest, check_version, read_request
 from router.faces.kserve.stream import Context, InferStream, caller_of
 from router.faces.kserve.texts import Texts, TextUpdate, response
-from router.faces.refused_methods import refuse_methods
+from router.faces.refused_methods import partial_service
 from router.request import Caller
 from router.status import RouterStatus
 from tandem import __version__
@@ -88,7 +87,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             if infer.stream:
                 raise InvalidRequest("stream", "ModelInfer gives one response; call ModelStreamInfer")
         caller = caller_of(context, infer)
-        tasks = [asyncio.create_task(self._whole(infer, index, caller)) for index in range(len(infer.texts))]
+        tasks = [asyncio.create_task(self._whole(infer, index, caller)) for index in range(len(infer.completions))]
         try:
             return response(self._model, infer, await asyncio.gather(*tasks))
         finally:
@@ -128,9 +127,6 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
 def kserve_service(servicer: KserveServicer) -> Service:
     """With what of the protocol is refused by name."""
-
-    def register(server: grpc.aio.Server) -> None:
-        kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
-        refuse_methods(server, SERVICE_NAME, _REFUSED)
-
-    return Service(SERVICE_NAME, register)
+    return partial_service(
+        SERVICE_NAME, partial(kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, servicer), _REFUSED
+    )

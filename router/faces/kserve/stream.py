@@ -128,7 +128,7 @@ class InferStream:
         try:
             with self._entrance.judging():
                 request = read_request(message)
-                if len(request.texts) != 1:
+                if len(request.completions) != 1:
                     raise InvalidRequest("inputs.text_input", "must hold one text on a stream; ModelInfer takes more")
                 return request
         except Exception as error:  # noqa: BLE001  (one request's bug must not end the others)

@@ -59,7 +59,6 @@ _KINDS: Mapping[str, _Kind] = {
 class Tensor:
     """One input. `values` in row-major order, as many as `shape` says."""
 
-    name: str
     datatype: str
     shape: tuple[int, ...]
     values: tuple[Value, ...]
@@ -88,7 +87,7 @@ def read_tensors(request: pb.ModelInferRequest) -> dict[str, Tensor]:
         if num_elements > MAX_ELEMENTS:
             raise InvalidRequest(field, f"with it the inputs hold more than {MAX_ELEMENTS} elements")
         values = _values(field, message, count, raws[index] if raws else None)
-        tensors[message.name] = Tensor(message.name, message.datatype, tuple(message.shape), values)
+        tensors[message.name] = Tensor(message.datatype, tuple(message.shape), values)
     return tensors
 
 

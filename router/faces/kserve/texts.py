@@ -10,8 +10,8 @@ from router.entrance import Entrance
 from router.faces.kserve.model import OUTPUTS, VERSION
 from router.faces.kserve.request import InferRequest
 from router.faces.kserve.tensors import pack_bytes, pack_uint32
+from router.metrics import Summary
 from router.request import Caller
-from router.timeline import Summary
 from tandem.clock import Clock
 from tandem.foreign import kserve_pb2 as pb
 from tandem.types import FinishReason
@@ -51,7 +51,6 @@ class Texts:
 
         Raises as `Entrance.run` does, and what ends a running request. Close it to cancel.
         """
-        prompt = request.texts[index] if request.echo else ""
         began_s = self._clock.now_s()
         summary: Summary | None = None
         try:
@@ -61,7 +60,10 @@ class Texts:
                     (output,) = outputs  # a text has one completion here
                     summary = output.summary
                     yield TextUpdate(
-                        prompt + output.text, running.num_prompt_tokens, len(output.token_ids), output.finish_reason
+                        request.echoes[index] + output.text,
+                        running.num_prompt_tokens,
+                        len(output.token_ids),
+                        output.finish_reason,
                     )
         finally:
             self._count(summary, self._clock.now_s() - began_s)

@@ -11,8 +11,8 @@ import grpc.aio
 
 from router.delivery import ChoiceOutput
 from router.entrance import Entrance
+from router.metrics import Summary
 from router.request import Caller, ChatPrompt, CompletionRequest, Prompt, TextPrompt, TokensPrompt
-from router.timeline import Summary
 from router.tokenization import Tokenization
 from tandem.checkpoint import CheckpointInfo
 from tandem.convert import finish_reason_to_proto, logprobs_to_proto

@@ -5,28 +5,39 @@ The protocol is described in protos/tandem/foreign/vllm_engine.proto.
 
 from __future__ import annotations
 
+import asyncio
+import json
+import time
 from collections.abc import Iterable
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import grpc.aio
 
 from router.entrance import Entrance, RunningRequest
-from router.faces.refused_methods import refuse_methods
+from router.faces.refused_methods import partial_service
 from router.faces.vllm.aborts import Aborts, RequestAborted
 from router.faces.vllm.answer import ABORTED, Answer
-from router.faces.vllm.info import ServerInfo
 from router.faces.vllm.request import check_rank, read_request
+from router.faces.vllm.tokenizer import archive, chunks
 from router.request import Caller
 from router.status import RouterStatus
+from tandem import __version__
 from tandem.checkpoint import CheckpointInfo
+from tandem.cluster_status import ClusterStatus
 from tandem.config import RouterConfig
 from tandem.foreign import smg_common_pb2, vllm_engine_pb2_grpc
 from tandem.foreign import vllm_engine_pb2 as pb
 from tandem.rpc.server import Service
 from tandem.telemetry.trace_context import trace_of_call
+from tandem.types import Role
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 """As its owners named it."""
+_SERVER_TYPE = "vllm-grpc"
+"""The protocol's kind: clients label servers by it."""
+_MAX_INT32 = 2**31 - 1
 Context = grpc.aio.ServicerContext[Any, Any]
 _REFUSED = {
     "Embed": "the model generates text and has no embeddings",
@@ -43,14 +54,21 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     def __init__(
         self, checkpoint: CheckpointInfo, config: RouterConfig, entrance: Entrance, status: RouterStatus
     ) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
         self._entrance = entrance
         self._status = status
-        self._info = ServerInfo(checkpoint, config.limits, config.max_active_requests, status)
         self._aborts = Aborts()
+        self._last_request_s = 0.0
+        self._model_config: dict[str, Any] = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
+        """With what `CheckpointInfo` leaves out because Tandem itself does not need it."""
+        self._tokenizer = b""
+        """As an archive, made when it is first asked for."""
+        self._archiving = asyncio.Lock()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Chunks if asked for, then each choice whole. A slow reader only makes later chunks bigger."""
-        self._info.request_came()
+        self._last_request_s = time.time()
         with self._entrance.judging():
             completion = read_request(request)
         caller = Caller(context.time_remaining(), *trace_of_call(context.invocation_metadata()), context.peer())
@@ -73,22 +91,78 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return pb.AbortResponse()
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
-        """What is served."""
-        return self._info.model()
+        """What is served; where it lies on disk is not told."""
+        info = self._checkpoint
+        defaults = dict(info.generation_defaults)
+        return pb.GetModelInfoResponse(
+            model_path=info.name,
+            is_generation=True,
+            max_context_length=info.context_tokens,
+            vocab_size=info.vocab_size,
+            served_model_name=info.name,
+            tokenizer_path=info.name,
+            model_type=info.family,
+            architectures=[str(each) for each in self._model_config.get("architectures") or ()],
+            eos_token_ids=sorted(info.eos_token_ids),
+            pad_token_id=self._token_id("pad_token_id"),
+            bos_token_id=self._token_id("bos_token_id"),
+            max_req_input_len=min(info.context_tokens - 1, self._config.limits.max_prompt_tokens),
+            default_sampling_params_json=json.dumps(defaults) if defaults else "",
+        )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         """Who serves it."""
-        return self._info.server(draining=self._entrance.draining)
+        status = self._status.cluster()
+        blocks = [worker.load.pool.block_size for worker in status.workers if worker.info.role is Role.DECODE]
+        return pb.GetServerInfoResponse(
+            active_requests=status.active_requests,
+            is_paused=self._entrance.draining,
+            last_receive_timestamp=self._last_request_s,
+            uptime_seconds=status.uptime_s,
+            server_type=_SERVER_TYPE,
+            data_parallel_size=1,
+            block_size=max(blocks, default=0),
+            max_num_seqs=self._config.max_active_requests,
+        )
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
-        """How busy it is. Raises InvalidRequest for another rank than 0."""
+        """How busy router and decode workers are, as one rank. Raises InvalidRequest for another rank than 0."""
         check_rank("dp_rank", request.dp_rank)
-        return self._info.loads()
+        return pb.GetLoadsResponse(
+            timestamp=datetime.fromtimestamp(time.time(), UTC).isoformat(),
+            version=__version__,
+            dp_rank_count=1,
+            loads=[self._load(self._status.cluster())],
+        )
 
     async def GetTokenizer(self, request: smg_common_pb2.GetTokenizerRequest, context: Context) -> None:
         """The tokenizer's files."""
-        for chunk in await self._info.tokenizer():
+        async with self._archiving:
+            if not self._tokenizer:
+                self._tokenizer = await asyncio.to_thread(archive, self._checkpoint.path)
+        for chunk in chunks(self._tokenizer):
             await context.write(chunk)
+
+    def _load(self, status: ClusterStatus) -> pb.SchedulerLoad:
+        pools = [worker.load.pool for worker in status.workers if worker.info.role is Role.DECODE]
+        total = sum(pool.total * pool.block_size for pool in pools)
+        used = sum((pool.total - pool.free - pool.cached) * pool.block_size for pool in pools)
+        return pb.SchedulerLoad(
+            num_running_reqs=status.active_requests,
+            num_waiting_reqs=status.queued_requests,
+            num_total_reqs=status.active_requests + status.queued_requests,
+            num_used_tokens=min(used, _MAX_INT32),
+            max_total_num_tokens=min(total, _MAX_INT32),
+            token_usage=used / total if total else 0.0,
+            gen_throughput=status.recent.tokens_per_s,
+            utilization=used / total if total else 0.0,
+            max_running_requests=self._config.max_active_requests,
+            num_waiting_uncached_tokens=min(status.queued_tokens, _MAX_INT32),
+        )
+
+    def _token_id(self, key: str) -> int:
+        value = self._model_config.get(key)
+        return value if isinstance(value, int) and 0 <= value <= _MAX_INT32 else 0
 
 
 async def _read(
@@ -113,9 +187,6 @@ async def _read(
 
 def vllm_service(servicer: VllmServicer) -> Service:
     """With what of the protocol is refused by name."""
-
-    def register(server: grpc.aio.Server) -> None:
-        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)
-        refuse_methods(server, SERVICE_NAME, _REFUSED)
-
-    return Service(SERVICE_NAME, register)
+    return partial_service(
+        SERVICE_NAME, partial(vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, servicer), _REFUSED
+    )

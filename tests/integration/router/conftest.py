@@ -85,7 +85,7 @@ class FakeCluster:
     async def add(self, role: Role, name: str, **info: Any) -> Any:
         """Starts a worker and returns once the router can use it."""
         worker = await self.add_unchecked(role, name, **info)
-        await until(lambda: any(v.obstacle is None for v in self.router.registry.views() if v.info == worker.info))
+        await until(lambda: any(v.obstacle is None for v in self.router.workers.views() if v.info == worker.info))
         return worker
 
     async def add_unchecked(self, role: Role, name: str, **info: Any) -> Any:
@@ -202,7 +202,7 @@ async def launch(byte_checkpoint: Path, fake_worker: Any, token_at: Any) -> Asyn
                 **{"model": str(byte_checkpoint), "listen": "127.0.0.1:0", "drain_grace_s": 0.0} | options
             )
             observer = RecordingRouter()
-            router = Router.build(config, policy=policy, stall_s=stall_s, rng=Random(1), observer=observer)
+            router = Router(config, policy=policy, stall_s=stall_s, rng=Random(1), observer=observer)
             cluster = FakeCluster(router, config.model, stack, Fakes(fake_worker, token_at), observer)
             await cluster.start()
             stack.push_async_callback(cluster.end)

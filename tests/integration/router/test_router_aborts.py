@@ -9,10 +9,8 @@ import pytest
 
 from router.admission import Admission
 from router.entrance import Entrance
-from router.faces.vllm.info import ServerInfo
 from router.faces.vllm.servicer import VllmServicer
-from router.faces.vllm.tokenizer import TokenizerArchive
-from router.generation import RetryPolicy
+from router.generation import RetryPolicy, Rooms
 from tandem.checkpoint import read_checkpoint
 from tandem.clock import MonotonicClock
 from tandem.foreign import vllm_engine_pb2 as vllm
@@ -73,11 +71,9 @@ def engine(cluster: Any, tokenizing: Any) -> VllmServicer:
     checkpoint, config = read_checkpoint(router.config.model), router.config
     clock = MonotonicClock()
     admission = Admission(router.queue, clock)
-    entrance = Entrance(
-        checkpoint, tokenizing, config.limits, router.workers, admission, clock, RetryPolicy(), RecordingRouter()
-    )
-    info = ServerInfo(checkpoint, config.limits, router.view, config.max_active_requests)
-    return VllmServicer(entrance, router.health, info, TokenizerArchive(checkpoint.path))
+    rooms = Rooms(router.workers, admission, clock, RetryPolicy(), RecordingRouter())
+    entrance = Entrance(checkpoint, tokenizing, config.limits, rooms)
+    return VllmServicer(checkpoint, config, entrance, router.status)
 
 
 def generate(engine: VllmServicer, call: Any, request_id: str = "a") -> asyncio.Task[None]:

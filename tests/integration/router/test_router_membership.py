@@ -49,7 +49,7 @@ async def test_a_silent_worker_is_forgotten_after_its_lease_and_comes_back(launc
     await decode.fall_silent()
     silent = cluster.register(decode.info)
     await silent.read()
-    await cluster.until(lambda: len(cluster.router.registry.views()) == 1)
+    await cluster.until(lambda: len(cluster.router.workers.views()) == 1)
     decode.announce(cluster.address)
     await cluster.until(lambda: cluster.router.workers.readiness() is None)
     assert await cluster.read_tokens(cluster.generate(*PROMPT)) == cluster.completion(PROMPT, 8)
@@ -62,7 +62,7 @@ async def test_a_new_life_replaces_the_old_at_once_and_the_old_cannot_return(clu
     new = dataclasses.replace(old, incarnation=new_incarnation())
     call = cluster.register(new)
     await call.read()
-    assert [view.info for view in cluster.router.registry.views() if view.info.role is Role.DECODE] == [new]
+    assert [view.info for view in cluster.router.workers.views() if view.info.role is Role.DECODE] == [new]
     back = cluster.register(old)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await back.read()
@@ -104,7 +104,7 @@ async def test_an_engine_that_stands_still_with_work_is_not_used_and_its_request
     assert len(other.specs) == 1
     assert stuck.idle
     stuck.load = dataclasses.replace(stuck.load, engine_steps=8)
-    await cluster.until(lambda: all(view.obstacle is None for view in cluster.router.registry.views()))
+    await cluster.until(lambda: all(view.obstacle is None for view in cluster.router.workers.views()))
 
 
 async def test_a_draining_router_finishes_what_runs_and_refuses_the_rest(launch: Any) -> None:

@@ -91,7 +91,7 @@ async def test_a_refused_request_is_told_by_reason_and_by_status(cluster: Any) -
 async def test_workers_are_counted_by_role_and_state(cluster: Any) -> None:
     await cluster.add_pair("0")
     await cluster.add(Role.DECODE, "d1")
-    cluster.router.registry.order_drain("d1")
+    cluster.router.workers.order_drain("d1")
     assert value(cluster, "tandem_router_workers", worker_role="decode", state="ready") == 1
     assert value(cluster, "tandem_router_workers", worker_role="decode", state="draining") == 1
     assert value(cluster, "tandem_router_workers", worker_role="prefill", state="ready") == 1

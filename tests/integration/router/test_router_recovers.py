@@ -180,7 +180,7 @@ async def test_a_refusal_does_not_tell_against_the_partner(cluster: Any) -> None
 async def _burden(cluster: Any, worker: Any, **load: Any) -> None:
     """Returns once the router knows of the worker's new load."""
     worker.load = replace(worker.load, **load)
-    await cluster.until(lambda: any(view.load == worker.load for view in cluster.router.registry.views()))
+    await cluster.until(lambda: any(view.load == worker.load for view in cluster.router.workers.views()))
 
 
 async def test_a_stream_that_gets_on_outlives_any_number_of_workers(launch: Any, policy: Any) -> None:

@@ -158,7 +158,7 @@ async def test_a_worker_of_another_model_is_refused_by_field(cluster: Any, field
     error = error_from_rpc(caught.value)
     assert isinstance(error, HandshakeMismatch)
     assert error.field == field
-    assert not cluster.router.registry.views()
+    assert not cluster.router.workers.views()
 
 
 @pytest.mark.parametrize("field", ["worker_id", "incarnation", "address", "layout_fingerprint"])

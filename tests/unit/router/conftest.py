@@ -2,15 +2,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from router.placement import Obstacle, WorkerView
+from router.workers import Workers
+from tests.manual_clock import ManualClock
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 from tests.manual_clock import ManualClock
 
+LEASE_S, STALL_S = 5.0, 30.0
 LOAD = WorkerLoad(0, 0, 0, 0, PoolCounts(64, 64, 0, 0, 0, 0, 16, 0), 0, draining=False)
 
 
@@ -64,6 +68,35 @@ def view(info: Callable[..., WorkerInfo]) -> Callable[..., WorkerView]:
         return WorkerView(info(role, name, **changes), load, obstacle)
 
     return make
+
+
+class FakeLink:
+    """A stream to a worker that stands when the test says so."""
+
+    def __init__(self, info: WorkerInfo, events: list[tuple[str, str]]) -> None:
+        self.connected = False
+        self._info = info
+        self._events = events
+        events.append(("added", info.incarnation))
+
+    def close(self) -> None:
+        self._events.append(("lost", self._info.incarnation))
+
+
+@pytest.fixture
+def events() -> list[tuple[str, str]]:
+    """Links that were opened ("added") and closed ("lost"), each with the incarnation."""
+    return []
+
+
+@pytest.fixture
+def workers(clock: ManualClock, events: list[tuple[str, str]]) -> Workers:
+    """A router's workers, without streams to them."""
+
+    def open_link(info: WorkerInfo, _: Callable[[], None]) -> Any:
+        return FakeLink(info, events)
+
+    return Workers("tiny", "config", clock, LEASE_S, STALL_S, open_link, Random(1))
 
 
 @pytest.fixture(scope="session")

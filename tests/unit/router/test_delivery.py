@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from router.delivery import ChoiceOutput, ChoiceStream, Delivery
-from router.detokenization import Detokenizer
-from router.timeline import Summary
+from router.metrics import Summary
+from router.text import Detokenizer
 from tandem.errors import Unavailable
 from tandem.telemetry.observers import RequestObserver, RequestStart
 from tandem.types import ChoiceSpec, FinishReason, RequestId, TextParams, TokenDelta, TokenId, TokenLogprobs

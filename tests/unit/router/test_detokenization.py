@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from router.detokenization import MAX_PENDING_TOKENS, Detokenizer
+from router.text import MAX_PENDING_TOKENS, Detokenizer
 from tandem.types import TokenId
 
 EOS = TokenId(256)

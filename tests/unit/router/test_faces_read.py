@@ -11,8 +11,8 @@ from router.delivery import ChoiceOutput
 from router.faces.tandem.inference import _read_request as read_tandem
 from router.faces.tandem.inference import _response
 from router.faces.vllm.request import read_request as read_vllm
+from router.metrics import Summary
 from router.request import ChatPrompt, CompletionRequest, TextPrompt, TokensPrompt
-from router.timeline import Summary
 from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.foreign import vllm_engine_pb2 as vllm
 from tandem.sampling import SamplingRequest

@@ -8,8 +8,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.placement import Demand, Obstacle, WorkerView, common_sequence, longest_sequence, place, readiness
-from tandem.errors import Unavailable
+from router.placement import (
+    Demand,
+    Obstacle,
+    WorkerView,
+    check_pools,
+    common_sequence,
+    longest_sequence,
+    place,
+    readiness,
+)
+from tandem.errors import InvalidRequest, Unavailable
 from tandem.types import ChoiceSpec, GroupSpec, Incarnation, RequestId, Role, SamplingParams, TokenId
 
 DEMAND = Demand(num_tokens=10, max_total_tokens=20)
@@ -179,3 +188,16 @@ def test_the_longest_choice_is_the_longest_whose_group_fits_the_pool(
     if longest > num_prompt_tokens:
         assert fits(longest)
     assert not fits(max(longest, num_prompt_tokens) + 1)
+
+
+def test_choices_that_fit_no_pool_together_are_refused_as_too_many(view: Any, load: Any) -> None:
+    workers = [view(D, "d", load(), pool_tokens=256, local_prefill_tokens=None)]
+
+    def check(num_choices: int) -> None:
+        choices = tuple(map(ChoiceSpec, range(num_choices)))
+        check_pools(GroupSpec(RequestId("r"), (TokenId(1),) * 16, SamplingParams(max_tokens=100), choices), workers)
+
+    check(2)
+    with pytest.raises(InvalidRequest, match="1808 token slots, the largest KV pool has 256") as refused:
+        check(16)
+    assert refused.value.field == "sampling.n"

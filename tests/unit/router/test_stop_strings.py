@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.stop_strings import StopStrings
+from router.text import StopStrings
 
 LETTERS = st.text(alphabet="abc", max_size=24)
 STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=0, max_size=4).map(tuple)
@@ -24,10 +24,10 @@ def run(pieces: list[str], stops: tuple[str, ...], *, include_stop: bool) -> tup
     matcher = StopStrings(stops, include_stop=include_stop)
     shown = ""
     for piece in pieces:
-        scan = matcher.feed(piece)
-        shown += scan.text
-        if scan.matched is not None:
-            return shown, scan.matched
+        text, matched = matcher.feed(piece)
+        shown += text
+        if matched is not None:
+            return shown, matched
     return shown + matcher.finish(), None
 
 
@@ -46,7 +46,7 @@ def test_no_more_is_held_back_than_the_longest_tail_that_may_become_a_stop(text:
     if naive(text, stops, include_stop=False)[1] is not None:
         return
     matcher = StopStrings(stops)
-    shown = "".join(matcher.feed(char).text for char in text)
+    shown = "".join(matcher.feed(char)[0] for char in text)
     tails = (text[cut:] for cut in range(len(text) + 1))
     longest = next(tail for tail in tails if any(stop.startswith(tail) for stop in stops) or not tail)
     assert shown + longest == text

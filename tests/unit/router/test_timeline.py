@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from router.timeline import Summary, Timeline
+from router.metrics import Summary, Timeline
 from tests.manual_clock import ManualClock
 
 

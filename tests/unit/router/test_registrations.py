@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from router.registry import Registry
-from router.registry_servicer import RegistryServicer
+from router.faces.tandem.cluster import RegistryServicer
+from router.workers import Workers
 from tandem.convert import info_to_proto
 from tandem.errors import InvalidRequest
 from tandem.security.credentials import Outgoing
@@ -26,27 +26,25 @@ class GoneWorker:
         raise asyncio.CancelledError
 
 
-async def test_a_worker_that_leaves_before_it_has_its_lease_leaves_nothing(clock: ManualClock, info: Any) -> None:
-    registry = Registry("tiny", "config", clock, lease_s=5.0, stall_s=30.0)
-    servicer = RegistryServicer(registry)
+async def test_a_worker_that_leaves_before_it_has_its_lease_leaves_nothing(workers: Workers, info: Any) -> None:
+    servicer = RegistryServicer(workers, Outgoing())
 
     with pytest.raises(asyncio.CancelledError):
         await servicer.Register(introduction(info(Role.DECODE, "d")), GoneWorker())  # type: ignore[arg-type]
-    assert registry.views() == []
+    assert workers.views() == []
 
 
 async def test_a_worker_to_whom_the_routers_token_would_go_in_clear_is_refused(
-    clock: ManualClock, info: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    workers: Workers, info: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    registry = Registry("tiny", "config", clock, lease_s=5.0, stall_s=30.0)
-    servicer = RegistryServicer(registry, Outgoing(None, Tokens(Pki(tmp_path).tokens())))
+    servicer = RegistryServicer(workers, Outgoing(None, Tokens(Pki(tmp_path).tokens())))
     elsewhere = info(Role.DECODE, "d", address="192.0.2.1:1")
 
     with pytest.raises(InvalidRequest, match="in clear") as refused:
         await servicer.Register(introduction(elsewhere), GoneWorker())  # type: ignore[arg-type]
     assert refused.value.field == "info.address"
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert registry.views() == []
+    assert workers.views() == []
 
 
 async def introduction(worker: WorkerInfo) -> AsyncIterator[registry_pb2.RegisterRequest]:

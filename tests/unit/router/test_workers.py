@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router.placement import Demand, Obstacle
+from router.workers import Workers
+from tests.manual_clock import ManualClock
+from tandem.errors import HandshakeMismatch, InvalidRequest, Unavailable
+from tandem.types import Incarnation, Role, WorkerId, WorkerInfo
+
+LEASE_S, STALL_S = 5.0, 30.0
+"""As the `workers` fixture has them."""
+
+
+def connect(workers: Workers, worker: WorkerInfo) -> None:
+    """As its link does."""
+    link = workers.link(worker)
+    assert link is not None
+    link.connected = True
+
+
+def pass_time(workers: Workers, clock: ManualClock, seconds: float) -> None:
+    """As it passes for a router that does not stand still."""
+    for _ in range(round(seconds / workers.tick_s)):
+        clock.advance_s(workers.tick_s)
+        workers.tick()
+
+
+def test_a_worker_is_usable_once_it_is_connected_and_has_sent_a_heartbeat(
+    workers: Workers, info: Any, load: Any
+) -> None:
+    worker = info(Role.DECODE, "d")
+
+    def obstacle() -> str | None:
+        return workers.views()[0].obstacle
+
+    workers.register(worker)
+    assert obstacle() == "is not connected"
+    connect(workers, worker)
+    assert obstacle() == "has sent no heartbeat"
+    workers.heartbeat(worker, load())
+    assert obstacle() is None
+    workers.heartbeat(worker, load(draining=True))
+    assert obstacle() == "is draining"
+
+
+def test_a_lease_ends_by_silence_and_begins_anew_with_a_heartbeat(
+    workers: Workers, events: list[tuple[str, str]], clock: ManualClock, info: Any, load: Any
+) -> None:
+    worker = info(Role.DECODE, "d")
+    workers.heartbeat(worker, load())
+    pass_time(workers, clock, LEASE_S)
+    assert len(workers.views()) == 1
+    clock.advance_s(0.001)
+    workers.tick()
+    assert workers.views() == []
+    workers.heartbeat(worker, load())
+    assert [name for name, _ in events] == ["added", "lost", "added"]
+
+
+def test_time_in_which_the_router_stood_still_is_nobodys_silence(
+    workers: Workers, events: list[tuple[str, str]], clock: ManualClock, info: Any, load: Any
+) -> None:
+    workers.heartbeat(info(Role.DECODE, "d"), load(running_seqs=1))
+    pass_time(workers, clock, 1)
+    clock.advance_s(LEASE_S + STALL_S)
+    workers.heartbeat(info(Role.DECODE, "e"), load(running_seqs=1))
+    workers.tick()
+    pass_time(workers, clock, LEASE_S - 2)
+    assert [view.obstacle for view in workers.views()] == [Obstacle.NOT_CONNECTED] * 2
+    pass_time(workers, clock, 1)
+    assert [view.info.worker_id for view in workers.views()] == ["e"]
+    pass_time(workers, clock, 2)
+    assert not workers.views()
+
+
+def test_a_new_incarnation_replaces_the_old_at_once_and_for_good(
+    workers: Workers, events: list[tuple[str, str]], info: Any, load: Any
+) -> None:
+    old = info(Role.DECODE, "d")
+    new = replace(old, incarnation=Incarnation("d-life-2"))
+    workers.register(old)
+    workers.register(new)
+    assert events == [("added", "d-life-1"), ("lost", "d-life-1"), ("added", "d-life-2")]
+    with pytest.raises(Unavailable, match="newer incarnation"):
+        workers.heartbeat(old, load())
+    workers.deregister(old)
+    assert [view.info for view in workers.views()] == [new]
+
+
+@pytest.mark.parametrize("field", ["model", "config_fingerprint"])
+def test_another_model_is_refused_by_field(
+    workers: Workers, events: list[tuple[str, str]], info: Any, field: str
+) -> None:
+    with pytest.raises(HandshakeMismatch, match=field):
+        workers.register(info(Role.DECODE, "d", **{field: "other"}))
+    assert not events
+
+
+def test_a_worker_that_holds_no_sequence_is_refused(workers: Workers, info: Any) -> None:
+    with pytest.raises(InvalidRequest, match="max_sequence_tokens"):
+        workers.register(info(Role.DECODE, "d", max_sequence_tokens=0))
+
+
+def test_an_engine_without_steps_is_stalled_only_if_it_has_work(
+    workers: Workers, events: list[tuple[str, str]], clock: ManualClock, info: Any, load: Any
+) -> None:
+    worker = info(Role.DECODE, "d")
+
+    def beat_for(seconds: float, **changes: Any) -> None:
+        for _ in range(int(seconds)):
+            pass_time(workers, clock, 1)
+            workers.heartbeat(worker, load(**changes))
+
+    workers.register(worker)
+    connect(workers, worker)
+    beat_for(100, running_seqs=0)
+    beat_for(STALL_S, running_seqs=1)
+    assert [name for name, _ in events] == ["added"]
+    beat_for(2, running_seqs=1)
+    assert workers.views()[0].obstacle == "is stalled"
+    beat_for(1, running_seqs=1, engine_steps=1)
+    assert [name for name, _ in events] == ["added", "lost", "added"]
+
+
+def test_losing_a_stalled_worker_is_told_once(
+    workers: Workers, events: list[tuple[str, str]], clock: ManualClock, info: Any, load: Any
+) -> None:
+    worker = info(Role.DECODE, "d")
+    for _ in range(20):
+        workers.heartbeat(worker, load(running_seqs=1))
+        clock.advance_s(2)
+    workers.deregister(worker)
+    workers.deregister(worker)
+    assert [name for name, _ in events] == ["added", "lost"]
+
+
+async def test_assigned_tokens_count_until_the_next_heartbeat(workers: Workers, info: Any, load: Any) -> None:
+    worker = info(Role.DECODE, "d", local_prefill_tokens=None)
+    workers.heartbeat(worker, load(queued_prompt_tokens=5))
+    connect(workers, worker)
+    await workers.place(Demand(num_tokens=100, max_total_tokens=101), wait_s=1.0)
+    assert workers.views()[0].queued_tokens == 105
+    workers.heartbeat(worker, load(queued_prompt_tokens=70))
+    assert workers.views()[0].queued_tokens == 70
+
+
+def test_an_order_to_drain_needs_a_known_worker(workers: Workers, info: Any) -> None:
+    with pytest.raises(InvalidRequest, match="worker_id"):
+        workers.order_drain(WorkerId("d"))
+    worker = info(Role.DECODE, "d")
+    workers.register(worker)
+    assert not workers.drain_ordered(worker)
+    assert workers.order_drain(WorkerId("d")) == worker
+    assert workers.drain_ordered(worker)
