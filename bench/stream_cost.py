@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import secrets
 import statistics
 import sys
 import time
@@ -17,8 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.step import SampledToken
-from tandem.incarnation import new_incarnation
-from tandem.types import Handle, TokenId
+from tandem.types import Handle, Incarnation, TokenId
 
 Step = Callable[[int], Sequence[Any]]
 """Takes the offset of the step's tokens, returns messages."""
@@ -26,7 +26,7 @@ Step = Callable[[int], Sequence[Any]]
 
 def token_step(num_handles: int) -> Step:
     """As `worker.request` and `worker.service` do."""
-    session = importlib.import_module("worker.router_session").RouterSession(new_incarnation())
+    session = importlib.import_module("worker.router_session").RouterSession(Incarnation(secrets.token_hex(16)))
     handles = _opened(session, num_handles)
     token = SampledToken(TokenId(5), None)
 
@@ -42,7 +42,7 @@ def token_step(num_handles: int) -> Step:
 def deltas_step(num_handles: int) -> Step:
     """As the step loop and the stream's writer did."""
     types: Any = importlib.import_module("tandem.types")
-    session = importlib.import_module("tandem.rpc.router_session").RouterSession(new_incarnation())
+    session = importlib.import_module("tandem.rpc.router_session").RouterSession(Incarnation(secrets.token_hex(16)))
     handles = _opened(session, num_handles)
     token = TokenId(5)
 

@@ -69,7 +69,7 @@ class Security:
         listens: Iterable[tuple[str, str | None]],
         calls: Iterable[tuple[str, str]] = (),
     ) -> Security:
-        """Reads every file; `listens` are (option, HOST:PORT or None) of its ports, `calls` those of processes it calls.
+        """Reads every file; `listens` are (option, HOST:PORT or None) of its ports, `calls` of processes it calls.
 
         Raises ConfigError: a bad file, options that do not go together, a port open to others unprotected, or a
         token that would cross a network in clear.

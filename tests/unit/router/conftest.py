@@ -10,7 +10,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from router.placement import Obstacle, WorkerView
 from router.workers import Workers
-from tests.manual_clock import ManualClock
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 from tests.manual_clock import ManualClock
 

@@ -15,7 +15,6 @@ from tandem.security.credentials import Outgoing
 from tandem.security.tokens import Tokens
 from tandem.types import Role, WorkerInfo
 from tandem.v1 import registry_pb2
-from tests.manual_clock import ManualClock
 from tests.pki import Pki
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from router.placement import Demand, Obstacle
 from router.workers import Workers
-from tests.manual_clock import ManualClock
 from tandem.errors import HandshakeMismatch, InvalidRequest, Unavailable
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo
+from tests.manual_clock import ManualClock
 
 LEASE_S, STALL_S = 5.0, 30.0
 """As the `workers` fixture has them."""
