@@ -67,7 +67,6 @@ def test_a_wrong_value_is_refused_by_name(
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"n": 2}, "n"),
         ({"beam_width": 4}, "beam_width"),
         ({"length_penalty": 0.5}, "length_penalty"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
