@@ -14,8 +14,7 @@ from opentelemetry.trace import Tracer
 from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
 from engine.graphs import MAX_CAPTURED_SEQS
-from engine.loading import Engine, EngineOptions
-from kvtransfer.base import Receiver
+from engine.loading import EngineOptions
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.ticket import MAX_BLOCKS
 from kvtransfer.timing import Timing
@@ -46,7 +45,18 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
             max_sequence_tokens=min(engine.max_sequence_tokens, MAX_BLOCKS * engine.layout.block_size),
             pool_tokens=engine.pool.num_blocks * engine.layout.block_size,
         )
-        receiver = _new_receiver(config, base, engine)
+        receiver = KvReceiver(
+            base.pool_memory(engine),
+            base.fingerprints(engine),
+            base.clock,
+            base.transports,
+            listen_host=_host_of(config.listen),
+            listen_port=config.kv_port,
+            # Senders reach the KV endpoint at the host where routers reach the worker.
+            advertise_host=_host_of(advertised_address(config.listen, config.advertise, 1)),
+            tls=base.security.incoming.tls,
+            timing=Timing(lease_s=config.lease_s),
+        )
         parts = WorkerParts(engine.thread, engine.pool, receiver, base.validator, base.clock, base.observer)
         limits = StepLimits(config.block_size, config.max_seqs, config.chunk_tokens)
         policy = WorkerPolicy(limits, info.max_sequence_tokens, overlap_steps=config.overlap_steps == "auto")
@@ -56,21 +66,6 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
             await base.serve(worker, info, stop)
         finally:
             await receiver.stop()
-
-
-def _new_receiver(config: DecodeConfig, base: Foundation, engine: Engine) -> Receiver:
-    return KvReceiver(
-        base.pool_memory(engine),
-        base.fingerprints(engine),
-        base.clock,
-        base.transports,
-        listen_host=_host_of(config.listen),
-        listen_port=config.kv_port,
-        # Senders reach the KV endpoint at the host where routers reach the worker.
-        advertise_host=_host_of(advertised_address(config.listen, config.advertise, 1)),
-        tls=base.security.incoming.tls,
-        timing=Timing(lease_s=config.lease_s),
-    )
 
 
 def _host_of(address: str) -> str:

@@ -46,15 +46,12 @@ class TransferOwner(Protocol):
 
     def received(self, request: Request, block_ids: tuple[BlockId, ...], first_tokens: Mapping[int, TokenId]) -> None:
         """Verified: LIVE blocks that hold the group's prefix, for the owner to release; one token per choice due."""
-        ...
 
     def transfer_failed(self, request: Request, error: TandemError) -> None:
         """Nothing of it may be used; its blocks are not the owner's to release."""
-        ...
 
     def blocks_freed(self) -> None:
         """Blocks of a failed transfer are free again."""
-        ...
 
 
 class IncomingTransfers:

@@ -9,15 +9,17 @@ Does not know routers, hand-offs, clocks or the engine.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from decode_worker.block_releases import BlockReleases
 from decode_worker.scheduler import StepLimits, StepPlan, plan_step
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
 from engine.step import BlockCopy, ScheduledSeq, Step
-from worker.request import Rank, Request
+from tandem.types import BlockId
+from worker.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,45 @@ class BatchedStep:
         return self.num_decodes == len(self.seqs)
 
 
+class BlockReleases:
+    """Gives blocks back to the pool, not before the engine is done with them.
+
+    A launched step reads and writes the blocks of its seqs until it has ended. Blocks given up meanwhile wait until
+    the newest step that was in flight then has ended; with none in flight they are free at once. Steps end in the
+    order of their launch.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._num_launched = 0
+        self._num_ended = 0
+        self._waiting: deque[tuple[int, SequenceOf[BlockId]]] = deque()
+        """Blocks, each with the number of the step that they wait for."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were launched and have not ended."""
+        return self._num_launched - self._num_ended
+
+    def release(self, tables: Iterable[SequenceOf[BlockId]]) -> None:
+        """Takes over the caller's hold on these blocks, one table per holder."""
+        self._waiting.extend((self._num_launched, table) for table in tables)
+        self._release_due()
+
+    def step_launched(self) -> None:
+        """One more step is in flight."""
+        self._num_launched += 1
+
+    def step_ended(self) -> None:
+        """The oldest step in flight touches nothing any more."""
+        self._num_ended += 1
+        self._release_due()
+
+    def _release_due(self) -> None:
+        while self._waiting and self._waiting[0][0] <= self._num_ended:
+            self._pool.release(self._waiting.popleft()[1])
+
+
 class RunningBatch:
     """Running and waiting requests, each list in rank order."""
 
@@ -46,7 +87,8 @@ class RunningBatch:
         self._requests: set[Request] = set()
         self._running: list[Request] = []
         self._waiting: list[Request] = []
-        self._num_preemptions = 0
+        self.num_preemptions = 0
+        """How often blocks were taken from a request."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -63,11 +105,6 @@ class RunningBatch:
     def num_waiting(self) -> int:
         """Sequences without a seat."""
         return sum(request.group.num_seats for request in self._waiting)
-
-    @property
-    def num_preemptions(self) -> int:
-        """How often blocks were taken from a request."""
-        return self._num_preemptions
 
     @property
     def num_missing_blocks(self) -> int:
@@ -87,7 +124,7 @@ class RunningBatch:
     def join(self, request: Request) -> None:
         """It waits for its first step here; it brings its blocks, if it has any."""
         self._requests.add(request)
-        bisect.insort(self._waiting, request, key=_rank)
+        bisect.insort(self._waiting, request, key=lambda each: each.rank)
 
     def leave(self, request: Request) -> None:
         """Takes it out and releases its blocks. A no-op if it is not here."""
@@ -117,11 +154,11 @@ class RunningBatch:
             return None
         return self._carry_out(plan, {seq: draw for draw, (_, seq) in enumerate(running.seqs)})
 
-    def _carry_out(self, plan: StepPlan[Request], draws: Mapping[Sequence, int]) -> BatchedStep | None:
+    def _carry_out(self, plan: StepPlan, draws: Mapping[Sequence, int]) -> BatchedStep | None:
         """`draws`: who draws in the step in flight, and the number of the draw."""
         for request in plan.admitted:
             self._waiting.remove(request)
-            bisect.insort(self._running, request, key=_rank)
+            bisect.insort(self._running, request, key=lambda each: each.rank)
         for request in plan.preempted:
             self._preempt(request)
         if not plan.scheduled:
@@ -136,12 +173,12 @@ class RunningBatch:
         return BatchedStep(step, tuple((request, seq) for request, seq, _ in plan.scheduled), num_decodes)
 
     def _preempt(self, request: Request) -> None:
-        self._num_preemptions += 1
+        self.num_preemptions += 1
         request.observer.preempted()
         self.releases.release(request.group.take_blocks())
         if request in self._running:
             self._running.remove(request)
-            bisect.insort(self._waiting, request, key=_rank)
+            bisect.insort(self._waiting, request, key=lambda each: each.rank)
 
     def _schedule(self, seq: Sequence, num_tokens: int, feed: int | None) -> ScheduledSeq:
         num_blocks = seq.blocks_wanted(num_tokens, self._pool.block_size)
@@ -155,7 +192,3 @@ class RunningBatch:
 def _is_decode(request: Request, seq: Sequence) -> bool:
     """Whether its next step computes its newest token, and draws one."""
     return request.group.is_forked and seq.num_remaining_tokens == 1
-
-
-def _rank(request: Request) -> Rank:
-    return request.rank

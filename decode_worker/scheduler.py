@@ -25,31 +25,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
 from engine.block_pool import BlockPool
 from engine.chunking import plan_chunks
-from engine.group import Group
 from engine.sequence import Sequence
 from tandem.types import BlockId
-from worker.request import Rank
-
-
-class Schedulable(Protocol):
-    """What a plan reads of a request."""
-
-    @property
-    def rank(self) -> Rank:
-        """Smaller goes first; no two are equal."""
-        ...
-
-    @property
-    def group(self) -> Group:
-        """Its choices, and the blocks they hold."""
-        ...
-
-
-R = TypeVar("R", bound=Schedulable)
+from worker.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,57 +50,60 @@ class StepLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan(Generic[R]):
+class StepPlan:
     """Decisions of one step, to be carried out in the order of the fields."""
 
-    admitted: tuple[R, ...]
+    admitted: tuple[Request, ...]
     """Move from waiting to running."""
-    preempted: tuple[R, ...]
+    preempted: tuple[Request, ...]
     """Lose their blocks and go (back) to waiting."""
-    scheduled: tuple[tuple[R, Sequence, int], ...]
+    scheduled: tuple[tuple[Request, Sequence, int], ...]
     """Which sequence computes how many tokens, each at least one; one-token seqs first, each part in rank order."""
     lacks_blocks: bool
     """Whether a sequence got fewer tokens than its share because the pool was dry."""
 
 
-def plan_step(running: SequenceOf[R], waiting: SequenceOf[R], pool: BlockPool, limits: StepLimits) -> StepPlan[R]:
+def plan_step(
+    running: SequenceOf[Request], waiting: SequenceOf[Request], pool: BlockPool, limits: StepLimits
+) -> StepPlan:
     """Plans one step; `running` and `waiting` are in rank order.
 
-    Sequences that cannot take part in a step launched now (`can_step`) are left out.
+    Sequences that cannot take part in a step launched now are left out.
     """
     return _Planner(running, waiting, pool, limits).plan()
 
 
-def can_step(sequence: Sequence) -> bool:
+def _can_step(sequence: Sequence) -> bool:
     """Whether a step launched now could compute anything of use for it."""
-    if sequence.num_pending_tokens and (sequence.is_exhausted or not sequence.runs_ahead):
-        return False
-    return sequence.num_remaining_tokens > 0
+    is_blocked = sequence.num_pending_tokens and (sequence.is_exhausted or not sequence.runs_ahead)
+    return not is_blocked and sequence.num_remaining_tokens > 0
 
 
-class _Planner(Generic[R]):
+class _Planner:
     """Working state of one `plan_step`."""
 
-    def __init__(self, running: SequenceOf[R], waiting: SequenceOf[R], pool: BlockPool, limits: StepLimits) -> None:
+    def __init__(
+        self, running: SequenceOf[Request], waiting: SequenceOf[Request], pool: BlockPool, limits: StepLimits
+    ) -> None:
         self._running = list(running)
         self._waiting = list(waiting)
         self._pool = pool
         self._limits = limits
         self._free_blocks = pool.num_free
-        self._preempted: list[R] = []
-        self._victims: list[R] | None = None
+        self._preempted: list[Request] = []
+        self._victims: list[Request] | None = None
         self._copied: Counter[BlockId] = Counter()
         """How many holders of a shared block leave it for a copy of their own."""
         self._lacks_blocks = False
 
-    def plan(self) -> StepPlan[R]:
+    def plan(self) -> StepPlan:
         admitted = self._admit() if self._waiting else []
         decodes, chunks = self._allocate(self._share())
         return StepPlan(tuple(admitted), tuple(self._preempted), (*decodes, *chunks), self._lacks_blocks)
 
-    def _admit(self) -> list[R]:
+    def _admit(self) -> list[Request]:
         """Moves from waiting to running as far as seats and blocks go."""
-        admitted: list[R] = []
+        admitted: list[Request] = []
         num_seats = sum(request.group.num_seats for request in self._running)
         for request in sorted(self._waiting, key=lambda waiting: not waiting.group.holds_blocks):  # stable
             num_seats += request.group.num_seats
@@ -130,22 +114,22 @@ class _Planner(Generic[R]):
             self._waiting.remove(request)
             self._running.append(request)
             admitted.append(request)
-        self._running.sort(key=_rank)
+        self._running.sort(key=lambda each: each.rank)
         return admitted
 
-    def _has_room_for(self, request: R, num_seats: int) -> bool:
+    def _has_room_for(self, request: Request, num_seats: int) -> bool:
         """Whether all its tokens and the head-room fit beside what the running ones still lack."""
         spare = self._free_blocks - sum(other.group.num_missing_blocks(self._pool) for other in self._running)
         headroom = self._limits.headroom_blocks(num_seats) if self._running else 0
         return spare >= request.group.num_missing_blocks(self._pool) + headroom
 
-    def _share(self) -> list[tuple[R, Sequence, int, bool]]:
+    def _share(self) -> list[tuple[Request, Sequence, int, bool]]:
         """Tokens that each would compute if blocks were no matter, and whether it is a chunk; in rank order."""
         seqs = [
             (request, seq, seq.num_remaining_tokens)
             for request in self._running
             for seq in request.group.running
-            if can_step(seq)
+            if _can_step(seq)
         ]
         prompts = [num_tokens for *_, num_tokens in seqs if num_tokens > 1]
         chunks = iter(plan_chunks(prompts, self._limits.chunk_tokens, len(prompts)))
@@ -155,11 +139,11 @@ class _Planner(Generic[R]):
         ]
 
     def _allocate(
-        self, wanted: list[tuple[R, Sequence, int, bool]]
-    ) -> tuple[list[tuple[R, Sequence, int]], list[tuple[R, Sequence, int]]]:
+        self, wanted: list[tuple[Request, Sequence, int, bool]]
+    ) -> tuple[list[tuple[Request, Sequence, int]], list[tuple[Request, Sequence, int]]]:
         """Gives out blocks in rank order, preempting from the other end; returns decodes and chunks."""
-        decodes: list[tuple[R, Sequence, int]] = []
-        chunks: list[tuple[R, Sequence, int]] = []
+        decodes: list[tuple[Request, Sequence, int]] = []
+        chunks: list[tuple[Request, Sequence, int]] = []
         for request, seq, num_wanted, is_chunk in wanted:
             if num_wanted == 0:
                 continue  # the budget for chunks is used up
@@ -170,7 +154,7 @@ class _Planner(Generic[R]):
                 (chunks if is_chunk else decodes).append((request, seq, num_tokens))
         return decodes, chunks
 
-    def _grow(self, request: R, seq: Sequence, num_wanted: int) -> int:
+    def _grow(self, request: Request, seq: Sequence, num_wanted: int) -> int:
         """Takes blocks for up to `num_wanted` more tokens; returns for how many there is room."""
         size = self._pool.block_size
         source = self._shared_block(request, seq)
@@ -190,25 +174,21 @@ class _Planner(Generic[R]):
         num_slots = (len(seq.block_table) + num_taken - num_copies) * size
         return min(num_wanted, num_slots - seq.num_computed_tokens)
 
-    def _shared_block(self, request: R, seq: Sequence) -> BlockId | None:
+    def _shared_block(self, request: Request, seq: Sequence) -> BlockId | None:
         """The block that must be copied before `seq` writes there, if others will still hold it by then."""
         if not request.group.needs_copy(seq, self._pool):
             return None
         block = seq.block_table[seq.num_computed_tokens // self._pool.block_size]
         return block if self._pool.ref_count(block) - self._copied[block] > 1 else None
 
-    def _preempt_behind(self, request: R) -> bool:
+    def _preempt_behind(self, request: Request) -> bool:
         """Takes the blocks of the last-ranked holder, if that ranks behind `request`."""
         if self._victims is None:
             holders = [other for other in (*self._running, *self._waiting) if other.group.holds_blocks]
-            self._victims = sorted(holders, key=_rank)
+            self._victims = sorted(holders, key=lambda each: each.rank)
         if not self._victims or self._victims[-1].rank <= request.rank:
             return False
         victim = self._victims.pop()
         self._preempted.append(victim)
         self._free_blocks += victim.group.num_own_blocks(self._pool)
         return True
-
-
-def _rank(request: Schedulable) -> Rank:
-    return request.rank

@@ -5,12 +5,18 @@
              just before k's end: launch k + 1   just before its end: launch k + 2
 
 The engine computes in its own thread; while a step runs, the control loop is free. A second step is launched behind a
-decode step only, when that is about to end (`step_timing`), and only if waiting for its end would not bring a better
+decode step only, when that is about to end (`StepTiming`), and only if waiting for its end would not bring a better
 one (`RunningBatch.step_behind`); the tokens it starts from then go from step to step inside the engine. A sequence
 that turns out to have ended costs one discarded token. When no sequence can step, the loop sleeps until `wake`.
 
 A step that raises fails the requests in it and nobody else, each once; one whose logits are broken fails alone. A bug
 in the planning itself ends `run`, and with it the process.
+
+What a step brought is applied, unless its request is gone or its choice has ended:
+
+    prompt computed ─▶ prefill_done, first tokens of all choices ─▶ fork
+    decode          ─▶ one token of one choice
+    last token      ─▶ the choice's blocks are released; with the last choice, the request ends
 """
 
 from __future__ import annotations
@@ -22,18 +28,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from decode_worker.running_batch import BatchedStep, RunningBatch
-from decode_worker.step_outputs import StepOutputs
-from decode_worker.step_timing import StepTiming
+from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
-from engine.step import StepResult
+from engine.sequence import Sequence
+from engine.step import BrokenLogits, Sampled, StepResult
 from engine.thread_work import to_the_end
 from tandem.clock import Clock
 from tandem.errors import InternalError, TandemError
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import StepReport, WorkerObserver
 from worker.ports import StepEngine
+from worker.request import Request
 
 _log = get_logger(__name__)
+
+MIN_LEAD_S = 0.002
+_LEAD_IN_PLANS = 2.0
+"""How many times the usual planning time a step is launched ahead."""
+_WEIGHT_BELOW, _WEIGHT_ABOVE = 0.5, 0.1
+"""Of the newest measurement in a moving average, if it lies below or above."""
 
 
 @dataclass(slots=True)
@@ -46,25 +59,67 @@ class _InFlight:
     """When the engine began with it, as far as the loop can tell."""
 
 
+class StepTiming:
+    """When to launch a step behind the one in flight: shortly before that is expected to end.
+
+    Launched at once, it would leave out every request that arrives while the first one still computes. Launched too
+    late, the engine is idle for as long as planning takes. Steps of similar size take similar time, so moving averages
+    of the last ones tell; where times vary, the shorter ones count more.
+    """
+
+    def __init__(self) -> None:
+        self._step_s: dict[int, float] = {}
+        """By size class: steps of `[2**(c-1), 2**c)` seqs."""
+        self._planning_s = 0.0
+
+    def step_took(self, num_seqs: int, seconds: float) -> None:
+        """A decode step has ended."""
+        size = num_seqs.bit_length()
+        self._step_s[size] = _averaged(self._step_s.get(size, seconds), seconds)
+
+    def planning_took(self, seconds: float) -> None:
+        """A step was planned and launched."""
+        self._planning_s = _averaged(self._planning_s, seconds)
+
+    def launch_after_s(self, num_seqs: int) -> float | None:
+        """How long after the start of a decode step of `num_seqs` seqs the next one is to be launched.
+
+        None = no step of this size was seen yet. Not negative.
+        """
+        expected_s = self._step_s.get(num_seqs.bit_length())
+        lead_s = max(MIN_LEAD_S, _LEAD_IN_PLANS * self._planning_s)
+        return None if expected_s is None else max(0.0, expected_s - lead_s)
+
+
+def _averaged(average: float, newest: float) -> float:
+    weight = _WEIGHT_BELOW if newest < average else _WEIGHT_ABOVE
+    return average + weight * (newest - average)
+
+
 class StepLoop:
     """Runs until cancelled. All on the control loop."""
 
     def __init__(
         self,
         batch: RunningBatch,
+        pool: BlockPool,
         engine: StepEngine,
         clock: Clock,
-        outputs: StepOutputs,
+        on_ended: Callable[[Request, TandemError | None], None],
         on_step_ended: Callable[[], None],
         observer: WorkerObserver,
         *,
         overlap: bool,
     ) -> None:
-        """`overlap`: whether a second step may be in flight."""
+        """`on_ended`, called once per request that finished (None) or failed, must make it leave the batch.
+
+        `overlap`: whether a second step may be in flight.
+        """
         self._batch = batch
+        self._pool = pool
         self._engine = engine
         self._clock = clock
-        self._outputs = outputs
+        self._on_ended = on_ended
         self._on_step_ended = on_step_ended
         self._observer = observer
         self._overlap = overlap
@@ -138,15 +193,17 @@ class StepLoop:
         try:
             result = future.result()
         except EngineBroken as error:
-            self._outputs.fail(batched, error)
+            self._fail(batched, error)
             raise
         except Exception as error:  # noqa: BLE001 - the step's root: one bad batch must not stop the others
             _log.exception("a step failed", num_seqs=len(batched.seqs))
             known = error if isinstance(error, TandemError) else None
-            self._outputs.fail(batched, known or InternalError(f"a step broke: {type(error).__name__}"))
+            self._fail(batched, known or InternalError(f"a step broke: {type(error).__name__}"))
         else:
+            for (request, seq), drawn in zip(batched.seqs, result.outputs, strict=True):
+                if request in self._batch and not seq.is_finished:
+                    self._apply(request, seq, drawn)
             self._report(batched, result.seconds)
-            self._outputs.apply(batched, result)
         self._on_step_ended()
 
     def _ended(self) -> None:
@@ -154,6 +211,31 @@ class StepLoop:
         self._batch.releases.step_ended()
         if self._in_flight:
             self._in_flight[0].started_s = self._clock.now_s()
+
+    def _fail(self, batched: BatchedStep, error: TandemError) -> None:
+        for request, _ in batched.seqs:
+            if request in self._batch:
+                self._on_ended(request, error)
+
+    def _apply(self, request: Request, seq: Sequence, drawn: tuple[Sampled, ...]) -> None:
+        tokens = [sampled[0] for sampled in drawn if not isinstance(sampled, BrokenLogits)]
+        if len(tokens) < len(drawn):
+            self._on_ended(request, BrokenLogits().error(request.spec.request_id))
+            return
+        group = request.group
+        ends_prefix = not group.is_forked and (bool(drawn) or seq.num_remaining_tokens == 0)
+        if ends_prefix and request.owes_prefill_done:
+            request.owes_prefill_done = False
+            request.prompt_computed(self._clock.now_s())
+        if tokens:
+            for choice, token in zip(seq.drawers, tokens, strict=True):
+                request.take_token(choice, token)
+        if ends_prefix:
+            group.fork(self._pool)
+        if group.is_finished:
+            self._on_ended(request, None)
+        elif seq.is_finished:
+            self._batch.releases.release([seq.take_blocks()])
 
     def _report(self, batched: BatchedStep, seconds: float) -> None:
         if batched.is_decode:

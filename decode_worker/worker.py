@@ -23,7 +23,6 @@ from decode_worker.reservations import MAX_QUEUED, ReservationQueue, Room
 from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import StepLimits
 from decode_worker.step_loop import StepLoop
-from decode_worker.step_outputs import StepOutputs
 from engine.block_pool import BlockPool
 from kvtransfer.base import Receiver
 from tandem.clock import Clock, Deadline
@@ -35,7 +34,7 @@ from tandem.types import BlockId, GroupSpec, Handle, TokenId, WorkerLoad
 from tandem.validation import Validator
 from worker.ports import RouterPort, StepEngine
 from worker.request import Request
-from worker.ticker import Ticker
+from worker.ticker import ticking
 
 _log = get_logger(__name__)
 
@@ -80,9 +79,10 @@ class DecodeWorker:
         self._batch = RunningBatch(parts.pool, policy.limits)
         self._steps = StepLoop(
             self._batch,
+            parts.pool,
             parts.engine,
             parts.clock,
-            StepOutputs(self._batch, parts.pool, parts.clock, self._end),
+            self._end,
             self._admit,
             parts.observer,
             overlap=policy.overlap_steps,
@@ -138,12 +138,8 @@ class DecodeWorker:
 
     async def run(self) -> None:
         """Steps and ticks until cancelled. Anything it raises is our own bug and the end of the process."""
-        ticker = Ticker(TICK_S, self.tick)
-        ticker.start()
-        try:
+        with ticking(TICK_S, self.tick):
             await self._steps.run()
-        finally:
-            ticker.stop()
 
     def tick(self) -> None:
         """Lets time run out: deadlines, tickets, hand-offs. Whether or not new work arrives."""
@@ -225,7 +221,13 @@ class DecodeWorker:
         self._admission_pending = False
         while len(self._queue) and (request := self._queue.pop_admissible(self._room())) is not None:
             try:
-                self._admit_one(request)
+                if request.owes_prefill_done:
+                    self._batch.join(request)
+                    request.router.reserved(request.handle)
+                else:
+                    offer = self._transfers.offer(request)
+                    request.observer.reserved()
+                    request.router.reserved(request.handle, offer.ticket, offer.endpoint)
             except TandemError as error:
                 self._end(request, error)
         self._steps.wake()
@@ -237,15 +239,6 @@ class DecodeWorker:
             spare_blocks=self._parts.pool.num_free - self._batch.num_missing_blocks,
             num_seqs=self._transfers.num_seqs + self._batch.num_running + self._batch.num_waiting,
         )
-
-    def _admit_one(self, request: Request) -> None:
-        if request.owes_prefill_done:
-            self._batch.join(request)
-            request.router.reserved(request.handle)
-        else:
-            offer = self._transfers.offer(request)
-            request.observer.reserved()
-            request.router.reserved(request.handle, offer.ticket, offer.endpoint)
 
     # --- ends ---
 

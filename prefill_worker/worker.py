@@ -32,7 +32,7 @@ from tandem.types import GroupSpec, Handle, WorkerLoad
 from tandem.validation import Validator
 from worker.ports import RouterPort, StepEngine
 from worker.request import Request
-from worker.ticker import Ticker
+from worker.ticker import ticking
 
 _log = get_logger(__name__)
 
@@ -111,12 +111,8 @@ class PrefillWorker:
 
     async def run(self) -> None:
         """Steps and ticks until cancelled. Whatever it raises is our own bug and ends the process."""
-        ticker = Ticker(TICK_S, self.tick)
-        ticker.start()
-        try:
+        with ticking(TICK_S, self.tick):
             await self._steps.run()
-        finally:
-            ticker.stop()
 
     def tick(self) -> None:
         """Fails what has run out of time."""

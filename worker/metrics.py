@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 
 from tandem.clock import Clock
 from tandem.errors import TandemError, TransferError
@@ -86,27 +86,22 @@ class _Request(SequenceObserver):
             of.transfers.add(1, "withdrawn")
 
 
-def load_reader(role: Role, load: Callable[[], WorkerLoad]) -> Callable[[], Iterable[Reading]]:
-    """Reads a worker's load as metrics."""
-
-    def read() -> Iterable[Reading]:
-        now = load()
-        pool = now.pool
-        yield Reading(names.RUNNING_SEQS, now.running_seqs)
-        yield Reading(names.WAITING_SEQS, now.waiting_seqs)
-        yield Reading(names.DRAINING, now.draining)
-        yield Reading(names.ENGINE_STEPS, now.engine_steps)
-        yield Reading(names.TRANSFERS_LIVE, now.live_transfers)
-        yield Reading(names.POOL_USAGE, 1 - (pool.free + pool.cached) / pool.total)
-        yield Reading(names.POOL_UNUSED_SLOTS, pool.unused_slots)
-        yield Reading(names.POOL_INFO, 1, (str(pool.block_size), str(pool.total)))
-        yield Reading(names.POOL_BLOCK_TOKENS, pool.block_size)
-        for state in names.BLOCK_STATES:
-            yield Reading(names.POOL_BLOCKS, getattr(pool, state), (state,))
-        if role is Role.PREFILL:
-            yield Reading(names.PREFILL_QUEUED_TOKENS, now.queued_prompt_tokens)
-        else:
-            yield Reading(names.DECODE_QUEUED_TOKENS, now.queued_prompt_tokens)
-            yield Reading(names.PREEMPTIONS, now.preemptions)
-
-    return read
+def load_readings(role: Role, load: WorkerLoad) -> Iterator[Reading]:
+    """A worker's load as metrics."""
+    pool = load.pool
+    yield Reading(names.RUNNING_SEQS, load.running_seqs)
+    yield Reading(names.WAITING_SEQS, load.waiting_seqs)
+    yield Reading(names.DRAINING, load.draining)
+    yield Reading(names.ENGINE_STEPS, load.engine_steps)
+    yield Reading(names.TRANSFERS_LIVE, load.live_transfers)
+    yield Reading(names.POOL_USAGE, 1 - (pool.free + pool.cached) / pool.total)
+    yield Reading(names.POOL_UNUSED_SLOTS, pool.unused_slots)
+    yield Reading(names.POOL_INFO, 1, (str(pool.block_size), str(pool.total)))
+    yield Reading(names.POOL_BLOCK_TOKENS, pool.block_size)
+    for state in names.BLOCK_STATES:
+        yield Reading(names.POOL_BLOCKS, getattr(pool, state), (state,))
+    if role is Role.PREFILL:
+        yield Reading(names.PREFILL_QUEUED_TOKENS, load.queued_prompt_tokens)
+    else:
+        yield Reading(names.DECODE_QUEUED_TOKENS, load.queued_prompt_tokens)
+        yield Reading(names.PREEMPTIONS, load.preemptions)

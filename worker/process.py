@@ -18,7 +18,7 @@ from functools import partial
 from tandem import __version__
 from tandem.admin.content import AdminContent, WorkerReport
 from tandem.admin.port import admin_port
-from tandem.clock import MonotonicClock
+from tandem.clock import Clock, MonotonicClock
 from tandem.config import WorkerConfig
 from tandem.rpc.address import advertised_address
 from tandem.rpc.process import StopSignal
@@ -26,17 +26,36 @@ from tandem.rpc.server import RpcServer, Service
 from tandem.security.credentials import Security
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.metrics import Metrics
-from tandem.types import Incarnation, WorkerInfo
+from tandem.types import Incarnation, WorkerInfo, WorkerLoad
 from tandem.v1 import worker_pb2_grpc
 from worker.announcer import Announcer
-from worker.liveness import ProgressWatch
 from worker.ports import WorkerCore
 from worker.service import SERVICE_NAME, WorkerServicer
 
 _log = get_logger(__name__)
 
+STALL_S = 120.0
+"""After so long without a step, with sequences in the batch, the process should be ended. Four times the silence after
+which routers try elsewhere: that costs them little, whereas a new process loads its weights again."""
 _WATCH_EVERY_S = 1.0
 _PLAIN = Security()
+
+
+class ProgressWatch:
+    """Whether an engine makes progress: it has nothing to run, or makes steps. Asked a few times per `stall_s`."""
+
+    def __init__(self, clock: Clock, stall_s: float = STALL_S) -> None:
+        self._clock = clock
+        self._stall_s = stall_s
+        self._moved_s = clock.now_s()
+        self._engine_steps: int | None = None
+
+    def observe(self, load: WorkerLoad) -> bool:
+        """Whether the engine makes progress, as of now."""
+        if load.running_seqs == 0 or load.engine_steps != self._engine_steps:
+            self._moved_s = self._clock.now_s()
+        self._engine_steps = load.engine_steps
+        return self._clock.now_s() - self._moved_s < self._stall_s
 
 
 class WorkerProcess:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
-class Ticker:
-    """Ticks between `start` and `stop`. A tick that raises is reported by the loop; the next one comes."""
+@contextmanager
+def ticking(interval_s: float, on_tick: Callable[[], None]) -> Iterator[None]:
+    """Ticks inside the `with`, first after one interval. A tick that raises is reported by the loop; the next comes."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
 
-    def __init__(self, interval_s: float, on_tick: Callable[[], None]) -> None:
-        self._interval_s = interval_s
-        self._on_tick = on_tick
-        self._timer: asyncio.TimerHandle | None = None
+    def tick() -> None:
+        nonlocal timer
+        timer = loop.call_later(interval_s, tick)
+        on_tick()
 
-    def start(self) -> None:
-        """First tick after one interval."""
-        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._tick)
-
-    def stop(self) -> None:
-        """No tick after this. Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _tick(self) -> None:
-        self.start()
-        self._on_tick()
+    timer = loop.call_later(interval_s, tick)
+    try:
+        yield
+    finally:
+        timer.cancel()

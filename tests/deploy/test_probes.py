@@ -12,7 +12,7 @@ from tandem.config import ClientConfig, RouterConfig, add_arguments, load
 from tandem.rpc.health import LIVENESS
 from tests.deploy.manifests import OVERLAYS, named, overlay
 from tests.deploy.pods import Container, container, containers
-from worker.liveness import STALL_S
+from worker.process import STALL_S
 
 EVERY_OVERLAY = pytest.mark.parametrize("name", OVERLAYS)
 KINDS = ("startupProbe", "readinessProbe", "livenessProbe")

@@ -56,7 +56,7 @@ def limits(max_seqs: int = 8, chunk_tokens: int = 16, headroom_tokens: int = 4) 
     return StepLimits(BLOCK_SIZE, max_seqs, chunk_tokens, headroom_tokens)
 
 
-def scheduled(plan: StepPlan[Asked]) -> list[tuple[Asked, int, int]]:
+def scheduled(plan: StepPlan) -> list[tuple[Asked, int, int]]:
     """Request, index of the choice (-1 = the prefix of several), tokens."""
     return [(request, seq.index, num_tokens) for request, seq, num_tokens in plan.scheduled]
 
@@ -240,7 +240,7 @@ class World:
         else:
             self.waiting.append(request)
 
-    def step(self) -> StepPlan[Asked]:
+    def step(self) -> StepPlan:
         self.running.sort(key=lambda request: request.rank)
         self.waiting.sort(key=lambda request: request.rank)
         plan = plan_step(self.running, self.waiting, self.pool, self.limits)
@@ -249,7 +249,7 @@ class World:
         self.pool.check_invariants()
         return plan
 
-    def check(self, plan: StepPlan[Asked]) -> None:
+    def check(self, plan: StepPlan) -> None:
         seqs = [seq for _, seq, _ in plan.scheduled]
         assert len(seqs) == len(set(seqs)) <= self.limits.max_seqs
         assert set(plan.admitted) <= set(self.waiting)
@@ -261,7 +261,7 @@ class World:
         assert sum(n for _, seq, n in plan.scheduled if seq.num_remaining_tokens > 1) <= self.limits.chunk_tokens
         assert all(1 <= n <= seq.num_remaining_tokens for _, seq, n in plan.scheduled)
 
-    def carry_out(self, plan: StepPlan[Asked]) -> None:
+    def carry_out(self, plan: StepPlan) -> None:
         """The pool raises if more blocks are taken than there are."""
         for request in plan.admitted:
             self.waiting.remove(request)

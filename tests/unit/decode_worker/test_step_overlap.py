@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from decode_worker.block_releases import BlockReleases
-from decode_worker.step_timing import MIN_LEAD_S, StepTiming
+from decode_worker.running_batch import BlockReleases
+from decode_worker.step_loop import MIN_LEAD_S, StepTiming
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
 from tandem.errors import InternalError

@@ -12,7 +12,7 @@ from tandem.rpc.health import LIVENESS
 from tandem.rpc.server import RpcServer, Service
 from tests.manual_clock import ManualClock
 from tests.registering import BUSY, IDLE
-from worker.liveness import ProgressWatch
+from worker.process import ProgressWatch
 
 Serve = Callable[..., Awaitable[tuple[RpcServer, grpc.aio.Channel]]]
 

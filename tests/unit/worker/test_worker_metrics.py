@@ -14,7 +14,7 @@ from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import SequenceObserver, StepReport
 from tandem.types import ChoiceSpec, GroupSpec, PoolCounts, RequestId, Role, SamplingParams, TokenId, WorkerLoad
 from tests.manual_clock import ManualClock
-from worker.metrics import WorkerMetrics, load_reader
+from worker.metrics import WorkerMetrics, load_readings
 
 SPEC = GroupSpec(RequestId("r"), (TokenId(1),) * 4, SamplingParams(max_tokens=8))
 LOAD = WorkerLoad(
@@ -38,7 +38,7 @@ class Scene:
         self.clock = ManualClock()
         self.metrics = Metrics(Process(role.value), "demo")
         self.observer = WorkerMetrics(self.metrics, role, self.clock)
-        self.metrics.add_reader(load_reader(role, lambda: LOAD))
+        self.metrics.add_reader(lambda: load_readings(role, LOAD))
 
     def sequence(self) -> SequenceObserver:
         return self.observer.sequence(SPEC)

@@ -20,8 +20,7 @@ from tandem.v1 import registry_pb2
 from tests.fake_registry import Registry, listen
 from tests.manual_clock import ManualClock
 from tests.registering import BUSY, IDLE, INFO
-from worker.liveness import ProgressWatch
-from worker.process import WorkerProcess
+from worker.process import ProgressWatch, WorkerProcess
 
 TIMEOUT_S = 20
 SERVING = health_pb2.HealthCheckResponse.SERVING
