@@ -18,7 +18,7 @@ from bench.page import ROOT, read_records
 from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.record import write_record
 from bench.step_timer import StepTimer
-from engine.allocator import keep_freed_memory
+from engine.loading import keep_freed_memory
 from kernels.dispatch import AUTO, select_kernels
 from kernels.operations import Kernels
 from models.loading import LoadedModel, load_model

@@ -20,7 +20,7 @@ import torch
 from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.record import write_record
 from bench.step_timer import StepTimer
-from engine.allocator import keep_freed_memory
+from engine.loading import keep_freed_memory
 from kernels.attention import AttentionBackend
 from kernels.dispatch import AUTO, select_kernels
 from kernels.operations import Kernels, LinearMap, Operations

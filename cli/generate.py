@@ -87,15 +87,11 @@ def _request(namespace: argparse.Namespace) -> tuple[str | None, GenerateOptions
         if namespace.prompt is not None or namespace.chat:
             raise ConfigError("--token-ids", "excludes PROMPT and --chat")
         return None, options
-    text = _stdin_text() if namespace.prompt is None else str(namespace.prompt)
+    try:
+        text = sys.stdin.buffer.read().decode() if namespace.prompt is None else str(namespace.prompt)
+    except UnicodeDecodeError as error:
+        raise ConfigError("PROMPT", f"stdin is not UTF-8 at byte {error.start}") from error
     if namespace.chat:
         options["messages"] = [{"role": "user", "content": text}]
         return None, options
     return text, options
-
-
-def _stdin_text() -> str:
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError("PROMPT", f"stdin is not UTF-8 at byte {error.start}") from error

@@ -6,27 +6,39 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import tandem
-from cli import bench, chat, doctor, generate, health, process, serve, status
+from cli import bench, chat, doctor, generate, health, serve, status
+from cli.command import Subparsers, add_command
+from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, add_arguments, load
 from tandem.errors import CheckpointError, ConfigError, TandemError
 from tandem.progress import show_on_terminal
 from tandem.rpc.process import EXIT_BAD_CONFIG, EXIT_FAILED
 
 EXIT_INTERRUPTED = 130
 
-_COMMANDS = (
-    *(serve.add_parser, process.add_parsers, generate.add_parser, chat.add_parser),
-    *(status.add_parser, health.add_parser, bench.add_parser, doctor.add_parser),
-)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `tandem ARG…`; returns the exit code."""
-    namespace = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="tandem",
+        description="Serves language models with prefill and decode in separate workers.",
+        epilog="Every option of a command also reads TANDEM_<OPTION> from the environment where its help says so.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"tandem {tandem.__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in (
+        *(serve.add_parser, _add_processes, generate.add_parser, chat.add_parser),
+        *(status.add_parser, health.add_parser, bench.add_parser, doctor.add_parser),
+    ):
+        add(subparsers)
+    namespace = parser.parse_args(argv)
     show_on_terminal()
     try:
         code = int(namespace.run(namespace))
@@ -42,18 +54,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tandem",
-        description="Serves language models with prefill and decode in separate workers.",
-        epilog="Every option of a command also reads TANDEM_<OPTION> from the environment where its help says so.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"tandem {tandem.__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in _COMMANDS:
-        add(subparsers)
-    return parser
+def _add_processes(subparsers: Subparsers) -> None:
+    """`tandem router`, `prefill` and `decode`: the same as `python -m router` and its like."""
+    for name, config, what, details in (
+        (
+            *("router", RouterConfig, "router"),
+            "Accepts requests, places them on the workers that register with it, streams their tokens.",
+        ),
+        (
+            *("prefill", PrefillConfig, "prefill worker"),
+            "Computes prompts and pushes their KV blocks to decode workers. Registers with every --router.",
+        ),
+        (
+            *("decode", DecodeConfig, "decode worker"),
+            "Owns a paged KV pool and decodes in it by continuous batching. Registers with every --router.",
+        ),
+    ):
+        run = partial(_run_process, what.replace(" ", "_"), config)
+        description = f"{details} Prints `ready HOST:PORT` on stdout once it listens."
+        add_arguments(add_command(subparsers, name, run, f"one {what} process", description), config)
+
+
+def _run_process(
+    package: str, config: type[RouterConfig | PrefillConfig | DecodeConfig], namespace: argparse.Namespace
+) -> int:
+    """Runs until SIGTERM; returns the exit code. Raises ConfigError."""
+    options = load(config, namespace)
+    try:
+        app = importlib.import_module(f"{package}.app")  # here: a router's machine has no torch, and needs none
+    except ModuleNotFoundError as error:
+        raise ConfigError("a worker", f"needs {error.name}; install tandem-server[worker]") from error
+    return int(app.run(options))
 
 
 if __name__ == "__main__":

@@ -10,22 +10,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from cli import fleet
-from cli.child import Child
 from cli.command import Subparsers, add_command
-from cli.fleet import ChildSpec
 from cli.launch import launch_command
-from cli.restart import RestartPolicy
-from cli.supervisor import Supervisor
+from cli.supervisor import Child, RestartPolicy, Supervisor
 from tandem import progress
 from tandem.client import AsyncClient
 from tandem.clock import MonotonicClock
-from tandem.config import ServeConfig, add_arguments, load
-from tandem.cores import usable_cores
+from tandem.config import ServeConfig, add_arguments, argv_of, load
+from tandem.cores import plan_cores, share_all_cores, usable_cores
+from tandem.errors import ConfigError
 from tandem.rpc.process import StopSignal, run_process
 from tandem.security.credentials import Security
 from tandem.security.options import client_side
@@ -33,6 +31,11 @@ from tandem.telemetry.logging import configure_logging
 
 START_TIMEOUT_S = 600.0
 """A large checkpoint on a slow disk takes minutes."""
+STOP_MARGIN_S = 5.0
+"""On top of a child's own drain grace, before it is killed."""
+_ADMIN_LISTEN = "127.0.0.1:0"
+"""Of workers, unless the router is to have no admin port either."""
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -52,7 +55,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Serves until told to stop; returns the exit code. Raises ConfigError."""
     config = load(ServeConfig, namespace)
-    fleet.check(config)
+    check_fleet(config)
     Security.load(config.router.security, config.router.ports)  # before children start: each would find the same fault
     configure_logging("serve", config.router.log_format, config.router.log_level)
     return run_process(lambda stop: _serve(config, stop))
@@ -76,6 +79,9 @@ class _Server:
         self._tasks = tasks
         self._stop = stop
         self._cores = usable_cores()
+        device = config.decode_worker.device
+        # As the workers will decide (`engine.loading.resolve_device`), told from device files: no torch here.
+        self._on_gpu = device.startswith("cuda") or (device == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))
         self._router: Supervisor | None = None
         self._router_listen = config.router.listen
         self._workers: list[Supervisor] = []
@@ -86,8 +92,8 @@ class _Server:
             self._router = self._supervise(self._router_spec(), lambda: self._start_child(self._router_spec()))
             self._router_listen = await self._router.address()  # a restart must have the same port
             started()
-            address = fleet.local_address(self._router_listen)
-            for spec in fleet.worker_specs(self._config, self._cores, address, on_gpu=_computes_on_gpu(self._config)):
+            address = local_address(self._router_listen)
+            for spec in worker_specs(self._config, self._cores, address, on_gpu=self._on_gpu):
                 self._workers.append(self._supervise(spec, partial(self._start_child, spec)))
             counting = [self._tasks.create_task(_call_when_ready(worker, started)) for worker in self._workers]
             async with AsyncClient(address, security=client_side(self._config.router.security)) as client:
@@ -119,7 +125,7 @@ class _Server:
             self._stop.requested.set()
 
     def _router_spec(self) -> ChildSpec:
-        return fleet.router_spec(self._config, self._cores, self._router_listen)
+        return router_spec(self._config, self._cores, self._router_listen)
 
     def _start_child(self, spec: ChildSpec) -> Child:
         command = launch_command(spec.module, spec.arguments, spec.cores, spec.nice)
@@ -132,7 +138,48 @@ async def _call_when_ready(worker: Supervisor, started: progress.Step) -> None:
     started()
 
 
-def _computes_on_gpu(config: ServeConfig) -> bool:
-    """As the workers will decide (`engine.loading.resolve_device`), told from device files: no torch here."""
-    device = config.decode_worker.device
-    return device.startswith("cuda") or (device == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))
+def check_fleet(config: ServeConfig) -> None:
+    """Raises ConfigError if these workers together could never serve."""
+    if config.num_prefill == 0 and config.decode_worker.local_prefill_tokens is not None:
+        raise ConfigError("--prefill", "0 prefill workers need --local-prefill-tokens unlimited")
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """One child: `python -m MODULE ARG…` on its share of the cores."""
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+    cores: tuple[int, ...]
+    nice: int
+    stop_grace_s: float
+
+
+def router_spec(config: ServeConfig, cores: Sequence[int], listen: str) -> ChildSpec:
+    """The router, on all cores: it computes little, but must answer promptly."""
+    router = replace(config.router, listen=listen)
+    grace_s = router.drain_grace_s + STOP_MARGIN_S
+    return ChildSpec("router", "router", tuple(argv_of(router)), tuple(cores), 0, grace_s)
+
+
+def local_address(address: str) -> str:
+    """Where this machine reaches a server that listens on `address`, which may be a wildcard."""
+    host, _, port = address.rpartition(":")
+    return f"{_LOOPBACK.get(host, host)}:{port}"
+
+
+def worker_specs(config: ServeConfig, cores: Sequence[int], router: str, *, on_gpu: bool) -> list[ChildSpec]:
+    """All workers, registered with the router at HOST:PORT `router`; on loopback, as only it calls them."""
+    split = share_all_cores if on_gpu else plan_cores
+    plan = split(cores, config.num_prefill, config.num_decode, config.decode_worker.threads)
+    admin_listen = None if config.router.admin_listen is None else _ADMIN_LISTEN
+    roles = (("prefill", config.prefill_worker, plan.prefill), ("decode", config.decode_worker, plan.decode))
+    specs: list[ChildSpec] = []
+    for role, worker, shares in roles:
+        for index, share in enumerate(shares):
+            name = f"{role}-{index}"
+            own = replace(worker, router=(router,), worker_id=name, threads=share.threads, admin_listen=admin_listen)
+            grace_s = worker.drain_grace_s + STOP_MARGIN_S
+            specs.append(ChildSpec(name, f"{role}_worker", tuple(argv_of(own)), share.cores, share.nice, grace_s))
+    return specs

@@ -3,21 +3,127 @@
     starting → ready → exited → (delay) → starting …     `run`, until the policy says otherwise
     any state → stopping → ended                         `stop`: SIGTERM, grace, SIGKILL
 
-Knows neither what the child is nor how it is started; whether to restart is `RestartPolicy`'s.
+`Supervisor` knows neither what the child is nor how it is started; whether to restart is `RestartPolicy`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import subprocess
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import IO
 
-from cli.child import Child
-from cli.restart import RestartPolicy
+from tandem.clock import Clock
 from tandem.errors import ConfigError, Unavailable
 from tandem.rpc.process import EXIT_BAD_CONFIG, EXIT_OK
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
+
+_LINE_LIMIT_BYTES = 1024 * 1024
+_READY = "ready "
+
+
+class Child:
+    """One life of one child. stderr goes to `sink` line by line; stdout is read for the ready line only.
+
+    By Popen rather than by the loop: it uses vfork, which a process with gRPC's threads survives
+    unharmed; uvloop's fork runs gRPC's handlers, which complain on stderr.
+    """
+
+    def __init__(self, command: Sequence[str], sink: Callable[[str], None]) -> None:
+        """Starts it, inside a running loop, in a session of its own: a terminal's ctrl-C is not for it."""
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        self._sink = sink
+        self.last_words = ""
+        """The last line it wrote to stderr."""
+        self._ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._readers = asyncio.gather(self._read_stdout(), self._read_stderr())
+
+    async def ready(self) -> str | None:
+        """The HOST:PORT that it printed; None if it ended without."""
+        return await asyncio.shield(self._ready)
+
+    async def wait(self) -> int:
+        """Its exit code once it has ended and all it wrote was passed on; negative = a signal."""
+        await asyncio.shield(self._readers)
+        return await asyncio.to_thread(self._process.wait)  # at once: its pipes are closed
+
+    def terminate(self) -> None:
+        """Asks it to drain. A no-op once it has ended."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """Ends it at once. A no-op once it has ended."""
+        self._process.kill()
+
+    async def _read_stdout(self) -> None:
+        async for line in _lines(self._process.stdout):
+            if line.startswith(_READY) and not self._ready.done():
+                self._ready.set_result(line.removeprefix(_READY).strip())
+        if not self._ready.done():
+            self._ready.set_result(None)
+
+    async def _read_stderr(self) -> None:
+        async for line in _lines(self._process.stderr):
+            self.last_words = line.strip() or self.last_words
+            self._sink(line)
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """When a child that ended is started again, and when there is no point.
+
+    exit 0, unasked      it left on request (Drain): not started again
+    exit 2               its options or its model are wrong: the whole server gives up
+    never ready before   gives up after `max_failed_starts` in a row
+    otherwise            again, after a delay that doubles up to a cap, and starts over once the
+                         child has been ready for `healthy_after_s`
+    """
+
+    clock: Clock
+    first_delay_s: float = 1.0
+    max_delay_s: float = 30.0
+    healthy_after_s: float = 30.0
+    max_failed_starts: int = 3
+    _next_delay_s: float = field(init=False)
+    _failed_starts: int = field(default=0, init=False)
+    _was_ever_ready: bool = field(default=False, init=False)
+    _ready_at_s: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._next_delay_s = self.first_delay_s
+
+    def became_ready(self) -> None:
+        """The child printed its address."""
+        self._was_ever_ready = True
+        self._ready_at_s = self.clock.now_s()
+
+    def restart_delay_s(self, returncode: int) -> float | None:
+        """How long to wait before the next start of a child that ended by itself, None = never.
+
+        Negative codes are signals.
+        """
+        ready_at_s, self._ready_at_s = self._ready_at_s, None
+        if returncode in (EXIT_OK, EXIT_BAD_CONFIG):
+            return None
+        if not self._was_ever_ready:
+            self._failed_starts += 1
+            if self._failed_starts >= self.max_failed_starts:
+                return None
+        if ready_at_s is not None and self.clock.now_s() - ready_at_s >= self.healthy_after_s:
+            self._next_delay_s = self.first_delay_s
+        delay_s = self._next_delay_s
+        self._next_delay_s = min(self.max_delay_s, 2 * delay_s)
+        return delay_s
 
 
 class Supervisor:
@@ -89,7 +195,10 @@ class Supervisor:
         delay_s = self._policy.restart_delay_s(returncode)
         if delay_s is None:
             if returncode != EXIT_OK:
-                raise self._failure(returncode)
+                words = self._child.last_words.removeprefix("tandem: ") if self._child else ""
+                if returncode == EXIT_BAD_CONFIG:
+                    raise ConfigError(self.name, words)
+                raise Unavailable(f"{self.name} exits with code {returncode} before it is ready: {words}")
             _log.info("child left", child=self.name)
             return False
         _log.warning("child died", child=self.name, code=returncode, restart_in_s=delay_s)
@@ -99,8 +208,21 @@ class Supervisor:
             return True
         return False
 
-    def _failure(self, returncode: int) -> ConfigError | Unavailable:
-        words = self._child.last_words.removeprefix("tandem: ") if self._child else ""
-        if returncode == EXIT_BAD_CONFIG:
-            return ConfigError(self.name, words)
-        return Unavailable(f"{self.name} exits with code {returncode} before it is ready: {words}")
+
+async def _lines(pipe: IO[bytes] | None) -> AsyncIterator[str]:
+    """Lines without their ends, until the pipe ends; one longer than the limit is dropped."""
+    assert pipe is not None
+    stream = asyncio.StreamReader(limit=_LINE_LIMIT_BYTES)
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+    try:
+        while True:
+            try:
+                line = await stream.readline()
+            except ValueError:  # longer than the limit
+                continue
+            if not line:
+                return
+            yield line.decode(errors="replace").rstrip("\n")
+    finally:
+        transport.close()

@@ -1,12 +1,13 @@
-"""One step's tensors from its scheduled seqs: pure, and cheap, since it runs every step.
+"""One step's tensors from its scheduled seqs, and the seam to the decoder that reads them.
 
-Numpy does the work; torch is entered once per tensor.
+Pure, and cheap, since it runs every step. Numpy does the work; torch is entered once per tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,20 @@ class Batch:
     num_draws: tuple[int, ...]
     """Of each seq; D in all."""
     feeds: Feeds | None
+
+
+class Forward(Protocol):
+    """`models.decoder.Decoder`, or a fake."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        sample_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Stores KV of `[T]` tokens in `kv_cache`; returns logits `[R, V]` of `sample_rows` `[R]`."""
 
 
 def build_batch(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.device) -> Batch:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.host_memory import HostMemory
+from engine.kv_cache import HostMemory
 from engine.step import Direction, HostRow, TierMove
 from tandem.errors import InternalError, Overloaded
 

@@ -5,22 +5,22 @@ Both workers start here. Loading runs on the engine thread itself (see `engine.p
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from engine.allocator import keep_freed_memory
 from engine.block_pool import BlockPool
-from engine.capture import CudaCapturer
 from engine.engine_thread import EngineThread
-from engine.graphs import CAPTURABLE, DecodeGraphs, batch_sizes, context_bounds
+from engine.graphs import CAPTURABLE, CudaCapturer, DecodeGraphs, batch_sizes, context_bounds
 from engine.kv_cache import KvCache
 from engine.memory import blocks_that_fit, check_memory
 from engine.placement import ThreadPlacement, open_engine_executor
 from engine.runner import Runner
-from engine.warm_up import warm_up
+from engine.step import SampleSpec, ScheduledSeq, Step
 from kernels.dispatch import select_kernels
 from models.config import load_model_config
 from models.dtypes import torch_dtype
@@ -29,10 +29,21 @@ from tandem.config import WorkerConfig
 from tandem.errors import ConfigError
 from tandem.kv_layout import DType, KvLayout
 from tandem.telemetry.logging import get_logger
+from tandem.types import BlockId, SamplingParams, TokenId
 
 _log = get_logger(__name__)
 
 AUTO = "auto"
+_MALLOC_SETTINGS = (
+    (-3, 32 << 20),  # M_MMAP_THRESHOLD, the most that glibc takes; larger chunks are still mapped one by one
+    (-1, 1 << 30),  # M_TRIM_THRESHOLD
+    (-2, 64 << 20),  # M_TOP_PAD
+)
+"""Parameters of mallopt by their numbers in malloc.h, and values in bytes."""
+_GREEDY = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), output_index=0)
+_DRAWN = SampleSpec(SamplingParams(max_tokens=1, temperature=1.0, top_k=2), output_index=0)
+_WARM_UP_STEPS = ((33, ()), (17, (_GREEDY,)), (1, (_GREEDY,)), (1, (_DRAWN,)))
+"""Tokens and draws of each: a fresh prompt, a chunk behind it, decode steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +157,21 @@ def load_engine(options: EngineOptions) -> Engine:
     return engine
 
 
+def keep_freed_memory() -> bool:
+    """Lets the C allocator of this process keep freed memory; False where it has no such setting.
+
+    By default glibc returns large freed chunks to the system at once, and each step faults them in
+    again, page by page, zeroed: a quarter of a decode step on the demo model (bench/LOG.md).
+    """
+    if sys.platform != "linux":
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    accepted = [mallopt(parameter, value) == 1 for parameter, value in _MALLOC_SETTINGS]
+    return all(accepted)
+
+
 def resolve_device(name: str) -> torch.device:
     """`auto` is the first GPU, or the CPU where there is none. Raises ConfigError if the named device is not here."""
     num_gpus = torch.cuda.device_count()
@@ -194,3 +220,18 @@ def _num_blocks(options: EngineOptions, model: LoadedModel, layout: KvLayout) ->
     num_blocks = options.kv_blocks or blocks_that_fit(layout, options.kv_memory_bytes, model.device, max_tokens)
     check_memory(layout, num_blocks, model.device)
     return num_blocks
+
+
+def warm_up(runner: Runner, num_blocks: int, block_size: int) -> None:
+    """Runs a step of every kind, so that no request waits for Triton to compile a kernel at its first launch (seconds).
+
+    On the engine thread, as many steps as the pool holds; they write into blocks that nobody holds yet.
+    """
+    began_s, context = time.monotonic(), 0
+    for num_tokens, samples in _WARM_UP_STEPS:
+        if context + num_tokens > num_blocks * block_size:
+            break
+        context += num_tokens
+        blocks = tuple(BlockId(block) for block in range(-(-context // block_size)))
+        runner.run(Step((ScheduledSeq((TokenId(0),) * num_tokens, context - num_tokens, blocks, samples),)))
+    _log.info("kernels warm", seconds=round(time.monotonic() - began_s, 2))

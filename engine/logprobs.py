@@ -41,13 +41,15 @@ class BestTokens:
         return BestTokens(self.plan, to_host(self.values), to_host(self.token_ids), drawn)
 
     def read(self) -> dict[int, tuple[float, Ranked]]:
-        """By number of draw: the drawn token's log-probability (0 if it is not known), and the best tokens."""
+        """By number of draw: the drawn token's log-probability (0 if not known), and the best, equal ones by id."""
         draws, counts = self.plan.draws, self.plan.counts
         drawn = [0.0] * len(draws) if self.drawn is None else self.drawn.tolist()
-        rows = zip(draws, counts, drawn, self.values.tolist(), self.token_ids.tolist(), strict=True)
-        return {
-            number: (logprob, _ranked(values, token_ids)[:count]) for number, count, logprob, values, token_ids in rows
-        }
+        found: dict[int, tuple[float, Ranked]] = {}
+        rows = zip(draws, counts, drawn, self.token_ids.tolist(), self.values.tolist(), strict=True)
+        for number, count, logprob, token_ids, values in rows:
+            ranked = sorted(zip(token_ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+            found[number] = (logprob, tuple(ranked[:count]))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +114,3 @@ def _log_probabilities(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     """
     scores.sub_(first_max(scores)[0][:, None])
     return scores, chunk_masses(scores.exp())[:, -1:].log()
-
-
-def _ranked(logprobs: list[float], token_ids: list[int]) -> Ranked:
-    """Descending; equal ones by id."""
-    ranked = sorted(zip(token_ids, logprobs, strict=True), key=lambda pair: (-pair[1], pair[0]))
-    return tuple((TokenId(token_id), logprob) for token_id, logprob in ranked)

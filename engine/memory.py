@@ -63,12 +63,8 @@ def check_memory(layout: KvLayout, num_blocks: int, device: torch.device) -> Non
 
 
 def _meminfo_available(path: Path) -> int | None:
-    if not path.exists():
-        return None
-    for line in path.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    lines = path.read_text().splitlines() if path.exists() else ()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _cgroup_available(folder: Path) -> int | None:

@@ -17,9 +17,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from engine.batch import Batch, build_batch
+from engine.batch import Batch, Forward, build_batch
 from engine.device import Device, Mark
-from engine.forward import Forward
 from engine.graphs import DecodeGraphs
 from engine.host_tier import HostTier
 from engine.kv_cache import KvCache

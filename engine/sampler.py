@@ -3,10 +3,10 @@
 Order of work, as in vLLM and transformers:
 
  1. log-probabilities are taken from the raw logits                     `engine.logprobs`
- 2. penalties, biases, min_tokens, then the mask                        `engine.penalties`, `engine.token_masks`
+ 2. penalties, biases, min_tokens, then the mask                        `engine.penalties`
  3. temperature 0: the best token, the lowest index among equals; done
  4. temperature
- 5. top-k, top-p, min-p                                                 `engine.truncation`
+ 5. top-k, top-p, min-p                                                 `truncate`
  6. one uniform number per row, counter = output index                  `engine.philox`
  7. inverse of the cumulative distribution in the order of the vocabulary
 
@@ -32,20 +32,20 @@ import numpy as np
 import torch
 
 from engine.logprobs import BestTokens, LogprobPlan, best_tokens, log_softmax_rows, tiles
-from engine.penalties import adjust, changes_logits
+from engine.penalties import TokenMasks, adjust, changes_logits
 from engine.philox import uniforms
-from engine.row_scan import first_max, inverse_cdf
+from engine.row_scan import chunk_masses, first_max, inverse_cdf, largest
 from engine.step import BrokenLogits, Sampled, SampledToken, SampleSpec
-from engine.token_masks import TokenMasks
-from engine.truncation import truncate
 from engine.upload import upload
 from kernels.operations import Kernels
 from kernels.sampling import DrawParams, RowMaximum, Sampler
-from tandem.types import TokenId, TokenLogprobs
+from tandem.types import SamplingParams, TokenId, TokenLogprobs
 
 _MIN_TEMPERATURE = 1e-30
 """Below it float32 runs out of exponents; the draw is the best token well before."""
 _LARGEST_INT32 = 2**31 - 1
+_NUCLEUS_GUESSES = (64, 1024)
+"""A nucleus is looked for among so many best tokens before the whole vocabulary is sorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,3 +237,66 @@ def _draw(logits: torch.Tensor, best: torch.Tensor, chosen: torch.Tensor, draws:
     weights = scores.exp()
     masses = truncate(scores, weights, [spec.params for spec in draws.specs[tile]])
     chosen[rows] = inverse_cdf(weights, masses, draws.targets[tile])
+
+
+def truncate(scores: torch.Tensor, weights: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Zeroes the weights of tokens that the filters remove, in place; returns `chunk_masses(weights)`.
+
+    Each filter keeps the most probable tokens down to some score; equal scores stay or go together, so that
+    nothing depends on the order in which a sort meets them. For distinct scores the kept sets are those of
+    transformers, in its order: top-k, then top-p over what top-k left, then min-p.
+
+    `scores` `[R, V]` float32 with maximum 0 in each row, `weights` = exp(scores).
+    """
+    vocab_size = scores.shape[1]
+    threshold = scores.new_full((len(params),), -torch.inf)  # [R]
+    if by_k := [row for row, p in enumerate(params) if 0 < p.top_k < vocab_size]:
+        top_k = torch.tensor([params[row].top_k for row in by_k], device=scores.device)
+        best, _ = largest(_take(scores, by_k), int(top_k.max()))
+        threshold[by_k] = best.gather(1, top_k[:, None] - 1)[:, 0]
+        _keep_from(weights, scores, threshold)
+    masses = chunk_masses(weights)
+    by_p = [row for row, p in enumerate(params) if p.top_p < 1.0]
+    by_min_p = [row for row, p in enumerate(params) if p.min_p > 0.0]
+    if not by_p and not by_min_p:
+        return masses
+    if by_p:
+        top_p = torch.tensor([params[row].top_p for row in by_p], dtype=torch.float64, device=scores.device)
+        threshold[by_p] = _nucleus_threshold(_take(scores, by_p), top_p * masses[by_p, -1])
+    if by_min_p:
+        min_p = torch.tensor([params[row].min_p for row in by_min_p], device=scores.device)
+        threshold[by_min_p] = torch.maximum(threshold[by_min_p], min_p.log())  # the best weight is exp(0)
+    _keep_from(weights, scores, threshold)
+    return chunk_masses(weights)
+
+
+def _nucleus_threshold(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """Returns `[R]`: the lowest score of the smallest set of best tokens that has at least `mass`.
+
+    `mass` `[R]` is float64. Where top-k left fewer tokens, `mass` is less than theirs, so the
+    nucleus lies within them; a token that rounding adds has weight 0 already.
+    """
+    vocab_size = scores.shape[1]
+    lowest = scores.new_empty(len(scores))
+    open_rows = torch.arange(len(scores), device=scores.device)
+    for width in (*_NUCLEUS_GUESSES, vocab_size):
+        best, _ = largest(scores.index_select(0, open_rows), min(width, vocab_size))  # [r, width], descending
+        weights = best.exp()
+        before = weights.cumsum(-1, dtype=torch.float64) - weights  # [r, width] mass of all better tokens
+        num_kept = (before < mass[open_rows, None]).sum(-1).clamp_(min=1)  # [r]
+        lowest[open_rows] = best.gather(1, num_kept[:, None] - 1)[:, 0]
+        open_rows = open_rows[num_kept == best.shape[1]] if width < vocab_size else open_rows[:0]
+        if not len(open_rows):
+            break
+    return lowest
+
+
+def _keep_from(weights: torch.Tensor, scores: torch.Tensor, threshold: torch.Tensor) -> None:
+    # A float mask: on a CPU torch compares into bool, and multiplies by it, ten times slower.
+    weights.mul_(torch.ge(scores, threshold[:, None], out=torch.empty_like(scores)))
+
+
+def _take(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
+    if len(indices) == len(rows):
+        return rows
+    return rows.index_select(0, torch.tensor(indices, device=rows.device))

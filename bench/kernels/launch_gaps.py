@@ -17,8 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.timing import Call
 from engine.batch import Batch, build_batch
-from engine.capture import CudaCapturer
-from engine.graphs import DecodeGraphs
+from engine.graphs import CudaCapturer, DecodeGraphs
 from engine.kv_cache import KvCache
 from engine.runner import Runner
 from engine.step import SampleSpec, ScheduledSeq, Step

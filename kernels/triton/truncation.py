@@ -4,7 +4,7 @@
                 costs up to it are gathered, in no order
     threshold   bisection over the gathered costs, snapped to costs that occur, until one is left
 
-Semantics as in `engine.truncation`: tokens of equal cost stay or go together; top-k, then top-p
+Semantics as in `engine.sampler.truncate`: tokens of equal cost stay or go together; top-k, then top-p
 over what it left, then min-p. Counts and masses are integers, so the order does not matter.
 """
 

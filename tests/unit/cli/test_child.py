@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cli.child import Child
 from cli.launch import launch_command
+from cli.supervisor import Child
 
 DEADLINE_S = 20.0
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="affinity and parent-death signals are Linux's")

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from cli import fleet
+from cli.serve import check_fleet, local_address, router_spec, worker_specs
 from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, ServeConfig, add_arguments, load
 from tandem.errors import ConfigError
 
@@ -21,7 +21,7 @@ def serve(*argv: str) -> ServeConfig:
 
 def test_the_arguments_of_a_child_give_it_the_options_of_serve() -> None:
     config = serve("--model", "m", "--block-size", "32", "--prefill", "1", "--decode", "2", "--no-overlap")
-    prefill, *decodes = fleet.worker_specs(config, (0, 1, 2, 3), "127.0.0.1:7", on_gpu=False)
+    prefill, *decodes = worker_specs(config, (0, 1, 2, 3), "127.0.0.1:7", on_gpu=False)
     first: PrefillConfig = parsed(PrefillConfig, *prefill.arguments)
     assert (first.model, first.block_size, first.overlap) == ("m", 32, False)
     assert (first.router, first.worker_id, first.threads) == (("127.0.0.1:7",), "prefill-0", 2)
@@ -31,7 +31,7 @@ def test_the_arguments_of_a_child_give_it_the_options_of_serve() -> None:
 
 def test_workers_listen_on_loopback_whatever_the_router_does() -> None:
     config = serve("--listen", "0.0.0.0:50051")
-    specs = fleet.worker_specs(config, (0, 1), fleet.local_address("0.0.0.0:50051"), on_gpu=False)
+    specs = worker_specs(config, (0, 1), local_address("0.0.0.0:50051"), on_gpu=False)
     configs: list[DecodeConfig] = [parsed(DecodeConfig, *specs[1].arguments)]
     assert configs[0].listen == "127.0.0.1:0"
     assert configs[0].router == ("127.0.0.1:50051",)
@@ -42,38 +42,38 @@ def test_the_admin_address_is_the_routers_and_none_switches_all_admin_ports_off(
     given: str, of_workers: str | None
 ) -> None:
     config = serve("--admin-listen", given, "--decode", "2")
-    prefill, *decodes = fleet.worker_specs(config, (0, 1), "127.0.0.1:7", on_gpu=False)
-    router: RouterConfig = parsed(RouterConfig, *fleet.router_spec(config, (0,), "127.0.0.1:7").arguments)
+    prefill, *decodes = worker_specs(config, (0, 1), "127.0.0.1:7", on_gpu=False)
+    router: RouterConfig = parsed(RouterConfig, *router_spec(config, (0,), "127.0.0.1:7").arguments)
     configs = [parsed(PrefillConfig, *prefill.arguments), *(parsed(DecodeConfig, *each.arguments) for each in decodes)]
     assert router.admin_listen == (None if given == "none" else given)
     assert [each.admin_listen for each in configs] == [of_workers] * 3
 
 
 def test_a_router_is_restarted_on_the_port_it_had() -> None:
-    spec = fleet.router_spec(serve("--listen", "127.0.0.1:0"), (0, 1), "127.0.0.1:4711")
+    spec = router_spec(serve("--listen", "127.0.0.1:0"), (0, 1), "127.0.0.1:4711")
     config: RouterConfig = parsed(RouterConfig, *spec.arguments)
     assert config.listen == "127.0.0.1:4711"
 
 
 def test_children_get_more_time_to_stop_than_their_own_drain_takes() -> None:
     config = serve("--drain-grace-seconds", "7")
-    specs = fleet.worker_specs(config, (0, 1), "127.0.0.1:7", on_gpu=False)
-    assert all(spec.stop_grace_s > 7 for spec in [*specs, fleet.router_spec(config, (0,), "127.0.0.1:7")])
+    specs = worker_specs(config, (0, 1), "127.0.0.1:7", on_gpu=False)
+    assert all(spec.stop_grace_s > 7 for spec in [*specs, router_spec(config, (0,), "127.0.0.1:7")])
 
 
 def test_workers_on_a_gpu_are_not_pinned() -> None:
-    specs = fleet.worker_specs(serve(), (0, 1), "127.0.0.1:7", on_gpu=True)
+    specs = worker_specs(serve(), (0, 1), "127.0.0.1:7", on_gpu=True)
     assert all(spec.cores == (0, 1) and spec.nice == 0 for spec in specs)
 
 
 @pytest.mark.parametrize("local", ["0", "128"])
 def test_no_prefill_worker_without_unlimited_local_prefill_is_refused(local: str) -> None:
     with pytest.raises(ConfigError, match="--prefill"):
-        fleet.check(serve("--prefill", "0", "--local-prefill-tokens", local))
+        check_fleet(serve("--prefill", "0", "--local-prefill-tokens", local))
 
 
 def test_a_colocated_server_is_fine() -> None:
     config = serve("--prefill", "0", "--local-prefill-tokens", "unlimited")
-    fleet.check(config)
-    (only,) = fleet.worker_specs(config, (0, 1), "127.0.0.1:7", on_gpu=False)
+    check_fleet(config)
+    (only,) = worker_specs(config, (0, 1), "127.0.0.1:7", on_gpu=False)
     assert (only.name, only.cores) == ("decode-0", (0, 1))

@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from cli.restart import RestartPolicy
+from cli.supervisor import RestartPolicy
 from tests.manual_clock import ManualClock
 
 KILLED = -signal.SIGKILL

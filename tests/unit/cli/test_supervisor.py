@@ -3,8 +3,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cli.restart import RestartPolicy
-from cli.supervisor import Supervisor
+from cli.supervisor import RestartPolicy, Supervisor
 from tandem.errors import ConfigError, Unavailable
 from tests.manual_clock import ManualClock
 

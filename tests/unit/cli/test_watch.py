@@ -12,10 +12,9 @@ import pytest
 from rich.console import Console, ConsoleRenderable
 
 from cli.main import main
-from cli.pool_bar import Legend, PoolBar
-from cli.status_view import duration, span, view
+from cli.status import Frame, Watch, frames_on
+from cli.status_view import Legend, PoolBar, duration, span, view
 from cli.terminal import open_console, plain, print_whole
-from cli.watch import Frame, Watch, frames_on
 from tandem.client import ClusterStatus, RecentActivity, WorkerStatus
 from tandem.cluster_status import LatencySummary
 from tandem.errors import DeadlineExceeded, TandemError, Unauthenticated, Unavailable

@@ -129,7 +129,7 @@ def test_fewer_candidates_where_the_mask_leaves_fewer_and_broken_where_it_leaves
 
 
 def test_words_unpacked_on_a_device_are_those_unpacked_on_the_host() -> None:
-    from engine.token_masks import TokenMasks
+    from engine.penalties import TokenMasks
 
     words = np.random.default_rng(0).integers(0, 2**32, (3, 10), dtype=np.uint32)
     on_host = TokenMasks.of(list(words), CPU)

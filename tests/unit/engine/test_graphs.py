@@ -14,10 +14,8 @@ import pytest
 import torch
 
 from bench.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
-from engine.batch import Batch, build_batch
-from engine.capture import CudaCapturer
-from engine.forward import Forward
-from engine.graphs import DecodeGraphs, batch_sizes, context_bounds
+from engine.batch import Batch, Forward, build_batch
+from engine.graphs import CudaCapturer, DecodeGraphs, batch_sizes, context_bounds
 from engine.kv_cache import KvCache
 from engine.runner import Runner
 from engine.step import SampleSpec, ScheduledSeq, Step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.warm_up import warm_up
+from engine.loading import warm_up
 
 
 class Recorder:
