@@ -135,7 +135,11 @@ class RunningBatch:
 
     def next_step(self) -> BatchedStep | None:
         """Plans a step with none in flight; None = no sequence can step now."""
-        return self._carry_out(plan_step(self._running, self._waiting, self._pool, self._limits), {})
+        while True:
+            plan = plan_step(self._running, self._waiting, self._pool, self._limits)
+            step = self._carry_out(plan, {})
+            if step is not None or not plan.preempted:
+                return step
 
     def step_behind(self, running: BatchedStep) -> BatchedStep | None:
         """Plans a decode step behind the one in flight; None = it is better planned once that has ended.

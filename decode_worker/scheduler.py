@@ -15,7 +15,8 @@ INVARIANT: a plan allocates at most what is free and what its victims alone hold
 others is not credited: it stays held.
 
 Nothing is preempted for a group ranked behind it. So the first-ranked group is never preempted and takes what all
-others hold: it always progresses, unless blocks are reserved for hand-offs, which end by themselves (`reservations`).
+others hold; if it has no seat and nothing else can step, the last-ranked running group vacates one, and the next plan
+seats it. It always progresses, unless blocks are reserved for hand-offs, which end by themselves (`reservations`).
 
 Reads groups and the pool's counts, changes neither; knows no clock and no engine.
 """
@@ -99,6 +100,8 @@ class _Planner:
     def plan(self) -> StepPlan:
         admitted = self._admit() if self._waiting else []
         decodes, chunks = self._allocate(self._share())
+        if not decodes and not chunks and not self._preempted:
+            self._vacate_seat()
         return StepPlan(tuple(admitted), tuple(self._preempted), (*decodes, *chunks), self._lacks_blocks)
 
     def _admit(self) -> list[Request]:
@@ -116,6 +119,16 @@ class _Planner:
             admitted.append(request)
         self._running.sort(key=lambda each: each.rank)
         return admitted
+
+    def _vacate_seat(self) -> None:
+        """Nothing can step: the last-ranked running group leaves its seat to a waiting one that ranks ahead.
+
+        That one holds blocks which nobody behind it may take, so both would wait for ever.
+        """
+        if self._running and any(
+            each.group.holds_blocks and each.rank < self._running[-1].rank for each in self._waiting
+        ):
+            self._preempted.append(self._running[-1])
 
     def _has_room_for(self, request: Request, num_seats: int) -> bool:
         """Whether all its tokens and the head-room fit beside what the running ones still lack."""

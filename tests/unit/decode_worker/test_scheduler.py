@@ -256,8 +256,9 @@ class World:
         ranks = [request.rank for request, _, _ in plan.scheduled]
         assert {r for r, _, _ in plan.scheduled} <= {*self.running, *plan.admitted} - set(plan.preempted)
         for victim in plan.preempted:
-            assert victim.group.holds_blocks
-            assert min(ranks) < victim.rank, "nobody gained from a preemption"
+            assert victim.group.holds_blocks or not ranks
+            ahead = ranks or [request.rank for request in self.waiting if request.group.holds_blocks]
+            assert min(ahead) < victim.rank, "nobody gained from a preemption"
         assert sum(n for _, seq, n in plan.scheduled if seq.num_remaining_tokens > 1) <= self.limits.chunk_tokens
         assert all(1 <= n <= seq.num_remaining_tokens for _, seq, n in plan.scheduled)
 
@@ -336,12 +337,28 @@ def test_every_group_ends_whatever_arrives_when(case: tuple[World, list[Arriving
         holders = [request for request in (*world.running, *world.waiting) if request.group.holds_blocks]
         first = min(holders, key=lambda request: request.rank, default=None)
         plan = world.step()
-        assert plan.scheduled or not (world.running or world.waiting), "nobody made progress"
+        progressed = plan.scheduled or plan.preempted or not (world.running or world.waiting)
+        assert progressed, "nobody made progress"
         assert first not in plan.preempted
         if all(request.group.is_finished for _, request, _ in arrivals):
             world.pool.assert_idle()
             return
     raise AssertionError("a group never ended")
+
+
+def test_a_seat_goes_to_the_first_in_rank_when_nothing_else_can_step() -> None:
+    """Of two groups that hold all blocks, the one behind has the only seat and needs a block more."""
+    pool = BlockPool(6, 4)
+    world = World(pool, StepLimits(4, 1, 16, 1), random.Random(0))
+    behind = asked(0, 12, max_tokens=8)
+    world.arrive(behind, by_handoff=True)
+    world.running, world.waiting = [behind], []
+    ahead = asked(1, 12, max_tokens=8, priority=1)
+    world.arrive(ahead, by_handoff=True)
+    assert pool.num_free == 0
+
+    assert world.step().preempted == (behind,)
+    assert [request for request, _, _ in world.step().scheduled] == [ahead]
 
 
 @st.composite
