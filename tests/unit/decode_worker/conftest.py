@@ -14,162 +14,16 @@ from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
-from engine.step import BrokenLogits, Sampled, SampledToken, SampleSpec, ScheduledSeq, Step, StepResult
+from engine.step import SampledToken
 from kvtransfer.base import BlockRef, HandoffListener, Offer
-from tandem.errors import InternalError, TandemError, TransferError
+from tandem.errors import TandemError, TransferError
 from tandem.first_tokens import encode_first_tokens
-from tandem.lifecycle import BlockState
 from tandem.limits import Limits
-from tandem.types import BlockId, ChoiceSpec, FinishReason, GroupSpec, Handle, RequestId, SamplingParams, TokenId
+from tandem.types import ChoiceSpec, FinishReason, GroupSpec, Handle, RequestId, SamplingParams, TokenId
 from tandem.validation import Validator
 from tests.manual_clock import ManualClock
 from tests.recording_observers import RecordingWorker
-
-VOCAB_SIZE = 1000
-WAIT_S = 10.0
-
-
-def next_token(token_ids: Sequence[int], seed: int = 0) -> TokenId:
-    """The fake model: depends on every token, its position, and the seed."""
-    state = 7 + seed
-    for token_id in token_ids:
-        state = (state * 31 + token_id + 1) % 99991
-    return TokenId(state % VOCAB_SIZE)
-
-
-def expected_tokens(spec: GroupSpec, index: int = 0) -> list[TokenId]:
-    """Whole completion of one choice that the fake model gives."""
-    tokens = list(spec.prompt_token_ids)
-    while len(tokens) < spec.max_total_tokens:
-        tokens.append(next_token(tokens, spec.sampling.of_choice(index).seed))
-        if tokens[-1] in spec.sampling.end_token_ids:
-            break
-    return tokens[spec.num_prompt_tokens :]
-
-
-class FakeEngine:
-    """Keeps a token per slot where a model would keep KV, and samples from what it finds there.
-
-    INVARIANT, checked: from launch to end, no block of a step is freed, and no block changes its owner. At most two
-    steps are in flight, and a fed step directly follows the one that feeds it.
-    """
-
-    def __init__(self, pool: BlockPool) -> None:
-        self.slots: dict[tuple[int, int], int] = {}
-        self.num_steps = 0
-        self.step_s = 0.0
-        """How long it says that a step took: 0 = the next one is launched behind it at once."""
-        self.errors: dict[int, Exception] = {}
-        """What steps raise, by their number from 0."""
-        self.breaks: tuple[int, int] | None = None
-        """Seed of the sequences whose logits are broken, and the output from which on."""
-        self.steps: list[Step] = []
-        self.max_in_flight = 0
-        self._pool = pool
-        self._may_end = asyncio.Event()
-        self._may_end.set()
-        self._num_allowed = 0
-        self._last: asyncio.Task[StepResult] | None = None
-        self._last_drawn: list[int] | None = None
-        self._news = asyncio.Event()
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self.steps) - self.num_steps
-
-    def hold(self) -> None:
-        """Lets no step end until `let_go`, but those that `allow` names."""
-        self._may_end.clear()
-
-    def let_go(self) -> None:
-        self._may_end.set()
-
-    def allow(self, num_steps: int = 1) -> None:
-        """Lets that many steps end while held."""
-        self._num_allowed += num_steps
-        self._may_end.set()
-
-    async def until_launched(self, num_steps: int) -> None:
-        """Waits until so many steps were launched."""
-        async with asyncio.timeout(WAIT_S):
-            while len(self.steps) < num_steps:
-                self._news.clear()
-                await self._news.wait()
-
-    def put(self, block_ids: Sequence[int], token_ids: Sequence[int]) -> None:
-        """What a hand-off would bring."""
-        for position, token_id in enumerate(token_ids):
-            size = self._pool.block_size
-            self.slots[block_ids[position // size], position % size] = token_id
-
-    def launch(self, step: Step) -> asyncio.Task[StepResult]:
-        assert step.seqs
-        assert self.num_in_flight < 2
-        feeds = self._last if self.num_in_flight else None
-        assert feeds is not None or all(seq.feed is None for seq in step.seqs)
-        self.steps.append(step)
-        self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
-        tables = [tuple(seq.block_table) for seq in step.seqs]
-        self._last = asyncio.create_task(self._run(len(self.steps) - 1, step, tables, self._last))
-        self._news.set()
-        return self._last
-
-    async def _run(
-        self,
-        number: int,
-        step: Step,
-        tables: list[tuple[BlockId, ...]],
-        before: asyncio.Task[StepResult] | None,
-    ) -> StepResult:
-        named = {*(b for table in tables for b in table), *(c.source for c in step.copies)}
-        generations = {block: self._pool.generation(block) for block in named}
-        assert not {copy.target for copy in step.copies} & {copy.source for copy in step.copies}
-        if before is not None:
-            await asyncio.wait({before})
-        await self._may_end.wait()
-        if self._num_allowed:
-            self._num_allowed -= 1
-            if not self._num_allowed:
-                self._may_end.clear()
-        self.num_steps += 1
-        self._news.set()
-        for block, generation in generations.items():
-            assert self._pool.state(block) is BlockState.LIVE, "freed under the engine"
-            assert self._pool.generation(block) == generation, "freed under the engine"
-        is_fed = any(seq.feed is not None for seq in step.seqs)
-        if number in self.errors or (is_fed and self._last_drawn is None):
-            self._last_drawn = None
-            raise self.errors.get(number, InternalError("the step before it failed"))
-        return self._compute_all(step, tables)
-
-    def _compute_all(self, step: Step, tables: list[tuple[BlockId, ...]]) -> StepResult:
-        for copy in step.copies:
-            for offset in range(self._pool.block_size):
-                if (copy.source, offset) in self.slots:
-                    self.slots[copy.target, offset] = self.slots[copy.source, offset]
-        outputs = tuple(self._compute(seq, table) for seq, table in zip(step.seqs, tables, strict=True))
-        drawn = [sampled for output in outputs for sampled in output]
-        self._last_drawn = [-1 if isinstance(each, BrokenLogits) else each[0].token_id for each in drawn]
-        return StepResult(outputs, self.step_s)
-
-    def _compute(self, seq: ScheduledSeq, table: tuple[BlockId, ...]) -> tuple[Sampled, ...]:
-        token_ids = list(seq.token_ids)
-        if seq.feed is not None:
-            assert self._last_drawn is not None
-            assert token_ids[-1] == 0
-            token_ids[-1] = TokenId(self._last_drawn[seq.feed])
-        end, size = seq.context_len + len(token_ids), self._pool.block_size
-        where = [(table[p // size], p % size) for p in range(end)]
-        for slot, token_id in zip(where[seq.context_len :], token_ids, strict=True):
-            self.slots[slot] = token_id
-        known = [self.slots[slot] for slot in where]
-        return tuple(self._draw(known, sample) for sample in seq.samples)
-
-    def _draw(self, token_ids: list[int], sample: SampleSpec) -> Sampled:
-        seed = sample.params.seed
-        if self.breaks is not None and seed == self.breaks[0] and sample.output_index >= self.breaks[1]:
-            return BrokenLogits()
-        return (SampledToken(next_token(token_ids, seed), None),)
+from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, expected_tokens, next_token
 
 
 @dataclass

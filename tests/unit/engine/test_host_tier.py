@@ -67,7 +67,7 @@ def test_a_block_may_leave_and_another_take_its_place_in_one_step(decoder, kv_ca
     assert kv_cache.blocks_view[:4, 0].tolist() == [7, 7, 7, 0]
 
 
-def test_moves_into_one_block_twice_or_into_a_copys_source_are_refused(decoder, kv_cache, tier):
+def test_moves_into_one_block_twice_or_into_what_is_copied_are_refused(decoder, kv_cache, tier):
     runner, rows = Runner(decoder, kv_cache, tier=tier), tier.allocate(2)
     seqs = (ScheduledSeq((TokenId(1),), 0, (BlockId(5),)),)
     moves = tuple(TierMove(BlockId(0), row, Direction.IN) for row in rows)
