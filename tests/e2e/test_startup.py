@@ -17,9 +17,9 @@ from tandem.client import Client
 from tandem.errors import Unavailable
 
 LOADS_FOR_EVER = """
-import importlib, sys, threading
+import sys, threading
 from cli.main import main
-app = importlib.import_module(f"{sys.argv[1]}_worker.app")
+import worker.app as app
 def load_engine(options):
     print("loading", flush=True)
     threading.Event().wait()
