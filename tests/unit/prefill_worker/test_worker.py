@@ -64,7 +64,7 @@ async def test_full_blocks_are_pushed_while_the_next_chunk_computes(bench: Any, 
     bench.prefill(1, make_spec(20))
     await bench.engine.gate.let_one_pass()
     await bench.sender.push_gate.reached(1)
-    assert bench.sender.handoffs[0].pushes == [(0, bench.engine.batches[0][0].block_table[:2])]
+    assert bench.sender.handoffs[0].pushes == [(0, tuple(bench.engine.batches[0][0].block_table[:2]))]
     assert bench.engine.num_steps == 1
 
 
