@@ -7,6 +7,7 @@ Knows every part and decides nothing about requests (see `worker`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from opentelemetry.trace import Tracer
@@ -24,6 +25,9 @@ from tandem.rpc.address import advertised_address
 from tandem.rpc.process import StopSignal
 from tandem.types import Role
 from worker.app import Foundation, run_worker
+
+MAX_PLANNING_SHARE_ON_CPU = 0.1
+"""Of a decode step: above it two steps in flight cost more than the idle time that they save (bench/LOG.md)."""
 
 
 def run(config: DecodeConfig) -> int:
@@ -59,7 +63,12 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
         )
         parts = WorkerParts(engine.thread, engine.pool, receiver, base.validator, base.clock, base.observer)
         limits = StepLimits(config.block_size, config.max_seqs, config.chunk_tokens)
-        policy = WorkerPolicy(limits, info.max_sequence_tokens, overlap_steps=config.overlap_steps == "auto")
+        policy = WorkerPolicy(
+            limits,
+            info.max_sequence_tokens,
+            overlap_steps=config.overlap_steps == "auto",
+            max_planning_share=MAX_PLANNING_SHARE_ON_CPU if engine.model.device.type == "cpu" else math.inf,
+        )
         worker = DecodeWorker(parts, policy)
         await receiver.start()
         try:

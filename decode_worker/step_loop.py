@@ -67,7 +67,9 @@ class StepTiming:
     of the last ones tell; where times vary, the shorter ones count more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_planning_share: float) -> None:
+        """`max_planning_share`: of a step, that planning the next one may take if it is to overlap with it."""
+        self._max_planning_share = max_planning_share
         self._step_s: dict[int, float] = {}
         """By size class: steps of `[2**(c-1), 2**c)` seqs."""
         self._planning_s = 0.0
@@ -84,11 +86,12 @@ class StepTiming:
     def launch_after_s(self, num_seqs: int) -> float | None:
         """How long after the start of a decode step of `num_seqs` seqs the next one is to be launched.
 
-        None = no step of this size was seen yet. Not negative.
+        None = no step of this size was seen yet, or planning takes too large a share of it. Not negative.
         """
         expected_s = self._step_s.get(num_seqs.bit_length())
-        lead_s = max(MIN_LEAD_S, _LEAD_IN_PLANS * self._planning_s)
-        return None if expected_s is None else max(0.0, expected_s - lead_s)
+        if expected_s is None or self._planning_s > self._max_planning_share * expected_s:
+            return None
+        return max(0.0, expected_s - max(MIN_LEAD_S, _LEAD_IN_PLANS * self._planning_s))
 
 
 def _averaged(average: float, newest: float) -> float:
@@ -110,10 +113,11 @@ class StepLoop:
         observer: WorkerObserver,
         *,
         overlap: bool,
+        max_planning_share: float,
     ) -> None:
         """`on_ended`, called once per request that finished (None) or failed, must make it leave the batch.
 
-        `overlap`: whether a second step may be in flight.
+        `overlap`: whether a second step may be in flight, if planning it takes no more than `max_planning_share`.
         """
         self._batch = batch
         self._pool = pool
@@ -123,7 +127,7 @@ class StepLoop:
         self._on_step_ended = on_step_ended
         self._observer = observer
         self._overlap = overlap
-        self._timing = StepTiming()
+        self._timing = StepTiming(max_planning_share)
         self._in_flight: deque[_InFlight] = deque()
         self._work = asyncio.Event()
 

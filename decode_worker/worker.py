@@ -15,6 +15,7 @@ All calls on the loop; none awaits but `run` and `drained`. Knows no gRPC.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -64,6 +65,8 @@ class WorkerPolicy:
     transfers: TransferPolicy = field(default_factory=TransferPolicy)
     overlap_steps: bool = True
     """Whether a second step may be in flight."""
+    max_planning_share: float = math.inf
+    """Of a step, that planning the next one may take for both to overlap: on a CPU they take each other's cores."""
 
 
 class DecodeWorker:
@@ -86,6 +89,7 @@ class DecodeWorker:
             self._admit,
             parts.observer,
             overlap=policy.overlap_steps,
+            max_planning_share=policy.max_planning_share,
         )
         self._requests: dict[tuple[RouterPort, Handle], Request] = {}
         self._num_arrived = 0

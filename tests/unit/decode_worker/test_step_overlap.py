@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -280,7 +281,7 @@ def test_a_shared_block_given_up_twice_is_free_with_its_last_holder() -> None:
 
 
 def test_a_step_is_launched_a_lead_before_the_usual_duration_of_its_size() -> None:
-    timing = StepTiming()
+    timing = StepTiming(math.inf)
     assert timing.launch_after_s(64) is None
     timing.step_took(64, 0.020)
     timing.step_took(3, 0.001)
@@ -291,7 +292,7 @@ def test_a_step_is_launched_a_lead_before_the_usual_duration_of_its_size() -> No
 
 
 def test_slow_planning_lengthens_the_lead() -> None:
-    timing = StepTiming()
+    timing = StepTiming(math.inf)
     timing.step_took(1, 0.100)
     for _ in range(50):
         timing.planning_took(0.005)
@@ -299,9 +300,19 @@ def test_slow_planning_lengthens_the_lead() -> None:
 
 
 def test_durations_are_averaged_and_the_shorter_ones_count_more() -> None:
-    timing = StepTiming()
+    timing = StepTiming(math.inf)
     timing.step_took(1, 0.100)
     timing.step_took(1, 0.200)
     assert timing.launch_after_s(1) == pytest.approx(0.110 - MIN_LEAD_S)
     timing.step_took(1, 0.050)
     assert timing.launch_after_s(1) == pytest.approx(0.080 - MIN_LEAD_S)
+
+
+def test_no_step_is_launched_behind_one_that_planning_takes_too_much_of() -> None:
+    timing = StepTiming(max_planning_share=0.1)
+    timing.step_took(8, 0.020)
+    timing.planning_took(0.001)
+    assert timing.launch_after_s(8) is not None
+    for _ in range(50):
+        timing.planning_took(0.003)
+    assert timing.launch_after_s(8) is None
