@@ -31,7 +31,7 @@ from decode_worker.running_batch import BatchedStep, RunningBatch
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
 from engine.sequence import Sequence
-from engine.step import BrokenLogits, Sampled, StepResult
+from engine.step import BrokenLogits, Sampled, SampledToken, StepResult
 from engine.thread_work import to_the_end
 from tandem.clock import Clock
 from tandem.errors import InternalError, TandemError
@@ -169,7 +169,7 @@ class StepLoop:
 
     def _launched(self, batched: BatchedStep) -> asyncio.Future[StepResult]:
         try:
-            return asyncio.ensure_future(self._engine.launch(batched.step))
+            return self._engine.launch(batched.step)
         except Exception as error:  # noqa: BLE001 - one way out for all that goes wrong with a step
             failed = asyncio.get_running_loop().create_future()
             failed.set_exception(error)
@@ -222,10 +222,12 @@ class StepLoop:
                 self._on_ended(request, error)
 
     def _apply(self, request: Request, seq: Sequence, drawn: tuple[Sampled, ...]) -> None:
-        tokens = [sampled[0] for sampled in drawn if not isinstance(sampled, BrokenLogits)]
-        if len(tokens) < len(drawn):
-            self._on_ended(request, BrokenLogits().error(request.spec.request_id))
-            return
+        tokens: list[SampledToken] = []
+        for sampled in drawn:
+            if isinstance(sampled, BrokenLogits):
+                self._on_ended(request, sampled.error(request.spec.request_id))
+                return
+            tokens.append(sampled[0])
         group = request.group
         ends_prefix = not group.is_forked and (bool(drawn) or seq.num_remaining_tokens == 0)
         if ends_prefix and request.owes_prefill_done:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from engine.runner import Launched, Prepared, Runner
 from engine.step import Step, StepResult
-from engine.thread_work import to_the_end
 from tandem.errors import InternalError
 
 MAX_IN_FLIGHT = 2
@@ -47,11 +46,11 @@ class EngineThread:
         self._num_in_flight = 0
         self._num_failures = 0
 
-    def launch(self, step: Step) -> asyncio.Task[StepResult]:
+    def launch(self, step: Step) -> asyncio.Future[StepResult]:
         """Prepares a step and hands it to the engine thread; the seqs' tables have been read when this returns.
 
         The result raises what the step raised, FeederFailed if it was fed by a step that failed, or EngineBroken if
-        `MAX_FAILURES` in a row failed. Cancelled, it ends with CancelledError, but only once the step has ended.
+        `MAX_FAILURES` in a row failed. It must not be cancelled: wait with `thread_work.to_the_end`.
         Raises InternalError if two steps are in flight already.
         """
         if self._num_in_flight == MAX_IN_FLIGHT:
@@ -65,7 +64,7 @@ class EngineThread:
             prepared = error
         self._executor.submit(self._step, launched, prepared)
         self._num_in_flight += 1
-        return loop.create_task(to_the_end(launched.ended))
+        return launched.ended
 
     def close(self) -> None:
         """Joins the threads, after the steps in flight if there are any. Idempotent."""

@@ -44,6 +44,8 @@ class Group:
     @property
     def running(self) -> tuple[Sequence, ...]:
         """Who takes part in steps: the prefix until the fork, then every choice that has not finished."""
+        if self._alone:
+            return () if self.is_finished else self.sequences
         if not self.is_forked:
             return () if self.is_finished else (self.prefix,)
         return tuple(each for each in self.sequences if not each.is_finished)
@@ -51,7 +53,7 @@ class Group:
     @property
     def is_finished(self) -> bool:
         """Whether every choice has ended."""
-        return all(each.is_finished for each in self.sequences)
+        return self.prefix.is_finished if self._alone else all(each.is_finished for each in self.sequences)
 
     @property
     def num_seats(self) -> int:

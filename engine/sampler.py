@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -65,16 +65,16 @@ class DrawPlan:
     specs: tuple[SampleSpec, ...]
     row_max: RowMaximum | None
     """Given if every draw wants the raw logits' maximum and nothing else; all below is None or empty then."""
-    sampler: Sampler | None
-    by_kernels: DrawParams | None
+    sampler: Sampler | None = None
+    by_kernels: DrawParams | None = None
     """Given where a sampler draws and some draw has a temperature."""
-    by_torch: _TorchDraws | None
+    by_torch: _TorchDraws | None = None
     """Given where torch draws and some draw has a temperature."""
-    changed: tuple[int, ...]
+    changed: tuple[int, ...] = ()
     """Numbers of the draws that `adjust` does something for."""
-    masks: TokenMasks | None
-    logprobs: LogprobPlan | None
-    candidates: LogprobPlan | None
+    masks: TokenMasks | None = None
+    logprobs: LogprobPlan | None = None
+    candidates: LogprobPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +113,12 @@ class Drawn:
 
 def plan_draws(specs: Sequence[SampleSpec], kernels: Kernels, device: torch.device) -> DrawPlan:
     """What `draw` needs besides the logits, for D > 0 draws; uploads to `device`."""
-    takes_best = kernels.row_max is not None and all(map(_takes_best, specs))
-    has_temperature = not takes_best and any(map(_temperature, specs))
+    if kernels.row_max is not None and all(map(_takes_best, specs)):
+        return DrawPlan(tuple(specs), kernels.row_max)
+    has_temperature = any(map(_temperature, specs))
     return DrawPlan(
         specs=tuple(specs),
-        row_max=kernels.row_max if takes_best else None,
+        row_max=None,
         sampler=kernels.sampler,
         by_kernels=_draw_params(specs, device) if has_temperature and kernels.sampler is not None else None,
         by_torch=_torch_draws(specs, device) if has_temperature and kernels.sampler is None else None,
@@ -176,7 +177,7 @@ def _adjusted(logits: torch.Tensor, plan: DrawPlan, fed: Mapping[int, TokenId]) 
     for number in plan.changed:
         spec = plan.specs[number]
         if number in fed:
-            spec = replace(spec, output_token_ids=(*spec.output_token_ids, fed[number]))
+            spec = spec._replace(output_token_ids=(*spec.output_token_ids, fed[number]))
         adjust(logits[number], spec)
     if plan.masks is not None:
         plan.masks.apply(logits)

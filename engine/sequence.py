@@ -61,17 +61,14 @@ class Sequence:
         self._output_token_ids = list(output_token_ids)
         self.num_pending_tokens = 0
         """Tokens drawn by launched steps that have not been seen."""
+        self.num_tokens = len(prompt_token_ids) + len(self._output_token_ids)
+        """Known and pending tokens."""
         self.num_computed_tokens = 0
         """Tokens whose KV lies in the blocks once every launched step has ended."""
         self.finish_reason: FinishReason | None = None
         """Set once the completion has ended."""
         self._reads_prompt = params.repetition_penalty != 1.0
         self._reads_output = reads_output(params)
-
-    @property
-    def num_tokens(self) -> int:
-        """Known and pending tokens."""
-        return len(self._prompt_token_ids) + len(self._output_token_ids) + self.num_pending_tokens
 
     @property
     def output_token_ids(self) -> tuple[TokenId, ...]:
@@ -96,11 +93,13 @@ class Sequence:
     @property
     def is_exhausted(self) -> bool:
         """Whether known and pending tokens are all that may be drawn: no further step is of use."""
-        return self.is_finished or self.num_output_tokens + self.num_pending_tokens >= self.params.max_tokens
+        num_output_tokens = self.num_tokens - len(self._prompt_token_ids)
+        return self.finish_reason is not None or num_output_tokens >= self.params.max_tokens
 
     def blocks_wanted(self, num_tokens: int, block_size: int) -> int:
         """Blocks to add before `num_tokens` more tokens can be computed; copies on write not counted."""
-        return max(0, -(-(self.num_computed_tokens + num_tokens) // block_size) - len(self.block_table))
+        num_blocks = -(-(self.num_computed_tokens + num_tokens) // block_size) - len(self.block_table)
+        return num_blocks if num_blocks > 0 else 0
 
     def add_blocks(self, blocks: SequenceOf[BlockId]) -> None:
         """Takes over the caller's hold on these blocks."""
@@ -123,13 +122,14 @@ class Sequence:
         """
         start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
         num_known = self.num_tokens - self.num_pending_tokens
-        if self.is_finished or not start < end <= num_known + 1 or (end > num_known) != (feed is not None):
+        if (
+            self.finish_reason is not None
+            or not start < end <= num_known + 1
+            or (end > num_known) != (feed is not None)
+        ):
             raise InternalError(f"tokens {start}..{end} of {num_known} scheduled")
         token_ids = self._tokens(start, end) if feed is None else (*self._tokens(start, end - 1), _UNKNOWN)
-        samples = tuple(each._next_draw() for each in self.drawers) if end == self.num_tokens else ()
-        if samples:
-            for each in self.drawers:
-                each.num_pending_tokens += 1
+        samples = tuple([each._draw() for each in self.drawers]) if end == self.num_tokens else ()
         self.num_computed_tokens = end
         return ScheduledSeq(token_ids, start, self.block_table, samples, feed)
 
@@ -145,12 +145,16 @@ class Sequence:
             raise InternalError(f"{num_tokens} of {self.num_computed_tokens} computed tokens rolled back")
         self.num_computed_tokens -= num_tokens
         self.num_pending_tokens -= num_pending_tokens
+        self.num_tokens -= num_pending_tokens
 
     def append_token(self, token_id: TokenId) -> FinishReason | None:
         """Adds a drawn token, pending or brought; returns why the completion ends with it, if it does."""
         if self.finish_reason is not None:
             raise InternalError("a token after the completion's end")
-        self.num_pending_tokens = max(0, self.num_pending_tokens - 1)
+        if self.num_pending_tokens:
+            self.num_pending_tokens -= 1
+        else:
+            self.num_tokens += 1
         self._output_token_ids.append(token_id)
         if token_id in self.params.end_token_ids:
             self.finish_reason = FinishReason.STOP
@@ -158,12 +162,16 @@ class Sequence:
             self.finish_reason = FinishReason.LENGTH
         return self.finish_reason
 
-    def _next_draw(self) -> SampleSpec:
+    def _draw(self) -> SampleSpec:
+        """Its next draw; the token is pending from now on."""
+        output_index = self.num_tokens - len(self._prompt_token_ids)
+        self.num_pending_tokens += 1
+        self.num_tokens += 1
         return SampleSpec(
-            params=self.params,
-            output_index=len(self._output_token_ids) + self.num_pending_tokens,
-            prompt_token_ids=self._prompt_token_ids if self._reads_prompt else (),
-            output_token_ids=tuple(self._output_token_ids) if self._reads_output else (),
+            self.params,
+            output_index,
+            self._prompt_token_ids if self._reads_prompt else (),
+            tuple(self._output_token_ids) if self._reads_output else (),
         )
 
     def _tokens(self, start: int, end: int) -> tuple[TokenId, ...]:

@@ -19,6 +19,7 @@ from typing import Protocol
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
 from engine.step import BrokenLogits, Sampled, SampledToken, Step, StepResult
+from engine.thread_work import to_the_end
 from prefill_worker.scheduler import BatchLimits, Chunk, PrefillScheduler
 from tandem.clock import Clock
 from tandem.errors import InternalError, TandemError
@@ -110,7 +111,7 @@ class StepLoop:
         self._in_flight = chunks
         try:
             step = Step(tuple(chunk.request.group.prefix.schedule(chunk.num_tokens) for chunk in chunks))
-            result = await self._engine.launch(step)
+            result = await to_the_end(self._engine.launch(step))
             specs = tuple(chunk.request.spec for chunk in chunks)
             self._observer.step(StepReport(result.seconds, self.num_tokens_in_flight, 0, specs))
         except EngineBroken as error:
@@ -119,7 +120,7 @@ class StepLoop:
             _log.exception("engine step failed")
             failure = InternalError(f"engine step failed: {type(error).__name__}")
         finally:
-            self._in_flight = ()  # the step has ended, however the wait did (`StepEngine.launch`)
+            self._in_flight = ()  # the step has ended, however the wait did
         for number, chunk in enumerate(chunks):
             self._settle(chunk, failure if result is None else result.outputs[number])
         self._listener.step_ended()

@@ -8,7 +8,7 @@ Nothing here blocks or awaits but the result of a launched step, `run` and `drai
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from asyncio import Future
 from typing import Protocol
 
 from engine.step import SampledToken, Step, StepResult
@@ -48,11 +48,11 @@ class StepEngine(Protocol):
     def num_steps(self) -> int:
         """Steps that have ended since start."""
 
-    def launch(self, step: Step) -> Awaitable[StepResult]:
+    def launch(self, step: Step) -> Future[StepResult]:
         """Hands over a step; at most two may be in flight. The seqs' tables have been read when it returns.
 
-        The result raises what the step raised, once the device no longer uses its blocks. Cancelling the wait does
-        not cancel the step, and does not end before it.
+        The result raises what the step raised, once the device no longer uses its blocks. It must not be cancelled:
+        wait with `engine.thread_work.to_the_end`, which does not end before the step.
         """
 
 

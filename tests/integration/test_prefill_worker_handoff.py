@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -115,10 +115,10 @@ class CountedEngine:
         self.num_steps = 0
         self.arrivals = Arrivals()
 
-    def launch(self, step: Step) -> Awaitable[StepResult]:
-        return self._note(self._thread.launch(step))
+    def launch(self, step: Step) -> asyncio.Task[StepResult]:
+        return asyncio.create_task(self._note(self._thread.launch(step)))
 
-    async def _note(self, launched: Awaitable[StepResult]) -> StepResult:
+    async def _note(self, launched: asyncio.Future[StepResult]) -> StepResult:
         result = await launched
         self.num_steps += 1
         self.arrivals.note()

@@ -66,7 +66,7 @@ def test_a_table_too_short_for_its_tokens_is_refused() -> None:
 
 
 def from_end(*counts: int) -> tuple[SampleSpec, ...]:
-    return tuple(replace(SAMPLE, from_end=count) for count in counts)
+    return tuple(SAMPLE._replace(from_end=count) for count in counts)
 
 
 def test_draws_that_share_a_row_of_logits_share_its_computation() -> None:
@@ -90,7 +90,7 @@ def test_a_draw_from_a_token_that_is_not_scheduled_is_refused(count: int) -> Non
 
 def test_what_the_step_before_drew_takes_its_place_and_a_broken_draw_is_any_token() -> None:
     params = replace(SAMPLE.params, repetition_penalty=2.0)
-    penalised = tuple(replace(each, params=params) for each in from_end(1, 0, 0))
+    penalised = tuple(each._replace(params=params) for each in from_end(1, 0, 0))
     seqs = [
         scheduled([0], 3, [3], feed=2),
         scheduled([7, 8], 0, [4]),

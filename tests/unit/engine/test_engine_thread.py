@@ -15,6 +15,7 @@ import torch
 from engine.engine_thread import MAX_FAILURES, EngineBroken, EngineThread, FeederFailed
 from engine.placement import ThreadPlacement, open_engine_executor
 from engine.step import ScheduledSeq, Step, StepResult
+from engine.thread_work import to_the_end
 from tandem.errors import ConfigError, InternalError
 from tandem.types import TokenId
 
@@ -140,7 +141,7 @@ async def test_a_step_fed_by_one_that_failed_fails_unrun_and_one_that_is_not_run
 
 
 async def test_a_cancelled_wait_ends_only_once_the_step_has(runner, engine) -> None:
-    waiting = asyncio.ensure_future(engine.launch(GOOD))
+    waiting = asyncio.create_task(to_the_end(engine.launch(GOOD)))
     await begun(runner)
     for _ in range(3):
         waiting.cancel()
@@ -156,7 +157,7 @@ async def test_a_cancelled_wait_ends_only_once_the_step_has(runner, engine) -> N
 async def test_a_cancelled_step_that_fails_is_a_cancelled_step_and_no_lost_error(runner, engine) -> None:
     lost: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
-    waiting = asyncio.ensure_future(engine.launch(BAD))
+    waiting = asyncio.create_task(to_the_end(engine.launch(BAD)))
     await begun(runner)
     waiting.cancel()
     runner.may_end.set()
@@ -243,7 +244,7 @@ async def test_what_a_step_that_breaks_on_the_device_fed_is_of_no_use(device) ->
 
 async def test_a_launch_that_fails_is_told_after_the_steps_before_it(device) -> None:
     runner, engine = device
-    first, second = engine.launch(GOOD), asyncio.ensure_future(engine.launch(BAD))
+    first, second = engine.launch(GOOD), engine.launch(BAD)
     done, _ = await asyncio.wait({second}, timeout=0.01)
     assert not done
     runner.ends[1].set()

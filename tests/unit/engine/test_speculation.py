@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -23,8 +22,7 @@ def verify(seq: Sequence, drafted: list[TokenId], runner: Runner, pool: BlockPoo
     (spec,) = last.samples
     seq.add_blocks(pool.allocate(seq.blocks_wanted(len(drafted), BLOCK_SIZE)))
     samples = tuple(
-        replace(
-            spec,
+        spec._replace(
             output_index=spec.output_index + number,
             output_token_ids=(*spec.output_token_ids, *drafted[:number]),
             from_end=len(drafted) - number,
