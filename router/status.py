@@ -109,4 +109,4 @@ class RouterStatus:
 
 
 def _worker(view: WorkerView) -> WorkerStatus:
-    return WorkerStatus(view.info, view.load or _UNKNOWN_LOAD, view.silence_s, view.connected)
+    return WorkerStatus(view.info, view.load or _UNKNOWN_LOAD, view.silence_s, view.connected, view.set_aside)
