@@ -38,7 +38,7 @@ class RetryPolicy:
     """How long a request waits for what, and how often it is tried again."""
 
     max_retries: int = 2
-    """Further pairs tried after the first. Beyond that, workers that it has not tried yet, unless one was lost with it."""
+    """Further pairs tried after the first. Beyond that, workers not tried yet, unless one was lost with the request."""
     patience_s: float = 10.0
     """Wait for a pair of workers to be there: as long as a worker takes to be replaced."""
     silence_s: float = 120.0
@@ -104,6 +104,8 @@ class Generation:
         self._state = RequestState.QUEUED
         self._disappointing: set[Incarnation] = set()
         """Workers that failed it since it last made progress: asked again only where there are no others."""
+        self._culprits: set[Incarnation] = set()
+        """Those of them that failed it on their own, not in a hand-off."""
         self._num_failed = 0
         """Tries since then."""
         self._num_broken = 0
@@ -193,6 +195,7 @@ class Generation:
         if self._progress_since(choices) >= self._policy.progress_tokens:
             self._num_failed = self._num_broken = 0
             self._disappointing.clear()
+            self._culprits.clear()
         self._num_failed += 1
         self._num_broken += isinstance(error, InternalError)
 
@@ -239,15 +242,23 @@ class Generation:
             if isinstance(failure, Unavailable):
                 raise Unavailable(known, failure.reason) from error
             raise failure from error
-        if failure is not None and is_extra and self._disappointing.issuperset(assignment.placement.incarnations):
+        if failure is not None and is_extra and not self._is_new(assignment):
             self._rooms.workers.end(assignment, arrived=assignment.placement.prefill is None)
             raise failure
         return assignment
 
+    def _is_new(self, assignment: Assignment) -> bool:
+        """Whether the pair may do better than all before: then it also adds to the blamed, so that tries end."""
+        incarnations = assignment.placement.incarnations
+        return self._culprits.isdisjoint(incarnations) and not self._disappointing.issuperset(incarnations)
+
     def _blame(self, culprit: WorkerInfo, assignment: Assignment, error: TandemError) -> None:
         # A hand-off that failed does not say which side was at fault; any other failure is its worker's own.
-        is_handoff = isinstance(error, TransferError)
-        self._disappointing.update(assignment.placement.incarnations if is_handoff else (culprit.incarnation,))
+        if isinstance(error, TransferError):
+            self._disappointing.update(assignment.placement.incarnations)
+        else:
+            self._disappointing.add(culprit.incarnation)
+            self._culprits.add(culprit.incarnation)
         self._witness.failed(culprit, error)
         self._observer.moved(culprit, error)
         _log.warning(

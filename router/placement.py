@@ -19,7 +19,6 @@ from random import Random
 from typing import TypeAlias
 
 from router.ejection import Pair
-
 from tandem.errors import InvalidRequest, Unavailable
 from tandem.types import GroupSpec, Incarnation, Role, WorkerInfo, WorkerLoad
 
@@ -127,8 +126,7 @@ def place(
 
 
 class _Ranking:
-    """Of pairs, for one demand. Looks at each prefill worker once per kind of decode worker, as long as no pairs
-    are set aside."""
+    """Of pairs, for one demand. Looks at each prefill worker once per kind of decode worker if no pair is set aside."""
 
     def __init__(self, demand: Demand, prefills: Sequence[WorkerView], pair_burdens: Mapping[Pair, int]) -> None:
         self._demand = demand

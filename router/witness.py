@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from router.placement import Placement
 from router.workers import Assignment, Workers
-from tandem.errors import InternalError, Overloaded, Reason, TandemError, TransferError
+from tandem.errors import InternalError, Reason, TandemError, TransferError
 from tandem.telemetry.observers import RequestObserver
 from tandem.types import WorkerInfo
 
@@ -38,6 +38,7 @@ class Witness(RequestObserver):
         self._decoded = False
 
     def handed_over(self, num_bytes: int, seconds: float) -> None:
+        """The decode worker has it."""
         if self._assignment is None or self._arrived:
             return
         self._arrived = True
@@ -47,6 +48,7 @@ class Witness(RequestObserver):
             self._workers.handed_over(placement.prefill, placement.decode)
 
     def tokens(self, num_tokens: int, index: int = 0) -> None:
+        """New ones. Those after the hand-off are from the decode worker."""
         if self._arrived and not self._decoded:
             self._decode_went_well()
 
@@ -58,7 +60,7 @@ class Witness(RequestObserver):
 
     def failed(self, culprit: WorkerInfo, error: TandemError) -> None:
         """The pair failed by `culprit`, or, of a hand-off, nobody knows by whom."""
-        if isinstance(error, Overloaded) or error.reason is Reason.DRAINING:
+        if error.reason is Reason.DRAINING:
             return  # it is well, and says so
         placement = self._placement
         if isinstance(error, InternalError):

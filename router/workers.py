@@ -7,9 +7,9 @@
                           stalled
 
 A link is opened on entering `registered` and closed on leaving it. Who failed lately is remembered beyond the request
-(see `ejection`), and so is what was given to a worker that its heartbeats do not show yet. Time is the clock given; `tick` must be
-called every `tick_s`: what it is late by is time in which this router stood still, and heard nobody. Knows
-nothing of gRPC or of requests.
+(see `ejection`), and so is what was given to a worker and its heartbeats do not show yet. Time is the clock given;
+`tick` must be called every `tick_s`: what it is late by is time in which this router stood still, and heard nobody.
+Knows nothing of gRPC or of requests.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class Workers:
         self._leave(assignment, arrived=True)
 
     def end(self, assignment: Assignment, *, arrived: bool) -> None:
-        """It no longer runs on that pair. `arrived`: whether `arrive` was called, or the decode worker had it at once."""
+        """It no longer runs on that pair. `arrived`: `arrive` was called, or decode had it from the start."""
         if not arrived:
             self._leave(assignment, arrived=False)
         self._ejections.end(assignment.subjects, assignment.probe)
