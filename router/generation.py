@@ -15,18 +15,21 @@ from router.admission import Admission
 from router.attempt import Attempt
 from router.delivery import ChoiceStream, Delivery
 from router.metrics import Timeline
-from router.placement import Demand, Placement
-from router.workers import Workers
+from router.placement import Demand
+from router.witness import Witness
+from router.workers import Assignment, Workers
 from tandem.clock import Clock, Deadline, ended_by_deadline
 from tandem.errors import DeadlineExceeded, InternalError, Overloaded, TandemError, TransferError, Unavailable
 from tandem.lifecycle import REQUEST_MOVES, RequestState, advance
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import RequestEnd, RequestStart, RouterObserver, request_observers
 from tandem.telemetry.trace_context import trace_id_of
-from tandem.types import ChoiceSpec, FinishReason, GroupSpec, Incarnation, TextParams
+from tandem.types import ChoiceSpec, FinishReason, GroupSpec, Incarnation, TextParams, WorkerInfo
 
 _log = get_logger(__name__)
 
+_MAX_REPLAYS_OF_BROKEN = 1
+"""A request that breaks on two workers is at fault itself."""
 _ENDED = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
 
 
@@ -35,9 +38,9 @@ class RetryPolicy:
     """How long a request waits for what, and how often it is tried again."""
 
     max_retries: int = 2
-    """Further pairs tried after the first."""
-    placement_s: float = 1.0
-    """Wait for a pair of workers to be there."""
+    """Further pairs tried after the first. Beyond that, workers not tried yet, unless one was lost with the request."""
+    patience_s: float = 10.0
+    """Wait for a pair of workers to be there: as long as a worker takes to be replaced."""
     silence_s: float = 120.0
     """Longest time without a word about a request from its workers, or, while it waits in line,
     without a step of the worker's engine."""
@@ -94,12 +97,19 @@ class Generation:
             age_s=timeline.total_s,
             num_choices=len(group.choices),
         )
-        self._observer = request_observers(rooms.observer.request(start), timeline)
+        self._witness = Witness(rooms.workers)
+        self._observer = request_observers(rooms.observer.request(start), timeline, self._witness)
         self.delivery = Delivery(choices, self._observer)
         """What the client has to read."""
         self._state = RequestState.QUEUED
         self._disappointing: set[Incarnation] = set()
         """Workers that failed it since it last made progress: asked again only where there are no others."""
+        self._culprits: set[Incarnation] = set()
+        """Those of them that failed it on their own, not in a hand-off."""
+        self._num_failed = 0
+        """Tries since then."""
+        self._num_broken = 0
+        """Of these, how many by a broken step."""
 
     async def drive(self) -> None:
         """The request's whole life. Raises nothing but CancelledError; errors go to the delivery."""
@@ -145,10 +155,11 @@ class Generation:
     async def _try_pairs(self) -> None:
         """Tries pairs until one finishes all choices, or too many in a row fail. Raises the last failure."""
         failure: TandemError | None = None
-        num_tries = 0
-        while failure is None or num_tries <= self._policy.max_retries:
+        while True:
             choices = self.delivery.open_choices
-            placement = await self._place(choices, failure)
+            assignment = await self._place(choices, failure)
+            self._witness.begin(assignment)
+            placement = assignment.placement
             self._observer.placed(placement.prefill, placement.decode)
             attempt = Attempt(
                 placement,
@@ -162,22 +173,38 @@ class Generation:
             )
             try:
                 await attempt.run(self._resumed(choices))
+                self._witness.finished()
                 return
             except TandemError as error:
                 if not error.retryable:
                     raise
                 failure = error
-                if self._progress_since(choices) >= self._policy.progress_tokens:
-                    num_tries = 0
-                    self._disappointing.clear()
-                num_tries += 1
-                self._blame(attempt, placement, error)
+                self._count(choices, error)
+                culprit = attempt.culprit or placement.decode
+                self._blame(culprit, assignment, error)
+                if self._breaks_workers(culprit, error):
+                    raise
             finally:
                 attempt.release()
+                self._witness.end()
                 self.delivery.forget_early()
             if isinstance(failure, Overloaded):
-                await asyncio.sleep(self._policy.overload_backoff_s * num_tries)
-        raise failure
+                await asyncio.sleep(self._policy.overload_backoff_s * self._num_failed)
+
+    def _count(self, choices: Sequence[ChoiceSpec], error: TandemError) -> None:
+        if self._progress_since(choices) >= self._policy.progress_tokens:
+            self._num_failed = self._num_broken = 0
+            self._disappointing.clear()
+            self._culprits.clear()
+        self._num_failed += 1
+        self._num_broken += isinstance(error, InternalError)
+
+    def _breaks_workers(self, culprit: WorkerInfo, error: TandemError) -> bool:
+        """Whether the request itself may be at fault, so that it is not to go through all workers."""
+        if isinstance(error, InternalError):
+            return self._num_broken > min(_MAX_REPLAYS_OF_BROKEN, self._policy.max_retries)
+        link = self._rooms.workers.link(culprit)
+        return (link is None or not link.connected) and self._num_failed > self._policy.max_retries
 
     def _resumed(self, choices: tuple[ChoiceSpec, ...]) -> GroupSpec:
         """What workers are to run now."""
@@ -192,8 +219,11 @@ class Generation:
         """New tokens of the choice that got on most."""
         return max(self.delivery.num_tokens_of(each.index) - len(each.output_token_ids) for each in choices)
 
-    async def _place(self, choices: Sequence[ChoiceSpec], failure: TandemError | None) -> Placement:
-        """A pair, of workers that did not fail this request as far as there are others. Raises Unavailable."""
+    async def _place(self, choices: Sequence[ChoiceSpec], failure: TandemError | None) -> Assignment:
+        """A pair, of workers that did not fail this request as far as there are others.
+
+        Raises Unavailable, or `failure` once there were too many and nobody is left who was not asked.
+        """
         group = self._request.group
         demand = Demand(
             num_tokens=group.num_prompt_tokens + sum(len(each.output_token_ids) for each in choices),
@@ -202,8 +232,9 @@ class Generation:
             num_choices=len(choices),
             blamed=frozenset(self._disappointing),
         )
+        is_extra = self._num_failed > self._policy.max_retries
         try:
-            return await self._rooms.workers.place(demand, self._policy.placement_s)
+            assignment = await self._rooms.workers.place(demand, 0.0 if is_extra else self._policy.patience_s)
         except Unavailable as error:
             if failure is None:
                 raise
@@ -211,13 +242,24 @@ class Generation:
             if isinstance(failure, Unavailable):
                 raise Unavailable(known, failure.reason) from error
             raise failure from error
+        if failure is not None and is_extra and not self._is_new(assignment):
+            self._rooms.workers.end(assignment, arrived=assignment.placement.prefill is None)
+            raise failure
+        return assignment
 
-    def _blame(self, attempt: Attempt, placement: Placement, error: TandemError) -> None:
-        culprit = attempt.culprit or placement.decode
+    def _is_new(self, assignment: Assignment) -> bool:
+        """Whether the pair may do better than all before: then it also adds to the blamed, so that tries end."""
+        incarnations = assignment.placement.incarnations
+        return self._culprits.isdisjoint(incarnations) and not self._disappointing.issuperset(incarnations)
+
+    def _blame(self, culprit: WorkerInfo, assignment: Assignment, error: TandemError) -> None:
         # A hand-off that failed does not say which side was at fault; any other failure is its worker's own.
-        pair = (placement.decode, placement.prefill or placement.decode)
-        at_fault = pair if isinstance(error, TransferError) else (culprit,)
-        self._disappointing.update(each.incarnation for each in at_fault)
+        if isinstance(error, TransferError):
+            self._disappointing.update(assignment.placement.incarnations)
+        else:
+            self._disappointing.add(culprit.incarnation)
+            self._culprits.add(culprit.incarnation)
+        self._witness.failed(culprit, error)
         self._observer.moved(culprit, error)
         _log.warning(
             "request moves to another pair",

@@ -1,23 +1,34 @@
 """Chooses the pair of workers for a request: pure, given what is known of the workers.
 
-Only pairs with equal model and layout fingerprints and a common transport count. Decode is
-chosen first, by power of two choices on free blocks (Mitzenmacher 2001: near the best, and no
-herd on old figures); then the partner with the fewest queued prompt tokens. A short prompt may
-stay on the decode worker. Knows nothing of streams or time.
+Only pairs with equal model and layout fingerprints and a common transport count. Of these, only
+the ones with the fewest workers that failed this request or are set aside for failing others
+(see `ejection`). Decode is chosen first, by power of two choices (Mitzenmacher 2001: near the
+best, and no herd on old figures) on the share of its seats or blocks in use, whichever is larger;
+then the partner, by two choices on queued prompt tokens. A short prompt may stay on the decode
+worker. Knows nothing of streams or time.
 """
 
 from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from random import Random
+from typing import TypeAlias
 
+from router.ejection import Pair
 from tandem.errors import InvalidRequest, Unavailable
 from tandem.types import GroupSpec, Incarnation, Role, WorkerInfo, WorkerLoad
 
 _MUST_EQUAL = ("model_fingerprint", "layout_fingerprint")
+_kind_of = attrgetter(*_MUST_EQUAL, "transports")
+"""Equal for workers that have the same partners."""
+
+_NO_BURDENS: Mapping[Pair, int] = {}
+_Rank: TypeAlias = tuple[int, int]
+"""Of a worker or a pair, least first: in how many ways it is suspect; how often in a row it was set aside."""
 
 
 class Obstacle(enum.StrEnum):
@@ -39,19 +50,27 @@ class WorkerView:
     obstacle: Obstacle | None = None
     """Why it takes no new work; None = it does."""
     assigned_tokens: int = 0
-    """Tokens that this router gave it since `load` was taken."""
+    """Tokens that this router gave it, and `load` does not show."""
+    assigned_seqs: int = 0
+    """Sequences of those."""
+    burden: int = 0
+    """0 = gets work like any other; else how often in a row it was set aside."""
+    set_aside: str = ""
+    """The same, for people; empty = it is not."""
     silence_s: float = 0.0
     """Time since it was last heard, without such in which this router stood still."""
     connected: bool = False
     """Whether this router's stream to it stands."""
 
-    @property
-    def free_blocks(self) -> int:
-        """Free and cached blocks of its pool, less what those need that wait there; may be negative."""
+    def share_with(self, demand: Demand) -> float:
+        """Of its seats or of its pool, whichever is more, that is taken with `demand` there; > 1 = some wait."""
         if self.load is None:
-            return 0
-        pool = self.load.pool
-        return pool.free + pool.cached - self.queued_tokens // max(1, pool.block_size)
+            return 1.0
+        pool, seats = self.load.pool, self.info.max_seqs
+        num_seqs = self.load.running_seqs + self.load.waiting_seqs + self.assigned_seqs + demand.num_choices
+        missing_blocks = -(-(self.queued_tokens + demand.num_tokens) // max(1, pool.block_size))
+        num_blocks = pool.total - pool.free - pool.cached + missing_blocks
+        return max(num_seqs / seats if seats else 0.0, num_blocks / max(1, pool.total))
 
     @property
     def queued_tokens(self) -> int:
@@ -81,25 +100,81 @@ class Placement:
     prefill: WorkerInfo | None
     decode: WorkerInfo
 
+    @property
+    def incarnations(self) -> tuple[Incarnation, ...]:
+        """Of its workers, prefill first."""
+        return tuple(each.incarnation for each in (self.prefill, self.decode) if each is not None)
 
-def place(demand: Demand, workers: Sequence[WorkerView], rng: Random) -> Placement:
-    """The pair for `demand`. Raises Unavailable that says what is missing."""
+
+def place(
+    demand: Demand, workers: Sequence[WorkerView], rng: Random, pair_burdens: Mapping[Pair, int] = _NO_BURDENS
+) -> Placement:
+    """The pair for `demand`. `pair_burdens`: as `WorkerView.burden`. Raises Unavailable that says what is missing."""
     prefills = _candidates(Role.PREFILL, demand, workers)
     decodes = _candidates(Role.DECODE, demand, workers)
-    choices = [each for each in decodes if _is_local(demand, each) or _partners(each, prefills)]
-    if not choices:
+    ranking = _Ranking(demand, prefills, pair_burdens)
+    ranks = [(ranking.best_with(each), each) for each in decodes]
+    best = min((rank for rank, _ in ranks if rank is not None), default=None)
+    if best is None:
         raise Unavailable(_what_is_missing(demand, workers, prefills, decodes))
-    fewest_blamed = min(_num_blamed(demand, each, prefills) for each in choices)
-    choices = [each for each in choices if _num_blamed(demand, each, prefills) == fewest_blamed]
-    contenders = rng.sample(choices, 2) if len(choices) > 2 else choices
-    decode = max(contenders, key=lambda view: (view.free_blocks, rng.random()))
+    contenders = [each for rank, each in ranks if rank == best]
+    decode = _less_loaded(contenders, lambda view: view.share_with(demand), rng)
     if _is_local(demand, decode):
         return Placement(None, decode.info)
-    prefill = min(
-        _partners(decode, prefills),
-        key=lambda view: (_is_blamed(demand, view), view.queued_tokens, rng.random()),
-    )
+    prefill = _less_loaded(ranking.best_partners(decode), lambda view: view.queued_tokens, rng)
     return Placement(prefill.info, decode.info)
+
+
+class _Ranking:
+    """Of pairs, for one demand. Looks at each prefill worker once per kind of decode worker if no pair is set aside."""
+
+    def __init__(self, demand: Demand, prefills: Sequence[WorkerView], pair_burdens: Mapping[Pair, int]) -> None:
+        self._demand = demand
+        self._prefills = prefills
+        self._pair_burdens = pair_burdens
+        self._burdened = {decode for _, decode in pair_burdens}
+        self._partners: dict[object, tuple[list[WorkerView], _Rank | None]] = {}
+        """By kind of decode worker: who fits it, and the best of their ranks."""
+
+    def best_with(self, decode: WorkerView) -> _Rank | None:
+        """That of the best pair with this decode worker; None if there is none."""
+        own = self._rank(decode)
+        if _is_local(self._demand, decode):
+            return own
+        partners, best = self._partners_of(decode)
+        if decode.info.incarnation in self._burdened:
+            best = min((self._pair_rank(each, decode) for each in partners), default=None)
+        return None if best is None else _sum(own, best)
+
+    def best_partners(self, decode: WorkerView) -> list[WorkerView]:
+        """With which the rank is the best."""
+        ranks = [(self._pair_rank(each, decode), each) for each in self._partners_of(decode)[0]]
+        best = min(rank for rank, _ in ranks)
+        return [each for rank, each in ranks if rank == best]
+
+    def _partners_of(self, decode: WorkerView) -> tuple[list[WorkerView], _Rank | None]:
+        kind = _kind_of(decode.info)
+        if kind not in self._partners:
+            partners = _partners(decode, self._prefills)
+            self._partners[kind] = partners, min(map(self._rank, partners), default=None)
+        return self._partners[kind]
+
+    def _rank(self, view: WorkerView) -> _Rank:
+        is_blamed = view.info.incarnation in self._demand.blamed
+        return is_blamed + (view.burden > 0), view.burden
+
+    def _pair_rank(self, prefill: WorkerView, decode: WorkerView) -> _Rank:
+        burden = self._pair_burdens.get((prefill.info.incarnation, decode.info.incarnation), 0)
+        return _sum(self._rank(prefill), (int(burden > 0), burden))
+
+
+def _sum(one: _Rank, other: _Rank) -> _Rank:
+    return one[0] + other[0], one[1] + other[1]
+
+
+def _less_loaded(views: Sequence[WorkerView], load_of: Callable[[WorkerView], float], rng: Random) -> WorkerView:
+    """Of two at random; by chance if they are equal."""
+    return min(rng.sample(views, min(2, len(views))), key=load_of)
 
 
 def readiness(workers: Sequence[WorkerView]) -> str | None:
@@ -184,16 +259,6 @@ def _choice_tokens(demand: Demand, view: WorkerView) -> int:
     num_shared = demand.num_prompt_tokens // block_size
     num_own = max(0, view.info.pool_tokens // block_size - num_shared) // demand.num_choices
     return min(view.info.max_sequence_tokens, (num_shared + num_own) * block_size)
-
-
-def _num_blamed(demand: Demand, decode: WorkerView, prefills: Iterable[WorkerView]) -> int:
-    """Of the best pair with this decode worker, how many failed the request before."""
-    partners = [] if _is_local(demand, decode) else _partners(decode, prefills)
-    return _is_blamed(demand, decode) + min((_is_blamed(demand, each) for each in partners), default=0)
-
-
-def _is_blamed(demand: Demand, view: WorkerView) -> bool:
-    return view.info.incarnation in demand.blamed
 
 
 def _is_local(demand: Demand, decode: WorkerView) -> bool:

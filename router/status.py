@@ -103,10 +103,16 @@ class RouterStatus:
         yield Reading(names.ROUTER_MAX_ACTIVE, self._config.max_active_requests)
         yield Reading(names.ROUTER_MAX_QUEUED, self._config.max_queued_requests)
         views = self._workers.views()
-        workers = Counter[Labels]((str(view.info.role), _STATES[view.obstacle]) for view in views)
+        workers = Counter[Labels]((str(view.info.role), _state(view)) for view in views)
         for labels in names.ROUTER_WORKERS.presets:
             yield Reading(names.ROUTER_WORKERS, workers[labels], labels)
+        yield Reading(names.ROUTER_PAIRS_SET_ASIDE, self._workers.num_pairs_set_aside)
+
+
+def _state(view: WorkerView) -> str:
+    """For the metric."""
+    return "set_aside" if view.obstacle is None and view.set_aside else _STATES[view.obstacle]
 
 
 def _worker(view: WorkerView) -> WorkerStatus:
-    return WorkerStatus(view.info, view.load or _UNKNOWN_LOAD, view.silence_s, view.connected)
+    return WorkerStatus(view.info, view.load or _UNKNOWN_LOAD, view.silence_s, view.connected, view.set_aside)

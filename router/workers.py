@@ -6,9 +6,10 @@
                           ▼      │
                           stalled
 
-A link is opened on entering `registered` and closed on leaving it. Time is the clock given; `tick` must be
-called every `tick_s`: what it is late by is time in which this router stood still, and heard nobody. Knows
-nothing of gRPC or of requests.
+A link is opened on entering `registered` and closed on leaving it. Who failed lately is remembered beyond the request
+(see `ejection`), and so is what was given to a worker and its heartbeats do not show yet. Time is the clock given;
+`tick` must be called every `tick_s`: what it is late by is time in which this router stood still, and heard nobody.
+Knows nothing of gRPC or of requests.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 from typing import TypeAlias
 from weakref import WeakSet
 
+from router.ejection import Ejections, Subject
 from router.placement import Demand, Obstacle, Placement, WorkerView, place
 from router.placement import readiness as readiness_of
 from router.worker_link import WorkerLink
@@ -38,6 +41,23 @@ OpenLink: TypeAlias = Callable[[WorkerInfo, Callable[[], None]], WorkerLink]
 """Opens a link; the function given is to be called when its `connected` has changed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One request on its pair, from `Workers.place` until `Workers.end`."""
+
+    placement: Placement
+    num_tokens: int
+    num_seqs: int
+    probe: int
+    """For `Ejections.end`."""
+
+    @property
+    def subjects(self) -> tuple[Subject, ...]:
+        """Whom its fate says something of."""
+        incarnations = self.placement.incarnations
+        return incarnations if self.placement.prefill is None else (*incarnations, (incarnations[0], incarnations[1]))
+
+
 class _Record:
     """What is known of one worker."""
 
@@ -47,6 +67,11 @@ class _Record:
         self.heard_s = now_s
         self.moved_s = now_s
         self.assigned_tokens = 0
+        """Given to it, and not shown by `load`."""
+        self.assigned_seqs = 0
+        self.coming_tokens = 0
+        """Of these, what is not there yet, but with the prefill worker: the next heartbeat will not show it either."""
+        self.coming_seqs = 0
         self.drain_ordered = False
         self.link: WorkerLink | None = None
         """None = stalled."""
@@ -60,7 +85,7 @@ class _Record:
         self.moved_s = now_s if moved else self.moved_s
         self.load = load
         self.heard_s = now_s
-        self.assigned_tokens = 0
+        self.assigned_tokens, self.assigned_seqs = self.coming_tokens, self.coming_seqs
 
     def forgive(self, seconds: float, now_s: float) -> None:
         """Does not count so much time as silence of the worker."""
@@ -79,9 +104,18 @@ class _Record:
             return Obstacle.DRAINING
         return None
 
-    def view(self, now_s: float) -> WorkerView:
-        silence_s = now_s - self.heard_s
-        return WorkerView(self.info, self.load, self.obstacle(), self.assigned_tokens, silence_s, self.connected)
+    def view(self, now_s: float, ejections: Ejections) -> WorkerView:
+        return WorkerView(
+            self.info,
+            self.load,
+            self.obstacle(),
+            self.assigned_tokens,
+            self.assigned_seqs,
+            ejections.burden(self.info.incarnation, now_s),
+            ejections.describe(self.info.incarnation, now_s),
+            now_s - self.heard_s,
+            self.connected,
+        )
 
 
 class Workers:
@@ -108,6 +142,7 @@ class Workers:
         self._rng = rng
         self._awake_s = clock.now_s()
         self._records: dict[WorkerId, _Record] = {}
+        self._ejections = Ejections()
         self._superseded: deque[Incarnation] = deque(maxlen=_REMEMBERED_INCARNATIONS)
         self._links: WeakSet[WorkerLink] = WeakSet()
         """Also those of lost workers, until their tasks have ended."""
@@ -200,14 +235,22 @@ class Workers:
     def views(self) -> list[WorkerView]:
         """All workers, as placement sees them."""
         now_s = self._clock.now_s()
-        return [record.view(now_s) for record in self._records.values()]
+        return [record.view(now_s, self._ejections) for record in self._records.values()]
+
+    @property
+    def num_pairs_set_aside(self) -> int:
+        """Pairs that get no work as long as there are others, though each of the two may get some."""
+        return len(self._ejections.pair_burdens(self._clock.now_s()))
 
     def readiness(self) -> str | None:
         """None if a request could be served now, else what is missing."""
         return readiness_of(self.views())
 
-    async def place(self, demand: Demand, wait_s: float) -> Placement:
-        """A pair for `demand`, counted as its workers' load; waits at most `wait_s` for one. Raises Unavailable."""
+    async def place(self, demand: Demand, wait_s: float) -> Assignment:
+        """A pair for `demand`, counted as its workers' load until `end`; waits at most `wait_s` for one.
+
+        Raises Unavailable.
+        """
         try:
             async with asyncio.timeout(wait_s):
                 while True:
@@ -219,6 +262,38 @@ class Workers:
         except TimeoutError:
             return self._place_now(demand)
 
+    def arrive(self, assignment: Assignment) -> None:
+        """The decode worker has the request: its next heartbeat shows it. To be called once."""
+        self._leave(assignment, arrived=True)
+
+    def end(self, assignment: Assignment, *, arrived: bool) -> None:
+        """It no longer runs on that pair. `arrived`: `arrive` was called, or decode had it from the start."""
+        if not arrived:
+            self._leave(assignment, arrived=False)
+        self._ejections.end(assignment.subjects, assignment.probe)
+
+    def handed_over(self, prefill: WorkerInfo, decode: WorkerInfo) -> None:
+        """A hand-off between these two was good; the prefill worker has done its part."""
+        self._ejections.handed_over(prefill.incarnation, decode.incarnation)
+        for subject in (prefill.incarnation, (prefill.incarnation, decode.incarnation)):
+            self._succeeded(subject)
+
+    def decoded(self, decode: WorkerInfo) -> None:
+        """It made tokens of a request."""
+        self._succeeded(decode.incarnation)
+
+    def failed(self, worker: WorkerInfo) -> None:
+        """A request failed by this worker's own fault."""
+        if self._current(worker) is not None:
+            self._failed(worker.incarnation)
+
+    def handoff_failed(self, prefill: WorkerInfo, decode: WorkerInfo) -> None:
+        """A hand-off between these two failed. If one of them is gone, that was why."""
+        if self._current(prefill) is None or self._current(decode) is None:
+            return
+        for subject in self._ejections.blamed_for_handoff(prefill.incarnation, decode.incarnation):
+            self._failed(subject)
+
     async def wait_for_change(self, at_most_s: float) -> None:
         """Returns when anything about any worker changed, or when the time is up."""
         try:
@@ -227,11 +302,45 @@ class Workers:
         except TimeoutError:
             return
 
-    def _place_now(self, demand: Demand) -> Placement:
-        placement = place(demand, self.views(), self._rng)
+    def _place_now(self, demand: Demand) -> Assignment:
+        now_s = self._clock.now_s()
+        placement = place(demand, self.views(), self._rng, self._ejections.pair_burdens(now_s))
+        decode = self._records[placement.decode.worker_id]
+        if placement.prefill is not None:
+            decode.coming_tokens += demand.num_tokens
+            decode.coming_seqs += demand.num_choices
         for info in filter(None, (placement.prefill, placement.decode)):
-            self._records[info.worker_id].assigned_tokens += demand.num_tokens
-        return placement
+            record = self._records[info.worker_id]
+            record.assigned_tokens += demand.num_tokens
+            record.assigned_seqs += demand.num_choices
+        assignment = Assignment(placement, demand.num_tokens, demand.num_choices, self._ejections.new_probe())
+        self._ejections.begin(assignment.subjects, assignment.probe, now_s)
+        return assignment
+
+    def _leave(self, assignment: Assignment, *, arrived: bool) -> None:
+        """It is no longer on its way to the decode worker."""
+        record = self._current(assignment.placement.decode)
+        if record is None:
+            return
+        record.coming_tokens -= assignment.num_tokens
+        record.coming_seqs -= assignment.num_seqs
+        if not arrived:
+            record.assigned_tokens -= assignment.num_tokens
+            record.assigned_seqs -= assignment.num_seqs
+
+    def _failed(self, subject: Subject) -> None:
+        backoff_s = self._ejections.failed(subject, self._clock.now_s())
+        if backoff_s is not None:
+            _log.warning("set aside, for requests failed there", workers=self._names(subject), seconds=backoff_s)
+
+    def _succeeded(self, subject: Subject) -> None:
+        if self._ejections.succeeded(subject):
+            _log.info("no longer set aside", workers=self._names(subject))
+
+    def _names(self, subject: Subject) -> str:
+        incarnations = subject if isinstance(subject, tuple) else (subject,)
+        names = {record.info.incarnation: record.info.worker_id for record in self._records.values()}
+        return ", ".join(names.get(each, each) for each in incarnations)
 
     def _forgive_standstill(self) -> None:
         now_s = self._clock.now_s()
@@ -268,6 +377,7 @@ class Workers:
 
     def _remove(self, record: _Record, why: str) -> None:
         del self._records[record.info.worker_id]
+        self._ejections.forget(record.info.incarnation)
         self._close(record, why)
 
     def _notify(self) -> None:

@@ -30,13 +30,15 @@ class WorkerStatus:
     heartbeat_age_s: float
     connected: bool
     """Whether the router's stream to it is open."""
+    set_aside: str = ""
+    """That it gets no work as long as others are left, for people; empty = it does."""
 
     @property
     def state(self) -> str:
-        """For people: `not connected`, `draining` or `serving`."""
+        """For people: `not connected`, `draining`, `set aside …` or `serving`."""
         if not self.connected:
             return "not connected"
-        return "draining" if self.load.draining else "serving"
+        return "draining" if self.load.draining else self.set_aside or "serving"
 
 
 @dataclass(frozen=True, slots=True)

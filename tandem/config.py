@@ -88,6 +88,12 @@ class RouterConfig:
         "how often in a row a request is moved to another pair of workers without progress",
         integer(0, 100),
     )
+    patience_s: float = option(
+        "patience-seconds",
+        10.0,
+        "how long a request waits, as far as its deadline allows, for workers that are missing or were lost",
+        seconds(0, 3600),
+    )
     lease_s: float = _lease()
     drain_grace_s: float = _drain_grace()
     max_receive_bytes: int = _max_receive()

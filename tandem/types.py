@@ -215,6 +215,8 @@ class WorkerInfo:
     """HOST:PORT of its admin port; empty = it has none."""
     pool_tokens: int = 0
     """Token slots of its pool, which all choices of a request must fit into together; 0 = not known."""
+    max_seqs: int = 0
+    """Sequences in its batch at most; 0 = not known."""
 
 
 @dataclass(frozen=True, slots=True)

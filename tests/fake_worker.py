@@ -110,6 +110,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._peers = peers
         self._held: set[str] = set()
         self._pause_at: int | None = None
+        self._sickness: TandemError | None = None
         self._changed = asyncio.Event()
         self._server: RpcServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -138,6 +139,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._held.clear()
         self._pause_at = None
         self._notify()
+
+    def fall_ill(self, error: TandemError | None) -> None:
+        """Fails at once with `error` whatever it is asked for from now on; None = is well again."""
+        self._sickness = error
 
     def say(self, offset: int, *tokens: int, finish: FinishReason | None = None, index: int = 0) -> None:
         """Sends tokens of its one request that the fake model would not."""
@@ -175,7 +180,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     def _take(self, stream: Stream, request: worker_pb2.ConnectRequest) -> None:
         kind = request.WhichOneof("message")
-        if kind == "reserve":
+        if self._sickness is not None and kind in {"reserve", "prefill"}:
+            key = self._begin(stream, getattr(request, kind))
+            del self.sequences[key]
+            stream.say(failed=failed_to_proto(key[1], self._sickness))
+        elif kind == "reserve":
             key = self._begin(stream, request.reserve)
             self._spawn(self._reserve(key, request.reserve.local_prefill))
         elif kind == "prefill":

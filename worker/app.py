@@ -114,6 +114,7 @@ class Foundation:
             max_sequence_tokens=engine.max_sequence_tokens,
             pid=os.getpid(),
             device=str(engine.model.device),
+            max_seqs=self.config.max_seqs,
         )
 
     async def serve(self, core: WorkerCore, info: WorkerInfo, stop: StopSignal) -> None:

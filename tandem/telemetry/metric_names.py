@@ -75,7 +75,7 @@ GRPC_IN_FLIGHT = Metric(
 # --- router ---
 
 OUTCOMES = (*(str(each) for each in FinishReason), "failed", "cancelled")
-WORKER_STATES = ("ready", "draining", "stalled", "unreachable")
+WORKER_STATES = ("ready", "set_aside", "draining", "stalled", "unreachable")
 
 ROUTER_QUEUED_REQUESTS = Metric(
     "tandem_router_queued_requests", "Requests that wait for admission at the router.", _ROUTER
@@ -90,9 +90,14 @@ ROUTER_MAX_ACTIVE = Metric("tandem_router_max_active_requests", "Requests that m
 ROUTER_MAX_QUEUED = Metric("tandem_router_max_queued_requests", "Requests that may wait for admission.", _ROUTER)
 ROUTER_WORKERS = Metric(
     "tandem_router_workers",
-    "Workers registered with this router; only those that are ready get new work.",
+    "Workers registered with this router; those that are ready get new work, and if there are none, those set aside.",
     _ROUTER,
     {"worker_role": Role, "state": WORKER_STATES},
+)
+ROUTER_PAIRS_SET_ASIDE = Metric(
+    "tandem_router_pairs_set_aside",
+    "Pairs of workers that get no new work, for hand-offs between them failed.",
+    _ROUTER,
 )
 REQUESTS = Metric(
     "tandem_requests_total", "Requests that ended, those left out that were refused.", _ROUTER, {"outcome": OUTCOMES}

@@ -20,7 +20,8 @@ from tandem.errors import DeadlineExceeded, TandemError
 from tandem.types import Role
 
 NUM_CALLERS = 24
-STATUS_WITHIN_S = 5.0
+STATUS_WITHIN_S = 16.0
+"""The lease, the router's patience, and a second."""
 STALL_BORNE_S = 2.0
 IDLE_WITHIN_S = 3.0
 OUTPUT_TOKENS = 64
@@ -97,7 +98,7 @@ def calls_in_every_stage(client: Client, num_callers: int = NUM_CALLERS, num_beg
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_every_caller_gets_its_tokens_or_a_status_in_time_and_the_worker_comes_back(
+def test_every_caller_gets_its_tokens_for_the_only_worker_that_was_killed_comes_back(
     fragile: Client, role: Role
 ) -> None:
     expected = {
@@ -112,15 +113,9 @@ def test_every_caller_gets_its_tokens_or_a_status_in_time_and_the_worker_comes_b
 
     with calls_in_every_stage(fragile) as outcomes:
         os.kill(pid, signal.SIGKILL)
-        killed_s = time.monotonic()
 
-    for caller, outcome in enumerate(outcomes()):
-        if outcome.error is None:
-            assert outcome.token_ids == expected[caller]
-        else:
-            assert outcome.ended_s - killed_s < STATUS_WITHIN_S, outcome.error
-            assert outcome.token_ids == expected[caller][: len(outcome.token_ids)]
-    assert any(outcome.error is not None for outcome in outcomes())
+    assert [outcome.error for outcome in outcomes()] == [None] * NUM_CALLERS
+    assert [outcome.token_ids for outcome in outcomes()] == list(expected.values())
     fragile.wait_ready(timeout_s=30)
     again = fragile.complete(token_ids=prompt_of(0), max_tokens=OUTPUT_TOKENS, temperature=1.0, seed=0, ignore_eos=True)
     assert again.choices[0].token_ids == expected[0]

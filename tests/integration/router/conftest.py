@@ -218,4 +218,4 @@ async def launch(byte_checkpoint: Path, fake_worker: Any, token_at: Any) -> Asyn
 @pytest.fixture
 async def cluster(launch: Launch) -> FakeCluster:
     """A router without workers, that waits for a pair only briefly."""
-    return await launch(policy=RetryPolicy(placement_s=0.2))
+    return await launch(policy=RetryPolicy(patience_s=0.2))

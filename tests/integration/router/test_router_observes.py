@@ -130,7 +130,7 @@ async def test_a_replay_is_placed_again_and_its_tokens_are_told_once(cluster: An
 
 
 async def test_the_last_try_that_fails_is_told_too(launch: Any, policy: Any) -> None:
-    cluster = await launch(policy=policy(max_retries=0, placement_s=0.2))
+    cluster = await launch(policy=policy(max_retries=0, patience_s=0.2))
     _, decode = await cluster.add_pair()
     decode.hold("decode")
     call = cluster.generate(*PROMPT)

@@ -200,7 +200,7 @@ async def test_a_stream_that_gets_on_outlives_any_number_of_workers(launch: Any,
 
 
 async def test_kv_lost_again_and_again_is_data_loss(launch: Any, policy: Any) -> None:
-    cluster = await launch(policy=policy(max_retries=2, placement_s=0.1))
+    cluster = await launch(policy=policy(max_retries=2, patience_s=0.1))
     _, decode = await cluster.add_pair()
     decode.hold("decode")
     call = cluster.generate(*PROMPT)
@@ -233,7 +233,7 @@ async def test_a_failure_that_no_other_pair_mends_is_passed_on(cluster: Any, err
 
 
 async def test_workers_that_say_nothing_are_given_up(launch: Any, policy: Any) -> None:
-    cluster = await launch(policy=policy(silence_s=0.2, max_retries=1, placement_s=0.1))
+    cluster = await launch(policy=policy(silence_s=0.2, max_retries=1, patience_s=0.1))
     _, decode = await cluster.add_pair()
     decode.hold("reserve")
     error, code, _ = await cluster.error_of(cluster.generate(*PROMPT, timeout_s=None))
@@ -264,7 +264,7 @@ async def test_a_stream_that_breaks_under_a_living_worker_is_opened_again(cluste
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 async def test_a_request_whose_stream_broke_goes_on_with_the_same_worker(launch: Any, policy: Any, role: Role) -> None:
-    cluster = await launch(policy=policy(placement_s=30.0))
+    cluster = await launch(policy=policy(patience_s=30.0))
     prefill, decode = await cluster.add_pair()
     decode.pause_at(3)
     call = cluster.generate(*PROMPT, max_tokens=LENGTH)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -201,3 +202,63 @@ def test_choices_that_fit_no_pool_together_are_refused_as_too_many(view: Any, lo
     with pytest.raises(InvalidRequest, match="1808 token slots, the largest KV pool has 256") as refused:
         check(16)
     assert refused.value.field == "sampling.n"
+
+
+def test_a_full_worker_with_a_long_line_never_beats_an_idle_one(view: Any, load: Any) -> None:
+    full = view(D, "full", load(running_seqs=64, waiting_seqs=900), max_seqs=64)
+    idle = view(D, "idle", load(free=63), max_seqs=64)
+    assert names([view(P, "p"), full, idle], tries=200) == {("p", "idle"): 200}
+
+
+def test_seats_given_since_the_last_heartbeat_count(view: Any, info: Any, load: Any) -> None:
+    used = WorkerView(info(D, "used", max_seqs=8), load(), assigned_seqs=7)
+    running = view(D, "running", load(running_seqs=6), max_seqs=8)
+    assert set(names([view(P, "p"), used, running])) == {("p", "running")}
+
+
+def test_seats_and_blocks_are_weighed_by_what_is_scarcer(view: Any, load: Any) -> None:
+    few_seats = view(D, "few seats", load(running_seqs=7), max_seqs=8)
+    few_blocks = view(D, "few blocks", load(free=16), max_seqs=64)
+    assert set(names([view(P, "p"), few_seats, few_blocks])) == {("p", "few blocks")}
+    fewer_blocks = view(D, "fewer blocks", load(free=1), max_seqs=64)
+    assert set(names([view(P, "p"), few_seats, fewer_blocks], Demand(30, 40))) == {("p", "few seats")}
+
+
+def test_of_many_prefill_workers_the_most_loaded_is_never_taken_and_the_others_share(view: Any, load: Any) -> None:
+    workers = [*(view(P, f"p{queued}", load(queued_prompt_tokens=queued)) for queued in (1, 2, 3, 4)), view(D, "d")]
+    taken = names(workers, tries=400)
+    assert ("p4", "d") not in taken
+    assert taken["p1", "d"] > taken["p2", "d"] > taken["p3", "d"] > 0
+
+
+def burdened(view: WorkerView, burden: int = 1) -> WorkerView:
+    return replace(view, burden=burden)
+
+
+def test_what_is_set_aside_gets_work_only_where_nobody_else_is_left(view: Any, load: Any) -> None:
+    busy = load(free=1, queued_prompt_tokens=1000)
+    well = [view(P, "p", busy), view(D, "d", busy)]
+    aside = [burdened(view(P, "p'")), burdened(view(D, "d'"))]
+    assert names([*well, *aside], tries=200) == {("p", "d"): 200}
+    assert names([well[0], *aside], tries=200) == {("p", "d'"): 200}
+    assert names(aside, tries=200) == {("p'", "d'"): 200}
+    assert names([*aside, burdened(view(D, "worse"), 5)], tries=200) == {("p'", "d'"): 200}
+    assert readiness(aside) is None
+
+
+def test_a_pair_that_is_set_aside_leaves_both_to_others(view: Any) -> None:
+    workers = [view(P, "p0"), view(P, "p1"), view(D, "d0"), view(D, "d1")]
+    pairs = {(Incarnation("p0-life-1"), Incarnation("d0-life-1")): 1}
+    rng = Random(1)
+    found = [place(DEMAND, workers, rng, pairs) for _ in range(200)]
+    taken = {(each.prefill and each.prefill.worker_id, each.decode.worker_id) for each in found}
+    assert taken == {("p0", "d1"), ("p1", "d0"), ("p1", "d1")}
+    only = place(DEMAND, [workers[0], workers[2]], rng, pairs)
+    assert only.decode.worker_id == "d0"
+
+
+def test_a_request_avoids_who_failed_it_before_who_failed_others(view: Any) -> None:
+    workers = [view(P, "p"), view(D, "failed it"), burdened(view(D, "failed others"))]
+    demand = Demand(10, 20, blamed=frozenset({Incarnation("failed it-life-1")}))
+    assert set(names(workers, demand)) == {("p", "failed it")}  # as suspect, and not known to fail everybody
+    assert set(names([*workers, view(D, "well")], demand)) == {("p", "well")}
