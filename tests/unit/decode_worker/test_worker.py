@@ -263,14 +263,16 @@ async def test_a_ticket_shown_twice_is_refused(open_bench: Any, make_spec: MakeS
         bench.receiver.writer_stops(ticket)
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError(), InternalError("our own")])
 async def test_a_step_that_breaks_fails_its_sequences_and_the_next_one_is_served(
-    open_bench: Any, make_spec: MakeSpec, completion: Completion
+    open_bench: Any, make_spec: MakeSpec, completion: Completion, error: Exception
 ) -> None:
     async with open_bench() as bench:
-        bench.engine.errors[0] = ZeroDivisionError()
+        bench.engine.errors[0] = error
         unlucky = bench.reserve(1, make_spec(5, 7), local_prefill=True)
         await bench.router.until(lambda: unlucky in bench.router.errors)
         assert isinstance(bench.router.errors[unlucky], InternalError)
+        assert bench.router.errors[unlucky].retryable
         spec = make_spec(5, 7, salt=3)
         handle = bench.reserve(2, spec, local_prefill=True)
         await bench.router.until(lambda: handle in bench.router.ended)
@@ -289,6 +291,7 @@ async def test_a_sequence_whose_logits_break_fails_alone(
         bad = bench.reserve(3, spec, local_prefill=True)
         await bench.router.until(lambda: bad in bench.router.errors and set(good) == set(bench.router.ended))
         assert isinstance(bench.router.errors[bad], InternalError)
+        assert bench.router.errors[bad].retryable
         assert "request r3 " in bench.router.errors[bad].message
         assert bench.router.tokens.get(bad, []) == completion(spec)[:output_index]
         assert {handle: completion(spec) for handle, spec in good.items()} == {h: bench.router.tokens[h] for h in good}
@@ -303,6 +306,7 @@ async def test_a_broken_engine_ends_the_worker(open_bench: Any, make_spec: MakeS
             await bench.running
 
         assert isinstance(bench.router.errors[unlucky], InternalError)
+        assert bench.router.errors[unlucky].retryable
 
 
 async def test_a_full_line_is_overload(open_bench: Any, make_spec: MakeSpec) -> None:

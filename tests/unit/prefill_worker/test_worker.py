@@ -283,6 +283,7 @@ async def test_a_broken_engine_ends_the_worker(bench: Any, make_spec: Any) -> No
         await bench.running
 
     assert bench.router.errors[handle].reason is Reason.INTERNAL
+    assert bench.router.errors[handle].retryable
 
 
 async def test_a_broken_step_fails_its_prompts_and_the_next_is_served(bench: Any, make_spec: Any) -> None:
@@ -290,6 +291,7 @@ async def test_a_broken_step_fails_its_prompts_and_the_next_is_served(bench: Any
     broken = [bench.prefill(n, make_spec(4)) for n in (1, 2)]
     await bench.router.hears(lambda: len(bench.router.errors) == 2)
     assert all(bench.router.errors[handle].reason is Reason.INTERNAL for handle in broken)
+    assert all(bench.router.errors[handle].retryable for handle in broken)
     handle = bench.prefill(3, make_spec(4))
     await bench.router.hears(lambda: handle in bench.router.handoffs)
     await bench.settles()
@@ -300,6 +302,7 @@ async def test_a_prompt_whose_logits_break_fails_alone(bench: Any, make_spec: An
     good, bad = bench.prefill(1, make_spec(3)), bench.prefill(2, make_spec(5))
     await bench.router.hears(lambda: good in bench.router.handoffs and bad in bench.router.errors)
     assert bench.router.errors[bad].reason is Reason.INTERNAL
+    assert bench.router.errors[bad].retryable
     assert good not in bench.router.errors
     assert len(bench.engine.batches) == 1
     await bench.settles()
