@@ -76,13 +76,19 @@ class TransferReport:
 
 
 class HandoffListener(Protocol):
-    """The decode worker's side of one offer. Either `on_committed` or `on_writer_stopped` ends it, once."""
+    """The decode worker's side of one offer. Either `on_committed` or `on_writer_stopped` ends it, once.
+
+    Whatever else a call raises is a bug, is logged, and ends this offer alone.
+    """
 
     def on_receiving(self) -> None:
         """The ticket was shown for the first time, and no byte has come. Raises TransferError to refuse it."""
 
     def on_committed(self, first_token_payload: bytes) -> None:
-        """Every block was verified and is in the pool. Nobody can write into them any more."""
+        """Every block was verified and is in the pool. Nobody can write into them any more.
+
+        If it raises, it has taken over nothing: the sender hears a failure, and the next two calls follow.
+        """
 
     def on_failed(self, error: TransferError) -> None:
         """Nothing of it may be decoded. Comes at most once; blocks must wait for `on_writer_stopped`."""
