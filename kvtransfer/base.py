@@ -126,7 +126,7 @@ class Receiver(Protocol):
 
 
 class Handoff(Protocol):
-    """The sender's side of one offer."""
+    """The sender's side of one offer. Calls may take as long as anything moves; a peer that stands still is lost."""
 
     @property
     def first_block(self) -> int:
@@ -149,7 +149,7 @@ class Sender(Protocol):
     """Keeps one connection per receiving pool and multiplexes hand-offs over it."""
 
     async def open(self, ticket: bytes, endpoint: bytes, timeout_s: float) -> Handoff:
-        """Connects if need be, shakes hands, shows the ticket. Raises TransferError."""
+        """Connects and shakes hands if need be, in `timeout_s` at most; shows the ticket. Raises TransferError."""
 
     async def stop(self) -> None:
         """Aborts every hand-off and closes every connection."""

@@ -15,7 +15,6 @@ from tandem.errors import (
     PeerLost,
     Reason,
     TicketRefused,
-    TransferError,
     Unavailable,
 )
 from tandem.types import FinishReason
@@ -256,15 +255,6 @@ async def test_a_failing_transfer_and_a_release_in_its_wake_report_once(bench: A
     await bench.sender.abort_gate.open()
     await bench.settles()
     assert bench.router.errors == {}
-
-
-async def test_a_stalled_transfer_fails_at_its_deadline(make_bench: Any, make_spec: Any) -> None:
-    bench = make_bench(transfer_timeout_s=0.01)
-    bench.sender.push_gate.close()
-    handle = bench.prefill(1, make_spec(8))
-    await bench.router.hears(lambda: handle in bench.router.errors)
-    assert isinstance(bench.router.errors[handle], TransferError)
-    await bench.settles()
 
 
 async def test_a_bug_in_the_transfer_is_internal_and_frees_everything(bench: Any, make_spec: Any) -> None:
