@@ -24,8 +24,11 @@ from tandem.clock import Clock, Deadline
 from tandem.errors import FrameError, TandemError, TicketRefused, TransferError
 from tandem.first_tokens import decode_first_tokens
 from tandem.lifecycle import TRANSFER_MOVES, BlockState, TransferState, advance
+from tandem.telemetry.logging import get_logger
 from tandem.types import BlockId, TokenId
 from worker.request import Request
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,14 @@ class IncomingTransfer:
             self._all.owner.transfer_failed(request, error)
             return
         request.observer.transferred(0, self._all.clock.now_s() - self._shown_s, None)
-        self._all.owner.received(request, self._block_ids, first_tokens)
+        try:
+            self._all.owner.received(request, self._block_ids, first_tokens)
+        except Exception as error:  # noqa: BLE001 - a bug, and this request's alone
+            _log.exception("a hand-off could not be taken over", request_id=request.spec.request_id)
+            for table in request.group.take_blocks() or [list(self._block_ids)]:  # how far had it come?
+                self._all.pool.release(table)
+            failure = TransferError(f"the sequence could not be taken over: {type(error).__name__}")
+            self._all.owner.transfer_failed(request, failure)
 
     def on_failed(self, error: TransferError) -> None:
         """Frees blocks that nobody could write into, quarantines the others."""

@@ -9,8 +9,8 @@ decode step only, when that is about to end (`StepTiming`), and only if waiting 
 one (`RunningBatch.step_behind`); the tokens it starts from then go from step to step inside the engine. A sequence
 that turns out to have ended costs one discarded token. When no sequence can step, the loop sleeps until `wake`.
 
-A step that raises fails the requests in it and nobody else, each once; one whose logits are broken fails alone. A bug
-in the planning itself ends `run`, and with it the process.
+A step that raises fails the requests in it and nobody else, each once; one whose logits are broken fails alone. Both
+may go on elsewhere (`StepFailed`). A broken engine, or a bug in the planning itself, ends `run`, and so the process.
 
 What a step brought is applied, unless its request is gone or its choice has ended:
 
@@ -31,10 +31,10 @@ from decode_worker.running_batch import BatchedStep, RunningBatch
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
 from engine.sequence import Sequence
-from engine.step import BrokenLogits, Sampled, SampledToken, StepResult
+from engine.step import BrokenLogits, Sampled, SampledToken, StepFailed, StepResult
 from engine.thread_work import to_the_end
 from tandem.clock import Clock
-from tandem.errors import InternalError, TandemError
+from tandem.errors import TandemError
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import StepReport, WorkerObserver
 from worker.ports import StepEngine
@@ -201,8 +201,7 @@ class StepLoop:
             raise
         except Exception as error:  # noqa: BLE001 - the step's root: one bad batch must not stop the others
             _log.exception("a step failed", num_seqs=len(batched.seqs))
-            known = error if isinstance(error, TandemError) else None
-            self._fail(batched, known or InternalError(f"a step broke: {type(error).__name__}"))
+            self._fail(batched, StepFailed.of(error))
         else:
             for (request, seq), drawn in zip(batched.seqs, result.outputs, strict=True):
                 if request in self._batch and not seq.is_finished:

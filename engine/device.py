@@ -14,6 +14,32 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+_LOST = {
+    214: "uncorrectable ECC error encountered",
+    220: "uncorrectable NVLink error detected during the execution",
+    700: "an illegal memory access was encountered",
+    702: "the launch timed out and was terminated",
+    709: "context is destroyed",
+    710: "device-side assert triggered",
+    714: "hardware stack error",
+    715: "an illegal instruction was encountered",
+    716: "misaligned address",
+    717: "operation not supported on global/shared address space",
+    718: "invalid program counter",
+    719: "unspecified launch failure",
+}
+"""CUDA's errors after which all later work of the process fails (CUDA Runtime API, `cudaError`), code and text."""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether it says that the device does nothing more for this process. Other errors leave later steps unharmed."""
+    if not isinstance(error, RuntimeError):  # torch.AcceleratorError is one
+        return False
+    if getattr(error, "error_code", None) in _LOST:
+        return True
+    text = str(error)  # of libraries that give no code: cuBLAS, Triton, older torch
+    return "CUDA" in text and any(lost in text for lost in _LOST.values())
+
 
 class Mark:
     """A point in a device's queue: on a GPU an event."""

@@ -14,21 +14,23 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 
+from engine.device import is_lost
 from engine.runner import Launched, Prepared, Runner
-from engine.step import Step, StepResult
+from engine.step import BrokenLogits, Step, StepFailed, StepResult
 from tandem.errors import InternalError
 
 MAX_IN_FLIGHT = 2
 MAX_FAILURES = 8
-"""So many failed steps in a row are not the requests' fault: a GPU whose context is lost fails every one."""
+"""So many steps in a row that failed, or drew nothing but broken logits, are not the requests' fault."""
 
 
-class EngineBroken(InternalError):
+class EngineBroken(StepFailed):
     """No step ends well any more; only a new process helps."""
 
 
-class FeederFailed(InternalError):
+class FeederFailed(StepFailed):
     """The step took its input from one that failed; nothing was computed, or it is of no use."""
 
 
@@ -49,8 +51,9 @@ class EngineThread:
     def launch(self, step: Step) -> asyncio.Future[StepResult]:
         """Prepares a step and hands it to the engine thread; the seqs' tables have been read when this returns.
 
-        The result raises what the step raised, FeederFailed if it was fed by a step that failed, or EngineBroken if
-        `MAX_FAILURES` in a row failed. It must not be cancelled: wait with `thread_work.to_the_end`.
+        The result raises what the step raised, FeederFailed if it was fed by a step that failed, or EngineBroken: at
+        once if the device is lost, else if `MAX_FAILURES` in a row failed or drew nothing but broken logits.
+        It must not be cancelled: wait with `thread_work.to_the_end`.
         Raises InternalError if two steps are in flight already.
         """
         if self._num_in_flight == MAX_IN_FLIGHT:
@@ -108,16 +111,34 @@ class EngineThread:
         """On the loop."""
         self._num_in_flight -= 1
         self.num_steps += 1
+        self._count(launch, outcome)
+        if isinstance(outcome, Exception) and is_lost(outcome):
+            outcome = _broken("the device is lost to this process", outcome)
+        elif self._num_failures >= MAX_FAILURES:
+            outcome = _broken(f"{self._num_failures} steps in a row failed", outcome)
         if isinstance(outcome, StepResult):
-            self._num_failures = 0
             launch.ended.set_result(outcome)
+        else:
+            launch.ended.set_exception(outcome)
+
+    def _count(self, launch: _Launch, outcome: StepResult | Exception) -> None:
+        """A step that a failed one fed says nothing, and of logits nor does one without draws."""
+        if isinstance(outcome, Exception):
+            self._num_failures += not isinstance(outcome, FeederFailed)
             return
-        self._num_failures += not isinstance(outcome, FeederFailed)
-        if self._num_failures >= MAX_FAILURES:
-            broken = EngineBroken(f"{self._num_failures} steps in a row failed")
-            broken.__cause__ = outcome
-            outcome = broken
-        launch.ended.set_exception(outcome)
+        has_draws = False
+        for drawn in chain.from_iterable(outcome.outputs):
+            if not isinstance(drawn, BrokenLogits):
+                self._num_failures = 0
+                return
+            has_draws = True
+        self._num_failures += has_draws and not launch.is_fed
+
+
+def _broken(why: str, outcome: StepResult | Exception) -> EngineBroken:
+    broken = EngineBroken(why)
+    broken.__cause__ = outcome if isinstance(outcome, Exception) else None
+    return broken
 
 
 @dataclass(frozen=True, slots=True)

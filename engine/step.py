@@ -16,7 +16,7 @@ from typing import NamedTuple, NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tandem.errors import InternalError
+from tandem.errors import InternalError, TandemError
 from tandem.types import BlockId, RequestId, SamplingParams, TokenId, TokenLogprobs
 
 TokenMask: TypeAlias = npt.NDArray[np.uint32]
@@ -105,6 +105,20 @@ class Step:
     """No block is moved into twice, and none that is moved into is the source of a copy."""
 
 
+class StepFailed(InternalError):
+    """A step broke, or what it computed for one request: another worker, or another life of this one, may do better."""
+
+    retryable = True
+
+    @classmethod
+    def of(cls, error: Exception) -> StepFailed:
+        """What the requests of a step fail with that raised `error`."""
+        if isinstance(error, StepFailed):
+            return error
+        why = error.message if isinstance(error, TandemError) else type(error).__name__
+        return cls(f"a step failed: {why}")
+
+
 class SampledToken(NamedTuple):
     """One drawn token, or one candidate; `logprobs` where they were asked for."""
 
@@ -116,9 +130,9 @@ class SampledToken(NamedTuple):
 class BrokenLogits:
     """In the place of tokens: the row holds NaN or has no finite maximum. Other rows of its batch are not affected."""
 
-    def error(self, request_id: RequestId) -> InternalError:
+    def error(self, request_id: RequestId) -> StepFailed:
         """What the request fails with."""
-        return InternalError(f"the logits of request {request_id} are not finite")
+        return StepFailed(f"the logits of request {request_id} are not finite")
 
 
 Sampled: TypeAlias = tuple[SampledToken, ...] | BrokenLogits

@@ -76,13 +76,19 @@ class TransferReport:
 
 
 class HandoffListener(Protocol):
-    """The decode worker's side of one offer. Either `on_committed` or `on_writer_stopped` ends it, once."""
+    """The decode worker's side of one offer. Either `on_committed` or `on_writer_stopped` ends it, once.
+
+    Whatever else a call raises is a bug, is logged, and ends this offer alone.
+    """
 
     def on_receiving(self) -> None:
         """The ticket was shown for the first time, and no byte has come. Raises TransferError to refuse it."""
 
     def on_committed(self, first_token_payload: bytes) -> None:
-        """Every block was verified and is in the pool. Nobody can write into them any more."""
+        """Every block was verified and is in the pool. Nobody can write into them any more.
+
+        If it raises, it has taken over nothing: the sender hears a failure, and the next two calls follow.
+        """
 
     def on_failed(self, error: TransferError) -> None:
         """Nothing of it may be decoded. Comes at most once; blocks must wait for `on_writer_stopped`."""
@@ -120,7 +126,7 @@ class Receiver(Protocol):
 
 
 class Handoff(Protocol):
-    """The sender's side of one offer."""
+    """The sender's side of one offer. Calls may take as long as anything moves; a peer that stands still is lost."""
 
     @property
     def first_block(self) -> int:
@@ -143,7 +149,7 @@ class Sender(Protocol):
     """Keeps one connection per receiving pool and multiplexes hand-offs over it."""
 
     async def open(self, ticket: bytes, endpoint: bytes, timeout_s: float) -> Handoff:
-        """Connects if need be, shakes hands, shows the ticket. Raises TransferError."""
+        """Connects and shakes hands if need be, in `timeout_s` at most; shows the ticket. Raises TransferError."""
 
     async def stop(self) -> None:
         """Aborts every hand-off and closes every connection."""

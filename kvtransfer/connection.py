@@ -5,7 +5,8 @@ asyncio loop. Knows frames, not what they mean.
 
 Frames are queued by `send` and leave in order; a caller that is cancelled never leaves half
 a frame on the wire. When nothing was sent for a third of the lease, a HEARTBEAT goes out; when
-nothing arrives for a whole lease while somebody reads, the peer is lost.
+nothing arrives for a whole lease while somebody reads, the peer is lost. How long a frame may take
+as a whole is not limited: `progress` tells whether any moves.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Connection:
         self.sock = sock
         """For credentials and descriptors; never for bytes."""
         self._wire: Wire = PlainWire(sock)
+        self.progress = 0
+        """Grows while anything but heartbeats moves: with each piece of payload that left, and each frame that came."""
         self._timing = timing
         self._loop = asyncio.get_running_loop()
         self._outbox: deque[_Outgoing] = deque()
@@ -82,9 +85,12 @@ class Connection:
         if self._writing is None:
             self._writing = self._loop.create_task(self._write_outbox(), name="kv-connection-write")
 
-    def send(self, frame: Frame, inline: Sequence[memoryview] = ()) -> asyncio.Future[None] | None:
+    def send(
+        self, frame: Frame, inline: Sequence[memoryview] = (), *, urgent: bool = False
+    ) -> asyncio.Future[None] | None:
         """Queues a frame, and payload to follow it. Never waits, never raises on a lost peer.
 
+        An `urgent` one overtakes all that has not begun to leave: payload of others may need minutes on a slow wire.
         Returns a future only if there is payload: done when its memory may be reused; it
         carries PeerLost if the payload never left.
         """
@@ -95,7 +101,10 @@ class Connection:
         if self._broken is not None or self._finishing:
             _settle(item, self._broken or PeerLost("the connection is closing"))
             return sent
-        self._outbox.append(item)
+        if urgent:
+            self._outbox.appendleft(item)
+        else:
+            self._outbox.append(item)
         self._wake.set()
         return sent
 
@@ -115,6 +124,7 @@ class Connection:
         await self._gather(HEADER_BYTES + header.length)
         frame = header.complete(bytes(self._frame[HEADER_BYTES:]))
         self._frame.clear()
+        self.progress += frame.type is not FrameType.HEARTBEAT
         return frame
 
     async def receive_some(self, view: memoryview) -> int:
@@ -202,18 +212,19 @@ class Connection:
 
     async def _write(self, item: _Outgoing) -> None:
         try:
-            await self._send_bytes(memoryview(item.frame))
+            await self._send_piece(memoryview(item.frame))
             for span in item.inline:
-                await self._send_bytes(span)
+                for start in range(0, len(span), _SEND_SLICE_BYTES):
+                    await self._send_piece(span[start : start + _SEND_SLICE_BYTES])
+                    self.progress += 1
         except BaseException:
             _settle(item, PeerLost("the connection ended before the payload left"))
             raise
         _settle(item, None)
 
-    async def _send_bytes(self, data: memoryview) -> None:
-        for start in range(0, len(data), _SEND_SLICE_BYTES):
-            async with asyncio.timeout(self._timing.lease_s):
-                await self._wire.send(data[start : start + _SEND_SLICE_BYTES])
+    async def _send_piece(self, data: memoryview) -> None:
+        async with asyncio.timeout(self._timing.lease_s):
+            await self._wire.send(data)
 
     def _break(self, error: TransferError) -> None:
         """Nothing more is sent; a reader of this connection wakes with `error`."""

@@ -3,6 +3,9 @@
     opening → open → committing → committed
        └────────┴────────┴→ ended (refused, failed, withdrawn, aborted, peer lost)
 
+No call has a deadline of its own: a wire may be slow. But the receiver answers what it was sent in the order in which
+it came, so a wait ends with PeerLost once nothing at all moved on the connection for `Timing.reply_s`.
+
 Source blocks are read only inside `_in_flight` work; DRAINED and ABORT are said only when
 that is empty, because they let the receiver free the target blocks.
 """
@@ -34,14 +37,23 @@ class OutgoingHandoff:
     """Implements `base.Handoff`; `handle` and `end` are called by its link."""
 
     def __init__(
-        self, ticket: Ticket, sink: FrameSink, lane: SendingLane, pool: LocalPool, clock: Clock, timing: Timing
+        self,
+        ticket: Ticket,
+        sink: FrameSink,
+        lane: SendingLane,
+        pool: LocalPool,
+        clock: Clock,
+        timing: Timing,
+        progress: Callable[[], int],
     ) -> None:
+        """`progress` grows while anything moves on the connection; see `Connection.progress`."""
         self._ticket = ticket
         self._sink = sink
         self._lane = lane
         self._pool = pool
         self._clock = clock
         self._timing = timing
+        self._progress = progress
         self._checksums: dict[int, int | None] = {}
         """By position; None = pushed and not placed yet."""
         self._window = 0
@@ -62,7 +74,7 @@ class OutgoingHandoff:
 
     async def show(self) -> None:
         """Shows the ticket; returns once it is accepted. Raises TransferError."""
-        self._send(FrameType.OPEN, payload=self._ticket.encode())
+        self._sink.send(Frame(FrameType.OPEN, self._ticket.number, payload=self._ticket.encode()), urgent=True)
         await self._until(lambda: self._window > 0)
 
     async def push(self, first: int, source_blocks: tuple[BlockId, ...]) -> None:
@@ -175,15 +187,18 @@ class OutgoingHandoff:
             self._send(FrameType.DRAINED)
 
     async def _until(self, ready: Callable[[], bool]) -> None:
-        """Waits for an answer. Raises the hand-off's error, or PeerLost at the deadline."""
-        try:
-            async with asyncio.timeout(self._timing.reply_s):
-                while not ready():
-                    self._raise_if_ended()
-                    self._changed.clear()
+        """Waits for an answer. Raises the hand-off's error, or PeerLost once the connection stands still."""
+        seen = self._progress()
+        while not ready():
+            self._raise_if_ended()
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(self._timing.reply_s):
                     await self._changed.wait()
-        except TimeoutError:
-            raise PeerLost(f"no answer for transfer {self._ticket.transfer_id}") from None
+            except TimeoutError:
+                before, seen = seen, self._progress()
+                if seen == before:
+                    raise PeerLost(f"no answer for transfer {self._ticket.transfer_id}") from None
         self._raise_if_ended()
 
     def _raise_if_ended(self) -> None:

@@ -57,7 +57,9 @@ class Link:
             raise self._ended
         if ticket.number in self._handoffs:
             raise TicketRefused(f"transfer {ticket.transfer_id} is open already")
-        handoff = OutgoingHandoff(ticket, self, self._lane, self._pool, self._clock, self._timing)
+        handoff = OutgoingHandoff(
+            ticket, self, self._lane, self._pool, self._clock, self._timing, lambda: self._connection.progress
+        )
         self._handoffs[ticket.number] = handoff
         try:
             await handoff.show()
@@ -71,11 +73,13 @@ class Link:
         """Ends every hand-off and the connection, in order. Idempotent."""
         await asyncio.wait({self._end(PeerLost("the sender closed the connection"))})
 
-    def send(self, frame: Frame, inline: Sequence[memoryview] = ()) -> asyncio.Future[None] | None:
+    def send(
+        self, frame: Frame, inline: Sequence[memoryview] = (), *, urgent: bool = False
+    ) -> asyncio.Future[None] | None:
         """See `Connection.send`. A hand-off's DRAINED is its last word: it is forgotten."""
         if frame.type is FrameType.DRAINED:
             self._handoffs.pop(frame.transfer, None)
-        return self._connection.send(frame, inline)
+        return self._connection.send(frame, inline, urgent=urgent)
 
     def _check(self, ticket: Ticket) -> None:
         if ticket.incarnation != self._peer.incarnation:

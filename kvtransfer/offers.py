@@ -9,12 +9,15 @@ writes, and are asked through `Writer` to stop.
     fail                OFFERED → FAILED; RECEIVING → FAILED, or QUARANTINED while the writer can still write
     writer_stopped      QUARANTINED → FAILED
 
-Every method is a no-op on an offer that has ended, so late messages change nothing.
+Every method is a no-op on an offer that has ended, so late messages change nothing. A listener that raises what the
+contract does not foresee fails its own offer and nothing else.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
+from collections.abc import Callable
 
 from kvtransfer.base import BlockRef, HandoffListener
 from kvtransfer.incoming import Incoming, Writer
@@ -24,6 +27,8 @@ from tandem.clock import Clock, Deadline
 from tandem.errors import InternalError, TicketRefused, TransferError
 from tandem.lifecycle import TransferState
 from tandem.types import BlockId, Incarnation
+
+_log = logging.getLogger(__name__)
 
 
 class OfferTable:
@@ -84,9 +89,10 @@ class OfferTable:
         incoming.move(TransferState.RECEIVING)
         try:
             incoming.listener.on_receiving()
-        except TransferError as refusal:
+        except Exception as error:  # a refusal, or the listener's bug
+            refusal = _told(number, error)
             self._end_failed(number, incoming, refusal)
-            raise
+            raise refusal from error
         incoming.writer = writer
         self.num_shown += 1
 
@@ -131,9 +137,14 @@ class OfferTable:
         except TransferError as error:
             self._end_failed(number, incoming, error)
             raise
-        incoming.move(TransferState.COMMITTED)
         self._forget(number, incoming)
-        incoming.listener.on_committed(commit.first_token_payload)
+        try:
+            incoming.listener.on_committed(commit.first_token_payload)
+        except Exception as error:
+            failure = _told(number, error)
+            self._end_failed(number, incoming, failure)
+            raise failure from error
+        incoming.move(TransferState.COMMITTED)
 
     def fail(self, number: int, error: TransferError) -> None:
         """Ends it badly now; its blocks stay lent until the writer cannot write."""
@@ -144,7 +155,7 @@ class OfferTable:
             self._end_failed(number, incoming, error)
             return
         incoming.move(TransferState.QUARANTINED)
-        incoming.listener.on_failed(error)
+        _tell(number, lambda: incoming.listener.on_failed(error))
 
     def writer_stopped(self, number: int) -> None:
         """The writer has proven that it cannot write any more; the offer has failed before."""
@@ -153,7 +164,7 @@ class OfferTable:
             return
         incoming.move(TransferState.FAILED)
         self._forget(number, incoming)
-        incoming.listener.on_writer_stopped()
+        _tell(number, incoming.listener.on_writer_stopped)
 
     def withdraw(self, transfer_id: str) -> None:
         """The request is gone. Unknown ids are no-ops."""
@@ -190,14 +201,30 @@ class OfferTable:
     def _end_failed(self, number: int, incoming: Incoming, error: TransferError) -> None:
         incoming.move(TransferState.FAILED)
         self._forget(number, incoming)
-        incoming.listener.on_failed(error)
-        incoming.listener.on_writer_stopped()
+        _tell(number, lambda: incoming.listener.on_failed(error))
+        _tell(number, incoming.listener.on_writer_stopped)
 
     def _forget(self, number: int, incoming: Incoming) -> None:
-        del self._offers[number]
+        self._offers.pop(number, None)
         self._lent -= {ref.block_id for ref in incoming.ticket.blocks}
 
     def _new_number(self) -> int:
         while (number := secrets.randbits(63)) in self._offers or number == 0:
             pass
         return number
+
+
+def _tell(number: int, call: Callable[[], None]) -> None:
+    """Tells a listener of a failure: what it makes of that is nobody else's affair."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - the listener's bug
+        _told(number, error)
+
+
+def _told(number: int, error: Exception) -> TransferError:
+    """What a hand-off fails with whose listener raised `error`."""
+    if isinstance(error, TransferError):
+        return error
+    _log.error("the listener of transfer %016x broke", number, exc_info=error)
+    return TransferError(f"the listener of transfer {number:016x} broke: {type(error).__name__}")

@@ -56,9 +56,9 @@ class KvSender:
         try:
             async with asyncio.timeout(timeout_s):
                 link = await self._link(endpoint)
-                return await link.open(shown)
         except TimeoutError:
-            raise PeerLost(f"transfer {shown.transfer_id} could not be opened in {timeout_s:g} s") from None
+            raise PeerLost(f"no connection for transfer {shown.transfer_id} within {timeout_s:g} s") from None
+        return await link.open(shown)
 
     async def stop(self) -> None:
         """Aborts every hand-off and closes every connection. Idempotent."""

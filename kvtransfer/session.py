@@ -111,6 +111,9 @@ class Session:
                 await self._handle(frame)
         except TransferError as error:
             return error
+        except Exception as error:  # noqa: BLE001 - its blocks wait for the orderly end all the same
+            _log.exception("a kv session ended by our own bug")
+            return TransferError(f"the receiver's end of the connection broke: {type(error).__name__}")
 
     async def _handle(self, frame: Frame) -> None:
         match frame.type:

@@ -11,7 +11,9 @@ class Timing:
 
     lease_s: float = 5.0
     reply_s: float = 10.0
-    """Most time for an answer (credit, COMMITTED) from a peer that is alive."""
+    """Most time for an answer (credit, COMMITTED) from a peer that is alive, since anything moved on the connection.
+
+    With pieces of 4 MiB, a wire slower than 0.4 MB/s counts as standing still."""
     stop_s: float = 2.0
     """Most time that `stop` waits for peers to say that they stopped writing."""
 

@@ -59,7 +59,9 @@ class ListenOptions:
 class FrameSink(Protocol):
     """Where a lane's frames go."""
 
-    def send(self, frame: Frame, inline: Sequence[memoryview] = ()) -> asyncio.Future[None] | None:
+    def send(
+        self, frame: Frame, inline: Sequence[memoryview] = (), *, urgent: bool = False
+    ) -> asyncio.Future[None] | None:
         """Queues a frame and what has to follow it; see `Connection.send`."""
 
 

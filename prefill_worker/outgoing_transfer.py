@@ -20,7 +20,7 @@ from typing import Protocol
 
 from engine.block_pool import BlockPool
 from kvtransfer.base import Handoff, Sender, TransferReport
-from tandem.errors import InternalError, TandemError, TransferError
+from tandem.errors import InternalError, TandemError
 from tandem.types import BlockId
 from worker.request import Request
 
@@ -32,9 +32,7 @@ class OutgoingPolicy:
     overlap: bool = True
     """Push finished blocks while later ones compute; False pushes everything at the end."""
     open_timeout_s: float = 5.0
-    """Longest that connecting and showing the ticket may take."""
-    transfer_timeout_s: float = 60.0
-    """Longest that one push or the commit may take; the sender itself notices a silent peer much sooner."""
+    """Longest that connecting may take. What follows may take as long as it moves: the sender notices if not."""
 
 
 class OutgoingOwner(Protocol):
@@ -131,8 +129,6 @@ class OutgoingTransfer:
     async def _run(self) -> None:
         try:
             report = await self._transfer(*await self._granted)
-        except TimeoutError:
-            self._fail(TransferError(f"transfer stalled after {self._num_pushed} blocks"))
         except TandemError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - the task's root: a bug must not become a hang
@@ -151,8 +147,7 @@ class OutgoingTransfer:
             self._give_back(handoff.first_block)  # what the decode worker holds already, as far as it was lent
             self._num_pushed = handoff.first_block
             payload = await self._push_all(handoff)
-            async with asyncio.timeout(self._policy.transfer_timeout_s):
-                return await handoff.commit(payload)
+            return await handoff.commit(payload)
         finally:
             self._closing = True
             await handoff.abort()  # nothing to do after a commit; else it ends the reading of lent blocks
@@ -163,8 +158,7 @@ class OutgoingTransfer:
         self._request.observer.transfer_started()
         while self._lent:
             blocks = tuple(self._lent)
-            async with asyncio.timeout(self._policy.transfer_timeout_s):
-                await handoff.push(self._num_pushed, blocks)
+            await handoff.push(self._num_pushed, blocks)
             self._num_pushed += len(blocks)
             self._give_back(len(blocks))
             payload = await self._next()

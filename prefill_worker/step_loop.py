@@ -18,11 +18,11 @@ from typing import Protocol
 
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
-from engine.step import BrokenLogits, Sampled, SampledToken, Step, StepResult
+from engine.step import BrokenLogits, Sampled, SampledToken, Step, StepFailed, StepResult
 from engine.thread_work import to_the_end
 from prefill_worker.scheduler import BatchLimits, Chunk, PrefillScheduler
 from tandem.clock import Clock
-from tandem.errors import InternalError, TandemError
+from tandem.errors import TandemError
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import StepReport, WorkerObserver
 from worker.ports import StepEngine
@@ -110,18 +110,16 @@ class StepLoop:
     async def _step(self, chunks: tuple[Chunk, ...]) -> None:
         self._note_started(chunks)
         result: StepResult | None = None
-        failure = InternalError("engine step failed")
+        failure = StepFailed("the step was given up")
         self._in_flight = chunks
         try:
             step = Step(tuple(chunk.request.group.prefix.schedule(chunk.num_tokens) for chunk in chunks))
             result = await to_the_end(self._engine.launch(step))
             specs = tuple(chunk.request.spec for chunk in chunks)
             self._observer.step(StepReport(result.seconds, self.num_tokens_in_flight, 0, specs))
-        except EngineBroken as error:
-            failure = error
-        except Exception as error:  # noqa: BLE001 - whatever broke ends these requests, not the worker
-            _log.exception("engine step failed")
-            failure = InternalError(f"engine step failed: {type(error).__name__}")
+        except Exception as error:  # noqa: BLE001 - whatever broke ends these requests; the worker only if no step works
+            _log.exception("a step failed", num_seqs=len(chunks))
+            failure = StepFailed.of(error)
         finally:
             self._in_flight = ()  # the step has ended, however the wait did
         for number, chunk in enumerate(chunks):
@@ -138,11 +136,11 @@ class StepLoop:
                 chunk.request.observer.started()
                 self._listener.prompt_started(chunk.request)
 
-    def _settle(self, chunk: Chunk, outcome: tuple[Sampled, ...] | InternalError) -> None:
+    def _settle(self, chunk: Chunk, outcome: tuple[Sampled, ...] | StepFailed) -> None:
         request = chunk.request
         if request not in self.scheduler:  # removed while the step ran
             self._free(request)
-        elif isinstance(outcome, InternalError):
+        elif isinstance(outcome, StepFailed):
             self._give_up(request, outcome)
         else:
             self._advance(chunk, outcome)
@@ -161,7 +159,7 @@ class StepLoop:
             self._listener.prompt_computed(request, tokens)
             self.remove(request)
 
-    def _give_up(self, request: Request, error: InternalError) -> None:
+    def _give_up(self, request: Request, error: StepFailed) -> None:
         self.remove(request)
         self._listener.request_failed(request, error)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +15,9 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from safetensors.torch import load_file, save_file
 
+from engine.engine_thread import MAX_FAILURES
 from tandem.convert import group_to_proto
 from tandem.types import GroupSpec, TokenId
 from tandem.v1 import worker_pb2, worker_pb2_grpc
@@ -119,3 +123,24 @@ async def test_a_bad_option_ends_with_code_2_and_its_name(
             _, errors = await child.communicate()
         assert child.returncode == 2
         assert named in errors.decode()
+
+
+async def test_a_worker_whose_every_step_is_broken_ends_with_code_1(
+    tiny_llama: Path, make_spec: MakeSpec, tmp_path: Path
+) -> None:
+    broken = shutil.copytree(tiny_llama, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"].fill_(math.nan)
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    async with process(broken) as child, connected(await address_of(child)) as call:
+        async with asyncio.timeout(DEADLINE_S):
+            for handle in range(1, MAX_FAILURES):
+                await call.write(reserve(handle, make_spec(9, 4)))
+                while not (answer := await call.read()).HasField("failed"):
+                    pass
+                assert (answer.failed.reason, answer.failed.retryable) == ("INTERNAL", True)
+            assert child.returncode is None
+            await call.write(reserve(MAX_FAILURES, make_spec(9, 4)))
+            _, errors = await child.communicate()
+        assert child.returncode == 1
+        assert f"{MAX_FAILURES} steps in a row failed" in errors.decode()

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from decode_worker.incoming_transfers import TransferPolicy
+from decode_worker.running_batch import RunningBatch
+from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
+from engine.group import Group
 from tandem.errors import (
     DeadlineExceeded,
     FrameError,
@@ -193,6 +196,33 @@ async def test_a_failed_transfer_ends_the_sequence_and_quarantines_its_blocks(
         assert bench.pool.counts().free == bench.pool.num_blocks
 
 
+@pytest.mark.parametrize(("owner", "call"), [(BlockPool, "set_filled"), (RunningBatch, "join"), (Group, "land")])
+async def test_a_bug_while_a_hand_off_lands_fails_that_request_and_frees_its_blocks(
+    open_bench: Any,
+    make_spec: MakeSpec,
+    completion: Completion,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    call: str,
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("a bug")
+
+    async with open_bench() as bench:
+        spec = make_spec(9, 7)
+        unlucky = bench.reserve(1, spec)
+        ticket = await bench.ticket(unlucky)
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, call, broken)
+            bench.hand_over(ticket, spec)
+        assert bench.router.errors[unlucky].retryable
+        assert bench.pool.counts().free == bench.pool.num_blocks
+        handle = bench.reserve(2, spec)
+        first = bench.hand_over(await bench.ticket(handle), spec)
+        await bench.router.until(lambda: handle in bench.router.ended)
+        assert [first[0], *bench.router.tokens[handle]] == completion(spec)
+
+
 async def test_an_offer_that_cannot_be_made_fails_the_sequence_and_holds_nothing(
     open_bench: Any, make_spec: MakeSpec
 ) -> None:
@@ -263,14 +293,16 @@ async def test_a_ticket_shown_twice_is_refused(open_bench: Any, make_spec: MakeS
         bench.receiver.writer_stops(ticket)
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError(), InternalError("our own")])
 async def test_a_step_that_breaks_fails_its_sequences_and_the_next_one_is_served(
-    open_bench: Any, make_spec: MakeSpec, completion: Completion
+    open_bench: Any, make_spec: MakeSpec, completion: Completion, error: Exception
 ) -> None:
     async with open_bench() as bench:
-        bench.engine.errors[0] = ZeroDivisionError()
+        bench.engine.errors[0] = error
         unlucky = bench.reserve(1, make_spec(5, 7), local_prefill=True)
         await bench.router.until(lambda: unlucky in bench.router.errors)
         assert isinstance(bench.router.errors[unlucky], InternalError)
+        assert bench.router.errors[unlucky].retryable
         spec = make_spec(5, 7, salt=3)
         handle = bench.reserve(2, spec, local_prefill=True)
         await bench.router.until(lambda: handle in bench.router.ended)
@@ -289,6 +321,7 @@ async def test_a_sequence_whose_logits_break_fails_alone(
         bad = bench.reserve(3, spec, local_prefill=True)
         await bench.router.until(lambda: bad in bench.router.errors and set(good) == set(bench.router.ended))
         assert isinstance(bench.router.errors[bad], InternalError)
+        assert bench.router.errors[bad].retryable
         assert "request r3 " in bench.router.errors[bad].message
         assert bench.router.tokens.get(bad, []) == completion(spec)[:output_index]
         assert {handle: completion(spec) for handle, spec in good.items()} == {h: bench.router.tokens[h] for h in good}
@@ -303,6 +336,7 @@ async def test_a_broken_engine_ends_the_worker(open_bench: Any, make_spec: MakeS
             await bench.running
 
         assert isinstance(bench.router.errors[unlucky], InternalError)
+        assert bench.router.errors[unlucky].retryable
 
 
 async def test_a_full_line_is_overload(open_bench: Any, make_spec: MakeSpec) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from engine.engine_thread import MAX_FAILURES, EngineBroken, EngineThread, FeederFailed
 from engine.placement import ThreadPlacement, open_engine_executor
-from engine.step import ScheduledSeq, Step, StepResult
+from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq, Step, StepResult
 from engine.thread_work import to_the_end
 from tandem.errors import ConfigError, InternalError
 from tandem.types import TokenId
@@ -33,6 +33,10 @@ class GatedRunner:
         self.may_end = threading.Event()
         self.events: list[str] = []
         self.thread_names: set[str] = set()
+        self.draws: dict[int, tuple[Sampled, ...]] = {}
+        """What a step brings, by its number."""
+        self.error: Exception = InternalError("nothing to step")
+        """What a bad step raises."""
 
     def prepare(self, step):
         if step is UNPREPARABLE:
@@ -45,12 +49,12 @@ class GatedRunner:
         self.begun.set()
         assert self.may_end.wait(DEADLINE_S)
         if prepared is BAD:
-            raise InternalError("nothing to step")
+            raise self.error
         return prepared
 
     def collect(self, launched):
         self.events.append(f"collect {number(launched)}")
-        return StepResult(((),), 0.25)
+        return StepResult((self.draws.get(number(launched), (TOKEN,)),), 0.25)
 
 
 def step_of(context_len: int = 0, feed: int | None = None) -> Step:
@@ -61,6 +65,7 @@ def number(step: Step) -> int:
     return step.seqs[0].context_len
 
 
+TOKEN: Sampled = (SampledToken(TokenId(1), None),)
 GOOD, BAD, UNPREPARABLE, FED = step_of(1), step_of(2), step_of(3), step_of(4, feed=0)
 
 
@@ -191,6 +196,7 @@ class DeviceRunner(GatedRunner):
         self.ends = {number: threading.Event() for number in range(5)}
         self.launched = {number: threading.Event() for number in range(5)}
         self.broken: set[int] = set()
+        self.device_error = RuntimeError("the device broke")
 
     def launch(self, prepared, previous):
         launched = super().launch(prepared, previous)
@@ -201,7 +207,7 @@ class DeviceRunner(GatedRunner):
         assert self.ends[number(launched)].wait(DEADLINE_S)
         if number(launched) in self.broken:
             self.events.append(f"failed {number(launched)}")
-            raise RuntimeError("the device broke")
+            raise self.device_error
         return super().collect(launched)
 
 
@@ -292,4 +298,59 @@ async def test_one_good_step_among_failures_shows_that_the_engine_works(runner, 
     runner.may_end.set()
     for _ in range(3):
         assert EngineBroken not in await failures(engine, MAX_FAILURES - 1, BAD)
+        await engine.launch(GOOD)
+
+
+async def test_draws_that_are_all_broken_for_so_many_steps_say_that_the_engine_is_broken(runner, engine) -> None:
+    runner.may_end.set()
+    runner.draws[1] = (BrokenLogits(), BrokenLogits())
+    assert await failures(engine, MAX_FAILURES, GOOD) == [StepResult] * (MAX_FAILURES - 1) + [EngineBroken]
+
+
+async def test_broken_draws_and_failed_steps_count_together(runner, engine) -> None:
+    runner.may_end.set()
+    runner.draws[1] = (BrokenLogits(),)
+    assert EngineBroken not in await failures(engine, MAX_FAILURES // 2 - 1, GOOD, BAD)
+    assert await failures(engine, 1, GOOD, BAD) == [StepResult, EngineBroken]
+
+
+async def test_one_broken_draw_among_good_ones_is_no_failure_of_the_engine(runner, engine) -> None:
+    runner.may_end.set()
+    runner.draws[1] = (BrokenLogits(), TOKEN)
+    assert await failures(engine, 2 * MAX_FAILURES, GOOD) == [StepResult] * 2 * MAX_FAILURES
+
+
+async def test_a_step_without_draws_says_nothing_of_the_logits(runner, engine) -> None:
+    runner.may_end.set()
+    chunk = step_of(5)
+    runner.draws = {1: (BrokenLogits(),), 5: ()}
+    assert EngineBroken not in await failures(engine, MAX_FAILURES - 1, GOOD, chunk)
+    assert await failures(engine, 1, GOOD) == [EngineBroken]
+
+
+async def test_broken_draws_that_were_fed_are_the_fault_of_the_step_before(runner, engine) -> None:
+    runner.may_end.set()
+    runner.draws = {1: (BrokenLogits(),), 4: (BrokenLogits(),)}
+    assert EngineBroken not in await failures(engine, MAX_FAILURES - 1, GOOD, FED)
+    assert await failures(engine, 1, GOOD) == [EngineBroken]
+
+
+LOST = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+async def test_a_device_that_is_lost_at_a_launch_ends_the_engine_at_once(runner, engine) -> None:
+    runner.may_end.set()
+    runner.error = LOST
+    with pytest.raises(EngineBroken, match="device is lost") as raised:
+        await engine.launch(BAD)
+    assert raised.value.__cause__ is LOST
+
+
+async def test_a_device_that_is_lost_during_a_step_ends_the_engine_at_once(device) -> None:
+    runner, engine = device
+    runner.broken.add(1)
+    runner.device_error = LOST
+    for end in runner.ends.values():
+        end.set()
+    with pytest.raises(EngineBroken, match="device is lost"):
         await engine.launch(GOOD)

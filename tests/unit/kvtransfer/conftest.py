@@ -61,6 +61,8 @@ class Recorder:
     payload: bytes | None = None
     error: TransferError | None = None
     refuse_with: TransferError | None = None
+    breaks_at_commit: bool = False
+    """Whether a failure may follow the commit, as it does if `on_committed` raises."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def on_receiving(self) -> None:
@@ -75,7 +77,7 @@ class Recorder:
         self._add("committed")
 
     def on_failed(self, error: TransferError) -> None:
-        assert self.calls in ([], ["receiving"])
+        assert self.calls in ([], ["receiving"], *([["receiving", "committed"]] if self.breaks_at_commit else []))
         self.error = error
         self._add("failed")
 

@@ -224,7 +224,7 @@ class FakeRouter:
 class Bench:
     """A prefill worker among its fakes. 16 blocks of 4 tokens, 8 tokens a step."""
 
-    def __init__(self, overlap: bool = True, transfer_timeout_s: float = 30.0) -> None:
+    def __init__(self, overlap: bool = True) -> None:
         self.engine = FakeEngine()
         self.sender = FakeSender()
         self.router = FakeRouter()
@@ -233,7 +233,7 @@ class Bench:
         self.observer = RecordingWorker()
         validator = Validator(Limits(), vocab_size=1000, context_tokens=256)
         parts = WorkerParts(self.engine, self.pool, self.sender, validator, self.clock, self.observer)
-        policy = OutgoingPolicy(overlap=overlap, transfer_timeout_s=transfer_timeout_s)
+        policy = OutgoingPolicy(overlap=overlap)
         self.worker = PrefillWorker(parts, BatchLimits(8, 4), policy, max_sequence_tokens=64)
         self.running = asyncio.create_task(self.worker.run())
 

@@ -15,7 +15,6 @@ from tandem.errors import (
     PeerLost,
     Reason,
     TicketRefused,
-    TransferError,
     Unavailable,
 )
 from tandem.types import FinishReason
@@ -258,15 +257,6 @@ async def test_a_failing_transfer_and_a_release_in_its_wake_report_once(bench: A
     assert bench.router.errors == {}
 
 
-async def test_a_stalled_transfer_fails_at_its_deadline(make_bench: Any, make_spec: Any) -> None:
-    bench = make_bench(transfer_timeout_s=0.01)
-    bench.sender.push_gate.close()
-    handle = bench.prefill(1, make_spec(8))
-    await bench.router.hears(lambda: handle in bench.router.errors)
-    assert isinstance(bench.router.errors[handle], TransferError)
-    await bench.settles()
-
-
 async def test_a_bug_in_the_transfer_is_internal_and_frees_everything(bench: Any, make_spec: Any) -> None:
     bench.sender.errors["push"] = KeyError("oops")
     handle = bench.prefill(1, make_spec(8))
@@ -283,6 +273,7 @@ async def test_a_broken_engine_ends_the_worker(bench: Any, make_spec: Any) -> No
         await bench.running
 
     assert bench.router.errors[handle].reason is Reason.INTERNAL
+    assert bench.router.errors[handle].retryable
 
 
 async def test_a_broken_step_fails_its_prompts_and_the_next_is_served(bench: Any, make_spec: Any) -> None:
@@ -290,6 +281,7 @@ async def test_a_broken_step_fails_its_prompts_and_the_next_is_served(bench: Any
     broken = [bench.prefill(n, make_spec(4)) for n in (1, 2)]
     await bench.router.hears(lambda: len(bench.router.errors) == 2)
     assert all(bench.router.errors[handle].reason is Reason.INTERNAL for handle in broken)
+    assert all(bench.router.errors[handle].retryable for handle in broken)
     handle = bench.prefill(3, make_spec(4))
     await bench.router.hears(lambda: handle in bench.router.handoffs)
     await bench.settles()
@@ -300,6 +292,7 @@ async def test_a_prompt_whose_logits_break_fails_alone(bench: Any, make_spec: An
     good, bad = bench.prefill(1, make_spec(3)), bench.prefill(2, make_spec(5))
     await bench.router.hears(lambda: good in bench.router.handoffs and bad in bench.router.errors)
     assert bench.router.errors[bad].reason is Reason.INTERNAL
+    assert bench.router.errors[bad].retryable
     assert good not in bench.router.errors
     assert len(bench.engine.batches) == 1
     await bench.settles()
