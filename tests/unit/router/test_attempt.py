@@ -90,7 +90,8 @@ class Pair:
         self.num_asked = 0
         placement = Placement(self.infos[Role.PREFILL], self.infos[Role.DECODE])
         no_text: Any = NoText()
-        self.delivery = Delivery([ChoiceStream(each.index, no_text, TextParams()) for each in spec.choices], NOBODY)
+        choices = [ChoiceStream(each.index, no_text, TextParams(), lambda _: None) for each in spec.choices]
+        self.delivery = Delivery(choices, NOBODY)
         for each in spec.choices:
             if each.output_token_ids:
                 self.delivery.push(TokenDelta(0, each.output_token_ids, index=each.index))
