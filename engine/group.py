@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from engine.block_pool import BlockPool
+from engine.penalties import penalised_ids
 from engine.sequence import BlockTable, Sequence
 from engine.step import BlockCopy
 from tandem.errors import InternalError
@@ -25,12 +26,14 @@ class Group:
 
     def __init__(self, spec: GroupSpec) -> None:
         self.spec = spec
+        self._prompt_ids = penalised_ids(spec.prompt_token_ids, spec.sampling)
         self.sequences = tuple(
             Sequence(
                 choice.index,
                 spec.sampling.of_choice(choice.index),
                 spec.prompt_token_ids,
                 choice.output_token_ids,
+                self._prompt_ids,
             )
             for choice in spec.choices
         )
@@ -150,7 +153,7 @@ class Group:
         return tables
 
     def _new_prefix(self) -> Sequence:
-        prefix = Sequence(-1, self.spec.sampling, self.spec.prompt_token_ids)
+        prefix = Sequence(-1, self.spec.sampling, self.spec.prompt_token_ids, (), self._prompt_ids)
         prefix.drawers = tuple(each for each in self.sequences if not each.is_finished and not each.num_output_tokens)
         return prefix
 

@@ -13,53 +13,222 @@ In this order, each from the row's own parameters:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.history import Ints, TokenHistory, distinct
 from engine.step import SampleSpec, TokenMask
 from engine.upload import upload
 from tandem.errors import InternalError
-from tandem.types import SamplingParams
+from tandem.types import SamplingParams, TokenId
 
 _MASK_WORD_BITS = 32
 
 
 def changes_logits(spec: SampleSpec) -> bool:
-    """Whether `adjust` would do anything."""
+    """Whether `LogitChanges` would do anything for it."""
     return bool(spec.params.logit_bias or spec.output_index < spec.params.min_tokens or reads_output(spec.params))
 
 
 def reads_output(params: SamplingParams) -> bool:
-    """Whether `adjust` looks at the completion so far."""
-    return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
+    """Whether a penalty looks at the completion so far."""
+    return params.repetition_penalty != 1.0 or _counts_output(params)
 
 
-def adjust(row: torch.Tensor, spec: SampleSpec) -> None:
-    """Changes one row of logits `[V]` in place."""
-    params = spec.params
-    if params.repetition_penalty != 1.0:
-        seen = _to(np.unique(np.array(spec.prompt_token_ids + spec.output_token_ids, dtype=np.int64)), row)
-        logits = row[seen]
-        penalty = params.repetition_penalty
-        row[seen] = torch.where(logits > 0, logits / penalty, logits * penalty)
-    if (params.presence_penalty or params.frequency_penalty) and spec.output_token_ids:
-        ids, counts = np.unique(np.array(spec.output_token_ids, dtype=np.int64), return_counts=True)
-        loss = params.presence_penalty + params.frequency_penalty * counts
-        row[_to(ids, row)] -= _to(loss, row).to(row.dtype)
-    if params.logit_bias:
-        bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
-        row[_to(np.array(list(params.logit_bias), dtype=np.int64), row)] += _to(bias, row).to(row.dtype)
-    if spec.output_index < params.min_tokens and params.end_token_ids:
-        row[_to(np.array(sorted(params.end_token_ids), dtype=np.int64), row)] = -torch.inf
+def penalised_ids(prompt_token_ids: Sequence[TokenId], params: SamplingParams) -> Ints:
+    """The ids of a prompt that a penalty looks at, each once; none where only the completion counts."""
+    return distinct(prompt_token_ids if params.repetition_penalty != 1.0 else ())
 
 
-def _to(values: npt.NDArray[np.generic], row: torch.Tensor) -> torch.Tensor:
-    """On the row's device, without waiting for it."""
-    return upload((values,), row.device)[0]
+def _counts_output(params: SamplingParams) -> bool:
+    return bool(params.presence_penalty or params.frequency_penalty)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitChanges:
+    """All but masks for a step's draws, each from its own row of `[D, V]`.
+
+    A torch call for each kind of change, not for each row. One that is not asked for has no entries.
+    """
+
+    repetition: _Repetition
+    counted: _Counted
+    biases: _Entries
+    ends: _Entries
+
+    @classmethod
+    def of(cls, specs: Sequence[SampleSpec], fed_by: Mapping[int, int], device: torch.device) -> LogitChanges | None:
+        """None if no draw asks for any.
+
+        `fed_by`: for a draw whose history lacks the token that a feed brings: which draw of the step before brings it.
+        """
+        changed = [(number, spec) for number, spec in enumerate(specs) if changes_logits(spec)]
+        if not changed:
+            return None
+        kinds = (
+            _repetition_arrays([row for row in changed if row[1].params.repetition_penalty != 1.0], fed_by),
+            _counted_arrays([row for row in changed if _counts_output(row[1].params)], fed_by),
+            _bias_arrays([row for row in changed if row[1].params.logit_bias]),
+            _end_arrays([row for row in changed if row[1].output_index < row[1].params.min_tokens]),
+        )
+        tensors = iter(upload([array for arrays in kinds for array in arrays], device))
+        repetition, counted, biases, ends = (tuple(islice(tensors, len(arrays))) for arrays in kinds)
+        return cls(_Repetition(*repetition), _Counted(*counted), _Entries(*biases), _Entries(*ends))
+
+    def apply(self, logits: torch.Tensor, drawn_ids: torch.Tensor | None) -> None:
+        """Changes `logits` `[D, V]` float32 in place. `drawn_ids` `[D']`: of the step before, -1 where broken."""
+        if len(self.repetition.rows):
+            self.repetition.apply(logits, drawn_ids)
+        if len(self.counted.rows) or len(self.counted.fed_rows):
+            self.counted.apply(logits, drawn_ids)
+        if len(self.biases.rows):
+            at = (self.biases.rows, self.biases.ids)
+            logits.index_put_(at, logits[at] + self.biases.values)
+        if len(self.ends.rows):
+            logits.index_put_((self.ends.rows, self.ends.ids), self.ends.values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """Logits and a value for each: E of them."""
+
+    rows: torch.Tensor  # [E] int64
+    ids: torch.Tensor  # [E] int64
+    values: torch.Tensor  # [E] float32
+
+
+@dataclass(frozen=True, slots=True)
+class _Repetition:
+    """Logits of seen tokens, the fed ones last. One that stands here twice is given the same value twice."""
+
+    rows: torch.Tensor  # [E + F] int64
+    ids: torch.Tensor  # [E] int64
+    penalties: torch.Tensor  # [E + F] float32
+    fed_by: torch.Tensor  # [F] int64
+
+    def apply(self, logits: torch.Tensor, drawn_ids: torch.Tensor | None) -> None:
+        ids = self.ids
+        if len(self.fed_by):
+            ids = torch.cat((ids, _fed_ids(drawn_ids, self.fed_by)))
+        seen = logits[self.rows, ids]
+        lower = torch.where(seen > 0, seen / self.penalties, seen * self.penalties)
+        logits.index_put_((self.rows, ids), lower)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """Logits of the completion's tokens, those of fed rows first: E of them, C in F fed rows."""
+
+    rows: torch.Tensor  # [E] int64
+    ids: torch.Tensor  # [E] int64
+    losses: torch.Tensor  # [E] float32
+    fed_rows: torch.Tensor  # [F] int64
+    fed_by: torch.Tensor  # [F] int64
+    presence: torch.Tensor  # [F] float64
+    frequency: torch.Tensor  # [F] float64
+    slots: torch.Tensor  # [C] int64: of which fed row the entry is
+    counts: torch.Tensor  # [C] float64
+
+    def apply(self, logits: torch.Tensor, drawn_ids: torch.Tensor | None) -> None:
+        if not len(self.fed_rows):
+            self._lower(logits)
+            return
+        fed_ids = _fed_ids(drawn_ids, self.fed_by)  # [F]
+        before = logits[self.fed_rows, fed_ids]
+        self._lower(logits)
+        # The fed token counts once more than the history says: its logit is set again from what it was before.
+        same = self.ids[: len(self.slots)] == fed_ids[self.slots]  # [C]
+        counts = torch.ones_like(self.presence).index_add_(0, self.slots, self.counts * same)  # [F]
+        losses = self.presence + self.frequency * counts
+        logits.index_put_((self.fed_rows, fed_ids), before - losses.to(logits.dtype))
+
+    def _lower(self, logits: torch.Tensor) -> None:
+        at = (self.rows, self.ids)
+        logits.index_put_(at, logits[at] - self.losses)
+
+
+def _fed_ids(drawn_ids: torch.Tensor | None, fed_by: torch.Tensor) -> torch.Tensor:
+    """`[F]` int64: 0 where a draw was broken, of which no later draw is kept."""
+    if drawn_ids is None:
+        raise InternalError("draws fed by a step that is not there")
+    return drawn_ids.index_select(0, fed_by).clamp_(min=0)
+
+
+_Row: TypeAlias = tuple[int, SampleSpec]
+"""A draw's number, which is its row of logits, and what it asks for."""
+_Arrays: TypeAlias = tuple[npt.NDArray[np.generic], ...]
+
+
+def _repetition_arrays(rows: Sequence[_Row], fed_by: Mapping[int, int]) -> _Arrays:
+    """As in `_Repetition`."""
+    histories = [_history(spec) for _, spec in rows]
+    prompts, outputs = [each.prompt_ids for each in histories], [each.output_ids for each in histories]
+    fed = [number in fed_by for number, _ in rows]
+    numbers = np.array([number for number, _ in rows], dtype=np.int64)
+    penalties = np.array([spec.params.repetition_penalty for _, spec in rows], dtype=np.float32)
+    lengths = ([*map(len, prompts)], [*map(len, outputs)], fed)
+    return (
+        np.concatenate([np.repeat(numbers, each) for each in lengths]),
+        _joined([*prompts, *outputs]),
+        np.concatenate([np.repeat(penalties, each) for each in lengths]),
+        np.array([fed_by[number] for number, _ in rows if number in fed_by], dtype=np.int64),
+    )
+
+
+def _counted_arrays(rows: Sequence[_Row], fed_by: Mapping[int, int]) -> _Arrays:
+    """As in `_Counted`."""
+    rows = sorted(rows, key=lambda row: row[0] not in fed_by)
+    histories = [_history(spec) for _, spec in rows]
+    ids = [each.output_ids for each in histories]
+    lengths = [*map(len, ids)]
+    numbers = np.array([number for number, _ in rows], dtype=np.int64)
+    presence = np.array([spec.params.presence_penalty for _, spec in rows], dtype=np.float64)
+    frequency = np.array([spec.params.frequency_penalty for _, spec in rows], dtype=np.float64)
+    counts = _joined([each.output_counts for each in histories])
+    losses = np.repeat(presence, lengths) + np.repeat(frequency, lengths) * counts
+    fed = [fed_by[number] for number, _ in rows if number in fed_by]
+    num_fed, num_counted = len(fed), sum(lengths[: len(fed)])
+    return (
+        np.repeat(numbers, lengths),
+        _joined(ids),
+        losses.astype(np.float32),
+        numbers[:num_fed],
+        np.array(fed, dtype=np.int64),
+        presence[:num_fed],
+        frequency[:num_fed],
+        np.repeat(np.arange(num_fed), lengths[:num_fed]),
+        counts[:num_counted].astype(np.float64),
+    )
+
+
+def _bias_arrays(rows: Sequence[_Row]) -> _Arrays:
+    """As in `_Entries`."""
+    biases = [(number, *pair) for number, spec in rows for pair in spec.params.logit_bias.items()]
+    numbers, ids, values = zip(*biases, strict=True) if biases else ((), (), ())
+    return np.array(numbers, dtype=np.int64), np.array(ids, dtype=np.int64), np.array(values, dtype=np.float32)
+
+
+def _end_arrays(rows: Sequence[_Row]) -> _Arrays:
+    """As in `_Entries`."""
+    ends = [(number, token_id) for number, spec in rows for token_id in spec.params.end_token_ids]
+    numbers, ids = np.array(ends, dtype=np.int64).reshape(-1, 2).T.copy()
+    return numbers, ids, np.full(len(ends), -np.inf, dtype=np.float32)
+
+
+def _history(spec: SampleSpec) -> TokenHistory:
+    if spec.history is None:
+        raise InternalError("a draw with penalties and without the tokens that they are for")
+    return spec.history
+
+
+def _joined(arrays: Sequence[Ints]) -> Ints:
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,6 @@ from kernels.operations import Kernels
 from kernels.reference import ReferenceBackend
 from kernels.reference_operations import ReferenceOperations
 from tandem.errors import InternalError
-from tandem.types import TokenId
 
 _REFERENCE = Kernels(ReferenceBackend(), ReferenceOperations())
 
@@ -99,7 +98,7 @@ class Runner:
             batch = build_batch(step.seqs, self._block_size, self._kv.device)
             return Prepared(
                 batch=batch,
-                plan=plan_draws(batch.sample_specs, self._kernels, self._kv.device) if batch.sample_specs else None,
+                plan=self._plan(batch),
                 moves=step.moves,
                 copies=tuple(self._pairs(copies) for copies in independent_runs(step.copies)),
                 uploaded=self._device.mark(),
@@ -150,7 +149,8 @@ class Runner:
             logits = self._decoder.forward(
                 batch.token_ids, batch.positions, self._kv, batch.metadata, batch.sample_rows
             )  # [R, V]
-        drawn = None if plan is None else draw(logits, plan, batch.draw_rows, _fed_history(batch, previous))
+        fed_ids = None if previous is None else previous.drawn_ids
+        drawn = None if plan is None else draw(logits, plan, batch.draw_rows, fed_ids)
         fetched = None if drawn is None else drawn.fetch(self._device.to_host)
         return Launched(
             prepared=prepared,
@@ -159,6 +159,12 @@ class Runner:
             began=began,
             ended=self._device.mark(),
         )
+
+    def _plan(self, batch: Batch) -> DrawPlan | None:
+        if not batch.sample_specs:
+            return None
+        fed_by = {} if batch.feeds is None else batch.feeds.history
+        return plan_draws(batch.sample_specs, self._kernels, self._kv.device, fed_by)
 
     def _pairs(self, copies: Sequence[BlockCopy]) -> torch.Tensor:
         pairs = np.array([(copy.source, copy.target) for copy in copies], dtype=np.int64)  # [M, 2]
@@ -188,15 +194,3 @@ def independent_runs(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:
         sources.add(copy.source)
         targets.add(copy.target)
     return runs
-
-
-def _fed_history(batch: Batch, previous: Launched | None) -> dict[int, TokenId]:
-    """Fed tokens that penalties must see, by number of draw.
-
-    Where there are any, waits for the step before alone: this one's forward pass has been queued by then.
-    """
-    if batch.feeds is None or not batch.feeds.history or previous is None or previous.fetched is None:
-        return {}
-    previous.ended.wait()
-    token_ids = previous.fetched.token_ids.tolist()
-    return {number: TokenId(token_ids[by]) for number, by in batch.feeds.history.items() if token_ids[by] >= 0}

@@ -27,23 +27,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
 from engine.logprobs import BestTokens, LogprobPlan, best_tokens, log_softmax_rows, tiles
-from engine.penalties import TokenMasks, adjust, changes_logits
+from engine.penalties import LogitChanges, TokenMasks, changes_logits
 from engine.philox import uniforms
 from engine.row_scan import chunk_masses, first_max, inverse_cdf, largest
 from engine.step import BrokenLogits, Sampled, SampledToken, SampleSpec
 from engine.upload import upload
 from kernels.operations import Kernels
 from kernels.sampling import DrawParams, RowMaximum, Sampler
-from tandem.types import SamplingParams, TokenId, TokenLogprobs
+from tandem.types import SamplingParams, TokenLogprobs
 
 _MIN_TEMPERATURE = 1e-30
 """Below it float32 runs out of exponents; the draw is the best token well before."""
 _LARGEST_INT32 = 2**31 - 1
+_NOT_FED: Mapping[int, int] = MappingProxyType({})
 _NUCLEUS_GUESSES = (64, 1024)
 """A nucleus is looked for among so many best tokens before the whole vocabulary is sorted."""
 
@@ -70,8 +72,7 @@ class DrawPlan:
     """Given where a sampler draws and some draw has a temperature."""
     by_torch: _TorchDraws | None = None
     """Given where torch draws and some draw has a temperature."""
-    changed: tuple[int, ...] = ()
-    """Numbers of the draws that `adjust` does something for."""
+    changes: LogitChanges | None = None
     masks: TokenMasks | None = None
     logprobs: LogprobPlan | None = None
     candidates: LogprobPlan | None = None
@@ -111,8 +112,13 @@ class Drawn:
         return drawn
 
 
-def plan_draws(specs: Sequence[SampleSpec], kernels: Kernels, device: torch.device) -> DrawPlan:
-    """What `draw` needs besides the logits, for D > 0 draws; uploads to `device`."""
+def plan_draws(
+    specs: Sequence[SampleSpec], kernels: Kernels, device: torch.device, fed_by: Mapping[int, int] = _NOT_FED
+) -> DrawPlan:
+    """What `draw` needs besides the logits, for D > 0 draws; uploads to `device`, and has read their histories then.
+
+    `fed_by`: for each draw whose history lacks a token that is fed: which draw of the step before brings it.
+    """
     if kernels.row_max is not None and all(map(_takes_best, specs)):
         return DrawPlan(tuple(specs), kernels.row_max)
     has_temperature = any(map(_temperature, specs))
@@ -122,19 +128,21 @@ def plan_draws(specs: Sequence[SampleSpec], kernels: Kernels, device: torch.devi
         sampler=kernels.sampler,
         by_kernels=_draw_params(specs, device) if has_temperature and kernels.sampler is not None else None,
         by_torch=_torch_draws(specs, device) if has_temperature and kernels.sampler is None else None,
-        changed=tuple(number for number, spec in enumerate(specs) if changes_logits(spec)),
+        changes=LogitChanges.of(specs, fed_by, device),
         masks=TokenMasks.of([spec.mask for spec in specs], device),
         logprobs=LogprobPlan.of([None if s.num_candidates else s.params.logprobs for s in specs], device),
         candidates=LogprobPlan.of([spec.num_candidates or None for spec in specs], device),
     )
 
 
-def draw(logits: torch.Tensor, plan: DrawPlan, draw_rows: torch.Tensor | None, fed: Mapping[int, TokenId]) -> Drawn:
+def draw(
+    logits: torch.Tensor, plan: DrawPlan, draw_rows: torch.Tensor | None = None, fed_ids: torch.Tensor | None = None
+) -> Drawn:
     """Draws from `logits` `[R, V]`, of any floating-point dtype, which stay as they are.
 
-    Draw i is from row `draw_rows[i]` (`[D]` int64), None = i. `fed`: by number of draw, a token that its history lacks
-    (`SampleSpec.output_token_ids`). A row that holds NaN or has no finite maximum gives -1, and changes nothing for
-    the others.
+    Draw i is from row `draw_rows[i]` (`[D]` int64), None = i. `fed_ids` `[D']` int64: what the step before drew, if
+    the plan has draws fed by it. A row that holds NaN or has no finite maximum gives -1, and changes nothing for the
+    others.
     """
     if plan.row_max is not None:
         token_ids = _checked(*plan.row_max(logits))
@@ -142,7 +150,7 @@ def draw(logits: torch.Tensor, plan: DrawPlan, draw_rows: torch.Tensor | None, f
     logits = logits.to(torch.float32)
     if draw_rows is not None:
         logits = logits.index_select(0, draw_rows)  # [D, V]
-    adjusted = _adjusted(logits, plan, fed)
+    adjusted = _adjusted(logits, plan, fed_ids)
     token_ids = _choose(adjusted, plan)
     return Drawn(
         token_ids,
@@ -167,18 +175,15 @@ def _temperature(spec: SampleSpec) -> float:
     return 0.0 if spec.num_candidates else spec.params.temperature
 
 
-def _adjusted(logits: torch.Tensor, plan: DrawPlan, fed: Mapping[int, TokenId]) -> torch.Tensor:
+def _adjusted(logits: torch.Tensor, plan: DrawPlan, fed_ids: torch.Tensor | None) -> torch.Tensor:
     """Returns `[D, V]`: the logits themselves if no draw asks for a change, log-probabilities for candidates."""
-    if not plan.changed and plan.masks is None and plan.candidates is None:
+    if plan.changes is None and plan.masks is None and plan.candidates is None:
         return logits
     logits = logits.clone()
     if plan.candidates is not None:
         log_softmax_rows(logits, plan.candidates)
-    for number in plan.changed:
-        spec = plan.specs[number]
-        if number in fed:
-            spec = spec._replace(output_token_ids=(*spec.output_token_ids, fed[number]))
-        adjust(logits[number], spec)
+    if plan.changes is not None:
+        plan.changes.apply(logits, fed_ids)
     if plan.masks is not None:
         plan.masks.apply(logits)
     return logits

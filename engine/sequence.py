@@ -19,7 +19,8 @@ from collections.abc import Iterable, MutableSequence
 from collections.abc import Sequence as SequenceOf
 from typing import TypeAlias, cast
 
-from engine.penalties import reads_output
+from engine.history import Ints, TokenHistory
+from engine.penalties import penalised_ids, reads_output
 from engine.step import SampleSpec, ScheduledSeq
 from tandem.errors import InternalError
 from tandem.types import BlockId, FinishReason, SamplingParams, TokenId
@@ -45,8 +46,12 @@ class Sequence:
         params: SamplingParams,
         prompt_token_ids: tuple[TokenId, ...],
         output_token_ids: Iterable[TokenId] = (),
+        prompt_ids: Ints | None = None,
     ) -> None:
-        """`params` with the choice's own seed; the prompt is shared with other choices, not copied."""
+        """`params` with the choice's own seed; the prompt is shared with other choices, not copied.
+
+        `prompt_ids`: the prompt's `penalised_ids` by these params, if they are known already.
+        """
         if not prompt_token_ids:
             raise InternalError("a sequence without a prompt")
         self.index = index
@@ -67,8 +72,10 @@ class Sequence:
         """Tokens whose KV lies in the blocks once every launched step has ended."""
         self.finish_reason: FinishReason | None = None
         """Set once the completion has ended."""
-        self._reads_prompt = params.repetition_penalty != 1.0
-        self._reads_output = reads_output(params)
+        self._history: TokenHistory | None = None
+        if reads_output(params):
+            seen = penalised_ids(prompt_token_ids, params) if prompt_ids is None else prompt_ids
+            self._history = TokenHistory(seen, self._output_token_ids)
 
     @property
     def output_token_ids(self) -> tuple[TokenId, ...]:
@@ -156,6 +163,8 @@ class Sequence:
         else:
             self.num_tokens += 1
         self._output_token_ids.append(token_id)
+        if self._history is not None:
+            self._history.append(token_id)
         if token_id in self.params.end_token_ids:
             self.finish_reason = FinishReason.STOP
         elif len(self._output_token_ids) >= self.params.max_tokens:
@@ -167,12 +176,7 @@ class Sequence:
         output_index = self.num_tokens - len(self._prompt_token_ids)
         self.num_pending_tokens += 1
         self.num_tokens += 1
-        return SampleSpec(
-            self.params,
-            output_index,
-            self._prompt_token_ids if self._reads_prompt else (),
-            tuple(self._output_token_ids) if self._reads_output else (),
-        )
+        return SampleSpec(self.params, output_index, self._history)
 
     def _tokens(self, start: int, end: int) -> tuple[TokenId, ...]:
         num_prompt = len(self._prompt_token_ids)

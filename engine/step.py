@@ -16,6 +16,7 @@ from typing import NamedTuple, NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from engine.history import TokenHistory
 from tandem.errors import InternalError, TandemError
 from tandem.types import BlockId, RequestId, SamplingParams, TokenId, TokenLogprobs
 
@@ -61,10 +62,11 @@ class SampleSpec(NamedTuple):
     """With the seed of the choice that draws."""
     output_index: int
     """Number of the token to draw within the completion, from 0: the generator's counter."""
-    prompt_token_ids: tuple[TokenId, ...] = ()
-    """Given only if `params` has a repetition penalty."""
-    output_token_ids: tuple[TokenId, ...] = ()
-    """Given only if `params` has any penalty; without the token that a feed brings, which the runner adds."""
+    history: TokenHistory | None = None
+    """Given only if `params` has a penalty; without the token that a feed brings, which is added where it is drawn.
+
+    May be the seq's own: `launch` reads it before it returns.
+    """
     from_end: int = 0
     """From which of the seq's scheduled tokens: 0 = the last, 1 = the one before, …"""
     num_candidates: int = 0

@@ -11,12 +11,12 @@ Filled without awaiting, from within a worker's stream; read by the face's own t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from router.metrics import Summary
 from router.text import Detokenizer, StopStrings
-from tandem.errors import TandemError
+from tandem.errors import InvalidOutput, TandemError
 from tandem.telemetry.observers import RequestObserver
 from tandem.types import ChoiceSpec, FinishReason, TextParams, TokenDelta, TokenId, TokenLogprobs
 
@@ -41,8 +41,12 @@ class ChoiceOutput:
 class ChoiceStream:
     """One choice: its tokens in order, their text, and what is not read yet. Push nothing once it is finished."""
 
-    def __init__(self, index: int, detokenizer: Detokenizer, params: TextParams) -> None:
+    def __init__(
+        self, index: int, detokenizer: Detokenizer, params: TextParams, check: Callable[[TokenDelta], None]
+    ) -> None:
+        """`check` raises InvalidOutput for what cannot be tokens of this choice, as `TokenRules` does."""
         self.index = index
+        self._check = check
         self._detokenizer = detokenizer
         self._params = params
         self._stops = StopStrings(params.stop, include_stop=params.include_stop) if params.stop else None
@@ -67,7 +71,13 @@ class ChoiceStream:
         return ChoiceSpec(self.index, tuple(self._token_ids))
 
     def push(self, delta: TokenDelta) -> int:
-        """Takes tokens in any order, known ones again too; returns how many new ones are now in order."""
+        """Takes tokens in any order, known ones again too; returns how many new ones are now in order.
+
+        Raises InvalidOutput, and takes nothing, if they cannot be this choice's tokens.
+        """
+        self._check(delta)
+        if delta.offset < len(self._token_ids):
+            self._check_known(delta)
         if delta.offset > len(self._token_ids):
             waiting = self._early.get(delta.offset)
             if waiting is None or len(delta.token_ids) >= len(waiting.token_ids):
@@ -99,6 +109,11 @@ class ChoiceStream:
         self._num_read = len(self._token_ids)
         self._unread_text, self._unread_logprobs = [], []
         return output
+
+    def _check_known(self, delta: TokenDelta) -> None:
+        known = tuple(self._token_ids[delta.offset : delta.end])
+        if known != delta.token_ids[: len(known)]:
+            raise InvalidOutput(f"other tokens from {delta.offset} on than were told before")
 
     def _accept(self, delta: TokenDelta) -> int:
         """Takes what of `delta` is not known, where it leaves no gap."""
@@ -186,9 +201,14 @@ class Delivery:
         return self._choices[index].num_tokens
 
     def push(self, delta: TokenDelta) -> None:
-        """Takes tokens from a worker. Those of a finished choice, which workers cannot stop alone, are dropped."""
+        """Takes tokens from a worker. Those of a finished choice, which workers cannot stop alone, are dropped.
+
+        Raises InvalidOutput, and takes nothing, if they cannot be this request's tokens.
+        """
         choice = self._open.get(delta.index)
         if choice is None:
+            if delta.index not in self._choices:
+                raise InvalidOutput(f"tokens of choice {delta.index}, which nobody asked for")
             return
         num_new = choice.push(delta)
         if num_new:

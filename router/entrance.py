@@ -13,12 +13,14 @@ import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from router.delivery import ChoiceStream, Delivery
 from router.generation import Generation, ResolvedRequest, Rooms
 from router.metrics import Timeline
 from router.placement import check_pools, common_sequence, longest_sequence
 from router.request import Caller, ChatPrompt, CompletionRequest, Prompt, TextPrompt, TokensPrompt
+from router.token_rules import TokenRules
 from router.tokenization import Tokenization
 from tandem.checkpoint import CheckpointInfo
 from tandem.clock import Deadline
@@ -89,10 +91,9 @@ class Entrance:
         with self.judging(), self.reading(request.priority):
             resolved = await self._resolve(request, caller)
         group, text = resolved.group, resolved.text
-        choices = [
-            ChoiceStream(each.index, self._tokenization.detokenizer(skip_special_tokens=text.skip_special_tokens), text)
-            for each in group.choices
-        ]
+        check = TokenRules.of(group.sampling, self._checkpoint.vocab_size).check
+        detokenizer = partial(self._tokenization.detokenizer, skip_special_tokens=text.skip_special_tokens)
+        choices = [ChoiceStream(each.index, detokenizer(), text, check) for each in group.choices]
         generation = Generation(resolved, choices, self._rooms, timeline)
         task = asyncio.create_task(generation.drive(), name=f"request {group.request_id}")
         try:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 import grpc.aio
 
 from tandem.convert import delta_from_proto, error_from_failed
-from tandem.errors import InternalError, Reason, TandemError, Unavailable
+from tandem.errors import InternalError, InvalidOutput, Reason, TandemError, Unavailable
 from tandem.rpc.channel import open_channel
 from tandem.rpc.received_error import error_from_rpc
 from tandem.rpc.status import needs_mending
@@ -201,6 +201,10 @@ class WorkerLink:
                     listener.prefill_done(self._info, message.queue_seconds, message.prefill_seconds)
                 case "handoff_done":
                     listener.handoff_done(self._info, message.transfer_bytes, message.transfer_seconds)
+        except InvalidOutput as error:
+            _log.warning("a worker told what cannot be", worker_id=self._info.worker_id, error=error.message)
+            self.release(message.handle)
+            listener.failed(self._info, InvalidOutput(f"worker {self._info.worker_id} told {error.message}"))
         # A bug met by one request must not end the stream that all others live in.
         except Exception:  # noqa: BLE001
             _log.exception("a worker's message failed", worker_id=self._info.worker_id, handle=message.handle)

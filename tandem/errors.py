@@ -17,6 +17,7 @@
     ├── ConfigError             a bad option or environment variable      exit code 2
     ├── CheckpointError         a model folder that cannot be served      exit code 2
     └── InternalError           our own bug                               INTERNAL
+        └── InvalidOutput       a worker told what cannot be true
 
 Messages carry ids and numbers, never prompts. The table from class to gRPC status is in
 `tandem/rpc/status.py`; nothing here knows gRPC.
@@ -190,6 +191,12 @@ class CheckpointError(TandemError):
 
 class InternalError(TandemError):
     """Our own bug; the message says where."""
+
+
+class InvalidOutput(InternalError):
+    """A worker told what cannot be true: it is at fault, and another one may do better."""
+
+    retryable = True
 
 
 _BY_REASON: Mapping[str, type[TandemError]] = {

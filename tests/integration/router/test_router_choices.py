@@ -18,6 +18,8 @@ from tandem.v1 import inference_pb2 as pb
 PROMPT = (72, 105)
 LENGTH = 12
 N = (1, 2, 5, 16)
+END = 256
+"""The model's end-of-text token."""
 
 
 class Choices:
@@ -167,7 +169,7 @@ async def test_a_replay_resumes_only_the_choices_that_are_not_finished(cluster: 
     decode.hold("decode")
     call = cluster.generate(*PROMPT, n=3, max_tokens=LENGTH)
     await cluster.until(lambda: decode.offsets == [1, 1, 1])
-    tokens = cluster.completion(PROMPT, 4, 1)
+    tokens = [*cluster.completion(PROMPT, 3, 1), END]
     decode.say(1, *tokens[1:], finish=FinishReason.STOP, index=1)
     await cluster.until(lambda: num_told(cluster, 1) == 4)
     _, other = await cluster.add_pair("1")
@@ -185,11 +187,12 @@ async def test_a_single_choice_that_is_left_is_resumed_as_a_request_of_its_own(c
     decode.hold("decode")
     call = cluster.generate(*PROMPT, n=2, max_tokens=LENGTH)
     await cluster.until(lambda: decode.offsets == [1, 1])
-    decode.say(1, *cluster.completion(PROMPT, 3, 0)[1:], finish=FinishReason.STOP, index=0)
+    tokens = [*cluster.completion(PROMPT, 2, 0), END]
+    decode.say(1, *tokens[1:], finish=FinishReason.STOP, index=0)
     await cluster.until(lambda: num_told(cluster, 0) == 3)
     _, other = await cluster.add_pair("1")
     await decode.die()
-    assert dict((await read(call)).tokens) == expected(cluster, 2) | {0: cluster.completion(PROMPT, 3, 0)}
+    assert dict((await read(call)).tokens) == expected(cluster, 2) | {0: tokens}
     (resumed,) = other.specs
     assert [each.index for each in resumed.choices] == [1]
 
@@ -254,7 +257,7 @@ async def test_an_abort_says_of_each_choice_what_came_of_it(cluster: Any) -> Non
     engine = VllmEngineStub(cluster.channel)
     call = engine.Generate(vllm.GenerateRequest(request_id="a", tokenized=prompt, sampling_params=sampling), timeout=30)
     await cluster.until(lambda: decode.offsets == [1, 1])
-    decode.say(1, 98, finish=FinishReason.STOP, index=1)
+    decode.say(1, END, finish=FinishReason.STOP, index=1)
     await cluster.until(lambda: num_told(cluster, 1) == 2)
     await asyncio.sleep(0)
     await engine.Abort(vllm.AbortRequest(request_ids=["a"]))

@@ -11,7 +11,7 @@ from engine.sampler import draw, plan_draws
 from engine.step import BrokenLogits, SampleSpec, TokenMask
 from tandem.errors import InternalError
 from tandem.types import SamplingParams, TokenId
-from tests.drawing import TORCH, sample
+from tests.drawing import TORCH, history, sample
 
 VOCAB_SIZE = 300
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def spec(num_candidates: int = 0, mask: TokenMask | None = None, prompt=(), output=(), **params) -> SampleSpec:
     sampling = SamplingParams(**{"max_tokens": 99, **params})
-    return SampleSpec(sampling, len(output), tuple(prompt), tuple(output), num_candidates=num_candidates, mask=mask)
+    return SampleSpec(sampling, len(output), history(prompt, output), num_candidates=num_candidates, mask=mask)
 
 
 def mask_of(*allowed: int, vocab_size: int = VOCAB_SIZE) -> TokenMask:

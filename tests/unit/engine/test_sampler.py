@@ -14,14 +14,14 @@ from transformers import (
 
 from engine.step import BrokenLogits, SampleSpec
 from tandem.types import SamplingParams, TokenId
-from tests.drawing import drawing_kernels, sample
+from tests.drawing import drawing_kernels, history, sample
 
 CHI_SQUARE_P = 1e-6
 """The seeds are fixed: a test that passes once passes for ever."""
 
 
 def spec(output_index: int = 0, prompt=(), output=(), **params) -> SampleSpec:
-    return SampleSpec(SamplingParams(**{"max_tokens": 99, **params}), output_index, tuple(prompt), tuple(output))
+    return SampleSpec(SamplingParams(**{"max_tokens": 99, **params}), output_index, history(prompt, output))
 
 
 def random_logits(rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:

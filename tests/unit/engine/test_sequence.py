@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from engine.history import TokenHistory
 from engine.sequence import new_block_table
 from tandem.errors import InternalError
 from tandem.types import BlockId, FinishReason, TokenId
@@ -40,7 +41,9 @@ def test_a_pending_token_is_scheduled_as_a_feed_and_counts_in_the_next_draw(make
     step = seq.schedule(1, feed=7)
     assert (step.token_ids, step.context_len, step.feed) == ((0,), 2, 7)
     (sample,) = step.samples
-    assert (sample.output_index, sample.output_token_ids) == (1, ())  # the runner adds the fed one
+    assert sample.output_index == 1
+    assert sample.history is not None
+    assert not len(sample.history.output_ids)  # the fed one is added where it is drawn
     assert (seq.num_computed_tokens, seq.num_pending_tokens) == (3, 2)
     seq.append_token(TokenId(44))
     seq.append_token(TokenId(45))
@@ -140,14 +143,31 @@ def test_a_seq_without_a_prompt_is_refused(make_seq) -> None:
 
 
 def test_history_is_handed_over_only_to_penalties_that_read_it(make_seq) -> None:
-    def history(**sampling) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        (sample,) = make_seq((1, 2), (9,), **sampling).schedule(3).samples
-        return tuple(sample.prompt_token_ids), tuple(sample.output_token_ids)
+    def history(**sampling) -> TokenHistory | None:
+        (sample,) = make_seq((2, 1, 2), (9,), **sampling).schedule(4).samples
+        return sample.history
 
-    assert history() == ((), ())
-    assert history(repetition_penalty=1.1) == ((1, 2), (9,))
-    assert history(presence_penalty=0.1) == ((), (9,))
-    assert history(frequency_penalty=-0.1) == ((), (9,))
+    assert history() is None
+    for sampling, prompt_ids in (
+        ({"repetition_penalty": 1.1}, [1, 2]),
+        ({"presence_penalty": 0.1}, []),
+        ({"frequency_penalty": -0.1}, []),
+    ):
+        found = history(**sampling)
+        assert found is not None
+        assert (found.prompt_ids.tolist(), found.output_ids.tolist()) == (prompt_ids, [9])
+
+
+def test_history_counts_tokens_as_they_come_and_what_it_gave_stays_as_it_was(make_seq) -> None:
+    seq = make_seq((1,), (9, 4, 9), frequency_penalty=1.0, max_tokens=9)
+    (sample,) = seq.schedule(4).samples
+    history = sample.history
+    assert history is not None
+    ids, counts = history.output_ids, history.output_counts
+    for token_id in (4, 7):
+        seq.append_token(TokenId(token_id))
+    assert (ids.tolist(), counts.tolist()) == ([9, 4], [2, 1])
+    assert (history.output_ids.tolist(), history.output_counts.tolist()) == ([9, 4, 7], [2, 2, 1])
 
 
 def test_a_block_table_reads_like_a_list_and_numpy_copies_nothing() -> None:

@@ -11,6 +11,7 @@ from engine.runner import Runner
 from engine.sequence import Sequence
 from engine.step import BrokenLogits, ScheduledSeq, Step
 from tandem.types import TokenId
+from tests.drawing import history
 
 BLOCK_SIZE = 4
 NUM_DRAFTED = 3
@@ -24,7 +25,7 @@ def verify(seq: Sequence, drafted: list[TokenId], runner: Runner, pool: BlockPoo
     samples = tuple(
         spec._replace(
             output_index=spec.output_index + number,
-            output_token_ids=(*spec.output_token_ids, *drafted[:number]),
+            history=history(output=(*seq.output_token_ids, *drafted[:number])),
             from_end=len(drafted) - number,
         )
         for number in range(len(drafted) + 1)

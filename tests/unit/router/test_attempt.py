@@ -94,7 +94,8 @@ class Pair:
         self.prefill, self.decode = (SilentLink(self.infos[role]) for role in (Role.PREFILL, Role.DECODE))
         placement = Placement(None if local else self.infos[Role.PREFILL], self.infos[Role.DECODE])
         no_text: Any = NoText()
-        self.delivery = Delivery([ChoiceStream(each.index, no_text, TextParams()) for each in spec.choices], NOBODY)
+        choices = [ChoiceStream(each.index, no_text, TextParams(), lambda _: None) for each in spec.choices]
+        self.delivery = Delivery(choices, NOBODY)
         for each in spec.choices:
             if each.output_token_ids:
                 self.delivery.push(TokenDelta(0, each.output_token_ids, index=each.index))

@@ -24,7 +24,8 @@ LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 
 
 def choice(tokenizer: Tokenizer, index: int = 0, **params: Any) -> ChoiceStream:
-    return ChoiceStream(index, Detokenizer(tokenizer, frozenset({TokenId(256)})), TextParams(**params))
+    detokenizer = Detokenizer(tokenizer, frozenset({TokenId(256)}))
+    return ChoiceStream(index, detokenizer, TextParams(**params), lambda _: None)
 
 
 def delivery(tokenizer: Tokenizer, n: int = 1, observer: RequestObserver | None = None, **params: Any) -> Delivery:

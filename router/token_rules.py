@@ -1,0 +1,62 @@
+"""What can be true of the tokens that a worker tells: the router believes nothing else.
+
+Checked once per message, where it enters: ids and their number, and that a choice ends where its worker must end
+it (`engine.sequence`), no sooner and no later. Whether a token is the right one, no router can tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.errors import InvalidOutput
+from tandem.types import FinishReason, SamplingParams, TokenDelta, TokenId
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """For every choice of one request."""
+
+    vocab_size: int
+    max_tokens: int
+    end_token_ids: frozenset[TokenId]
+    num_logprobs: int | None
+    """How many tokens each position's log-probabilities name; None = none were asked for."""
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, vocab_size: int) -> TokenRules:
+        """Those of a request with `sampling`."""
+        return cls(vocab_size, sampling.max_tokens, sampling.end_token_ids, sampling.logprobs)
+
+    def check(self, delta: TokenDelta) -> None:
+        """Raises InvalidOutput for what cannot be true of a choice, whatever came before."""
+        token_ids = delta.token_ids
+        if not token_ids:
+            raise InvalidOutput("an output without a token")
+        last, num_tokens = token_ids[-1], delta.offset + len(token_ids)
+        if num_tokens > self.max_tokens:
+            raise InvalidOutput(f"tokens up to {num_tokens} of at most {self.max_tokens}")
+        due = FinishReason.STOP if last in self.end_token_ids else None
+        if due is None and num_tokens == self.max_tokens:
+            due = FinishReason.LENGTH
+        if delta.finish_reason is not due:
+            raise InvalidOutput(f"finish reason {delta.finish_reason} instead of {due} after {num_tokens} tokens")
+        if len(token_ids) > 1:
+            self._check_vocabulary(max(token_ids))
+            if not self.end_token_ids.isdisjoint(token_ids[:-1]):
+                raise InvalidOutput("tokens behind the one that ends the choice")
+        else:
+            self._check_vocabulary(last)
+        if self.num_logprobs is not None or delta.logprobs:
+            self._check_logprobs(delta)
+
+    def _check_logprobs(self, delta: TokenDelta) -> None:
+        if self.num_logprobs is None or tuple(each.token_id for each in delta.logprobs) != delta.token_ids:
+            raise InvalidOutput("log-probabilities that are not of its tokens")
+        for each in delta.logprobs:
+            if len(each.top) > self.num_logprobs:
+                raise InvalidOutput(f"log-probabilities of {len(each.top)} tokens instead of {self.num_logprobs}")
+            self._check_vocabulary(max((token_id for token_id, _ in each.top), default=TokenId(0)))
+
+    def _check_vocabulary(self, highest: TokenId) -> None:
+        if highest >= self.vocab_size:
+            raise InvalidOutput(f"a token beyond the vocabulary of {self.vocab_size}")
