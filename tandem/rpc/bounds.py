@@ -24,6 +24,12 @@ MAX_CONNECTIONS = 4096
 """Handshakes in progress count; more are closed as they come."""
 MAX_STREAMS_PER_CONNECTION = 4096
 MAX_METADATA_BYTES = 64 * 1024
+MAX_PENDING_CALLS = 65536
+"""Calls that came in and that the event loop has not taken up yet; also those that were reset since. gRPC ends further
+ones as CANCELLED without details, whoever makes them. So many that the loop answers a burst itself: it says when to
+come back."""
+MAX_PENDING_S = 3600
+"""gRPC cancels a call that is not taken up for so long; its own deadline ends it sooner."""
 MAX_IDLE_S = 30 * 60.0
 """A connection without calls for this long is closed; its client connects again at its next call."""
 MAX_TOKENLESS_CALLS = 8
@@ -39,6 +45,9 @@ def connection_options() -> ChannelOptions:
         ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
         ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),  # from here on some are refused,
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),  # and from here on all
+        ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_S),
         ("grpc.max_connection_idle_ms", int(MAX_IDLE_S * 1000)),
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
     ]
