@@ -230,3 +230,18 @@ async def test_ready_says_what_health_says(cluster: Any) -> None:
     assert (await service.ServerReady(kserve.ServerReadyRequest())).ready
     assert (await service.RepositoryIndex(kserve.RepositoryIndexRequest(ready=True))).models[0].state == "READY"
     assert (await engine.HealthCheck(vllm.HealthCheckRequest())).healthy
+
+
+async def test_a_message_that_cannot_be_decoded_ends_a_stream_with_an_answer_under_way(cluster: Any) -> None:
+    method = "/inference.GRPCInferenceService/ModelStreamInfer"
+    refused = kserve.ModelInferRequest(id="refused").SerializeToString()
+    for _ in range(10):
+        call = cluster.channel.stream_stream(method)(timeout=PATIENCE_S)
+        await call.write(refused)
+        await call.write(b"\xff" * 8)
+
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+
+        assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
