@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -60,11 +61,7 @@ class TokenlessCalls:
         self._running: Counter[str] = Counter()
 
     def bounded(self, handler: Handler) -> Handler:
-        """The same method, for a caller without a token.
-
-        It streams both ways to gRPC, which looks the same on the wire: gRPC reads a unary request, however large
-        and slow, before it calls the handler.
-        """
+        """The same method, which takes one request, for a caller without a token; `handler` is one of `CallGuard`'s."""
         behaviour = behaviour_of(handler)
 
         async def call(_requests: object, context: Context) -> None:
@@ -73,7 +70,7 @@ class TokenlessCalls:
                 await abort_with(context, Overloaded("too many calls without a token on this connection"))
             self._running[connection] += 1
             try:
-                response = await behaviour(await _request(context), context)
+                response = await behaviour(_only(await _request(context)), context)
                 if not handler.response_streaming:
                     await context.write(response)
             finally:
@@ -82,6 +79,10 @@ class TokenlessCalls:
                     del self._running[connection]
 
         return grpc.stream_stream_rpc_method_handler(call, response_serializer=handler.response_serializer)
+
+
+async def _only(request: bytes) -> AsyncIterator[bytes]:
+    yield request
 
 
 async def _request(context: Context) -> Any:

@@ -55,6 +55,11 @@ class Stream:
                 return text
 
 
+async def read_all(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
 def spoken(cluster: Any, length: int = 8, prompt: tuple[int, ...] = PROMPT_IDS) -> str:
     return bytes(cluster.completion(prompt, length)).decode()
 
@@ -241,7 +246,6 @@ async def test_a_message_that_cannot_be_decoded_ends_a_stream_with_an_answer_und
         await call.write(b"\xff" * 8)
 
         with pytest.raises(grpc.aio.AioRpcError) as ended:
-            while await call.read() is not grpc.aio.EOF:
-                pass
+            await read_all(call)
 
         assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
