@@ -5,8 +5,6 @@ Health is exempt, within `bounds`: it reports only whether to call, and Kubernet
 
 from __future__ import annotations
 
-from typing import Any
-
 import grpc
 import grpc.aio
 
@@ -14,7 +12,7 @@ from tandem.errors import Unauthenticated
 from tandem.rpc import health
 from tandem.rpc.bounds import TokenlessCalls
 from tandem.rpc.handlers import Continuation, Handler
-from tandem.rpc.status import abort_with
+from tandem.rpc.status import refusal
 from tandem.security.tokens import Tokens
 
 _METADATA_KEY = "authorization"
@@ -48,15 +46,7 @@ def _authorization(details: grpc.HandlerCallDetails) -> str | None:
     return None
 
 
-def _refusal(why: str) -> grpc.RpcMethodHandler[Any, Any]:
-    async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        del requests  # not read: streaming both ways is the one shape that waits for nothing
-        await abort_with(context, Unauthenticated(why))
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-_NO_TOKEN = _refusal("a bearer token is needed, in `authorization` metadata")
-_WRONG_TOKEN = _refusal("the bearer token is not one of those accepted here")
+_NO_TOKEN = refusal(Unauthenticated("a bearer token is needed, in `authorization` metadata"))
+_WRONG_TOKEN = refusal(Unauthenticated("the bearer token is not one of those accepted here"))
 REFUSALS = (_NO_TOKEN, _WRONG_TOKEN)
 """What this guard answers with, whatever method was asked for."""

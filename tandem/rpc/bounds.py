@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -24,6 +25,12 @@ MAX_CONNECTIONS = 4096
 """Handshakes in progress count; more are closed as they come."""
 MAX_STREAMS_PER_CONNECTION = 4096
 MAX_METADATA_BYTES = 64 * 1024
+MAX_PENDING_CALLS = 65536
+"""Calls that came in and that the event loop has not taken up yet; also those that were reset since. gRPC ends further
+ones as CANCELLED without details, whoever makes them. So many that the loop answers a burst itself: it says when to
+come back."""
+MAX_PENDING_S = 3600
+"""gRPC cancels a call that is not taken up for so long; its own deadline ends it sooner."""
 MAX_IDLE_S = 30 * 60.0
 """A connection without calls for this long is closed; its client connects again at its next call."""
 MAX_TOKENLESS_CALLS = 8
@@ -39,6 +46,9 @@ def connection_options() -> ChannelOptions:
         ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
         ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),  # from here on some are refused,
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),  # and from here on all
+        ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_S),
         ("grpc.max_connection_idle_ms", int(MAX_IDLE_S * 1000)),
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
     ]
@@ -51,11 +61,7 @@ class TokenlessCalls:
         self._running: Counter[str] = Counter()
 
     def bounded(self, handler: Handler) -> Handler:
-        """The same method, for a caller without a token.
-
-        It streams both ways to gRPC, which looks the same on the wire: gRPC reads a unary request, however large
-        and slow, before it calls the handler.
-        """
+        """The same method, which takes one request, for a caller without a token; `handler` is one of `CallGuard`'s."""
         behaviour = behaviour_of(handler)
 
         async def call(_requests: object, context: Context) -> None:
@@ -64,7 +70,7 @@ class TokenlessCalls:
                 await abort_with(context, Overloaded("too many calls without a token on this connection"))
             self._running[connection] += 1
             try:
-                response = await behaviour(await _request(context), context)
+                response = await behaviour(_only(await _request(context)), context)
                 if not handler.response_streaming:
                     await context.write(response)
             finally:
@@ -73,6 +79,10 @@ class TokenlessCalls:
                     del self._running[connection]
 
         return grpc.stream_stream_rpc_method_handler(call, response_serializer=handler.response_serializer)
+
+
+async def _only(request: bytes) -> AsyncIterator[bytes]:
+    yield request
 
 
 async def _request(context: Context) -> Any:

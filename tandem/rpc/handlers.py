@@ -30,6 +30,20 @@ def with_behaviour(handler: Handler, behaviour: Any, request_deserializer: Any) 
     return make(behaviour, request_deserializer=request_deserializer, response_serializer=handler.response_serializer)
 
 
+async def write_whole(context: Context, response: Any) -> None:
+    """Writes; a cancellation takes effect when the message is out, or the call over.
+
+    For tasks that are cancelled while their call goes on: gRPC's `write` that is cancelled on the way does not note
+    that the call's metadata is sent. It then fails to send a status with it, and the caller would wait for ever.
+    """
+    writing = asyncio.ensure_future(context.write(response))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait({writing})
+        raise
+
+
 @contextmanager
 def telling_end(context: Context, tell: Callable[[grpc.StatusCode], None]) -> Iterator[None]:
     """Calls `tell` once, with the status that the call inside ended with; UNKNOWN where its handler has a bug."""

@@ -16,10 +16,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tandem.errors import InternalError, TandemError
+from tandem.errors import InternalError, InvalidRequest, TandemError, UnsupportedOption
 from tandem.rpc.decoding import decode_request
-from tandem.rpc.handlers import Context, Continuation, Handler, behaviour_of, with_behaviour
-from tandem.rpc.status import abort_with, bug_logged
+from tandem.rpc.handlers import Context, Continuation, Handler, behaviour_of
+from tandem.rpc.status import abort_with, bug_logged, refusal
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
@@ -28,13 +28,15 @@ _log = get_logger(__name__)
 class CallGuard(grpc.aio.ServerInterceptor):
     """Wraps every handler; counts the calls of those that end by themselves.
 
-    `long_lived` names services whose streams end only with the peer; a drain does not wait for them.
+    `long_lived` names services whose streams end only with the peer; a drain does not wait for them. `writers` are
+    methods, by their paths, that write their one response themselves: what they hold, they hold until it has left.
     """
 
-    def __init__(self, long_lived: frozenset[str]) -> None:
+    def __init__(self, long_lived: frozenset[str], writers: frozenset[str] = frozenset()) -> None:
         self._finite = _Count()
         self._all = _Count()
         self._long_lived = long_lived
+        self._writers = writers
 
     async def idle(self) -> None:
         """Returns when no call is running that ends by itself."""
@@ -49,18 +51,28 @@ class CallGuard(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         """Called by gRPC once per call."""
         handler = await continuation(handler_call_details)
-        return None if handler is None else self._wrap(handler, handler_call_details.method)
+        return NO_SUCH_METHOD if handler is None else self._wrap(handler, handler_call_details.method)
 
     def _wrap(self, handler: Handler, method: str) -> Handler:
+        """To gRPC its requests are a stream, which looks the same on the wire.
+
+        Where the request is to be one message, gRPC never answers a caller that ends its call without one.
+        """
         deserialize = handler.request_deserializer
         behaviour = behaviour_of(handler)
 
         def decode(raw: bytes) -> Any:
             return raw if deserialize is None else decode_request(deserialize, raw)
 
-        async def guarded(request: Any, context: Context) -> Any:
+        async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
+            raw = None if handler.request_streaming else await anext(requests, None)
             async with self._guarded(method, context):
-                result = behaviour(request if handler.request_streaming else decode(request), context)
+                if handler.request_streaming:
+                    result = behaviour(requests, context)
+                elif raw is None:
+                    raise InvalidRequest("request", "is missing")
+                else:
+                    result = behaviour(decode(raw), context)
                 if not isasyncgen(result):
                     return await result
                 async with aclosing(result):  # its `finally` runs now, not when it is collected
@@ -68,7 +80,13 @@ class CallGuard(grpc.aio.ServerInterceptor):
                         await context.write(response)
             return None
 
-        return with_behaviour(handler, guarded, decode if handler.request_streaming else None)
+        streams = handler.response_streaming or method in self._writers
+        make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
+        return make(
+            guarded,
+            request_deserializer=decode if handler.request_streaming else None,
+            response_serializer=handler.response_serializer,
+        )
 
     @asynccontextmanager
     async def _guarded(self, method: str, context: Context) -> AsyncIterator[None]:
@@ -94,6 +112,10 @@ class CallGuard(grpc.aio.ServerInterceptor):
         finally:
             for count in counts:
                 count.add(-1)
+
+
+NO_SUCH_METHOD = refusal(UnsupportedOption("method", "there is no such method here"))
+"""Answers calls of methods that the port does not have: gRPC alone would say so without details."""
 
 
 class _Count:

@@ -1,7 +1,7 @@
 """Tells of every call that a handler answers: to an observer that counts it, and as one span, below its caller's.
 
 The outermost interceptor, so that calls refused by the others are counted, too. A method without a handler may be
-the caller's invention: it is reported as `NO_METHOD`, or not at all, since methods become label values of metrics.
+the caller's invention: it is reported as `NO_METHOD`, since methods become label values of metrics.
 
 A span's attributes and status follow OpenTelemetry's conventions for gRPC: a server's span is an ERROR where
 the server is at fault (the six codes below), and otherwise unset, never OK; the code and

@@ -19,7 +19,7 @@ from tandem.rpc import channelz, health, reflection
 from tandem.rpc.authentication import REFUSALS, TokenGuard
 from tandem.rpc.bounds import connection_options
 from tandem.rpc.channel import MAX_RECEIVE_BYTES, ChannelOptions, keepalive_options
-from tandem.rpc.interceptors import CallGuard
+from tandem.rpc.interceptors import NO_SUCH_METHOD, CallGuard
 from tandem.rpc.observing import CallObserving
 from tandem.rpc.tls import server_credentials
 from tandem.security.certificate import not_after_s
@@ -48,6 +48,8 @@ class Service:
     register: Callable[[grpc.aio.Server], None]
     long_lived: bool = False
     """Whether its streams end only with the peer, so that a drain must not wait for them."""
+    writers: tuple[str, ...] = ()
+    """Methods that write their one response themselves and return None."""
 
 
 class RpcServer:
@@ -77,7 +79,8 @@ class RpcServer:
         long_lived = {service.name for service in services if service.long_lived}
         # Health too: anybody may watch it, and take no answer, for as long as they like.
         self._unending = frozenset({*reflection.SERVICE_NAMES, *long_lived, health.SERVICE_NAME})
-        self._guard = CallGuard(self._unending)
+        writers = frozenset(f"/{service.name}/{method}" for service in services for method in service.writers)
+        self._guard = CallGuard(self._unending, writers)
         self._tracer = tracer
         self._server: grpc.aio.Server | None = None
         self._metrics = metrics
@@ -153,7 +156,8 @@ class RpcServer:
             interceptors.insert(0, TokenGuard(self._incoming.tokens))
         if self._metrics is not None or self._tracer is not None:
             observer = None if self._metrics is None else CallMetrics(self._metrics)
-            interceptors.insert(0, CallObserving(observer, self._tracer, untraced=self._unending, refusals=REFUSALS))
+            refusals = (*REFUSALS, NO_SUCH_METHOD)
+            interceptors.insert(0, CallObserving(observer, self._tracer, untraced=self._unending, refusals=refusals))
         return tuple(interceptors)
 
     def _read(self) -> Iterable[Reading]:

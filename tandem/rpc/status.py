@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
-from google.protobuf import message
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -41,6 +41,10 @@ STATUS_CODES: Mapping[type[TandemError], grpc.StatusCode] = {
     errors.CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
+_MAX_MESSAGE_BYTES = 1024
+_MAX_FIELD_BYTES = 256
+"""A status travels in trailers, in which message and field stand more than once, and clients take 8 KiB of them: of a
+longer one they see nothing but RESOURCE_EXHAUSTED."""
 _NO_RETRY = ("grpc-retry-pushback-ms", "-1")
 """Tells gRPC's own retries in clients that this process has done what could be done (gRPC proposal A6). Not so
 where it drains: another one may answer."""
@@ -75,24 +79,39 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: TandemE
         raise asyncio.CancelledError from gone
 
 
+def refusal(error: TandemError) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler that ends every call with `error`, whatever is asked, and reads no request."""
+
+    async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        del requests  # streaming both ways is the one shape that waits for nothing
+        await abort_with(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
 def needs_mending(error: TandemError) -> bool:
     """Whether certificates or tokens are at fault: trying again does not help, so somebody must be told."""
     return error.reason in {Reason.UNAUTHENTICATED, Reason.TLS_FAILED}
 
 
 def _to_proto(error: TandemError) -> status_pb2.Status:
-    metadata = {"field": error.field} if error.field else {}
-    details: list[message.Message] = [
-        error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN, metadata=metadata)
-    ]
+    message, field = _shown(error.message, _MAX_MESSAGE_BYTES), _shown(error.field, _MAX_FIELD_BYTES)
+    metadata = {"field": field} if field else {}
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN, metadata=metadata)]
     if isinstance(error, errors.InvalidRequest | errors.UnsupportedOption):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, errors.Overloaded):
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(retry)
-    status = status_pb2.Status(code=status_code(error).value[0], message=error.message)
+    status = status_pb2.Status(code=status_code(error).value[0], message=message)
     for detail in details:
         status.details.add().Pack(detail)
     return status
+
+
+def _shown(text: str, max_bytes: int) -> str:
+    """Cut, and valid UTF-8: it may repeat what the caller sent."""
+    raw = text.encode(errors="replace")
+    return text if len(raw) <= max_bytes else f"{raw[:max_bytes].decode(errors='ignore')}…"

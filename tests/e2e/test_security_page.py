@@ -82,6 +82,7 @@ def test_the_token_file_is_its_owners_alone(folder: Path) -> None:
 def test_the_caps_are_those_of_the_code() -> None:
     assert f"| metadata of a call | {bounds.MAX_METADATA_BYTES // 1024} KiB |" in PAGE
     assert f"| streams on a connection | {bounds.MAX_STREAMS_PER_CONNECTION} |" in PAGE
+    assert f"over all connections | {bounds.MAX_PENDING_CALLS};" in PAGE
     assert f"handshakes included | {bounds.MAX_CONNECTIONS};" in PAGE
     assert f"where one is asked | {bounds.MAX_TOKENLESS_CALLS} at a time on a connection" in PAGE
     assert f"request is {bounds.MAX_TOKENLESS_REQUEST_BYTES // 1024} KiB at most" in PAGE

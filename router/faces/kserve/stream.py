@@ -23,6 +23,7 @@ from router.faces.kserve.texts import Texts, mark_final, response
 from router.request import Caller
 from tandem.errors import InvalidRequest, Reason, TandemError, Unavailable
 from tandem.foreign import kserve_pb2 as pb
+from tandem.rpc.handlers import write_whole
 from tandem.rpc.status import bug_logged
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.trace_context import trace_of_call
@@ -170,6 +171,5 @@ class InferStream:
 
     async def _write(self, *, infer_response: pb.ModelInferResponse, error_message: str = "") -> None:
         async with self._writing:  # the call takes one write at a time
-            await self._context.write(
-                pb.ModelStreamInferResponse(error_message=error_message, infer_response=infer_response)
-            )
+            message = pb.ModelStreamInferResponse(error_message=error_message, infer_response=infer_response)
+            await write_whole(self._context, message)

@@ -55,6 +55,11 @@ class Stream:
                 return text
 
 
+async def read_all(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
 def spoken(cluster: Any, length: int = 8, prompt: tuple[int, ...] = PROMPT_IDS) -> str:
     return bytes(cluster.completion(prompt, length)).decode()
 
@@ -230,3 +235,17 @@ async def test_ready_says_what_health_says(cluster: Any) -> None:
     assert (await service.ServerReady(kserve.ServerReadyRequest())).ready
     assert (await service.RepositoryIndex(kserve.RepositoryIndexRequest(ready=True))).models[0].state == "READY"
     assert (await engine.HealthCheck(vllm.HealthCheckRequest())).healthy
+
+
+async def test_a_message_that_cannot_be_decoded_ends_a_stream_with_an_answer_under_way(cluster: Any) -> None:
+    method = "/inference.GRPCInferenceService/ModelStreamInfer"
+    refused = kserve.ModelInferRequest(id="refused").SerializeToString()
+    for _ in range(10):
+        call = cluster.channel.stream_stream(method)(timeout=PATIENCE_S)
+        await call.write(refused)
+        await call.write(b"\xff" * 8)
+
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await read_all(call)
+
+        assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT

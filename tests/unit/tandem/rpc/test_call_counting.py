@@ -14,7 +14,7 @@ import pytest
 
 from tandem.errors import DeadlineExceeded, InvalidRequest
 from tandem.rpc.handlers import Handler
-from tandem.rpc.interceptors import CallGuard
+from tandem.rpc.interceptors import NO_SUCH_METHOD, CallGuard
 from tandem.rpc.observing import NO_METHOD, CallObserving
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
@@ -90,7 +90,7 @@ async def serve() -> AsyncIterator[Serve]:
 
         async def start(*inner: grpc.aio.ServerInterceptor) -> Any:
             told = Told()
-            counting = CallObserving(told, refusals=(Refusing.HANDLER,))
+            counting = CallObserving(told, refusals=(Refusing.HANDLER, NO_SUCH_METHOD))
             server = grpc.aio.server(interceptors=(counting, *(inner or (CallGuard(frozenset()),))))
             inference_pb2_grpc.add_InferenceServiceServicer_to_server(Servicer(), server)
             port = server.add_insecure_port("127.0.0.1:0")
@@ -177,9 +177,10 @@ async def test_a_call_turned_away_unread_has_no_method_of_the_callers_choice(ser
     assert told.calls == [(NO_METHOD, "UNAUTHENTICATED")]
 
 
-async def test_a_method_that_does_not_exist_is_not_told(serve: Serve) -> None:
+async def test_a_method_that_does_not_exist_is_told_without_its_name(serve: Serve) -> None:
     told, channel = await serve()
     method: Any = channel.unary_unary("/made.Up/Method")
     call = method(b"", timeout=TIMEOUT_S)
     assert (await call.code()).name == "UNIMPLEMENTED"
-    assert told.calls == []
+    await told.end_of_one()
+    assert told.calls == [(NO_METHOD, "UNIMPLEMENTED")]
