@@ -18,13 +18,14 @@ from cli.command import Subparsers, add_command
 from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, add_arguments, load
 from tandem.errors import CheckpointError, ConfigError, TandemError
 from tandem.progress import show_on_terminal
-from tandem.rpc.process import EXIT_BAD_CONFIG, EXIT_FAILED
+from tandem.rpc.process import EXIT_BAD_CONFIG, EXIT_FAILED, hold_standard_streams
 
 EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `tandem ARG…`; returns the exit code."""
+    hold_standard_streams()
     parser = argparse.ArgumentParser(
         prog="tandem",
         description="Serves language models with prefill and decode in separate workers.",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +27,7 @@ from tandem.rpc.process import StopSignal, run_process
 from tandem.security.credentials import Security
 from tandem.security.options import client_side
 from tandem.telemetry.logging import configure_logging
+from tandem.telemetry.stderr_lines import write_line
 
 START_TIMEOUT_S = 600.0
 """A large checkpoint on a slow disk takes minutes."""
@@ -130,7 +130,7 @@ class _Server:
     def _start_child(self, spec: ChildSpec) -> Child:
         command = launch_command(spec.module, spec.arguments, spec.cores, spec.nice)
         prefix = "" if self._config.router.log_format == "json" else f"{spec.name:<9} | "
-        return Child(command, lambda line: print(f"{prefix}{line}", file=sys.stderr, flush=True))
+        return Child(command, lambda line: write_line(f"{prefix}{line}"))
 
 
 async def _call_when_ready(worker: Supervisor, started: progress.Step) -> None:

@@ -1,4 +1,4 @@
-"""A process's outermost frame: options, event loop, signals, exit code.
+"""A process's outermost frame: standard streams, options, event loop, signals, exit code.
 
 The first SIGTERM or SIGINT asks to stop, the second ends the process at once.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,7 @@ import uvloop
 from tandem.config import add_arguments, load
 from tandem.errors import CheckpointError, ConfigError, TandemError
 from tandem.telemetry.logging import get_logger
+from tandem.telemetry.stderr_lines import flush_lines, write_line
 
 _log = get_logger(__name__)
 
@@ -26,7 +28,10 @@ T = TypeVar("T")
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
-"""A bad option, environment variable or model folder."""
+"""A bad option, environment variable, model folder or limit of the operating system."""
+
+MIN_OPEN_FILES = 256
+"""gRPC crashes, rather than fails, where it can open no more. A process without load has about forty open."""
 
 
 class StopSignal:
@@ -54,6 +59,7 @@ class StopSignal:
         try:
             await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not loading.done():
+                flush_lines()
                 os._exit(EXIT_OK)
             return loading.result()
         finally:
@@ -68,11 +74,25 @@ class StopSignal:
         _log.warning("ending at once", signal=signum.name)
         for callback in self._on_abort:
             callback()
+        flush_lines()
         os._exit(128 + signum)
+
+
+def hold_standard_streams() -> None:
+    """Puts the null device where standard input, output or error was closed when the process was started.
+
+    Otherwise the first files that are opened get these numbers, and libuv aborts when it is to close one of them.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def run_module(prog: str, description: str, config_class: type[T], run: Callable[[T], int]) -> int:
     """`python -m router` and its like: reads argv and environment into `config_class`, then runs."""
+    hold_standard_streams()
     parser = argparse.ArgumentParser(prog=prog, description=description)
     add_arguments(parser, config_class)
     try:
@@ -88,6 +108,7 @@ def run_process(main: Callable[[StopSignal], Awaitable[None]]) -> int:
     ConfigError and CheckpointError are for the operator: one line on stderr, code 2.
     """
     try:
+        _check_open_files()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_with_signals(main))
     except TandemError as error:
@@ -99,11 +120,22 @@ def run_process(main: Callable[[StopSignal], Awaitable[None]]) -> int:
         if not isinstance(ours, TandemError):
             raise
         return _report(ours)
+    finally:
+        flush_lines()  # before the traceback of a bug
     return EXIT_OK
 
 
+def _check_open_files() -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < MIN_OPEN_FILES:
+        raise ConfigError(
+            "limit of open files", f"it is {limit}, at least {MIN_OPEN_FILES} are needed; raise it (ulimit -n 4096)"
+        )
+
+
 def _report(error: TandemError) -> int:
-    print(f"tandem: {error.message}", file=sys.stderr)
+    write_line(f"tandem: {error.message}")
+    flush_lines()
     return EXIT_BAD_CONFIG if isinstance(error, ConfigError | CheckpointError) else EXIT_FAILED
 
 

@@ -1,5 +1,7 @@
 """Structured logs: one event per line, key=value or JSON, on stderr (stdout belongs to `ready`).
 
+`stderr_lines` writes them, so that no caller waits for whoever reads.
+
 Fields carry ids and numbers, never prompts or completions. The current span's trace id is added by itself.
 
 Exceptions are shown as where they came from and what they are, not what they say: a bug's message may quote what it
@@ -11,15 +13,15 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import time
 import traceback
-from typing import Any, TextIO
+from typing import Any
 
 from opentelemetry import trace
 
 from tandem.errors import TandemError
 from tandem.telemetry.logger import Logger, get_logger
+from tandem.telemetry.stderr_lines import write_line
 
 __all__ = ["WITHHELD", "Logger", "configure_logging", "exception_text", "get_logger", "printable"]
 
@@ -33,7 +35,7 @@ _QUOTING_LOGGERS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation
 
 def configure_logging(process_name: str, log_format: str = "text", level: str = "info") -> None:
     """Sends all logs of this process to stderr. Called once, by a process's main."""
-    handler = _Stderr()
+    handler = _LineHandler()
     formatter = _JsonFormatter if log_format == "json" else _TextFormatter
     handler.setFormatter(formatter(process_name, with_messages=level == "debug"))
     root = logging.getLogger()
@@ -43,12 +45,13 @@ def configure_logging(process_name: str, log_format: str = "text", level: str = 
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-class _Stderr(logging.StreamHandler[TextIO]):
-    """Writes to stderr as it is at the time: a progress bar replaces it while it is shown."""
-
+class _LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
+        try:
+            line = self.format(record)
+        except Exception:  # noqa: BLE001  (a mistake in a call to log must not end the caller)
+            line = f"a log record cannot be formatted: {record.pathname}:{record.lineno}"
+        write_line(line)
 
 
 class _Formatter(logging.Formatter):

@@ -59,6 +59,9 @@ CERTIFICATE_EXPIRY = Metric(
     EVERYWHERE,
 )
 LOOP_LAG = _latency("tandem_event_loop_lag_seconds", "How late a timer of the event loop fires.", EVERYWHERE)
+LOG_LINES_DROPPED = Metric(
+    "tandem_log_lines_dropped_total", "Lines of the log that standard error did not take in time.", EVERYWHERE
+)
 GRPC_CALLS = Metric(
     "tandem_grpc_server_calls_total",
     "gRPC calls that this server ended, by status code.",

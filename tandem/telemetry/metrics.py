@@ -31,6 +31,7 @@ from tandem import __version__
 from tandem.errors import InternalError
 from tandem.telemetry import metric_names, vllm_names
 from tandem.telemetry.metric import Kind, Labels, Metric, Process
+from tandem.telemetry.stderr_lines import lines_dropped
 
 
 class Counter:
@@ -154,6 +155,7 @@ class Metrics(Collector):
         self._shown: tuple[Metric, ...] = ()
         identity = (__version__, str(process), model, worker_id)
         self.add_reader(lambda: [Reading(metric_names.BUILD_INFO, 1, identity)])
+        self.add_reader(lambda: [Reading(metric_names.LOG_LINES_DROPPED, lines_dropped())])
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         ProcessCollector(registry=self._registry)

@@ -126,6 +126,30 @@ def test_workers_whose_block_layouts_differ_are_no_pair() -> None:
             unequal.complete("Once", max_tokens=2)
 
 
+@pytest.mark.parametrize("closed", [">&-", "<&- >&-"])
+def test_a_process_without_standard_streams_serves_and_ends_in_order(closed: str) -> None:
+    tandem = f'exec "{sys.executable}" -m cli.main router --model demo --listen 127.0.0.1:0 {closed}'
+    with subprocess.Popen(["sh", "-c", tandem], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            assert any("admin port" in line for line in process.stderr)
+            process.terminate()
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("command", ["serve", "router --model demo", "decode --router 127.0.0.1:1"])
+def test_too_few_open_files_are_named_with_the_remedy(command: str) -> None:
+    tandem = f'ulimit -n 20; exec "{sys.executable}" -m cli.main {command} --listen 127.0.0.1:0'
+    done = subprocess.run(["sh", "-c", tandem], capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 2
+    assert done.stderr.startswith("tandem: limit of open files: it is 20")
+    assert "ulimit -n" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_that_is_told_to_stop_does_not_load_to_the_end(role: str) -> None:
     command = [sys.executable, "-c", LOADS_FOR_EVER, role, "--model", "demo", "--router", "127.0.0.1:1"]
