@@ -1,6 +1,7 @@
 """A fixed number of requests by a few clients, one after the other each, and what became of every one of them.
 
-Knows neither processes nor faults. The tokens of each answer are compared with those of a quiet run, as far as they came.
+Knows neither processes nor faults. The tokens of each answer are compared with those of a quiet run, as far as they
+came.
 """
 
 from __future__ import annotations

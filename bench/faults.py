@@ -15,8 +15,8 @@ as they came, are compared with those of a quiet run.
                         is asked every 20 ms and workers report every 250 ms: never told too short.
                         Of a router: the same as `service back`
 
-Routers are killed three times: a single one whose clients do what `tandem.client` offers after a failure, `wait_ready`; a
-single one whose clients do what Dynamo's do, so that each fails about once a second until it is back; and one of two.
+Routers are killed three times: a single one whose clients do what `tandem.client` offers after a failure, `wait_ready`;
+a single one whose clients do what Dynamo's do, so that each fails about once a second until it is back; one of two.
 
 Exit code 1 if a bar is missed: no request fails when a worker is killed; when a router is killed, none that was sent
 later; recovery within 3 s; no wrong token. Of the clients that only pause, the number that fail has no bar.

@@ -54,11 +54,30 @@ def _fault_row(each: Mapping[str, Any]) -> tuple[str, ...]:
     return (each["fleet"], each["killed"], *map(str, counts), *times, *dynamo)
 
 
+def soak_section(results: Mapping[str, Any]) -> str:
+    """What was done, what callers met, what was violated."""
+    outcomes = sorted(
+        {outcome for each in results["calls"].values() for outcome in each}, key=lambda each: each != "ok"
+    )
+    calls = [
+        (manner, *(str(each.get(outcome, 0)) for outcome in outcomes)) for manner, each in results["calls"].items()
+    ]
+    faults = ", ".join(f"{count} × {what}" for what, count in sorted(results["faults"].items()))
+    lines = (
+        f"Seed {results['seed']}, {len(results['rounds'])} rounds, {results['storm_s'] / 60:.1f} minutes of faults: "
+        f"{faults}.\n",
+        table(("callers", *outcomes), calls),
+        f"Served {results['served']} of {results['wanted']} calls that wanted an answer and had time for it "
+        f"({results['served'] / max(1, results['wanted']):.1%}). Violations: {len(results['violations'])}.\n",
+    )
+    return "\n".join(lines)
+
+
 def _seconds(value: float | None) -> str:
     return "never" if value is None else f"{value:.1f} s"
 
 
-SECTIONS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"faults": faults_section}
+SECTIONS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"faults": faults_section, "soak": soak_section}
 
 
 def main() -> int:
