@@ -2,8 +2,8 @@
 
 Rounds on the demo model, at 1 + 1 and 2 + 2 workers of `tandem serve` in turn, over each transport that works on this
 machine. Twelve callers send requests over every sampling parameter, greedy and sampled, some of several choices,
-through proxies that reset connections; some cancel, read slowly, have a tiny deadline or none (`bench.soak_calls`). Meanwhile
-one fault comes after the other (`bench.soak_faults`). Then the faults end, and the cluster must come to rest.
+through proxies that reset connections; some cancel, read slowly, have a tiny deadline or none (`bench.soak_calls`).
+Meanwhile one fault comes after the other (`bench.soak_faults`). Then they end, and the cluster must come to rest.
 
 A violation, each told with its round's seed; exit code 1:
 

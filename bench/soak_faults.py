@@ -19,12 +19,14 @@ from tandem.client import AsyncClient
 from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
 
-_PAUSE_S = (0.3, 3.0)
+_PAUSE_S = (0.2, 2.0)
 """Between two faults."""
 _WORKER_FREEZE_S = (0.2, 7.0)
 """Shorter and longer than a lease."""
 _ROUTER_FREEZE_S = (0.2, 2.0)
 _DRAIN_TIMEOUT_S = 3.0
+_DRAIN_S = (0.5, 3.0)
+"""From the order to drain to the stop, as an operator gives them."""
 ROUTER = "router"
 
 
@@ -90,6 +92,9 @@ class Faults:
             self._count("drain", victim[0])
             with contextlib.suppress(TandemError):  # the router is away, or the worker has left meanwhile
                 await self._operator.drain(victim[0], timeout_s=_DRAIN_TIMEOUT_S)
+            await asyncio.sleep(self._rng.uniform(*_DRAIN_S))
+            if victim[1] in children(self._serve_pid).values():
+                self._signal("stop after drain", victim, signal.SIGTERM)
 
     async def _reset(self) -> None:
         sides = self._rng.choice(self._proxies).reset()
