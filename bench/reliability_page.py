@@ -57,7 +57,7 @@ def _fault_row(each: Mapping[str, Any]) -> tuple[str, ...]:
 def soak_section(results: Mapping[str, Any]) -> str:
     """What was done, what callers met, what was violated."""
     outcomes = sorted(
-        {outcome for each in results["calls"].values() for outcome in each}, key=lambda each: each != "ok"
+        {outcome for each in results["calls"].values() for outcome in each}, key=lambda each: (each != "ok", each)
     )
     calls = [
         (manner, *(str(each.get(outcome, 0)) for outcome in outcomes)) for manner, each in results["calls"].items()

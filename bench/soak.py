@@ -13,6 +13,7 @@ A violation, each told with its round's seed; exit code 1:
     error          one that no death and no freeze explains, such as INTERNAL
     not whole      a worker that is not back and serving 60 s after the last fault
     not healed     a request that fails after that, or an answer that is wrong
+    not ended      `tandem serve` that does not end, or not with code 0, after SIGTERM
     leak           a block that is not free; in a process that survived the round: more descriptors, threads or memory
                    than it had before the faults, beyond the slack below
 
@@ -27,16 +28,17 @@ import argparse
 import asyncio
 import random
 import secrets
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import uvloop
 
 from bench import reliability_page
-from bench.cluster import serve
+from bench.cluster import Cluster, serve
 from bench.record import write_record
 from bench.soak_calls import Kind, Manner, draw_requests, learn
 from bench.soak_round import Account, Round
@@ -93,7 +95,17 @@ def run_round(number: int, seed: int, storm_s: float, kinds: Sequence[Kind]) -> 
     print(title, flush=True)
     with serve("demo", *chosen.options) as cluster, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         rng = random.Random(f"{seed}/{number}")
-        return runner.run(Round(title, cluster, 2 * chosen.workers, kinds, rng).run(storm_s))
+        account = runner.run(Round(title, cluster, 2 * chosen.workers, kinds, rng).run(storm_s))
+        return replace(account, violations=(*account.violations, *_stop(cluster)))
+
+
+def _stop(cluster: Cluster) -> list[str]:
+    """Ends it; what is wrong with how it leaves."""
+    try:
+        code = cluster.stop()
+    except subprocess.TimeoutExpired as error:
+        return [f"hang: tandem serve has not ended {error.timeout:g} s after SIGTERM"]
+    return [f"error: tandem serve left with code {code}"] if code else []
 
 
 def soak(seed: int, minutes: float, only_round: int | None = None) -> list[Account]:
@@ -117,17 +129,22 @@ def summary(seed: int, minutes: float, accounts: Sequence[Account]) -> dict[str,
         manner.value: dict(sum((Counter(each.calls[manner]) for each in accounts), Counter())) for manner in Manner
     }
     wanted = sum(each.wanted for each in accounts)
+    served = sum(each.served for each in accounts)
+    faults = dict(sum((Counter(each.faults) for each in accounts), Counter()))
+    violations = [f"{each.title}: {what}" for each in accounts for what in each.violations]
+    if not (faults and served):
+        violations.append(f"this run shows nothing: {served} calls served, {len(faults)} kinds of faults")
     return {
         "seed": seed,
         "minutes": minutes,
         "rounds": [each.title for each in accounts],
         "storm_s": sum(each.seconds for each in accounts),
-        "faults": dict(sum((Counter(each.faults) for each in accounts), Counter())),
+        "faults": faults,
         "calls": calls,
         "wanted": wanted,
-        "served": sum(each.served for each in accounts),
+        "served": served,
         "most_late_s": max(each.most_late_s for each in accounts),
-        "violations": [f"{each.title}: {what}" for each in accounts for what in each.violations],
+        "violations": violations,
     }
 
 

@@ -120,7 +120,7 @@ class Faults:
             if victim[1] in children(self._serve_pid).values():  # not somebody else's by now
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(victim[1], signal.SIGCONT)
-            self._say(f"{victim[0]} goes on after {seconds:.1f} s")
+            self._say(f"{victim[0]} goes on")
 
     def _count(self, what: str, whom: str) -> None:
         self.counts[what] += 1

@@ -133,16 +133,22 @@ class Round:
         missing = await self._missing(operator)
         if missing:
             self._violated(f"not whole {when}: {missing} after {_WHOLE_WITHIN_S:g} s")
-            return
+        else:
+            await self._check_answers(operator, when)
+        try:
+            with Client(self._cluster.target) as client:
+                if not await asyncio.to_thread(becomes_idle, client, _IDLE_WITHIN_S):
+                    self._violated(f"leak {when}: not at rest: {client.status()}")
+        except TandemError as error:
+            self._violated(f"not whole {when}: no status: {error.message}")
+
+    async def _check_answers(self, operator: AsyncClient, when: str) -> None:
         sample = self._rng.sample(self._kinds, min(_SAMPLE, len(self._kinds)))
         for ended in await asyncio.gather(
             *(call(operator, kind, Manner.PLAIN, self._rng, self._clock) for kind in sample)
         ):
             if ended.outcome != "ok" or ended.complaint:
                 self._violated(f"not healed {when}: {ended.kind}: {ended.outcome} {ended.complaint}")
-        with Client(self._cluster.target) as client:
-            if not await asyncio.to_thread(becomes_idle, client, _IDLE_WITHIN_S):
-                self._violated(f"leak {when}: not at rest: {client.status().workers}")
 
     async def _missing(self, operator: AsyncClient) -> str:
         """What is wrong with the fleet once it has had its time to come back; empty = all workers serve."""

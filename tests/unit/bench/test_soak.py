@@ -7,7 +7,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -15,11 +15,15 @@ from random import Random
 import pytest
 
 from bench import soak_calls
+from bench.cluster import Cluster, eventually
 from bench.processes import Usage, children, usage
 from bench.random_requests import RandomRequest
 from bench.resetting_proxy import ResettingProxy
+from bench.soak import _stop, summary
 from bench.soak_calls import Ended, Kind, Manner, Said, call, draw_requests, learn
+from bench.soak_faults import Faults
 from bench.soak_round import MORE_DESCRIPTORS, MORE_RSS_BYTES, MORE_THREADS, Account, Lately, leaks
+from tandem.client import AsyncClient
 from tandem.clock import MonotonicClock
 from tandem.errors import InternalError, Reason, TandemError, Unavailable
 from tests.answering_client import AnsweringClient
@@ -141,9 +145,8 @@ def test_calls_that_ended_are_counted_for_a_second(monkeypatch: pytest.MonkeyPat
 
 def test_those_who_leave_or_hurry_are_not_in_the_share_served() -> None:
     calls = {"plain": {"ok": 3, "WORKER_LOST": 1}, "cancels": {"left": 9}, "tiny deadline": {"DEADLINE_EXCEEDED": 9}}
-    account = Account("t", 1.0, {}, calls, 0.0, ())
 
-    assert (account.served, account.wanted) == (3, 4)
+    assert (account({}, calls).served, account({}, calls).wanted) == (3, 4)
 
 
 def test_a_process_tells_what_it_holds() -> None:
@@ -157,17 +160,69 @@ def test_a_process_tells_what_it_holds() -> None:
     assert after.rss_bytes > 1_000_000
 
 
+@contextlib.contextmanager
+def waiting_program(folder: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A child of this process that only waits, under the command line of `python -m` whatever."""
+    (folder / f"{command[0]}.py").write_text("import sys; sys.stdin.read()")
+    with subprocess.Popen([sys.executable, "-m", *command], cwd=folder, stdin=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def test_children_are_known_by_name(tmp_path: Path) -> None:
-    """Programs that only wait, under the names of a worker and of something else."""
-    for name in ("decode_worker.py", "other.py"):
-        (tmp_path / name).write_text("import sys; sys.stdin.read()")
-    command = [sys.executable, "-m", "decode_worker", "--threads=1", "--worker-id=decode-7"]
-    other = [sys.executable, "-m", "other", "--worker-id=decode-8"]
     with (
-        subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE) as worker,
-        subprocess.Popen(other, cwd=tmp_path, stdin=subprocess.PIPE),
+        waiting_program(tmp_path, "decode_worker", "--threads=1", "--worker-id=decode-7") as worker,
+        waiting_program(tmp_path, "other", "--worker-id=decode-8"),
+        waiting_program(tmp_path, "router") as router,
     ):
-        assert children(os.getpid()) == {"decode-7": worker.pid}
+        assert children(os.getpid()) == {"decode-7": worker.pid, "router": router.pid}
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+async def test_what_a_cancelled_storm_froze_goes_on(tmp_path: Path) -> None:
+    said: list[str] = []
+    with waiting_program(tmp_path, "decode_worker", "--worker-id=decode-0") as worker:
+        operator = AsyncClient("127.0.0.1:1")
+        faults = Faults(os.getpid(), operator, [], Random(1), said.append)
+        freezing = asyncio.create_task(faults._frozen("freeze", ("decode-0", worker.pid), 60.0))
+        assert await asyncio.to_thread(eventually, lambda: is_stopped(worker.pid))
+        freezing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await freezing
+
+        assert await asyncio.to_thread(eventually, lambda: not is_stopped(worker.pid))
+        await operator.close()
+    assert said == ["freeze: decode-0", "decode-0 goes on"]
+    assert faults.counts == {"freeze": 1}
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_cluster_that_does_not_leave_with_0_is_a_violation(code: int) -> None:
+    script = f"import signal, sys; signal.signal(15, lambda *_: sys.exit({code})); print(1, flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+
+        assert bool(_stop(Cluster(process, "", []))) == bool(code)
+
+
+def account(faults: dict[str, int], calls: dict[str, dict[str, int]], *violations: str) -> Account:
+    empty: dict[str, dict[str, int]] = {manner.value: {} for manner in Manner}
+    return Account("round 0", 1.0, faults, empty | calls, 0.0, violations)
+
+
+def test_a_run_in_which_nothing_happened_is_no_success() -> None:
+    happened = account({"kill": 1}, {"plain": {"ok": 3, "WORKER_LOST": 1}})
+
+    assert summary(1, 2.0, [happened])["violations"] == []
+    assert summary(1, 2.0, [account({}, {"plain": {"ok": 3}})])["violations"]
+    assert summary(1, 2.0, [account({"kill": 1}, {"plain": {"WORKER_LOST": 3}})])["violations"]
+    assert summary(1, 2.0, [happened, account({}, {}, "hang: 1")])["violations"] == ["round 0: hang: 1"]
 
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
