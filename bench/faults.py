@@ -234,6 +234,8 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="WORDS", help="cases of this name, such as '1P1D decode worker'")
     parser.add_argument("--record", action="store_true", help="write bench/results/faults.json and the page")
     options = parser.parse_args()
+    if options.record and options.only:
+        parser.error("--record is for all cases: leave out --only")
     outcomes = []
     for case in CASES:
         if f"{case.fleet} {case.title}".startswith(options.only):

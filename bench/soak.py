@@ -158,6 +158,8 @@ def main() -> int:
     parser.add_argument("--only-round", type=int, default=None, metavar="N", help="this round of the seed alone")
     parser.add_argument("--record", action="store_true", help="write bench/results/soak.json and the page")
     options = parser.parse_args()
+    if options.record and options.only_round is not None:
+        parser.error("--record is for a whole run: leave out --only-round")
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed
     print(f"seed {seed}: python -m bench.soak --minutes {options.minutes:g} --seed {seed}", flush=True)
     accounts = soak(seed, options.minutes, options.only_round)
