@@ -28,6 +28,11 @@ demo: install
 test: install $(PROTOBUF7)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not gpu and not soak'
 
+## soak      two minutes of random faults under callers that check every answer; its seed is printed
+.PHONY: soak
+soak: install
+	$(BIN)/python -m pytest -s -m soak tests/e2e/test_soak.py
+
 ## check     format, lint, types, layers, spelling, protos, generated code, sizes, bans: what CI runs
 check: install $(GEN)/.installed
 	$(BIN)/ruff format --check -q .

@@ -48,6 +48,22 @@ def test_every_linked_page_exists() -> None:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_every_test_that_the_fault_matrix_names_exists() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
+
+    assert len(named) > 30
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / "tests" / path).read_text(), f"{path}::{name}"
+
+
+def test_every_row_of_the_fault_matrix_names_a_test() -> None:
+    matrix = (ROOT / "docs" / "reliability.md").read_text().split("| fault | stage |")[1].split("\n\n")[0]
+
+    for row in matrix.splitlines()[2:]:
+        assert ".py::test_" in row, row
+
+
 def test_the_kernels_page_states_the_bounds_that_the_tests_hold_them_to() -> None:
     names, _, bounds = (
         (ROOT / "docs" / "kernels.md").read_text().split("| float32 |")[1].split("\n\n")[0].split("\n")[:3]

@@ -1,0 +1,260 @@
+"""One process is killed under load, as in Dynamo's fault tolerance tests: `python -m bench.faults`.
+
+As there: 8 clients send 100 requests each, one after the other, of 100 + 100 tokens and 30 s at most. When a quarter of
+them has ended, one process gets SIGKILL. A client pauses for a second after a request that failed. Here on the
+demo model, every second request is sampled with a seed, and the tokens of each answer, of failed ones too as far
+as they came, are compared with those of a quiet run.
+
+    failed, in flight   sent before the kill. Which of two routers had a call, no client sees: all of them count
+    failed, later       sent after the kill
+    wrong               an answer, or the part of it that came, has other tokens than in the quiet run
+    service back        from the kill to the end of the first request that was sent after it and succeeded, on whatever
+                        was left or came back
+    recovery            of a worker: from the kill to the end of the first request that succeeded after the worker's
+                        successor (same name, another life) was seen to have computed a step. The router's status
+                        is asked every 20 ms and workers report every 250 ms: never told too short.
+                        Of a router: the same as `service back`
+
+Routers are killed three times: a single one whose clients do what `tandem.client` offers after a failure, `wait_ready`;
+a single one whose clients do what Dynamo's do, so that each fails about once a second until it is back; one of two.
+
+Exit code 1 if a bar is missed: no request fails when a worker is killed; when a router is killed, none that was sent
+later; recovery within 3 s; no wrong token. Of the clients that only pause, the number that fail has no bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import uvloop
+
+from bench import reliability_page
+from bench.cluster import eventually, serve
+from bench.fault_load import READY_TIMEOUT_S, Call, Load, Question
+from bench.fleet import Fleet
+from bench.ports import free_ports
+from bench.processes import children
+from bench.record import write_record
+from tandem.client import AsyncClient, Client
+from tandem.clock import MonotonicClock
+from tandem.errors import TandemError
+from tandem.types import Role
+
+CLIENTS = 8
+REQUESTS_EACH = 100
+PROMPT_TOKENS = 100
+OUTPUT_TOKENS = 100
+NUM_QUESTIONS = 16
+KILLED_AFTER = 1 / 4
+"""Share of all requests that have ended by then."""
+RECOVERY_BAR_S = 3.0
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A cluster, and who is killed in it."""
+
+    prefill: int
+    decode: int
+    victim: str
+    """`prefill-0`, `decode-0`, `router` of `tandem serve`, which restarts it; `router-0` of two, which stays away."""
+    clients_wait: bool = False
+    """After a failure, for SERVING; else they pause."""
+
+    @property
+    def fleet(self) -> str:
+        """In Dynamo's words."""
+        return f"{self.prefill}P{self.decode}D"
+
+    @property
+    def kills_worker(self) -> bool:
+        """Else a router."""
+        return not self.victim.startswith("router")
+
+    @property
+    def title(self) -> str:
+        """What is killed, for people."""
+        if self.victim == "router":
+            return f"router, clients {'wait for SERVING' if self.clients_wait else 'pause'}"
+        return "one of two routers" if self.victim == "router-0" else f"{self.victim.partition('-')[0]} worker"
+
+
+CASES = tuple(
+    case
+    for size in (1, 2)
+    for case in (
+        Case(size, size, "decode-0"),
+        Case(size, size, "prefill-0"),
+        Case(size, size, "router", clients_wait=True),
+        Case(size, size, "router"),
+        Case(size, size, "router-0", clients_wait=True),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the clients saw of one kill."""
+
+    fleet: str
+    killed: str
+    victim: str
+    requests: int
+    failed_in_flight: int
+    failed_later: int
+    wrong: int
+    service_back_s: float | None
+    """None: never while the load lasted, here and below."""
+    recovery_s: float | None
+    reasons: Mapping[str, int]
+    """How often requests failed with each."""
+    missed: tuple[str, ...]
+    """The bars that were missed, in words."""
+
+
+def outcome_of(case: Case, calls: Sequence[Call], killed_s: float, recovered_s: float | None) -> Outcome:
+    """Counts. `recovered_s` is when the successor was seen to compute; None = never, or no worker was killed."""
+    failed = [call for call in calls if call.error]
+    later = sum(call.sent_s > killed_s for call in failed)
+    in_flight = len(failed) - later
+    wrong = sum(call.is_wrong for call in calls)
+    service_back_s = _first_end(killed_s, [call for call in calls if call.sent_s > killed_s])
+    recovery_s = service_back_s
+    if case.kills_worker:
+        after = [] if recovered_s is None else [call for call in calls if call.ended_s > recovered_s]
+        recovery_s = _first_end(killed_s, after)
+    missed = []
+    if wrong:
+        missed.append(f"{wrong} wrong answers")
+    if case.kills_worker and failed:
+        missed.append(f"{len(failed)} requests failed")
+    if (case.kills_worker or case.clients_wait) and later:
+        missed.append(f"{later} requests failed that were sent after the kill")
+    if recovery_s is None or recovery_s > RECOVERY_BAR_S:
+        missed.append("no recovery" if recovery_s is None else f"recovery took {recovery_s:.1f} s")
+    return Outcome(
+        case.fleet,
+        case.title,
+        case.victim,
+        len(calls),
+        in_flight,
+        later,
+        wrong,
+        service_back_s,
+        recovery_s,
+        Counter(call.error for call in failed),
+        tuple(missed),
+    )
+
+
+def _first_end(killed_s: float, calls: Sequence[Call]) -> float | None:
+    """Seconds from the kill to the end of the first of these that succeeded."""
+    return min((call.ended_s - killed_s for call in calls if call.succeeded), default=None)
+
+
+@contextlib.contextmanager
+def running(case: Case) -> Iterator[tuple[str, int]]:
+    """The case's cluster with all its workers: what clients call, and the victim's process id."""
+    if case.victim != "router-0":
+        with serve("demo", "--prefill", str(case.prefill), "--decode", str(case.decode)) as cluster:
+            _wait_whole(cluster.target, case.prefill + case.decode)
+            yield cluster.target, children(cluster.process.pid)[case.victim]
+        return
+    with Fleet(free_ports(2)) as fleet:
+        for index in range(2):
+            fleet.start_router(index)
+        for role, count in ((Role.PREFILL, case.prefill), (Role.DECODE, case.decode)):
+            for index in range(count):
+                fleet.start_worker(role, f"{role.value}-{index}")
+        yield fleet.target, fleet.process(case.victim).pid
+
+
+def _wait_whole(target: str, num_workers: int) -> None:
+    """Returns once so many workers serve. Raises RuntimeError if they do not in time."""
+    with Client(target) as client:
+        client.wait_ready(READY_TIMEOUT_S)
+        if not eventually(lambda: sum(each.state == "serving" for each in client.status().workers) == num_workers, 30):
+            raise RuntimeError(f"{client.status()}: not all of {num_workers} workers serve")
+
+
+async def _see_recovery(target: str, worker: str, killed_pid: int) -> float:
+    """When another process of this name was seen to have computed something since it was first seen."""
+    first_steps: int | None = None
+    async with AsyncClient(target) as client:
+        while True:
+            with contextlib.suppress(TandemError):
+                for each in (await client.status()).workers:
+                    if each.info.worker_id == worker and each.info.pid != killed_pid and each.connected:
+                        first_steps = each.load.engine_steps if first_steps is None else first_steps
+                        if each.load.engine_steps > first_steps:
+                            return MonotonicClock().now_s()
+            await asyncio.sleep(_POLL_S)
+
+
+async def _load_and_kill(case: Case, target: str, pid: int, clients: int, requests_each: int) -> Outcome:
+    questions = [Question(number, PROMPT_TOKENS, OUTPUT_TOKENS) for number in range(NUM_QUESTIONS)]
+    load = Load(target, clients, requests_each, questions)
+    await load.learn()
+    async with asyncio.TaskGroup() as tasks:
+        loading = tasks.create_task(load.run(waits_until_ready=case.clients_wait))
+        await load.ended(round(clients * requests_each * KILLED_AFTER))
+        killed_s = MonotonicClock().now_s()
+        os.kill(pid, signal.SIGKILL)
+        watch = tasks.create_task(_see_recovery(target, case.victim, pid)) if case.kills_worker else None
+        await loading
+        if watch is not None and not watch.done():
+            watch.cancel()
+    recovered_s = watch.result() if watch is not None and not watch.cancelled() else None
+    return outcome_of(case, load.calls, killed_s, recovered_s)
+
+
+def run_case(case: Case, clients: int = CLIENTS, requests_each: int = REQUESTS_EACH) -> Outcome:
+    """One kill, on a cluster of its own."""
+    with running(case) as (target, pid), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_load_and_kill(case, target, pid, clients, requests_each))
+
+
+def main() -> int:
+    """Runs, prints, records; exit code 1 if a bar was missed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--clients", type=int, default=CLIENTS)
+    parser.add_argument("--requests", type=int, default=REQUESTS_EACH, help="of each client")
+    parser.add_argument("--only", default="", metavar="WORDS", help="cases of this name, such as '1P1D decode worker'")
+    parser.add_argument("--record", action="store_true", help="write bench/results/faults.json and the page")
+    options = parser.parse_args()
+    if options.record and options.only:
+        parser.error("--record is for all cases: leave out --only")
+    outcomes = []
+    for case in CASES:
+        if f"{case.fleet} {case.title}".startswith(options.only):
+            print(f"{case.fleet}, killed: {case.title} …", file=sys.stderr, flush=True)
+            outcomes.append(run_case(case, options.clients, options.requests))
+    results = {
+        "clients": options.clients,
+        "requests_each": options.requests,
+        "outcomes": [asdict(outcome) for outcome in outcomes],
+    }
+    print(reliability_page.faults_section(results))
+    for outcome in outcomes:
+        for missed in outcome.missed:
+            print(f"bar missed: {outcome.fleet}, killed: {outcome.killed}: {missed}; {dict(outcome.reasons)}")
+    if options.record:
+        write_record("faults", json.loads(json.dumps(results)))
+        reliability_page.main()
+    return 1 if any(outcome.missed for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Processes of a cluster as the kernel sees them: which ones `tandem serve` started, and what each of them holds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_PROC = Path("/proc")
+_WORKER_ID = "--worker-id="
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one process holds."""
+
+    pid: int
+    descriptors: int
+    threads: int
+    rss_bytes: int
+
+
+def usage(pid: int) -> Usage | None:
+    """None if there is no such process any more."""
+    folder = _PROC / str(pid)
+    try:
+        descriptors = len(os.listdir(folder / "fd"))
+        threads = len(os.listdir(folder / "task"))
+        pages = int((folder / "statm").read_text().split()[1])
+    except OSError:
+        return None
+    return Usage(pid, descriptors, threads, pages * _PAGE_BYTES)
+
+
+def children(parent: int) -> dict[str, int]:
+    """Process ids of the children of a `tandem serve` by name: `router`, and each worker's id.
+
+    A child that is just being started, or ended and was not waited for, is left out.
+    """
+    return {name: pid for pid in _child_pids(parent) if (name := _name(pid)) is not None}
+
+
+def _child_pids(parent: int) -> Iterator[int]:
+    for entry in os.listdir(_PROC):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                after_name = (_PROC / entry / "stat").read_text().rpartition(")")[2].split()
+                if int(after_name[1]) == parent:
+                    yield int(entry)
+
+
+def _name(pid: int) -> str | None:
+    """By its command line, `python -m MODULE OPTION…`; that of one that ended is empty."""
+    try:
+        words = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    if words[1:3] == ["-m", "router"]:
+        return "router"
+    if words[1:3] in (["-m", "prefill_worker"], ["-m", "decode_worker"]):
+        return next((word.removeprefix(_WORKER_ID) for word in words if word.startswith(_WORKER_ID)), None)
+    return None

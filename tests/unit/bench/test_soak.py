@@ -1,0 +1,262 @@
+"""What a soak calls a violation. Each check must be able to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from bench import soak_calls
+from bench.cluster import Cluster, eventually
+from bench.processes import Usage, children, usage
+from bench.random_requests import RandomRequest
+from bench.resetting_proxy import ResettingProxy
+from bench.soak import _stop, summary
+from bench.soak_calls import Ended, Kind, Manner, Said, call, draw_requests, learn
+from bench.soak_faults import Faults
+from bench.soak_round import MORE_DESCRIPTORS, MORE_RSS_BYTES, MORE_THREADS, Account, Lately, leaks
+from tandem.client import AsyncClient
+from tandem.clock import MonotonicClock
+from tandem.errors import InternalError, Reason, TandemError, Unavailable
+from tests.answering_client import AnsweringClient
+
+LOST = Unavailable("gone", Reason.WORKER_LOST)
+USAGE = Usage(pid=7, descriptors=30, threads=15, rss_bytes=300_000_000)
+
+
+async def kind_of(*choices: list[int], streams: bool = True) -> Kind:
+    (kind,) = await learn(AnsweringClient(*choices), [RandomRequest("k", {"prompt": "p"}, streams)])
+    return kind
+
+
+async def seen(client: AnsweringClient, manner: Manner = Manner.PLAIN, *, streams: bool = True) -> Ended:
+    kind = await kind_of([1, 2, 3], [4, 5], streams=streams)
+    return await call(client, kind, manner, Random(1), MonotonicClock())
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_the_right_answer_is_ok(streams: bool) -> None:
+    ended = await seen(AnsweringClient([1, 2, 3], [4, 5]), streams=streams)
+
+    assert (ended.outcome, ended.complaint) == ("ok", "")
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize(
+    "choices", [([1, 2], [4, 5]), ([1, 2, 9], [4, 5]), ([1, 2, 3, 3], [4, 5]), ([1, 2, 3],), ([1, 2, 3], [4, 5], [6])]
+)
+async def test_another_answer_is_a_violation(choices: tuple[list[int], ...], streams: bool) -> None:
+    assert (await seen(AnsweringClient(*choices), streams=streams)).complaint
+
+
+async def test_a_failed_call_that_heard_the_beginning_is_none() -> None:
+    ended = await seen(AnsweringClient([1, 2], [], error=LOST))
+
+    assert (ended.outcome, ended.complaint) == ("WORKER_LOST", "")
+
+
+async def test_a_failed_call_that_heard_a_wrong_token_is_one() -> None:
+    assert "differs" in (await seen(AnsweringClient([1, 9], [], error=LOST))).complaint
+
+
+async def test_an_error_that_no_fault_explains_is_one() -> None:
+    assert "unexplained" in (await seen(AnsweringClient([1], error=InternalError("bug")))).complaint
+
+
+def test_only_what_deaths_and_freezes_explain_is_explained() -> None:
+    bugs = {Reason.INTERNAL, Reason.INVALID_FIELD, Reason.CHECKSUM_MISMATCH, Reason.TICKET_REFUSED, Reason.FRAME_ERROR}
+
+    assert not bugs & soak_calls._EXPLAINED
+
+
+@pytest.mark.parametrize("manner", [Manner.PLAIN, Manner.PATIENT, Manner.HURRIED])
+async def test_a_call_that_does_not_end_is_a_hang(monkeypatch: pytest.MonkeyPatch, manner: Manner) -> None:
+    for name in ("DEADLINE_S", "LONGEST_S", "OVERRUN_S"):
+        monkeypatch.setattr(soak_calls, name, 0.01)
+
+    ended = await seen(AnsweringClient([1, 2, 3], [4, 5], hangs=True), manner)
+
+    assert ended.outcome == "hung"
+    assert "no end" in ended.complaint
+
+
+async def test_a_caller_that_leaves_early_is_no_violation() -> None:
+    ended = await seen(AnsweringClient([1, 2], [], hangs=True), Manner.CANCELS)
+
+    assert (ended.outcome, ended.complaint) == ("left", "")
+
+
+async def test_a_quiet_run_with_a_failure_teaches_nothing() -> None:
+    with pytest.raises(TandemError):
+        await learn(AnsweringClient([1], error=LOST), [RandomRequest("k", {"prompt": "p"}, streams=True)])
+
+
+def test_text_must_begin_as_the_answer_does() -> None:
+    whole = Said((1, 2), "ab", "length")
+
+    assert Said((1,), "a").begins(whole)
+    assert not Said((1,), "x").begins(whole)
+    assert not Said((1, 2), "ab", "stop").begins(whole)
+
+
+def test_the_same_seed_draws_the_same_requests_and_some_want_several_choices() -> None:
+    requests = draw_requests(60, 3)
+
+    assert requests == draw_requests(60, 3) != draw_requests(60, 4)
+    assert 1 < sum("n" in each.options for each in requests) < 30
+
+
+def test_a_survivor_may_not_hold_more_than_its_slack() -> None:
+    slack = replace(
+        USAGE,
+        descriptors=USAGE.descriptors + MORE_DESCRIPTORS,
+        threads=USAGE.threads + MORE_THREADS,
+        rss_bytes=USAGE.rss_bytes + MORE_RSS_BYTES,
+    )
+    assert leaks({"router": USAGE}, {"router": slack}) == []
+    for more in (
+        replace(slack, descriptors=slack.descriptors + 1),
+        replace(slack, threads=slack.threads + 1),
+        replace(slack, rss_bytes=slack.rss_bytes + 1),
+    ):
+        assert len(leaks({"router": USAGE}, {"router": more})) == 1
+
+
+def test_a_successor_is_no_survivor() -> None:
+    assert leaks({"router": USAGE}, {"router": Usage(pid=8, descriptors=900, threads=90, rss_bytes=2**40)}) == []
+
+
+def test_calls_that_ended_are_counted_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    lately = Lately()
+    with lately.one():
+        assert lately.count() == 1
+    assert lately.count() == 1
+    monkeypatch.setattr("bench.soak_round.OVERRUN_S", -1.0)
+    assert lately.count() == 0
+
+
+def test_those_who_leave_or_hurry_are_not_in_the_share_served() -> None:
+    calls = {"plain": {"ok": 3, "WORKER_LOST": 1}, "cancels": {"left": 9}, "tiny deadline": {"DEADLINE_EXCEEDED": 9}}
+
+    assert (account({}, calls).served, account({}, calls).wanted) == (3, 4)
+
+
+def test_a_process_tells_what_it_holds() -> None:
+    before = usage(os.getpid())
+    with open(os.devnull) as _:
+        after = usage(os.getpid())
+
+    assert before is not None
+    assert after is not None
+    assert after.descriptors == before.descriptors + 1
+    assert after.rss_bytes > 1_000_000
+
+
+@contextlib.contextmanager
+def waiting_program(folder: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A child of this process that only waits, under the command line of `python -m` whatever."""
+    (folder / f"{command[0]}.py").write_text("import sys; sys.stdin.read()")
+    with subprocess.Popen([sys.executable, "-m", *command], cwd=folder, stdin=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_children_are_known_by_name(tmp_path: Path) -> None:
+    with (
+        waiting_program(tmp_path, "decode_worker", "--threads=1", "--worker-id=decode-7") as worker,
+        waiting_program(tmp_path, "other", "--worker-id=decode-8"),
+        waiting_program(tmp_path, "router") as router,
+    ):
+        assert children(os.getpid()) == {"decode-7": worker.pid, "router": router.pid}
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+async def test_what_a_cancelled_storm_froze_goes_on(tmp_path: Path) -> None:
+    said: list[str] = []
+    with waiting_program(tmp_path, "decode_worker", "--worker-id=decode-0") as worker:
+        operator = AsyncClient("127.0.0.1:1")
+        faults = Faults(os.getpid(), operator, [], Random(1), said.append)
+        freezing = asyncio.create_task(faults._frozen("freeze", ("decode-0", worker.pid), 60.0))
+        assert await asyncio.to_thread(eventually, lambda: is_stopped(worker.pid))
+        freezing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await freezing
+
+        assert await asyncio.to_thread(eventually, lambda: not is_stopped(worker.pid))
+        await operator.close()
+    assert said == ["freeze: decode-0", "decode-0 goes on"]
+    assert faults.counts == {"freeze": 1}
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_cluster_that_does_not_leave_with_0_is_a_violation(code: int) -> None:
+    script = f"import signal, sys; signal.signal(15, lambda *_: sys.exit({code})); print(1, flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+
+        assert bool(_stop(Cluster(process, "", []))) == bool(code)
+
+
+def account(faults: dict[str, int], calls: dict[str, dict[str, int]], *violations: str) -> Account:
+    empty: dict[str, dict[str, int]] = {manner.value: {} for manner in Manner}
+    return Account("round 0", 1.0, faults, empty | calls, 0.0, violations)
+
+
+def test_a_run_in_which_nothing_happened_is_no_success() -> None:
+    happened = account({"kill": 1}, {"plain": {"ok": 3, "WORKER_LOST": 1}})
+
+    assert summary(1, 2.0, [happened])["violations"] == []
+    assert summary(1, 2.0, [account({}, {"plain": {"ok": 3}})])["violations"]
+    assert summary(1, 2.0, [account({"kill": 1}, {"plain": {"WORKER_LOST": 3}})])["violations"]
+    assert summary(1, 2.0, [happened, account({}, {}, "hang: 1")])["violations"] == ["round 0: hang: 1"]
+
+
+async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(100):
+            writer.write(data)
+    writer.close()
+
+
+@contextlib.asynccontextmanager
+async def proxied() -> AsyncIterator[tuple[ResettingProxy, asyncio.StreamReader, asyncio.StreamWriter]]:
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    proxy = ResettingProxy(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with server, proxy.listening() as address:
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        yield proxy, reader, writer
+        writer.close()
+
+
+async def test_the_proxy_passes_bytes_both_ways_until_it_resets() -> None:
+    async with proxied() as (proxy, reader, writer):
+        writer.write(b"hello")
+        assert await reader.readexactly(5) == b"hello"
+
+        assert proxy.reset() == 2
+
+        with pytest.raises(ConnectionResetError):
+            await reader.read(1)
+
+
+async def test_a_proxy_of_nobody_resets_at_once() -> None:
+    proxy = ResettingProxy("127.0.0.1:1")
+    async with proxy.listening() as address:
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        with pytest.raises(ConnectionResetError):
+            await reader.read(1)
+        writer.close()
