@@ -176,7 +176,8 @@ class Generation:
                 self._witness.finished()
                 return
             except TandemError as error:
-                if not error.retryable:
+                # Two workers that do not fit do not get to fit; but others may.
+                if not (error.retryable or isinstance(error, TransferError)):
                     raise
                 failure = error
                 self._count(choices, error)

@@ -35,7 +35,10 @@ _LOST_ON_THE_WAY = (
     *(Reason.FRAME_ERROR, Reason.PEER_LOST),
 )
 _TRANSFER_FAILS = (*_LOST_ON_THE_WAY, Reason.HANDSHAKE_MISMATCH)
-_MOVES = (Reason.NO_CAPABLE_WORKER, Reason.WORKER_LOST, Reason.DRAINING, Reason.QUEUE_FULL, *_LOST_ON_THE_WAY)
+_MOVES = (
+    *(Reason.NO_CAPABLE_WORKER, Reason.WORKER_LOST, Reason.DRAINING, Reason.QUEUE_FULL, *_TRANSFER_FAILS),
+    Reason.INTERNAL,
+)
 """Why a try on one pair of workers fails where another pair may do better."""
 
 _REFUSALS = (
@@ -109,7 +112,7 @@ REQUEST_FAILURES = Metric(
     "tandem_request_failures_total",
     "Requests that failed after admission.",
     _ROUTER,
-    {"reason": (*_MOVES, Reason.HANDSHAKE_MISMATCH, Reason.INVALID_FIELD, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL)},
+    {"reason": (*_MOVES, Reason.INVALID_FIELD, Reason.DEADLINE_EXCEEDED)},
 )
 REQUESTS_REFUSED = Metric(
     "tandem_requests_refused_total", "Requests that were turned away before they ran.", _ROUTER, {"reason": _REFUSALS}

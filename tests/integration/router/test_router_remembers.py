@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tandem.errors import InternalError, Overloaded, PeerLost, Reason, TandemError, Unavailable
+from tandem.errors import HandshakeMismatch, InternalError, Overloaded, PeerLost, Reason, TandemError, Unavailable
 from tandem.types import Role
 
 PROMPT = (72, 105)
@@ -58,10 +58,11 @@ def all_right(cluster: Any, answers: Sequence[list[int]]) -> bool:
     return all(answer == cluster.completion(PROMPT, LENGTH) for answer in answers)
 
 
-async def test_prefill_workers_whose_kv_path_is_down_fail_no_request_beside_busy_ones(cluster: Any) -> None:
+@pytest.mark.parametrize("error", [PeerLost("connection refused"), HandshakeMismatch("protocol", "3", "4")])
+async def test_prefill_workers_whose_kv_path_is_down_fail_no_request_beside_busy_ones(cluster: Any, error: Any) -> None:
     await add(cluster, Role.DECODE, 1)
     busy = await add(cluster, Role.PREFILL, 8, queued_prompt_tokens=1000)
-    sick = await add(cluster, Role.PREFILL, 3, PeerLost("connection refused"))
+    sick = await add(cluster, Role.PREFILL, 3, error)
     assert all_right(cluster, await completions(cluster, 30, at_once=6))
     assert sum(len(worker.specs) for worker in busy) >= 30
     tried = sum(len(worker.specs) for worker in sick)

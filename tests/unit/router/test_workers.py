@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from router.ejection import FIRST_BACKOFF_S, IN_A_ROW
 from router.placement import Demand, Obstacle
 from router.workers import Workers
 from tandem.errors import HandshakeMismatch, InvalidRequest, Unavailable
@@ -156,3 +157,74 @@ def test_an_order_to_drain_needs_a_known_worker(workers: Workers, info: Any) -> 
     assert not workers.drain_ordered(worker)
     assert workers.order_drain(WorkerId("d")) == worker
     assert workers.drain_ordered(worker)
+
+
+async def test_what_still_is_with_the_prefill_worker_counts_for_decode_beyond_its_heartbeats(
+    workers: Workers, info: Any, load: Any
+) -> None:
+    pair = info(Role.PREFILL, "p"), info(Role.DECODE, "d")
+
+    def heartbeats() -> None:
+        for worker in pair:
+            workers.heartbeat(worker, load())
+
+    def assigned() -> list[tuple[int, int]]:
+        return [(view.assigned_tokens, view.assigned_seqs) for view in workers.views()]
+
+    heartbeats()
+    for worker in pair:
+        connect(workers, worker)
+    demand = Demand(num_tokens=100, max_total_tokens=101, num_choices=2)
+    first, second = [await workers.place(demand, wait_s=1.0) for _ in range(2)]
+    assert assigned() == [(200, 4), (200, 4)]
+    heartbeats()
+    assert assigned() == [(0, 0), (200, 4)]
+    workers.arrive(first)
+    assert assigned() == [(0, 0), (200, 4)]
+    heartbeats()
+    assert assigned() == [(0, 0), (100, 2)]
+    workers.end(first, arrived=True)
+    workers.end(second, arrived=False)
+    assert assigned() == [(0, 0), (0, 0)]
+
+
+async def test_failures_are_remembered_until_the_worker_is_gone(workers: Workers, info: Any, load: Any) -> None:
+    good, bad, other = info(Role.DECODE, "good"), info(Role.DECODE, "bad"), info(Role.PREFILL, "p")
+    for worker in (good, bad, other):
+        workers.heartbeat(worker, load())
+        connect(workers, worker)
+    for _ in range(IN_A_ROW):
+        workers.failed(bad)
+    assert [view.set_aside for view in workers.views()] == ["", "set aside for 1 s", ""]
+    taken = [(await workers.place(Demand(10, 11), 0.0)).placement.decode for _ in range(20)]
+    assert taken == [good] * 20
+    workers.deregister(bad)
+    for _ in range(IN_A_ROW):
+        workers.failed(bad)
+        workers.handoff_failed(other, bad)
+    workers.heartbeat(bad, load())
+    assert [view.set_aside for view in workers.views()] == [""] * 3
+    assert workers.num_pairs_set_aside == 0
+
+
+async def test_a_worker_that_comes_back_gets_one_request_until_that_went_well(
+    workers: Workers, clock: ManualClock, info: Any, load: Any
+) -> None:
+    worn, well = (
+        info(Role.DECODE, "worn", local_prefill_tokens=None),
+        info(Role.DECODE, "well", local_prefill_tokens=None),
+    )
+    for worker, used in ((worn, 0), (well, 60)):
+        workers.heartbeat(worker, load(free=64 - used))
+        connect(workers, worker)
+    for _ in range(IN_A_ROW):
+        workers.failed(worn)
+    clock.advance_s(FIRST_BACKOFF_S)
+
+    async def take(number: int) -> list[str]:
+        assignments = [await workers.place(Demand(10, 11), 0.0) for _ in range(number)]
+        return [each.placement.decode.worker_id for each in assignments]
+
+    assert await take(4) == ["worn", "well", "well", "well"]
+    workers.decoded(worn)
+    assert await take(2) == ["worn", "worn"]
