@@ -5,8 +5,8 @@
 
 The first in rank that fits is admitted. It fits if the pool has room for its tokens and its expected growth beside
 that of all who were admitted (`growth`), and if the sequences under way are no more than can soon be seated.
-One that does not fit is overtaken by those that do, at most `MAX_OVERTAKES` times; then nobody behind it is admitted
-before it. Only while blocks are in quarantine, and without them it could not be admitted at all, nobody waits for it.
+One that does not fit is overtaken by those that do, at most `max_overtakes` times; then nobody behind it is admitted
+before it. But nobody waits for one that could not be admitted at all before blocks leave quarantine.
 
 INVARIANT: no deadlock between reservations and running requests. A reservation takes all its
 blocks at once and never asks for more while it holds them, so it never waits for a request.
@@ -53,10 +53,13 @@ class Room:
 class ReservationQueue:
     """Requests that hold nothing yet, in rank order."""
 
-    def __init__(self, pool: BlockPool, growth: Growth, max_queued: int = MAX_QUEUED) -> None:
+    def __init__(
+        self, pool: BlockPool, growth: Growth, max_queued: int = MAX_QUEUED, max_overtakes: int = MAX_OVERTAKES
+    ) -> None:
         self._pool = pool
         self._growth = growth
         self._max_queued = max_queued
+        self._max_overtakes = max_overtakes
         self._queue: list[Request] = []
         self._overtaken: dict[Request, int] = {}
         """How many later ones were admitted before each; those that were not overtaken are left out."""
@@ -93,7 +96,7 @@ class ReservationQueue:
                 self._note_overtaken(request)
                 self.discard(request)
                 return request
-            if self._overtaken.get(request, 0) >= MAX_OVERTAKES and self._could_fit(request, room):
+            if self._overtaken.get(request, 0) >= self._max_overtakes and self._could_fit(request, room):
                 return None
         return None
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from decode_worker.growth import FIRST_GUESS_TOKENS, Growth
 from decode_worker.handoff_pace import HandoffPace
 from decode_worker.incoming_transfers import IncomingTransfers, TransferPolicy
-from decode_worker.reservations import MAX_QUEUED, ReservationQueue, Room
+from decode_worker.reservations import MAX_OVERTAKES, MAX_QUEUED, ReservationQueue, Room
 from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import StepLimits
 from decode_worker.step_loop import StepLoop
@@ -66,6 +66,7 @@ class WorkerPolicy:
     limits: StepLimits
     max_sequence_tokens: int
     max_queued: int = MAX_QUEUED
+    max_overtakes: int = MAX_OVERTAKES
     transfers: TransferPolicy = field(default_factory=TransferPolicy)
     first_guess_tokens: int = FIRST_GUESS_TOKENS
     """How long completions are expected to become before any has ended here."""
@@ -83,7 +84,7 @@ class DecodeWorker:
         self._policy = policy
         self._growth = Growth(parts.pool, policy.first_guess_tokens)
         self._pace = HandoffPace(MAX_ENDS_PER_SEAT * policy.limits.max_seqs, policy.first_guess_tokens)
-        self._queue = ReservationQueue(parts.pool, self._growth, policy.max_queued)
+        self._queue = ReservationQueue(parts.pool, self._growth, policy.max_queued, policy.max_overtakes)
         self._transfers = IncomingTransfers(
             parts.pool, parts.receiver, parts.clock, self, policy.transfers, parts.validator.vocab_size
         )

@@ -269,6 +269,7 @@ def open_bench() -> Callable[..., object]:
             limits=StepLimits(block_size, max_seqs, chunk_tokens),
             max_sequence_tokens=num_blocks * block_size,
             max_queued=max_queued,
+            max_overtakes=2,
             transfers=transfers or TransferPolicy(),
             first_guess_tokens=first_guess_tokens,
             overlap_steps=overlap_steps,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from decode_worker.growth import Forecast, Growth
-from decode_worker.reservations import LOOK_AHEAD, MAX_OVERTAKES, ReservationQueue, Room
+from decode_worker.reservations import LOOK_AHEAD, ReservationQueue, Room
 from engine.block_pool import BlockPool
 from tandem.clock import Deadline
 from tandem.errors import Overloaded
@@ -83,9 +83,9 @@ def test_a_group_needs_room_for_all_its_choices(
 def test_one_that_does_not_fit_is_overtaken_a_bounded_number_of_times(
     make_spec: MakeSpec, request_of: MakeRequest
 ) -> None:
-    queue = ReservationQueue(POOL, Growth(POOL))
+    queue = ReservationQueue(POOL, Growth(POOL), max_overtakes=3)
     large = request_of(1, make_spec(100, 5))
-    small = [request_of(2 + number, make_spec(1, 5)) for number in range(MAX_OVERTAKES + 1)]
+    small = [request_of(2 + number, make_spec(1, 5)) for number in range(4)]
     for request in (large, *small):
         queue.add(request)
     assert [queue.pop_admissible(room(20)) for _ in small] == [*small[:-1], None]
@@ -96,9 +96,9 @@ def test_one_that_does_not_fit_is_overtaken_a_bounded_number_of_times(
 def test_nobody_waits_for_one_that_cannot_fit_before_blocks_leave_quarantine(
     make_spec: MakeSpec, request_of: MakeRequest
 ) -> None:
-    queue = ReservationQueue(POOL, Growth(POOL))
+    queue = ReservationQueue(POOL, Growth(POOL), max_overtakes=3)
     queue.add(request_of(1, make_spec(100, 5)))
-    for number in range(MAX_OVERTAKES + 5):
+    for number in range(5):
         small = request_of(2 + number, make_spec(1, 5))
         queue.add(small)
         assert queue.pop_admissible(room(20, most_blocks=24)) is small
