@@ -14,7 +14,7 @@ A block leaves quarantine only when the receiver says that its writer has stoppe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,6 +86,11 @@ class IncomingTransfers:
     def num_seqs(self) -> int:
         """Sequences that wait for them."""
         return sum(request.group.num_seats for request in self._transfers)
+
+    @property
+    def requests(self) -> Collection[Request]:
+        """Who waits for them."""
+        return self._transfers.keys()
 
     def offer(self, request: Request) -> Offer:
         """Reserves blocks for the group's prefix and mints a ticket for them.

@@ -3,10 +3,10 @@
     queued ─ pop_admissible ─▶ blocks RESERVED under a ticket (incoming transfer), or prompt computed here
        └─ discard ─▶ gone                released, failed, out of time, router lost
 
-In rank order, without overtaking, so that a long prompt is not starved by short ones. The
-first in line is admitted once the pool has room for its tokens beside
-  - what requests already admitted lack for the tokens they have (a preempted one lacks all), and
-  - head-room for the growth of every sequence admitted, which therefore grows with their number.
+The first in rank that fits is admitted. It fits if the pool has room for its tokens and its expected growth beside
+that of all who were admitted (`growth`), and if the sequences under way are no more than can soon be seated.
+One that does not fit is overtaken by those that do, at most `max_overtakes` times; then nobody behind it is admitted
+before it. But nobody waits for one that could not be admitted at all before blocks leave quarantine.
 
 INVARIANT: no deadlock between reservations and running requests. A reservation takes all its
 blocks at once and never asks for more while it holds them, so it never waits for a request.
@@ -23,33 +23,47 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from decode_worker.scheduler import StepLimits
+from decode_worker.growth import Forecast, Growth
 from engine.block_pool import BlockPool
 from tandem.errors import Overloaded
 from worker.request import Request
 
 MAX_QUEUED = 1024
 """Reservations that may wait on one worker; routers queue before that."""
+MAX_OVERTAKES = 64
+"""Later requests that may be admitted before an earlier one."""
+LOOK_AHEAD = 32
+"""Of so many in line is one looked for that fits: they are looked at in every step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the pool and the batch hold at the moment."""
+    """What is left for newcomers at the moment."""
 
-    spare_blocks: int
-    """Free blocks, less those that requests already admitted still lack for the tokens they have."""
-    num_seqs: int
-    """Sequences that run, wait to run, or are under way as hand-offs."""
+    free_blocks: int
+    most_blocks: int
+    """Blocks that will be free once all requests have ended: those not in quarantine."""
+    seats: int
+    """Sequences that may be added to those that run, wait to run, or are under way as hand-offs."""
+    forecast: Forecast | None
+    """Of blocks that all these are expected to take; None = there are none, and growth finds the whole pool free."""
+    handoff_steps: int
+    """Steps that a hand-off is expected to take."""
 
 
 class ReservationQueue:
     """Requests that hold nothing yet, in rank order."""
 
-    def __init__(self, pool: BlockPool, limits: StepLimits, max_queued: int = MAX_QUEUED) -> None:
+    def __init__(
+        self, pool: BlockPool, growth: Growth, max_queued: int = MAX_QUEUED, max_overtakes: int = MAX_OVERTAKES
+    ) -> None:
         self._pool = pool
-        self._limits = limits
+        self._growth = growth
         self._max_queued = max_queued
+        self._max_overtakes = max_overtakes
         self._queue: list[Request] = []
+        self._overtaken: dict[Request, int] = {}
+        """How many later ones were admitted before each; those that were not overtaken are left out."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -77,16 +91,30 @@ class ReservationQueue:
         """Takes it out of the line, if it is there."""
         if request in self._queue:
             self._queue.remove(request)
+            self._overtaken.pop(request, None)
 
     def pop_admissible(self, room: Room) -> Request | None:
-        """Takes out the first in line if there is room for it now."""
-        if not self._queue or not self._fits(self._queue[0], room):
-            return None
-        return self._queue.pop(0)
+        """Takes out the first in line that fits now, unless one before it was overtaken often enough."""
+        for request in self._queue[:LOOK_AHEAD]:
+            if self._fits(request, room):
+                self._note_overtaken(request)
+                self.discard(request)
+                return request
+            if self._overtaken.get(request, 0) >= self._max_overtakes and self._could_fit(request, room):
+                return None
+        return None
 
     def _fits(self, request: Request, room: Room) -> bool:
-        num_seqs = room.num_seqs + request.group.num_seats
-        # Hand-offs take a while; a few are admitted beyond the seats, so that no seat stays empty.
-        seats = self._limits.max_seqs + max(1, self._limits.max_seqs // 4)
-        headroom = self._limits.headroom_blocks(num_seqs) if room.num_seqs else 0
-        return num_seqs <= seats and room.spare_blocks >= request.group.num_missing_blocks(self._pool) + headroom
+        group = request.group
+        if room.forecast is None:
+            return group.num_missing_blocks(self._pool) <= room.free_blocks
+        delay_steps = 0 if request.owes_prefill_done else room.handoff_steps
+        wanted = self._growth.blocks_wanted(group, room.forecast, delay_steps)
+        return group.num_seats <= room.seats and wanted <= room.free_blocks
+
+    def _could_fit(self, request: Request, room: Room) -> bool:
+        return request.group.num_missing_blocks(self._pool) <= room.most_blocks
+
+    def _note_overtaken(self, request: Request) -> None:
+        for earlier in self._queue[: self._queue.index(request)]:
+            self._overtaken[earlier] = self._overtaken.get(earlier, 0) + 1

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from decode_worker.growth import Forecast, Growth
 from decode_worker.scheduler import StepLimits, StepPlan, plan_step
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
@@ -81,10 +82,11 @@ class BlockReleases:
 class RunningBatch:
     """Running and waiting requests, each list in rank order."""
 
-    def __init__(self, pool: BlockPool, limits: StepLimits) -> None:
+    def __init__(self, pool: BlockPool, limits: StepLimits, growth: Growth) -> None:
         self.releases = BlockReleases(pool)
         self._pool = pool
         self._limits = limits
+        self._growth = growth
         self._requests: set[Request] = set()
         self._running: list[Request] = []
         self._waiting: list[Request] = []
@@ -107,10 +109,9 @@ class RunningBatch:
         """Sequences without a seat."""
         return sum(request.group.num_seats for request in self._waiting)
 
-    @property
-    def num_missing_blocks(self) -> int:
-        """Blocks that requests still lack for the tokens they have."""
-        return sum(request.group.num_missing_blocks(self._pool) for request in self._requests)
+    def forecast(self, incoming: Iterable[Request], handoff_steps: int) -> Forecast:
+        """Blocks that its requests and those in hand-off are expected to take."""
+        return self._growth.forecast(self._running, self._waiting, incoming, handoff_steps)
 
     @property
     def num_prompt_tokens_left(self) -> int:
@@ -155,7 +156,7 @@ class RunningBatch:
     def next_step(self) -> BatchedStep | None:
         """Plans a step with none in flight; None = no sequence can step now."""
         while True:
-            plan = plan_step(self._running, self._waiting, self._pool, self._limits)
+            plan = plan_step(self._running, self._waiting, self._pool, self._limits, self._growth)
             step = self._carry_out(plan, {})
             if step is not None or not plan.preempted:
                 return step
@@ -168,7 +169,7 @@ class RunningBatch:
         """
         if not running.is_decode:
             return None
-        plan = plan_step(self._running, self._waiting, self._pool, self._limits)
+        plan = plan_step(self._running, self._waiting, self._pool, self._limits, self._growth)
         if plan.preempted or plan.lacks_blocks:
             return None
         if not all(_is_decode(request, seq) for request, seq, _ in plan.scheduled):

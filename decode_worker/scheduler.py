@@ -5,7 +5,7 @@ group: admitted, seated and preempted together. A seat is a row of the batch: on
 finished. One step:
 
  1. admit     waiting groups that hold blocks (received hand-offs) take free seats; then, in rank order, those
-              without blocks (new or preempted prompts) for whose tokens there is room *and* head-room
+              without blocks (new or preempted prompts) for whose tokens there is room beside the expected `growth`
  2. share     a sequence with one token to compute takes it (decode); all others share `chunk_tokens` among them
  3. allocate  in rank order, each gets the blocks that its tokens need, and one more to copy a shared block before
               it writes there; when the pool is dry the last-ranked holder of blocks is preempted: its group loses
@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from decode_worker.growth import Growth
 from engine.block_pool import BlockPool
 from engine.chunking import plan_chunks
 from engine.sequence import Sequence
@@ -42,12 +43,6 @@ class StepLimits:
     max_seqs: int
     chunk_tokens: int
     """Prompt tokens per step; decode tokens do not count."""
-    headroom_tokens: int = 32
-    """Growth to keep free for each seated or arriving sequence when another group is admitted."""
-
-    def headroom_blocks(self, num_seqs: int) -> int:
-        """Blocks to leave free when `num_seqs` sequences of several groups may grow."""
-        return num_seqs * -(-self.headroom_tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +60,13 @@ class StepPlan:
 
 
 def plan_step(
-    running: SequenceOf[Request], waiting: SequenceOf[Request], pool: BlockPool, limits: StepLimits
+    running: SequenceOf[Request], waiting: SequenceOf[Request], pool: BlockPool, limits: StepLimits, growth: Growth
 ) -> StepPlan:
     """Plans one step; `running` and `waiting` are in rank order.
 
     Sequences that cannot take part in a step launched now are left out.
     """
-    return _Planner(running, waiting, pool, limits).plan()
+    return _Planner(running, waiting, pool, limits, growth).plan()
 
 
 def _can_step(sequence: Sequence) -> bool:
@@ -84,12 +79,18 @@ class _Planner:
     """Working state of one `plan_step`."""
 
     def __init__(
-        self, running: SequenceOf[Request], waiting: SequenceOf[Request], pool: BlockPool, limits: StepLimits
+        self,
+        running: SequenceOf[Request],
+        waiting: SequenceOf[Request],
+        pool: BlockPool,
+        limits: StepLimits,
+        growth: Growth,
     ) -> None:
         self._running = list(running)
         self._waiting = list(waiting)
         self._pool = pool
         self._limits = limits
+        self._growth = growth
         self._free_blocks = pool.num_free
         self._preempted: list[Request] = []
         self._victims: list[Request] | None = None
@@ -112,7 +113,7 @@ class _Planner:
             num_seats += request.group.num_seats
             if num_seats > self._limits.max_seqs:
                 break
-            if not request.group.holds_blocks and not self._has_room_for(request, num_seats):
+            if not request.group.holds_blocks and not self._has_room_for(request):
                 break
             self._waiting.remove(request)
             self._running.append(request)
@@ -130,11 +131,12 @@ class _Planner:
         ):
             self._preempted.append(self._running[-1])
 
-    def _has_room_for(self, request: Request, num_seats: int) -> bool:
-        """Whether all its tokens and the head-room fit beside what the running ones still lack."""
-        spare = self._free_blocks - sum(other.group.num_missing_blocks(self._pool) for other in self._running)
-        headroom = self._limits.headroom_blocks(num_seats) if self._running else 0
-        return spare >= request.group.num_missing_blocks(self._pool) + headroom
+    def _has_room_for(self, request: Request) -> bool:
+        """Whether all its tokens fit; unless it is alone, also its growth, beside that of all others with blocks."""
+        if not self._running or request.group.num_missing_blocks(self._pool) > self._free_blocks:
+            return request.group.num_missing_blocks(self._pool) <= self._free_blocks
+        forecast = self._growth.forecast(self._running, [each for each in self._waiting if each.group.holds_blocks])
+        return self._growth.blocks_wanted(request.group, forecast, 0) <= self._free_blocks
 
     def _share(self) -> list[tuple[Request, Sequence, int, bool]]:
         """Tokens that each would compute if blocks were no matter, and whether it is a chunk; in rank order."""

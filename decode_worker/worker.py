@@ -19,8 +19,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from decode_worker.growth import FIRST_GUESS_TOKENS, Growth
+from decode_worker.handoff_pace import HandoffPace
 from decode_worker.incoming_transfers import IncomingTransfers, TransferPolicy
-from decode_worker.reservations import MAX_QUEUED, ReservationQueue, Room
+from decode_worker.reservations import MAX_OVERTAKES, MAX_QUEUED, ReservationQueue, Room
 from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import StepLimits
 from decode_worker.step_loop import StepLoop
@@ -42,6 +44,8 @@ _log = get_logger(__name__)
 
 TICK_S = 0.05
 """Between two looks at what has run out of time."""
+MAX_ENDS_PER_SEAT = 16
+"""Hand-offs that may be under way for each seat because as many sequences end in the time that they take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,10 @@ class WorkerPolicy:
     limits: StepLimits
     max_sequence_tokens: int
     max_queued: int = MAX_QUEUED
+    max_overtakes: int = MAX_OVERTAKES
     transfers: TransferPolicy = field(default_factory=TransferPolicy)
+    first_guess_tokens: int = FIRST_GUESS_TOKENS
+    """How long completions are expected to become before any has ended here."""
     overlap_steps: bool = True
     """Whether a second step may be in flight."""
     max_planning_share: float = math.inf
@@ -76,11 +83,13 @@ class DecodeWorker:
     def __init__(self, parts: WorkerParts, policy: WorkerPolicy) -> None:
         self._parts = parts
         self._policy = policy
-        self._queue = ReservationQueue(parts.pool, policy.limits, policy.max_queued)
+        self._growth = Growth(parts.pool, policy.first_guess_tokens)
+        self._pace = HandoffPace(MAX_ENDS_PER_SEAT * policy.limits.max_seqs, policy.first_guess_tokens)
+        self._queue = ReservationQueue(parts.pool, self._growth, policy.max_queued, policy.max_overtakes)
         self._transfers = IncomingTransfers(
             parts.pool, parts.receiver, parts.clock, self, policy.transfers, parts.validator.vocab_size
         )
-        self._batch = RunningBatch(parts.pool, policy.limits)
+        self._batch = RunningBatch(parts.pool, policy.limits, self._growth)
         self._steps = StepLoop(
             self._batch,
             parts.pool,
@@ -202,6 +211,7 @@ class DecodeWorker:
     def received(self, request: Request, block_ids: tuple[BlockId, ...], first_tokens: Mapping[int, TokenId]) -> None:
         """The prefix's KV is here and verified: all choices join the batch."""
         self._parts.pool.set_filled(block_ids, request.group.prefix.num_tokens)
+        self._pace.landed(request, self._num_steps())
         request.group.land(block_ids, first_tokens, self._parts.pool)
         self._batch.join(request)
         if request.group.is_finished:
@@ -240,13 +250,14 @@ class DecodeWorker:
     def _admit(self) -> None:
         """Admits queued requests as far as there is room, and wakes the step loop."""
         self._admission_pending = False
-        while len(self._queue) and (request := self._queue.pop_admissible(self._room())) is not None:
+        while len(self._queue) and (request := self._pop_admissible()) is not None:
             try:
                 if request.owes_prefill_done:
                     self._batch.join(request)
                     request.router.reserved(request.handle)
                 else:
                     offer = self._transfers.offer(request)
+                    self._pace.started(request, self._num_steps())
                     request.observer.reserved()
                     request.router.reserved(request.handle, offer.ticket, offer.endpoint)
             except TandemError as error:
@@ -255,11 +266,23 @@ class DecodeWorker:
         if not self._requests and self._batch.is_settled:
             self._idle.set()
 
-    def _room(self) -> Room:
-        return Room(
-            spare_blocks=self._parts.pool.num_free - self._batch.num_missing_blocks,
-            num_seqs=self._transfers.num_seqs + self._batch.num_running + self._batch.num_waiting,
+    def _pop_admissible(self) -> Request | None:
+        pool, max_seqs = self._parts.pool.counts(), self._policy.limits.max_seqs
+        # As many as end while a hand-off takes place are admitted beyond the seats, and some more: no seat stays empty.
+        enough = max_seqs + round(self._pace.num_ends)
+        num_seqs = self._transfers.num_seqs + self._batch.num_running + self._batch.num_waiting
+        seats = enough + max(1, enough // 4) - num_seqs
+        if seats <= 0:
+            return None
+        handoff_steps = round(self._pace.num_steps)
+        forecast = self._batch.forecast(self._transfers.requests, handoff_steps) if num_seqs else None
+        return self._queue.pop_admissible(
+            Room(pool.free, pool.total - pool.quarantined, seats, forecast, handoff_steps)
         )
+
+    def _num_steps(self) -> int | None:
+        """Steps that have ended, None while no sequence runs."""
+        return self._parts.engine.num_steps if self._batch.num_running else None
 
     # --- ends ---
 
@@ -269,7 +292,13 @@ class DecodeWorker:
             return
         self._queue.discard(request)
         self._transfers.withdraw(request)
-        self._batch.leave(request)
+        self._pace.forget(request)
+        if request in self._batch:
+            self._batch.leave(request)
+            self._pace.ended(len(request.group.sequences))
+            for seq in request.group.sequences if error is None else ():
+                if seq.num_output_tokens:
+                    self._growth.completed(seq.num_output_tokens)
         request.observer.ended(error, request.num_sampled_tokens)
         self._admit_soon()
         if error is not None:

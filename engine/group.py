@@ -76,6 +76,13 @@ class Group:
         """Whether any of its sequences holds a block."""
         return any(len(each.block_table) for each in self._holders())
 
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that any of its sequences holds; one that several share counts once."""
+        if self._alone:
+            return len(self.prefix.block_table)
+        return len({block for each in self._holders() for block in each.block_table})
+
     def num_own_blocks(self, pool: BlockPool) -> int:
         """Blocks that would be free, or cached, if it let go of all it holds: shared ones count once, others' not at
         all.

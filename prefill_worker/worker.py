@@ -87,7 +87,8 @@ class PrefillWorker:
         if self._draining:
             raise Unavailable("this prefill worker takes no new work", Reason.DRAINING)
         parts = self._parts
-        parts.validator.validate_group(spec, self._max_sequence_tokens)
+        parts.validator.validate_group(spec)
+        parts.validator.validate_prefix(spec, self._max_sequence_tokens)
         self._num_arrived += 1
         deadline = Deadline.after(parts.clock, spec.timeout_s)
         observer = parts.observer.sequence(spec)

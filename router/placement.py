@@ -92,6 +92,11 @@ class Demand:
     blamed: frozenset[Incarnation] = frozenset()
     """Workers that failed this request: no more of them are taken than need be."""
 
+    @property
+    def num_prefix_tokens(self) -> int:
+        """All that a prefill worker holds of it; of several choices, the prompt."""
+        return self.num_prompt_tokens if self.num_choices > 1 else min(self.num_tokens, self.max_total_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -193,8 +198,9 @@ def longest_sequence(workers: Sequence[WorkerView], num_prompt_tokens: int, num_
     lengths: list[int] = []
     for decode in (view for view in workers if view.info.role is Role.DECODE):
         own = _choice_tokens(demand, decode)
-        partners = [_choice_tokens(demand, each) for each in _partners(decode, prefills)]
-        lengths.append(own if decode.info.local_prefill_tokens is None or not partners else min(own, max(partners)))
+        longest_prompt = max((each.info.max_sequence_tokens for each in _partners(decode, prefills)), default=own)
+        is_bound = decode.info.local_prefill_tokens is not None and longest_prompt < num_prompt_tokens
+        lengths.append(min(own, longest_prompt) if is_bound else own)
     return max(lengths, default=None)
 
 
@@ -219,7 +225,8 @@ def common_sequence(workers: Sequence[WorkerView], num_prompt_tokens: int, num_c
     """Tokens of the longest choice, of so many, that all pairs hold which take such a prompt now; None if none does.
 
     A pair that leaves less than half as much room as the best does not count: to be served by
-    it, too, is not worth so short a completion.
+    it, too, is not worth so short a completion. The prefill worker counts as if it held the whole
+    sequence: then it can compute it again, should the decode worker be lost.
     """
     demand = Demand(num_prompt_tokens, num_prompt_tokens + 1, num_prompt_tokens, num_choices)
     prefills = _candidates(Role.PREFILL, demand, workers)
@@ -228,7 +235,7 @@ def common_sequence(workers: Sequence[WorkerView], num_prompt_tokens: int, num_c
         partners = [decode] if _is_local(demand, decode) else _partners(decode, prefills)
         own = _choice_tokens(demand, decode)
         lengths += (min(own, _choice_tokens(demand, each)) for each in partners)
-    least = (max(lengths, default=0) + num_prompt_tokens) / 2
+    least = max((max(lengths, default=0) + num_prompt_tokens) / 2, num_prompt_tokens + 1)
     return min((each for each in lengths if each >= least), default=None)
 
 
@@ -240,6 +247,10 @@ def _refusal(demand: Demand, view: WorkerView) -> str | None:
     """Why this worker cannot serve `demand`, whatever its partner."""
     if view.obstacle is not None:
         return view.obstacle
+    if view.info.role is Role.PREFILL:
+        if demand.num_prefix_tokens > view.info.max_sequence_tokens:
+            return f"holds prompts of {view.info.max_sequence_tokens} tokens, not {demand.num_prefix_tokens}"
+        return None
     held = _choice_tokens(demand, view)
     if demand.max_total_tokens > held:
         shared = f" in each of {demand.num_choices} choices" if demand.num_choices > 1 else ""

@@ -128,6 +128,12 @@ class Validator:
         if spec.timeout_s is not None:
             _within("timeout_seconds", spec.timeout_s, 0, _MAX_TIMEOUT_S)
 
+    def validate_prefix(self, spec: GroupSpec, max_sequence_tokens: int) -> None:
+        """What is computed once for all choices against a prefill worker's pool. Raises InvalidRequest."""
+        num_tokens = len(spec.prefix_token_ids)
+        if num_tokens > max_sequence_tokens:
+            raise InvalidRequest("prompt", f"{num_tokens} tokens exceed the KV pool of {max_sequence_tokens}")
+
     def validate_pool(self, spec: GroupSpec, block_size: int, num_blocks: int) -> None:
         """All choices together against a worker's pool. Raises InvalidRequest."""
         needed, bound = spec.max_pool_tokens(block_size), num_blocks * block_size

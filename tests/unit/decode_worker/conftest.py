@@ -268,15 +268,18 @@ def open_bench() -> Callable[..., object]:
         transfers: TransferPolicy | None = None,
         *,
         overlap_steps: bool = True,
+        first_guess_tokens: int = 4,
     ) -> AsyncIterator[Bench]:
         pool, receiver = BlockPool(num_blocks, block_size), FakeReceiver()
         engine, clock = FakeEngine(pool), ManualClock()
         validator = Validator(Limits(), VOCAB_SIZE, context_tokens=4096)
         policy = WorkerPolicy(
-            limits=StepLimits(block_size, max_seqs, chunk_tokens, headroom_tokens=4),
+            limits=StepLimits(block_size, max_seqs, chunk_tokens),
             max_sequence_tokens=num_blocks * block_size,
             max_queued=max_queued,
+            max_overtakes=2,
             transfers=transfers or TransferPolicy(),
+            first_guess_tokens=first_guess_tokens,
             overlap_steps=overlap_steps,
         )
         observer = RecordingWorker()

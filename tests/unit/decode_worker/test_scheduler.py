@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decode_worker.growth import Growth
 from decode_worker.scheduler import StepLimits, StepPlan, plan_step
 from engine.block_pool import BlockPool
 from engine.group import Group
@@ -52,8 +53,13 @@ def leave_free(pool: BlockPool, num_blocks: int) -> None:
     pool.allocate(pool.num_free - num_blocks)
 
 
-def limits(max_seqs: int = 8, chunk_tokens: int = 16, headroom_tokens: int = 4) -> StepLimits:
-    return StepLimits(BLOCK_SIZE, max_seqs, chunk_tokens, headroom_tokens)
+def limits(max_seqs: int = 8, chunk_tokens: int = 16) -> StepLimits:
+    return StepLimits(BLOCK_SIZE, max_seqs, chunk_tokens)
+
+
+def planned(running: list[Asked], waiting: list[Asked], pool: BlockPool, shape: StepLimits) -> StepPlan:
+    """Completions are expected to become 4 tokens long."""
+    return plan_step(running, waiting, pool, shape, Growth(pool, 4))
 
 
 def scheduled(plan: StepPlan) -> list[tuple[Asked, int, int]]:
@@ -68,21 +74,21 @@ def pool() -> BlockPool:
 
 def test_a_running_sequence_takes_one_token_and_a_waiting_prompt_its_chunk(pool: BlockPool) -> None:
     old, new = landed(pool, 0, 2), asked(1, 40)
-    plan = plan_step([old], [new], pool, limits())
+    plan = planned([old], [new], pool, limits())
     assert plan.admitted == (new,)
     assert scheduled(plan) == [(old, 0, 1), (new, 0, 16)]
 
 
 def test_decode_seqs_do_not_use_up_the_chunk_budget(pool: BlockPool) -> None:
     running = [landed(pool, number, 2) for number in range(6)]
-    plan = plan_step(running, [asked(9, 10)], pool, limits(chunk_tokens=4))
+    plan = planned(running, [asked(9, 10)], pool, limits(chunk_tokens=4))
     assert [num_tokens for *_, num_tokens in scheduled(plan)] == [1] * 6 + [4]
 
 
 def test_the_last_ranked_holder_is_preempted_when_the_pool_is_dry(pool: BlockPool) -> None:
     requests = [landed(pool, 0, 4), landed(pool, 1, 7), landed(pool, 2, 7)]
     leave_free(pool, 0)
-    plan = plan_step(requests, [], pool, limits())
+    plan = planned(requests, [], pool, limits())
     assert plan.preempted == (requests[2],)
     assert scheduled(plan) == [(requests[0], 0, 1), (requests[1], 0, 1)]
 
@@ -90,7 +96,7 @@ def test_the_last_ranked_holder_is_preempted_when_the_pool_is_dry(pool: BlockPoo
 def test_a_lower_priority_is_preempted_before_a_later_arrival(pool: BlockPool) -> None:
     humble, urgent_late = landed(pool, 0, 7), landed(pool, 1, 8, priority=5)
     leave_free(pool, 0)
-    plan = plan_step([urgent_late, humble], [], pool, limits())
+    plan = planned([urgent_late, humble], [], pool, limits())
     assert plan.preempted == (humble,)
     assert scheduled(plan) == [(urgent_late, 0, 1)]
 
@@ -98,7 +104,7 @@ def test_a_lower_priority_is_preempted_before_a_later_arrival(pool: BlockPool) -
 def test_a_request_with_nobody_behind_it_sits_out_instead_of_being_preempted(pool: BlockPool) -> None:
     first, last = landed(pool, 0, 3), landed(pool, 1, 4)
     leave_free(pool, 0)
-    plan = plan_step([first, last], [], pool, limits())
+    plan = planned([first, last], [], pool, limits())
     assert scheduled(plan) == [(first, 0, 1)]
     assert plan.preempted == ()
     assert plan.lacks_blocks
@@ -107,7 +113,7 @@ def test_a_request_with_nobody_behind_it_sits_out_instead_of_being_preempted(poo
 def test_a_landed_sequence_joins_at_once_without_head_room(pool: BlockPool) -> None:
     running, arrived = landed(pool, 0, 3), landed(pool, 1, 3)
     leave_free(pool, 0)
-    plan = plan_step([running], [arrived], pool, limits())
+    plan = planned([running], [arrived], pool, limits())
     assert plan.admitted == (arrived,)
     assert scheduled(plan) == [(running, 0, 1), (arrived, 0, 1)]
     assert not plan.lacks_blocks
@@ -116,7 +122,7 @@ def test_a_landed_sequence_joins_at_once_without_head_room(pool: BlockPool) -> N
 def test_a_landed_sequence_that_waits_for_a_seat_gives_up_its_blocks_to_an_earlier_one(pool: BlockPool) -> None:
     running, arrived = landed(pool, 0, 4), landed(pool, 1, 3)
     leave_free(pool, 0)
-    plan = plan_step([running], [arrived], pool, limits(max_seqs=1))
+    plan = planned([running], [arrived], pool, limits(max_seqs=1))
     assert plan.preempted == (arrived,)
     assert scheduled(plan) == [(running, 0, 1)]
 
@@ -127,13 +133,13 @@ def test_a_prompt_waits_until_it_fits_with_head_room_unless_it_is_alone(
 ) -> None:
     running = [landed(pool, 0, 3)] if runs else []
     leave_free(pool, num_free)
-    assert bool(plan_step(running, [asked(1, 8)], pool, limits()).admitted) == admits
+    assert bool(planned(running, [asked(1, 8)], pool, limits()).admitted) == admits
 
 
 def test_prompts_are_not_overtaken_by_shorter_ones(pool: BlockPool) -> None:
     running = landed(pool, 0, 3)
     leave_free(pool, 20)
-    assert plan_step([running], [asked(1, 400), asked(2, 2)], pool, limits()).admitted == ()
+    assert planned([running], [asked(1, 400), asked(2, 2)], pool, limits()).admitted == ()
 
 
 # --- groups ---
@@ -141,14 +147,14 @@ def test_prompts_are_not_overtaken_by_shorter_ones(pool: BlockPool) -> None:
 
 def test_a_group_takes_a_seat_for_each_choice(pool: BlockPool) -> None:
     running, group = landed(pool, 0, 3), landed(pool, 1, 3, n=3)
-    assert plan_step([running], [group], pool, limits(max_seqs=3)).admitted == ()
-    assert plan_step([running], [group], pool, limits(max_seqs=4)).admitted == (group,)
+    assert planned([running], [group], pool, limits(max_seqs=3)).admitted == ()
+    assert planned([running], [group], pool, limits(max_seqs=4)).admitted == (group,)
 
 
 def test_a_shared_block_is_copied_for_all_holders_but_the_last(pool: BlockPool) -> None:
     group = landed(pool, 0, 6, n=3)
     leave_free(pool, 2)
-    plan = plan_step([group], [], pool, limits())
+    plan = planned([group], [], pool, limits())
     assert scheduled(plan) == [(group, 0, 1), (group, 1, 1), (group, 2, 1)]
     assert not plan.lacks_blocks
 
@@ -156,7 +162,7 @@ def test_a_shared_block_is_copied_for_all_holders_but_the_last(pool: BlockPool) 
 def test_a_choice_without_a_block_for_its_copy_sits_out(pool: BlockPool) -> None:
     group = landed(pool, 0, 6, n=3)
     leave_free(pool, 1)
-    plan = plan_step([group], [], pool, limits())
+    plan = planned([group], [], pool, limits())
     assert scheduled(plan) == [(group, 0, 1)]
     assert plan.lacks_blocks
 
@@ -165,20 +171,20 @@ def test_a_preempted_group_is_credited_with_the_blocks_that_it_alone_holds(pool:
     first, victim = landed(pool, 0, 8, n=2), landed(pool, 1, 7, n=3)
     pool.retain(victim.group.sequences[0].block_table[:1])  # as a prefix cache would
     leave_free(pool, 0)
-    plan = plan_step([first, victim], [], pool, limits())
+    plan = planned([first, victim], [], pool, limits())
     assert plan.preempted == (victim,)
     assert scheduled(plan) == [(first, 0, 1)], "one block comes back, however many choices held it"
 
 
 def test_a_prompt_of_several_choices_is_computed_once(pool: BlockPool) -> None:
     group = asked(0, 6, n=3)
-    assert scheduled(plan_step([], [group], pool, limits())) == [(group, -1, 6)]
+    assert scheduled(planned([], [group], pool, limits())) == [(group, -1, 6)]
 
 
 def test_resumed_choices_compute_their_tokens_under_the_chunk_budget(pool: BlockPool) -> None:
     group = asked(0, 8, n=2, emitted=10)
     group.group.land(pool.allocate(2), {}, pool)
-    assert scheduled(plan_step([group], [], pool, limits(chunk_tokens=16))) == [(group, 0, 10), (group, 1, 6)]
+    assert scheduled(planned([group], [], pool, limits(chunk_tokens=16))) == [(group, 0, 10), (group, 1, 6)]
 
 
 # --- behind a step in flight ---
@@ -196,24 +202,24 @@ def test_a_sequence_whose_tokens_are_all_drawn_or_pending_is_left_out(pool: Bloc
     ending, going = asked(0, 3, max_tokens=2), landed(pool, 1, 3)
     ending.group.land(pool.allocate(1), {0: TokenId(1)}, pool)
     step_all(pool, ending, going)
-    assert scheduled(plan_step([ending, going], [], pool, limits())) == [(going, 0, 1)]
+    assert scheduled(planned([ending, going], [], pool, limits())) == [(going, 0, 1)]
 
 
 def test_a_sequence_that_needs_its_last_token_on_the_host_sits_out_one_plan(pool: BlockPool) -> None:
     masked, plain = landed(pool, 0, 3), landed(pool, 1, 3)
     (seq,) = masked.group.sequences
     seq.runs_ahead = False
-    assert len(plan_step([masked, plain], [], pool, limits()).scheduled) == 2
+    assert len(planned([masked, plain], [], pool, limits()).scheduled) == 2
     step_all(pool, masked, plain)
-    assert scheduled(plan_step([masked, plain], [], pool, limits())) == [(plain, 0, 1)]
+    assert scheduled(planned([masked, plain], [], pool, limits())) == [(plain, 0, 1)]
     seq.append_token(TokenId(1))
-    assert len(plan_step([masked, plain], [], pool, limits()).scheduled) == 2
+    assert len(planned([masked, plain], [], pool, limits()).scheduled) == 2
 
 
 def test_a_prefix_whose_first_tokens_are_pending_is_left_out(pool: BlockPool) -> None:
     group = asked(0, 1, n=2)
     step_all(pool, group)
-    assert scheduled(plan_step([group], [], pool, limits())) == []
+    assert scheduled(planned([group], [], pool, limits())) == []
 
 
 # --- random worlds ---
@@ -226,6 +232,7 @@ class World:
     pool: BlockPool
     limits: StepLimits
     rng: random.Random
+    growth: Growth
     running: list[Asked] = field(default_factory=list)
     waiting: list[Asked] = field(default_factory=list)
 
@@ -243,7 +250,7 @@ class World:
     def step(self) -> StepPlan:
         self.running.sort(key=lambda request: request.rank)
         self.waiting.sort(key=lambda request: request.rank)
-        plan = plan_step(self.running, self.waiting, self.pool, self.limits)
+        plan = plan_step(self.running, self.waiting, self.pool, self.limits, self.growth)
         self.check(plan)
         self.carry_out(plan)
         self.pool.check_invariants()
@@ -293,6 +300,8 @@ class World:
         if group.is_finished:
             self.release(request)
             self.running.remove(request)
+            for choice in group.sequences:
+                self.growth.completed(choice.num_output_tokens)
 
     def release(self, request: Asked) -> None:
         for table in request.group.take_blocks():
@@ -308,7 +317,8 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[Arriving]]:
     """A world, and who arrives after how many steps. Each group alone fits."""
     pool = BlockPool(draw(st.integers(6, 24)), draw(st.sampled_from([1, 2, 4, 16])))
     size, total, max_seqs = pool.block_size, pool.num_blocks, draw(st.integers(1, 6))
-    shape = StepLimits(size, max_seqs, draw(st.integers(1, 40)), draw(st.sampled_from([1, 8, 32])))
+    shape = StepLimits(size, max_seqs, draw(st.integers(1, 40)))
+    growth = Growth(pool, draw(st.sampled_from([1, 8, 32])))
     arrivals: list[Arriving] = []
     step = 0
     for number in range(draw(st.integers(1, 12))):
@@ -322,7 +332,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[Arriving]]:
         each = asked(number, num_prompt_tokens, n=n, max_tokens=max_tokens, priority=priority, emitted=emitted)
         assert each.group.spec.max_pool_tokens(size) <= total * size
         arrivals.append((step, each, draw(st.booleans())))
-    return World(pool, shape, random.Random(draw(st.integers(0, 99)))), arrivals
+    return World(pool, shape, random.Random(draw(st.integers(0, 99))), growth), arrivals
 
 
 @given(worlds())
@@ -349,7 +359,7 @@ def test_every_group_ends_whatever_arrives_when(case: tuple[World, list[Arriving
 def test_a_seat_goes_to_the_first_in_rank_when_nothing_else_can_step() -> None:
     """Of two groups that hold all blocks, the one behind has the only seat and needs a block more."""
     pool = BlockPool(6, 4)
-    world = World(pool, StepLimits(4, 1, 16, 1), random.Random(0))
+    world = World(pool, StepLimits(4, 1, 16), random.Random(0), Growth(pool, 1))
     behind = asked(0, 12, max_tokens=8)
     world.arrive(behind, by_handoff=True)
     world.running, world.waiting = [behind], []
@@ -365,7 +375,7 @@ def test_a_seat_goes_to_the_first_in_rank_when_nothing_else_can_step() -> None:
 def crowded_worlds(draw: st.DrawFn) -> World:
     """Landed groups, some further than others, in a pool with few blocks left."""
     pool = BlockPool(200, draw(st.sampled_from([1, 2, 4])))
-    world = World(pool, StepLimits(pool.block_size, 12, 16, 1), random.Random(0))
+    world = World(pool, StepLimits(pool.block_size, 12, 16), random.Random(0), Growth(pool, 1))
     for number in range(draw(st.integers(2, 5))):
         each = asked(
             number, draw(st.integers(1, 9)), n=draw(st.integers(1, 4)), emitted=draw(st.sampled_from([0, 0, 5]))
@@ -385,6 +395,7 @@ def crowded_worlds(draw: st.DrawFn) -> World:
 @settings(max_examples=300, deadline=None)
 def test_a_plan_takes_no_more_than_is_free_and_what_its_victims_really_free(world: World) -> None:
     for _ in range(4):
-        world.carry_out(plan_step(world.running, world.waiting, world.pool, world.limits))  # the pool raises else
+        plan = plan_step(world.running, world.waiting, world.pool, world.limits, world.growth)
+        world.carry_out(plan)  # the pool raises else
         world.running.sort(key=lambda request: request.rank)
         world.waiting.sort(key=lambda request: request.rank)

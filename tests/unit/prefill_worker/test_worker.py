@@ -324,9 +324,15 @@ async def test_a_prompt_whose_time_runs_out_fails_and_frees_everything(bench: An
 
 async def test_a_wrong_spec_is_refused_by_field_and_holds_nothing(bench: Any, make_spec: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        bench.prefill(1, make_spec(62, max_tokens=4))
-    assert caught.value.field == "sampling.max_tokens"
+        bench.prefill(1, make_spec(65, max_tokens=4))
+    assert caught.value.field == "prompt"
     bench.worker.check_idle()
+
+
+async def test_a_prompt_that_fills_the_pool_is_computed_however_long_its_completion(bench: Any, make_spec: Any) -> None:
+    handle = bench.prefill(1, make_spec(64, max_tokens=150))
+    await bench.router.hears(lambda: handle in bench.router.handoffs)
+    await bench.settles()
 
 
 async def test_reserve_is_refused(bench: Any, make_spec: Any) -> None:

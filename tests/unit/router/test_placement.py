@@ -86,6 +86,15 @@ def test_what_keeps_a_pair_from_serving_is_said(view: Any, changes: dict[str, An
         names([view(P, "p"), view(D, "d", **changes)])
 
 
+def test_a_prefill_worker_needs_room_for_what_it_computes_only(view: Any) -> None:
+    just_enough = [view(P, "p", max_sequence_tokens=10), view(D, "d")]
+    assert set(names(just_enough)) == {("p", "d")}
+    resumed = Demand(40, 50, num_prompt_tokens=10, num_choices=3)
+    assert set(names(just_enough, resumed)) == {("p", "d")}, "of several choices it computes the prompt"
+    with pytest.raises(Unavailable, match="no prefill worker can take it: p holds prompts of 9 tokens, not 10"):
+        names([view(P, "p", max_sequence_tokens=9), view(D, "d")])
+
+
 @pytest.mark.parametrize(
     ("blamed", "taken"),
     [
@@ -124,7 +133,9 @@ def test_ready_needs_a_pair_or_a_decode_worker_that_computes_any_prompt(view: An
 def test_the_longest_sequence_is_that_of_the_best_pair(view: Any) -> None:
     assert longest_sequence([view(P, "p")], 10) is None
     small, large = view(D, "d0", max_sequence_tokens=100), view(D, "d1", max_sequence_tokens=300)
-    assert longest_sequence([view(P, "p", max_sequence_tokens=200), small, large], 10) == 200
+    assert longest_sequence([view(P, "p", max_sequence_tokens=200), small, large], 10) == 300
+    assert longest_sequence([view(P, "p", max_sequence_tokens=200), small, large], 200) == 300
+    assert longest_sequence([view(P, "p", max_sequence_tokens=200), small, large], 201) == 200, "no prompt as long"
     assert longest_sequence([view(D, "d", max_sequence_tokens=300, local_prefill_tokens=None)], 10) == 300
 
 
@@ -150,6 +161,7 @@ def test_the_common_length_is_what_pairs_hold_that_leave_room_enough(
 def test_the_common_length_is_that_of_pairs_which_take_work_now(view: Any) -> None:
     small, large = view(D, "d0", max_sequence_tokens=200), view(D, "d1", None, Obstacle.DRAINING)
     assert common_sequence([view(P, "p", max_sequence_tokens=150), large], 10) is None
+    assert common_sequence([view(P, "p", max_sequence_tokens=10), small], 10) is None, "it could not be replayed"
     assert common_sequence([view(P, "p0"), view(P, "p1", max_sequence_tokens=150), small, large], 10) == 150
     assert common_sequence([view(D, "d", max_sequence_tokens=300, local_prefill_tokens=10), small], 10) == 300
 
