@@ -40,6 +40,7 @@ STATUS_CODES: Mapping[type[TandemError], grpc.StatusCode] = {
     errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.InternalError: grpc.StatusCode.INTERNAL,
+    errors.InvalidOutput: grpc.StatusCode.INTERNAL,
 }
 _NO_RETRY = ("grpc-retry-pushback-ms", "-1")
 """Tells gRPC's own retries in clients that this process has done what could be done (gRPC proposal A6). Not so
@@ -76,8 +77,8 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: TandemE
 
 
 def needs_mending(error: TandemError) -> bool:
-    """Whether certificates or tokens are at fault: trying again does not help, so somebody must be told."""
-    return error.reason in {Reason.UNAUTHENTICATED, Reason.TLS_FAILED}
+    """Whether certificates, tokens or names are at fault: trying again does not help, so somebody must be told."""
+    return error.reason in {Reason.UNAUTHENTICATED, Reason.TLS_FAILED, Reason.WORKER_ID_TAKEN}
 
 
 def _to_proto(error: TandemError) -> status_pb2.Status:
