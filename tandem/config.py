@@ -88,6 +88,12 @@ class RouterConfig:
         "how often in a row a request is moved to another pair of workers without progress",
         integer(0, 100),
     )
+    max_priority: int = option(
+        "max-priority",
+        0,
+        "highest priority that a request may have, unless the token file says otherwise of its token",
+        integer(-(2**31), 2**31 - 1),
+    )
     lease_s: float = _lease()
     drain_grace_s: float = _drain_grace()
     max_receive_bytes: int = _max_receive()
