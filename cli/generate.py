@@ -33,7 +33,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--verbose", action="store_true", help="print usage and timings on stderr")
     parser.add_argument("--request-id", help="shown in the server's logs and traces")
     parser.add_argument("--served-model", dest="model", metavar="NAME", help="fail if the server serves another model")
-    parser.add_argument("--priority", type=int, help="larger goes first while requests wait")
+    parser.add_argument(
+        "--priority", type=int, help="larger goes first while requests wait; above 0 only if the router allows it"
+    )
     parser.add_argument("--cache-salt", help="share cached prefixes only with requests of equal salt")
     add_arguments(parser, ClientConfig)
     add_sampling_arguments(parser)

@@ -85,7 +85,7 @@ class Router:
         self.queue = AdmissionQueue(config.max_active_requests, config.max_queued_requests, config.max_queued_tokens)
         policy = policy or RetryPolicy(max_retries=config.max_retries, patience_s=config.patience_s)
         rooms = Rooms(self.workers, Admission(self.queue, self.clock), self.clock, policy, observers)
-        self.entrance = Entrance(checkpoint, self.tokenization, config.limits, rooms)
+        self.entrance = Entrance(checkpoint, self.tokenization, config.limits, rooms, config.max_priority)
         self.status = RouterStatus(
             config, checkpoint.name, self.workers, self.queue, self.entrance, self.recent, self.clock
         )

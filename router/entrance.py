@@ -49,10 +49,19 @@ class RunningRequest:
 class Entrance:
     """Serves one model. Shared by all faces."""
 
-    def __init__(self, checkpoint: CheckpointInfo, tokenization: Tokenization, limits: Limits, rooms: Rooms) -> None:
+    def __init__(
+        self,
+        checkpoint: CheckpointInfo,
+        tokenization: Tokenization,
+        limits: Limits,
+        rooms: Rooms,
+        max_priority: int = 0,
+    ) -> None:
+        """`max_priority`: of requests whose caller's token says nothing of it."""
         self._checkpoint = checkpoint
         self._tokenization = tokenization
         self._limits = limits
+        self._max_priority = max_priority
         self._rooms = rooms
         self._validator = Validator(limits, checkpoint.vocab_size, checkpoint.context_tokens)
         self._draining = asyncio.Event()
@@ -88,7 +97,7 @@ class Entrance:
         runs; errors after that come by `delivery`.
         """
         timeline = Timeline(self._rooms.clock)
-        with self.judging(), self.reading(request.priority):
+        with self.judging(), self.reading(self._priority(request, caller)):
             resolved = await self._resolve(request, caller)
         group, text = resolved.group, resolved.text
         check = TokenRules.of(group.sampling, self._checkpoint.vocab_size).check
@@ -102,6 +111,12 @@ class Entrance:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             generation.abandon()  # a task that was cancelled before its first step has told nobody
+
+    def _priority(self, request: CompletionRequest, caller: Caller) -> int:
+        """Checked before anything is done in its name. Raises InvalidRequest."""
+        bound = self._max_priority if caller.max_priority is None else caller.max_priority
+        self._validator.validate_priority(request.priority, bound)
+        return request.priority
 
     @contextmanager
     def reading(self, priority: int) -> Iterator[None]:

@@ -46,7 +46,7 @@ class CompletionRequest:
     model: str = ""
     """Empty = the one that is served."""
     priority: int = 0
-    """Larger goes first while requests wait for admission; fits 32 bits."""
+    """Larger goes first while requests wait; fits 32 bits."""
     cache_salt: str = ""
 
 
@@ -61,3 +61,5 @@ class Caller:
     tracestate: str = ""
     peer: str = ""
     """Where the call came from, for logs."""
+    max_priority: int | None = None
+    """Of its requests, as its token says; None = that of the router."""

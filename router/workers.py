@@ -15,7 +15,6 @@ Knows nothing of gRPC or of requests.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -27,11 +26,11 @@ from router.placement import Demand, Obstacle, Placement, WorkerView, place
 from router.placement import readiness as readiness_of
 from router.worker_link import WorkerLink
 from tandem.clock import Clock
-from tandem.errors import HandshakeMismatch, InvalidRequest, Unavailable
+from tandem.errors import HandshakeMismatch, InvalidRequest, Reason, Unavailable
 from tandem.telemetry.logging import get_logger
 from tandem.types import Incarnation, WorkerId, WorkerInfo, WorkerLoad
 
-_REMEMBERED_INCARNATIONS = 1024
+_REMEMBERED_INCARNATIONS = 64
 _TICKS_PER_LEASE = 20
 _LONGEST_TICK_S = 0.25
 
@@ -61,8 +60,11 @@ class Assignment:
 class _Record:
     """What is known of one worker."""
 
-    def __init__(self, info: WorkerInfo, now_s: float) -> None:
+    def __init__(self, info: WorkerInfo, now_s: float, owner: str, replaced: tuple[Incarnation, ...]) -> None:
         self.info = info
+        self.owner = owner
+        self.replaced = replaced[-_REMEMBERED_INCARNATIONS:]
+        """Earlier incarnations, that stay out as long as this one is there."""
         self.load: WorkerLoad | None = None
         self.heard_s = now_s
         self.moved_s = now_s
@@ -79,6 +81,13 @@ class _Record:
     @property
     def connected(self) -> bool:
         return self.link is not None and self.link.connected
+
+    def check_claim(self, info: WorkerInfo, owner: str) -> None:
+        """Raises Unavailable if its name is not to be had by `info`, which says that it is its own."""
+        if owner != self.owner:
+            raise Unavailable(f"worker {info.worker_id} is registered by another identity", Reason.WORKER_ID_TAKEN)
+        if info.incarnation in self.replaced:
+            raise Unavailable(f"a newer incarnation of {info.worker_id} is registered", Reason.WORKER_ID_TAKEN)
 
     def take_load(self, load: WorkerLoad, now_s: float) -> None:
         moved = self.load is None or load.engine_steps != self.load.engine_steps or load.running_seqs == 0
@@ -143,7 +152,6 @@ class Workers:
         self._awake_s = clock.now_s()
         self._records: dict[WorkerId, _Record] = {}
         self._ejections = Ejections()
-        self._superseded: deque[Incarnation] = deque(maxlen=_REMEMBERED_INCARNATIONS)
         self._links: WeakSet[WorkerLink] = WeakSet()
         """Also those of lost workers, until their tasks have ended."""
         self._changed = asyncio.Event()
@@ -159,32 +167,34 @@ class Workers:
 
     # --- what workers tell ---
 
-    def register(self, info: WorkerInfo) -> None:
+    def register(self, info: WorkerInfo, owner: str = "") -> None:
         """Lets a worker in; a newer incarnation of a known name replaces the old at once.
 
-        Raises HandshakeMismatch that names the field in which it differs from this router, and
-        InvalidRequest for an info that lacks something.
+        The one that was replaced stays out until the newer one is gone: else two processes that were given one name
+        would replace each other for ever. `owner`: the identity whose token it brought; nobody else has the name
+        until it is gone. Raises Unavailable for both, HandshakeMismatch that names the field in which it differs from
+        this router, and InvalidRequest for an info that lacks something.
         """
         _check_complete(info)
         for name, ours in self._expected.items():
             if getattr(info, name) != ours:
                 raise HandshakeMismatch(name, ours, getattr(info, name))
-        if info.incarnation in self._superseded:
-            raise Unavailable(f"a newer incarnation of {info.worker_id} is registered")
         known = self._records.get(info.worker_id)
-        if known is not None and known.info.incarnation == info.incarnation:
-            known.heard_s = self._clock.now_s()
-            return
+        replaced: tuple[Incarnation, ...] = ()
         if known is not None:
-            self._superseded.append(known.info.incarnation)
+            known.check_claim(info, owner)
+            if known.info.incarnation == info.incarnation:
+                known.heard_s = self._clock.now_s()
+                return
+            replaced = (*known.replaced, known.info.incarnation)
             self._remove(known, f"worker {info.worker_id} has restarted")
-        record = self._records[info.worker_id] = _Record(info, self._clock.now_s())
+        record = self._records[info.worker_id] = _Record(info, self._clock.now_s(), owner, replaced)
         self._open(record)
 
-    def heartbeat(self, info: WorkerInfo, load: WorkerLoad) -> None:
+    def heartbeat(self, info: WorkerInfo, load: WorkerLoad, owner: str = "") -> None:
         """Renews the lease, or registers a worker again that was removed for its silence. Raises as `register`."""
         self._forgive_standstill()
-        self.register(info)
+        self.register(info, owner)
         record = self._records[info.worker_id]
         record.take_load(load, self._clock.now_s())
         self._judge_engine(record)

@@ -94,6 +94,12 @@ class RouterConfig:
         "how long a request waits, as far as its deadline allows, for workers that are missing or were lost",
         seconds(0, 3600),
     )
+    max_priority: int = option(
+        "max-priority",
+        0,
+        "highest priority that a request may have, unless the token file says otherwise of its token",
+        integer(-(2**31), 2**31 - 1),
+    )
     lease_s: float = _lease()
     drain_grace_s: float = _drain_grace()
     max_receive_bytes: int = _max_receive()

@@ -16,8 +16,8 @@
     │   └── PeerLost            the connection or the peer's process ended
     ├── ConfigError             a bad option or environment variable      exit code 2
     ├── CheckpointError         a model folder that cannot be served      exit code 2
+    ├── InvalidOutput           a worker told what cannot be true         INTERNAL
     └── InternalError           our own bug                               INTERNAL
-        └── InvalidOutput       a worker told what cannot be true
 
 Messages carry ids and numbers, never prompts. The table from class to gRPC status is in
 `tandem/rpc/status.py`; nothing here knows gRPC.
@@ -40,6 +40,7 @@ class Reason(enum.StrEnum):
     NO_CAPABLE_WORKER = "NO_CAPABLE_WORKER"
     WORKER_LOST = "WORKER_LOST"
     DRAINING = "DRAINING"
+    WORKER_ID_TAKEN = "WORKER_ID_TAKEN"
     TLS_FAILED = "TLS_FAILED"
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     TRANSFER_FAILED = "TRANSFER_FAILED"
@@ -50,6 +51,7 @@ class Reason(enum.StrEnum):
     PEER_LOST = "PEER_LOST"
     BAD_CONFIG = "BAD_CONFIG"
     BAD_CHECKPOINT = "BAD_CHECKPOINT"
+    INVALID_OUTPUT = "INVALID_OUTPUT"
     INTERNAL = "INTERNAL"
 
 
@@ -193,9 +195,10 @@ class InternalError(TandemError):
     """Our own bug; the message says where."""
 
 
-class InvalidOutput(InternalError):
+class InvalidOutput(TandemError):
     """A worker told what cannot be true: it is at fault, and another one may do better."""
 
+    reason = Reason.INVALID_OUTPUT
     retryable = True
 
 
@@ -203,6 +206,7 @@ _BY_REASON: Mapping[str, type[TandemError]] = {
     **{each.reason.value: each for each in (*TandemError.__subclasses__(), *TransferError.__subclasses__())},
     Reason.WORKER_LOST.value: Unavailable,
     Reason.DRAINING.value: Unavailable,
+    Reason.WORKER_ID_TAKEN.value: Unavailable,
     Reason.TLS_FAILED.value: Unavailable,
 }
 

@@ -38,6 +38,11 @@ class Validator:
                 "request_id", f"must be printable and at most {self.limits.max_request_id_bytes} bytes"
             )
 
+    def validate_priority(self, priority: int, max_priority: int) -> None:
+        """Not before those that it may not pass; to stand back is free. Raises InvalidRequest."""
+        if priority > max_priority:
+            raise InvalidRequest("priority", f"{priority} is above {max_priority}, the highest for this caller")
+
     def validate_cache_salt(self, cache_salt: str) -> None:
         """Size. Raises InvalidRequest."""
         _at_most("cache_salt", len(cache_salt.encode()), self.limits.max_cache_salt_bytes, "bytes")

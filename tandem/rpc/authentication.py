@@ -1,9 +1,12 @@
 """Bearer tokens: every gRPC call without a valid one is refused before its request is read.
 
-Health is exempt, within `bounds`: it reports only whether to call, and Kubernetes' probes cannot bring a token.
+Handlers learn by `caller_identity` whose token it was. Health is exempt, within `bounds`: it reports only whether to
+call, and Kubernetes' probes cannot bring a token.
 """
 
 from __future__ import annotations
+
+from contextvars import ContextVar
 
 import grpc
 import grpc.aio
@@ -13,10 +16,18 @@ from tandem.rpc import health
 from tandem.rpc.bounds import TokenlessCalls
 from tandem.rpc.handlers import Continuation, Handler
 from tandem.rpc.status import refusal
-from tandem.security.tokens import Tokens
+from tandem.security.tokens import Identity, Tokens
 
 _METADATA_KEY = "authorization"
 _EXEMPT = (f"/{health.SERVICE_NAME}/",)
+_NOBODY = Identity()
+_IDENTITY: ContextVar[Identity] = ContextVar("identity", default=_NOBODY)
+"""Of each call in its own task: gRPC runs interceptors and handler in one."""
+
+
+def caller_identity() -> Identity:
+    """Whose token the call brought that this task answers; that of nobody in particular where none is asked for."""
+    return _IDENTITY.get()
 
 
 class TokenGuard(grpc.aio.ServerInterceptor):
@@ -31,7 +42,9 @@ class TokenGuard(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         """Called by gRPC once per call."""
         shown = _authorization(handler_call_details)
-        if self._tokens.allows(shown):
+        identity = self._tokens.identify(shown)
+        if identity is not None:
+            _IDENTITY.set(identity)
             return await continuation(handler_call_details)
         if handler_call_details.method.startswith(_EXEMPT):
             handler = await continuation(handler_call_details)

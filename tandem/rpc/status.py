@@ -40,6 +40,7 @@ STATUS_CODES: Mapping[type[TandemError], grpc.StatusCode] = {
     errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.InternalError: grpc.StatusCode.INTERNAL,
+    errors.InvalidOutput: grpc.StatusCode.INTERNAL,
 }
 _MAX_MESSAGE_BYTES = 1024
 _MAX_FIELD_BYTES = 256
@@ -90,8 +91,8 @@ def refusal(error: TandemError) -> grpc.RpcMethodHandler[Any, Any]:
 
 
 def needs_mending(error: TandemError) -> bool:
-    """Whether certificates or tokens are at fault: trying again does not help, so somebody must be told."""
-    return error.reason in {Reason.UNAUTHENTICATED, Reason.TLS_FAILED}
+    """Whether certificates, tokens or names are at fault: trying again does not help, so somebody must be told."""
+    return error.reason in {Reason.UNAUTHENTICATED, Reason.TLS_FAILED, Reason.WORKER_ID_TAKEN}
 
 
 def _to_proto(error: TandemError) -> status_pb2.Status:

@@ -23,6 +23,7 @@ from router.faces.kserve.texts import Texts, mark_final, response
 from router.request import Caller
 from tandem.errors import InvalidRequest, Reason, TandemError, Unavailable
 from tandem.foreign import kserve_pb2 as pb
+from tandem.rpc.authentication import caller_identity
 from tandem.rpc.handlers import write_whole
 from tandem.rpc.status import bug_logged
 from tandem.telemetry.logging import get_logger
@@ -40,7 +41,8 @@ _log = get_logger(__name__)
 def caller_of(context: Context, request: InferRequest) -> Caller:
     """Its request's timeout ends it sooner than the call's deadline."""
     given = [each for each in (context.time_remaining(), request.timeout_s) if each is not None]
-    return Caller(min(given, default=None), *trace_of_call(context.invocation_metadata()), context.peer())
+    trace = trace_of_call(context.invocation_metadata())
+    return Caller(min(given, default=None), *trace, context.peer(), caller_identity().max_priority)
 
 
 @dataclass(frozen=True, slots=True)

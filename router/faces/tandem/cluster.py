@@ -12,6 +12,7 @@ from router.status import RouterStatus
 from router.workers import Workers
 from tandem.convert import info_from_proto, load_from_proto, status_to_proto
 from tandem.errors import InvalidRequest
+from tandem.rpc.authentication import caller_identity
 from tandem.security.credentials import Outgoing
 from tandem.telemetry.logging import get_logger
 from tandem.types import Incarnation, WorkerId, WorkerInfo
@@ -44,10 +45,11 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         """One worker's stream. Raises HandshakeMismatch that names the field, InvalidRequest, Unavailable."""
         info = await self._introduction(request_iterator)
         await self._check_address(info)
-        self._workers.register(info)
+        owner = caller_identity().name
+        self._workers.register(info, owner)
         drain = self._drain[info.incarnation] = asyncio.Event()
         try:
-            await self._keep(info, drain, request_iterator, context)
+            await self._keep(info, owner, drain, request_iterator, context)
         finally:
             # A newer stream of the same life may have taken over: then the lease is its own.
             if self._drain.get(info.incarnation) is drain:
@@ -57,6 +59,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def _keep(
         self,
         info: WorkerInfo,
+        owner: str,
         drain: asyncio.Event,
         requests: AsyncIterator[registry_pb2.RegisterRequest],
         context: Context,
@@ -70,7 +73,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             async for request in requests:
                 if request.WhichOneof("message") != "load":
                     raise InvalidRequest("message", "must be load after the first")
-                self._workers.heartbeat(info, load_from_proto(request.load))
+                self._workers.heartbeat(info, load_from_proto(request.load), owner)
         finally:
             orders.cancel()
 

@@ -18,6 +18,7 @@ from tandem.checkpoint import CheckpointInfo
 from tandem.convert import finish_reason_to_proto, logprobs_to_proto
 from tandem.errors import InvalidRequest
 from tandem.limits import Limits
+from tandem.rpc.authentication import caller_identity
 from tandem.sampling import SamplingRequest
 from tandem.telemetry.trace_context import trace_of_call
 from tandem.v1 import inference_pb2 as pb
@@ -103,7 +104,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 def _caller(context: Context) -> Caller:
-    return Caller(context.time_remaining(), *trace_of_call(context.invocation_metadata()), context.peer())
+    trace = trace_of_call(context.invocation_metadata())
+    return Caller(context.time_remaining(), *trace, context.peer(), caller_identity().max_priority)
 
 
 def _read_request(message: pb.GenerateRequest) -> CompletionRequest:

@@ -29,6 +29,7 @@ from tandem.cluster_status import ClusterStatus
 from tandem.config import RouterConfig
 from tandem.foreign import smg_common_pb2, vllm_engine_pb2_grpc
 from tandem.foreign import vllm_engine_pb2 as pb
+from tandem.rpc.authentication import caller_identity
 from tandem.rpc.server import Service
 from tandem.telemetry.trace_context import trace_of_call
 from tandem.types import Role
@@ -71,7 +72,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._last_request_s = time.time()
         with self._entrance.judging():
             completion = read_request(request)
-        caller = Caller(context.time_remaining(), *trace_of_call(context.invocation_metadata()), context.peer())
+        trace = trace_of_call(context.invocation_metadata())
+        caller = Caller(context.time_remaining(), *trace, context.peer(), caller_identity().max_priority)
         with self._aborts.listed(completion.request_id) as abortable:
             async with self._entrance.run(completion, caller) as running:
                 abortable.begin(running)

@@ -130,7 +130,7 @@ class FakeCluster:
         return self.inference.Generate(request, timeout=timeout_s)
 
     def register(
-        self, info: WorkerInfo
+        self, info: WorkerInfo, metadata: grpc.aio.Metadata | None = None
     ) -> grpc.aio.StreamStreamCall[registry_pb2.RegisterRequest, registry_pb2.RegisterResponse]:
         """Begins a Register stream by hand."""
         first = registry_pb2.RegisterRequest(info=info_to_proto(info))
@@ -139,7 +139,7 @@ class FakeCluster:
             yield first
             await self.stop.wait()
 
-        return registry_pb2_grpc.RegistryServiceStub(self.channel).Register(requests())
+        return registry_pb2_grpc.RegistryServiceStub(self.channel).Register(requests(), metadata=metadata)
 
     def completion(self, prompt: Iterable[int], length: int, index: int = 0) -> list[int]:
         """What the fake model says after `prompt` in one choice."""

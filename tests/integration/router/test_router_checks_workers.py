@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tandem.errors import InternalError, InvalidOutput
+from tandem.errors import InvalidOutput
 from tandem.types import FinishReason
 
 PROMPT = (72, 105)
@@ -90,6 +90,6 @@ async def test_where_there_is_no_other_pair_the_caller_is_told_that_it_was_not_t
     first = await call.read()
     decode.say(1, 4_000_000_000)
     error, code, tokens = await cluster.error_of(call)
-    assert (type(error), code) == (InternalError, grpc.StatusCode.INTERNAL)
+    assert (type(error), code) == (InvalidOutput, grpc.StatusCode.INTERNAL)
     assert "d0" in error.message
     assert [*first.token_ids, *tokens] == cluster.completion(PROMPT, 1)

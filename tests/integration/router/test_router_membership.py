@@ -56,7 +56,7 @@ async def test_a_silent_worker_is_forgotten_after_its_lease_and_comes_back(launc
     silent.cancel()
 
 
-async def test_a_new_life_replaces_the_old_at_once_and_the_old_cannot_return(cluster: Any) -> None:
+async def test_a_new_life_replaces_the_old_at_once_and_the_old_cannot_return_beside_it(cluster: Any) -> None:
     _, decode = await cluster.add_pair()
     old = decode.info
     new = dataclasses.replace(old, incarnation=new_incarnation())
@@ -68,6 +68,16 @@ async def test_a_new_life_replaces_the_old_at_once_and_the_old_cannot_return(clu
         await back.read()
     assert "newer incarnation" in error_from_rpc(caught.value).message
     call.cancel()
+
+
+async def test_a_worker_whose_name_another_process_used_for_once_is_back_by_itself(cluster: Any) -> None:
+    _, decode = await cluster.add_pair()
+    other = cluster.register(dataclasses.replace(decode.info, incarnation=new_incarnation(), address="127.0.0.1:1"))
+    await other.read()
+    await cluster.until(lambda: all(view.info != decode.info for view in cluster.router.workers.views()))
+    other.cancel()
+    await cluster.until(lambda: cluster.router.workers.readiness() is None)
+    assert await cluster.read_tokens(cluster.generate(*PROMPT)) == cluster.completion(PROMPT, 8)
 
 
 async def test_a_drained_worker_is_told_and_gets_no_new_work(cluster: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 from router.ejection import FIRST_BACKOFF_S, IN_A_ROW
 from router.placement import Demand, Obstacle
 from router.workers import Workers
-from tandem.errors import HandshakeMismatch, InvalidRequest, Unavailable
+from tandem.errors import HandshakeMismatch, InvalidRequest, Reason, Unavailable
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo
 from tests.manual_clock import ManualClock
 
@@ -90,6 +90,41 @@ def test_a_new_incarnation_replaces_the_old_at_once_and_for_good(
         workers.heartbeat(old, load())
     workers.deregister(old)
     assert [view.info for view in workers.views()] == [new]
+
+
+def test_a_worker_whose_name_another_process_used_is_back_once_that_one_is_gone(
+    workers: Workers, events: list[tuple[str, str]], info: Any, load: Any
+) -> None:
+    mine = info(Role.DECODE, "d")
+    other, third = (replace(mine, incarnation=Incarnation(f"d-life-{number}")) for number in (2, 3))
+    workers.heartbeat(mine, load())
+    workers.register(other)
+    workers.register(third)
+    for refused in (mine, other):
+        with pytest.raises(Unavailable, match="newer incarnation of d is registered") as told:
+            workers.heartbeat(refused, load())
+        assert told.value.reason is Reason.WORKER_ID_TAKEN
+    workers.deregister(mine)
+    workers.deregister(third)
+    workers.heartbeat(mine, load())
+    assert [view.info for view in workers.views()] == [mine]
+    assert [name for name, _ in events] == ["added", "lost"] * 3 + ["added"]
+
+
+def test_a_name_belongs_to_the_identity_that_registered_it_until_that_is_gone(
+    workers: Workers, info: Any, load: Any
+) -> None:
+    mine = info(Role.DECODE, "d")
+    stranger = replace(mine, incarnation=Incarnation("d-life-2"))
+    workers.heartbeat(mine, load(), "ours")
+    for claim in (stranger, mine):
+        with pytest.raises(Unavailable, match="worker d is registered by another identity") as told:
+            workers.heartbeat(claim, load(), "theirs")
+        assert told.value.reason is Reason.WORKER_ID_TAKEN
+    assert [view.info for view in workers.views()] == [mine]
+    workers.deregister(mine)
+    workers.heartbeat(stranger, load(), "theirs")
+    assert [view.info for view in workers.views()] == [stranger]
 
 
 @pytest.mark.parametrize("field", ["model", "config_fingerprint"])

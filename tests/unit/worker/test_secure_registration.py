@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tandem.errors import Reason, Unavailable
 from tandem.rpc.server import RpcServer, Service
 from tandem.security.credentials import Incoming, Outgoing
 from tandem.security.tokens import Tokens
@@ -36,8 +37,8 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
 
 
 @asynccontextmanager
-async def router(incoming: Incoming) -> AsyncIterator[tuple[Registry, int]]:
-    registry = Registry()
+async def router(incoming: Incoming, registry: Registry | None = None) -> AsyncIterator[tuple[Registry, int]]:
+    registry = registry or Registry()
     service = Service(
         "tandem.v1.RegistryService",
         lambda server: registry_pb2_grpc.add_RegistryServiceServicer_to_server(registry, server),
@@ -101,6 +102,30 @@ async def test_a_worker_with_a_wrong_token_says_so_and_registers_once_it_is_mend
         assert not registry.registered.is_set()
         replace_file(wrong, f"{TOKEN}\n".encode())
 
+        await asyncio.wait_for(registry.registered.wait(), TIMEOUT_S)
+
+
+class FullRegistry(Registry):
+    """One in which the worker's name is taken until it is given up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given_up = False
+
+    async def Register(  # noqa: N802
+        self, requests: AsyncIterator[registry_pb2.RegisterRequest], context: object
+    ) -> AsyncIterator[registry_pb2.RegisterResponse]:
+        if not self.given_up:
+            raise Unavailable("worker w is registered by another identity", Reason.WORKER_ID_TAKEN)
+        async for answer in super().Register(requests, context):
+            yield answer
+
+
+async def test_a_worker_whose_name_is_taken_says_so_and_registers_once_it_is_free(warnings: Any) -> None:
+    registry = FullRegistry()
+    async with router(Incoming(), registry) as (_, port), worker(f"{LOOPBACK}:{port}", Outgoing()):
+        assert await warnings("registered by another identity")
+        registry.given_up = True
         await asyncio.wait_for(registry.registered.wait(), TIMEOUT_S)
 
 

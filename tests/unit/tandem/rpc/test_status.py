@@ -37,6 +37,8 @@ ERRORS: list[TandemError] = [
     errors.PeerLost("prefill-0"),
     errors.ConfigError("--listen", "in use"),
     errors.CheckpointError("config.json: vocab_size"),
+    errors.InvalidOutput("worker d told a token beyond the vocabulary"),
+    errors.Unavailable("worker d is registered", Reason.WORKER_ID_TAKEN),
     errors.InternalError("at step 3, with ümlaut"),
 ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.security.tokens import Tokens
+from tandem.security.tokens import Identity, Tokens
 from tests.pki import OTHER_TOKEN, TOKEN, Pki, replace_file
 
 
@@ -48,6 +48,16 @@ def test_anything_else_is_not(pki: Pki, header: str | None) -> None:
     assert not Tokens(pki.tokens(TOKEN)).allows(header)
 
 
+def test_a_token_is_of_the_identity_that_its_line_names(pki: Pki) -> None:
+    unnamed = "a-token-without-words"
+    tokens = Tokens(pki.tokens(f"{TOKEN} name=batch max-priority=-1", f"{OTHER_TOKEN}\tmax-priority=9", unnamed))
+    assert tokens.identify(f"Bearer {TOKEN}") == Identity("batch", -1)
+    assert tokens.identify(basic(f":{OTHER_TOKEN}")) == Identity("", 9)
+    assert tokens.identify(f"Bearer {unnamed}") == Identity()
+    assert tokens.identify(f"Bearer {TOKEN} name=batch") is None
+    assert tokens.bearer() == f"Bearer {TOKEN}"
+
+
 def test_the_first_token_is_what_this_process_brings(pki: Pki) -> None:
     assert Tokens(pki.tokens(OTHER_TOKEN, TOKEN)).bearer() == f"Bearer {OTHER_TOKEN}"
 
@@ -81,6 +91,11 @@ def test_an_emptied_file_keeps_the_old_tokens(pki: Pki) -> None:
         (b"# only a comment\n", "holds no token"),
         (b"short\n", "line 1"),
         (f"{TOKEN}\nwith a blank inside it\n".encode(), "line 2"),
+        (f"{TOKEN} name=\n".encode(), "line 1"),
+        (f"{TOKEN} name=two words\n".encode(), "line 1"),
+        (f"{TOKEN} max-priority=high\n".encode(), "line 1"),
+        (f"{TOKEN} max-priority=123456789012\n".encode(), "line 1"),
+        (f"{TOKEN} colour=red\n".encode(), "line 1"),
         (b"\xff\xfe\x00not-a-text-file-at-all", "line 1"),
         (b"#" * 70_000, "longer than"),
     ],
