@@ -1,6 +1,7 @@
 """`tandem serve`: a router and its workers as supervised child processes.
 
 start   router → its address → workers → health SERVING → `ready HOST:PORT` on stdout
+keep    a child that ends, whatever its code, or stands still is replaced
 stop    router (NOT_SERVING at once, finishes what runs) → workers → exit 0
 second signal, or this process killed: every child ends at once
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from cli.command import Subparsers, add_command
 from cli.launch import launch_command
-from cli.supervisor import Child, RestartPolicy, Supervisor
+from cli.supervisor import START_TIMEOUT_S, Child, RestartPolicy, Supervisor
 from tandem import progress
 from tandem.client import AsyncClient
 from tandem.clock import MonotonicClock
@@ -29,8 +30,6 @@ from tandem.security.options import client_side
 from tandem.telemetry.logging import configure_logging
 from tandem.telemetry.stderr_lines import write_line
 
-START_TIMEOUT_S = 600.0
-"""A large checkpoint on a slow disk takes minutes."""
 STOP_MARGIN_S = 5.0
 """On top of a child's own drain grace, before it is killed."""
 _ADMIN_LISTEN = "127.0.0.1:0"
@@ -45,9 +44,9 @@ def add_parser(subparsers: Subparsers) -> None:
         "serve",
         run,
         "router and workers as supervised child processes on this machine",
-        "Prints `ready HOST:PORT` on stdout once it can serve; everything else goes to stderr. Workers that die are "
-        "restarted. Ctrl-C or SIGTERM finishes running requests, a second one ends at once. The cores that this "
-        "process may use are divided among the workers (--threads N gives each N threads instead).",
+        "Prints `ready HOST:PORT` on stdout once it can serve; everything else goes to stderr. A process that ends or "
+        "stands still is replaced. Ctrl-C or SIGTERM finishes running requests, a second one ends at once. The cores "
+        "that this process may use are divided among the workers (--threads N gives each N threads instead).",
     )
     add_arguments(parser, ServeConfig)
 
@@ -63,7 +62,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 async def _serve(config: ServeConfig, stop: StopSignal) -> None:
     async with asyncio.TaskGroup() as tasks:
-        server = _Server(config, tasks, stop)
+        server = _Server(config, tasks)
         stop.on_abort(server.kill)
         start = tasks.create_task(server.start(), name="start")
         await stop.wait()
@@ -74,10 +73,9 @@ async def _serve(config: ServeConfig, stop: StopSignal) -> None:
 class _Server:
     """The children, in the order in which they start and stop."""
 
-    def __init__(self, config: ServeConfig, tasks: asyncio.TaskGroup, stop: StopSignal) -> None:
+    def __init__(self, config: ServeConfig, tasks: asyncio.TaskGroup) -> None:
         self._config = config
         self._tasks = tasks
-        self._stop = stop
         self._cores = usable_cores()
         device = config.decode_worker.device
         # As the workers will decide (`engine.loading.resolve_device`), told from device files: no torch here.
@@ -96,7 +94,7 @@ class _Server:
             for spec in worker_specs(self._config, self._cores, address, on_gpu=self._on_gpu):
                 self._workers.append(self._supervise(spec, partial(self._start_child, spec)))
             counting = [self._tasks.create_task(_call_when_ready(worker, started)) for worker in self._workers]
-            async with AsyncClient(address, security=client_side(self._config.router.security)) as client:
+            async with self._connect(self._router_listen) as client:
                 await client.wait_ready(START_TIMEOUT_S)
             for each in counting:  # one that left before it was ready is not waited for
                 each.cancel()
@@ -115,14 +113,13 @@ class _Server:
                 supervisor.kill()
 
     def _supervise(self, spec: ChildSpec, start: Callable[[], Child]) -> Supervisor:
-        supervisor = Supervisor(spec.name, start, RestartPolicy(MonotonicClock()), spec.stop_grace_s)
-        self._tasks.create_task(self._keep(supervisor), name=f"keep-{spec.name}")
+        policy = RestartPolicy(MonotonicClock())
+        supervisor = Supervisor(spec.name, start, self._connect, policy, spec.stop_grace_s)
+        self._tasks.create_task(supervisor.run(), name=f"keep-{spec.name}")
         return supervisor
 
-    async def _keep(self, supervisor: Supervisor) -> None:
-        await supervisor.run()
-        if supervisor is self._router:  # stopped, or drained by an operator: workers alone serve nothing
-            self._stop.requested.set()
+    def _connect(self, address: str) -> AsyncClient:
+        return AsyncClient(local_address(address), security=client_side(self._config.router.security))
 
     def _router_spec(self) -> ChildSpec:
         return router_spec(self._config, self._cores, self._router_listen)

@@ -1,9 +1,11 @@
 """Keeps one child of `tandem serve` alive, from its first start to its ordered end.
 
     starting → ready → exited → (delay) → starting …     `run`, until the policy says otherwise
+                 └─ frozen: SIGKILL ─┘
     any state → stopping → ended                         `stop`: SIGTERM, grace, SIGKILL
 
-`Supervisor` knows neither what the child is nor how it is started; whether to restart is `RestartPolicy`'s.
+`Supervisor` knows neither what the child is nor how it is started; whether to restart is `RestartPolicy`'s, whether
+it is frozen `liveness`'s.
 """
 
 from __future__ import annotations
@@ -11,16 +13,20 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import IO
 
+from cli.liveness import CHECK_S, FROZEN_GRACE_S, HealthClient, Sign, sign_of_life, until_frozen
 from tandem.clock import Clock
 from tandem.errors import ConfigError, Unavailable
-from tandem.rpc.process import EXIT_BAD_CONFIG, EXIT_OK
+from tandem.rpc.process import EXIT_BAD_CONFIG
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
 
+START_TIMEOUT_S = 600.0
+"""A large checkpoint on a slow disk takes minutes."""
 _LINE_LIMIT_BYTES = 1024 * 1024
 _READY = "ready "
 
@@ -82,11 +88,10 @@ class Child:
 class RestartPolicy:
     """When a child that ended is started again, and when there is no point.
 
-    exit 0, unasked      it left on request (Drain): not started again
-    exit 2               its options or its model are wrong: the whole server gives up
-    never ready before   gives up after `max_failed_starts` in a row
-    otherwise            again, after a delay that doubles up to a cap, and starts over once the
-                         child has been ready for `healthy_after_s`
+    never ready before   exit 2: its options or its model are wrong, the whole server gives up;
+                         otherwise after `max_failed_starts` in a row
+    ready before         always again, whatever its code: after a delay that doubles up to a cap, and
+                         starts over once the child has been ready for `healthy_after_s`
     """
 
     clock: Clock
@@ -113,11 +118,9 @@ class RestartPolicy:
         Negative codes are signals.
         """
         ready_at_s, self._ready_at_s = self._ready_at_s, None
-        if returncode in (EXIT_OK, EXIT_BAD_CONFIG):
-            return None
         if not self._was_ever_ready:
             self._failed_starts += 1
-            if self._failed_starts >= self.max_failed_starts:
+            if returncode == EXIT_BAD_CONFIG or self._failed_starts >= self.max_failed_starts:
                 return None
         if ready_at_s is not None and self.clock.now_s() - ready_at_s >= self.healthy_after_s:
             self._next_delay_s = self.first_delay_s
@@ -129,12 +132,29 @@ class RestartPolicy:
 class Supervisor:
     """One child's keeper. `run` is a task of the caller's; the other calls come from other tasks."""
 
-    def __init__(self, name: str, start: Callable[[], Child], policy: RestartPolicy, stop_grace_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], Child],
+        connect: Callable[[str], AbstractAsyncContextManager[HealthClient]],
+        policy: RestartPolicy,
+        stop_grace_s: float,
+        *,
+        check_s: float = CHECK_S,
+        frozen_grace_s: float = FROZEN_GRACE_S,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        """`connect` makes what asks a child at HOST:PORT for its health, from its being ready to its end."""
         self.name = name
         self._stop_grace_s = stop_grace_s
+        self._frozen_grace_s = frozen_grace_s
+        self._start_timeout_s = start_timeout_s
+        self._check_s = check_s
         self._start = start
+        self._connect = connect
         self._policy = policy
         self._child: Child | None = None
+        self._client: HealthClient | None = None
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -144,7 +164,7 @@ class Supervisor:
         return await asyncio.shield(self._address)
 
     async def run(self) -> None:
-        """Returns when the child was stopped or left on request.
+        """Returns when the child was stopped.
 
         Raises ConfigError with the child's last words if it refuses its options, Unavailable if it
         never gets ready. Cancelled, it kills the child.
@@ -158,14 +178,19 @@ class Supervisor:
             self._ended.set()
 
     async def stop(self) -> None:
-        """Asks the child to drain, kills it after its grace, returns when it has ended. Idempotent."""
+        """Asks the child to drain, kills it after its grace, returns when it has ended. Idempotent.
+
+        The grace is for what the child has begun: one that gives no sign of life gets little.
+        """
         self._stopping.set()
+        drains = self._client is not None and await sign_of_life(self._client) is not Sign.NONE
+        grace_s = self._stop_grace_s if drains else self._frozen_grace_s
         if self._child is not None:
             self._child.terminate()
         try:
-            await asyncio.wait_for(self._ended.wait(), self._stop_grace_s)
+            await asyncio.wait_for(self._ended.wait(), grace_s)
         except TimeoutError:
-            _log.warning("killing a child that does not end", child=self.name, grace_s=self._stop_grace_s)
+            _log.warning("killing a child that does not end", child=self.name, grace_s=grace_s)
             self.kill()
             await self._ended.wait()
 
@@ -178,30 +203,52 @@ class Supervisor:
     async def _one_life(self) -> int:
         child = self._child = self._start()
         try:
-            address = await child.ready()
-            if address is not None:
-                self._policy.became_ready()
-                if not self._address.done():
-                    self._address.set_result(address)
-                _log.info("child ready", child=self.name, address=address)
-            return await child.wait()
+            address = await self._ready_address(child)
+            if address is None:
+                return await child.wait()
+            self._policy.became_ready()
+            if not self._address.done():
+                self._address.set_result(address)
+            _log.info("child ready", child=self.name, address=address)
+            return await self._serving_life(child, address)
         except asyncio.CancelledError:
             child.kill()
             await child.wait()
             raise
 
+    async def _ready_address(self, child: Child) -> str | None:
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                return await child.ready()
+        except TimeoutError:
+            _log.warning("killing a child that does not get ready", child=self.name, after_s=self._start_timeout_s)
+            child.kill()
+            return None
+
+    async def _serving_life(self, child: Child, address: str) -> int:
+        async with self._connect(address) as self._client:
+            watch = asyncio.create_task(self._kill_if_frozen(child, self._client), name=f"watch-{self.name}")
+            try:
+                return await child.wait()
+            finally:
+                self._client = None
+                watch.cancel()
+                await asyncio.wait({watch})
+
+    async def _kill_if_frozen(self, child: Child, client: HealthClient) -> None:
+        await until_frozen(client, self._stop_grace_s, self._check_s)
+        _log.warning("killing a child that gives no sign of life", child=self.name)
+        child.kill()
+
     async def _goes_on(self, returncode: int) -> bool:
-        """Waits for the restart's time; False if the child left on request, or a stop came first."""
+        """Waits for the restart's time; False if a stop came first."""
         delay_s = self._policy.restart_delay_s(returncode)
         if delay_s is None:
-            if returncode != EXIT_OK:
-                words = self._child.last_words.removeprefix("tandem: ") if self._child else ""
-                if returncode == EXIT_BAD_CONFIG:
-                    raise ConfigError(self.name, words)
-                raise Unavailable(f"{self.name} exits with code {returncode} before it is ready: {words}")
-            _log.info("child left", child=self.name)
-            return False
-        _log.warning("child died", child=self.name, code=returncode, restart_in_s=delay_s)
+            words = self._child.last_words.removeprefix("tandem: ") if self._child else ""
+            if returncode == EXIT_BAD_CONFIG:
+                raise ConfigError(self.name, words)
+            raise Unavailable(f"{self.name} exits with code {returncode} before it is ready: {words}")
+        _log.warning("child ended", child=self.name, code=returncode, restart_in_s=delay_s)
         try:
             await asyncio.wait_for(self._stopping.wait(), delay_s)
         except TimeoutError:

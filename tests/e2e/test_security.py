@@ -291,4 +291,4 @@ def test_a_worker_whose_certificate_cannot_be_read_ends_with_code_2(pki: Pki) ->
 def test_the_cluster_lost_nobody_on_the_way(cluster: Cluster, pki: Pki, tokens: str) -> None:
     with Client(cluster.target, security=pki.client(pki.issue("a-client"), tokens)) as client:
         assert eventually(lambda: sum(worker.connected for worker in client.status().workers) == 2)
-    assert not [line for line in cluster.log if "child died" in line or "worker lost" in line]
+    assert not [line for line in cluster.log if "child ended" in line or "worker lost" in line]

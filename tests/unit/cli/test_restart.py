@@ -41,18 +41,14 @@ def test_a_short_life_does_not(policy: RestartPolicy, clock: ManualClock) -> Non
 
 
 def test_a_bad_config_gives_up_at_once(policy: RestartPolicy) -> None:
-    policy.became_ready()
     assert policy.restart_delay_s(2) is None
 
 
-def test_a_child_that_exits_cleanly_has_left(policy: RestartPolicy) -> None:
-    assert policy.restart_delay_s(0) is None
+@pytest.mark.parametrize("code", [0, 1, 2, KILLED])
+def test_what_was_ready_once_is_started_again_whatever_its_code(policy: RestartPolicy, code: int) -> None:
+    policy.became_ready()
+    assert [policy.restart_delay_s(code) for _ in range(10)] == [1, 2, 4] + [5] * 7
 
 
 def test_a_child_that_never_gets_ready_is_given_up(policy: RestartPolicy) -> None:
     assert [policy.restart_delay_s(1) for _ in range(3)] == [1, 2, None]
-
-
-def test_a_child_that_was_ready_once_is_never_given_up(policy: RestartPolicy) -> None:
-    policy.became_ready()
-    assert None not in {policy.restart_delay_s(1) for _ in range(10)}

@@ -1,10 +1,12 @@
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Self
 
 import pytest
 
 from cli.supervisor import RestartPolicy, Supervisor
-from tandem.errors import ConfigError, Unavailable
+from tandem.errors import ConfigError, DeadlineExceeded, Unavailable
+from tandem.rpc.health import LIVENESS
 from tests.manual_clock import ManualClock
 
 DEADLINE_S = 20.0
@@ -64,15 +66,49 @@ class Nursery:
         return self._born.empty()
 
 
+class FakeHealth:
+    """The health of whatever child is asked."""
+
+    def __init__(self) -> None:
+        self.frozen = False
+        self.asked = asyncio.Event()
+        self.is_open = False
+
+    def connect(self, address: str) -> Self:
+        return self
+
+    async def __aenter__(self) -> Self:
+        self.is_open = True
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.is_open = False
+
+    async def serving(self, service: str, *, timeout_s: float) -> bool:
+        assert service == LIVENESS
+        assert self.is_open
+        self.asked.set()
+        if self.frozen:
+            raise DeadlineExceeded(f"no answer in {timeout_s:g} s")
+        return True
+
+
+@pytest.fixture
+async def health() -> FakeHealth:
+    return FakeHealth()
+
+
 @pytest.fixture
 def nursery() -> Nursery:
     return Nursery()
 
 
 @pytest.fixture
-async def supervisor(nursery: Nursery) -> Supervisor:
+async def supervisor(nursery: Nursery, health: FakeHealth) -> Supervisor:
     policy = RestartPolicy(ManualClock(), first_delay_s=0, max_failed_starts=2)
-    return Supervisor("decode-0", nursery.start, policy, stop_grace_s=0.05)
+    return Supervisor(
+        "decode-0", nursery.start, health.connect, policy, stop_grace_s=DEADLINE_S, check_s=0.001, frozen_grace_s=0.05
+    )
 
 
 @pytest.fixture
@@ -118,11 +154,49 @@ async def test_a_child_that_never_gets_ready_ends_it(nursery: Nursery, running: 
         await asyncio.wait_for(running, DEADLINE_S)
 
 
-async def test_a_child_that_left_on_request_is_not_started_again(nursery: Nursery, running: asyncio.Task[None]) -> None:
+@pytest.mark.parametrize("code", [0, 1, 2])
+async def test_a_child_that_was_ready_is_replaced_whatever_its_code(
+    nursery: Nursery, running: asyncio.Task[None], code: int
+) -> None:
+    for _ in range(3):
+        child = await nursery.next_child()
+        child.become_ready("127.0.0.1:1")
+        child.exit(code)
+    await nursery.next_child()
+
+
+async def test_a_frozen_child_is_killed_and_replaced(
+    nursery: Nursery, health: FakeHealth, running: asyncio.Task[None]
+) -> None:
+    frozen = await nursery.next_child()
+    frozen.become_ready("127.0.0.1:1")
+    await asyncio.wait_for(health.asked.wait(), DEADLINE_S)
+    assert frozen.signals == []
+    health.frozen = True
+    successor = await nursery.next_child()
+    assert frozen.signals == ["KILL"]
+    assert successor.signals == []
+
+
+async def test_a_child_that_does_not_get_ready_in_time_is_killed(nursery: Nursery, health: FakeHealth) -> None:
+    policy = RestartPolicy(ManualClock(), first_delay_s=0, max_failed_starts=1)
+    supervisor = Supervisor("decode-0", nursery.start, health.connect, policy, DEADLINE_S, start_timeout_s=0.01)
+    with pytest.raises(Unavailable, match="code -9 before it is ready"):
+        await asyncio.wait_for(supervisor.run(), DEADLINE_S)
+    assert (await nursery.next_child()).signals == ["KILL"]
+
+
+async def test_a_frozen_child_does_not_get_the_grace_of_one_that_drains(
+    nursery: Nursery, health: FakeHealth, running: asyncio.Task[None], supervisor: Supervisor
+) -> None:
     child = await nursery.next_child()
+    child.stubborn = True
     child.become_ready("127.0.0.1:1")
-    child.exit(0)
-    await asyncio.wait_for(running, DEADLINE_S)
+    await asyncio.wait_for(health.asked.wait(), DEADLINE_S)
+    health.frozen = True
+    await asyncio.wait_for(supervisor.stop(), DEADLINE_S / 2)
+    assert child.signals[0] in {"TERM", "KILL"}
+    assert child.signals[-1] == "KILL"
     assert nursery.is_empty
 
 
@@ -137,19 +211,21 @@ async def test_stop_asks_once_and_does_not_restart(
     assert nursery.is_empty
 
 
-async def test_stop_kills_a_child_that_does_not_end(
-    nursery: Nursery, supervisor: Supervisor, running: asyncio.Task[None]
-) -> None:
+async def test_stop_kills_a_child_that_does_not_end(nursery: Nursery, health: FakeHealth) -> None:
+    supervisor = Supervisor("decode-0", nursery.start, health.connect, RestartPolicy(ManualClock()), stop_grace_s=0.05)
+    running = asyncio.create_task(supervisor.run())
     child = await nursery.next_child()
     child.stubborn = True
+    child.become_ready("127.0.0.1:1")
+    await asyncio.wait_for(health.asked.wait(), DEADLINE_S)
     await supervisor.stop()
     await asyncio.wait_for(running, DEADLINE_S)
     assert child.signals == ["TERM", "KILL"]
 
 
-async def test_stop_cuts_the_delay_before_a_restart_short(nursery: Nursery) -> None:
+async def test_stop_cuts_the_delay_before_a_restart_short(nursery: Nursery, health: FakeHealth) -> None:
     policy = RestartPolicy(ManualClock(), first_delay_s=1000, max_delay_s=1000)
-    supervisor = Supervisor("decode-0", nursery.start, policy, stop_grace_s=DEADLINE_S)
+    supervisor = Supervisor("decode-0", nursery.start, health.connect, policy, stop_grace_s=DEADLINE_S)
     running = asyncio.create_task(supervisor.run())
     child = await nursery.next_child()
     child.become_ready("127.0.0.1:1")
