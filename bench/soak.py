@@ -95,7 +95,7 @@ def run_round(number: int, seed: int, storm_s: float, kinds: Sequence[Kind]) -> 
     print(title, flush=True)
     with serve("demo", *chosen.options) as cluster, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         rng = random.Random(f"{seed}/{number}")
-        account = runner.run(Round(title, cluster, 2 * chosen.workers, kinds, rng).run(storm_s))
+        account = runner.run(Round(title, cluster, chosen.workers, kinds, rng).run(storm_s))
         return replace(account, violations=(*account.violations, *_stop(cluster)))
 
 

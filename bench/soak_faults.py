@@ -19,8 +19,9 @@ from tandem.client import AsyncClient
 from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
 
-_PAUSE_S = (0.2, 2.0)
-"""Between two faults."""
+_LEAST_PAUSE_S = 0.2
+_MOST_PAUSE_S = 8.0
+"""Between two faults at one worker of each role: a process needs seconds to come back. Of several, sooner."""
 _WORKER_FREEZE_S = (0.2, 7.0)
 """Shorter and longer than a lease."""
 _ROUTER_FREEZE_S = (0.2, 2.0)
@@ -36,13 +37,15 @@ class Faults:
     def __init__(
         self,
         serve_pid: int,
+        num_workers: int,
         operator: AsyncClient,
         proxies: Sequence[ResettingProxy],
         rng: Random,
         say: Callable[[str], None],
     ) -> None:
-        """`say` hears of each fault as it is done."""
+        """`num_workers` of each role; `say` hears of each fault as it is done."""
         self._serve_pid = serve_pid
+        self._most_pause_s = _MOST_PAUSE_S / num_workers
         self._operator = operator
         self._proxies = proxies
         self._rng = rng
@@ -57,7 +60,7 @@ class Faults:
         acts = {self._kill: 4, self._stop: 2, self._freeze: 4, self._drain: 1, self._reset: 4}
         acts |= {self._kill_router: 1, self._freeze_router: 1}
         while True:
-            await asyncio.sleep(self._rng.uniform(*_PAUSE_S))
+            await asyncio.sleep(self._rng.uniform(_LEAST_PAUSE_S, self._most_pause_s))
             (act,) = self._rng.choices(list(acts), list(acts.values()))
             await act()
 

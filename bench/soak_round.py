@@ -91,10 +91,10 @@ class Lately:
 class Round:
     """Makes the account of one cluster. Use once."""
 
-    def __init__(self, title: str, cluster: Cluster, num_workers: int, kinds: Sequence[Kind], rng: Random) -> None:
+    def __init__(self, title: str, cluster: Cluster, workers_each: int, kinds: Sequence[Kind], rng: Random) -> None:
         self._title = title
         self._cluster = cluster
-        self._num_workers = num_workers
+        self._workers_each = workers_each
         self._kinds = kinds
         self._rng = rng
         self._clock = MonotonicClock()
@@ -152,14 +152,15 @@ class Round:
 
     async def _missing(self, operator: AsyncClient) -> str:
         """What is wrong with the fleet once it has had its time to come back; empty = all workers serve."""
+        num_workers = 2 * self._workers_each
         end_s = self._clock.now_s() + _WHOLE_WITHIN_S
         while True:
             try:
                 workers = (await operator.status(timeout_s=_STATUS_TIMEOUT_S)).workers
                 states = {each.info.worker_id: each.state for each in workers}
-                if list(states.values()) == ["serving"] * self._num_workers:
+                if list(states.values()) == ["serving"] * num_workers:
                     return ""
-                why = f"{self._num_workers} workers should serve: {states}"
+                why = f"{num_workers} workers should serve: {states}"
             except TandemError as error:
                 why = f"no status: {error.message}"
             if self._clock.now_s() > end_s:
@@ -196,7 +197,9 @@ class Round:
         clients: Sequence[AsyncClient],
     ) -> None:
         fault_rng = Random(self._rng.random())
-        faults = Faults(self._cluster.process.pid, operator, list(proxies.values()), fault_rng, self.say)
+        faults = Faults(
+            self._cluster.process.pid, self._workers_each, operator, list(proxies.values()), fault_rng, self.say
+        )
         going = asyncio.Event()
         going.set()
         async with asyncio.TaskGroup() as watching:

@@ -188,7 +188,7 @@ async def test_what_a_cancelled_storm_froze_goes_on(tmp_path: Path) -> None:
     said: list[str] = []
     with waiting_program(tmp_path, "decode_worker", "--worker-id=decode-0") as worker:
         operator = AsyncClient("127.0.0.1:1")
-        faults = Faults(os.getpid(), operator, [], Random(1), said.append)
+        faults = Faults(os.getpid(), 1, operator, [], Random(1), said.append)
         freezing = asyncio.create_task(faults._frozen("freeze", ("decode-0", worker.pid), 60.0))
         assert await asyncio.to_thread(eventually, lambda: is_stopped(worker.pid))
         freezing.cancel()
