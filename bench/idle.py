@@ -45,7 +45,7 @@ from tandem.checkpoint import read_checkpoint, resolve_model
 from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
 from tandem.limits import Limits
-from tandem.types import FinishReason, Handle, Incarnation, RequestId, SamplingParams, TokenId
+from tandem.types import FinishReason, Handle, Incarnation, RequestId, SamplingParams, TokenId, WaitReason
 from tandem.validation import Validator
 
 NUM_SEQS = (1, 16, 64)
@@ -108,6 +108,12 @@ class Router:
 
     def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
         """There is room for it."""
+
+    def prefill_started(self, handle: Handle) -> None:
+        """Does not come: the decode worker computes prompts."""
+
+    def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
+        """All of it is under way."""
 
     def prefill_done(self, handle: Handle, *_: Any, **__: Any) -> None:
         """It has its first token, or is about to get it."""

@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from decode_worker.scheduler import StepLimits
@@ -36,7 +36,16 @@ from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
 from tandem.limits import Limits
 from tandem.telemetry.observers import WorkerObserver
-from tandem.types import FinishReason, GroupSpec, Handle, RequestId, SamplingParams, TokenId, new_incarnation
+from tandem.types import (
+    FinishReason,
+    GroupSpec,
+    Handle,
+    RequestId,
+    SamplingParams,
+    TokenId,
+    WaitReason,
+    new_incarnation,
+)
 from tandem.validation import Validator
 
 BOUND_MS = 100.0
@@ -68,6 +77,12 @@ class Port:
         """The decode worker made room."""
         self.ticket, self.kv_endpoint = ticket, kv_endpoint
         self._news.set()
+
+    def prefill_started(self, handle: Handle) -> None:
+        """Its first chunk is being computed."""
+
+    def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
+        """Between two stages."""
 
     def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
         """The first token follows."""
@@ -109,7 +124,8 @@ class Pair:
         self.decode.reserve(port, handle, spec, local_prefill)
         await port.until(lambda: port.ticket is not None)
         if not local_prefill:
-            self.prefill.prefill(port, handle, spec, port.ticket or b"", port.kv_endpoint)
+            self.prefill.prefill(port, handle, spec)
+            self.prefill.grant(port, handle, port.ticket or b"", port.kv_endpoint)
         await stage(port)
         released_s = time.perf_counter()
         self.decode.release(port, handle)

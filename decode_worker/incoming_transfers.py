@@ -14,7 +14,7 @@ A block leaves quarantine only when the receiver says that its writer has stoppe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,10 +38,9 @@ class TransferPolicy:
     ticket_s: float = 15.0
     """From the ticket to its being shown."""
     handoff_s: float = 900.0
-    """From the ticket to the commit, most of which a prompt may spend in the prefill worker's queue.
+    """From the ticket to the commit: the prompt's computation, which has begun, and the transfer.
 
-    Reached only where that worker forgets the prompt and goes on with others: of an idle one the
-    router hears the silence, and releases."""
+    Reached only where the prefill worker says of a prompt that it is under way and never ends it."""
 
 
 class TransferOwner(Protocol):
@@ -79,6 +78,9 @@ class IncomingTransfers:
 
     def __len__(self) -> int:
         return len(self._transfers)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._transfers)
 
     @property
     def num_seqs(self) -> int:

@@ -20,6 +20,7 @@ or stall, on a pool too small for them, until everybody has ended.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from decode_worker.scheduler import StepLimits
@@ -52,6 +53,9 @@ class ReservationQueue:
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._queue)
 
     @property
     def num_seqs(self) -> int:

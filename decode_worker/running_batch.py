@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -18,8 +18,9 @@ from decode_worker.scheduler import StepLimits, StepPlan, plan_step
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
 from engine.step import BlockCopy, ScheduledSeq, Step
-from tandem.types import BlockId
+from tandem.types import BlockId, WaitReason
 from worker.request import Request
+from worker.waits import Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,24 @@ class RunningBatch:
     def is_settled(self) -> bool:
         """Whether no request is here, and no step is in flight."""
         return not self._requests and not self.releases.num_in_flight
+
+    def running_waits(self) -> Iterator[Wait]:
+        """Running requests whose prompts are computed, again or for the first time, or that lack blocks to go on."""
+        for request in self._running:
+            if request.group.num_remaining_tokens > request.group.num_seats:
+                yield request, WaitReason.PROMPT
+            elif request.group.num_missing_blocks(self._pool):
+                yield request, WaitReason.ROOM
+
+    def line_waits(self) -> Iterator[Wait]:
+        """Requests without a seat."""
+        for request in self._waiting:
+            if request.group.holds_blocks:
+                yield request, WaitReason.SEAT
+            elif request.started_s is None:
+                yield request, WaitReason.ROOM
+            else:
+                yield request, WaitReason.PREEMPTED
 
     def join(self, request: Request) -> None:
         """It waits for its first step here; it brings its blocks, if it has any."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from decode_worker.incoming_transfers import IncomingTransfers, TransferPolicy
@@ -31,11 +31,12 @@ from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Overl
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import WorkerObserver
 from tandem.telemetry.trace_context import trace_id_of
-from tandem.types import BlockId, GroupSpec, Handle, TokenId, WorkerLoad
+from tandem.types import BlockId, GroupSpec, Handle, TokenId, WaitReason, WorkerLoad
 from tandem.validation import Validator
 from worker.ports import RouterPort, StepEngine
 from worker.request import Request
 from worker.ticker import ticking
+from worker.waits import REPORT_S, Wait, report_waits
 
 _log = get_logger(__name__)
 
@@ -123,9 +124,13 @@ class DecodeWorker:
             self._end(request, error)
         self._admit_soon()
 
-    def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec, ticket: bytes, kv_endpoint: bytes) -> None:
+    def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec) -> None:
         """Refuses: what is prefilled here is asked for by `reserve`."""
         raise InvalidRequest("prefill", "this is a decode worker")
+
+    def grant(self, session: RouterPort, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
+        """Refuses, which ends the stream: only who was asked to prefill is granted anything."""
+        raise InvalidRequest("grant", "this is a decode worker")
 
     def release(self, session: RouterPort, handle: Handle) -> None:
         """Nothing more is wanted of it. Idempotent."""
@@ -142,7 +147,7 @@ class DecodeWorker:
 
     async def run(self) -> None:
         """Steps and ticks until cancelled. Anything it raises is our own bug and the end of the process."""
-        with ticking(TICK_S, self.tick):
+        with ticking(TICK_S, self.tick), ticking(REPORT_S, self.report_waits):
             await self._steps.run()
 
     def tick(self) -> None:
@@ -151,6 +156,18 @@ class DecodeWorker:
             self._end(request, DeadlineExceeded(f"request {request.spec.request_id} ran out of time"))
         self._transfers.expire()
         self._admit_soon()
+
+    def report_waits(self) -> None:
+        """Tells each router which of its requests wait, and for what."""
+        report_waits(self.waits())
+
+    def waits(self) -> Iterator[Wait]:
+        """Requests that get no tokens now. Those in a line are left out if nothing is under way that could move it."""
+        yield from ((request, WaitReason.HANDOFF) for request in self._transfers)
+        yield from self._batch.running_waits()
+        if len(self._transfers) or self._batch.num_running:
+            yield from ((request, WaitReason.ROOM) for request in self._queue)
+            yield from self._batch.line_waits()
 
     def drain(self) -> None:
         """Takes no new requests from now on. Idempotent."""

@@ -1,10 +1,10 @@
 """One prompt's KV blocks on their way to a decode worker: lends them to the sender and takes them back.
 
-    OPENING → PUSHING → COMMITTING → COMMITTED
-        └────────┴──────────┴─────→ FAILED | ABORTED
+    WAITING → OPENING → PUSHING → COMMITTING → COMMITTED
+       └─────────┴─────────┴──────────┴─────→ FAILED | ABORTED
 
-Opening starts at once, while the prompt still waits for its first step, so that a bad ticket is
-found before anything is computed. It tells which block the decode worker needs first; those before
+It waits for `grant`: where to, and by which right. That comes while the first chunk computes, or much later if the
+decode worker is full; the lent blocks wait here. Opening tells which block the decode worker needs first; those before
 it are not sent. `lend` hands over blocks that will not change any more; they are pushed while the
 next chunk computes. Each lent block is retained in the pool from `lend` until its push returned
 (or, after a failure, until the sender can no longer read it).
@@ -66,15 +66,27 @@ class OutgoingTransfer:
         self._payload: bytes | None = None
         """What to commit with, once nothing more will be lent."""
         self._work = asyncio.Event()
+        self._granted: asyncio.Future[tuple[bytes, bytes]] = asyncio.get_running_loop().create_future()
+        """Ticket and endpoint."""
         self._task: asyncio.Task[None] | None = None
         self._aborted = False
         self._closing = False
         """Committed, or the sender is ending its use of the blocks, which a cancel must not interrupt."""
 
-    def start(self, ticket: bytes, kv_endpoint: bytes) -> None:
-        """Begins to open, in a task of its own. Both were minted by the decode worker and carried by the router."""
-        self._task = asyncio.create_task(self._run(ticket, kv_endpoint), name="transfer")
+    def start(self) -> None:
+        """Begins to wait for `grant`, in a task of its own."""
+        self._task = asyncio.create_task(self._run(), name="transfer")
         self._task.add_done_callback(self._ended)
+
+    def grant(self, ticket: bytes, kv_endpoint: bytes) -> None:
+        """Opens. Both were minted by the decode worker and carried by the router. The first grant counts."""
+        if not self._granted.done():
+            self._granted.set_result((ticket, kv_endpoint))
+
+    @property
+    def is_granted(self) -> bool:
+        """Whether it knows where to."""
+        return self._granted.done()
 
     @property
     def has_ended(self) -> bool:
@@ -114,9 +126,9 @@ class OutgoingTransfer:
             self._lent.extend(blocks)
             self._work.set()
 
-    async def _run(self, ticket: bytes, kv_endpoint: bytes) -> None:
+    async def _run(self) -> None:
         try:
-            report = await self._transfer(ticket, kv_endpoint)
+            report = await self._transfer(*await self._granted)
         except TandemError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - the task's root: a bug must not become a hang

@@ -34,6 +34,9 @@ _log = get_logger(__name__)
 class StepListener(Protocol):
     """Told what became of requests. Called on the loop; may call `remove` for the request it is told of."""
 
+    def prompt_started(self, request: Request) -> None:
+        """Its first chunk is about to be computed."""
+
     def chunk_computed(self, request: Request) -> None:
         """More of the prompt has KV."""
 
@@ -131,6 +134,7 @@ class StepLoop:
             if chunk.request.started_s is None:
                 chunk.request.started_s = now_s
                 chunk.request.observer.started()
+                self._listener.prompt_started(chunk.request)
 
     def _settle(self, chunk: Chunk, outcome: tuple[Sampled, ...] | StepFailed) -> None:
         request = chunk.request

@@ -1,7 +1,8 @@
 """The prefill worker's core: takes requests from routers, brings each to its one end, releases all it held.
 
-    Prefill ──▶ transfer opens, prompt waits ──▶ chunks ──▶ PrefillDone, first tokens ──▶ HandoffDone
-                        └────────────┴───────────┴────────────┴──▶ Failed | released
+    Prefill ──▶ in line ──▶ PrefillStarted, chunks ──▶ PrefillDone, first tokens ──▶ HandoffDone
+                   │           └──▶ Grant: transfer opens, blocks are pushed ┘
+                   └─────────────┴───────────────────────────┴──▶ Failed | released
 
 The prompt is computed once for all choices of a request, and its last token gives each choice its
 first. A request ends once, at `_end`: committed, all choices finished by their first tokens, failed,
@@ -14,6 +15,7 @@ All calls on the loop, none awaits but `run` and `drained`. Knows no gRPC.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
@@ -28,11 +30,12 @@ from tandem.first_tokens import encode_first_tokens
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import WorkerObserver
 from tandem.telemetry.trace_context import trace_id_of
-from tandem.types import GroupSpec, Handle, WorkerLoad
+from tandem.types import GroupSpec, Handle, WaitReason, WorkerLoad
 from tandem.validation import Validator
 from worker.ports import RouterPort, StepEngine
 from worker.request import Request
 from worker.ticker import ticking
+from worker.waits import REPORT_S, Wait, report_waits
 
 _log = get_logger(__name__)
 
@@ -76,8 +79,8 @@ class PrefillWorker:
         """Raises InvalidRequest: only decode workers make room."""
         raise InvalidRequest("reserve", "this is a prefill worker")
 
-    def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec, ticket: bytes, kv_endpoint: bytes) -> None:
-        """Puts a request in line and begins to open its transfer.
+    def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec) -> None:
+        """Puts a request in line.
 
         Raises Unavailable while draining, and InvalidRequest; nothing is held then.
         """
@@ -93,8 +96,14 @@ class PrefillWorker:
         self._idle.clear()
         self._live[session, handle] = request
         self._transfers[request] = transfer
-        transfer.start(ticket, kv_endpoint)
+        transfer.start()
         self._steps.add(request)
+
+    def grant(self, session: RouterPort, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
+        """Lets its transfer open. A no-op for a request that has ended."""
+        request = self._live.get((session, handle))
+        if request is not None:
+            self._transfers[request].grant(ticket, kv_endpoint)
 
     def release(self, session: RouterPort, handle: Handle) -> None:
         """Nothing more is wanted of it. Idempotent."""
@@ -111,7 +120,7 @@ class PrefillWorker:
 
     async def run(self) -> None:
         """Steps and ticks until cancelled. Whatever it raises is our own bug and ends the process."""
-        with ticking(TICK_S, self.tick):
+        with ticking(TICK_S, self.tick), ticking(REPORT_S, self.report_waits):
             await self._steps.run()
 
     def tick(self) -> None:
@@ -120,6 +129,23 @@ class PrefillWorker:
             self.request_failed(
                 request, DeadlineExceeded(f"prompt of request {request.spec.request_id} ran out of time")
             )
+
+    def report_waits(self) -> None:
+        """Tells each router which of its requests wait, and for what."""
+        report_waits(self.waits())
+
+    def waits(self) -> Iterator[Wait]:
+        """Every live request: none has more to say before it ends. With nothing under way, the line does not move."""
+        scheduler = self._steps.scheduler
+        line_moves = len(self._live) > scheduler.num_waiting
+        for request in self._live.values():
+            if request.started_s is None:
+                if line_moves:
+                    yield request, WaitReason.PREFILL_LINE
+            elif request in scheduler:
+                yield request, WaitReason.PROMPT
+            else:
+                yield request, WaitReason.HANDOFF if self._transfers[request].is_granted else WaitReason.GRANT
 
     def drain(self) -> None:
         """Takes no new requests from now on. Idempotent."""
@@ -149,6 +175,10 @@ class PrefillWorker:
         )
 
     # --- from the step loop (StepListener) ---
+
+    def prompt_started(self, request: Request) -> None:
+        """Its router now finds room for it."""
+        request.router.prefill_started(request.handle)
 
     def chunk_computed(self, request: Request) -> None:
         """Lends the blocks that are filled to the end: the next chunk will not touch them."""

@@ -1,15 +1,17 @@
 """One try of one request on one pair of workers: released on both, on every way out.
 
-    reserve ──Reserved──▶ prefill ──prompt computed──▶ decode ──last token──▶ ended
-       └──────────────────────┴────────────────────────┴──▶ failed (by one worker, the culprit)
+    placed ──PrefillStarted──▶ prefilling ──prompt computed──▶ decoding ──last token──▶ ended
+                    Reserve ──▶ Reserved ──▶ Grant ──▶ hand-off ┘
+       └───────────────────────────┴───────────────────────────┴──▶ failed (by one worker, the culprit)
 
-With local prefill there is one worker, which decodes. Tokens go straight to the delivery, from
-within the worker's stream; the attempt's own coroutine wakes only when the stage changes.
+The decode worker is asked for room when the prompt's turn has come, and not before: a prompt that waits in
+a line holds no blocks anywhere. With local prefill there is one worker, which decodes. Tokens go straight to
+the delivery, and Reserve and Grant out, from within the workers' streams; the attempt's own coroutine wakes
+only when the stage changes.
 
-Every wait ends: by the worker's word, by the loss of its stream or its lease, or by silence. In
-reserve and prefill the request may stand in the line of a healthy worker, for any time: there,
-silence is that of the engine, and what ends the wait at last is the request's deadline. Once the
-prompt is computed it is the request's own.
+Every wait ends: by the worker's word, by the loss of its stream or its lease, or by silence. A request may
+wait in a healthy worker for any time, as long as that says so; what ends the wait at last is the request's
+deadline. Each worker that holds it is heard for itself: that one speaks is no word of the other.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from tandem.errors import Reason, TandemError, TransferError, Unavailable
 from tandem.lifecycle import RequestState
 from tandem.telemetry.observers import RequestObserver
 from tandem.types import GroupSpec, Handle, TokenDelta, WorkerInfo
+from tandem.v1 import worker_pb2
 
 _OTHER_WORD_S = 0.1
 """How long one worker's word waits for the other's: on how large a hand-off was, or why it failed."""
@@ -60,9 +63,11 @@ class Attempt:
         self._decode = _Leg(placement.decode, workers)
         self._prefill = None if placement.prefill is None else _Leg(placement.prefill, workers)
         self._news = asyncio.Event()
-        self._heard_s = clock.now_s()
         self._sent_s = 0.0
-        self._granted: tuple[bytes, bytes] | None = None
+        self._group = worker_pb2.Group()
+        """As it travels to both workers."""
+        self._started = False
+        """Whether the prompt's turn has come."""
         self._computed = False
         """Whether the prompt is."""
         self._attached = False
@@ -90,21 +95,16 @@ class Attempt:
             leg.handle, leg.is_open = None, False
 
     async def _walk(self, spec: GroupSpec) -> None:
-        group = group_to_proto(spec)
+        self._group = group_to_proto(spec)
         drawn_first = spec.choices if len(spec.choices) == 1 else [c for c in spec.choices if not c.output_token_ids]
         self._awaited = {each.index: len(each.output_token_ids) for each in drawn_first}
-        self._on_stage(RequestState.RESERVING)
+        self._on_stage(RequestState.PLACED)
         self._sent_s = self._clock.now_s()
-        link = self._open(self._decode)
-        if link is not None:
-            self._decode.handle = link.reserve(group, self, local_prefill=self._prefill is None)
-        if self._prefill is not None:
-            await self._until(lambda: self._granted is not None)
-            assert self._granted is not None
-            self._sent_s = self._clock.now_s()
-            link = self._open(self._prefill)
-            if link is not None:
-                self._prefill.handle = link.prefill(group, self, *self._granted)
+        if self._prefill is None:
+            self._reserve()
+        elif (link := self._open(self._prefill)) is not None:
+            self._prefill.handle = link.prefill(self._group, self)
+        await self._until(lambda: self._delivery.finished or self._started or self._computed)
         self._on_stage(RequestState.PREFILLING)
         await self._until(lambda: self._delivery.finished or self._computed)
         if not self._delivery.finished:
@@ -112,8 +112,18 @@ class Attempt:
             await self._until(lambda: self._delivery.finished)
         await self._hear_of_handoff()
 
+    def _reserve(self) -> None:
+        """Asks the decode worker for room; its clock counts what is left by now of the request's time."""
+        if self._group.HasField("timeout_seconds"):
+            passed_s = self._clock.now_s() - self._sent_s
+            self._group.timeout_seconds = max(0.0, self._group.timeout_seconds - passed_s)
+        link = self._open(self._decode)
+        if link is not None:
+            self._decode.handle = link.reserve(self._group, self, local_prefill=self._prefill is None)
+
     def _open(self, leg: _Leg) -> WorkerLink | None:
         leg.is_open = True
+        leg.heard_s = self._clock.now_s()
         if leg.link is None:
             self.failed(leg.info, Unavailable(f"worker {leg.info.worker_id} was lost", Reason.WORKER_LOST))
         return leg.link
@@ -125,28 +135,26 @@ class Attempt:
                 raise self._error
             self._news.clear()
             try:
-                async with asyncio.timeout(self._heard_s + self._silence_s - self._clock.now_s()):
+                async with asyncio.timeout(self._next_to_speak().heard_s + self._silence_s - self._clock.now_s()):
                     await self._news.wait()
             except TimeoutError:
                 self._check_silence()
 
     def _check_silence(self) -> None:
-        silent_s = self._clock.now_s() - self._heard_s
+        leg = self._next_to_speak()
+        silent_s = self._clock.now_s() - leg.heard_s
         if silent_s < self._silence_s:
             return
-        leg = self._next_to_speak()
-        if not self._computed:
-            before, leg.engine_steps = leg.engine_steps, self._workers.engine_steps(leg.info)
-            if leg.engine_steps != before:
-                self._hear(wake=False)
-                return
         self.culprit = leg.info
         raise Unavailable(f"worker {leg.info.worker_id} said nothing for {silent_s:.0f} s")
 
     def _next_to_speak(self) -> _Leg:
-        if self._prefill is None or self._attached or self._granted is None:
+        """Of the workers that a word is due from, who was silent for longer."""
+        if self._prefill is None or self._attached or not self._prefill.is_open:
             return self._decode
-        return self._prefill
+        if not self._decode.is_open:
+            return self._prefill
+        return min(self._prefill, self._decode, key=lambda leg: leg.heard_s)
 
     async def _cause_of(self, failure: TransferError) -> TandemError:
         """A hand-off also fails for what the other worker is about to say of itself: then that is the attempt's end."""
@@ -175,16 +183,26 @@ class Attempt:
 
     # --- what the workers tell, from within their streams ---
 
+    def prefill_started(self, sender: WorkerInfo) -> None:
+        """The prompt is being computed: meanwhile, the decode worker makes room for it."""
+        if not self._started:
+            self._started = True
+            self._reserve()
+        self._hear(sender, wake=True)
+
     def reserved(self, sender: WorkerInfo, ticket: bytes, kv_endpoint: bytes) -> None:
         """The decode worker made room."""
-        self._granted = (ticket, kv_endpoint)
-        self._hear(wake=True)
+        if self._prefill is None:
+            self._started = True
+        elif self._prefill.handle is not None and self._prefill.link is not None:
+            self._prefill.link.grant(self._prefill.handle, ticket, kv_endpoint)
+        self._hear(sender, wake=True)
 
     def prefill_done(self, sender: WorkerInfo, queue_s: float, prefill_s: float) -> None:
         """The prompt is computed; first tokens follow for the choices that had none."""
         self._observer.prompt_computed(self._sent_s - self._arrived_s + queue_s, prefill_s)
         self._computed = True
-        self._hear(wake=True)
+        self._hear(sender, wake=True)
 
     def handoff_done(self, sender: WorkerInfo, num_bytes: int, seconds: float) -> None:
         """The decode worker holds the KV; from the prefill worker nothing more is awaited."""
@@ -192,7 +210,7 @@ class Attempt:
             self._prefill.is_open = False
         self._observer.handed_over(num_bytes, seconds)
         self._attached = True
-        self._hear(wake=True)
+        self._hear(sender, wake=True)
 
     def tokens(self, sender: WorkerInfo, delta: TokenDelta) -> None:
         """New tokens of one choice: the prompt is computed. A decode worker that makes them holds the KV."""
@@ -200,28 +218,36 @@ class Attempt:
             self._attached = sender.incarnation == self._decode.info.incarnation
         was_computed, self._computed = self._computed, True
         self._delivery.push(delta)
-        self._hear(wake=self._delivery.finished or not was_computed)
+        self._hear(sender, wake=self._delivery.finished or not was_computed)
+
+    def waiting(self, sender: WorkerInfo) -> None:
+        """It is not forgotten there."""
+        self._hear(sender, wake=False)
 
     def failed(self, sender: WorkerInfo, error: TandemError) -> None:
         """A worker ended it. Prefill's end does not matter once decode holds the KV and all first tokens are here.
 
         That a hand-off failed is replaced by what the other worker says of itself.
         """
-        is_decode = sender.incarnation == self._decode.info.incarnation
-        leg = self._decode if is_decode or self._prefill is None else self._prefill
+        leg = self._leg_of(sender)
         leg.is_open = False
-        harmless = self._delivery.finished or (not is_decode and self._attached and self._first_tokens_came())
+        harmless = self._delivery.finished or (leg is self._prefill and self._attached and self._first_tokens_came())
         is_cause = isinstance(self._error, TransferError) and not isinstance(error, TransferError)
         if not harmless and (self._error is None or is_cause):
             self._error = error
             self.culprit = leg.info
-        self._hear(wake=True)
+        self._hear(sender, wake=True)
 
     def _first_tokens_came(self) -> bool:
         return all(self._delivery.num_tokens_of(index) > before for index, before in self._awaited.items())
 
-    def _hear(self, *, wake: bool) -> None:
-        self._heard_s = self._clock.now_s()
+    def _leg_of(self, sender: WorkerInfo) -> _Leg:
+        if self._prefill is not None and sender.incarnation == self._prefill.info.incarnation:
+            return self._prefill
+        return self._decode
+
+    def _hear(self, sender: WorkerInfo, *, wake: bool) -> None:
+        self._leg_of(sender).heard_s = self._clock.now_s()
         if wake:
             self._news.set()
 
@@ -232,8 +258,8 @@ class _Leg:
     def __init__(self, info: WorkerInfo, workers: Workers) -> None:
         self.info = info
         self.link = workers.link(info)
-        self.engine_steps = workers.engine_steps(info)
-        """As last looked at."""
+        self.heard_s = 0.0
+        """When its worker last said something of it; from the opening on."""
         self.handle: Handle | None = None
         self.is_open = False
         """Whether a word of its worker may still come that the attempt waits for."""

@@ -43,6 +43,9 @@ class GroupListener(Protocol):
     def reserved(self, sender: WorkerInfo, ticket: bytes, kv_endpoint: bytes) -> None:
         """Room was made; both are empty where the worker computes the prompt itself."""
 
+    def prefill_started(self, sender: WorkerInfo) -> None:
+        """The prompt's turn has come: its first chunk is being computed."""
+
     def prefill_done(self, sender: WorkerInfo, queue_s: float, prefill_s: float) -> None:
         """The prompt is computed; its first tokens come as all others do."""
 
@@ -51,6 +54,9 @@ class GroupListener(Protocol):
 
     def tokens(self, sender: WorkerInfo, delta: TokenDelta) -> None:
         """New tokens of one choice."""
+
+    def waiting(self, sender: WorkerInfo) -> None:
+        """The worker holds it still, and knows what it waits for."""
 
     def failed(self, sender: WorkerInfo, error: TandemError) -> None:
         """It ended without all its tokens, or the worker was lost (reason WORKER_LOST)."""
@@ -90,11 +96,16 @@ class WorkerLink:
         reserve = worker_pb2.Reserve(handle=handle, group=group, local_prefill=local_prefill)
         return self._ask(handle, worker_pb2.ConnectRequest(reserve=reserve))
 
-    def prefill(self, group: worker_pb2.Group, listener: GroupListener, ticket: bytes, kv_endpoint: bytes) -> Handle:
-        """Asks a prefill worker to compute a prompt and push its KV. The answer comes to `listener`."""
+    def prefill(self, group: worker_pb2.Group, listener: GroupListener) -> Handle:
+        """Asks a prefill worker to compute a prompt. The answer comes to `listener`; after it, `grant` is due."""
         handle = self._new_handle(listener)
-        prefill = worker_pb2.Prefill(handle=handle, group=group, ticket=ticket, kv_endpoint=kv_endpoint)
-        return self._ask(handle, worker_pb2.ConnectRequest(prefill=prefill))
+        return self._ask(handle, worker_pb2.ConnectRequest(prefill=worker_pb2.Prefill(handle=handle, group=group)))
+
+    def grant(self, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
+        """Tells a prefill worker where the KV goes. A no-op if the request has ended there."""
+        if handle in self._listeners:
+            grant = worker_pb2.Grant(handle=handle, ticket=ticket, kv_endpoint=kv_endpoint)
+            self._enqueue(worker_pb2.ConnectRequest(grant=grant))
 
     def release(self, handle: Handle) -> None:
         """Nothing more is wanted of it. Idempotent; its listener is told nothing from now on."""
@@ -166,7 +177,11 @@ class WorkerLink:
                 self._tell("tokens", output)
         elif kind == "failed":
             self._fail(Handle(response.failed.handle), error_from_failed(response.failed))
-        elif kind in {"reserved", "prefill_done", "handoff_done"}:
+        elif kind == "waiting":
+            for handle in response.waiting.handles:
+                if (listener := self._listeners.get(Handle(handle))) is not None:
+                    listener.waiting(self._info)
+        elif kind in {"reserved", "prefill_started", "prefill_done", "handoff_done"}:
             self._tell(kind, getattr(response, kind))
 
     def _tell(self, kind: str, message: Any) -> None:
@@ -180,6 +195,8 @@ class WorkerLink:
                     listener.tokens(self._info, delta_from_proto(message))
                 case "reserved":
                     listener.reserved(self._info, message.ticket, message.kv_endpoint)
+                case "prefill_started":
+                    listener.prefill_started(self._info)
                 case "prefill_done":
                     listener.prefill_done(self._info, message.queue_seconds, message.prefill_seconds)
                 case "handoff_done":

@@ -26,6 +26,7 @@ from tandem.types import (
     TokenDelta,
     TokenId,
     TokenLogprobs,
+    WaitReason,
     WorkerInfo,
     WorkerLoad,
 )
@@ -62,6 +63,11 @@ def finish_reason_to_proto(reason: FinishReason | None) -> inference_pb2.FinishR
 def finish_reason_from_proto(reason: inference_pb2.FinishReason) -> FinishReason | None:
     """None = not ended yet, or a reason that this version does not know."""
     return _FINISH_FROM_PROTO.get(reason)
+
+
+def wait_reason_to_proto(reason: WaitReason) -> worker_pb2.WaitReason:
+    """By its name."""
+    return worker_pb2.WaitReason.Value(f"WAIT_REASON_{reason.name}")
 
 
 def group_to_proto(spec: GroupSpec) -> worker_pb2.Group:

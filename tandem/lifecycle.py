@@ -11,9 +11,9 @@
                  │          └→ QUARANTINED → FAILED            released under a live writer
                  └→ FAILED
 
-    request   QUEUED → RESERVING → PREFILLING → DECODING → FINISHED   router's view
-                 └──────────┴──────────┴──────────┴────→ FAILED | CANCELLED
-              (PREFILLING | DECODING → RESERVING when it is replayed on another pair)
+    request   QUEUED → PLACED → PREFILLING → DECODING → FINISHED      router's view
+                 └────────┴─────────┴────────────┴────→ FAILED | CANCELLED
+              (PREFILLING | DECODING → PLACED when it is replayed on another pair)
 
 Terminal states are sticky: moving a terminal state to itself is a no-op, so that a late
 message changes nothing; any other illegal move is our own bug and raises.
@@ -53,9 +53,11 @@ class RequestState(enum.StrEnum):
     """Where a request is, as its router sees it."""
 
     QUEUED = "queued"
-    RESERVING = "reserving"
+    PLACED = "placed"
+    """In the line of the worker that is to compute the prompt."""
     PREFILLING = "prefilling"
     DECODING = "decoding"
+    """The prompt is computed; the hand-off may still wait or run."""
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -80,10 +82,10 @@ TRANSFER_MOVES: Mapping[TransferState, frozenset[TransferState]] = {
     _T.FAILED: frozenset(),
 }
 REQUEST_MOVES: Mapping[RequestState, frozenset[RequestState]] = {
-    _R.QUEUED: frozenset({_R.RESERVING}) | _ENDED,
-    _R.RESERVING: frozenset({_R.PREFILLING, _R.RESERVING}) | _ENDED,
-    _R.PREFILLING: frozenset({_R.DECODING, _R.FINISHED, _R.RESERVING}) | _ENDED,
-    _R.DECODING: frozenset({_R.FINISHED, _R.RESERVING}) | _ENDED,
+    _R.QUEUED: frozenset({_R.PLACED}) | _ENDED,
+    _R.PLACED: frozenset({_R.PREFILLING, _R.PLACED}) | _ENDED,
+    _R.PREFILLING: frozenset({_R.DECODING, _R.FINISHED, _R.PLACED}) | _ENDED,
+    _R.DECODING: frozenset({_R.FINISHED, _R.PLACED}) | _ENDED,
     _R.FINISHED: frozenset(),
     _R.FAILED: frozenset(),
     _R.CANCELLED: frozenset(),

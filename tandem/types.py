@@ -46,6 +46,18 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
 
 
+class WaitReason(enum.StrEnum):
+    """What a request waits for that a worker holds and makes no tokens of. See worker.proto for each."""
+
+    PREFILL_LINE = "prefill_line"
+    PROMPT = "prompt"
+    GRANT = "grant"
+    HANDOFF = "handoff"
+    ROOM = "room"
+    SEAT = "seat"
+    PREEMPTED = "preempted"
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen; nothing left open. See inference.proto for each field.

@@ -88,12 +88,15 @@ class Running:
     spec: GroupSpec
     offsets: dict[int, int]
     """Offset of the next token of each choice that is not finished."""
+    grant: worker_pb2.Grant | None = None
+    """Where its KV goes, once that was told."""
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     """A worker of either role. Stages that are held do not happen until let go.
 
-    Stages: "reserve", "prefill", "first" (PrefillDone and first tokens), "attach", "handoff_word", "decode".
+    Stages: "prefill" (PrefillStarted), "reserve", "first" (PrefillDone and first tokens), "attach", "handoff_word",
+    "decode".
     """
 
     def __init__(self, info: WorkerInfo, peers: dict[str, FakeWorker]) -> None:
@@ -177,7 +180,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             self._spawn(self._reserve(key, request.reserve.local_prefill))
         elif kind == "prefill":
             key = self._begin(stream, request.prefill)
-            self._spawn(self._prefill(key, request.prefill.ticket, request.prefill.kv_endpoint))
+            self._spawn(self._prefill(key))
+        elif kind == "grant" and (running := self.sequences.get((stream, Handle(request.grant.handle)))) is not None:
+            running.grant = request.grant
+            self._notify()
         elif kind == "release":
             self.num_releases += 1
             self.sequences.pop((stream, Handle(request.release.handle)), None)
@@ -202,20 +208,31 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             self._tell_first(key, self._first_tokens(key))
             self._spawn(self._decode(key))
 
-    async def _prefill(self, key: Key, ticket: bytes, kv_endpoint: bytes) -> None:
+    async def _prefill(self, key: Key) -> None:
         stream, handle = key
-        decode = self._peers[kv_endpoint.decode()]
         if not await self._passes("prefill", key):
             return
+        stream.say(prefill_started=worker_pb2.PrefillStarted(handle=handle))
         first = self._first_tokens(key)
         goes_on = bool(self.sequences[key].offsets)
-        if await self._passes("attach", key) and goes_on:
-            decode.attach(ticket)
-        if await self._passes("first", key):
-            self._tell_first(key, first)
+        handing_over = asyncio.create_task(self._hand_over(key))
+        try:
+            if await self._passes("first", key):
+                self._tell_first(key, first)
+            await handing_over
+        finally:
+            handing_over.cancel()
         if goes_on and await self._passes("handoff_word", key):
             done = worker_pb2.HandoffDone(handle=handle, transfer_bytes=4096, transfer_seconds=0.125)
             stream.say(handoff_done=done)
+
+    async def _hand_over(self, key: Key) -> None:
+        """Ends when the KV was attached, or the request is gone."""
+        running = self.sequences[key]
+        while running.grant is None and key in self.sequences:
+            await self._changed.wait()
+        if running.grant is not None and await self._passes("attach", key) and running.offsets:
+            self._peers[running.grant.kv_endpoint.decode()].attach(running.grant.ticket)
 
     def attach(self, ticket: bytes) -> None:
         """The prompt's KV is here: decodes from now on."""

@@ -9,11 +9,12 @@ Nothing here blocks or awaits but the result of a launched step, `run` and `drai
 from __future__ import annotations
 
 from asyncio import Future
+from collections.abc import Sequence
 from typing import Protocol
 
 from engine.step import SampledToken, Step, StepResult
 from tandem.errors import TandemError
-from tandem.types import FinishReason, GroupSpec, Handle, WorkerLoad
+from tandem.types import FinishReason, GroupSpec, Handle, WaitReason, WorkerLoad
 
 
 class RouterPort(Protocol):
@@ -26,6 +27,9 @@ class RouterPort(Protocol):
     def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
         """Decode worker: there is room; ticket and endpoint are empty where the prompt is computed here."""
 
+    def prefill_started(self, handle: Handle) -> None:
+        """Prefill worker: its first chunk is about to be computed. Answered by `WorkerCore.grant`, or a release."""
+
     def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
         """The prompt is computed. Told before the first tokens, which are given to `token` like all others."""
 
@@ -36,6 +40,9 @@ class RouterPort(Protocol):
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
         """Prefill worker: every block is verified and attached."""
+
+    def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
+        """All its requests that wait for this now. A later word with the same reason replaces one not yet taken."""
 
     def failed(self, handle: Handle, error: TandemError) -> None:
         """The request ended without all its tokens; the worker keeps nothing of it."""
@@ -65,8 +72,11 @@ class WorkerCore(Protocol):
     def reserve(self, session: RouterPort, handle: Handle, spec: GroupSpec, local_prefill: bool) -> None:
         """Decode worker: make room."""
 
-    def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec, ticket: bytes, kv_endpoint: bytes) -> None:
-        """Prefill worker: compute the prompt and hand it over."""
+    def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec) -> None:
+        """Prefill worker: compute the prompt, and hand it over to where `grant` says."""
+
+    def grant(self, session: RouterPort, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
+        """Prefill worker: where its KV goes, both as minted by the decode worker. A no-op for an unknown handle."""
 
     def release(self, session: RouterPort, handle: Handle) -> None:
         """Nothing more is wanted of it. Idempotent; the handle may be unknown."""

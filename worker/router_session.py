@@ -1,8 +1,9 @@
 """One router's stream as a worker sees it: a `RouterPort` that writes what it is told into messages at once.
 
-    reserved · prefill_done ─▶ answers ┐
-    token                   ─▶ outputs ├─ take ─▶ the stream's writer, in this order
-    handoff_done · failed   ─▶ ends    ┘
+    reserved · prefill_started · prefill_done ─▶ answers ┐
+    token                                     ─▶ outputs ├─ take ─▶ the stream's writer, in this order
+    handoff_done · failed                     ─▶ ends    │
+    waiting                                   ─▶ waits   ┘
 
 A token goes straight into the pending StepOutputs. While the writer waits for a slow router, the tokens of a
 choice merge into one SequenceOutput; a message that has reached its size is closed, and the next one begun.
@@ -12,13 +13,13 @@ Never awaits: memory is bounded by what the requests themselves may generate.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from engine.step import SampledToken
-from tandem.convert import failed_to_proto, finish_reason_to_proto, logprobs_to_proto
+from tandem.convert import failed_to_proto, finish_reason_to_proto, logprobs_to_proto, wait_reason_to_proto
 from tandem.errors import TandemError
-from tandem.types import FinishReason, Handle, Incarnation
+from tandem.types import FinishReason, Handle, Incarnation, WaitReason
 from tandem.v1 import worker_pb2
 
 MAX_TOKENS_PER_MESSAGE = 16384
@@ -37,6 +38,7 @@ class RouterSession:
         self._answers: _ByHandle = {}
         self._outputs = _PendingOutputs()
         self._ends: _ByHandle = {}
+        self._waits: dict[WaitReason, worker_pb2.ConnectResponse] = {}
         self._filled = asyncio.Event()
 
     # --- from the core (RouterPort) ---
@@ -45,6 +47,11 @@ class RouterSession:
         """See `worker.ports.RouterPort`."""
         message = worker_pb2.Reserved(handle=handle, ticket=ticket, kv_endpoint=kv_endpoint, held_tokens=held_tokens)
         self._add(self._answers, handle, worker_pb2.ConnectResponse(reserved=message))
+
+    def prefill_started(self, handle: Handle) -> None:
+        """See `worker.ports.RouterPort`."""
+        message = worker_pb2.PrefillStarted(handle=handle)
+        self._add(self._answers, handle, worker_pb2.ConnectResponse(prefill_started=message))
 
     def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
         """See `worker.ports.RouterPort`."""
@@ -63,6 +70,12 @@ class RouterSession:
         """See `worker.ports.RouterPort`."""
         message = worker_pb2.HandoffDone(handle=handle, transfer_bytes=num_bytes, transfer_seconds=seconds)
         self._add(self._ends, handle, worker_pb2.ConnectResponse(handoff_done=message))
+
+    def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
+        """See `worker.ports.RouterPort`."""
+        message = worker_pb2.Waiting(reason=wait_reason_to_proto(reason), handles=handles)
+        self._waits[reason] = worker_pb2.ConnectResponse(waiting=message)
+        self._filled.set()
 
     def failed(self, handle: Handle, error: TandemError) -> None:
         """See `worker.ports.RouterPort`."""
@@ -94,8 +107,9 @@ class RouterSession:
         answers, self._answers = self._answers, {}
         outputs, self._outputs = self._outputs, _PendingOutputs()
         ends, self._ends = self._ends, {}
+        waits, self._waits = self._waits, {}
         self._filled.clear()
-        return [*_flat(answers), *outputs.messages(), *_flat(ends)]
+        return [*_flat(answers), *outputs.messages(), *_flat(ends), *waits.values()]
 
     def _add(self, to: _ByHandle, handle: Handle, response: worker_pb2.ConnectResponse) -> None:
         if handle in self._open:

@@ -1,6 +1,6 @@
 """The worker's end of `WorkerService.Connect`: one stream per router, all its requests in it.
 
-Life of a stream: RouterHello → WorkerHello → any number of Reserve, Prefill, Release one way and
+Life of a stream: RouterHello → WorkerHello → any number of Reserve, Prefill, Grant, Release one way and
 answers the other. However it ends, the core is told `router_lost` exactly once.
 """
 
@@ -80,6 +80,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     self._start(session, Handle(request.reserve.handle), request)
                 case "prefill":
                     self._start(session, Handle(request.prefill.handle), request)
+                case "grant":
+                    grant = request.grant
+                    self._core.grant(session, Handle(grant.handle), grant.ticket, grant.kv_endpoint)
                 case "release":
                     handle = Handle(request.release.handle)
                     session.close_handle(handle)
@@ -97,7 +100,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 self._core.reserve(session, handle, spec, request.reserve.local_prefill)
             else:
                 spec = group_from_proto(request.prefill.group)
-                self._core.prefill(session, handle, spec, request.prefill.ticket, request.prefill.kv_endpoint)
+                self._core.prefill(session, handle, spec)
         except TandemError as error:
             session.failed(handle, error)
         except Exception as error:  # noqa: BLE001 - a bug in one request's handling must not end the others

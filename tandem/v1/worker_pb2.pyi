@@ -1,11 +1,31 @@
 from tandem.v1 import inference_pb2 as _inference_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class WaitReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WAIT_REASON_UNSPECIFIED: _ClassVar[WaitReason]
+    WAIT_REASON_PREFILL_LINE: _ClassVar[WaitReason]
+    WAIT_REASON_PROMPT: _ClassVar[WaitReason]
+    WAIT_REASON_GRANT: _ClassVar[WaitReason]
+    WAIT_REASON_HANDOFF: _ClassVar[WaitReason]
+    WAIT_REASON_ROOM: _ClassVar[WaitReason]
+    WAIT_REASON_SEAT: _ClassVar[WaitReason]
+    WAIT_REASON_PREEMPTED: _ClassVar[WaitReason]
+WAIT_REASON_UNSPECIFIED: WaitReason
+WAIT_REASON_PREFILL_LINE: WaitReason
+WAIT_REASON_PROMPT: WaitReason
+WAIT_REASON_GRANT: WaitReason
+WAIT_REASON_HANDOFF: WaitReason
+WAIT_REASON_ROOM: WaitReason
+WAIT_REASON_SEAT: WaitReason
+WAIT_REASON_PREEMPTED: WaitReason
 
 class ResolvedSampling(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "end_token_ids", "logprobs", "logit_bias")
@@ -89,16 +109,22 @@ class Reserve(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., local_prefill: bool = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("handle", "group", "ticket", "kv_endpoint")
+    __slots__ = ("handle", "group")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    group: Group
+    def __init__(self, handle: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("handle", "ticket", "kv_endpoint")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     KV_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     handle: int
-    group: Group
     ticket: bytes
     kv_endpoint: bytes
-    def __init__(self, handle: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., ticket: _Optional[bytes] = ..., kv_endpoint: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, handle: _Optional[int] = ..., ticket: _Optional[bytes] = ..., kv_endpoint: _Optional[bytes] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("handle",)
@@ -107,16 +133,18 @@ class Release(_message.Message):
     def __init__(self, handle: _Optional[int] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("hello", "reserve", "prefill", "release")
+    __slots__ = ("hello", "reserve", "prefill", "release", "grant")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     reserve: Reserve
     prefill: Prefill
     release: Release
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
+    grant: Grant
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("incarnation",)
@@ -135,6 +163,20 @@ class Reserved(_message.Message):
     kv_endpoint: bytes
     held_tokens: int
     def __init__(self, handle: _Optional[int] = ..., ticket: _Optional[bytes] = ..., kv_endpoint: _Optional[bytes] = ..., held_tokens: _Optional[int] = ...) -> None: ...
+
+class PrefillStarted(_message.Message):
+    __slots__ = ("handle",)
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    def __init__(self, handle: _Optional[int] = ...) -> None: ...
+
+class Waiting(_message.Message):
+    __slots__ = ("reason", "handles")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    reason: WaitReason
+    handles: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, reason: _Optional[_Union[WaitReason, str]] = ..., handles: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
     __slots__ = ("handle", "offset", "token_ids", "logprobs", "finish_reason", "index")
@@ -193,17 +235,21 @@ class Failed(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., retryable: bool = ..., field: _Optional[str] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
-    __slots__ = ("hello", "reserved", "prefill_done", "handoff_done", "step_outputs", "failed")
+    __slots__ = ("hello", "reserved", "prefill_done", "handoff_done", "step_outputs", "failed", "prefill_started", "waiting")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_DONE_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_DONE_FIELD_NUMBER: _ClassVar[int]
     STEP_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_STARTED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     reserved: Reserved
     prefill_done: PrefillDone
     handoff_done: HandoffDone
     step_outputs: StepOutputs
     failed: Failed
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., prefill_done: _Optional[_Union[PrefillDone, _Mapping]] = ..., handoff_done: _Optional[_Union[HandoffDone, _Mapping]] = ..., step_outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
+    prefill_started: PrefillStarted
+    waiting: Waiting
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., prefill_done: _Optional[_Union[PrefillDone, _Mapping]] = ..., handoff_done: _Optional[_Union[HandoffDone, _Mapping]] = ..., step_outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prefill_started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from tandem.types import (
     RequestId,
     SamplingParams,
     TokenId,
+    WaitReason,
     new_incarnation,
 )
 from tandem.validation import Validator
@@ -57,6 +58,12 @@ class RecordingRouter:
 
     def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
         raise AssertionError("a prefill worker reserves nothing")
+
+    def prefill_started(self, handle: Handle) -> None:
+        assert handle not in self.first_tokens
+
+    def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
+        """Not looked at here."""
 
     def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
         assert queue_s >= 0
@@ -137,7 +144,8 @@ class Rig:
     def prefill(self, spec: GroupSpec, offer: Offer) -> Handle:
         self.num_handles += 1
         handle = Handle(self.num_handles)
-        self.worker.prefill(self.router, handle, spec, offer.ticket, offer.endpoint)
+        self.worker.prefill(self.router, handle, spec)
+        self.worker.grant(self.router, handle, offer.ticket, offer.endpoint)
         return handle
 
     async def settles(self) -> None:

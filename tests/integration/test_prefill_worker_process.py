@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -57,20 +57,25 @@ def prefill_message(handle: int, num_tokens: int = 20, max_tokens: int = 4) -> w
         choices=[worker_pb2.GroupChoice()],
         sampling=worker_pb2.ResolvedSampling(max_tokens=max_tokens, top_p=1.0, repetition_penalty=1.0),
     )
-    prefill = worker_pb2.Prefill(handle=handle, group=group, ticket=b"not a ticket", kv_endpoint=b"nowhere")
-    return worker_pb2.ConnectRequest(prefill=prefill)
+    return worker_pb2.ConnectRequest(prefill=worker_pb2.Prefill(handle=handle, group=group))
+
+
+def grant_message(handle: int) -> worker_pb2.ConnectRequest:
+    grant = worker_pb2.Grant(handle=handle, ticket=b"not a ticket", kv_endpoint=b"nowhere")
+    return worker_pb2.ConnectRequest(grant=grant)
 
 
 @asynccontextmanager
-async def connected(address: str) -> AsyncIterator[Callable[[worker_pb2.ConnectRequest], object]]:
-    """A router's stream; gives what sends a message and reads the next answer."""
+async def connected(address: str) -> AsyncIterator[Callable[..., Awaitable[worker_pb2.ConnectResponse]]]:
+    """A router's stream; gives what sends a message, if it is given one, and reads the next answer."""
     async with grpc.aio.insecure_channel(address) as channel:
         call = worker_pb2_grpc.WorkerServiceStub(channel).Connect()
         await call.write(worker_pb2.ConnectRequest(hello=worker_pb2.RouterHello(router_incarnation="0" * 32)))
         assert (await call.read()).hello.incarnation
 
-        async def ask(message: worker_pb2.ConnectRequest) -> worker_pb2.ConnectResponse:
-            await call.write(message)
+        async def ask(message: worker_pb2.ConnectRequest | None = None) -> worker_pb2.ConnectResponse:
+            if message is not None:
+                await call.write(message)
             async with asyncio.timeout(DEADLINE_S):
                 return await call.read()
 
@@ -85,11 +90,15 @@ async def test_it_serves_answers_and_leaves_with_code_0_on_sigterm(model: Path) 
         async with connected(address) as ask:
             refused = await ask(prefill_message(1, max_tokens=100_000))
             assert (refused.failed.handle, refused.failed.field) == (1, "sampling.max_tokens")
-            failed = await ask(prefill_message(2))
+            assert (await ask(prefill_message(2))).prefill_started.handle == 2
+            failed = await ask(grant_message(2))
+            while failed.WhichOneof("message") != "failed":
+                failed = await ask()
             assert failed.failed.handle == 2
             assert failed.failed.retryable
             once = await ask(prefill_message(3, max_tokens=1))
-            assert once.WhichOneof("message") in {"failed", "prefill_done"}
+            assert once.prefill_started.handle == 3
+            assert (await ask()).prefill_done.handle == 3
         child.send_signal(signal.SIGTERM)
         async with asyncio.timeout(DEADLINE_S):
             assert await child.wait() == 0

@@ -34,6 +34,7 @@ from tandem.types import (
     RequestId,
     SamplingParams,
     TokenId,
+    WaitReason,
     new_incarnation,
 )
 from tandem.validation import Validator
@@ -131,6 +132,7 @@ class Router:
     """Choices of each handle that have not finished."""
     most_live_blocks: int = 0
     """Of the decode worker's pool, whenever a token came."""
+    started: list[Handle] = field(default_factory=list)
     prefilled: list[Handle] = field(default_factory=list)
     errors: dict[Handle, TandemError] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -147,6 +149,13 @@ class Router:
     def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
         self.tickets[handle] = (ticket, kv_endpoint)
         self._news.set()
+
+    def prefill_started(self, handle: Handle) -> None:
+        self.started.append(handle)
+        self._news.set()
+
+    def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
+        """Not looked at here."""
 
     def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
         self.prefilled.append(handle)
@@ -188,12 +197,17 @@ class Bench:
         self, spec: GroupSpec, *, local_prefill: bool = True, first_offsets: Sequence[int] | None = None
     ) -> Handle:
         """With a handle of its own. `first_offsets`: of each choice's first token here."""
-        handle = Handle(self.num_handles)
-        self.num_handles += 1
-        self.router.num_running[handle] = len(spec.choices)
+        handle = self.new_handle(spec)
         for index, offset in enumerate(first_offsets or ()):
             self.router.first_offsets[handle, index] = offset
         self.worker.reserve(self.router, handle, spec, local_prefill)
+        return handle
+
+    def new_handle(self, spec: GroupSpec) -> Handle:
+        """The router waits for its choices from now on."""
+        handle = Handle(self.num_handles)
+        self.num_handles += 1
+        self.router.num_running[handle] = len(spec.choices)
         return handle
 
     async def finish(self, handles: Collection[Handle]) -> None:

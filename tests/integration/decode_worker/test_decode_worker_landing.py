@@ -132,14 +132,25 @@ async def test_handed_over_groups_give_the_tokens_of_single_requests(
 
 async def hand_over(bench: Any, prefill: PrefillWorker, specs: list[GroupSpec]) -> list[list[list[TokenId]]]:
     """Plays the router; returns the choices of each."""
-    router, started = bench.router, set()
-    handles = {bench.reserve(spec, local_prefill=False): spec for spec in specs}
-    while len(started) < len(specs):
-        await router.until(lambda: router.errors or (router.tickets.keys() & handles.keys()) - started)
+    router, reserved, granted = bench.router, set[Handle](), set[Handle]()
+    handles = {bench.new_handle(spec): spec for spec in specs}
+    for handle, spec in handles.items():
+        prefill.prefill(router, handle, spec)
+    while len(granted) < len(specs):
+        await router.until(
+            lambda: (
+                router.errors
+                or {*router.started} & handles.keys() - reserved
+                or router.tickets.keys() & reserved - granted
+            )
+        )
         assert not router.errors
-        for handle in (router.tickets.keys() & handles.keys()) - started:
-            started.add(handle)
-            prefill.prefill(router, handle, handles[handle], *router.tickets[handle])
+        for handle in {*router.started} & handles.keys() - reserved:
+            bench.worker.reserve(router, handle, handles[handle], local_prefill=False)
+            reserved.add(handle)
+        for handle in router.tickets.keys() & reserved - granted:
+            prefill.grant(router, handle, *router.tickets[handle])
+            granted.add(handle)
     await bench.finish(handles)
     return [router.completions(handle) for handle in handles]
 

@@ -153,7 +153,7 @@ async def test_a_worker_lost_before_the_first_tokens_is_replaced(cluster: Any, s
     for worker in workers:
         worker.hold(stage, "decode")
     call = cluster.generate(*PROMPT, n=4, max_tokens=LENGTH)
-    reached = decode if stage == "reserve" else prefill
+    reached = prefill if stage == "prefill" else decode
     await cluster.until(lambda: not reached.idle)
     await cluster.add_pair("1")
     await (prefill if role is Role.PREFILL else decode).die()
@@ -212,7 +212,7 @@ async def test_a_cancelled_group_frees_both_workers(cluster: Any, stage: str) ->
     for worker in workers:
         worker.hold(stage)
     call = cluster.generate(*PROMPT, n=16, timeout_s=None)
-    await cluster.until(lambda: not workers[1].idle)
+    await cluster.until(lambda: not workers[stage != "prefill"].idle)
     call.cancel()
     await cluster.until(lambda: cluster.idle)
 

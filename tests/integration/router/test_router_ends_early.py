@@ -23,7 +23,7 @@ async def reach(cluster: Any, stage: str, **options: Any) -> tuple[Any, Any, Any
     if stage == "decode":
         await cluster.until(lambda: decode.offsets == [1])  # the first token came from the prefill worker
     else:
-        reached = decode if stage == "reserve" else prefill
+        reached = prefill if stage == "prefill" else decode
         await cluster.until(lambda: not reached.idle)
     return call, prefill, decode
 
@@ -33,17 +33,17 @@ async def test_a_cancelled_request_frees_both_workers(cluster: Any, stage: str) 
     call, prefill, decode = await reach(cluster, stage)
     call.cancel()
     await cluster.until(lambda: cluster.idle)
-    assert decode.num_releases == 1
-    assert prefill.num_releases == (0 if stage == "reserve" else 1)
+    assert decode.num_releases == (0 if stage == "prefill" else 1)
+    assert prefill.num_releases == 1
 
 
 @pytest.mark.parametrize("stage", STAGES)
 async def test_a_request_whose_deadline_passes_frees_both_workers(cluster: Any, stage: str) -> None:
-    call, _, decode = await reach(cluster, stage, timeout_s=1.0)
+    call, prefill, _ = await reach(cluster, stage, timeout_s=1.0)
     _, code, _ = await cluster.error_of(call)
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
     await cluster.until(lambda: cluster.idle)
-    assert decode.specs[0].timeout_s < 1.1  # gRPC rounds it up on the wire
+    assert prefill.specs[0].timeout_s < 1.1  # gRPC rounds it up on the wire
 
 
 async def test_the_routers_own_deadline_says_where_the_request_stood(launch: Any, policy: Any) -> None:

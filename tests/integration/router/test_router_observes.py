@@ -75,7 +75,7 @@ async def test_a_cancelled_request_has_neither_a_reason_nor_an_error(cluster: An
     for worker in (prefill, decode):
         worker.hold(stage, "decode")
     call = cluster.generate(*PROMPT, timeout_s=None)
-    await cluster.until(lambda: bool((decode if stage in {"reserve", "decode"} else prefill).sequences))
+    await cluster.until(lambda: bool((prefill if stage == "prefill" else decode).sequences))
     call.cancel()
     end = (await only_request(cluster)).end
     assert (end.finish_reasons, end.error) == ((), None)

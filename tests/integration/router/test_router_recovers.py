@@ -32,7 +32,7 @@ async def stand_still(cluster: Any, stage: str) -> tuple[Any, Any, Any]:
     for worker in (prefill, decode):
         worker.hold(stage, "decode")
     call = cluster.generate(*PROMPT, max_tokens=LENGTH, timeout_s=None)
-    reached = decode if stage in {"reserve", "decode"} else prefill
+    reached = prefill if stage == "prefill" else decode
     await cluster.until(lambda: not reached.idle)
     return call, prefill, decode
 

@@ -19,7 +19,7 @@ from kvtransfer.base import BlockRef, HandoffListener, Offer
 from tandem.errors import TandemError, TransferError
 from tandem.first_tokens import encode_first_tokens
 from tandem.limits import Limits
-from tandem.types import ChoiceSpec, FinishReason, GroupSpec, Handle, RequestId, SamplingParams, TokenId
+from tandem.types import ChoiceSpec, FinishReason, GroupSpec, Handle, RequestId, SamplingParams, TokenId, WaitReason
 from tandem.validation import Validator
 from tests.manual_clock import ManualClock
 from tests.recording_observers import RecordingWorker
@@ -97,6 +97,8 @@ class FakeRouter:
     num_choices: dict[Handle, int] = field(default_factory=dict)
     """Choices that it waits for."""
     errors: dict[Handle, TandemError] = field(default_factory=dict)
+    waits: dict[WaitReason, list[Handle]] = field(default_factory=dict)
+    """The newest word of each reason."""
     order: list[Choice] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -114,6 +116,12 @@ class FakeRouter:
         assert held_tokens == 0
         self.tickets[handle] = ticket.decode()
         self._news.set()
+
+    def prefill_started(self, handle: Handle) -> None:
+        raise AssertionError("a decode worker is not asked to prefill")
+
+    def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
+        self.waits[reason] = list(handles)
 
     def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
         assert queue_s >= 0

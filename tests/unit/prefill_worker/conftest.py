@@ -28,6 +28,7 @@ from tandem.types import (
     SamplingParams,
     TokenDelta,
     TokenId,
+    WaitReason,
 )
 from tandem.validation import Validator
 from tests.manual_clock import ManualClock
@@ -163,6 +164,9 @@ class FakeSender:
 class FakeRouter:
     """Keeps what it was told, by handle, and lets tests wait for it."""
 
+    started: list[Handle] = field(default_factory=list)
+    waits: dict[WaitReason, list[Handle]] = field(default_factory=dict)
+    """The newest word of each reason."""
     choices: dict[Handle, dict[int, TokenDelta]] = field(default_factory=dict)
     """First tokens by choice; an entry from `prefill_done` on."""
     times_s: dict[Handle, tuple[float, float]] = field(default_factory=dict)
@@ -179,6 +183,14 @@ class FakeRouter:
 
     def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
         raise AssertionError("a prefill worker reserves nothing")
+
+    def prefill_started(self, handle: Handle) -> None:
+        assert handle not in self.choices
+        self.started.append(handle)
+        self._told.set()
+
+    def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
+        self.waits[reason] = list(handles)
 
     def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
         assert handle not in self.choices
@@ -225,9 +237,14 @@ class Bench:
         self.worker = PrefillWorker(parts, BatchLimits(8, 4), policy, max_sequence_tokens=64)
         self.running = asyncio.create_task(self.worker.run())
 
-    def prefill(self, handle: int, spec: GroupSpec, router: FakeRouter | None = None) -> Handle:
-        self.worker.prefill(router or self.router, Handle(handle), spec, b"ticket-%d" % handle, b"endpoint")
+    def prefill(self, handle: int, spec: GroupSpec, router: FakeRouter | None = None, *, grant: bool = True) -> Handle:
+        self.worker.prefill(router or self.router, Handle(handle), spec)
+        if grant:
+            self.grant(handle, router)
         return Handle(handle)
+
+    def grant(self, handle: int, router: FakeRouter | None = None) -> None:
+        self.worker.grant(router or self.router, Handle(handle), b"ticket-%d" % handle, b"endpoint")
 
     async def settles(self) -> None:
         """Everything ended and every block is free."""

@@ -11,7 +11,7 @@ import pytest
 from engine.step import SampledToken
 from tandem.errors import Overloaded
 from tandem.rpc.server import RpcServer, Service
-from tandem.types import FinishReason, GroupSpec, Handle, Incarnation, TokenId, TokenLogprobs
+from tandem.types import FinishReason, GroupSpec, Handle, Incarnation, TokenId, TokenLogprobs, WaitReason
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from worker.router_session import RouterSession
 from worker.service import SERVICE_NAME, WorkerServicer
@@ -46,10 +46,13 @@ class RecordingCore:
             raise self.refusal
         session.reserved(handle, b"ticket", b"endpoint")
 
-    def prefill(
-        self, session: RouterSession, handle: Handle, spec: GroupSpec, ticket: bytes, kv_endpoint: bytes
-    ) -> None:
-        self.calls.append(("prefill", handle, spec.request_id, ticket, kv_endpoint))
+    def prefill(self, session: RouterSession, handle: Handle, spec: GroupSpec) -> None:
+        self.calls.append(("prefill", handle, spec.request_id))
+        session.prefill_started(handle)
+
+    def grant(self, session: RouterSession, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
+        self.calls.append(("grant", handle, ticket, kv_endpoint))
+        session.waiting(WaitReason.HANDOFF, [handle])
         session.prefill_done(handle, 0.5, 0.25)
         say(session, handle, 0, 5)
         session.handoff_done(handle, 4096, 0.125)
@@ -110,13 +113,19 @@ def release(handle: int) -> worker_pb2.ConnectRequest:
 async def test_requests_reach_the_core_and_its_answers_the_router(core: RecordingCore, stream: Call) -> None:
     await stream.write(reserve(1, local_prefill=True))
     reserved = (await stream.read()).reserved
-    prefill = worker_pb2.Prefill(handle=2, group=worker_pb2.Group(request_id="r-2"), ticket=b"t", kv_endpoint=b"e")
+    prefill = worker_pb2.Prefill(handle=2, group=worker_pb2.Group(request_id="r-2"))
     await stream.write(worker_pb2.ConnectRequest(prefill=prefill))
+    started = (await stream.read()).prefill_started
+    grant = worker_pb2.Grant(handle=2, ticket=b"t", kv_endpoint=b"e")
+    await stream.write(worker_pb2.ConnectRequest(grant=grant))
     prefill_done = (await stream.read()).prefill_done
     (first,) = (await stream.read()).step_outputs.outputs
     handoff_done = (await stream.read()).handoff_done
+    waiting = (await stream.read()).waiting
 
-    assert core.calls == [("reserve", 1, "r-1", True), ("prefill", 2, "r-2", b"t", b"e")]
+    assert core.calls == [("reserve", 1, "r-1", True), ("prefill", 2, "r-2"), ("grant", 2, b"t", b"e")]
+    assert started.handle == 2
+    assert (waiting.reason, list(waiting.handles)) == (worker_pb2.WAIT_REASON_HANDOFF, [2])
     assert (reserved.handle, reserved.ticket, reserved.kv_endpoint) == (1, b"ticket", b"endpoint")
     assert (first.handle, list(first.token_ids)) == (2, [5])
     assert (prefill_done.queue_seconds, prefill_done.prefill_seconds) == (0.5, 0.25)
