@@ -54,7 +54,7 @@ class SilentLink:
         self.group = group
         return self._hear(listener)
 
-    def prefill(self, group: worker_pb2.Group, listener: GroupListener) -> Handle:
+    def prefill(self, group: worker_pb2.Group, listener: GroupListener, destination: str) -> Handle:
         self.group = group
         return self._hear(listener)
 
