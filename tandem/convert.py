@@ -40,6 +40,9 @@ _FINISH_TO_PROTO = {
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
+_WAIT_TO_PROTO: dict[WaitReason, worker_pb2.WaitReason] = {
+    each: getattr(worker_pb2, f"WAIT_REASON_{each.name}") for each in WaitReason
+}
 _ROLE_TO_PROTO = {
     Role.PREFILL: registry_pb2.WORKER_ROLE_PREFILL,
     Role.DECODE: registry_pb2.WORKER_ROLE_DECODE,
@@ -66,8 +69,8 @@ def finish_reason_from_proto(reason: inference_pb2.FinishReason) -> FinishReason
 
 
 def wait_reason_to_proto(reason: WaitReason) -> worker_pb2.WaitReason:
-    """By its name."""
-    return worker_pb2.WaitReason.Value(f"WAIT_REASON_{reason.name}")
+    """Why a request waits, as a worker tells it."""
+    return _WAIT_TO_PROTO[reason]
 
 
 def group_to_proto(spec: GroupSpec) -> worker_pb2.Group:

@@ -33,7 +33,7 @@ from tandem.telemetry.observers import WorkerObserver, worker_observers
 from tandem.telemetry.tracing import tracing
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo, new_incarnation
 from tandem.validation import Validator
-from worker.metrics import WorkerMetrics, load_readings
+from worker.metrics import WorkerMetrics, load_readings, wait_readings
 from worker.ports import WorkerCore
 from worker.process import WorkerProcess
 from worker.spans import sequence_spans
@@ -119,6 +119,7 @@ class Foundation:
     async def serve(self, core: WorkerCore, info: WorkerInfo, stop: StopSignal) -> None:
         """Serves until a stop is asked for, then drains. Raises ConfigError if the address cannot be had."""
         self.metrics.add_reader(lambda: load_readings(self.role, core.load()))
+        self.metrics.add_reader(lambda: wait_readings(core.waits()))
         process = WorkerProcess(self.config, core, self.incarnation, self.metrics, security=self.security)
         with LoopLag(self.metrics):
             await process.run(lambda address: replace(info, address=address), stop)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from tandem.clock import Clock
 from tandem.errors import TandemError, TransferError
 from tandem.telemetry import metric_names as names
 from tandem.telemetry.metrics import Metrics, Reading
 from tandem.telemetry.observers import SequenceObserver, StepReport, WorkerObserver
-from tandem.types import GroupSpec, Role, WorkerLoad
+from tandem.types import GroupSpec, Role, WaitReason, WorkerLoad
 
 
 class WorkerMetrics(WorkerObserver):
@@ -84,6 +85,12 @@ class _Request(SequenceObserver):
             of.transfer_failures.add(1, error.reason)
         elif self._transferring:
             of.transfers.add(1, "withdrawn")
+
+
+def wait_readings(waits: Iterable[tuple[object, WaitReason]]) -> Iterator[Reading]:
+    """Who waits, by reason, as a metric."""
+    counts = Counter(reason for _, reason in waits)
+    return (Reading(names.WAITING_REQUESTS, counts[reason], (reason,)) for reason in WaitReason)
 
 
 def load_readings(role: Role, load: WorkerLoad) -> Iterator[Reading]:

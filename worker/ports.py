@@ -9,7 +9,7 @@ Nothing here blocks or awaits but the result of a launched step, `run` and `drai
 from __future__ import annotations
 
 from asyncio import Future
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from engine.step import SampledToken, Step, StepResult
@@ -92,6 +92,9 @@ class WorkerCore(Protocol):
 
     async def drained(self) -> None:
         """Returns once nothing is held any more."""
+
+    def waits(self) -> Iterable[tuple[object, WaitReason]]:
+        """Requests that are held here and get no tokens now, and what each waits for."""
 
     def load(self) -> WorkerLoad:
         """What runs, waits and is held now."""

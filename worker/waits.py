@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import TypeAlias
 
@@ -28,9 +28,3 @@ def report_waits(waits: Iterable[Wait]) -> None:
     for (router, reason), waiting in handles.items():
         router.waiting(reason, waiting)
         _log.debug("requests wait", reason=reason, num_requests=len(waiting))
-
-
-def count_waits(waits: Iterable[Wait]) -> dict[WaitReason, int]:
-    """How many wait for each."""
-    counts = Counter(reason for _, reason in waits)
-    return {reason: counts[reason] for reason in WaitReason}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from tandem.errors import Reason
 from tandem.lifecycle import BlockState
 from tandem.telemetry.metric import EVERYWHERE, WORKERS, Metric, Process, one_two_five
-from tandem.types import FinishReason, Role
+from tandem.types import FinishReason, Role, WaitReason
 
 LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
 STEP_S = (
@@ -153,6 +153,12 @@ REQUEST_COMPLETION_TOKENS = Metric(
 
 RUNNING_SEQS = Metric("tandem_running_seqs", "Sequences in the batch.", WORKERS)
 WAITING_SEQS = Metric("tandem_waiting_seqs", "Sequences that wait for room or for their turn.", WORKERS)
+WAITING_REQUESTS = Metric(
+    "tandem_waiting_requests",
+    "Requests that are held here and get no tokens now, by what they wait for.",
+    WORKERS,
+    {"reason": tuple(WaitReason)},
+)
 PREFILL_QUEUED_TOKENS = Metric(
     "tandem_prefill_queued_prompt_tokens", "Prompt tokens on this prefill worker that are not computed yet.", _PREFILL
 )

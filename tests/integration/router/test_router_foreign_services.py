@@ -66,7 +66,7 @@ async def test_the_end_of_a_stream_ends_all_its_requests_in_every_stage(cluster:
         worker.hold(stage)
     stream = Stream(cluster)
     await stream.write(infer("a"), infer("b"), infer("c"))
-    await cluster.until(lambda: cluster.router.queue.num_active == 3 and not workers[1].idle)
+    await cluster.until(lambda: cluster.router.queue.num_active == 3 and not workers[stage != "prefill"].idle)
 
     stream.call.cancel()
 
@@ -210,7 +210,7 @@ async def test_a_cancelled_engine_call_frees_both_workers(cluster: Any, stage: s
     for worker in workers:
         worker.hold(stage)
     call = VllmEngineStub(cluster.channel).Generate(generate("a"))
-    await cluster.until(lambda: not workers[1].idle)
+    await cluster.until(lambda: not workers[stage != "prefill"].idle)
 
     call.cancel()
 

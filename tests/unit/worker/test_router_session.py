@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from engine.step import SampledToken
 from tandem.convert import delta_from_proto
 from tandem.errors import Overloaded
-from tandem.types import FinishReason, Handle, Incarnation, TokenDelta, TokenId, TokenLogprobs
+from tandem.types import FinishReason, Handle, Incarnation, TokenDelta, TokenId, TokenLogprobs, WaitReason
 from tandem.v1 import worker_pb2
 from worker.router_session import MAX_TOKENS_PER_MESSAGE, RouterSession
 
@@ -95,6 +95,22 @@ def test_answers_come_before_the_tokens_of_a_request_and_its_end_after_them() ->
     session.failed(B, Overloaded("full"))
 
     assert kinds(session) == ["prefill_done", "reserved", "prefill_done", "step_outputs", "handoff_done", "failed"]
+
+
+def test_who_waits_is_told_last_and_by_the_newest_word_alone() -> None:
+    session = session_of(A, B)
+    session.waiting(WaitReason.PREFILL_LINE, [A, B])
+    session.waiting(WaitReason.PREFILL_LINE, [B])
+    session.waiting(WaitReason.PROMPT, [A])
+    session.prefill_started(A)
+
+    started, *waits = session.take()
+    assert started.prefill_started.handle == A
+    assert [each.waiting for each in waits] == [
+        worker_pb2.Waiting(reason=worker_pb2.WAIT_REASON_PREFILL_LINE, handles=[B]),
+        worker_pb2.Waiting(reason=worker_pb2.WAIT_REASON_PROMPT, handles=[A]),
+    ]
+    assert session.take() == []
 
 
 def test_an_answer_carries_what_it_was_told() -> None:

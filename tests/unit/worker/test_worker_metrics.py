@@ -12,9 +12,19 @@ from tandem.errors import ChecksumMismatch, DeadlineExceeded, TandemError, Trans
 from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import SequenceObserver, StepReport
-from tandem.types import ChoiceSpec, GroupSpec, PoolCounts, RequestId, Role, SamplingParams, TokenId, WorkerLoad
+from tandem.types import (
+    ChoiceSpec,
+    GroupSpec,
+    PoolCounts,
+    RequestId,
+    Role,
+    SamplingParams,
+    TokenId,
+    WaitReason,
+    WorkerLoad,
+)
 from tests.manual_clock import ManualClock
-from worker.metrics import WorkerMetrics, load_readings
+from worker.metrics import WorkerMetrics, load_readings, wait_readings
 
 SPEC = GroupSpec(RequestId("r"), (TokenId(1),) * 4, SamplingParams(max_tokens=8))
 LOAD = WorkerLoad(
@@ -187,6 +197,13 @@ def test_the_load_is_told_as_it_is(decode: Scene) -> None:
     assert decode.value("vllm:kv_cache_usage_perc", "0", "demo") == 0.75
     assert decode.value("tandem_kv_pool_info", "16", "20") == 1
     assert decode.value("vllm:cache_config_info", "16", "0", "demo", "20") == 1
+
+
+def test_who_waits_is_counted_by_reason(decode: Scene) -> None:
+    waits = [("a", WaitReason.SEAT), ("b", WaitReason.SEAT), ("c", WaitReason.ROOM)]
+    decode.metrics.add_reader(lambda: wait_readings(waits))
+    told = decode.samples("tandem_waiting_requests")
+    assert (told["seat",], told["room",], told["grant",]) == (2, 1, 0)
 
 
 def test_what_waits_on_a_prefill_worker_is_its_own_metric(prefill: Scene) -> None:

@@ -1,0 +1,329 @@
+"""A router's attempts on the cores of one prefill and one decode worker, in one loop: no gRPC, no model, no wire.
+
+Both engines keep tokens where a model would keep KV (`tests.token_engine`); a hand-off copies them from pool to pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from decode_worker.scheduler import StepLimits
+from decode_worker.worker import DecodeWorker, WorkerPolicy
+from decode_worker.worker import WorkerParts as DecodeParts
+from engine.block_pool import BlockPool
+from engine.step import SampledToken
+from kvtransfer.base import BlockRef, HandoffListener, Offer, TransferReport
+from prefill_worker.outgoing_transfer import OutgoingPolicy
+from prefill_worker.scheduler import BatchLimits
+from prefill_worker.worker import PrefillWorker
+from prefill_worker.worker import WorkerParts as PrefillParts
+from router.attempt import Attempt
+from router.delivery import ChoiceStream, Delivery
+from router.placement import Placement
+from router.worker_link import GroupListener
+from tandem.convert import group_from_proto
+from tandem.errors import TandemError, TransferError
+from tandem.limits import Limits
+from tandem.telemetry.observers import RequestObserver, WorkerObserver
+from tandem.types import (
+    BlockId,
+    FinishReason,
+    GroupSpec,
+    Handle,
+    Incarnation,
+    Role,
+    TextParams,
+    TokenDelta,
+    TokenId,
+    WaitReason,
+    WorkerId,
+    WorkerInfo,
+)
+from tandem.v1 import worker_pb2
+from tandem.validation import Validator
+from tests.manual_clock import ManualClock
+from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine
+
+BLOCK_SIZE = 4
+SILENCE_S = 0.01
+"""On a clock that the tests move."""
+
+
+def info_of(role: Role) -> WorkerInfo:
+    """A worker that fits every other one."""
+    return WorkerInfo(
+        worker_id=WorkerId(role.value),
+        incarnation=Incarnation(f"{role.value}-life"),
+        role=role,
+        address="",
+        model="tiny",
+        config_fingerprint="config",
+        model_fingerprint="weights",
+        layout_fingerprint="layout",
+        transports=("wire",),
+        local_prefill_tokens=0,
+        max_sequence_tokens=4096,
+        pid=1,
+        device="fake",
+    )
+
+
+class Wire:
+    """Receiver, sender and all its hand-offs."""
+
+    first_block = 0
+
+    def __init__(self, source: FakeEngine, target: FakeEngine) -> None:
+        self._source, self._target = source, target
+        self._offers: dict[str, tuple[tuple[BlockRef, ...], HandoffListener]] = {}
+        self._num_offers = 0
+
+    @property
+    def num_live(self) -> int:
+        return len(self._offers)
+
+    def offer(self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float) -> Offer:
+        self._num_offers += 1
+        name = str(self._num_offers)
+        self._offers[name] = blocks, listener
+        return Offer(name, name.encode(), b"endpoint")
+
+    def withdraw(self, transfer_id: str) -> None:
+        if transfer_id in self._offers:
+            _, listener = self._offers.pop(transfer_id)
+            listener.on_failed(TransferError("withdrawn"))
+            listener.on_writer_stopped()
+
+    def reap(self) -> None: ...
+
+    async def open(self, ticket: bytes, endpoint: bytes, timeout_s: float) -> WireHandoff:
+        return WireHandoff(self, ticket.decode())
+
+    def copy(self, name: str, first: int, source_blocks: Sequence[BlockId]) -> None:
+        targets = self._offers[name][0][first : first + len(source_blocks)]
+        for source, target in zip(source_blocks, targets, strict=True):
+            for at in range(BLOCK_SIZE):
+                if (source, at) in self._source.slots:
+                    self._target.slots[target.block_id, at] = self._source.slots[source, at]
+
+    def listener(self, name: str) -> HandoffListener:
+        if name not in self._offers:
+            raise TransferError("it was withdrawn")
+        return self._offers[name][1]
+
+    def commit(self, name: str, payload: bytes) -> None:
+        listener = self.listener(name)
+        del self._offers[name]
+        listener.on_committed(payload)
+
+
+class WireHandoff:
+    """One hand-off: nothing of it takes any time."""
+
+    first_block = 0
+
+    def __init__(self, wire: Wire, name: str) -> None:
+        self._wire, self._name = wire, name
+        wire.listener(name).on_receiving()
+
+    async def push(self, first: int, source_blocks: tuple[BlockId, ...]) -> None:
+        self._wire.copy(self._name, first, source_blocks)
+
+    async def commit(self, first_token_payload: bytes) -> TransferReport:
+        self._wire.commit(self._name, first_token_payload)
+        return TransferReport("wire", 0, 0, 0.0)
+
+    async def abort(self) -> None: ...
+
+
+class CoreLink:
+    """A `WorkerLink` to a core, and the `RouterPort` that the core answers to."""
+
+    def __init__(self, info: WorkerInfo, core: Any) -> None:
+        self._info, self._core = info, core
+        self._listeners: dict[Handle, GroupListener] = {}
+        self.handles: list[Handle] = []
+        """All that it was asked for."""
+        self.waits: dict[WaitReason, Sequence[Handle]] = {}
+        """Since they were last cleared."""
+        self.failures: list[TandemError] = []
+
+    # --- from the attempt ---
+
+    def reserve(self, group: worker_pb2.Group, listener: GroupListener, *, local_prefill: bool) -> Handle:
+        handle = self._handle(listener)
+        self._core.reserve(self, handle, group_from_proto(group), local_prefill)
+        return handle
+
+    def prefill(self, group: worker_pb2.Group, listener: GroupListener) -> Handle:
+        handle = self._handle(listener)
+        self._core.prefill(self, handle, group_from_proto(group))
+        return handle
+
+    def grant(self, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
+        self._core.grant(self, handle, ticket, kv_endpoint)
+
+    def release(self, handle: Handle) -> None:
+        if self._listeners.pop(handle, None) is not None:
+            self._core.release(self, handle)
+
+    def _handle(self, listener: GroupListener) -> Handle:
+        handle = Handle(len(self.handles) + 1)
+        self.handles.append(handle)
+        self._listeners[handle] = listener
+        return handle
+
+    # --- from the core ---
+
+    def _tell(self, handle: Handle, name: str, *args: Any) -> None:
+        # As over a stream: never from within what the core is doing.
+        def told() -> None:
+            if handle in self._listeners:
+                getattr(self._listeners[handle], name)(self._info, *args)
+
+        asyncio.get_running_loop().call_soon(told)
+
+    def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
+        self._tell(handle, "reserved", ticket, kv_endpoint)
+
+    def prefill_started(self, handle: Handle) -> None:
+        self._tell(handle, "prefill_started")
+
+    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
+        self._tell(handle, "prefill_done", queue_s, prefill_s)
+
+    def token(
+        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+    ) -> None:
+        self._tell(handle, "tokens", TokenDelta(offset, (token.token_id,), (), finish_reason, index))
+
+    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
+        self._tell(handle, "handoff_done", num_bytes, seconds)
+
+    def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
+        self.waits[reason] = handles
+        for handle in handles:
+            self._tell(handle, "waiting")
+
+    def failed(self, handle: Handle, error: TandemError) -> None:
+        self.failures.append(error)
+        self._tell(handle, "failed", error)
+
+
+class _Ids:
+    """A detokenizer that keeps the ids."""
+
+    def __init__(self) -> None:
+        self.ids: list[TokenId] = []
+
+    def step(self, token_id: TokenId) -> str:
+        self.ids.append(token_id)
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+class Running:
+    """One attempt under way."""
+
+    def __init__(self, cores: JoinedCores, spec: GroupSpec) -> None:
+        self.spec = spec
+        self._ids = _Ids()
+        detokenizer: Any = self._ids
+        links: Any = cores
+        delivery = Delivery([ChoiceStream(0, detokenizer, TextParams())], RequestObserver())
+        placement = Placement(cores.infos[Role.PREFILL], cores.infos[Role.DECODE])
+        now_s = cores.clock.now_s()
+        self._attempt = Attempt(
+            placement, links, delivery, RequestObserver(), cores.clock, now_s, SILENCE_S, lambda _: None
+        )
+        self.task = asyncio.create_task(self._run(spec))
+
+    async def _run(self, spec: GroupSpec) -> None:
+        try:
+            await self._attempt.run(spec)
+        finally:
+            self._attempt.release()
+
+    @property
+    def tokens(self) -> list[TokenId]:
+        """So far."""
+        return self._ids.ids
+
+
+class JoinedCores:
+    """Use as an async context manager; at its end both workers must be idle."""
+
+    def __init__(self, *, prefill_blocks: int = 32, decode_blocks: int = 64, max_seqs: int = 8) -> None:
+        self.infos = {role: info_of(role) for role in Role}
+        self.clock = ManualClock()
+        self.pools = {
+            Role.PREFILL: BlockPool(prefill_blocks, BLOCK_SIZE),
+            Role.DECODE: BlockPool(decode_blocks, BLOCK_SIZE),
+        }
+        self.engines = {role: FakeEngine(pool) for role, pool in self.pools.items()}
+        wire: Any = Wire(self.engines[Role.PREFILL], self.engines[Role.DECODE])
+        validator = Validator(Limits(), VOCAB_SIZE, context_tokens=4096)
+        self.prefill = PrefillWorker(
+            PrefillParts(
+                self.engines[Role.PREFILL], self.pools[Role.PREFILL], wire, validator, self.clock, WorkerObserver()
+            ),
+            BatchLimits(chunk_tokens=8, max_seqs=4),
+            OutgoingPolicy(),
+            max_sequence_tokens=4096,
+        )
+        self.decode = DecodeWorker(
+            DecodeParts(self.engines[Role.DECODE], self.pools[Role.DECODE], wire, validator, self.clock),
+            WorkerPolicy(StepLimits(BLOCK_SIZE, max_seqs, chunk_tokens=16, headroom_tokens=4), 4096),
+        )
+        self.links = {
+            Role.PREFILL: CoreLink(self.infos[Role.PREFILL], self.prefill),
+            Role.DECODE: CoreLink(self.infos[Role.DECODE], self.decode),
+        }
+
+    async def __aenter__(self) -> JoinedCores:
+        self._running = [asyncio.create_task(core.run()) for core in (self.prefill, self.decode)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for engine in self.engines.values():
+            engine.let_go()
+        for role, core in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
+            core.router_lost(self.links[role])
+            async with asyncio.timeout(WAIT_S):
+                await core.drained()
+            core.check_idle()
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    def link(self, info: WorkerInfo) -> CoreLink:
+        """As `Workers` gives it."""
+        return self.links[info.role]
+
+    def start(self, spec: GroupSpec) -> Running:
+        """One attempt."""
+        return Running(self, spec)
+
+    def num_waiting(self, role: Role) -> dict[WaitReason, int]:
+        """As its worker says it now."""
+        self.links[role].waits.clear()
+        (self.prefill if role is Role.PREFILL else self.decode).report_waits()
+        return {reason: len(handles) for reason, handles in self.links[role].waits.items()}
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    async def time_passes(self, seconds: float) -> None:
+        """In parts shorter than the silence, with the word of who waits in each, as their tickers bring it."""
+        until_s = self.clock.now_s() + seconds
+        while self.clock.now_s() < until_s:
+            self.clock.advance_s(SILENCE_S / 2)
+            self.prefill.report_waits()
+            self.decode.report_waits()
+            await asyncio.sleep(2 * SILENCE_S)
