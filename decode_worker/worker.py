@@ -133,7 +133,7 @@ class DecodeWorker:
             self._end(request, error)
         self._admit_soon()
 
-    def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec) -> None:
+    def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec, destination: str) -> None:
         """Refuses: what is prefilled here is asked for by `reserve`."""
         raise InvalidRequest("prefill", "this is a decode worker")
 

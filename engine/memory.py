@@ -2,6 +2,9 @@
 
 Available memory is what the GPU has left, and what the machine or, in a container, the cgroup
 has: a pool on a GPU takes both, since a mirror in host memory is as large (`engine.mirror`).
+
+Workers that start together all see the same memory as available, as none has taken its part yet. So each takes a share
+that leaves room for all that the machine is made for: a prefill and a decode worker on each of its GPUs.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ from tandem.kv_layout import KvLayout
 
 GIB = 1 << 30
 _HOST = torch.device("cpu")
-CPU_SHARE, CPU_CAP_BYTES = 0.25, 4 * GIB
-"""A worker on a CPU shares the machine with its peer and with others."""
+HOST_SHARE, CPU_CAP_BYTES = 0.25, 4 * GIB
+"""A worker shares the machine with its peer and with others; on GPUs there are as many such pairs as GPUs."""
 GPU_SHARE = 0.4
 """So that a prefill and a decode worker that look at the same time fit on one GPU, with activations."""
 
@@ -29,8 +32,10 @@ def available_memory_bytes(device: torch.device, root: Path = Path("/")) -> int:
     return min((limit for limit in limits if limit is not None), default=CPU_CAP_BYTES)
 
 
-def blocks_that_fit(layout: KvLayout, memory_bytes: int | None, device: torch.device, max_tokens: int) -> int:
-    """Blocks for a KV cache of `memory_bytes`; None = the default share.
+def blocks_that_fit(
+    layout: KvLayout, memory_bytes: int | None, device: torch.device, max_tokens: int, root: Path = Path("/")
+) -> int:
+    """Blocks for a KV cache of `memory_bytes`; None = the default share. `root`: see `available_memory_bytes`.
 
     The default never takes more than `max_tokens` tokens need, so that a tiny model does not
     fill the machine. Raises ConfigError if not even one block fits.
@@ -38,10 +43,12 @@ def blocks_that_fit(layout: KvLayout, memory_bytes: int | None, device: torch.de
     if memory_bytes is not None:
         num_blocks = memory_bytes // layout.block_bytes
     else:
-        share_bytes = int(available_memory_bytes(_HOST) * CPU_SHARE)
-        on_gpu = device.type == "cuda"
-        limit_bytes = int(available_memory_bytes(device) * GPU_SHARE) if on_gpu else CPU_CAP_BYTES
-        num_blocks = min(min(share_bytes, limit_bytes) // layout.block_bytes, layout.blocks_for(max_tokens))
+        share_bytes = available_memory_bytes(_HOST, root) * HOST_SHARE
+        limit_bytes: float = CPU_CAP_BYTES
+        if device.type == "cuda":
+            share_bytes /= _num_gpus(root)
+            limit_bytes = available_memory_bytes(device) * GPU_SHARE
+        num_blocks = min(int(min(share_bytes, limit_bytes)) // layout.block_bytes, layout.blocks_for(max_tokens))
     if num_blocks < 1:
         raise ConfigError("--kv-memory", f"holds no KV block of {layout.block_bytes} bytes")
     return num_blocks
@@ -60,6 +67,12 @@ def check_memory(layout: KvLayout, num_blocks: int, device: torch.device) -> Non
             raise ConfigError(
                 "--kv-memory", f"{num_blocks} KV blocks take {wanted} bytes of {where}; {available} are available"
             )
+
+
+def _num_gpus(root: Path) -> int:
+    """GPUs of the machine: CUDA_VISIBLE_DEVICES hides those of other workers from CUDA, but not from /proc."""
+    folder = root / "proc/driver/nvidia/gpus"
+    return max(1, torch.cuda.device_count(), len(list(folder.iterdir())) if folder.exists() else 0)
 
 
 def _meminfo_available(path: Path) -> int | None:

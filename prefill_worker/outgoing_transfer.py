@@ -89,6 +89,11 @@ class OutgoingTransfer:
         return self._granted.done()
 
     @property
+    def num_lent(self) -> int:
+        """Blocks that are retained here."""
+        return len(self._lent)
+
+    @property
     def has_ended(self) -> bool:
         """Whether nothing of it runs any more and every block was given back."""
         return self._task is None

@@ -11,13 +11,18 @@ and a step always makes progress. Order is `Request.rank`; a prompt that does no
 overtaken by those that do. Nobody starves: each prompt is overtaken at most `max_overtakes`
 times, then it goes first and all others wait for it.
 
+Prompts go to several decode workers, and one of those may be full, or slow to take what is pushed. Once others are in
+use too, one destination holds at most half of the pool, blocks that wait to be taken included; a single prompt may hold
+more. What exceeds that waits in line and is overtaken by prompts for others, which does not count.
+
 Up to half of a step's tokens go to the prompts that they suffice to end, shortest first, so
 that a short prompt does not wait behind a long one; the rest goes by order of admission.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.chunking import plan_chunks
@@ -25,6 +30,11 @@ from worker.request import Request
 
 MAX_OVERTAKES = 64
 """Later prompts that may be admitted before an earlier one."""
+DESTINATION_SHARE = 0.5
+"""Of the pool, that one destination may hold while there are others."""
+_REMEMBERED_PROMPTS = 64
+"""A destination of one of so many latest prompts is in use."""
+_NOTHING_LENT: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +67,13 @@ class BatchLimits:
 class PrefillScheduler:
     """Waiting and running prompts of one worker."""
 
-    def __init__(self, limits: BatchLimits, block_size: int) -> None:
+    def __init__(self, limits: BatchLimits, block_size: int, num_blocks: int) -> None:
+        """`num_blocks`: of the pool, each of `block_size` tokens."""
         self._limits = limits
         self._block_size = block_size
+        self._max_held = int(num_blocks * DESTINATION_SHARE)
+        self._destinations: deque[str] = deque(maxlen=_REMEMBERED_PROMPTS)
+        """Of the latest prompts."""
         self._waiting: dict[Request, int] = {}
         """In order of arrival, with how many later ones went before each."""
         self._running: list[Request] = []
@@ -86,6 +100,7 @@ class PrefillScheduler:
     def add(self, request: Request) -> None:
         """Puts a request in line."""
         self._waiting[request] = 0
+        self._destinations.append(request.destination)
 
     def remove(self, request: Request) -> None:
         """Forgets a request, computed or given up. Idempotent."""
@@ -97,33 +112,63 @@ class PrefillScheduler:
         """Blocks that its whole prompt takes, before it has any."""
         return request.group.prefix.blocks_wanted(_num_left(request), self._block_size)
 
-    def plan(self, num_free_blocks: int) -> Plan:
-        """Admits what fits into `num_free_blocks`, then shares the token budget among all that run."""
-        admitted = self._admit(num_free_blocks)
+    def plan(self, num_free_blocks: int, lent: Mapping[str, int] = _NOTHING_LENT) -> Plan:
+        """Admits what fits into `num_free_blocks`, then shares the token budget among all that run.
+
+        `lent`: blocks that prompts computed before still hold, by destination.
+        """
+        admitted = self._admit(num_free_blocks, Counter(lent)) if self._waiting else ()
         return Plan(admitted, self._share_budget())
 
-    def _admit(self, num_free_blocks: int) -> tuple[Request, ...]:
+    def _admit(self, num_free_blocks: int, held: Counter[str]) -> tuple[Request, ...]:
+        """`held`: blocks by destination; what runs is added here."""
+        for request in self._running:
+            held[request.destination] += len(request.group.prefix.block_table)
+        are_several = len({*self._destinations, *held}) > 1
+        if not are_several:
+            held.clear()
         admitted: list[Request] = []
         while len(self._running) < self._limits.max_seqs:
-            request = self._next_fitting(num_free_blocks)
+            request = self._next_fitting(num_free_blocks, held)
             if request is None:
                 break
-            for earlier in self._waiting:
-                if earlier is request:
-                    break
-                self._waiting[earlier] += 1
+            self._overtake(request, held)
             del self._waiting[request]
             self._running.append(request)
             num_free_blocks -= self.num_blocks(request)
+            if are_several:
+                held[request.destination] += self.num_blocks(request)
             admitted.append(request)
         return tuple(admitted)
 
-    def _next_fitting(self, num_free_blocks: int) -> Request | None:
-        overdue = next((r for r, overtaken in self._waiting.items() if overtaken >= self._limits.max_overtakes), None)
-        if overdue is not None:  # the oldest of them
-            return overdue if self.num_blocks(overdue) <= num_free_blocks else None
-        fitting = [request for request in self._waiting if self.num_blocks(request) <= num_free_blocks]
+    def _overtake(self, request: Request, held: Mapping[str, int]) -> None:
+        """Those before it that might have gone instead have been overtaken once more."""
+        for earlier in self._waiting:
+            if earlier is request:
+                break
+            self._waiting[earlier] += earlier.destination == request.destination or self._may_hold(earlier, held)
+
+    def _next_fitting(self, num_free_blocks: int, held: Mapping[str, int]) -> Request | None:
+        barred: set[str] = set()
+        """Destinations of which an overdue prompt waits for blocks to come back."""
+        for request, overtaken in self._waiting.items():
+            if overtaken >= self._limits.max_overtakes and request.destination not in barred:
+                if self._may_hold(request, held):
+                    return request if self.num_blocks(request) <= num_free_blocks else None
+                barred.add(request.destination)
+        fitting = [
+            request
+            for request in self._waiting
+            if self.num_blocks(request) <= num_free_blocks
+            and request.destination not in barred
+            and self._may_hold(request, held)
+        ]
         return min(fitting, key=lambda request: request.rank, default=None)
+
+    def _may_hold(self, request: Request, held: Mapping[str, int]) -> bool:
+        """Whether its destination may hold its blocks too."""
+        already = held.get(request.destination, 0)
+        return not already or already + self.num_blocks(request) <= self._max_held
 
     def _share_budget(self) -> tuple[Chunk, ...]:
         # In order of admission: the oldest always advances, whatever priorities come after it.

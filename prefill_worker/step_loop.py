@@ -14,6 +14,7 @@ Woken by events, never by a timer. Knows no routers and no transfers.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Protocol
 
 from engine.block_pool import BlockPool
@@ -36,6 +37,9 @@ class StepListener(Protocol):
 
     def prompt_started(self, request: Request) -> None:
         """Its first chunk is about to be computed."""
+
+    def lent_blocks(self) -> Mapping[str, int]:
+        """Blocks that prompts computed before still hold, by destination."""
 
     def chunk_computed(self, request: Request) -> None:
         """More of the prompt has KV."""
@@ -70,7 +74,7 @@ class StepLoop:
         self._clock = clock
         self._listener = listener
         self._observer = observer
-        self.scheduler = PrefillScheduler(limits, pool.block_size)
+        self.scheduler = PrefillScheduler(limits, pool.block_size, pool.num_blocks)
         """For others: its counters only."""
         self._wake = asyncio.Event()
         self._in_flight: tuple[Chunk, ...] = ()
@@ -98,7 +102,7 @@ class StepLoop:
     async def run(self) -> None:
         """Steps until cancelled. Raises EngineBroken."""
         while True:
-            plan = self.scheduler.plan(self._pool.num_free)
+            plan = self.scheduler.plan(self._pool.num_free, self._listener.lent_blocks())
             for request in plan.admitted:
                 request.group.prefix.add_blocks(self._pool.allocate(self.scheduler.num_blocks(request)))
             if plan.chunks:

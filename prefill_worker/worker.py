@@ -15,7 +15,8 @@ All calls on the loop, none awaits but `run` and `drained`. Knows no gRPC.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
@@ -79,7 +80,7 @@ class PrefillWorker:
         """Raises InvalidRequest: only decode workers make room."""
         raise InvalidRequest("reserve", "this is a prefill worker")
 
-    def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec) -> None:
+    def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec, destination: str) -> None:
         """Puts a request in line.
 
         Raises Unavailable while draining, and InvalidRequest; nothing is held then.
@@ -91,8 +92,8 @@ class PrefillWorker:
         parts.validator.validate_prefix(spec, self._max_sequence_tokens)
         self._num_arrived += 1
         deadline = Deadline.after(parts.clock, spec.timeout_s)
-        observer = parts.observer.sequence(spec)
-        request = Request(session, handle, spec, self._num_arrived, parts.clock.now_s(), deadline, observer)
+        observer, now_s = parts.observer.sequence(spec), parts.clock.now_s()
+        request = Request(session, handle, spec, self._num_arrived, now_s, deadline, observer, destination)
         transfer = OutgoingTransfer(request, parts.sender, parts.pool, self._policy, self)
         self._idle.clear()
         self._live[session, handle] = request
@@ -180,6 +181,14 @@ class PrefillWorker:
     def prompt_started(self, request: Request) -> None:
         """Its router now finds room for it."""
         request.router.prefill_started(request.handle)
+
+    def lent_blocks(self) -> Mapping[str, int]:
+        """See `StepListener`: what waits for a grant or is on its way, that of ended requests included."""
+        lent: Counter[str] = Counter()
+        for request, transfer in self._transfers.items():
+            if request not in self._steps.scheduler:
+                lent[request.destination] += transfer.num_lent
+        return lent
 
     def chunk_computed(self, request: Request) -> None:
         """Lends the blocks that are filled to the end: the next chunk will not touch them."""

@@ -103,7 +103,7 @@ class Attempt:
         if self._prefill is None:
             self._reserve()
         elif (link := self._open(self._prefill)) is not None:
-            self._prefill.handle = link.prefill(self._group, self)
+            self._prefill.handle = link.prefill(self._group, self, self._decode.info.worker_id)
         await self._until(lambda: self._delivery.finished or self._started or self._computed)
         self._on_stage(RequestState.PREFILLING)
         await self._until(lambda: self._delivery.finished or self._computed)

@@ -96,10 +96,14 @@ class WorkerLink:
         reserve = worker_pb2.Reserve(handle=handle, group=group, local_prefill=local_prefill)
         return self._ask(handle, worker_pb2.ConnectRequest(reserve=reserve))
 
-    def prefill(self, group: worker_pb2.Group, listener: GroupListener) -> Handle:
-        """Asks a prefill worker to compute a prompt. The answer comes to `listener`; after it, `grant` is due."""
+    def prefill(self, group: worker_pb2.Group, listener: GroupListener, destination: str) -> Handle:
+        """Asks a prefill worker to compute a prompt for the decode worker `destination`.
+
+        The answer comes to `listener`; after it, `grant` is due.
+        """
         handle = self._new_handle(listener)
-        return self._ask(handle, worker_pb2.ConnectRequest(prefill=worker_pb2.Prefill(handle=handle, group=group)))
+        prefill = worker_pb2.Prefill(handle=handle, group=group, destination=destination)
+        return self._ask(handle, worker_pb2.ConnectRequest(prefill=prefill))
 
     def grant(self, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
         """Tells a prefill worker where the KV goes. A no-op if the request has ended there."""

@@ -157,9 +157,9 @@ class CoreLink:
         self._core.reserve(self, handle, group_from_proto(group), local_prefill)
         return handle
 
-    def prefill(self, group: worker_pb2.Group, listener: GroupListener) -> Handle:
+    def prefill(self, group: worker_pb2.Group, listener: GroupListener, destination: str) -> Handle:
         handle = self._handle(listener)
-        self._core.prefill(self, handle, group_from_proto(group))
+        self._core.prefill(self, handle, group_from_proto(group), destination)
         return handle
 
     def grant(self, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:

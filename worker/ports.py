@@ -72,8 +72,8 @@ class WorkerCore(Protocol):
     def reserve(self, session: RouterPort, handle: Handle, spec: GroupSpec, local_prefill: bool) -> None:
         """Decode worker: make room."""
 
-    def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec) -> None:
-        """Prefill worker: compute the prompt, and hand it over to where `grant` says."""
+    def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec, destination: str) -> None:
+        """Prefill worker: compute the prompt, and hand it over to where `grant` says, which is at `destination`."""
 
     def grant(self, session: RouterPort, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
         """Prefill worker: where its KV goes, both as minted by the decode worker. A no-op for an unknown handle."""

@@ -31,8 +31,12 @@ class Request:
         arrived_s: float,
         deadline: Deadline,
         observer: SequenceObserver,
+        destination: str = "",
     ) -> None:
-        """`number` counts up with each arrival; `observer` is told of each thing where it happens."""
+        """`number` counts up with each arrival; `observer` is told of each thing where it happens.
+
+        `destination` names the decode worker that a prefill worker hands it to.
+        """
         self.router = router
         self.handle = handle
         self.spec = spec
@@ -41,6 +45,7 @@ class Request:
         self.arrived_s = arrived_s
         self.deadline = deadline
         self.observer = observer
+        self.destination = destination
         self.started_s: float | None = None
         """When its first tokens were scheduled; None before."""
         self.owes_prefill_done = True

@@ -100,7 +100,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 self._core.reserve(session, handle, spec, request.reserve.local_prefill)
             else:
                 spec = group_from_proto(request.prefill.group)
-                self._core.prefill(session, handle, spec)
+                self._core.prefill(session, handle, spec, request.prefill.destination)
         except TandemError as error:
             session.failed(handle, error)
         except Exception as error:  # noqa: BLE001 - a bug in one request's handling must not end the others

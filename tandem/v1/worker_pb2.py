@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import inference_pb2 as tandem_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x19tandem/v1/inference.proto\"\x88\x03\n\x10ResolvedSampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05top_p\x18\x05 \x01(\x02\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x15\n\rend_token_ids\x18\x0b \x03(\r\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x12>\n\nlogit_bias\x18\r \x03(\x0b\x32*.tandem.v1.ResolvedSampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobs\"6\n\x0bGroupChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\"\xfa\x01\n\x05Group\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\'\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x16.tandem.v1.GroupChoice\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.tandem.v1.ResolvedSampling\x12\x1c\n\x0ftimeout_seconds\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x12\n\ntracestate\x18\x08 \x01(\tB\x12\n\x10_timeout_seconds\")\n\x0bRouterHello\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\t\"a\n\x07Reserve\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x1f\n\x05group\x18\x04 \x01(\x0b\x32\x10.tandem.v1.Group\x12\x15\n\rlocal_prefill\x18\x03 \x01(\x08J\x04\x08\x02\x10\x03R\x08sequence\"k\n\x07Prefill\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x1f\n\x05group\x18\x05 \x01(\x0b\x32\x10.tandem.v1.GroupJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05R\x08sequenceR\x06ticketR\x0bkv_endpoint\"<\n\x05Grant\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x13\n\x0bkv_endpoint\x18\x03 \x01(\x0c\"\x19\n\x07Release\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"\xdc\x01\n\x0e\x43onnectRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.tandem.v1.RouterHelloH\x00\x12%\n\x07reserve\x18\x02 \x01(\x0b\x32\x12.tandem.v1.ReserveH\x00\x12%\n\x07prefill\x18\x03 \x01(\x0b\x32\x12.tandem.v1.PrefillH\x00\x12%\n\x07release\x18\x04 \x01(\x0b\x32\x12.tandem.v1.ReleaseH\x00\x12!\n\x05grant\x18\x05 \x01(\x0b\x32\x10.tandem.v1.GrantH\x00\x42\t\n\x07message\"\"\n\x0bWorkerHello\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\"T\n\x08Reserved\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x13\n\x0bkv_endpoint\x18\x03 \x01(\x0c\x12\x13\n\x0bheld_tokens\x18\x04 \x01(\r\" \n\x0ePrefillStarted\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"A\n\x07Waiting\x12%\n\x06reason\x18\x01 \x01(\x0e\x32\x15.tandem.v1.WaitReason\x12\x0f\n\x07handles\x18\x02 \x03(\x04\"\xae\x01\n\x0eSequenceOutput\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\r\n\x05index\x18\x06 \x01(\r\"9\n\x0bStepOutputs\x12*\n\x07outputs\x18\x01 \x03(\x0b\x32\x19.tandem.v1.SequenceOutput\"[\n\x0bPrefillDone\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x15\n\rqueue_seconds\x18\x03 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x04 \x01(\x01J\x04\x08\x02\x10\x03R\x06output\"O\n\x0bHandoffDone\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\x12\x18\n\x10transfer_seconds\x18\x03 \x01(\x01\"[\n\x06\x46\x61iled\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12\r\n\x05\x66ield\x18\x05 \x01(\t\"\x80\x03\n\x0f\x43onnectResponse\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.tandem.v1.WorkerHelloH\x00\x12\'\n\x08reserved\x18\x02 \x01(\x0b\x32\x13.tandem.v1.ReservedH\x00\x12.\n\x0cprefill_done\x18\x03 \x01(\x0b\x32\x16.tandem.v1.PrefillDoneH\x00\x12.\n\x0chandoff_done\x18\x04 \x01(\x0b\x32\x16.tandem.v1.HandoffDoneH\x00\x12.\n\x0cstep_outputs\x18\x05 \x01(\x0b\x32\x16.tandem.v1.StepOutputsH\x00\x12#\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x11.tandem.v1.FailedH\x00\x12\x34\n\x0fprefill_started\x18\x07 \x01(\x0b\x32\x19.tandem.v1.PrefillStartedH\x00\x12%\n\x07waiting\x18\x08 \x01(\x0b\x32\x12.tandem.v1.WaitingH\x00\x42\t\n\x07message*\xd6\x01\n\nWaitReason\x12\x1b\n\x17WAIT_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18WAIT_REASON_PREFILL_LINE\x10\x01\x12\x16\n\x12WAIT_REASON_PROMPT\x10\x02\x12\x15\n\x11WAIT_REASON_GRANT\x10\x03\x12\x17\n\x13WAIT_REASON_HANDOFF\x10\x04\x12\x14\n\x10WAIT_REASON_ROOM\x10\x05\x12\x14\n\x10WAIT_REASON_SEAT\x10\x06\x12\x19\n\x15WAIT_REASON_PREEMPTED\x10\x07\x32U\n\rWorkerService\x12\x44\n\x07\x43onnect\x12\x19.tandem.v1.ConnectRequest\x1a\x1a.tandem.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x19tandem/v1/inference.proto\"\x88\x03\n\x10ResolvedSampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05top_p\x18\x05 \x01(\x02\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x15\n\rend_token_ids\x18\x0b \x03(\r\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x12>\n\nlogit_bias\x18\r \x03(\x0b\x32*.tandem.v1.ResolvedSampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobs\"6\n\x0bGroupChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\"\xfa\x01\n\x05Group\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\'\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x16.tandem.v1.GroupChoice\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.tandem.v1.ResolvedSampling\x12\x1c\n\x0ftimeout_seconds\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x12\n\ntracestate\x18\x08 \x01(\tB\x12\n\x10_timeout_seconds\")\n\x0bRouterHello\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\t\"a\n\x07Reserve\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x1f\n\x05group\x18\x04 \x01(\x0b\x32\x10.tandem.v1.Group\x12\x15\n\rlocal_prefill\x18\x03 \x01(\x08J\x04\x08\x02\x10\x03R\x08sequence\"\x80\x01\n\x07Prefill\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x1f\n\x05group\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Group\x12\x13\n\x0b\x64\x65stination\x18\x06 \x01(\tJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05R\x08sequenceR\x06ticketR\x0bkv_endpoint\"<\n\x05Grant\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x13\n\x0bkv_endpoint\x18\x03 \x01(\x0c\"\x19\n\x07Release\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"\xdc\x01\n\x0e\x43onnectRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.tandem.v1.RouterHelloH\x00\x12%\n\x07reserve\x18\x02 \x01(\x0b\x32\x12.tandem.v1.ReserveH\x00\x12%\n\x07prefill\x18\x03 \x01(\x0b\x32\x12.tandem.v1.PrefillH\x00\x12%\n\x07release\x18\x04 \x01(\x0b\x32\x12.tandem.v1.ReleaseH\x00\x12!\n\x05grant\x18\x05 \x01(\x0b\x32\x10.tandem.v1.GrantH\x00\x42\t\n\x07message\"\"\n\x0bWorkerHello\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\"T\n\x08Reserved\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x13\n\x0bkv_endpoint\x18\x03 \x01(\x0c\x12\x13\n\x0bheld_tokens\x18\x04 \x01(\r\" \n\x0ePrefillStarted\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"A\n\x07Waiting\x12%\n\x06reason\x18\x01 \x01(\x0e\x32\x15.tandem.v1.WaitReason\x12\x0f\n\x07handles\x18\x02 \x03(\x04\"\xae\x01\n\x0eSequenceOutput\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\r\n\x05index\x18\x06 \x01(\r\"9\n\x0bStepOutputs\x12*\n\x07outputs\x18\x01 \x03(\x0b\x32\x19.tandem.v1.SequenceOutput\"[\n\x0bPrefillDone\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x15\n\rqueue_seconds\x18\x03 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x04 \x01(\x01J\x04\x08\x02\x10\x03R\x06output\"O\n\x0bHandoffDone\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\x12\x18\n\x10transfer_seconds\x18\x03 \x01(\x01\"[\n\x06\x46\x61iled\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12\r\n\x05\x66ield\x18\x05 \x01(\t\"\x80\x03\n\x0f\x43onnectResponse\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.tandem.v1.WorkerHelloH\x00\x12\'\n\x08reserved\x18\x02 \x01(\x0b\x32\x13.tandem.v1.ReservedH\x00\x12.\n\x0cprefill_done\x18\x03 \x01(\x0b\x32\x16.tandem.v1.PrefillDoneH\x00\x12.\n\x0chandoff_done\x18\x04 \x01(\x0b\x32\x16.tandem.v1.HandoffDoneH\x00\x12.\n\x0cstep_outputs\x18\x05 \x01(\x0b\x32\x16.tandem.v1.StepOutputsH\x00\x12#\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x11.tandem.v1.FailedH\x00\x12\x34\n\x0fprefill_started\x18\x07 \x01(\x0b\x32\x19.tandem.v1.PrefillStartedH\x00\x12%\n\x07waiting\x18\x08 \x01(\x0b\x32\x12.tandem.v1.WaitingH\x00\x42\t\n\x07message*\xd6\x01\n\nWaitReason\x12\x1b\n\x17WAIT_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18WAIT_REASON_PREFILL_LINE\x10\x01\x12\x16\n\x12WAIT_REASON_PROMPT\x10\x02\x12\x15\n\x11WAIT_REASON_GRANT\x10\x03\x12\x17\n\x13WAIT_REASON_HANDOFF\x10\x04\x12\x14\n\x10WAIT_REASON_ROOM\x10\x05\x12\x14\n\x10WAIT_REASON_SEAT\x10\x06\x12\x19\n\x15WAIT_REASON_PREEMPTED\x10\x07\x32U\n\rWorkerService\x12\x44\n\x07\x43onnect\x12\x19.tandem.v1.ConnectRequest\x1a\x1a.tandem.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RESOLVEDSAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_RESOLVEDSAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_WAITREASON']._serialized_start=2445
-  _globals['_WAITREASON']._serialized_end=2659
+  _globals['_WAITREASON']._serialized_start=2467
+  _globals['_WAITREASON']._serialized_end=2681
   _globals['_RESOLVEDSAMPLING']._serialized_start=65
   _globals['_RESOLVEDSAMPLING']._serialized_end=457
   _globals['_RESOLVEDSAMPLING_LOGITBIASENTRY']._serialized_start=396
@@ -48,34 +48,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUTERHELLO']._serialized_end=809
   _globals['_RESERVE']._serialized_start=811
   _globals['_RESERVE']._serialized_end=908
-  _globals['_PREFILL']._serialized_start=910
-  _globals['_PREFILL']._serialized_end=1017
-  _globals['_GRANT']._serialized_start=1019
-  _globals['_GRANT']._serialized_end=1079
-  _globals['_RELEASE']._serialized_start=1081
-  _globals['_RELEASE']._serialized_end=1106
-  _globals['_CONNECTREQUEST']._serialized_start=1109
-  _globals['_CONNECTREQUEST']._serialized_end=1329
-  _globals['_WORKERHELLO']._serialized_start=1331
-  _globals['_WORKERHELLO']._serialized_end=1365
-  _globals['_RESERVED']._serialized_start=1367
-  _globals['_RESERVED']._serialized_end=1451
-  _globals['_PREFILLSTARTED']._serialized_start=1453
-  _globals['_PREFILLSTARTED']._serialized_end=1485
-  _globals['_WAITING']._serialized_start=1487
-  _globals['_WAITING']._serialized_end=1552
-  _globals['_SEQUENCEOUTPUT']._serialized_start=1555
-  _globals['_SEQUENCEOUTPUT']._serialized_end=1729
-  _globals['_STEPOUTPUTS']._serialized_start=1731
-  _globals['_STEPOUTPUTS']._serialized_end=1788
-  _globals['_PREFILLDONE']._serialized_start=1790
-  _globals['_PREFILLDONE']._serialized_end=1881
-  _globals['_HANDOFFDONE']._serialized_start=1883
-  _globals['_HANDOFFDONE']._serialized_end=1962
-  _globals['_FAILED']._serialized_start=1964
-  _globals['_FAILED']._serialized_end=2055
-  _globals['_CONNECTRESPONSE']._serialized_start=2058
-  _globals['_CONNECTRESPONSE']._serialized_end=2442
-  _globals['_WORKERSERVICE']._serialized_start=2661
-  _globals['_WORKERSERVICE']._serialized_end=2746
+  _globals['_PREFILL']._serialized_start=911
+  _globals['_PREFILL']._serialized_end=1039
+  _globals['_GRANT']._serialized_start=1041
+  _globals['_GRANT']._serialized_end=1101
+  _globals['_RELEASE']._serialized_start=1103
+  _globals['_RELEASE']._serialized_end=1128
+  _globals['_CONNECTREQUEST']._serialized_start=1131
+  _globals['_CONNECTREQUEST']._serialized_end=1351
+  _globals['_WORKERHELLO']._serialized_start=1353
+  _globals['_WORKERHELLO']._serialized_end=1387
+  _globals['_RESERVED']._serialized_start=1389
+  _globals['_RESERVED']._serialized_end=1473
+  _globals['_PREFILLSTARTED']._serialized_start=1475
+  _globals['_PREFILLSTARTED']._serialized_end=1507
+  _globals['_WAITING']._serialized_start=1509
+  _globals['_WAITING']._serialized_end=1574
+  _globals['_SEQUENCEOUTPUT']._serialized_start=1577
+  _globals['_SEQUENCEOUTPUT']._serialized_end=1751
+  _globals['_STEPOUTPUTS']._serialized_start=1753
+  _globals['_STEPOUTPUTS']._serialized_end=1810
+  _globals['_PREFILLDONE']._serialized_start=1812
+  _globals['_PREFILLDONE']._serialized_end=1903
+  _globals['_HANDOFFDONE']._serialized_start=1905
+  _globals['_HANDOFFDONE']._serialized_end=1984
+  _globals['_FAILED']._serialized_start=1986
+  _globals['_FAILED']._serialized_end=2077
+  _globals['_CONNECTRESPONSE']._serialized_start=2080
+  _globals['_CONNECTRESPONSE']._serialized_end=2464
+  _globals['_WORKERSERVICE']._serialized_start=2683
+  _globals['_WORKERSERVICE']._serialized_end=2768
 # @@protoc_insertion_point(module_scope)

@@ -109,12 +109,14 @@ class Reserve(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., local_prefill: bool = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("handle", "group")
+    __slots__ = ("handle", "group", "destination")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
     handle: int
     group: Group
-    def __init__(self, handle: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ...) -> None: ...
+    destination: str
+    def __init__(self, handle: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., destination: _Optional[str] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("handle", "ticket", "kv_endpoint")

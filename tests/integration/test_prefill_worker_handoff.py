@@ -144,7 +144,7 @@ class Rig:
     def prefill(self, spec: GroupSpec, offer: Offer) -> Handle:
         self.num_handles += 1
         handle = Handle(self.num_handles)
-        self.worker.prefill(self.router, handle, spec)
+        self.worker.prefill(self.router, handle, spec, "decode-1")
         self.worker.grant(self.router, handle, offer.ticket, offer.endpoint)
         return handle
 

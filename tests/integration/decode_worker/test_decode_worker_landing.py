@@ -135,7 +135,7 @@ async def hand_over(bench: Any, prefill: PrefillWorker, specs: list[GroupSpec]) 
     router, reserved, granted = bench.router, set[Handle](), set[Handle]()
     handles = {bench.new_handle(spec): spec for spec in specs}
     for handle, spec in handles.items():
-        prefill.prefill(router, handle, spec)
+        prefill.prefill(router, handle, spec, "decode-1")
     while len(granted) < len(specs):
         await router.until(
             lambda: (

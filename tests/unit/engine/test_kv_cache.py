@@ -138,3 +138,28 @@ def make_root(root: Path, limit: str | None) -> Path:
 )
 def test_available_memory_is_the_machines_or_the_containers(tmp_path: Path, limit: str | None, expected: int) -> None:
     assert available_memory_bytes(CPU, make_root(tmp_path, limit)) == expected
+
+
+@pytest.mark.parametrize("num_visible", [8, 1])
+def test_workers_on_every_gpu_that_start_together_take_at_most_half_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_visible: int
+) -> None:
+    """Each sees all GPUs of the machine, or its own alone: none of the others' claims is seen yet."""
+    root, num_gpus = make_root(tmp_path, None), 8
+    for number in range(num_gpus):
+        (root / f"proc/driver/nvidia/gpus/0000:{number:02x}:00.0").mkdir(parents=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
+    num_blocks = blocks_that_fit(LAYOUT, None, torch.device("cuda", 0), max_tokens=10**9, root=root)
+    claimed = 2 * num_gpus * num_blocks * LAYOUT.block_bytes  # a prefill and a decode worker on each
+    assert 0.4 * 5_120_000 < claimed <= 0.5 * 5_120_000
+
+
+def test_one_gpu_takes_the_share_of_the_host_that_a_worker_on_a_cpu_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make_root(tmp_path, None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
+    on_gpu = blocks_that_fit(LAYOUT, None, torch.device("cuda", 0), max_tokens=10**9, root=root)
+    assert on_gpu == blocks_that_fit(LAYOUT, None, CPU, max_tokens=10**9, root=root)

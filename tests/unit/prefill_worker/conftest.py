@@ -237,8 +237,16 @@ class Bench:
         self.worker = PrefillWorker(parts, BatchLimits(8, 4), policy, max_sequence_tokens=64)
         self.running = asyncio.create_task(self.worker.run())
 
-    def prefill(self, handle: int, spec: GroupSpec, router: FakeRouter | None = None, *, grant: bool = True) -> Handle:
-        self.worker.prefill(router or self.router, Handle(handle), spec)
+    def prefill(
+        self,
+        handle: int,
+        spec: GroupSpec,
+        router: FakeRouter | None = None,
+        *,
+        grant: bool = True,
+        destination: str = "decode-1",
+    ) -> Handle:
+        self.worker.prefill(router or self.router, Handle(handle), spec, destination)
         if grant:
             self.grant(handle, router)
         return Handle(handle)

@@ -23,7 +23,12 @@ class Arrivals:
         self._num = 0
 
     def request(
-        self, num_tokens: int, *, priority: int = 0, choices: tuple[ChoiceSpec, ...] = (ChoiceSpec(0),)
+        self,
+        num_tokens: int,
+        *,
+        priority: int = 0,
+        choices: tuple[ChoiceSpec, ...] = (ChoiceSpec(0),),
+        destination: str = "a",
     ) -> Request:
         self._num += 1
         spec = GroupSpec(
@@ -31,7 +36,7 @@ class Arrivals:
         )
         deadline = Deadline.after(ManualClock(), None)
         observer: SequenceObserver = RecordedSequence(spec)
-        return Request(None, Handle(self._num), spec, self._num, 0.0, deadline, observer)  # type: ignore[arg-type]
+        return Request(None, Handle(self._num), spec, self._num, 0.0, deadline, observer, destination)  # type: ignore[arg-type]
 
 
 arrivals = Arrivals()
@@ -50,9 +55,13 @@ def compute(scheduler: PrefillScheduler, plan: Plan) -> list[Request]:
 
 
 def scheduler_of(
-    chunk_tokens: int = 64, max_seqs: int = 8, max_overtakes: int = 4, block_size: int = BLOCK_SIZE
+    chunk_tokens: int = 64,
+    max_seqs: int = 8,
+    max_overtakes: int = 4,
+    block_size: int = BLOCK_SIZE,
+    num_blocks: int = 100,
 ) -> PrefillScheduler:
-    return PrefillScheduler(BatchLimits(chunk_tokens, max_seqs, max_overtakes), block_size)
+    return PrefillScheduler(BatchLimits(chunk_tokens, max_seqs, max_overtakes), block_size, num_blocks)
 
 
 def test_many_short_prompts_share_one_batch() -> None:
@@ -211,3 +220,59 @@ def test_random_arrivals_keep_the_budget_conserve_blocks_and_all_end(
             num_free += wanted[prompt]
             ended.add(id(prompt))
     assert num_free == num_blocks
+
+
+def test_a_destination_that_takes_nothing_holds_at_most_half_of_the_pool() -> None:
+    scheduler = scheduler_of(num_blocks=8)
+    slow = [make(16, destination="slow") for _ in range(6)]
+    fast = make(16, destination="fast")
+    for prompt in (*slow, fast):
+        scheduler.add(prompt)
+    assert set(scheduler.plan(num_free_blocks=8).admitted) == {*slow[:4], fast}
+    for prompt in (*slow[:4], fast):
+        scheduler.remove(prompt)
+    assert scheduler.plan(num_free_blocks=4, lent={"slow": 4}).admitted == ()
+    assert scheduler.plan(num_free_blocks=6, lent={"slow": 2}).admitted == tuple(slow[4:])
+
+
+def test_a_destination_alone_may_fill_the_pool() -> None:
+    scheduler = scheduler_of(num_blocks=8)
+    prompts = [make(32), make(64), make(32)]
+    for prompt in prompts:
+        scheduler.add(prompt)
+    assert scheduler.plan(num_free_blocks=8).admitted == tuple(prompts)
+
+
+def test_one_prompt_may_be_larger_than_the_share_of_its_destination() -> None:
+    scheduler = scheduler_of(num_blocks=8)
+    large, small = make(6 * 16, destination="a"), make(16, destination="b")
+    for prompt in (large, make(16, destination="a"), small):
+        scheduler.add(prompt)
+    assert scheduler.plan(num_free_blocks=8).admitted == (large, small)
+
+
+def test_a_prompt_beyond_its_share_holds_up_none_for_another_destination() -> None:
+    scheduler = scheduler_of(num_blocks=8, max_overtakes=2)
+    waits = make(4 * 16, destination="slow")
+    scheduler.add(waits)
+    for _ in range(6):
+        other = make(16, destination="fast")
+        scheduler.add(other)
+        assert scheduler.plan(num_free_blocks=5, lent={"slow": 3}).admitted == (other,)
+        scheduler.remove(other)
+
+
+def test_a_large_prompt_beyond_its_share_is_not_overtaken_for_ever_by_small_ones_to_the_same_place() -> None:
+    scheduler = scheduler_of(num_blocks=8, max_overtakes=2)
+    large = make(4 * 16, destination="slow")
+    scheduler.add(large)
+    for num_lent in (2, 3):
+        small = make(16, destination="slow")
+        scheduler.add(small)
+        scheduler.add(fast := make(16, destination="fast"))
+        assert set(scheduler.plan(num_free_blocks=5, lent={"slow": num_lent}).admitted) == {small, fast}
+        scheduler.remove(small)
+        scheduler.remove(fast)
+    scheduler.add(make(16, destination="slow"))
+    assert scheduler.plan(num_free_blocks=5, lent={"slow": 3}).admitted == ()
+    assert scheduler.plan(num_free_blocks=8).admitted[0] is large

@@ -257,6 +257,21 @@ async def test_a_failing_transfer_and_a_release_in_its_wake_report_once(bench: A
     assert bench.router.errors == {}
 
 
+async def test_a_destination_that_takes_no_blocks_leaves_room_for_others(bench: Any, make_spec: Any) -> None:
+    """16 blocks: five prompts of 4 blocks to one that grants nothing, then one to another."""
+    stuck = [bench.prefill(n, make_spec(16), grant=False, destination="slow") for n in range(1, 6)]
+    first = bench.prefill(6, make_spec(4), destination="fast")
+    await bench.router.hears(lambda: first in bench.router.handoffs)
+    for handle in range(7, 10):
+        large = bench.prefill(handle, make_spec(24), destination="fast")
+        await bench.router.hears(lambda handle=large: handle in bench.router.handoffs)
+    assert bench.worker.lent_blocks()["slow"] == 8
+    for handle in stuck:
+        bench.grant(handle)
+    await bench.router.hears(lambda: all(handle in bench.router.handoffs for handle in stuck))
+    await bench.settles()
+
+
 async def test_a_bug_in_the_transfer_is_internal_and_frees_everything(bench: Any, make_spec: Any) -> None:
     bench.sender.errors["push"] = KeyError("oops")
     handle = bench.prefill(1, make_spec(8))

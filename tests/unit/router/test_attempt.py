@@ -54,7 +54,8 @@ class SilentLink:
         self.group = group
         return self._hear(listener)
 
-    def prefill(self, group: worker_pb2.Group, listener: GroupListener) -> Handle:
+    def prefill(self, group: worker_pb2.Group, listener: GroupListener, destination: str) -> Handle:
+        self.destination = destination
         self.group = group
         return self._hear(listener)
 
@@ -202,6 +203,7 @@ async def test_silence_tells_against_the_worker_whose_word_is_due_whatever_the_o
 async def test_room_is_asked_for_when_the_prompt_is_begun_and_not_before(pair: Callable[..., Pair]) -> None:
     running = pair()
     await running.get_to("line")
+    assert running.prefill.destination == running.decode.info.worker_id
     await running.passes(SILENCE_S / 2)
     assert not running.decode.asked.is_set()
     running.prefill.says("prefill_started")

@@ -46,8 +46,8 @@ class RecordingCore:
             raise self.refusal
         session.reserved(handle, b"ticket", b"endpoint")
 
-    def prefill(self, session: RouterSession, handle: Handle, spec: GroupSpec) -> None:
-        self.calls.append(("prefill", handle, spec.request_id))
+    def prefill(self, session: RouterSession, handle: Handle, spec: GroupSpec, destination: str) -> None:
+        self.calls.append(("prefill", handle, spec.request_id, destination))
         session.prefill_started(handle)
 
     def grant(self, session: RouterSession, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
@@ -113,7 +113,7 @@ def release(handle: int) -> worker_pb2.ConnectRequest:
 async def test_requests_reach_the_core_and_its_answers_the_router(core: RecordingCore, stream: Call) -> None:
     await stream.write(reserve(1, local_prefill=True))
     reserved = (await stream.read()).reserved
-    prefill = worker_pb2.Prefill(handle=2, group=worker_pb2.Group(request_id="r-2"))
+    prefill = worker_pb2.Prefill(handle=2, group=worker_pb2.Group(request_id="r-2"), destination="decode-1")
     await stream.write(worker_pb2.ConnectRequest(prefill=prefill))
     started = (await stream.read()).prefill_started
     grant = worker_pb2.Grant(handle=2, ticket=b"t", kv_endpoint=b"e")
@@ -123,7 +123,7 @@ async def test_requests_reach_the_core_and_its_answers_the_router(core: Recordin
     handoff_done = (await stream.read()).handoff_done
     waiting = (await stream.read()).waiting
 
-    assert core.calls == [("reserve", 1, "r-1", True), ("prefill", 2, "r-2"), ("grant", 2, b"t", b"e")]
+    assert core.calls == [("reserve", 1, "r-1", True), ("prefill", 2, "r-2", "decode-1"), ("grant", 2, b"t", b"e")]
     assert started.handle == 2
     assert (waiting.reason, list(waiting.handles)) == (worker_pb2.WAIT_REASON_HANDOFF, [2])
     assert (reserved.handle, reserved.ticket, reserved.kv_endpoint) == (1, b"ticket", b"endpoint")
