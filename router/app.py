@@ -14,7 +14,7 @@ from router.admission import Admission, AdmissionQueue
 from router.entrance import Entrance
 from router.faces.kserve.servicer import KserveServicer, kserve_service
 from router.faces.tandem.cluster import CLUSTER_SERVICE, REGISTRY_SERVICE, ClusterServicer, RegistryServicer
-from router.faces.tandem.inference import INFERENCE_SERVICE, InferenceServicer
+from router.faces.tandem.inference import INFERENCE_SERVICE, WRITERS, InferenceServicer
 from router.faces.vllm.servicer import VllmServicer, vllm_service
 from router.generation import RetryPolicy, Rooms
 from router.metrics import RouterMetrics
@@ -125,7 +125,7 @@ class Router:
         registry = RegistryServicer(self.workers, outgoing)
         cluster = ClusterServicer(status, registry)
         return (
-            Service(INFERENCE_SERVICE, partial(add_InferenceServiceServicer_to_server, inference)),
+            Service(INFERENCE_SERVICE, partial(add_InferenceServiceServicer_to_server, inference), writers=WRITERS),
             Service(CLUSTER_SERVICE, partial(add_ClusterServiceServicer_to_server, cluster)),
             Service(REGISTRY_SERVICE, partial(add_RegistryServiceServicer_to_server, registry), long_lived=True),
             kserve_service(KserveServicer(checkpoint.name, entrance, status, self.clock, config.limits)),
