@@ -21,6 +21,7 @@ from router.metrics import RouterMetrics
 from router.request_spans import request_spans
 from router.status import RouterStatus
 from router.tokenization import Tokenization
+from router.unread import Unread
 from router.worker_link import WorkerLink
 from router.workers import Workers
 from tandem.admin.content import AdminContent, RouterReport
@@ -85,7 +86,8 @@ class Router:
         self.queue = AdmissionQueue(config.max_active_requests, config.max_queued_requests, config.max_queued_tokens)
         policy = policy or RetryPolicy(max_retries=config.max_retries)
         rooms = Rooms(self.workers, Admission(self.queue, self.clock), self.clock, policy, observers)
-        self.entrance = Entrance(checkpoint, self.tokenization, config.limits, rooms)
+        unread = Unread(self.clock, config.max_unread_request_bytes, config.max_unread_bytes, config.max_unread_s)
+        self.entrance = Entrance(checkpoint, self.tokenization, config.limits, rooms, unread)
         self.status = RouterStatus(
             config, checkpoint.name, self.workers, self.queue, self.entrance, self.recent, self.clock
         )

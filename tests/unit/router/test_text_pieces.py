@@ -12,7 +12,10 @@ from router.text_pieces import can_be_cut, pieces
 from router.tokenization import Tokenization
 
 DEMO = Path(__file__).parents[3] / "models" / "demo" / "checkpoint"
-LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TEXT = st.text(st.sampled_from("abZ019 .,'s!\n\r\t  éß中\u0301\u00a0<|pad|>"), max_size=60)
 
 
