@@ -21,8 +21,8 @@ from tandem.telemetry.observers import RequestObserver
 from tandem.types import ChoiceSpec, FinishReason, TextParams, TokenDelta, TokenId, TokenLogprobs
 
 _MAX_OUTPUT_WEIGHT = 4096
-"""Of one output, 16 to 50 KB on the wire: what is being written cannot be dropped any more. An answer that was asked for
-as a whole is one output."""
+"""Of one output, 16 to 50 KB on the wire: what is being written cannot be dropped any more. An answer that was asked
+for as a whole is one output."""
 _BYTES_PER_WEIGHT = 100
 """Memory of a token with its text, and about that of a log-probability."""
 
