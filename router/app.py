@@ -14,13 +14,14 @@ from router.admission import Admission, AdmissionQueue
 from router.entrance import Entrance
 from router.faces.kserve.servicer import KserveServicer, kserve_service
 from router.faces.tandem.cluster import CLUSTER_SERVICE, REGISTRY_SERVICE, ClusterServicer, RegistryServicer
-from router.faces.tandem.inference import INFERENCE_SERVICE, InferenceServicer
+from router.faces.tandem.inference import INFERENCE_SERVICE, WRITERS, InferenceServicer
 from router.faces.vllm.servicer import VllmServicer, vllm_service
 from router.generation import RetryPolicy, Rooms
 from router.metrics import RouterMetrics
 from router.request_spans import request_spans
 from router.status import RouterStatus
 from router.tokenization import Tokenization
+from router.unread import Unread
 from router.worker_link import WorkerLink
 from router.workers import Workers
 from tandem.admin.content import AdminContent, RouterReport
@@ -85,7 +86,8 @@ class Router:
         self.queue = AdmissionQueue(config.max_active_requests, config.max_queued_requests, config.max_queued_tokens)
         policy = policy or RetryPolicy(max_retries=config.max_retries, patience_s=config.patience_s)
         rooms = Rooms(self.workers, Admission(self.queue, self.clock), self.clock, policy, observers)
-        self.entrance = Entrance(checkpoint, self.tokenization, config.limits, rooms, config.max_priority)
+        unread = Unread(self.clock, config.max_unread_request_bytes, config.max_unread_bytes, config.max_unread_s)
+        self.entrance = Entrance(checkpoint, self.tokenization, config.limits, rooms, unread, config.max_priority)
         self.status = RouterStatus(
             config, checkpoint.name, self.workers, self.queue, self.entrance, self.recent, self.clock
         )
@@ -125,7 +127,7 @@ class Router:
         registry = RegistryServicer(self.workers, outgoing)
         cluster = ClusterServicer(status, registry)
         return (
-            Service(INFERENCE_SERVICE, partial(add_InferenceServiceServicer_to_server, inference)),
+            Service(INFERENCE_SERVICE, partial(add_InferenceServiceServicer_to_server, inference), writers=WRITERS),
             Service(CLUSTER_SERVICE, partial(add_ClusterServiceServicer_to_server, cluster)),
             Service(REGISTRY_SERVICE, partial(add_RegistryServiceServicer_to_server, registry), long_lived=True),
             kserve_service(KserveServicer(checkpoint.name, entrance, status, self.clock, config.limits)),

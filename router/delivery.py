@@ -4,7 +4,7 @@
 
 Tokens come from two workers: the first ones from prefill, the rest from decode, and decode's second may
 overtake prefill's first. After a replay a new pair may repeat what is known. What waits for a slow reader is
-merged per choice, so nothing upstream waits; memory is bounded by the request's max_tokens and choices.
+merged per choice, so nothing upstream waits; `unread` ends a request of which too much waits, or for too long.
 Filled without awaiting, from within a worker's stream; read by the face's own task. Knows no protocol.
 """
 
@@ -19,6 +19,12 @@ from router.text import Detokenizer, StopStrings
 from tandem.errors import InvalidOutput, TandemError
 from tandem.telemetry.observers import RequestObserver
 from tandem.types import ChoiceSpec, FinishReason, TextParams, TokenDelta, TokenId, TokenLogprobs
+
+_MAX_OUTPUT_WEIGHT = 4096
+"""Of one output, 16 to 50 KB on the wire: what is being written cannot be dropped any more. An answer that was asked
+for as a whole is one output."""
+_BYTES_PER_WEIGHT = 100
+"""Memory of a token with its text, and about that of a log-probability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +64,19 @@ class ChoiceStream:
         self._matched_stop: str | TokenId | None = None
         self._num_read = 0
         self._unread_text: list[str] = []
+        """One per token, and after the last what was held back."""
         self._unread_logprobs: list[TokenLogprobs] = []
+        self._logprobs_per_token = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens in order."""
         return len(self._token_ids)
+
+    @property
+    def unread_weight(self) -> int:
+        """Tokens and log-probabilities that are not read yet."""
+        return (len(self._token_ids) - self._num_read) * (1 + self._logprobs_per_token)
 
     @property
     def spec(self) -> ChoiceSpec:
@@ -95,20 +108,33 @@ class ChoiceStream:
         """Drops what came out of order, from a pair of workers that will not fill the gap."""
         self._early.clear()
 
-    def read(self, summary: Summary | None) -> ChoiceOutput:
-        """All that is new; `summary` goes with it."""
+    def read(self, summary: Summary | None, max_tokens: int | None = None) -> ChoiceOutput:
+        """All that is new, or the next `max_tokens` of it; `summary` goes with the last."""
+        unread = self._token_ids[self._num_read :]
+        count = len(unread) if max_tokens is None else min(len(unread), max_tokens)
+        is_last = count == len(unread)
         output = ChoiceOutput(
             index=self.index,
-            text="".join(self._unread_text),
-            token_ids=tuple(self._token_ids[self._num_read :]),
-            logprobs=tuple(self._unread_logprobs),
-            finish_reason=self.finish_reason,
-            matched_stop=self._matched_stop,
-            summary=summary,
+            text="".join(self._unread_text if is_last else self._unread_text[:count]),
+            token_ids=tuple(unread[:count]),
+            logprobs=tuple(self._unread_logprobs[:count]),
+            finish_reason=self.finish_reason if is_last else None,
+            matched_stop=self._matched_stop if is_last else None,
+            summary=summary if is_last else None,
         )
+        self._num_read += count
+        self._unread_text = [] if is_last else self._unread_text[count:]
+        self._unread_logprobs = self._unread_logprobs[count:]
+        return output
+
+    def read_some(self, summary: Summary | None) -> ChoiceOutput:
+        """As `read`, as much as an output holds."""
+        return self.read(summary, max(1, _MAX_OUTPUT_WEIGHT // (1 + self._logprobs_per_token)))
+
+    def drop_unread(self) -> None:
+        """Nobody will read it."""
         self._num_read = len(self._token_ids)
         self._unread_text, self._unread_logprobs = [], []
-        return output
 
     def _check_known(self, delta: TokenDelta) -> None:
         known = tuple(self._token_ids[delta.offset : delta.end])
@@ -125,6 +151,7 @@ class ChoiceStream:
         self._token_ids += token_ids[:count]
         if delta.logprobs:
             self._unread_logprobs += delta.logprobs[num_known : num_known + count]
+            self._logprobs_per_token = 1 + len(delta.logprobs[0].top)
         if matched is None and delta.finish_reason is not None:
             matched = self._flush()
             self.finish_reason = delta.finish_reason
@@ -175,6 +202,21 @@ class Delivery:
         self._summary: Summary | None = None
         self._error: TandemError | None = None
         self._news: asyncio.Future[None] | None = None
+        self.num_outputs = 0
+        """Read so far."""
+        self._written_weight = 0
+        """Of the output that was read last, until the next is asked for."""
+
+    @property
+    def being_written(self) -> bool:
+        """Whether the reader has an output that has not left yet."""
+        return self._written_weight > 0
+
+    @property
+    def unread_bytes(self) -> int:
+        """About the memory of what has not left yet."""
+        unread = sum(each.unread_weight for each in self._choices.values())
+        return (unread + self._written_weight) * _BYTES_PER_WEIGHT
 
     @property
     def finished(self) -> bool:
@@ -236,12 +278,22 @@ class Delivery:
         self._error = error
         self._wake()
 
+    def abandon(self, error: TandemError) -> None:
+        """It is not read: what waits is dropped, and the reader finds nothing but `error`."""
+        for choice in self._choices.values():
+            choice.drop_unread()
+        self._unread.clear()
+        self._open.clear()
+        self._summary = None
+        self.fail(error)
+
     async def get(self) -> ChoiceOutput:
-        """All that is new of one choice, once there is something. Raises what `fail` was given, after the rest."""
+        """What is new of one choice, once there is something. Raises what `fail` was given, after the rest."""
+        self._written_weight = 0
         while True:
             is_held = not self._open and self._summary is None and self._error is None
             if self._unread and not is_held:
-                return self._read(next(iter(self._unread)))
+                return self._read_next()
             if self._error is not None and self._summary is None:
                 raise self._error
             await self._wait()
@@ -252,11 +304,22 @@ class Delivery:
             if self._error is not None:
                 raise self._error
             await self._wait()
-        return tuple(self._read(index) for index in sorted(self._unread))
+        self._written_weight = 1 + sum(each.unread_weight for each in self._choices.values())
+        *others, last = sorted(self._unread)
+        self._unread, unread = {}, self._unread
+        return (*(unread[index].read(None) for index in others), unread[last].read(self._summary))
 
-    def _read(self, index: int) -> ChoiceOutput:
-        choice = self._unread.pop(index)
-        return choice.read(None if self._unread else self._summary)
+    def _read_next(self) -> ChoiceOutput:
+        """Of the choice that has waited longest."""
+        index, choice = next(iter(self._unread.items()))
+        del self._unread[index]
+        before = choice.unread_weight
+        output = choice.read_some(None if self._unread else self._summary)
+        if choice.unread_weight:
+            self._unread[index] = choice
+        self.num_outputs += 1
+        self._written_weight = 1 + before - choice.unread_weight
+        return output
 
     async def _wait(self) -> None:
         self._news = asyncio.get_running_loop().create_future()

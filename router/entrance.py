@@ -22,6 +22,7 @@ from router.placement import check_pools, common_sequence, longest_sequence
 from router.request import Caller, ChatPrompt, CompletionRequest, Prompt, TextPrompt, TokensPrompt
 from router.token_rules import TokenRules
 from router.tokenization import Tokenization
+from router.unread import Unread
 from tandem.checkpoint import CheckpointInfo
 from tandem.clock import Deadline
 from tandem.errors import InvalidRequest, ModelNotFound, Reason, TandemError, Unavailable
@@ -45,6 +46,11 @@ class RunningRequest:
         self.delivery.fail(error)
         self.task.cancel()
 
+    def drop(self, error: TandemError) -> None:
+        """As `cancel`, and what its caller has not read yet is lost."""
+        self.delivery.abandon(error)
+        self.task.cancel()
+
 
 class Entrance:
     """Serves one model. Shared by all faces."""
@@ -55,6 +61,7 @@ class Entrance:
         tokenization: Tokenization,
         limits: Limits,
         rooms: Rooms,
+        unread: Unread,
         max_priority: int = 0,
     ) -> None:
         """`max_priority`: of requests whose caller's token says nothing of it."""
@@ -63,6 +70,7 @@ class Entrance:
         self._limits = limits
         self._max_priority = max_priority
         self._rooms = rooms
+        self._unread = unread
         self._validator = Validator(limits, checkpoint.vocab_size, checkpoint.context_tokens)
         self._draining = asyncio.Event()
         self._num_reading = 0
@@ -105,8 +113,10 @@ class Entrance:
         choices = [ChoiceStream(each.index, detokenizer(), text, check) for each in group.choices]
         generation = Generation(resolved, choices, self._rooms, timeline)
         task = asyncio.create_task(generation.drive(), name=f"request {group.request_id}")
+        running = RunningRequest(group.request_id, group.num_prompt_tokens, generation.delivery, task)
         try:
-            yield RunningRequest(group.request_id, group.num_prompt_tokens, generation.delivery, task)
+            with self._unread.watching(running.delivery, running.drop):
+                yield running
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -132,6 +142,10 @@ class Entrance:
             yield
         finally:
             self._num_reading -= 1
+
+    def end_unread(self) -> None:
+        """Ends requests whose answers are not read. To be called every now and then."""
+        self._unread.sweep()
 
     def check_model(self, name: str) -> None:
         """Empty means the served one. Raises ModelNotFound for another."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 from router.admission import Admission
@@ -112,12 +113,20 @@ class Generation:
         """Of these, how many by a broken step."""
 
     async def drive(self) -> None:
-        """The request's whole life. Raises nothing but CancelledError; errors go to the delivery."""
+        """The request's whole life. Raises nothing but CancelledError; errors go to the delivery.
+
+        One that ended well keeps its place among those that run until it is cancelled: when its answer has left.
+        """
+        async with AsyncExitStack() as place:
+            await self._drive(place)
+
+    async def _drive(self, place: AsyncExitStack) -> None:
         try:
-            await self._run()
+            await self._run(place)
             self._end(RequestState.FINISHED, self.delivery.finish_reasons)
             num_prompt_tokens = self._request.group.num_prompt_tokens
             self.delivery.close(self._timeline.summary(num_prompt_tokens, self.delivery.num_tokens))
+            await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
             self.abandon()
             raise
@@ -138,13 +147,14 @@ class Generation:
         error = DeadlineExceeded("the deadline passed") if late else None
         self._end(RequestState.CANCELLED, error=error)
 
-    async def _run(self) -> None:
+    async def _run(self, place: AsyncExitStack) -> None:
         group, deadline = self._request.group, self._request.deadline
         try:
             async with asyncio.timeout(deadline.remaining_s()):
-                async with self._rooms.admission.slot(group.num_prompt_tokens, group.priority, deadline):
-                    self._observer.admitted()
-                    await self._try_pairs()
+                slot = self._rooms.admission.slot(group.num_prompt_tokens, group.priority, deadline)
+                await place.enter_async_context(slot)
+                self._observer.admitted()
+                await self._try_pairs()
         except TimeoutError as error:
             if self.delivery.finished:
                 return  # it passed in the wait for the word of how large the hand-off was

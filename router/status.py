@@ -62,9 +62,13 @@ class RouterStatus:
         return "the router is draining" if self._entrance.draining else self._workers.readiness()
 
     async def announce(self, server: RpcServer) -> None:
-        """Ticks the workers' leases and tells the health service of changes at once, until cancelled."""
+        """Ticks the workers' leases and tells the health service of changes at once, until cancelled.
+
+        In the same turns ends requests whose answers nobody reads.
+        """
         while True:
             self._workers.tick()
+            self._entrance.end_unread()
             server.set_serving(self.obstacle() is None)
             await self._workers.wait_for_change(self._workers.tick_s)
 

@@ -1,34 +1,42 @@
 """Text to tokens and back, with the checkpoint's own tokenizer.json.
 
 Gives what `transformers` gives: text prompts with the special tokens that the tokenizer adds,
-chats rendered by their template without. Long texts are done in threads, a bounded number of bytes
-at a time. Knows nothing of requests or protobuf.
+chats rendered by their template without. Long texts are done in threads, small ones first, a bounded
+number of bytes at a time. Knows nothing of requests or protobuf.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
 from tokenizers import Tokenizer
 
 from router.chat_template import ChatTemplate, load_chat_template
+from router.lane import Lane
 from router.text import Detokenizer
+from router.text_pieces import can_be_cut, pieces
 from tandem.errors import CheckpointError, InvalidRequest, Overloaded
 from tandem.types import TokenId
 
 _INLINE_BYTES = 2048
 """Longer text is tokenized in a thread."""
 _SHORT_BYTES = 65536
-"""Up to here a text has a thread that long ones cannot take."""
-_NUM_LONG_THREADS = 2
+"""Up to here a text has a thread that long ones cannot take. They have one thread, not more, since a long text that
+cannot be cut takes much memory."""
 _BYTES_PER_TOKEN = 4
 """About as much work to decode a token."""
 MAX_BYTES_UNDER_WAY = 16 * 1024 * 1024
 """Of texts in threads or waiting for one: some seconds of work."""
+_BYTES_PER_ANSWERED_TOKEN = 80
+"""Memory of its id, and of its place in a message and in that message's bytes."""
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+"""Of answers whose tokens have not left yet. With as many no long text is begun."""
+_SLICE_TOKENS = 4096
+"""Described at a time: between two slices other threads of the router may run."""
 
 _T = TypeVar("_T")
 
@@ -46,9 +54,11 @@ class Tokenization:
             TokenId(token_id) for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self._longest_token_bytes = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
-        self._short_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize-short")
-        self._long_threads = ThreadPoolExecutor(_NUM_LONG_THREADS, thread_name_prefix="tokenize-long")
+        self._around = _added_around(tokenizer) if can_be_cut(tokenizer) else None
+        """Special tokens before and after a text; None = long texts are not cut."""
+        self._short, self._long = Lane("tokenize-short"), Lane("tokenize-long")
         self._bytes_under_way = 0
+        self._answer_bytes = 0
 
     @classmethod
     def load(cls, path: Path) -> Tokenization:
@@ -94,11 +104,30 @@ class Tokenization:
 
         return await self._run(num_bytes, decode)
 
-    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The token each id stands for; "" for an id that the tokenizer does not have. Raises Overloaded."""
-        return await self._run(
-            len(token_ids) * _BYTES_PER_TOKEN, lambda: [self._tokenizer.id_to_token(each) or "" for each in token_ids]
-        )
+    async def describe(
+        self, token_ids: Sequence[TokenId], take: Callable[[Sequence[TokenId], Sequence[str]], None]
+    ) -> None:
+        """Calls `take`, in a thread if they are many, with some ids and the token each stands for, until all are taken.
+
+        The token is "" for an id that the tokenizer does not have. Raises Overloaded.
+        """
+
+        def describe() -> None:
+            for start in range(0, len(token_ids), _SLICE_TOKENS):
+                ids = token_ids[start : start + _SLICE_TOKENS]
+                take(ids, [self._tokenizer.id_to_token(each) or "" for each in ids])
+
+        await self._run(len(token_ids) * _BYTES_PER_TOKEN, describe)
+
+    @contextmanager
+    def answering(self, num_tokens: int) -> Iterator[None]:
+        """While an answer of so many tokens has not left, it counts towards MAX_ANSWER_BYTES."""
+        num_bytes = num_tokens * _BYTES_PER_ANSWERED_TOKEN
+        self._answer_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._answer_bytes -= num_bytes
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """A new incremental decoder for one choice."""
@@ -106,8 +135,8 @@ class Tokenization:
 
     def close(self) -> None:
         """Ends its threads."""
-        for threads in (self._short_thread, self._long_threads):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._short.close()
+        self._long.close()
 
     async def _encode(self, text: str, max_tokens: int | None, *, add_special_tokens: bool) -> tuple[TokenId, ...]:
         num_bytes = len(text.encode())
@@ -115,10 +144,25 @@ class Tokenization:
             raise InvalidRequest("prompt", f"{num_bytes} bytes do not fit into {max_tokens} tokens")
 
         def encode() -> tuple[TokenId, ...]:
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            return tuple(map(TokenId, encoding.ids))
+            if num_bytes <= _SHORT_BYTES:
+                return tuple(map(TokenId, self._ids(text, add_special_tokens=add_special_tokens)))
+            if self._answer_bytes >= MAX_ANSWER_BYTES:
+                raise Overloaded(f"{self._answer_bytes} bytes of answers with tokens have not left yet")
+            return tuple(map(TokenId, self._ids_of_long(text, add_special_tokens=add_special_tokens)))
 
         return await self._run(num_bytes, encode)
+
+    def _ids_of_long(self, text: str, *, add_special_tokens: bool) -> Iterable[int]:
+        if self._around is None:
+            return self._ids(text, add_special_tokens=add_special_tokens)
+        ids = chain.from_iterable(self._ids(piece, add_special_tokens=False) for piece in pieces(text))
+        before, after = self._around if add_special_tokens else ((), ())
+        return chain(before, ids, after)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
 
     async def _run(self, num_bytes: int, work: Callable[[], _T]) -> _T:
         """Does `work` here if it is small, else in a thread. Raises Overloaded.
@@ -131,9 +175,18 @@ class Tokenization:
         # A text that is alone is taken at any size: else the largest prompts could never come in.
         if self._bytes_under_way and self._bytes_under_way + num_bytes > MAX_BYTES_UNDER_WAY:
             raise Overloaded(f"{self._bytes_under_way} bytes of text wait to be tokenized already")
-        threads = self._short_thread if num_bytes <= _SHORT_BYTES else self._long_threads
+        lane = self._short if num_bytes <= _SHORT_BYTES else self._long
         self._bytes_under_way += num_bytes
         try:
-            return await asyncio.get_running_loop().run_in_executor(threads, work)
+            return await lane.run(num_bytes, work)
         finally:
             self._bytes_under_way -= num_bytes
+
+
+def _added_around(tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]] | None:
+    """The special tokens that the tokenizer adds before and after a text; None if it does not show."""
+    encoding = tokenizer.encode("a", add_special_tokens=True)
+    added = encoding.special_tokens_mask
+    if 0 not in added:
+        return None
+    return encoding.ids[: added.index(0)], encoding.ids[len(added) - added[::-1].index(0) :]

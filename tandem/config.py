@@ -82,6 +82,21 @@ class RouterConfig:
         "max-queued-tokens", 4_194_304, "prompt tokens that may wait for admission", integer(1)
     )
     max_active_requests: int = option("max-active-requests", 256, "requests under way at a time", integer(1, 1_000_000))
+    max_unread_bytes: int = option(
+        "max-unread-bytes",
+        256 * 1024 * 1024,
+        "memory of answers that callers have not read; beyond it the request with the most is ended",
+        size_bytes(1024 * 1024),
+    )
+    max_unread_request_bytes: int = option(
+        "max-unread-request-bytes",
+        64 * 1024 * 1024,
+        "the same of one request, which is ended beyond it",
+        size_bytes(1024 * 1024),
+    )
+    max_unread_s: float = option(
+        "max-unread-seconds", 60.0, "a request is ended whose answer is not read for so long", seconds(1.0)
+    )
     max_retries: int = option(
         "max-retries",
         2,

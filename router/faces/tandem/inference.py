@@ -5,6 +5,7 @@ Errors are raised as TandemErrors; the server's shell turns them into statuses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import grpc.aio
@@ -25,6 +26,9 @@ from tandem.v1 import inference_pb2 as pb
 from tandem.v1 import inference_pb2_grpc
 
 INFERENCE_SERVICE = "tandem.v1.InferenceService"
+
+WRITERS = ("Complete", "Tokenize")
+"""Methods that write their one response themselves, so that what it takes counts until it has left."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -51,29 +55,34 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 if output.summary is not None:
                     return
 
-    async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
-        """The same, gathered."""
+    async def Complete(self, request: pb.CompleteRequest, context: Context) -> None:
+        """The same, gathered. Writes its one response: the request runs until that has left."""
         with self._entrance.judging():
             completion = _read_request(request.generate)
         async with self._entrance.run(completion, _caller(context)) as running:
-            outputs = await running.delivery.get_all()
-        summary = outputs[-1].summary
-        assert summary is not None
-        choices = [pb.Choice(**_choice_fields(each)) for each in outputs]
-        return pb.CompleteResponse(request_id=running.request_id, choices=choices, **_figures(summary))
+            await context.write(_whole(running.request_id, await running.delivery.get_all()))
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        """Text or a conversation to tokens."""
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> None:
+        """Text or a conversation to tokens. Writes its one response: a large one counts until it has left."""
         self._entrance.check_model(request.model)
         match request.WhichOneof("input"):
             case "text":
-                token_ids = await self._entrance.tokenize(TextPrompt(request.text))
+                prompt: TextPrompt | ChatPrompt = TextPrompt(request.text)
             case "chat":
-                token_ids = await self._entrance.tokenize(_chat(request.chat))
+                prompt = _chat(request.chat)
             case _:
                 raise InvalidRequest("input", "one of text and chat must be set")
-        tokens = await self._tokenization.token_texts(token_ids)
-        return pb.TokenizeResponse(token_ids=token_ids, tokens=tokens)
+        response = pb.TokenizeResponse()
+
+        def take(token_ids: Sequence[int], tokens: Sequence[str]) -> None:
+            response.token_ids.extend(token_ids)
+            response.tokens.extend(tokens)
+
+        token_ids = await self._entrance.tokenize(prompt)
+        with self._tokenization.answering(len(token_ids)):
+            await self._tokenization.describe(token_ids, take)
+            del token_ids
+            await context.write(response)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Tokens to text."""
@@ -150,6 +159,13 @@ def _sampling(message: pb.SamplingParams) -> SamplingRequest:
 def _response(request_id: str, output: ChoiceOutput) -> pb.GenerateResponse:
     figures = {} if output.summary is None else _figures(output.summary)
     return pb.GenerateResponse(request_id=request_id, **_choice_fields(output), **figures)
+
+
+def _whole(request_id: str, outputs: Sequence[ChoiceOutput]) -> pb.CompleteResponse:
+    summary = outputs[-1].summary
+    assert summary is not None
+    choices = [pb.Choice(**_choice_fields(each)) for each in outputs]
+    return pb.CompleteResponse(request_id=request_id, choices=choices, **_figures(summary))
 
 
 def _choice_fields(output: ChoiceOutput) -> dict[str, Any]:

@@ -78,9 +78,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             async with self._entrance.run(completion, caller) as running:
                 abortable.begin(running)
                 num_choices = completion.sampling.n or 1
-                finals = await _read(running, context, num_choices, streamed=request.stream)
-        for final in finals:
-            await context.write(final)
+                for final in await _read(running, context, num_choices, streamed=request.stream):
+                    await context.write(final)
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
         """As the health service says, with the reason."""

@@ -11,6 +11,7 @@ from router.admission import Admission
 from router.entrance import Entrance
 from router.faces.vllm.servicer import VllmServicer
 from router.generation import RetryPolicy, Rooms
+from router.unread import Unread
 from tandem.checkpoint import read_checkpoint
 from tandem.clock import MonotonicClock
 from tandem.foreign import vllm_engine_pb2 as vllm
@@ -72,7 +73,8 @@ def engine(cluster: Any, tokenizing: Any) -> VllmServicer:
     clock = MonotonicClock()
     admission = Admission(router.queue, clock)
     rooms = Rooms(router.workers, admission, clock, RetryPolicy(), RecordingRouter())
-    entrance = Entrance(checkpoint, tokenizing, config.limits, rooms)
+    unread = Unread(clock, config.max_unread_request_bytes, config.max_unread_bytes, config.max_unread_s)
+    entrance = Entrance(checkpoint, tokenizing, config.limits, rooms, unread)
     return VllmServicer(checkpoint, config, entrance, router.status)
 
 

@@ -291,3 +291,44 @@ def test_choices_in_any_order_and_read_at_any_time_come_out_whole(
         assert "".join(each.text for each in own) == text.decode()
         assert [each.finish_reason for each in own] == [None] * (len(own) - 1) + [LENGTH]
     assert [each.summary for each in outputs] == [None] * (len(outputs) - 1) + [SUMMARY]
+
+
+# --- what is not read ---
+
+
+async def test_a_large_answer_leaves_in_outputs_of_bounded_size(byte_tokenizer: Tokenizer) -> None:
+    out = delivery(byte_tokenizer, 2)
+    text = bytes(97 + number % 26 for number in range(5000))
+    for index in (0, 1):
+        out.push(delta(text, 0, LENGTH, index))
+    assert out.unread_bytes > 2 * len(text)
+    out.close(SUMMARY)
+
+    outputs = [await out.get()]
+    while outputs[-1].summary is None:
+        outputs.append(await out.get())
+
+    assert max(len(each.token_ids) for each in outputs) == 2048  # a token and its log-probability weigh two
+    assert [each.finish_reason for each in outputs] == [None, None, None, None, LENGTH, LENGTH]
+    for index in (0, 1):
+        own = [each for each in outputs if each.index == index]
+        assert "".join(each.text for each in own).encode() == text
+        assert all(len(each.text) == len(each.token_ids) == len(each.logprobs) for each in own)
+    assert out.being_written
+
+
+async def test_an_answer_that_is_dropped_ends_with_the_reason_and_takes_no_memory(byte_tokenizer: Tokenizer) -> None:
+    out = delivery(byte_tokenizer, 2)
+    out.push(delta(b"abc", 0, LENGTH, 0))
+    out.push(delta(b"abc", 0, LENGTH, 1))
+    out.close(SUMMARY)
+    await out.get()
+
+    out.abandon(Unavailable("slow"))
+    out.push(delta(b"d", 3, LENGTH, 1))
+
+    with pytest.raises(Unavailable):
+        await out.get()
+    with pytest.raises(Unavailable):
+        await out.get_all()
+    assert out.unread_bytes == 0

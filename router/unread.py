@@ -1,0 +1,69 @@
+"""Ends requests whose answers stay in this router: too much of one, too much of all together, or for too long.
+
+Counted is what workers have sent and the connection has not taken: it waits in the delivery, or a face is writing it. A
+request that ends so lets go of all that it holds; the caller finds the reason when it reads again. Time is the clock
+given; `sweep` must be called every now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from router.delivery import Delivery
+from tandem.clock import Clock
+from tandem.errors import Overloaded
+
+
+@dataclass(slots=True, eq=False)
+class _Watched:
+    delivery: Delivery
+    end: Callable[[Overloaded], None]
+    num_outputs: int
+    moved_s: float
+    """When it was seen last that the reader had taken another output, or had none to write."""
+
+
+class Unread:
+    """Shared by all requests of a router."""
+
+    def __init__(self, clock: Clock, max_request_bytes: int, max_bytes: int, max_s: float) -> None:
+        self._clock = clock
+        self._max_request_bytes = max_request_bytes
+        self._max_bytes = max_bytes
+        self._max_s = max_s
+        self._watched: set[_Watched] = set()
+
+    @contextmanager
+    def watching(self, delivery: Delivery, end: Callable[[Overloaded], None]) -> Iterator[None]:
+        """While inside, `end` may be called, once, with the reason."""
+        watched = _Watched(delivery, end, 0, self._clock.now_s())
+        self._watched.add(watched)
+        try:
+            yield
+        finally:
+            self._watched.discard(watched)
+
+    def sweep(self) -> None:
+        """Ends those that are over a bound."""
+        now_s = self._clock.now_s()
+        for watched in tuple(self._watched):
+            delivery = watched.delivery
+            if not delivery.being_written or delivery.num_outputs != watched.num_outputs:
+                watched.num_outputs, watched.moved_s = delivery.num_outputs, now_s
+            elif now_s - watched.moved_s > self._max_s:
+                self._end(watched, f"its answer was not read for {self._max_s:g} s")
+            if delivery.unread_bytes > self._max_request_bytes:
+                self._end(watched, f"more than {self._max_request_bytes} bytes of its answer are not read")
+        by_size = sorted(self._watched, key=lambda each: each.delivery.unread_bytes)
+        total = sum(each.delivery.unread_bytes for each in by_size)
+        while total > self._max_bytes:
+            largest = by_size.pop()
+            total -= largest.delivery.unread_bytes
+            self._end(largest, f"more than {self._max_bytes} bytes of answers are not read, of which it has the most")
+
+    def _end(self, watched: _Watched, why: str) -> None:
+        if watched in self._watched:
+            self._watched.remove(watched)
+            watched.end(Overloaded(f"the request was ended: {why}"))

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from tokenizers import Tokenizer
+
+from router.delivery import ChoiceStream, Delivery
+from router.text import Detokenizer
+from router.unread import Unread
+from tandem.errors import Overloaded
+from tandem.telemetry.observers import RequestObserver
+from tandem.types import TextParams, TokenDelta, TokenId, TokenLogprobs
+from tests.manual_clock import ManualClock
+
+REQUEST_BYTES, ALL_BYTES, LIMIT_S = 100_000, 150_000, 60.0
+
+
+class Requests:
+    """Deliveries that are watched, and how each was ended."""
+
+    def __init__(self, tokenizer: Tokenizer, stack: ExitStack) -> None:
+        self.clock = ManualClock()
+        self.unread = Unread(self.clock, REQUEST_BYTES, ALL_BYTES, LIMIT_S)
+        self.ended: list[tuple[Delivery, str]] = []
+        self._tokenizer, self._stack = tokenizer, stack
+
+    def begin(self, num_tokens: int) -> Delivery:
+        """One with so many tokens to read, of 200 bytes each."""
+        choice = ChoiceStream(0, Detokenizer(self._tokenizer, frozenset()), TextParams())
+        delivery = Delivery([choice], RequestObserver())
+
+        def end(error: Overloaded) -> None:
+            self.ended.append((delivery, error.message))
+            delivery.abandon(error)
+
+        self._stack.enter_context(self.unread.watching(delivery, end))
+        push(delivery, num_tokens)
+        return delivery
+
+
+def push(delivery: Delivery, num_tokens: int) -> None:
+    ids = (TokenId(97),) * num_tokens
+    logprobs = tuple(TokenLogprobs(each, -1.0) for each in ids)
+    delivery.push(TokenDelta(delivery.num_tokens, ids, logprobs, None, 0))
+
+
+async def test_an_answer_that_is_written_for_too_long_is_ended_and_one_that_is_waited_for_is_not(
+    byte_tokenizer: Tokenizer,
+) -> None:
+    with ExitStack() as stack:
+        requests = Requests(byte_tokenizer, stack)
+        stuck, slow, idle = requests.begin(10), requests.begin(10), requests.begin(0)
+        for _ in range(3):
+            await slow.get()
+            if not stuck.being_written:
+                await stuck.get()
+            requests.unread.sweep()
+            requests.clock.advance_s(0.6 * LIMIT_S)
+            push(slow, 1)
+        requests.unread.sweep()
+
+        assert requests.ended == [(stuck, "the request was ended: its answer was not read for 60 s")]
+        assert idle.unread_bytes == 0
+
+
+def test_a_request_is_ended_that_leaves_too_much_unread(byte_tokenizer: Tokenizer) -> None:
+    with ExitStack() as stack:
+        requests = Requests(byte_tokenizer, stack)
+        requests.begin(10)
+        large = requests.begin(600)
+
+        requests.unread.sweep()
+        requests.unread.sweep()
+
+        assert [each for each, _ in requests.ended] == [large]
+
+
+def test_with_too_much_unread_in_all_those_are_ended_that_have_the_most(byte_tokenizer: Tokenizer) -> None:
+    with ExitStack() as stack:
+        requests = Requests(byte_tokenizer, stack)
+        small, largest, middle, large = (requests.begin(count) for count in (50, 400, 300, 350))
+
+        requests.unread.sweep()
+
+        assert [each for each, _ in requests.ended] == [largest]
+        assert sum(each.unread_bytes for each in (small, middle, large)) <= ALL_BYTES
