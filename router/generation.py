@@ -39,7 +39,7 @@ class RetryPolicy:
     """How long a request waits for what, and how often it is tried again."""
 
     max_retries: int = 2
-    """Further pairs tried after the first. Beyond that, workers not tried yet, unless one was lost with the request."""
+    """Further pairs tried after the first. Unless it is 0, so are all workers not tried yet while none is lost."""
     patience_s: float = 10.0
     """Wait for a pair of workers to be there: as long as a worker takes to be replaced."""
     silence_s: float = 120.0
@@ -259,7 +259,9 @@ class Generation:
         return assignment
 
     def _is_new(self, assignment: Assignment) -> bool:
-        """Whether the pair may do better than all before: then it also adds to the blamed, so that tries end."""
+        """Whether the pair may do better than all before: if it does not, more are blamed, so that tries end."""
+        if self._policy.max_retries == 0:
+            return False
         incarnations = assignment.placement.incarnations
         return self._culprits.isdisjoint(incarnations) and not self._disappointing.issuperset(incarnations)
 

@@ -100,7 +100,8 @@ class RouterConfig:
     max_retries: int = option(
         "max-retries",
         2,
-        "how often in a row a request is moved to another pair of workers without progress",
+        "how often in a row a request is moved to another pair of workers without progress; unless it is 0, workers "
+        "that were not tried yet are tried beyond that, as long as none is lost",
         integer(0, 100),
     )
     patience_s: float = option(

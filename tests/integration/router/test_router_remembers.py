@@ -67,7 +67,7 @@ async def test_prefill_workers_whose_kv_path_is_down_fail_no_request_beside_busy
     assert sum(len(worker.specs) for worker in busy) >= 30
     tried = sum(len(worker.specs) for worker in sick)
     assert all_right(cluster, await completions(cluster, 30, at_once=6))
-    assert sum(len(worker.specs) for worker in sick) - tried <= 3  # they are remembered, and probed at most
+    assert sum(len(worker.specs) for worker in sick) - tried < 10  # they are remembered, and only probed
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
@@ -89,6 +89,16 @@ async def test_a_request_that_breaks_on_two_workers_is_at_fault_itself(cluster: 
     assert sum(len(worker.specs) for worker in sick) == 2
     assert max(len(worker.specs) for worker in sick) == 1
     assert [each.set_aside for each in cluster.router.status.cluster().workers] == [""] * 5
+
+
+async def test_without_retries_one_failure_is_the_end(launch: Any, policy: Any) -> None:
+    cluster = await launch(policy=policy(max_retries=0, patience_s=0.2))
+    await add(cluster, Role.PREFILL, 1)
+    (sick,) = await add(cluster, Role.DECODE, 1, Unavailable("no"))
+    (busy,) = await add(cluster, Role.DECODE, 1, queued_prompt_tokens=1000)
+    _, code, _ = await cluster.error_of(cluster.generate(*PROMPT))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert (len(sick.specs), len(busy.specs)) == (1, 0)
 
 
 @pytest.mark.parametrize(
