@@ -267,6 +267,7 @@ class DecodeWorker:
             self._idle.set()
 
     def _pop_admissible(self) -> Request | None:
+        """Takes the next one out of the line for which there are seats and blocks."""
         pool, max_seqs = self._parts.pool.counts(), self._policy.limits.max_seqs
         # As many as end while a hand-off takes place are admitted beyond the seats, and some more: no seat stays empty.
         enough = max_seqs + round(self._pace.num_ends)

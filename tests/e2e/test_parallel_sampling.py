@@ -152,6 +152,8 @@ def test_a_pool_too_small_for_all_groups_changes_no_token() -> None:
     with serve("demo", "--kv-blocks", "48", "--block-size", "16") as small, Client(small.target) as client:
         client.wait_ready(timeout_s=30)
         expected = [[said(c) for c in client.complete(n=5, **each).choices] for each in requests]
+        for _ in range(8):  # as many short completions as a worker remembers: it expects the next ones to be short, too
+            client.complete(n=16, **options(8, 2))
         with ThreadPoolExecutor(len(requests)) as callers:
             futures = [callers.submit(client.complete, n=5, **each) for each in requests]
             completions = [future.result(timeout=120) for future in futures]

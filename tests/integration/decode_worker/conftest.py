@@ -246,7 +246,10 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         worker = DecodeWorker(
             WorkerParts(engine.thread, engine.pool, receiver, validator, MonotonicClock()),
             WorkerPolicy(
-                StepLimits(block_size, max_seqs, chunk_tokens), engine.max_sequence_tokens, overlap_steps=overlap_steps
+                StepLimits(block_size, max_seqs, chunk_tokens),
+                engine.max_sequence_tokens,
+                overlap_steps=overlap_steps,
+                first_guess_tokens=8,  # so low that pools which are too small preempt
             ),
         )
         await receiver.start()

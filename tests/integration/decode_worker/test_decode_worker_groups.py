@@ -73,9 +73,9 @@ async def test_groups_in_a_pool_that_is_far_too_small_give_the_same_tokens(
     num_blocks = -(-specs[-1].max_pool_tokens(block_size) // block_size) + 24 // block_size
     async with open_bench(block_size, num_blocks, max_seqs=12, chunk_tokens=16) as bench:
         expected = [await complete_singles(bench, spec) for spec in specs]
-        before = bench.worker.load().preemptions
+    async with open_bench(block_size, num_blocks, max_seqs=12, chunk_tokens=16) as bench:
         assert await bench.complete(specs) == expected
-        assert bench.worker.load().preemptions > before
+        assert bench.worker.load().preemptions > 0
 
 
 async def test_a_resumed_group_goes_on_where_each_choice_was(open_bench: Any, make_spec: MakeSpec) -> None:

@@ -115,17 +115,18 @@ async def test_handed_over_groups_give_the_tokens_of_single_requests(
 ) -> None:
     specs = [make_spec(length, 80, n=3, temperature=1.0, seed=length) for length in (7, 8, 9, 100)]
     prefill_engine = load_tiny_engine(BLOCK_SIZE, 64)
-    async with (
-        open_bench(BLOCK_SIZE, num_blocks, max_seqs=9) as bench,
-        open_prefill(prefill_engine, transport) as prefill,
-    ):
-        singles = []
+    singles = []
+    async with open_bench(BLOCK_SIZE, num_blocks, max_seqs=9) as bench:
         for spec in specs:
             alone = [
                 make_spec(spec.num_prompt_tokens, 80, temperature=1.0, seed=spec.sampling.seed + i) for i in range(3)
             ]
             singles.append([tokens for each in alone for (tokens,) in await bench.complete([each])])
         assert bench.worker.load().preemptions == 0
+    async with (
+        open_bench(BLOCK_SIZE, num_blocks, max_seqs=9) as bench,
+        open_prefill(prefill_engine, transport) as prefill,
+    ):
         assert await hand_over(bench, prefill, specs) == singles
         assert (bench.worker.load().preemptions > 0) == (num_blocks == 48)
 

@@ -395,7 +395,6 @@ def crowded_worlds(draw: st.DrawFn) -> World:
 @settings(max_examples=300, deadline=None)
 def test_a_plan_takes_no_more_than_is_free_and_what_its_victims_really_free(world: World) -> None:
     for _ in range(4):
-        plan = plan_step(world.running, world.waiting, world.pool, world.limits, world.growth)
-        world.carry_out(plan)  # the pool raises else
+        world.carry_out(planned(world.running, world.waiting, world.pool, world.limits))  # the pool raises else
         world.running.sort(key=lambda request: request.rank)
         world.waiting.sort(key=lambda request: request.rank)
