@@ -35,7 +35,10 @@ _LOST_ON_THE_WAY = (
     *(Reason.FRAME_ERROR, Reason.PEER_LOST),
 )
 _TRANSFER_FAILS = (*_LOST_ON_THE_WAY, Reason.HANDSHAKE_MISMATCH)
-_MOVES = (Reason.NO_CAPABLE_WORKER, Reason.WORKER_LOST, Reason.DRAINING, Reason.QUEUE_FULL, *_LOST_ON_THE_WAY)
+_MOVES = (
+    *(Reason.NO_CAPABLE_WORKER, Reason.WORKER_LOST, Reason.DRAINING, Reason.QUEUE_FULL, Reason.INVALID_OUTPUT),
+    *_LOST_ON_THE_WAY,
+)
 """Why a try on one pair of workers fails where another pair may do better."""
 
 _REFUSALS = (
