@@ -37,7 +37,7 @@ _LOST_ON_THE_WAY = (
 _TRANSFER_FAILS = (*_LOST_ON_THE_WAY, Reason.HANDSHAKE_MISMATCH)
 _MOVES = (
     *(Reason.NO_CAPABLE_WORKER, Reason.WORKER_LOST, Reason.DRAINING, Reason.QUEUE_FULL, *_TRANSFER_FAILS),
-    Reason.INTERNAL,
+    *(Reason.INVALID_OUTPUT, Reason.INTERNAL),
 )
 """Why a try on one pair of workers fails where another pair may do better."""
 

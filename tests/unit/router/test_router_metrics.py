@@ -16,8 +16,10 @@ from tandem.telemetry.recent_latencies import RecentLatencies
 from tandem.types import FinishReason, Incarnation, RequestId, Role, WorkerId, WorkerInfo
 from tests.manual_clock import ManualClock
 
-MOVING = [each for each in Reason if rebuild_error(each, "").retryable and each is not Reason.TLS_FAILED]
-"""Reasons for which another pair is tried; of TLS no worker says a word about a sequence."""
+NOT_OF_SEQUENCES = {Reason.TLS_FAILED, Reason.WORKER_ID_TAKEN}
+"""Of which no worker says a word about a sequence."""
+MOVING = [each for each in Reason if rebuild_error(each, "").retryable and each not in NOT_OF_SEQUENCES]
+"""Reasons for which another pair is tried."""
 
 
 def worker(role: Role) -> WorkerInfo:
