@@ -234,7 +234,7 @@ class Supervisor:
             finally:
                 self._client = None
                 watch.cancel()
-                await asyncio.wait({watch})
+                await asyncio.wait({watch}, timeout=self._check_s)
 
     async def _kill_if_frozen(self, child: Child, client: HealthClient) -> None:
         await until_frozen(client, self._stop_grace_s, self._check_s)
