@@ -226,14 +226,15 @@ class Supervisor:
             return None
 
     async def _serving_life(self, child: Child, address: str) -> int:
-        async with self._connect(address) as self._client:
-            watch = asyncio.create_task(self._kill_if_frozen(child, self._client), name=f"watch-{self.name}")
+        async with self._connect(address) as client:
+            self._client = client
+            watch = asyncio.create_task(self._kill_if_frozen(child, client), name=f"watch-{self.name}")
             try:
                 return await child.wait()
             finally:
                 self._client = None
                 watch.cancel()
-                await asyncio.wait({watch})
+                await asyncio.wait({watch}, timeout=self._check_s)
 
     async def _kill_if_frozen(self, child: Child, client: HealthClient) -> None:
         await until_frozen(client, self._stop_grace_s, self._check_s)

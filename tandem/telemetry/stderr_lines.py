@@ -26,6 +26,7 @@ _log = get_logger(__name__)
 
 MAX_PENDING_CHARS = 1024 * 1024
 """Some thousand lines: a burst."""
+_STDERR = 2
 FLUSH_S = 1.0
 """How long a process that ends waits for its last lines to be taken."""
 
@@ -108,9 +109,9 @@ def write_to_stderr(line: str) -> None:
     data = line.encode(errors="backslashreplace")
     while data:
         try:
-            data = data[os.write(stream.fileno(), data) :]
+            data = data[os.write(_STDERR, data) :]
         except BlockingIOError:  # shared with a process that made it so
-            select.select([], [stream], [])
+            select.select([], [_STDERR], [])
 
 
 _stderr = LineWriter(write_to_stderr)
