@@ -63,6 +63,12 @@ async def test_a_failed_call_that_heard_the_beginning_is_none() -> None:
     assert (ended.outcome, ended.complaint) == ("WORKER_LOST", "")
 
 
+async def test_a_lost_connection_is_told_from_what_the_router_says() -> None:
+    ended = await seen(AnsweringClient([1], error=Unavailable("UNAVAILABLE: Socket closed", Reason.WORKER_LOST)))
+
+    assert (ended.outcome, ended.complaint) == ("connection lost", "")
+
+
 async def test_a_failed_call_that_heard_a_wrong_token_is_one() -> None:
     assert "differs" in (await seen(AnsweringClient([1, 9], [], error=LOST))).complaint
 
