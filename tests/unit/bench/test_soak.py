@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -205,6 +206,22 @@ async def test_what_a_cancelled_storm_froze_goes_on(tmp_path: Path) -> None:
         await operator.close()
     assert said == ["freeze: decode-0", "decode-0 goes on"]
     assert faults.counts == {"freeze": 1}
+
+
+async def test_what_a_cancelled_storm_drained_is_stopped(tmp_path: Path) -> None:
+    said: list[str] = []
+    with waiting_program(tmp_path, "decode_worker", "--worker-id=decode-0") as worker:
+        operator = AsyncClient("127.0.0.1:1")
+        rng = Random(1)
+        rng.choice = lambda roles: "decode"  # type: ignore[method-assign]
+        draining = asyncio.create_task(Faults(os.getpid(), 1, operator, [], rng, said.append)._drain())
+        await asyncio.sleep(0)
+        draining.cancel()
+        await asyncio.wait([draining])
+
+        assert await asyncio.to_thread(worker.wait, 10) == -signal.SIGTERM
+        await operator.close()
+    assert said == ["drain: decode-0", "stop after drain: decode-0"]
 
 
 @pytest.mark.parametrize("code", [0, 3])
