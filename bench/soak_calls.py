@@ -33,6 +33,10 @@ _EXPLAINED = {
     *(Reason.TRANSFER_FAILED, Reason.PEER_LOST),
 }
 """What a caller may be told while processes die and stand still. Anything else is a bug."""
+CONNECTION_LOST = "connection lost"
+"""Outcome of a call that no router answered: its connection was reset, or the router is not there."""
+_MADE_BY_GRPC = ("UNAVAILABLE: ", "CANCELLED: ")
+"""How messages of such errors begin; the router's own do not."""
 
 
 class Manner(enum.StrEnum):
@@ -101,7 +105,7 @@ class Ended:
     kind: str
     manner: Manner
     outcome: str
-    """`ok`, `left` by its caller, `hung`, or the reason of its error."""
+    """`ok`, `left` by its caller, `hung`, `connection lost`, or the reason that the router gave."""
     complaint: str = ""
     """What is wrong with that, in words; empty = nothing."""
 
@@ -148,7 +152,7 @@ async def call(client: Client, kind: Kind, manner: Manner, rng: Random, clock: C
     except TimeoutError:
         outcome, complaint = "hung", f"no end {OVERRUN_S:g} s after its limit of {limit_s:.3f} s"
     except TandemError as error:
-        outcome = error.reason.value
+        outcome = CONNECTION_LOST if error.message.startswith(_MADE_BY_GRPC) else error.reason.value
         if error.reason not in _EXPLAINED:
             complaint = f"unexplained error: {error.reason}: {error.message}"
     complaint = complaint or _wrong(heard, kind.answer, succeeded=outcome == "ok")

@@ -56,7 +56,7 @@ class Faults:
         """When the router was last killed, or went on after a freeze; clock time."""
 
     async def run(self) -> None:
-        """Until it is cancelled. What it froze goes on then."""
+        """Until it is cancelled. What it froze goes on then, and what it drained is stopped."""
         acts = {self._kill: 4, self._stop: 2, self._freeze: 4, self._drain: 1, self._reset: 4}
         acts |= {self._kill_router: 1, self._freeze_router: 1}
         while True:
@@ -91,11 +91,14 @@ class Faults:
 
     async def _drain(self) -> None:
         victim = self._victim()
-        if victim is not None:
-            self._count("drain", victim[0])
+        if victim is None:
+            return
+        self._count("drain", victim[0])
+        try:
             with contextlib.suppress(TandemError):  # the router is away, or the worker has left meanwhile
                 await self._operator.drain(victim[0], timeout_s=_DRAIN_TIMEOUT_S)
             await asyncio.sleep(self._rng.uniform(*_DRAIN_S))
+        finally:  # it would stay as it is for ever
             if victim[1] in children(self._serve_pid).values():
                 self._signal("stop after drain", victim, signal.SIGTERM)
 

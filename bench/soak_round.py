@@ -32,7 +32,8 @@ _AFTER_TROUBLE_S = 3.0
 _SAMPLE = 24
 """Kinds that are asked, all at once, before and after the faults."""
 _BACK_OFF_S = (0.1, 0.5)
-"""Of a caller whose call failed."""
+"""Of a caller whose call failed, before it waits for SERVING."""
+_READY_TIMEOUT_S = 10.0
 MORE_DESCRIPTORS = 6
 MORE_THREADS = 4
 MORE_RSS_BYTES = 32 * 1024 * 1024
@@ -228,6 +229,8 @@ class Round:
                 self._violated(f"{ended.kind}, {ended.manner}: {ended.complaint}")
             if ended.outcome not in ("ok", "left"):
                 await asyncio.sleep(rng.uniform(*_BACK_OFF_S))
+                with contextlib.suppress(TandemError):  # the next call tells what is wrong
+                    await client.wait_ready(_READY_TIMEOUT_S)
 
     async def _watch_router(self, operator: AsyncClient, faults: Faults) -> None:
         """It may hold no more requests than callers have. Seen from its side, for callers give up by themselves."""

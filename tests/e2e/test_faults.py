@@ -10,6 +10,7 @@ CLIENTS = 4
 REQUESTS_EACH = 12
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 def test_no_request_fails_when_the_only_worker_of_its_role_is_killed(victim: str) -> None:
     outcome = run_case(Case(1, 1, victim), CLIENTS, REQUESTS_EACH)
@@ -19,6 +20,7 @@ def test_no_request_fails_when_the_only_worker_of_its_role_is_killed(victim: str
     assert outcome.recovery_s is not None
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", ["router", "router-0"])
 def test_of_a_killed_router_only_calls_in_flight_fail(victim: str) -> None:
     """`router` is started again; `router-0` is one of two, and clients go on with the other one."""

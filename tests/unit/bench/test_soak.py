@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -61,6 +62,12 @@ async def test_a_failed_call_that_heard_the_beginning_is_none() -> None:
     ended = await seen(AnsweringClient([1, 2], [], error=LOST))
 
     assert (ended.outcome, ended.complaint) == ("WORKER_LOST", "")
+
+
+async def test_a_lost_connection_is_told_from_what_the_router_says() -> None:
+    ended = await seen(AnsweringClient([1], error=Unavailable("UNAVAILABLE: Socket closed", Reason.WORKER_LOST)))
+
+    assert (ended.outcome, ended.complaint) == ("connection lost", "")
 
 
 async def test_a_failed_call_that_heard_a_wrong_token_is_one() -> None:
@@ -199,6 +206,22 @@ async def test_what_a_cancelled_storm_froze_goes_on(tmp_path: Path) -> None:
         await operator.close()
     assert said == ["freeze: decode-0", "decode-0 goes on"]
     assert faults.counts == {"freeze": 1}
+
+
+async def test_what_a_cancelled_storm_drained_is_stopped(tmp_path: Path) -> None:
+    said: list[str] = []
+    with waiting_program(tmp_path, "decode_worker", "--worker-id=decode-0") as worker:
+        operator = AsyncClient("127.0.0.1:1")
+        rng = Random(1)
+        rng.choice = lambda roles: "decode"  # type: ignore[method-assign]
+        draining = asyncio.create_task(Faults(os.getpid(), 1, operator, [], rng, said.append)._drain())
+        await asyncio.sleep(0)
+        draining.cancel()
+        await asyncio.wait([draining])
+
+        assert await asyncio.to_thread(worker.wait, 10) == -signal.SIGTERM
+        await operator.close()
+    assert said == ["drain: decode-0", "stop after drain: decode-0"]
 
 
 @pytest.mark.parametrize("code", [0, 3])
