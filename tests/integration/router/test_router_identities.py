@@ -26,7 +26,7 @@ async def cluster(launch: Any, policy: Any, tmp_path: Path) -> Any:
     """A router without workers, that knows two identities by name, and one token without."""
     lines = (f"{TOKEN} name=ours max-priority=5", f"{OTHER_TOKEN} name=theirs", THIRD_TOKEN)
     security = SecurityConfig(token_file=Pki(tmp_path).tokens(*lines))
-    return await launch(policy=policy(placement_s=0.01), security=security, max_priority=2)
+    return await launch(policy=policy(patience_s=0.01), security=security, max_priority=2)
 
 
 def with_token(token: str) -> Any:
