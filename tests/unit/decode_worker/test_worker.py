@@ -344,7 +344,7 @@ async def test_bad_requests_are_refused_by_name(open_bench: Any, make_spec: Make
     async with open_bench(num_blocks=4) as bench:
         bench.reserve(1, make_spec(9, 8))
         with pytest.raises(InvalidRequest, match="decode worker"):
-            bench.worker.prefill(bench.router, Handle(2), make_spec(5, 2))
+            bench.worker.prefill(bench.router, Handle(2), make_spec(5, 2), "decode-1")
         with pytest.raises(InvalidRequest, match="decode worker"):
             bench.worker.grant(bench.router, Handle(2), b"", b"")
         bench.reserve(3, make_spec(5, 2))
