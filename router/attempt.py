@@ -100,9 +100,13 @@ class Attempt:
         self._awaited = {each.index: len(each.output_token_ids) for each in drawn_first}
         self._on_stage(RequestState.PLACED)
         self._sent_s = self._clock.now_s()
+        link = self._link_of(self._decode)
+        if link is not None:
+            self._decode.handle = link.watch(self)  # its loss ends the wait in the prefill worker's line at once
         if self._prefill is None:
             self._reserve()
-        elif (link := self._open(self._prefill)) is not None:
+        elif self._error is None and (link := self._link_of(self._prefill)) is not None:
+            self._open(self._prefill)
             self._prefill.handle = link.prefill(self._group, self, self._decode.info.worker_id)
         await self._until(lambda: self._delivery.finished or self._started or self._computed)
         self._on_stage(RequestState.PREFILLING)
@@ -117,13 +121,16 @@ class Attempt:
         if self._group.HasField("timeout_seconds"):
             passed_s = self._clock.now_s() - self._sent_s
             self._group.timeout_seconds = max(0.0, self._group.timeout_seconds - passed_s)
-        link = self._open(self._decode)
-        if link is not None:
-            self._decode.handle = link.reserve(self._group, self, local_prefill=self._prefill is None)
+        if self._decode.link is not None and self._decode.handle is not None:
+            self._open(self._decode)
+            self._decode.link.reserve(self._decode.handle, self._group, local_prefill=self._prefill is None)
 
-    def _open(self, leg: _Leg) -> WorkerLink | None:
+    def _open(self, leg: _Leg) -> None:
+        """From now on, a word of its worker is due."""
         leg.is_open = True
         leg.heard_s = self._clock.now_s()
+
+    def _link_of(self, leg: _Leg) -> WorkerLink | None:
         if leg.link is None:
             self.failed(leg.info, Unavailable(f"worker {leg.info.worker_id} was lost", Reason.WORKER_LOST))
         return leg.link

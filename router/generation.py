@@ -39,8 +39,8 @@ class RetryPolicy:
     placement_s: float = 1.0
     """Wait for a pair of workers to be there."""
     silence_s: float = 120.0
-    """Longest time without a word about a request from its workers, or, while it waits in line,
-    without a step of the worker's engine."""
+    """Longest time without a word about a request from one of the workers that hold it. Where it waits, they say so
+    every few seconds (`worker.waits`)."""
     progress_tokens: int = 16
     """New tokens of one choice by which a pair that failed was still a good one: tries are counted from 0 again.
 

@@ -90,11 +90,18 @@ class WorkerLink:
         """Returns once the stream is closed."""
         await asyncio.gather(self._task, return_exceptions=True)
 
-    def reserve(self, group: worker_pb2.Group, listener: GroupListener, *, local_prefill: bool) -> Handle:
-        """Asks a decode worker to make room. The answer comes to `listener`."""
+    def watch(self, listener: GroupListener) -> Handle:
+        """For a request that `reserve` may follow for: until then, `listener` is told of the worker's loss alone."""
         handle = self._new_handle(listener)
-        reserve = worker_pb2.Reserve(handle=handle, group=group, local_prefill=local_prefill)
-        return self._ask(handle, worker_pb2.ConnectRequest(reserve=reserve))
+        if not self.connected:
+            self._fail(handle, self._lost())
+        return handle
+
+    def reserve(self, handle: Handle, group: worker_pb2.Group, *, local_prefill: bool) -> None:
+        """Asks a decode worker to make room. The answer comes to the listener; a no-op once the worker was lost."""
+        if handle in self._listeners:
+            reserve = worker_pb2.Reserve(handle=handle, group=group, local_prefill=local_prefill)
+            self._enqueue(worker_pb2.ConnectRequest(reserve=reserve))
 
     def prefill(self, group: worker_pb2.Group, listener: GroupListener, destination: str) -> Handle:
         """Asks a prefill worker to compute a prompt for the decode worker `destination`.

@@ -192,11 +192,6 @@ class Workers:
         record = self._current(info)
         return None if record is None else record.link
 
-    def engine_steps(self, info: WorkerInfo) -> int | None:
-        """Steps that its engine has made, as last heard; None if it is gone or was never heard."""
-        record = self._current(info)
-        return None if record is None or record.load is None else record.load.engine_steps
-
     def views(self) -> list[WorkerView]:
         """All workers, as placement sees them."""
         now_s = self._clock.now_s()

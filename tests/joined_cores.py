@@ -144,6 +144,7 @@ class CoreLink:
     def __init__(self, info: WorkerInfo, core: Any) -> None:
         self._info, self._core = info, core
         self._listeners: dict[Handle, GroupListener] = {}
+        self._num_handles = 0
         self.handles: list[Handle] = []
         """All that it was asked for."""
         self.waits: dict[WaitReason, Sequence[Handle]] = {}
@@ -152,13 +153,16 @@ class CoreLink:
 
     # --- from the attempt ---
 
-    def reserve(self, group: worker_pb2.Group, listener: GroupListener, *, local_prefill: bool) -> Handle:
-        handle = self._handle(listener)
+    def watch(self, listener: GroupListener) -> Handle:
+        return self._handle(listener)
+
+    def reserve(self, handle: Handle, group: worker_pb2.Group, *, local_prefill: bool) -> None:
+        self.handles.append(handle)
         self._core.reserve(self, handle, group_from_proto(group), local_prefill)
-        return handle
 
     def prefill(self, group: worker_pb2.Group, listener: GroupListener, destination: str) -> Handle:
         handle = self._handle(listener)
+        self.handles.append(handle)
         self._core.prefill(self, handle, group_from_proto(group), destination)
         return handle
 
@@ -167,11 +171,11 @@ class CoreLink:
 
     def release(self, handle: Handle) -> None:
         if self._listeners.pop(handle, None) is not None:
-            self._core.release(self, handle)
+            self._core.release(self, handle)  # a no-op for one that was only watched
 
     def _handle(self, listener: GroupListener) -> Handle:
-        handle = Handle(len(self.handles) + 1)
-        self.handles.append(handle)
+        self._num_handles += 1
+        handle = Handle(self._num_handles)
         self._listeners[handle] = listener
         return handle
 

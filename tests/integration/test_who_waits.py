@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
@@ -111,3 +112,21 @@ async def test_a_request_that_its_worker_forgot_is_given_up_though_the_others_ar
         await cores.time_passes(LONG_S)
         assert isinstance(forgotten.task.exception(), Unavailable)
         kept.task.cancel()
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_small_pools_on_both_sides_never_wait_for_each_other(seed: int) -> None:
+    draw = random.Random(seed)
+    async with JoinedCores(
+        prefill_blocks=draw.randint(8, 20), decode_blocks=draw.randint(12, 24), max_seqs=draw.randint(1, 4)
+    ) as cores:
+        running = []
+        for salt in range(16):
+            running.append(cores.start(spec_of(draw.randint(1, 32), draw.randint(1, 16), salt, draw.randint(0, 1))))
+            for _ in range(draw.randint(0, 8)):
+                await asyncio.sleep(0)
+            if draw.random() < 0.25:
+                draw.choice(running).task.cancel()
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.wait({each.task for each in running})
+        await finish([each for each in running if not each.task.cancelled()])

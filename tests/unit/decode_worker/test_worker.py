@@ -217,7 +217,9 @@ async def test_a_commit_that_never_comes_fails_the_sequence_without_new_work(
         bench.receiver.writer_stops(ticket)
 
 
-async def test_a_shown_ticket_outlasts_a_long_line_at_the_prefill_worker(open_bench: Any, make_spec: MakeSpec) -> None:
+async def test_a_shown_ticket_outlasts_a_long_computation_at_the_prefill_worker(
+    open_bench: Any, make_spec: MakeSpec
+) -> None:
     async with open_bench() as bench:
         spec = make_spec(9, 7)
         handle = bench.reserve(1, spec)

@@ -16,6 +16,7 @@ moves = st.lists(
         st.tuples(
             st.just("prefill"), st.tuples(st.integers(1, 40), st.lists(st.integers(0, 1), min_size=1, max_size=3))
         ),
+        st.tuples(st.just("grant"), st.integers(0, 20)),
         st.tuples(st.just("offers_start_at"), st.integers(0, 4)),
         st.tuples(st.just("release"), st.integers(0, 20)),
         st.tuples(st.just("close"), st.integers(0, 4)),
@@ -49,7 +50,10 @@ class Player:
     async def prefill(self, asked: tuple[int, list[int]]) -> None:
         num_tokens, num_output_tokens = asked
         spec = self.make_spec(num_tokens, num_output_tokens=num_output_tokens)
-        self.handles.add(self.bench.prefill(len(self.handles) + 1, spec))
+        self.handles.add(self.bench.prefill(len(self.handles) + 1, spec, grant=False))
+
+    async def grant(self, handle: int) -> None:
+        self.bench.grant(handle)
 
     async def offers_start_at(self, first_block: int) -> None:
         self.bench.sender.first_block = first_block
@@ -86,6 +90,8 @@ async def play(bench_type: Any, make_spec: Any, moves: list[tuple[str, Any]], ov
         bench.pool.check_invariants()
     for gate in bench.gates:
         await gate.open()
+    for handle in player.handles:
+        await player.grant(handle)
     await bench.settles()
     check_ends(bench, player)
     await bench.close()

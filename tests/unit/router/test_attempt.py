@@ -49,10 +49,14 @@ class SilentLink:
         self.grants: list[tuple[Handle, bytes, bytes]] = []
         self.is_released = False
 
-    def reserve(self, group: worker_pb2.Group, listener: GroupListener, *, local_prefill: bool) -> Handle:
+    def watch(self, listener: GroupListener) -> Handle:
+        self.listener = listener
+        return Handle(1)
+
+    def reserve(self, handle: Handle, group: worker_pb2.Group, *, local_prefill: bool) -> None:
         self.local_prefill = local_prefill
         self.group = group
-        return self._hear(listener)
+        self.asked.set()
 
     def prefill(self, group: worker_pb2.Group, listener: GroupListener, destination: str) -> Handle:
         self.destination = destination
@@ -212,6 +216,16 @@ async def test_room_is_asked_for_when_the_prompt_is_begun_and_not_before(pair: C
     assert running.prefill.grants == [(Handle(1), b"ticket", b"endpoint")]
     running.attempt.release()
     running.running.cancel()
+
+
+async def test_the_loss_of_the_decode_worker_ends_the_wait_in_the_line_at_once(pair: Callable[..., Pair]) -> None:
+    running = pair()
+    await running.get_to("line")
+    running.decode.says("failed", Unavailable("it was lost", Reason.WORKER_LOST))
+    assert (await running.failure()).reason is Reason.WORKER_LOST
+    assert running.attempt.culprit == running.infos[Role.DECODE]
+    running.attempt.release()
+    assert running.prefill.is_released
 
 
 async def test_the_decode_worker_is_told_what_is_left_of_the_time_after_the_line(pair: Callable[..., Pair]) -> None:
