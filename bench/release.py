@@ -124,7 +124,7 @@ class Pair:
         self.decode.reserve(port, handle, spec, local_prefill)
         await port.until(lambda: port.ticket is not None)
         if not local_prefill:
-            self.prefill.prefill(port, handle, spec)
+            self.prefill.prefill(port, handle, spec, "decode")
             self.prefill.grant(port, handle, port.ticket or b"", port.kv_endpoint)
         await stage(port)
         released_s = time.perf_counter()

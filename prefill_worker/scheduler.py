@@ -122,8 +122,8 @@ class PrefillScheduler:
 
     def _admit(self, num_free_blocks: int, held: Counter[str]) -> tuple[Request, ...]:
         """`held`: blocks by destination; what runs is added here."""
-        for request in self._running:
-            held[request.destination] += len(request.group.prefix.block_table)
+        for running in self._running:
+            held[running.destination] += len(running.group.prefix.block_table)
         are_several = len({*self._destinations, *held}) > 1
         if not are_several:
             held.clear()

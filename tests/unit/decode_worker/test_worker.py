@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from decode_worker.incoming_transfers import TransferPolicy
-from decode_worker.running_batch import RunningBatch
-from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
-from engine.group import Group
 from tandem.errors import (
     DeadlineExceeded,
     FrameError,
@@ -196,33 +193,6 @@ async def test_a_failed_transfer_ends_the_sequence_and_quarantines_its_blocks(
         assert bench.pool.counts().free == bench.pool.num_blocks
 
 
-@pytest.mark.parametrize(("owner", "call"), [(BlockPool, "set_filled"), (RunningBatch, "join"), (Group, "land")])
-async def test_a_bug_while_a_hand_off_lands_fails_that_request_and_frees_its_blocks(
-    open_bench: Any,
-    make_spec: MakeSpec,
-    completion: Completion,
-    monkeypatch: pytest.MonkeyPatch,
-    owner: type,
-    call: str,
-) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise KeyError("a bug")
-
-    async with open_bench() as bench:
-        spec = make_spec(9, 7)
-        unlucky = bench.reserve(1, spec)
-        ticket = await bench.ticket(unlucky)
-        with monkeypatch.context() as patched:
-            patched.setattr(owner, call, broken)
-            bench.hand_over(ticket, spec)
-        assert bench.router.errors[unlucky].retryable
-        assert bench.pool.counts().free == bench.pool.num_blocks
-        handle = bench.reserve(2, spec)
-        first = bench.hand_over(await bench.ticket(handle), spec)
-        await bench.router.until(lambda: handle in bench.router.ended)
-        assert [first[0], *bench.router.tokens[handle]] == completion(spec)
-
-
 async def test_an_offer_that_cannot_be_made_fails_the_sequence_and_holds_nothing(
     open_bench: Any, make_spec: MakeSpec
 ) -> None:
@@ -376,7 +346,7 @@ async def test_bad_requests_are_refused_by_name(open_bench: Any, make_spec: Make
     async with open_bench(num_blocks=4) as bench:
         bench.reserve(1, make_spec(9, 8))
         with pytest.raises(InvalidRequest, match="decode worker"):
-            bench.worker.prefill(bench.router, Handle(2), make_spec(5, 2))
+            bench.worker.prefill(bench.router, Handle(2), make_spec(5, 2), "decode-1")
         with pytest.raises(InvalidRequest, match="decode worker"):
             bench.worker.grant(bench.router, Handle(2), b"", b"")
         bench.reserve(3, make_spec(5, 2))
