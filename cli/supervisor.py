@@ -90,8 +90,8 @@ class RestartPolicy:
 
     never ready before   exit 2: its options or its model are wrong, the whole server gives up;
                          otherwise after `max_failed_starts` in a row
-    ready before         always again, whatever its code: after a delay that doubles up to a cap, and
-                         starts over once the child has been ready for `healthy_after_s`
+    ready before         always again, whatever its code: at once, if it had been ready for `healthy_after_s` or had
+                         not ended before; else after a delay that doubles up to a cap
     """
 
     clock: Clock
@@ -109,7 +109,8 @@ class RestartPolicy:
 
     def became_ready(self) -> None:
         """The child printed its address."""
-        self._was_ever_ready = True
+        if not self._was_ever_ready:
+            self._was_ever_ready, self._next_delay_s = True, 0.0
         self._ready_at_s = self.clock.now_s()
 
     def restart_delay_s(self, returncode: int) -> float | None:
@@ -123,9 +124,9 @@ class RestartPolicy:
             if returncode == EXIT_BAD_CONFIG or self._failed_starts >= self.max_failed_starts:
                 return None
         if ready_at_s is not None and self.clock.now_s() - ready_at_s >= self.healthy_after_s:
-            self._next_delay_s = self.first_delay_s
+            self._next_delay_s = 0.0
         delay_s = self._next_delay_s
-        self._next_delay_s = min(self.max_delay_s, 2 * delay_s)
+        self._next_delay_s = min(self.max_delay_s, max(self.first_delay_s, 2 * delay_s))
         return delay_s
 
 

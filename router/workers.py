@@ -22,15 +22,15 @@ from typing import TypeAlias
 from weakref import WeakSet
 
 from router.ejection import Ejections, Subject
-from router.placement import Demand, Obstacle, Placement, WorkerView, place
+from router.placement import Demand, Placement, WorkerView, place
 from router.placement import readiness as readiness_of
 from router.worker_link import WorkerLink
+from router.worker_record import WorkerRecord
 from tandem.clock import Clock
-from tandem.errors import HandshakeMismatch, InvalidRequest, Reason, Unavailable
+from tandem.errors import HandshakeMismatch, InvalidRequest, Unavailable
 from tandem.telemetry.logging import get_logger
 from tandem.types import Incarnation, WorkerId, WorkerInfo, WorkerLoad
 
-_REMEMBERED_INCARNATIONS = 64
 _TICKS_PER_LEASE = 20
 _LONGEST_TICK_S = 0.25
 
@@ -57,76 +57,6 @@ class Assignment:
         return incarnations if self.placement.prefill is None else (*incarnations, (incarnations[0], incarnations[1]))
 
 
-class _Record:
-    """What is known of one worker."""
-
-    def __init__(self, info: WorkerInfo, now_s: float, owner: str, replaced: tuple[Incarnation, ...]) -> None:
-        self.info = info
-        self.owner = owner
-        self.replaced = replaced[-_REMEMBERED_INCARNATIONS:]
-        """Earlier incarnations, that stay out as long as this one is there."""
-        self.load: WorkerLoad | None = None
-        self.heard_s = now_s
-        self.moved_s = now_s
-        self.assigned_tokens = 0
-        """Given to it, and not shown by `load`."""
-        self.assigned_seqs = 0
-        self.coming_tokens = 0
-        """Of these, what is not there yet, but with the prefill worker: the next heartbeat will not show it either."""
-        self.coming_seqs = 0
-        self.drain_ordered = False
-        self.link: WorkerLink | None = None
-        """None = stalled."""
-
-    @property
-    def connected(self) -> bool:
-        return self.link is not None and self.link.connected
-
-    def check_claim(self, info: WorkerInfo, owner: str) -> None:
-        """Raises Unavailable if its name is not to be had by `info`, which says that it is its own."""
-        if owner != self.owner:
-            raise Unavailable(f"worker {info.worker_id} is registered by another identity", Reason.WORKER_ID_TAKEN)
-        if info.incarnation in self.replaced:
-            raise Unavailable(f"a newer incarnation of {info.worker_id} is registered", Reason.WORKER_ID_TAKEN)
-
-    def take_load(self, load: WorkerLoad, now_s: float) -> None:
-        moved = self.load is None or load.engine_steps != self.load.engine_steps or load.running_seqs == 0
-        self.moved_s = now_s if moved else self.moved_s
-        self.load = load
-        self.heard_s = now_s
-        self.assigned_tokens, self.assigned_seqs = self.coming_tokens, self.coming_seqs
-
-    def forgive(self, seconds: float, now_s: float) -> None:
-        """Does not count so much time as silence of the worker."""
-        self.heard_s = min(now_s, self.heard_s + seconds)
-        self.moved_s = min(now_s, self.moved_s + seconds)
-
-    def obstacle(self) -> Obstacle | None:
-        """Why it takes no new work."""
-        if self.link is None:
-            return Obstacle.STALLED
-        if not self.link.connected:
-            return Obstacle.NOT_CONNECTED
-        if self.load is None:
-            return Obstacle.NOT_HEARD
-        if self.drain_ordered or self.load.draining:
-            return Obstacle.DRAINING
-        return None
-
-    def view(self, now_s: float, ejections: Ejections) -> WorkerView:
-        return WorkerView(
-            self.info,
-            self.load,
-            self.obstacle(),
-            self.assigned_tokens,
-            self.assigned_seqs,
-            ejections.burden(self.info.incarnation, now_s),
-            ejections.describe(self.info.incarnation, now_s),
-            now_s - self.heard_s,
-            self.connected,
-        )
-
-
 class Workers:
     """All workers by name. Single-threaded. Use as an async context manager: leaving it closes all links."""
 
@@ -150,7 +80,7 @@ class Workers:
         self._open_link = open_link
         self._rng = rng
         self._awake_s = clock.now_s()
-        self._records: dict[WorkerId, _Record] = {}
+        self._records: dict[WorkerId, WorkerRecord] = {}
         self._ejections = Ejections()
         self._links: WeakSet[WorkerLink] = WeakSet()
         """Also those of lost workers, until their tasks have ended."""
@@ -188,7 +118,7 @@ class Workers:
                 return
             replaced = (*known.replaced, known.info.incarnation)
             self._remove(known, f"worker {info.worker_id} has restarted")
-        record = self._records[info.worker_id] = _Record(info, self._clock.now_s(), owner, replaced)
+        record = self._records[info.worker_id] = WorkerRecord(info, self._clock.now_s(), owner, replaced)
         self._open(record)
 
     def heartbeat(self, info: WorkerInfo, load: WorkerLoad, owner: str = "") -> None:
@@ -355,7 +285,7 @@ class Workers:
             for record in self._records.values():
                 record.forgive(late_s, now_s)
 
-    def _judge_engine(self, record: _Record) -> None:
+    def _judge_engine(self, record: WorkerRecord) -> None:
         """A live loop with a dead engine still sends heartbeats; only its step count tells."""
         has_work = record.load is not None and record.load.running_seqs > 0
         stalled = has_work and self._clock.now_s() - record.moved_s > self._stall_s
@@ -364,14 +294,14 @@ class Workers:
         elif not stalled and record.link is None:
             self._open(record)
 
-    def _open(self, record: _Record) -> None:
+    def _open(self, record: WorkerRecord) -> None:
         info = record.info
         _log.info("worker joined", worker_id=info.worker_id, role=info.role, address=info.address)
         record.link = self._open_link(info, self._notify)
         self._links.add(record.link)
         self._notify()
 
-    def _close(self, record: _Record, why: str) -> None:
+    def _close(self, record: WorkerRecord, why: str) -> None:
         """Ends the link, if there is one; its requests are told."""
         if record.link is None:
             return
@@ -380,7 +310,7 @@ class Workers:
         record.link = None
         self._notify()
 
-    def _remove(self, record: _Record, why: str) -> None:
+    def _remove(self, record: WorkerRecord, why: str) -> None:
         del self._records[record.info.worker_id]
         self._ejections.forget(record.info.incarnation)
         self._close(record, why)
@@ -390,7 +320,7 @@ class Workers:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _current(self, info: WorkerInfo) -> _Record | None:
+    def _current(self, info: WorkerInfo) -> WorkerRecord | None:
         """This life of the worker."""
         record = self._records.get(info.worker_id)
         return record if record is not None and record.info.incarnation == info.incarnation else None

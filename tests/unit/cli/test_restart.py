@@ -20,7 +20,7 @@ def policy(clock: ManualClock) -> RestartPolicy:
 
 def test_delays_double_up_to_the_cap(policy: RestartPolicy) -> None:
     policy.became_ready()
-    assert [policy.restart_delay_s(KILLED) for _ in range(5)] == [1, 2, 4, 5, 5]
+    assert [policy.restart_delay_s(KILLED) for _ in range(6)] == [0, 1, 2, 4, 5, 5]
 
 
 def test_a_healthy_life_starts_the_delays_over(policy: RestartPolicy, clock: ManualClock) -> None:
@@ -29,7 +29,7 @@ def test_a_healthy_life_starts_the_delays_over(policy: RestartPolicy, clock: Man
     policy.restart_delay_s(KILLED)
     policy.became_ready()
     clock.advance_s(30)
-    assert policy.restart_delay_s(KILLED) == 1
+    assert policy.restart_delay_s(KILLED) == 0
 
 
 def test_a_short_life_does_not(policy: RestartPolicy, clock: ManualClock) -> None:
@@ -37,7 +37,7 @@ def test_a_short_life_does_not(policy: RestartPolicy, clock: ManualClock) -> Non
     policy.restart_delay_s(KILLED)
     policy.became_ready()
     clock.advance_s(29)
-    assert policy.restart_delay_s(KILLED) == 2
+    assert policy.restart_delay_s(KILLED) == 1
 
 
 def test_a_bad_config_gives_up_at_once(policy: RestartPolicy) -> None:
@@ -47,7 +47,7 @@ def test_a_bad_config_gives_up_at_once(policy: RestartPolicy) -> None:
 @pytest.mark.parametrize("code", [0, 1, 2, KILLED])
 def test_what_was_ready_once_is_started_again_whatever_its_code(policy: RestartPolicy, code: int) -> None:
     policy.became_ready()
-    assert [policy.restart_delay_s(code) for _ in range(10)] == [1, 2, 4] + [5] * 7
+    assert [policy.restart_delay_s(code) for _ in range(10)] == [0, 1, 2, 4] + [5] * 6
 
 
 def test_a_child_that_never_gets_ready_is_given_up(policy: RestartPolicy) -> None:

@@ -1,0 +1,84 @@
+"""What a router knows of one worker: its last load, what it was given since, and why it takes no new work."""
+
+from __future__ import annotations
+
+from router.ejection import Ejections
+from router.placement import Obstacle, WorkerView
+from router.worker_link import WorkerLink
+from tandem.errors import Reason, Unavailable
+from tandem.types import Incarnation, WorkerInfo, WorkerLoad
+
+_REMEMBERED_INCARNATIONS = 64
+
+
+class WorkerRecord:
+    """Of one life of a worker; kept by `Workers`."""
+
+    def __init__(self, info: WorkerInfo, now_s: float, owner: str, replaced: tuple[Incarnation, ...]) -> None:
+        self.info = info
+        self.owner = owner
+        self.replaced = replaced[-_REMEMBERED_INCARNATIONS:]
+        """Earlier incarnations, that stay out as long as this one is there."""
+        self.load: WorkerLoad | None = None
+        self.heard_s = now_s
+        self.moved_s = now_s
+        self.assigned_tokens = 0
+        """Given to it, and not shown by `load`."""
+        self.assigned_seqs = 0
+        self.coming_tokens = 0
+        """Of these, what is not there yet, but with the prefill worker: the next heartbeat will not show it either."""
+        self.coming_seqs = 0
+        self.drain_ordered = False
+        self.link: WorkerLink | None = None
+        """None = stalled."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether this router's stream to it stands."""
+        return self.link is not None and self.link.connected
+
+    def check_claim(self, info: WorkerInfo, owner: str) -> None:
+        """Raises Unavailable if its name is not to be had by `info`, which says that it is its own."""
+        if owner != self.owner:
+            raise Unavailable(f"worker {info.worker_id} is registered by another identity", Reason.WORKER_ID_TAKEN)
+        if info.incarnation in self.replaced:
+            raise Unavailable(f"a newer incarnation of {info.worker_id} is registered", Reason.WORKER_ID_TAKEN)
+
+    def take_load(self, load: WorkerLoad, now_s: float) -> None:
+        """A heartbeat came."""
+        moved = self.load is None or load.engine_steps != self.load.engine_steps or load.running_seqs == 0
+        self.moved_s = now_s if moved else self.moved_s
+        self.load = load
+        self.heard_s = now_s
+        self.assigned_tokens, self.assigned_seqs = self.coming_tokens, self.coming_seqs
+
+    def forgive(self, seconds: float, now_s: float) -> None:
+        """Does not count so much time as silence of the worker."""
+        self.heard_s = min(now_s, self.heard_s + seconds)
+        self.moved_s = min(now_s, self.moved_s + seconds)
+
+    def obstacle(self) -> Obstacle | None:
+        """Why it takes no new work."""
+        if self.link is None:
+            return Obstacle.STALLED
+        if not self.link.connected:
+            return Obstacle.NOT_CONNECTED
+        if self.load is None:
+            return Obstacle.NOT_HEARD
+        if self.drain_ordered or self.load.draining:
+            return Obstacle.DRAINING
+        return None
+
+    def view(self, now_s: float, ejections: Ejections) -> WorkerView:
+        """As placement sees it."""
+        return WorkerView(
+            self.info,
+            self.load,
+            self.obstacle(),
+            self.assigned_tokens,
+            self.assigned_seqs,
+            ejections.burden(self.info.incarnation, now_s),
+            ejections.describe(self.info.incarnation, now_s),
+            now_s - self.heard_s,
+            self.connected,
+        )
