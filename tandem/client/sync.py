@@ -94,7 +94,7 @@ class Client(Caller):
         return status_from_proto(self._call(self._cluster.GetStatus, cluster_pb2.GetStatusRequest(), timeout_s))
 
     def drain(self, worker_id: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Asks one worker to take no new work, finish what it has, and leave."""
+        """Asks one worker to take no new work and to finish what it has. It stays registered, as draining."""
         self._call(self._cluster.Drain, cluster_pb2.DrainRequest(worker_id=worker_id), timeout_s)
 
     def serving(self, service: str = "", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
