@@ -24,6 +24,9 @@ _MOST_OUTPUT_TOKENS = 240
 _STOP_STRINGS = (".", " the", "They", " gave", "\n", "town", "red ", "served", "s.", "was quiet", "Mira", "zzz")
 _QUESTIONS = ("What did they give Mira?", "What did they show Tom?", "What did they serve Lena?", "And then?")
 
+MAX_PRIORITY = 5
+"""Of any request: what a router must be told to allow (`--max-priority`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class RandomRequest:
@@ -51,7 +54,7 @@ def _request(name: str, rng: Random) -> RandomRequest:
     options = {"request_id": name, **_prompt(rng), **_length(rng), **_choosing(rng), **_penalties(rng)}
     options |= _ends(rng) | _report(rng)
     if _chance(rng, 0.2):
-        options["priority"] = rng.randint(-5, 5)
+        options["priority"] = rng.randint(-MAX_PRIORITY, MAX_PRIORITY)
     return RandomRequest(name, options, streams=_chance(rng, 0.75))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.cluster import serve
 from bench.machine import describe_machine, today
-from bench.random_requests import RandomRequest, digest, make_requests
+from bench.random_requests import MAX_PRIORITY, RandomRequest, digest, make_requests
 from tandem.client import AsyncClient, Choice, GenerationUpdate
 from tandem.errors import TandemError
 from tandem.types import TokenLogprobs
@@ -85,7 +85,7 @@ def ask_all(requests: Sequence[RandomRequest]) -> Run:
     for deployment in DEPLOYMENTS:
         chosen = requests[deployment.first :: deployment.stride]
         print(f"{deployment.name}: {len(chosen)} requests …", file=sys.stderr, flush=True)
-        with serve(MODEL, *deployment.options) as cluster:
+        with serve(MODEL, *deployment.options, "--max-priority", str(MAX_PRIORITY)) as cluster:
             answers, preemptions = asyncio.run(_ask_cluster(cluster.target, chosen))
         run.answers |= {f"{deployment.name}/{name}": answer for name, answer in answers.items()}
         run.num_preemptions += preemptions

@@ -39,6 +39,7 @@ import uvloop
 
 from bench import reliability_page
 from bench.cluster import Cluster, serve
+from bench.random_requests import MAX_PRIORITY
 from bench.record import write_record
 from bench.soak_calls import Kind, Manner, draw_requests, learn
 from bench.soak_round import Account, Round
@@ -49,7 +50,7 @@ from tandem.clock import MonotonicClock
 
 NUM_KINDS = 60
 READY_TIMEOUT_S = 120.0
-_SMALL = ("--max-seqs", "8", "--chunk-tokens", "128", "--kv-blocks", "200")
+_SMALL = ("--max-seqs", "8", "--chunk-tokens", "128", "--kv-blocks", "200", "--max-priority", str(MAX_PRIORITY))
 """So that sequences wait in lines and are preempted."""
 _OVERHEAD_S = 15.0
 """About what a round takes besides its storm."""

@@ -238,7 +238,7 @@ class Running:
         self._ids = _Ids()
         detokenizer: Any = self._ids
         links: Any = cores
-        delivery = Delivery([ChoiceStream(0, detokenizer, TextParams())], RequestObserver())
+        delivery = Delivery([ChoiceStream(0, detokenizer, TextParams(), lambda _: None)], RequestObserver())
         placement = Placement(cores.infos[Role.PREFILL], cores.infos[Role.DECODE])
         now_s = cores.clock.now_s()
         self._attempt = Attempt(
@@ -281,7 +281,7 @@ class JoinedCores:
         )
         self.decode = DecodeWorker(
             DecodeParts(self.engines[Role.DECODE], self.pools[Role.DECODE], wire, validator, self.clock),
-            WorkerPolicy(StepLimits(BLOCK_SIZE, max_seqs, chunk_tokens=16, headroom_tokens=4), 4096),
+            WorkerPolicy(StepLimits(BLOCK_SIZE, max_seqs, chunk_tokens=16), 4096, first_guess_tokens=4),
         )
         self.links = {
             Role.PREFILL: CoreLink(self.infos[Role.PREFILL], self.prefill),

@@ -130,9 +130,9 @@ def test_spans_follow_one_another_and_lie_within_the_request(
     spans = trace_of(collector, caller[0], has("generate", *WORK, "kv.receive"))
     generate = spans["router", "generate"]
     order = [
-        spans["decode", "queue"],
         spans["prefill", "queue"],
         spans["prefill", "prefill"],
+        spans["decode", "queue"],
         spans["decode", "decode"],
     ]
     starts = [span.start_ns for span in order]

@@ -26,7 +26,7 @@ class Requests:
 
     def begin(self, num_tokens: int) -> Delivery:
         """One with so many tokens to read, of 200 bytes each."""
-        choice = ChoiceStream(0, Detokenizer(self._tokenizer, frozenset()), TextParams())
+        choice = ChoiceStream(0, Detokenizer(self._tokenizer, frozenset()), TextParams(), lambda _: None)
         delivery = Delivery([choice], RequestObserver())
 
         def end(error: Overloaded) -> None:
