@@ -152,7 +152,7 @@ def outcome_of(case: Case, calls: Sequence[Call], killed_s: float, recovered_s: 
         wrong,
         service_back_s,
         recovery_s,
-        Counter(call.error for call in failed),
+        dict(Counter(call.error for call in failed)),
         tuple(missed),
     )
 
