@@ -70,12 +70,19 @@ class Sequence:
         """Known and pending tokens."""
         self.num_computed_tokens = 0
         """Tokens whose KV lies in the blocks once every launched step has ended."""
+        self.num_cached_tokens = 0
+        """Of those, how many were found in a cache when it last began."""
         self.finish_reason: FinishReason | None = None
         """Set once the completion has ended."""
         self._history: TokenHistory | None = None
         if reads_output(params):
             seen = penalised_ids(prompt_token_ids, params) if prompt_ids is None else prompt_ids
             self._history = TokenHistory(seen, self._output_token_ids)
+
+    @property
+    def token_ids(self) -> tuple[TokenId, ...]:
+        """Known tokens, prompt and completion; a copy."""
+        return self._prompt_token_ids + tuple(self._output_token_ids)
 
     @property
     def output_token_ids(self) -> tuple[TokenId, ...]:
@@ -112,13 +119,22 @@ class Sequence:
         """Takes over the caller's hold on these blocks."""
         self.block_table.extend(blocks)
 
+    def reuse(self, blocks: SequenceOf[BlockId], block_size: int) -> None:
+        """Takes over the caller's hold on full blocks, found in a cache, that hold its next tokens."""
+        num_tokens = len(blocks) * block_size
+        if self.num_computed_tokens != len(self.block_table) * block_size or num_tokens >= self.num_remaining_tokens:
+            raise InternalError(f"{num_tokens} cached tokens behind {self.num_computed_tokens} of {self.num_tokens}")
+        self.add_blocks(blocks)
+        self.advance(num_tokens)
+        self.num_cached_tokens += num_tokens
+
     def take_blocks(self) -> BlockTable:
         """Hands every block back to the caller, who releases them; nothing is computed any more.
 
         Later the seq can start again from its tokens, which it keeps: preemption by recompute.
         """
         blocks, self.block_table = self.block_table, new_block_table()
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self.num_cached_tokens = 0
         return blocks
 
     def schedule(self, num_tokens: int, feed: int | None = None) -> ScheduledSeq:

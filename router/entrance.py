@@ -201,6 +201,7 @@ class Entrance:
             priority=request.priority,
             traceparent=caller.traceparent,
             tracestate=caller.tracestate,
+            cache_salt=request.cache_salt,
         )
         check_pools(group, workers)
         return ResolvedRequest(group, text, deadline, caller.peer)

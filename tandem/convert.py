@@ -7,7 +7,7 @@ Pure and total for well-formed messages: values are not judged here (see `valida
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -17,9 +17,12 @@ from tandem.cluster_status import ClusterStatus, LatencySummary, RecentActivity,
 from tandem.errors import TandemError, rebuild_error
 from tandem.types import (
     ChoiceSpec,
+    Constraint,
+    EarlyStopping,
     FinishReason,
     GroupSpec,
     Handle,
+    Language,
     PoolCounts,
     Role,
     SamplingParams,
@@ -43,6 +46,10 @@ _FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
 _WAIT_TO_PROTO: dict[WaitReason, worker_pb2.WaitReason] = {
     each: getattr(worker_pb2, f"WAIT_REASON_{each.name}") for each in WaitReason
 }
+_EARLY_STOPPING_TO_PROTO: dict[EarlyStopping, inference_pb2.EarlyStopping] = {
+    each: getattr(inference_pb2, f"EARLY_STOPPING_{each.name}") for each in EarlyStopping
+}
+_EARLY_STOPPING_FROM_PROTO = {value: key for key, value in _EARLY_STOPPING_TO_PROTO.items()}
 _ROLE_TO_PROTO = {
     Role.PREFILL: registry_pb2.WORKER_ROLE_PREFILL,
     Role.DECODE: registry_pb2.WORKER_ROLE_DECODE,
@@ -73,13 +80,21 @@ def wait_reason_to_proto(reason: WaitReason) -> worker_pb2.WaitReason:
     return _WAIT_TO_PROTO[reason]
 
 
+def early_stopping_from_proto(value: inference_pb2.EarlyStopping) -> EarlyStopping | None:
+    """None = unspecified, or a value that this version does not know."""
+    return _EARLY_STOPPING_FROM_PROTO.get(value)
+
+
 def group_to_proto(spec: GroupSpec) -> worker_pb2.Group:
     """A request as it travels to a worker."""
     sampling = _message(
         worker_pb2.ResolvedSampling,
         spec.sampling,
+        without=("constraint",),
         end_token_ids=sorted(spec.sampling.end_token_ids),
         logit_bias=dict(spec.sampling.logit_bias),
+        early_stopping=_EARLY_STOPPING_TO_PROTO[spec.sampling.early_stopping],
+        **_constraint_to_proto(spec.sampling.constraint),
     )
     choices = [_message(worker_pb2.GroupChoice, each) for each in spec.choices]
     return _message(worker_pb2.Group, spec, choices=choices, sampling=sampling)
@@ -99,9 +114,29 @@ def group_from_proto(message: worker_pb2.Group) -> GroupSpec:
             end_token_ids=frozenset(sampling.end_token_ids),
             logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
             logit_bias=dict(sampling.logit_bias),
+            early_stopping=early_stopping_from_proto(sampling.early_stopping) or EarlyStopping.HEURISTIC,
+            prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+            constraint=_constraint_from_proto(sampling),
         ),
         timeout_s=message.timeout_seconds if message.HasField("timeout_seconds") else None,
     )
+
+
+def _constraint_to_proto(constraint: Constraint | None) -> dict[str, Any]:
+    """The field of the oneof that it takes; none if there is no constraint."""
+    if constraint is None:
+        return {}
+    if constraint.language is Language.CHOICE:
+        return {"choice": inference_pb2.ChoiceConstraint(choices=constraint.texts)}
+    return {constraint.language.value: constraint.texts[0]}
+
+
+def _constraint_from_proto(message: worker_pb2.ResolvedSampling) -> Constraint | None:
+    name = message.WhichOneof("constraint")
+    if name is None:
+        return None
+    texts = tuple(message.choice.choices) if name == "choice" else (getattr(message, name),)
+    return Constraint(Language(name), texts)
 
 
 def delta_from_proto(message: worker_pb2.SequenceOutput) -> TokenDelta:
@@ -112,6 +147,7 @@ def delta_from_proto(message: worker_pb2.SequenceOutput) -> TokenDelta:
         logprobs=tuple(logprobs_from_proto(each) for each in message.logprobs),
         finish_reason=finish_reason_from_proto(message.finish_reason),
         index=message.index,
+        score=message.score if message.HasField("score") else None,
     )
 
 
@@ -199,9 +235,9 @@ def status_from_proto(message: cluster_pb2.GetStatusResponse) -> ClusterStatus:
     return _plain(ClusterStatus, message, workers=workers, recent=recent)
 
 
-def _message(cls: type[M], value: Any, **different: Any) -> M:
+def _message(cls: type[M], value: Any, without: Collection[str] = (), **different: Any) -> M:
     """A message of the fields of `value`, a dataclass, except those given; None leaves an optional field unset."""
-    names = {_IN_PROTOBUF.get(name, name): name for name in _field_names(type(value))}
+    names = {_IN_PROTOBUF.get(name, name): name for name in _field_names(type(value)) if name not in without}
     same = {there: getattr(value, here) for there, here in names.items() if there not in different}
     return cls(**same, **different)
 

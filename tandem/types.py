@@ -58,6 +58,32 @@ class WaitReason(enum.StrEnum):
     PREEMPTED = "preempted"
 
 
+class EarlyStopping(enum.StrEnum):
+    """When a beam search stops; as transformers' early_stopping False, True and "never"."""
+
+    HEURISTIC = "heuristic"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class Language(enum.StrEnum):
+    """How a constraint says what may be written; named as the fields of inference.proto."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the output is restricted to."""
+
+    language: Language
+    texts: tuple[str, ...]
+    """One, but for CHOICE."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen; nothing left open. See inference.proto for each field.
@@ -79,6 +105,12 @@ class SamplingParams:
     end_token_ids: frozenset[TokenId] = frozenset()
     logprobs: int | None = None
     logit_bias: Mapping[TokenId, float] = field(default_factory=dict)
+    beam_width: int = 0
+    """0 = tokens are drawn; else at least 2, and the request's choices are the best of so many beams."""
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+    prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
 
     def of_choice(self, index: int) -> SamplingParams:
         """The same, with the seed of one choice."""
@@ -120,6 +152,8 @@ class GroupSpec:
     priority: int = 0
     traceparent: str = ""
     tracestate: str = ""
+    cache_salt: str = ""
+    """KV is shared with requests of the same salt only."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -169,6 +203,8 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     index: int = 0
     """Which choice."""
+    score: float | None = None
+    """With the last token of a choice that a beam search found."""
 
     @property
     def end(self) -> int:

@@ -28,7 +28,7 @@ WAIT_REASON_SEAT: WaitReason
 WAIT_REASON_PREEMPTED: WaitReason
 
 class ResolvedSampling(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "end_token_ids", "logprobs", "logit_bias")
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "end_token_ids", "logprobs", "logit_bias", "beam_width", "length_penalty", "early_stopping", "prompt_logprobs", "json_schema", "regex", "grammar", "choice")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,14 @@ class ResolvedSampling(_message.Message):
     END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    BEAM_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    EARLY_STOPPING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -62,7 +70,15 @@ class ResolvedSampling(_message.Message):
     end_token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: int
     logit_bias: _containers.ScalarMap[int, float]
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
+    beam_width: int
+    length_penalty: float
+    early_stopping: _inference_pb2.EarlyStopping
+    prompt_logprobs: int
+    json_schema: str
+    regex: str
+    grammar: str
+    choice: _inference_pb2.ChoiceConstraint
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., beam_width: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[_Union[_inference_pb2.EarlyStopping, str]] = ..., prompt_logprobs: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., choice: _Optional[_Union[_inference_pb2.ChoiceConstraint, _Mapping]] = ...) -> None: ...
 
 class GroupChoice(_message.Message):
     __slots__ = ("index", "output_token_ids")
@@ -73,7 +89,7 @@ class GroupChoice(_message.Message):
     def __init__(self, index: _Optional[int] = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "choices", "sampling", "timeout_seconds", "priority", "traceparent", "tracestate")
+    __slots__ = ("request_id", "prompt_token_ids", "choices", "sampling", "timeout_seconds", "priority", "traceparent", "tracestate", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +98,7 @@ class Group(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     choices: _containers.RepeatedCompositeFieldContainer[GroupChoice]
@@ -90,7 +107,8 @@ class Group(_message.Message):
     priority: int
     traceparent: str
     tracestate: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[_Union[GroupChoice, _Mapping]]] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[_Union[GroupChoice, _Mapping]]] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_incarnation",)
@@ -99,14 +117,16 @@ class RouterHello(_message.Message):
     def __init__(self, router_incarnation: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("handle", "group", "local_prefill")
+    __slots__ = ("handle", "group", "local_prefill", "max_local_tokens")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     group: Group
     local_prefill: bool
-    def __init__(self, handle: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., local_prefill: bool = ...) -> None: ...
+    max_local_tokens: int
+    def __init__(self, handle: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., local_prefill: bool = ..., max_local_tokens: _Optional[int] = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("handle", "group", "destination")
@@ -181,20 +201,22 @@ class Waiting(_message.Message):
     def __init__(self, reason: _Optional[_Union[WaitReason, str]] = ..., handles: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("handle", "offset", "token_ids", "logprobs", "finish_reason", "index")
+    __slots__ = ("handle", "offset", "token_ids", "logprobs", "finish_reason", "index", "score")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
     handle: int
     offset: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
     finish_reason: _inference_pb2.FinishReason
     index: int
-    def __init__(self, handle: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., index: _Optional[int] = ...) -> None: ...
+    score: float
+    def __init__(self, handle: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., index: _Optional[int] = ..., score: _Optional[float] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
     __slots__ = ("outputs",)
@@ -203,14 +225,36 @@ class StepOutputs(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
-    __slots__ = ("handle", "queue_seconds", "prefill_seconds")
+    __slots__ = ("handle", "queue_seconds", "prefill_seconds", "cached_tokens")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     queue_seconds: float
     prefill_seconds: float
-    def __init__(self, handle: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, handle: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("handle", "offset", "logprobs")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    offset: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
+    def __init__(self, handle: _Optional[int] = ..., offset: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+
+class CacheChanges(_message.Message):
+    __slots__ = ("stored", "removed", "cleared")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    stored: _containers.RepeatedScalarFieldContainer[int]
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    cleared: bool
+    def __init__(self, stored: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ..., cleared: bool = ...) -> None: ...
 
 class HandoffDone(_message.Message):
     __slots__ = ("handle", "transfer_bytes", "transfer_seconds")
@@ -237,7 +281,7 @@ class Failed(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., retryable: bool = ..., field: _Optional[str] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
-    __slots__ = ("hello", "reserved", "prefill_done", "handoff_done", "step_outputs", "failed", "prefill_started", "waiting")
+    __slots__ = ("hello", "reserved", "prefill_done", "handoff_done", "step_outputs", "failed", "prefill_started", "waiting", "prompt_logprobs", "cache_changes")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_DONE_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +290,8 @@ class ConnectResponse(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_STARTED_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_CHANGES_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     reserved: Reserved
     prefill_done: PrefillDone
@@ -254,4 +300,6 @@ class ConnectResponse(_message.Message):
     failed: Failed
     prefill_started: PrefillStarted
     waiting: Waiting
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., prefill_done: _Optional[_Union[PrefillDone, _Mapping]] = ..., handoff_done: _Optional[_Union[HandoffDone, _Mapping]] = ..., step_outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prefill_started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    cache_changes: CacheChanges
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., prefill_done: _Optional[_Union[PrefillDone, _Mapping]] = ..., handoff_done: _Optional[_Union[HandoffDone, _Mapping]] = ..., step_outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prefill_started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., cache_changes: _Optional[_Union[CacheChanges, _Mapping]] = ...) -> None: ...

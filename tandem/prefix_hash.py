@@ -1,0 +1,27 @@
+"""Names of blocks of KV by what was computed in them, the same on every worker and router.
+
+A block's hash is of its own tokens and, as the seed, the hash of the block before it; the first one's seed is the hash
+of the salt. So equal hashes mean equal tokens from the start on, for all that is not made to deceive: a router uses
+them to guess where KV lies, and a worker compares the tokens themselves.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import xxhash
+
+from tandem.types import TokenId
+
+
+def block_hashes(cache_salt: str, token_ids: Sequence[TokenId], block_size: int) -> list[int]:
+    """One for each full block of `block_size` tokens, 64 bits."""
+    tokens = memoryview(array("I", token_ids)).cast("B")
+    size = 4 * block_size
+    parent = xxhash.xxh3_64_intdigest(cache_salt.encode())
+    hashes = []
+    for start in range(0, len(tokens) - size + 1, size):
+        parent = xxhash.xxh3_64_intdigest(tokens[start : start + size], seed=parent)
+        hashes.append(parent)
+    return hashes
