@@ -3,7 +3,7 @@
 Output lengths are exponentially distributed. The same requests run twice on the same cluster in
 one run: continuously, a new request entering as soon as one ends; and in static batches, each
 batch waiting for its longest. Meanwhile the decode worker's own accounting of unused slots is
-read from its status.
+read from its status. Prefix caches are off: the second run would find what the first one computed.
 """
 
 from __future__ import annotations
@@ -157,7 +157,17 @@ def main() -> int:
     parser.add_argument("--mean-output-tokens", type=float, default=128)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    options = ("--prefill", "1", "--decode", "1", "--block-size", "16", "--max-seqs", str(args.batch_size))
+    options = (
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+        "--no-prefix-cache",
+        "--block-size",
+        "16",
+        "--max-seqs",
+        str(args.batch_size),
+    )
     with serve(args.model, *options) as cluster:
         result = asyncio.run(
             measure(cluster.target, args.requests, args.batch_size, args.mean_output_tokens, args.seed)

@@ -110,7 +110,7 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 15.0) -> bool:
 
 
 def becomes_idle(client: Client, timeout_s: float = 5.0) -> bool:
-    """Whether, within the time, every worker reports anew that every block is free and nothing waits or runs."""
+    """Whether, within the time, every worker reports anew that nobody holds a block and nothing waits or runs."""
     asked_s = time.monotonic()
 
     def idle() -> bool:
@@ -124,7 +124,8 @@ def becomes_idle(client: Client, timeout_s: float = 5.0) -> bool:
 
 
 def _holds_nothing(load: WorkerLoad) -> bool:
-    return load.pool.free == load.pool.total and load.waiting_seqs == load.running_seqs == load.live_transfers == 0
+    pool = load.pool
+    return pool.free + pool.cached == pool.total and load.waiting_seqs == load.running_seqs == load.live_transfers == 0
 
 
 def pid_of(client: Client, role: Role) -> int:

@@ -23,6 +23,8 @@ REQUEST_TIMEOUT_S = 30.0
 PAUSE_S = 1.0
 """After a request that failed."""
 READY_TIMEOUT_S = 60.0
+MOST_BETWEEN_ENDS_S = REQUEST_TIMEOUT_S + READY_TIMEOUT_S
+"""As long as every client may wait for SERVING and then for its answer."""
 _VOCABULARY = range(4, 631)
 """Of the demo model, without its special tokens."""
 
@@ -108,10 +110,11 @@ class Load:
                 tasks.create_task(self._one_client(turns, waits_until_ready=waits_until_ready))
 
     async def ended(self, count: int) -> None:
-        """Returns when so many requests have ended."""
+        """Returns when so many requests have ended. Raises TimeoutError if for too long none does."""
         while len(self.calls) < count:
             self._ended.clear()
-            await self._ended.wait()
+            async with asyncio.timeout(MOST_BETWEEN_ENDS_S):
+                await self._ended.wait()
 
     async def _one_client(self, turns: Iterator[Question], *, waits_until_ready: bool) -> None:
         async with AsyncClient(self._target) as client:

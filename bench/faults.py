@@ -45,7 +45,7 @@ from bench.ports import free_ports
 from bench.processes import children
 from bench.record import write_record
 from tandem.client import AsyncClient, Client
-from tandem.clock import MonotonicClock
+from tandem.clock import Clock, MonotonicClock
 from tandem.errors import TandemError
 from tandem.types import Role
 
@@ -57,6 +57,8 @@ NUM_QUESTIONS = 16
 KILLED_AFTER = 1 / 4
 """Share of all requests that have ended by then."""
 RECOVERY_BAR_S = 3.0
+_WATCHED_S = 60.0
+"""So long after the kill a worker's successor is looked for."""
 _POLL_S = 0.02
 
 
@@ -187,30 +189,32 @@ def _wait_whole(target: str, num_workers: int) -> None:
             raise RuntimeError(f"{client.status()}: not all of {num_workers} workers serve")
 
 
-async def _see_recovery(target: str, worker: str, killed_pid: int) -> float:
-    """When another process of this name was seen to have computed something since it was first seen."""
+async def _see_recovery(client: AsyncClient, worker: str, killed_pid: int, clock: Clock) -> float | None:
+    """When another process of this name was seen to have computed something since it was first seen; None = never."""
     first_steps: int | None = None
-    async with AsyncClient(target) as client:
-        while True:
-            with contextlib.suppress(TandemError):
-                for each in (await client.status()).workers:
-                    if each.info.worker_id == worker and each.info.pid != killed_pid and each.connected:
-                        first_steps = each.load.engine_steps if first_steps is None else first_steps
-                        if each.load.engine_steps > first_steps:
-                            return MonotonicClock().now_s()
-            await asyncio.sleep(_POLL_S)
+    end_s = clock.now_s() + _WATCHED_S
+    while clock.now_s() < end_s:
+        with contextlib.suppress(TandemError):
+            for each in (await client.status()).workers:
+                if each.info.worker_id == worker and each.info.pid != killed_pid and each.connected:
+                    first_steps = each.load.engine_steps if first_steps is None else first_steps
+                    if each.load.engine_steps > first_steps:
+                        return clock.now_s()
+        await asyncio.sleep(_POLL_S)
+    return None
 
 
 async def _load_and_kill(case: Case, target: str, pid: int, clients: int, requests_each: int) -> Outcome:
     questions = [Question(number, PROMPT_TOKENS, OUTPUT_TOKENS) for number in range(NUM_QUESTIONS)]
     load = Load(target, clients, requests_each, questions)
     await load.learn()
-    async with asyncio.TaskGroup() as tasks:
+    clock = MonotonicClock()
+    async with AsyncClient(target) as operator, asyncio.TaskGroup() as tasks:
         loading = tasks.create_task(load.run(waits_until_ready=case.clients_wait))
         await load.ended(round(clients * requests_each * KILLED_AFTER))
-        killed_s = MonotonicClock().now_s()
+        killed_s = clock.now_s()
         os.kill(pid, signal.SIGKILL)
-        watch = tasks.create_task(_see_recovery(target, case.victim, pid)) if case.kills_worker else None
+        watch = tasks.create_task(_see_recovery(operator, case.victim, pid, clock)) if case.kills_worker else None
         await loading
         if watch is not None and not watch.done():
             watch.cancel()

@@ -45,7 +45,16 @@ from tandem.checkpoint import read_checkpoint, resolve_model
 from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
 from tandem.limits import Limits
-from tandem.types import FinishReason, Handle, Incarnation, RequestId, SamplingParams, TokenId, WaitReason
+from tandem.types import (
+    FinishReason,
+    Handle,
+    Incarnation,
+    RequestId,
+    SamplingParams,
+    TokenId,
+    TokenLogprobs,
+    WaitReason,
+)
 from tandem.validation import Validator
 
 NUM_SEQS = (1, 16, 64)
@@ -121,6 +130,9 @@ class Router:
         if len(self._started) == self._num_seqs:
             self.all_started_s = time.perf_counter()
 
+    def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Nobody asks for them."""
+
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
         """Does not come: nothing is handed over."""
 
@@ -170,7 +182,7 @@ async def open_worker(
         validator = Validator(Limits(), checkpoint.vocab_size, checkpoint.context_tokens)
         limits = StepLimits(engine.layout.block_size, max_seqs, _CHUNK_TOKENS)
         worker = DecodeWorker(
-            WorkerParts(engine.thread, engine.pool, receiver, validator, MonotonicClock()),
+            WorkerParts(engine.thread, engine.cache, receiver, validator, MonotonicClock()),
             WorkerPolicy(limits, engine.max_sequence_tokens, **policy),
         )
         await receiver.start()

@@ -4,7 +4,7 @@ In one run, on the same cores: the engine alone in this process (`bench.inproces
 prompts through router, prefill and decode worker, and the engine again. Inter-token latency is taken at the client,
 only while all streams run: a message's gap divided by the tokens it brings. Added per token = its
 median (and its mean) minus the engine's step at the same batch. Both sides compute with the same
-number of threads.
+number of threads. Prefix caches are off, since the prompts are asked again and again.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def measure(model: str, shape: Shape, threads: int, seed: int) -> Report:
     rng = random.Random(seed)
     prompts = [tuple(rng.randrange(4, 256) for _ in range(shape.prompt_tokens)) for _ in range(shape.streams)]
     before = measure_engine(model, prompts, shape, threads)
-    with serve(model, "--prefill", "1", "--decode", "1", "--threads", str(threads)) as cluster:
+    with serve(model, "--prefill", "1", "--decode", "1", "--threads", str(threads), "--no-prefix-cache") as cluster:
         alone, gaps, served_tokens = asyncio.run(measure_served(cluster.target, prompts, shape))
     after = measure_engine(model, prompts, shape, threads)
     engine_step_s, engine_first_s = min(before[0], after[0]), min(before[1], after[1])

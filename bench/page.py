@@ -14,6 +14,7 @@ from typing import Any
 from bench.kernels.page import section as kernels_section
 from bench.markdown import table
 from bench.peers.page import section as peers_section
+from bench.prefix_page import section as prefix_section
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -163,30 +164,76 @@ def _traced(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _sharing(results: dict[str, Any]) -> list[str]:
+    memory = [
+        (
+            *(row["kind"], str(row["n"]), str(row["group_blocks"]), str(row["single_blocks"]), f"{row['saved']:.0%}"),
+            *(f"{row[name] / 1024:.0f}" for name in ("group_bytes", "single_bytes")),
+        )
+        for row in results["memory"]
+    ]
+    throughput = [
+        (
+            *(row["kind"], str(row["n"]), str(row["sequences"]), f"{row['group_s']:.2f}", f"{row['single_s']:.2f}"),
+            f"{row['gain']:.2f}",
+        )
+        for row in results["throughput"]
+    ]
     return [
         "## n choices of one request against n requests (`python -m bench.sharing`)\n",
         f"Demo model, {results['prompt_tokens']} + {results['output_tokens']} tokens, block size "
-        f"{results['block_size']}; most live blocks of the decode pool by its own accounting, the same tokens.\n",
+        f"{results['block_size']}, no prefix cache; most live blocks of the decode pool by its own accounting.\n",
         table(
-            ("n", "blocks, one group", "blocks, single requests", "saved", "KiB handed over", "single requests"),
-            [
-                (
-                    str(row["n"]),
-                    str(row["group_blocks"]),
-                    str(row["single_blocks"]),
-                    f"{row['saved']:.0%}",
-                    f"{row['group_bytes'] / 1024:.0f}",
-                    f"{row['single_bytes'] / 1024:.0f}",
-                )
-                for row in results["rows"]
-            ],
+            ("", "n", "blocks, one group", "blocks, single requests", "saved", "KiB handed over", "single requests"),
+            memory,
         ),
+        f"As many sequences at once, in a pool that holds {results['pool_sequences']} single requests.\n",
+        table(("", "n", "sequences", "groups, s", "single requests, s", "throughput gained"), throughput),
+    ]
+
+
+def _small_pool(results: dict[str, Any]) -> list[str]:
+    rows = [
+        ("blocks wanted, nothing shared", f"{results['demand_blocks']:.0f}"),
+        ("blocks of the pool", str(results["pool_blocks"])),
+        *((f"requests served, {sort}", str(count)) for sort, count in results["served"].items()),
+        ("sequences of them", str(results["sequences"])),
+        (
+            f"unused slots of blocks in use, mean (bar {results['waste_bar']:.0%}) and most",
+            f"{results['waste_mean']:.1%}, {results['waste_max']:.1%}",
+        ),
+        *((f"`{name}`", str(count)) for name, count in results["counters"].items()),
+        ("violations", str(len(results["violations"]))),
+    ]
+    return [
+        "## A pool too small for its callers (`python -m bench.small_pool`)\n",
+        f"Demo model, {results['callers']} callers for {results['seconds']:.0f} s: several choices, beams, grammars, "
+        "prompts that begin alike, priorities. Every answer is compared with that of a quiet run.\n",
+        table(("", ""), rows),
+    ]
+
+
+def _unused(results: dict[str, Any]) -> list[str]:
+    rows = [
+        (
+            *(str(each["streams"]), f"{each['off_ms']:.2f}", f"{each['on_ms']:.2f}", f"{each['ratio']:.3f}"),
+            "–" if each["lowest"] is None else f"{each['lowest']:.3f} to {each['highest']:.3f}",
+        )
+        for each in results["costs"]
+    ]
+    return [
+        "## What a decode step pays for sharing that nobody uses (`python -m bench.unused`)\n",
+        f"The {results['model']} shape, prefix cache and host tier against neither, new prompts only; "
+        f"{results['output_tokens']} tokens a stream, rounds: {results['rounds']}.\n",
+        table(("streams", "without, ms", "with, ms", f"ratio (bar {results['bar']:g})", "95% confidence"), rows),
     ]
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "cpu": _serving,
     "sharing": _sharing,
+    "prefix-cache": prefix_section,
+    "small-pool": _small_pool,
+    "unused": _unused,
     "scaling": _scaling,
     "tracing": _tracing,
     "growth": _growth,

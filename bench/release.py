@@ -43,6 +43,7 @@ from tandem.types import (
     RequestId,
     SamplingParams,
     TokenId,
+    TokenLogprobs,
     WaitReason,
     new_incarnation,
 )
@@ -84,7 +85,7 @@ class Port:
     def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
         """Between two stages."""
 
-    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
+    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float, cached_tokens: int = 0) -> None:
         """The first token follows."""
 
     def token(
@@ -93,6 +94,9 @@ class Port:
         """The first one and all later ones."""
         self.num_tokens += 1
         self._news.set()
+
+    def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Nobody asks for them."""
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
         """Attached."""
@@ -186,13 +190,13 @@ async def open_pair(model: str) -> AsyncIterator[Pair]:
     receiver = KvReceiver(_memory(decode_engine), _prints(decode_engine), clock, ("shm",), "127.0.0.1")
     longest = decode_engine.max_sequence_tokens
     prefill = PrefillWorker(
-        PrefillParts(prefill_engine.thread, prefill_engine.pool, sender, validator, clock, WorkerObserver()),
+        PrefillParts(prefill_engine.thread, prefill_engine.cache, sender, validator, clock, WorkerObserver()),
         BatchLimits(CHUNK_TOKENS, 16),
         OutgoingPolicy(),
         longest,
     )
     decode = DecodeWorker(
-        DecodeParts(decode_engine.thread, decode_engine.pool, receiver, validator, clock),
+        DecodeParts(decode_engine.thread, decode_engine.cache, receiver, validator, clock),
         WorkerPolicy(StepLimits(decode_engine.pool.block_size, 16, CHUNK_TOKENS), longest),
     )
     await receiver.start()
@@ -210,9 +214,11 @@ async def open_pair(model: str) -> AsyncIterator[Pair]:
 
 
 def _load(checkpoint: CheckpointInfo, *, shared_kv: bool) -> Engine:
-    return load_engine(
-        EngineOptions(model_path=checkpoint.path, shared_kv=shared_kv, placement=ThreadPlacement(threads=1))
+    """Without a prefix cache: every round computes the same prompt."""
+    options = EngineOptions(
+        model_path=checkpoint.path, shared_kv=shared_kv, prefix_cache=False, placement=ThreadPlacement(threads=1)
     )
+    return load_engine(options)
 
 
 def _memory(engine: Engine) -> PoolMemory:

@@ -14,8 +14,8 @@ A violation, each told with its round's seed; exit code 1:
     not whole      a worker that is not back and serving 60 s after the last fault
     not healed     a request that fails after that, or an answer that is wrong
     not ended      `tandem serve` that does not end, or not with code 0, after SIGTERM
-    leak           a block that is not free; in a process that survived the round: more descriptors, threads or memory
-                   than it had before the faults, beyond the slack below
+    leak           a block that somebody holds; in a process that survived the round: more descriptors, threads or
+                   memory than it had before the faults, beyond the slack below
 
 The share served is of the calls that wanted an answer and had time for it. A round's faults, requests and callers are
 drawn from the seed and the round's number; what they meet depends on timing too. `--seed S --only-round N` draws the

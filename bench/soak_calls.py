@@ -130,7 +130,7 @@ async def learn(client: Client, requests: Sequence[RandomRequest]) -> list[Kind]
     kinds = []
     for request in requests:
         heard: dict[int, Said] = {}
-        await _listen(client, request, heard, DEADLINE_S, 0.0)
+        await listen(client, request, heard, DEADLINE_S, 0.0)
         kinds.append(Kind(request, heard))
     return kinds
 
@@ -144,7 +144,7 @@ async def call(client: Client, kind: Kind, manner: Manner, rng: Random, clock: C
     outcome, complaint = "ok", ""
     try:
         async with asyncio.timeout(limit_s + OVERRUN_S):
-            listening = _listen(client, kind.request, heard, deadline_s, _SLOW_S if manner is Manner.SLOW else 0.0)
+            listening = listen(client, kind.request, heard, deadline_s, _SLOW_S if manner is Manner.SLOW else 0.0)
             if manner is Manner.CANCELS:
                 outcome = await _leave_early(listening, rng.uniform(0.0, 0.4))
             else:
@@ -155,7 +155,7 @@ async def call(client: Client, kind: Kind, manner: Manner, rng: Random, clock: C
         outcome = CONNECTION_LOST if error.message.startswith(_MADE_BY_GRPC) else error.reason.value
         if error.reason not in _EXPLAINED:
             complaint = f"unexplained error: {error.reason}: {error.message}"
-    complaint = complaint or _wrong(heard, kind.answer, succeeded=outcome == "ok")
+    complaint = complaint or wrong(heard, kind.answer, succeeded=outcome == "ok")
     if complaint:
         complaint += f" (after {clock.now_s() - begin_s:.3f} s)"
     return Ended(kind.request.name, manner, outcome, complaint)
@@ -171,7 +171,7 @@ async def _leave_early(listening: Coroutine[None, None, None], after_s: float) -
     return "ok"
 
 
-def _wrong(heard: Answer, expected: Answer, *, succeeded: bool) -> str:
+def wrong(heard: Answer, expected: Answer, *, succeeded: bool) -> str:
     """What differs, in words; empty = nothing."""
     if succeeded and heard.keys() != expected.keys():
         return f"choices {sorted(heard)} instead of {sorted(expected)}"
@@ -183,7 +183,7 @@ def _wrong(heard: Answer, expected: Answer, *, succeeded: bool) -> str:
     return ""
 
 
-async def _listen(
+async def listen(
     client: Client, request: RandomRequest, heard: dict[int, Said], timeout_s: float | None, pause_s: float
 ) -> None:
     """Puts what it hears into `heard`, message by message."""

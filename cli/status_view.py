@@ -24,6 +24,7 @@ _STATES = (
     ("receiving", "▓", "+", "cyan"),
     ("reserved", "▒", "-", "blue"),
     ("quarantined", "×", "x", "red"),
+    ("cached", "░", ":", "magenta"),
     ("free", "·", ".", "dim"),
 )
 """Field of PoolCounts, its character, the same for terminals without Unicode, style."""
@@ -48,7 +49,7 @@ _POOL: _Columns = {
     "blocks": lambda worker: worker.info.worker_id,
     **{
         name.replace("_", "-"): attrgetter(f"load.pool.{name}")
-        for name in "total free reserved receiving live quarantined block_size unused_slots".split()
+        for name in "total free cached reserved receiving live quarantined block_size unused_slots".split()
     },
 }
 _LIVE: _Columns = {
@@ -139,7 +140,7 @@ def _table(columns: _Columns, workers: Sequence[WorkerStatus]) -> Table:
 
 
 def _used(pool: PoolCounts) -> str:
-    return f"{100 * (pool.total - pool.free) / (pool.total or 1):.0f} %"
+    return f"{100 * (pool.total - pool.free - pool.cached) / (pool.total or 1):.0f} %"
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
             tls=base.security.incoming.tls,
             timing=Timing(lease_s=config.lease_s),
         )
-        parts = WorkerParts(engine.thread, engine.pool, receiver, base.validator, base.clock, base.observer)
+        parts = WorkerParts(engine.thread, engine.cache, receiver, base.validator, base.clock, base.observer)
         limits = StepLimits(config.block_size, config.max_seqs, config.chunk_tokens)
         policy = WorkerPolicy(
             limits,
@@ -72,7 +72,7 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
         worker = DecodeWorker(parts, policy)
         await receiver.start()
         try:
-            await base.serve(worker, info, stop)
+            await base.serve(worker, info, stop, engine.cache)
         finally:
             await receiver.stop()
 

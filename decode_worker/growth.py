@@ -97,15 +97,15 @@ class Growth:
         taken = sum(self._most_blocks(request.group) for request in waiting)
         ends: list[tuple[int, int, int]] = []
         for request in seated:
-            taken -= request.group.num_held_blocks
+            taken -= request.group.num_returned_blocks
             self._add_ends(ends, request.group, 0)
         for request in incoming:
-            taken -= -(-request.group.prefix.num_tokens // size)
+            taken -= -(-request.group.prefix.num_tokens // size) - request.group.num_borrowed_blocks
             self._add_ends(ends, request.group, handoff_steps)
         return Forecast(size, taken, ends)
 
     def blocks_wanted(self, group: Group, forecast: Forecast, delay_steps: int) -> int:
-        """Blocks that must be free for a group, now without blocks and begun in `delay_steps`, to end beside others."""
+        """Blocks that must be available for a group, now without any, begun in `delay_steps`, to end beside others."""
         num_steps = delay_steps + max(self._lefts(group))
         return self._most_blocks(group) + forecast.most_blocks(num_steps)
 
@@ -122,7 +122,7 @@ class Growth:
 
     def _add_ends(self, ends: list[tuple[int, int, int]], group: Group, delay_steps: int) -> None:
         """The last of a group's choices gives back its blocks; what another one may give back earlier is left out."""
-        num_blocks = group.num_held_blocks + group.num_missing_blocks(self._pool)
+        num_blocks = group.num_returned_blocks + group.num_missing_blocks(self._pool)
         for left in self._lefts(group):
             growth = -(-left // self._pool.block_size)
             ends.append((left + delay_steps, num_blocks + growth, 0))

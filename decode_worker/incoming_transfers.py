@@ -8,6 +8,9 @@ State of one transfer (`tandem.lifecycle.TRANSFER_MOVES`), and of its blocks:
     QUARANTINED  QUARANTINED   given up under a live writer
     FAILED       FREE
 
+Only blocks that the pool lacks are received: what its cache knows of the prefix, the group takes a hold on when the
+offer is made, and whoever ends the request releases it with all else that the group holds.
+
 A block leaves quarantine only when the receiver says that its writer has stopped. Only
 `on_committed` makes a request runnable, so nothing unverified is ever decoded.
 """
@@ -18,7 +21,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.block_pool import BlockPool
+from engine.prefix_cache import PrefixCache
 from kvtransfer.base import BlockRef, Offer, Receiver
 from tandem.clock import Clock, Deadline
 from tandem.errors import FrameError, TandemError, TicketRefused, TransferError
@@ -47,7 +50,9 @@ class TransferOwner(Protocol):
     """Is told how a transfer ended: exactly one of the first two, unless it was withdrawn."""
 
     def received(self, request: Request, block_ids: tuple[BlockId, ...], first_tokens: Mapping[int, TokenId]) -> None:
-        """Verified: LIVE blocks that hold the group's prefix, for the owner to release; one token per choice due."""
+        """Verified: LIVE blocks that hold what the group lacked of its prefix, for the owner to release; one token per
+        choice due.
+        """
 
     def transfer_failed(self, request: Request, error: TandemError) -> None:
         """Nothing of it may be used; its blocks are not the owner's to release."""
@@ -61,14 +66,15 @@ class IncomingTransfers:
 
     def __init__(
         self,
-        pool: BlockPool,
+        cache: PrefixCache,
         receiver: Receiver,
         clock: Clock,
         owner: TransferOwner,
         policy: TransferPolicy,
         vocab_size: int,
     ) -> None:
-        self.pool = pool
+        self.pool = cache.pool
+        self._cache = cache
         self.clock = clock
         self.owner = owner
         self.vocab_size = vocab_size
@@ -93,16 +99,19 @@ class IncomingTransfers:
         return self._transfers.keys()
 
     def offer(self, request: Request) -> Offer:
-        """Reserves blocks for the group's prefix and mints a ticket for them.
+        """Attaches what is known of the group's prefix, reserves blocks for the rest and mints a ticket for them.
 
-        Raises PoolExhausted if there are not enough, or what the receiver raises; then nothing was changed.
+        Raises PoolExhausted if there are not enough, or what the receiver raises; the group keeps what it holds then.
         """
-        num_blocks = -(-request.group.prefix.num_tokens // self.pool.block_size)
-        block_ids = self.pool.allocate(num_blocks, BlockState.RESERVED)
+        request.group.attach(self._cache)
+        prefix = request.group.prefix
+        num_held = len(prefix.block_table)
+        num_blocks = prefix.blocks_wanted(prefix.num_remaining_tokens, self.pool.block_size)
+        block_ids = self._cache.allocate(num_blocks, BlockState.RESERVED)
         transfer = IncomingTransfer(request, block_ids, Deadline.after(self.clock, self._policy.handoff_s), self)
         refs = tuple(BlockRef(block_id, self.pool.generation(block_id)) for block_id in block_ids)
         try:
-            offer = self._receiver.offer(refs, transfer, self._policy.ticket_s)
+            offer = self._receiver.offer(refs, transfer, self._policy.ticket_s, num_held)
         except TandemError:
             self.pool.release(block_ids)
             raise
@@ -171,7 +180,10 @@ class IncomingTransfer:
             self._all.owner.received(request, self._block_ids, first_tokens)
         except Exception as error:  # noqa: BLE001 - a bug, and this request's alone
             _log.exception("a hand-off could not be taken over", request_id=request.spec.request_id)
-            for table in request.group.take_blocks() or [list(self._block_ids)]:  # how far had it come?
+            tables = request.group.take_blocks()
+            if not {block for table in tables for block in table}.issuperset(self._block_ids):  # how far had it come?
+                tables.append(list(self._block_ids))
+            for table in tables:
                 self._all.pool.release(table)
             failure = TransferError(f"the sequence could not be taken over: {type(error).__name__}")
             self._all.owner.transfer_failed(request, failure)

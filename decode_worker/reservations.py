@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from decode_worker.growth import Forecast, Growth
-from engine.block_pool import BlockPool
+from engine.prefix_cache import PrefixCache
 from tandem.errors import Overloaded
 from worker.request import Request
 
@@ -41,8 +41,9 @@ class Room:
     """What is left for newcomers at the moment."""
 
     free_blocks: int
+    """Blocks that can be handed out now: free ones, and known ones that nobody holds."""
     most_blocks: int
-    """Blocks that will be free once all requests have ended: those not in quarantine."""
+    """The same once all requests have ended: all blocks that are not in quarantine."""
     seats: int
     """Sequences that may be added to those that run, wait to run, or are under way as hand-offs."""
     forecast: Forecast | None
@@ -55,9 +56,10 @@ class ReservationQueue:
     """Requests that hold nothing yet, in rank order."""
 
     def __init__(
-        self, pool: BlockPool, growth: Growth, max_queued: int = MAX_QUEUED, max_overtakes: int = MAX_OVERTAKES
+        self, cache: PrefixCache, growth: Growth, max_queued: int = MAX_QUEUED, max_overtakes: int = MAX_OVERTAKES
     ) -> None:
-        self._pool = pool
+        self._cache = cache
+        self._pool = cache.pool
         self._growth = growth
         self._max_queued = max_queued
         self._max_overtakes = max_overtakes
@@ -95,8 +97,8 @@ class ReservationQueue:
 
     def pop_admissible(self, room: Room) -> Request | None:
         """Takes out the first in line that fits now, unless one before it was overtaken often enough."""
-        for request in self._queue[:LOOK_AHEAD]:
-            if self._fits(request, room):
+        for place, request in enumerate(self._queue[:LOOK_AHEAD]):
+            if self._fits(request, room) or (place == 0 and self._fits(request, room, self._num_held(request))):
                 self._note_overtaken(request)
                 self.discard(request)
                 return request
@@ -104,13 +106,22 @@ class ReservationQueue:
                 return None
         return None
 
-    def _fits(self, request: Request, room: Room) -> bool:
-        group = request.group
+    def _num_held(self, request: Request) -> int:
+        """Blocks that others hold and that it will share. Looked for only of the first in line: that takes time.
+
+        One that is to be computed here finds its blocks later, and competes for room without them.
+        """
+        if request.owes_prefill_done:
+            return 0
+        return self._cache.num_held(request.spec.cache_salt, request.group.prefix.token_ids)
+
+    def _fits(self, request: Request, room: Room, num_held: int = 0) -> bool:
+        group, free_blocks = request.group, room.free_blocks + num_held
         if room.forecast is None:
-            return group.num_missing_blocks(self._pool) <= room.free_blocks
+            return group.num_missing_blocks(self._pool) <= free_blocks
         delay_steps = 0 if request.owes_prefill_done else room.handoff_steps
         wanted = self._growth.blocks_wanted(group, room.forecast, delay_steps)
-        return group.num_seats <= room.seats and wanted <= room.free_blocks
+        return group.num_seats <= room.seats and wanted <= free_blocks
 
     def _could_fit(self, request: Request, room: Room) -> bool:
         return request.group.num_missing_blocks(self._pool) <= room.most_blocks

@@ -1,6 +1,6 @@
 """The requests that were admitted, running or waiting, and the blocks that they hold.
 
-Carries out what `scheduler.plan_step` decides: takes blocks from the pool, moves sequences on, makes the step to
+Carries out what `scheduler.plan_step` decides: takes blocks from the cache, moves sequences on, makes the step to
 launch. A step may be planned while another one is in flight; its sequences' last tokens may then still be pending.
 
 Does not know routers, hand-offs, clocks or the engine.
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from decode_worker.growth import Forecast, Growth
 from decode_worker.scheduler import StepLimits, StepPlan, plan_step
 from engine.block_pool import BlockPool
+from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from engine.step import BlockCopy, ScheduledSeq, Step
 from tandem.types import BlockId, WaitReason
@@ -33,6 +34,11 @@ class BatchedStep:
     """In the order of `step.seqs`."""
     num_decodes: int
     """Seqs that compute one token and draw the next one; all others compute chunks of prompts."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens in chunks of prompts."""
+        return 0 if self.is_decode else sum(len(seq.token_ids) for seq in self.step.seqs) - self.num_decodes
 
     @property
     def is_decode(self) -> bool:
@@ -82,9 +88,10 @@ class BlockReleases:
 class RunningBatch:
     """Running and waiting requests, each list in rank order."""
 
-    def __init__(self, pool: BlockPool, limits: StepLimits, growth: Growth) -> None:
-        self.releases = BlockReleases(pool)
-        self._pool = pool
+    def __init__(self, cache: PrefixCache, limits: StepLimits, growth: Growth) -> None:
+        self.releases = BlockReleases(cache.pool)
+        self._cache = cache
+        self._pool = cache.pool
         self._limits = limits
         self._growth = growth
         self._requests: set[Request] = set()
@@ -147,16 +154,27 @@ class RunningBatch:
         bisect.insort(self._waiting, request, key=lambda each: each.rank)
 
     def leave(self, request: Request) -> None:
-        """Takes it out and releases its blocks. A no-op if it is not here."""
+        """Takes it out and releases its blocks, the full ones to the cache. A no-op if it is not here."""
         if request in self._requests:
             self._requests.remove(request)
             (self._running if request in self._running else self._waiting).remove(request)
-            self.releases.release(request.group.take_blocks())
+            self._give_back(request)
+
+    def choice_ended(self, request: Request, choice: Sequence) -> None:
+        """As `leave`, for one of several choices."""
+        request.group.remember_sequence(choice, self._cache)
+        self.releases.release([choice.take_blocks()])
 
     def next_step(self) -> BatchedStep | None:
-        """Plans a step with none in flight; None = no sequence can step now."""
+        """Plans a step with none in flight; None = no sequence can step now.
+
+        Groups that a plan lets in without blocks take over what the cache knows of their tokens: the step is planned
+        again then.
+        """
         while True:
-            plan = plan_step(self._running, self._waiting, self._pool, self._limits, self._growth)
+            plan = plan_step(self._running, self._waiting, self._cache, self._limits, self._growth)
+            if self._attach(plan.admitted):
+                continue
             step = self._carry_out(plan, {})
             if step is not None or not plan.preempted:
                 return step
@@ -169,7 +187,7 @@ class RunningBatch:
         """
         if not running.is_decode:
             return None
-        plan = plan_step(self._running, self._waiting, self._pool, self._limits, self._growth)
+        plan = plan_step(self._running, self._waiting, self._cache, self._limits, self._growth)
         if plan.preempted or plan.lacks_blocks:
             return None
         if not all(_is_decode(request, seq) for request, seq, _ in plan.scheduled):
@@ -191,15 +209,29 @@ class RunningBatch:
         copies: list[BlockCopy] = []
         seqs: list[ScheduledSeq] = []
         for request, seq, num_tokens in plan.scheduled:
-            copies += request.group.copy_on_write(seq, self._pool)
+            copies += request.group.copy_on_write(seq, self._cache)
             seqs.append(self._schedule(seq, num_tokens, draws.get(seq) if seq.num_pending_tokens else None))
-        step = Step(tuple(seqs), tuple(copies))
+        step = Step(tuple(seqs), tuple(copies), self._cache.take_moves())
         return BatchedStep(step, tuple((request, seq) for request, seq, _ in plan.scheduled), num_decodes)
+
+    def _attach(self, admitted: Iterable[Request]) -> bool:
+        """Whether any of them has found blocks."""
+        found = False
+        for request in admitted:
+            if not request.group.holds_blocks and request.reads_cache:
+                found |= request.group.attach(self._cache)
+                if request.started_s is not None:
+                    request.group.prefix.num_cached_tokens = 0  # it finds what it has computed itself
+        return found
+
+    def _give_back(self, request: Request) -> None:
+        request.group.remember(self._cache)
+        self.releases.release(request.group.take_blocks())
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
         request.observer.preempted()
-        self.releases.release(request.group.take_blocks())
+        self._give_back(request)
         if request in self._running:
             self._running.remove(request)
             bisect.insort(self._waiting, request, key=lambda each: each.rank)
@@ -207,7 +239,7 @@ class RunningBatch:
     def _schedule(self, seq: Sequence, num_tokens: int, feed: int | None) -> ScheduledSeq:
         num_blocks = seq.blocks_wanted(num_tokens, self._pool.block_size)
         if num_blocks:
-            seq.add_blocks(self._pool.allocate(num_blocks))
+            seq.add_blocks(self._cache.allocate(num_blocks))
         scheduled = seq.schedule(num_tokens, feed)
         self._pool.set_filled(seq.block_table, seq.num_computed_tokens, scheduled.context_len)
         return scheduled

@@ -11,14 +11,15 @@ finished. One step:
               it writes there; when the pool is dry the last-ranked holder of blocks is preempted: its group loses
               all blocks and is computed again later. With no victim behind it, a sequence takes fewer tokens or none
 
-INVARIANT: a plan allocates at most what is free and what its victims alone hold. A block that a victim shares with
-others is not credited: it stays held.
+INVARIANT: a plan allocates at most what is available (free, or known to the cache and held by nobody) and what its
+victims alone hold. A block that a victim shares with others is not credited: it stays held. A plan counts as if the
+cache knew nothing: a hold on known blocks takes no more of what is available than room for the same tokens.
 
 Nothing is preempted for a group ranked behind it. So the first-ranked group is never preempted and takes what all
 others hold; if it has no seat and nothing else can step, the last-ranked running group vacates one, and the next plan
 seats it. It always progresses, unless blocks are reserved for hand-offs, which end by themselves (`reservations`).
 
-Reads groups and the pool's counts, changes neither; knows no clock and no engine.
+Reads groups and the counts of pool and cache, changes neither; knows no clock and no engine.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from decode_worker.growth import Growth
-from engine.block_pool import BlockPool
 from engine.chunking import plan_chunks
+from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from tandem.types import BlockId
 from worker.request import Request
@@ -60,13 +61,13 @@ class StepPlan:
 
 
 def plan_step(
-    running: SequenceOf[Request], waiting: SequenceOf[Request], pool: BlockPool, limits: StepLimits, growth: Growth
+    running: SequenceOf[Request], waiting: SequenceOf[Request], cache: PrefixCache, limits: StepLimits, growth: Growth
 ) -> StepPlan:
     """Plans one step; `running` and `waiting` are in rank order.
 
     Sequences that cannot take part in a step launched now are left out.
     """
-    return _Planner(running, waiting, pool, limits, growth).plan()
+    return _Planner(running, waiting, cache, limits, growth).plan()
 
 
 def _can_step(sequence: Sequence) -> bool:
@@ -82,16 +83,16 @@ class _Planner:
         self,
         running: SequenceOf[Request],
         waiting: SequenceOf[Request],
-        pool: BlockPool,
+        cache: PrefixCache,
         limits: StepLimits,
         growth: Growth,
     ) -> None:
         self._running = list(running)
         self._waiting = list(waiting)
-        self._pool = pool
+        self._pool = cache.pool
         self._limits = limits
         self._growth = growth
-        self._free_blocks = pool.num_free
+        self._free_blocks = cache.num_available
         self._preempted: list[Request] = []
         self._victims: list[Request] | None = None
         self._copied: Counter[BlockId] = Counter()

@@ -17,6 +17,8 @@ What a step brought is applied, unless its request is gone or its choice has end
     prompt computed ─▶ prefill_done, first tokens of all choices ─▶ fork
     decode          ─▶ one token of one choice
     last token      ─▶ the choice's blocks are released; with the last choice, the request ends
+
+The cache learns of a prompt's blocks when their step has ended, of a completion's when it ends or is preempted.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from decode_worker.running_batch import BatchedStep, RunningBatch
-from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
+from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
-from engine.step import BrokenLogits, Sampled, SampledToken, StepFailed, StepResult
+from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq, Scores, StepFailed, StepResult
 from engine.thread_work import to_the_end
 from tandem.clock import Clock
 from tandem.errors import TandemError
@@ -105,7 +107,7 @@ class StepLoop:
     def __init__(
         self,
         batch: RunningBatch,
-        pool: BlockPool,
+        cache: PrefixCache,
         engine: StepEngine,
         clock: Clock,
         on_ended: Callable[[Request, TandemError | None], None],
@@ -120,7 +122,7 @@ class StepLoop:
         `overlap`: whether a second step may be in flight, if planning it takes no more than `max_planning_share`.
         """
         self._batch = batch
-        self._pool = pool
+        self._cache = cache
         self._engine = engine
         self._clock = clock
         self._on_ended = on_ended
@@ -160,6 +162,10 @@ class StepLoop:
         for request, _ in batched.seqs:
             if request.started_s is None:
                 request.started_s = began_s
+                if request.owes_prefill_done:
+                    request.observer.looked_up(
+                        len(request.spec.prefix_token_ids), request.group.prefix.num_cached_tokens
+                    )
                 request.observer.started()
         self._batch.releases.step_launched()
         result, now_s = self._launched(batched), self._clock.now_s()
@@ -193,7 +199,7 @@ class StepLoop:
         """Waits for the oldest step in flight and applies what it brought."""
         batched, future = self._in_flight[0].batched, self._in_flight[0].result
         await asyncio.wait({future})  # not the future itself: a cancelled wait must leave the step alone
-        self._ended()
+        self._ended(batched, future)
         try:
             result = future.result()
         except EngineBroken as error:
@@ -203,14 +209,23 @@ class StepLoop:
             _log.exception("a step failed", num_seqs=len(batched.seqs))
             self._fail(batched, StepFailed.of(error))
         else:
-            for (request, seq), drawn in zip(batched.seqs, result.outputs, strict=True):
+            for number, scores in result.scored.items():
+                self._tell_scores(batched.seqs[number][0], scores)
+            for (request, seq), scheduled, drawn in zip(batched.seqs, batched.step.seqs, result.outputs, strict=True):
                 if request in self._batch and not seq.is_finished:
-                    self._apply(request, seq, drawn)
+                    self._apply(request, seq, scheduled, drawn)
             self._report(batched, result.seconds)
         self._on_step_ended()
 
-    def _ended(self) -> None:
+    def _ended(self, batched: BatchedStep, future: asyncio.Future[StepResult]) -> None:
+        """The oldest step in flight has: the cache hears of it before it is given the blocks that waited for that."""
         self._in_flight.popleft()
+        if future.exception() is None:
+            self._cache.step_ended(
+                failed=False, seconds=future.result().seconds, num_prompt_tokens=batched.num_prompt_tokens
+            )
+        else:
+            self._cache.step_ended(failed=True)
         self._batch.releases.step_ended()
         if self._in_flight:
             self._in_flight[0].started_s = self._clock.now_s()
@@ -220,14 +235,31 @@ class StepLoop:
             if request in self._batch:
                 self._on_ended(request, error)
 
-    def _apply(self, request: Request, seq: Sequence, drawn: tuple[Sampled, ...]) -> None:
+    def _break(self, request: Request, broken: BrokenLogits) -> None:
+        """The KV that was attended to may be what is broken: none of the request's is known any more."""
+        self._on_ended(request, broken.error(request.spec.request_id))
+        for choice in request.group.sequences:
+            self._cache.forget(request.spec.cache_salt, choice.token_ids)
+
+    def _tell_scores(self, request: Request, scores: Scores) -> None:
+        if request not in self._batch:
+            return
+        if isinstance(scores, BrokenLogits):
+            self._break(request, scores)
+        else:
+            request.take_scores(scores)
+
+    def _apply(self, request: Request, seq: Sequence, scheduled: ScheduledSeq, drawn: tuple[Sampled, ...]) -> None:
         tokens: list[SampledToken] = []
         for sampled in drawn:
             if isinstance(sampled, BrokenLogits):
-                self._on_ended(request, sampled.error(request.spec.request_id))
+                self._break(request, sampled)
                 return
             tokens.append(sampled[0])
         group = request.group
+        seq.step_ended(scheduled)
+        if len(scheduled.token_ids) > 1:
+            group.remember_sequence(seq, self._cache)
         ends_prefix = not group.is_forked and (bool(drawn) or seq.num_remaining_tokens == 0)
         if ends_prefix and request.owes_prefill_done:
             request.owes_prefill_done = False
@@ -236,23 +268,23 @@ class StepLoop:
             for choice, token in zip(seq.drawers, tokens, strict=True):
                 request.take_token(choice, token)
         if ends_prefix:
-            group.fork(self._pool)
+            group.fork(self._cache.pool)
+            group.follow(self._cache)
         if group.is_finished:
             self._on_ended(request, None)
         elif seq.is_finished:
-            self._batch.releases.release([seq.take_blocks()])
+            self._batch.choice_ended(request, seq)
 
     def _report(self, batched: BatchedStep, seconds: float) -> None:
         if batched.is_decode:
             self._timing.step_took(len(batched.seqs), seconds)
-        num_tokens = sum(len(seq.token_ids) for seq in batched.step.seqs)
         specs = tuple([request.spec for request, _ in batched.seqs])
-        self._observer.step(StepReport(seconds, num_tokens - batched.num_decodes, batched.num_decodes, specs))
+        self._observer.step(StepReport(seconds, batched.num_prompt_tokens, batched.num_decodes, specs))
 
     async def _drain(self) -> None:
         """Waits for what is in flight, cancelled or not."""
         while self._in_flight:
             with suppress(Exception, asyncio.CancelledError):
                 await to_the_end(self._in_flight[0].result)
-            self._ended()
+            self._ended(self._in_flight[0].batched, self._in_flight[0].result)
             self._on_step_ended()

@@ -26,10 +26,18 @@ from decode_worker.reservations import MAX_OVERTAKES, MAX_QUEUED, ReservationQue
 from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import StepLimits
 from decode_worker.step_loop import StepLoop
-from engine.block_pool import BlockPool
+from engine.prefix_cache import PrefixCache
 from kvtransfer.base import Receiver
 from tandem.clock import Clock, Deadline
-from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Reason, TandemError, Unavailable
+from tandem.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    PrefixNotHeld,
+    Reason,
+    TandemError,
+    Unavailable,
+)
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import WorkerObserver
 from tandem.telemetry.trace_context import trace_id_of
@@ -53,7 +61,7 @@ class WorkerParts:
     """What the worker works with; owned and closed by whoever made them."""
 
     engine: StepEngine
-    pool: BlockPool
+    cache: PrefixCache
     receiver: Receiver
     validator: Validator
     clock: Clock
@@ -83,16 +91,17 @@ class DecodeWorker:
     def __init__(self, parts: WorkerParts, policy: WorkerPolicy) -> None:
         self._parts = parts
         self._policy = policy
-        self._growth = Growth(parts.pool, policy.first_guess_tokens)
+        self._pool = parts.cache.pool
+        self._growth = Growth(self._pool, policy.first_guess_tokens)
         self._pace = HandoffPace(MAX_ENDS_PER_SEAT * policy.limits.max_seqs, policy.first_guess_tokens)
-        self._queue = ReservationQueue(parts.pool, self._growth, policy.max_queued, policy.max_overtakes)
+        self._queue = ReservationQueue(parts.cache, self._growth, policy.max_queued, policy.max_overtakes)
         self._transfers = IncomingTransfers(
-            parts.pool, parts.receiver, parts.clock, self, policy.transfers, parts.validator.vocab_size
+            parts.cache, parts.receiver, parts.clock, self, policy.transfers, parts.validator.vocab_size
         )
-        self._batch = RunningBatch(parts.pool, policy.limits, self._growth)
+        self._batch = RunningBatch(parts.cache, policy.limits, self._growth)
         self._steps = StepLoop(
             self._batch,
-            parts.pool,
+            parts.cache,
             parts.engine,
             parts.clock,
             self._end,
@@ -110,7 +119,14 @@ class DecodeWorker:
 
     # --- from routers (WorkerCore) ---
 
-    def reserve(self, session: RouterPort, handle: Handle, spec: GroupSpec, local_prefill: bool) -> None:
+    def reserve(
+        self,
+        session: RouterPort,
+        handle: Handle,
+        spec: GroupSpec,
+        local_prefill: bool,
+        max_local_tokens: int | None = None,
+    ) -> None:
         """Puts a request in line; `reserved` follows when there is room, or `failed`. Raises what makes it refuse."""
         self._check(session, handle, spec)
         clock = self._parts.clock
@@ -125,11 +141,13 @@ class DecodeWorker:
             self._parts.observer.sequence(spec),
         )
         request.owes_prefill_done = local_prefill
+        request.max_local_tokens = max_local_tokens if local_prefill else None
         self._requests[session, handle] = request
         self._idle.clear()
         try:
+            self._check_prefix_held(request)
             self._queue.add(request)
-        except Overloaded as error:
+        except TandemError as error:
             self._end(request, error)
         self._admit_soon()
 
@@ -191,7 +209,7 @@ class DecodeWorker:
         held = (len(self._requests), len(self._queue), len(self._transfers), len(self._batch))
         if any(held) or not self._batch.is_settled:
             raise InternalError("not idle: {} requests; {} queued, {} incoming, {} in the batch".format(*held))
-        self._parts.pool.assert_idle()
+        self._pool.assert_idle()
 
     def load(self) -> WorkerLoad:
         """What runs, waits and is held now; each choice counts as a sequence."""
@@ -200,7 +218,7 @@ class DecodeWorker:
             running_seqs=self._batch.num_running,
             waiting_seqs=self._queue.num_seqs + self._batch.num_waiting,
             queued_prompt_tokens=self._queue.num_tokens + self._batch.num_prompt_tokens_left,
-            pool=self._parts.pool.counts(),
+            pool=self._pool.counts(),
             live_transfers=self._parts.receiver.num_live,
             draining=self._draining,
             preemptions=self._batch.num_preemptions,
@@ -210,11 +228,15 @@ class DecodeWorker:
 
     def received(self, request: Request, block_ids: tuple[BlockId, ...], first_tokens: Mapping[int, TokenId]) -> None:
         """The prefix's KV is here and verified: all choices join the batch."""
-        self._parts.pool.set_filled(block_ids, request.group.prefix.num_tokens)
+        cache, group, prefix = self._parts.cache, request.group, request.group.prefix
+        table = (*prefix.block_table, *block_ids)
+        self._pool.set_filled(table, prefix.num_tokens, prefix.num_computed_tokens)
+        cache.insert(request.spec.cache_salt, prefix.token_ids, table)
         self._pace.landed(request, self._num_steps())
-        request.group.land(block_ids, first_tokens, self._parts.pool)
+        group.land(block_ids, first_tokens, self._pool)
+        group.follow(cache)
         self._batch.join(request)
-        if request.group.is_finished:
+        if group.is_finished:
             self._end(request)
         self._admit_soon()
 
@@ -233,13 +255,24 @@ class DecodeWorker:
             raise Unavailable("this decode worker takes no new work", Reason.DRAINING)
         if (session, handle) in self._requests:
             raise InvalidRequest("handle", f"{handle} is in use")
-        limits, validator, pool = self._policy.limits, self._parts.validator, self._parts.pool
+        limits, validator, pool = self._policy.limits, self._parts.validator, self._pool
         validator.validate_group(spec, self._policy.max_sequence_tokens)
         validator.validate_pool(spec, pool.block_size, pool.num_blocks)
         if len(spec.choices) > limits.max_seqs:
             raise InvalidRequest(
                 "sampling.n", f"{len(spec.choices)} choices exceed a batch of {limits.max_seqs} sequences"
             )
+
+    def _check_prefix_held(self, request: Request) -> None:
+        """Raises PrefixNotHeld if more would have to be computed here than the request may."""
+        if request.max_local_tokens is None:
+            return
+        group = request.group
+        num_tokens = group.num_remaining_tokens
+        if request.reads_cache:
+            num_tokens -= self._parts.cache.match(request.spec.cache_salt, group.prefix.token_ids)
+        if num_tokens > request.max_local_tokens:
+            raise PrefixNotHeld(f"{num_tokens} tokens would be computed here, {request.max_local_tokens} may be")
 
     def _admit_soon(self) -> None:
         """Something has changed. Once per iteration of the loop, however many things change in it."""
@@ -253,13 +286,15 @@ class DecodeWorker:
         while len(self._queue) and (request := self._pop_admissible()) is not None:
             try:
                 if request.owes_prefill_done:
+                    self._check_prefix_held(request)  # it may have gone while the request was in line
                     self._batch.join(request)
                     request.router.reserved(request.handle)
                 else:
-                    offer = self._transfers.offer(request)
+                    offer, prefix = self._transfers.offer(request), request.group.prefix
                     self._pace.started(request, self._num_steps())
                     request.observer.reserved()
-                    request.router.reserved(request.handle, offer.ticket, offer.endpoint)
+                    request.observer.looked_up(prefix.num_tokens, prefix.num_cached_tokens)
+                    request.router.reserved(request.handle, offer.ticket, offer.endpoint, prefix.num_cached_tokens)
             except TandemError as error:
                 self._end(request, error)
         self._steps.wake()
@@ -268,7 +303,7 @@ class DecodeWorker:
 
     def _pop_admissible(self) -> Request | None:
         """Takes the next one out of the line for which there are seats and blocks."""
-        pool, max_seqs = self._parts.pool.counts(), self._policy.limits.max_seqs
+        max_seqs = self._policy.limits.max_seqs
         # As many as end while a hand-off takes place are admitted beyond the seats, and some more: no seat stays empty.
         enough = max_seqs + round(self._pace.num_ends)
         num_seqs = self._transfers.num_seqs + self._batch.num_running + self._batch.num_waiting
@@ -277,8 +312,9 @@ class DecodeWorker:
             return None
         handoff_steps = round(self._pace.num_steps)
         forecast = self._batch.forecast(self._transfers.requests, handoff_steps) if num_seqs else None
+        most_blocks = self._pool.num_blocks - self._pool.counts().quarantined
         return self._queue.pop_admissible(
-            Room(pool.free, pool.total - pool.quarantined, seats, forecast, handoff_steps)
+            Room(self._parts.cache.num_available, most_blocks, seats, forecast, handoff_steps)
         )
 
     def _num_steps(self) -> int | None:
@@ -300,6 +336,8 @@ class DecodeWorker:
             for seq in request.group.sequences if error is None else ():
                 if seq.num_output_tokens:
                     self._growth.completed(seq.num_output_tokens)
+        for table in request.group.take_blocks():  # what it held while the rest was to be received
+            self._pool.release(table)
         request.observer.ended(error, request.num_sampled_tokens)
         self._admit_soon()
         if error is not None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from engine.penalties import reads_output
+from engine.prompt_scores import ScorePlan
 from engine.step import SampleSpec, ScheduledSeq
 from engine.upload import upload
 from kernels.attention import AttentionMetadata
@@ -57,6 +58,8 @@ class Batch:
     num_draws: tuple[int, ...]
     """Of each seq; D in all."""
     feeds: Feeds | None
+    scores: ScorePlan | None = None
+    """Given if known tokens are to be scored."""
 
 
 class Forward(Protocol):
@@ -71,6 +74,19 @@ class Forward(Protocol):
         sample_rows: torch.Tensor,
     ) -> torch.Tensor:
         """Stores KV of `[T]` tokens in `kv_cache`; returns logits `[R, V]` of `sample_rows` `[R]`."""
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        sample_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `forward`, but for the last projection: returns `[R, E]`."""
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[R, E]` of `hidden` → logits `[R, V]`, in memory that the caller may write."""
 
 
 def build_batch(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.device) -> Batch:
@@ -111,6 +127,7 @@ def build_batch(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.dev
         draw_rows=drawn_at if len(draw_rows) else None,
         num_draws=num_draws,
         feeds=Feeds(fed_at, fed_by, history) if len(feeds) else None,
+        scores=ScorePlan.of(seqs, cu_seqlens_q, sample_rows, device),
     )
 
 

@@ -24,6 +24,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from tandem.errors import InternalError, Overloaded
 from tandem.lifecycle import BLOCK_MOVES, BlockState, advance
 from tandem.types import BlockId, PoolCounts
@@ -32,6 +35,9 @@ _STATES = tuple(BlockState)
 _FREE, _RESERVED, _RECEIVING, _LIVE, _CACHED, _QUARANTINED = range(len(_STATES))
 _ALLOWED = tuple(tuple(to in BLOCK_MOVES[state] for to in _STATES) for state in _STATES)
 """BLOCK_MOVES by number, so that a block's move costs an index and not two hashes."""
+
+_FEW = 8
+"""So many blocks are checked faster one by one."""
 
 
 class PoolExhausted(Overloaded):
@@ -55,6 +61,13 @@ class BlockPool:
         self._filled = array("i", bytes(4 * num_blocks))
         self._writer_gone = bytearray(num_blocks)
         self._known = bytearray(num_blocks)
+        self._states = np.frombuffer(self._state, np.uint8)
+        self._ref_counts = np.frombuffer(self._ref_count, np.int32)
+        self._knowns = np.frombuffer(self._known, np.uint8)
+        self._fills = np.frombuffer(self._filled, np.int32)
+        """The same memory: a table of many blocks is looked at and changed in one go."""
+        self._order = np.zeros(num_blocks, np.intp)
+        """Scratch of `_require`."""
         self._num_in_state = [num_blocks, *(0 for _ in _STATES[1:])]
         self._filled_slots = 0
 
@@ -106,39 +119,36 @@ class BlockPool:
 
     def retain(self, blocks: Sequence[BlockId]) -> None:
         """Adds a holder to each of these LIVE or CACHED blocks; paired with one more `release`."""
-        self._require(blocks, (_LIVE, _CACHED), "retain")
-        for block in blocks:
-            self._ref_count[block] += 1
-            if self._state[block] == _CACHED:
-                self._move(block, _LIVE)
-                self._filled_slots += self._filled[block]
+        indices = self._require(blocks, (_LIVE, _CACHED), "retain")
+        self._ref_counts[indices] += 1
+        cached = indices[self._states[indices] == _CACHED]
+        self._states[cached] = _LIVE
+        self._count_move(len(cached), _CACHED, _LIVE)
+        self._filled_slots += int(self._fills[cached].sum())
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Takes one holder away from each block; with the last one it is free, cached or quarantined."""
-        self._require(blocks, (_LIVE, _RESERVED, _RECEIVING), "release")
-        for block in reversed(blocks):  # so that the next allocation gives them in the same order
-            self._ref_count[block] -= 1
-            if self._ref_count[block] > 0:
-                continue
+        indices = self._require(blocks, (_LIVE, _RESERVED, _RECEIVING), "release")
+        self._ref_counts[indices] -= 1
+        let_go = indices[self._ref_counts[indices] == 0]
+        is_known = self._knowns[let_go] == 1
+        cached = let_go[is_known]
+        self._states[cached] = _CACHED
+        self._count_move(len(cached), _LIVE, _CACHED)
+        self._filled_slots -= int(self._fills[cached].sum())
+        for block in reversed(let_go[~is_known].tolist()):  # so that the next allocation gives them in the same order
             if self._state[block] == _RECEIVING and not self._writer_gone[block]:
                 self._move(block, _QUARANTINED)
-            elif self._known[block]:
-                self._move(block, _CACHED)
-                self._filled_slots -= self._filled[block]
             else:
                 self._free_block(block)
 
     def keep(self, blocks: Sequence[BlockId]) -> None:
         """The content of these LIVE blocks is known: without a holder they are cached, not free. Idempotent."""
-        self._require(blocks, (_LIVE,), "keep")
-        for block in blocks:
-            self._known[block] = 1
+        self._knowns[self._require(blocks, (_LIVE,), "keep")] = 1
 
     def forget(self, blocks: Sequence[BlockId]) -> None:
         """Undoes `keep`: these LIVE blocks will be free without a holder. Idempotent."""
-        self._require(blocks, (_LIVE,), "forget")
-        for block in blocks:
-            self._known[block] = 0
+        self._knowns[self._require(blocks, (_LIVE,), "forget")] = 0
 
     def evict(self, blocks: Sequence[BlockId]) -> None:
         """Frees these CACHED blocks."""
@@ -240,13 +250,29 @@ class BlockPool:
         if len(self._free) + self.num_cached != self.num_blocks:
             raise InternalError(f"block pool is not idle: {self.counts()}")
 
-    def _require(self, blocks: Sequence[BlockId], states: tuple[int, ...], verb: str) -> None:
+    def _require(self, blocks: Sequence[BlockId], states: tuple[int, ...], verb: str) -> npt.NDArray[np.intp]:
+        """The blocks as indices; raises InternalError if one is named twice or in another state."""
+        indices = np.asarray(blocks, np.int32).astype(np.intp)
+        if len(blocks) > _FEW:
+            order = np.arange(len(indices))
+            if indices.min() >= 0 and indices.max() < self.num_blocks:
+                self._order[indices] = order
+                if (self._order[indices] == order).all() and self._are_in(indices, states):
+                    return indices
         if len(set(blocks)) != len(blocks):
             raise InternalError(f"{verb} names a block twice")
         for block in blocks:
             if not 0 <= block < self.num_blocks or self._state[block] not in states:
                 where = self.state(block) if 0 <= block < self.num_blocks else "nowhere"
                 raise InternalError(f"{verb} of block {block}, which is {where}")
+        return indices
+
+    def _are_in(self, indices: npt.NDArray[np.intp], states: tuple[int, ...]) -> bool:
+        found = self._states[indices]
+        is_right = found == states[0]
+        for state in states[1:]:
+            is_right |= found == state
+        return bool(is_right.all())
 
     def _free_block(self, block: BlockId) -> None:
         self._move(block, _FREE)

@@ -18,7 +18,7 @@ from itertools import chain
 
 from engine.device import is_lost
 from engine.runner import Launched, Prepared, Runner
-from engine.step import BrokenLogits, Step, StepFailed, StepResult
+from engine.step import BrokenLogits, Direction, Step, StepFailed, StepResult
 from tandem.errors import InternalError
 
 MAX_IN_FLIGHT = 2
@@ -44,6 +44,7 @@ class EngineThread:
         self._executor = executor
         self._collector = ThreadPoolExecutor(1, "tandem-collect") if runner.is_asynchronous else None
         self._previous: Launched | None = None  # for the engine thread alone
+        self._last_loads = False  # whether the step launched last brings blocks in, which a later one may read
         self._last_failed = False  # for whoever collects: whether the step that ended before this one failed
         self._num_in_flight = 0
         self._num_failures = 0
@@ -59,7 +60,10 @@ class EngineThread:
         if self._num_in_flight == MAX_IN_FLIGHT:
             raise InternalError(f"more than {MAX_IN_FLIGHT} steps in flight")
         loop = asyncio.get_running_loop()
-        launched = _Launch(loop, loop.create_future(), any(seq.feed is not None for seq in step.seqs))
+        reads_loaded = self._num_in_flight > 0 and self._last_loads
+        is_fed = reads_loaded or any(seq.feed is not None for seq in step.seqs)
+        launched = _Launch(loop, loop.create_future(), is_fed)
+        self._last_loads = any(move.direction is Direction.IN for move in step.moves)
         prepared: Prepared | Exception
         try:
             prepared = self._runner.prepare(step)
@@ -148,4 +152,4 @@ class _Launch:
     loop: asyncio.AbstractEventLoop
     ended: asyncio.Future[StepResult]
     is_fed: bool
-    """Whether it takes tokens from the step launched before it."""
+    """Whether it takes tokens or blocks from the step launched before it."""

@@ -5,7 +5,8 @@
                      └─ take_blocks ─▶ prefix      preempted: computed again from the tokens
 
 A choice that is alone is its own prefix, and forks by doing nothing. Admission, preemption and
-release take the group as one. Decides nothing; the pool's reference counts are its only side effect.
+release take the group as one. `attach` and `follow` take over KV that a cache knows already, `remember` makes known to
+it what was computed. Decides nothing; its only side effects are the pool's reference counts, and what the cache knows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Mapping
 
 from engine.block_pool import BlockPool
 from engine.penalties import penalised_ids
+from engine.prefix_cache import PrefixCache
+from engine.prompt_scores import PromptScores
 from engine.sequence import BlockTable, Sequence
 from engine.step import BlockCopy
 from tandem.errors import InternalError
@@ -38,11 +41,17 @@ class Group:
             for choice in spec.choices
         )
         """Every choice, in order of index."""
+        num_top = spec.sampling.prompt_logprobs
+        self.prompt_scores = None if num_top is None else PromptScores(spec.prompt_token_ids, num_top)
+        """Given if the log-probabilities of the prompt are to be told from here."""
         self._alone = len(self.sequences) == 1
         self.prefix = self.sequences[0] if self._alone else self._new_prefix()
         """What is computed once for all."""
+        self.prefix.prompt_scores = self.prompt_scores
         self.is_forked = False
         """Whether the choices run by themselves."""
+        self.num_borrowed_blocks = 0
+        """Of those held, how many others held when they were found in a cache."""
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -83,6 +92,11 @@ class Group:
             return len(self.prefix.block_table)
         return len({block for each in self._holders() for block in each.block_table})
 
+    @property
+    def num_returned_blocks(self) -> int:
+        """Blocks that are expected to be available once it ends: those that it holds, but for borrowed ones."""
+        return self.num_held_blocks - self.num_borrowed_blocks
+
     def num_own_blocks(self, pool: BlockPool) -> int:
         """Blocks that would be free, or cached, if it let go of all it holds: shared ones count once, others' not at
         all.
@@ -102,17 +116,42 @@ class Group:
         own = sum(-(-each.num_tokens // size) - shared for each in self.sequences if not each.is_finished)
         return shared + own - len(self.prefix.block_table)
 
+    def attach(self, cache: PrefixCache) -> bool:
+        """Its prefix, of which nothing is computed, takes a hold on the blocks of its tokens that the cache knows.
+
+        Returns whether there are any.
+        """
+        return self._reuse(self.prefix, cache)
+
+    def follow(self, cache: PrefixCache) -> None:
+        """Right after the fork, resumed choices take over what the cache knows of their own tokens."""
+        for each in () if self._alone else self.running:
+            if each.num_remaining_tokens > 1:
+                self._reuse(each, cache)
+
+    def remember(self, cache: PrefixCache) -> None:
+        """Makes known to the cache what its sequences have computed."""
+        for each in self._holders():
+            self.remember_sequence(each, cache)
+
+    def remember_sequence(self, sequence: Sequence, cache: PrefixCache) -> None:
+        """Makes known to the cache what one of its sequences has computed: full blocks whose steps have ended."""
+        num_tokens = sequence.num_ended_tokens
+        if num_tokens >= cache.pool.block_size:
+            cache.insert(self.spec.cache_salt, sequence.token_ids[:num_tokens], sequence.block_table)
+
     def land(self, blocks: tuple[BlockId, ...], first_tokens: Mapping[int, TokenId], pool: BlockPool) -> None:
-        """Takes over blocks into which the prefix's KV was received, with the first token of each choice that is not
-        resumed among others; then forks.
+        """Takes over blocks into which the rest of the prefix's KV was received, with the first token of each choice
+        that is not resumed among others; then forks.
 
         Raises InternalError if a token is missing or not asked for; nothing has been taken over then.
         """
         due = {each.index for each in self.prefix.drawers}
         if set(first_tokens) != due:
             raise InternalError(f"first tokens of choices {sorted(first_tokens)}, not of {sorted(due)}")
+        self.prompt_scores = self.prefix.prompt_scores = None  # told by whoever computed the prompt
         self.prefix.add_blocks(blocks)
-        self.prefix.advance(self.prefix.num_tokens)
+        self.prefix.advance(self.prefix.num_remaining_tokens)
         for each in self.prefix.drawers:
             each.append_token(first_tokens[each.index])
         self.fork(pool)
@@ -131,19 +170,19 @@ class Group:
             each.advance(num_tokens)
         pool.release(blocks)
 
-    def copy_on_write(self, sequence: Sequence, pool: BlockPool) -> tuple[BlockCopy, ...]:
+    def copy_on_write(self, sequence: Sequence, cache: PrefixCache) -> tuple[BlockCopy, ...]:
         """Before `sequence` writes its next token: its block of that position becomes its own, if others hold it too.
 
-        Takes one block from the pool then (raises PoolExhausted), and lets go of the shared one at once: its other
+        Takes one block then (raises PoolExhausted), and lets go of the shared one at once: its other
         holders keep it. Source and target must not be written before the copy is made.
         """
-        if not self.needs_copy(sequence, pool):
+        if not self.needs_copy(sequence, cache.pool):
             return ()
-        at = sequence.num_computed_tokens // pool.block_size
+        at = sequence.num_computed_tokens // cache.pool.block_size
         source = sequence.block_table[at]
-        (target,) = pool.allocate(1)
+        (target,) = cache.allocate(1)
         sequence.block_table[at] = target
-        pool.release((source,))
+        cache.pool.release((source,))
         return (BlockCopy(source, target),)
 
     def needs_copy(self, sequence: Sequence, pool: BlockPool) -> bool:
@@ -155,12 +194,23 @@ class Group:
         """Hands back every hold on a block, one table per holder, to be released; it starts again at its prefix."""
         tables = [each.take_blocks() for each in self._holders() if len(each.block_table)]
         self.is_forked = False
+        self.num_borrowed_blocks = 0
         if not self._alone:
             self.prefix = self._new_prefix()
         return tables
 
+    def _reuse(self, sequence: Sequence, cache: PrefixCache) -> bool:
+        size = cache.pool.block_size
+        num_full = sequence.num_computed_tokens // size
+        blocks = cache.acquire(self.spec.cache_salt, sequence.token_ids, num_full)
+        if blocks:
+            self.num_borrowed_blocks += sum(cache.pool.ref_count(block) > 1 for block in blocks)
+            cache.pool.release(sequence.reuse(blocks, size))
+        return bool(blocks)
+
     def _new_prefix(self) -> Sequence:
         prefix = Sequence(-1, self.spec.sampling, self.spec.prompt_token_ids, (), self._prompt_ids)
+        prefix.prompt_scores = self.prompt_scores
         prefix.drawers = tuple(each for each in self.sequences if not each.is_finished and not each.num_output_tokens)
         return prefix
 

@@ -6,13 +6,18 @@ and frees rows; a row may be freed once the last launched step that names it has
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
 from engine.kv_cache import HostMemory
 from engine.step import Direction, HostRow, TierMove
 from tandem.errors import InternalError, Overloaded
+from tandem.types import BlockId
+
+_MEASURED_BLOCKS = 16
 
 
 class HostTier:
@@ -23,6 +28,10 @@ class HostTier:
         self._memory = HostMemory.allocate(num_rows * block_bytes, shared=False)
         if pinned:
             self._memory.pin()
+        self.num_rows: Final = num_rows
+        """All rows, free or not."""
+        self.block_s = 0.0
+        """What moving a block takes, in seconds, once it was measured."""
         self._block_bytes = block_bytes
         self._free = [HostRow(row) for row in range(num_rows - 1, -1, -1)]
         self._held: set[HostRow] = set()
@@ -56,6 +65,18 @@ class HostTier:
         for each in moves:
             if each.direction is Direction.IN:
                 pool[each.block].copy_(rows[each.row], non_blocking=True)
+
+    def measure(self, pool: torch.Tensor) -> None:
+        """Sets `block_s` by moving blocks, whose content nobody counts on yet, out and in; on the engine's thread."""
+        num_blocks = min(_MEASURED_BLOCKS, self.num_rows, len(pool))
+        out = [TierMove(BlockId(each), HostRow(each), Direction.OUT) for each in range(num_blocks)]
+        back = [TierMove(BlockId(each), HostRow(each), Direction.IN) for each in range(num_blocks)]
+        for _ in range(2):  # the first touches the pages
+            began_s = time.monotonic()
+            self.move([*out, *back], pool)
+            if pool.device.type == "cuda":
+                torch.cuda.synchronize(pool.device)
+            self.block_s = (time.monotonic() - began_s) / (2 * num_blocks)
 
     def close(self) -> None:
         """Gives the memory back; no step that moves blocks may be running. Idempotent."""

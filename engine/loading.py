@@ -16,9 +16,11 @@ import torch
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineThread
 from engine.graphs import CAPTURABLE, CudaCapturer, DecodeGraphs, batch_sizes, context_bounds
+from engine.host_tier import HostTier
 from engine.kv_cache import KvCache
-from engine.memory import blocks_that_fit, check_memory
+from engine.memory import available_memory_bytes, blocks_that_fit, check_memory
 from engine.placement import ThreadPlacement, open_engine_executor
+from engine.prefix_cache import PrefixCache
 from engine.runner import Runner
 from engine.step import SampleSpec, ScheduledSeq, Step
 from kernels.dispatch import select_kernels
@@ -58,6 +60,10 @@ class EngineOptions:
     """Blocks of the pool; None = by memory."""
     kv_memory_bytes: int | None = None
     """Size of the pool; None = a modest share of what is available."""
+    prefix_cache: bool = True
+    """Whether KV that nobody holds is kept and found again."""
+    host_cache_bytes: int = 0
+    """Host memory that such KV may move to; less than a block = none."""
     max_seqs: int = 64
     """The default pool is never larger than so many full contexts."""
     attention_backend: str = AUTO
@@ -79,6 +85,8 @@ class EngineOptions:
             block_size=config.block_size,
             kv_blocks=config.kv_blocks,
             kv_memory_bytes=config.kv_memory_bytes,
+            prefix_cache=config.prefix_cache,
+            host_cache_bytes=config.host_cache_bytes if config.prefix_cache else 0,
             max_seqs=config.max_seqs,
             attention_backend=config.attention_backend,
             shared_kv=shared_kv,
@@ -88,14 +96,21 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A loaded engine. The worker's loop owns `pool` and drives `thread`; `close` ends all."""
+    """A loaded engine. The worker's loop owns `cache` and its pool and drives `thread`; `close` ends all."""
 
     model: LoadedModel
     layout: KvLayout
     kv_cache: KvCache
-    pool: BlockPool
+    cache: PrefixCache
+    tier: HostTier | None
+    """Where `cache` puts what it evicts."""
     thread: EngineThread
     backend_name: str
+
+    @property
+    def pool(self) -> BlockPool:
+        """All of its blocks are taken through `cache`."""
+        return self.cache.pool
 
     @property
     def fingerprint(self) -> str:
@@ -110,6 +125,8 @@ class Engine:
     def close(self) -> None:
         """Joins the thread, then gives the KV memory back. Idempotent."""
         self.thread.close()
+        if self.tier is not None:
+            self.tier.close()
         self.kv_cache.close()
 
 
@@ -128,7 +145,10 @@ def load_engine(options: EngineOptions) -> Engine:
         num_blocks = _num_blocks(options, model, layout)
         kv_cache = KvCache.create(layout, num_blocks, device, shared=options.shared_kv, mirrored=options.mirrored_kv)
         graphs = executor.submit(_capture_graphs, options, model, kv_cache, kernels.name).result()
-        runner = Runner(model.decoder, kv_cache, kernels, graphs)
+        tier = _host_tier(options, kv_cache, device)
+        if tier is not None:
+            executor.submit(tier.measure, kv_cache.blocks_view).result()
+        runner = Runner(model.decoder, kv_cache, kernels, graphs, tier)
         if device.type == "cuda":
             executor.submit(warm_up, runner, num_blocks, options.block_size).result()
     except BaseException:
@@ -138,7 +158,8 @@ def load_engine(options: EngineOptions) -> Engine:
         model=model,
         layout=layout,
         kv_cache=kv_cache,
-        pool=BlockPool(kv_cache.num_blocks, options.block_size),
+        cache=PrefixCache(BlockPool(kv_cache.num_blocks, options.block_size), enabled=options.prefix_cache, tier=tier),
+        tier=tier,
         thread=EngineThread(runner, executor),
         backend_name=kernels.name,
     )
@@ -220,6 +241,17 @@ def _num_blocks(options: EngineOptions, model: LoadedModel, layout: KvLayout) ->
     num_blocks = options.kv_blocks or blocks_that_fit(layout, options.kv_memory_bytes, model.device, max_tokens)
     check_memory(layout, num_blocks, model.device)
     return num_blocks
+
+
+def _host_tier(options: EngineOptions, kv_cache: KvCache, device: torch.device) -> HostTier | None:
+    """Raises ConfigError if there is not so much memory."""
+    num_rows = options.host_cache_bytes // kv_cache.layout.block_bytes
+    if not num_rows:
+        return None
+    available = available_memory_bytes(torch.device("cpu"))
+    if options.host_cache_bytes > available:
+        raise ConfigError("--host-cache-memory", f"{options.host_cache_bytes} bytes; {available} are available")
+    return HostTier(num_rows, kv_cache.layout.block_bytes, pinned=device.type == "cuda")
 
 
 def warm_up(runner: Runner, num_blocks: int, block_size: int) -> None:

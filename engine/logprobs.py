@@ -44,12 +44,15 @@ class BestTokens:
         """By number of draw: the drawn token's log-probability (0 if not known), and the best, equal ones by id."""
         draws, counts = self.plan.draws, self.plan.counts
         drawn = [0.0] * len(draws) if self.drawn is None else self.drawn.tolist()
-        found: dict[int, tuple[float, Ranked]] = {}
-        rows = zip(draws, counts, drawn, self.token_ids.tolist(), self.values.tolist(), strict=True)
-        for number, count, logprob, token_ids, values in rows:
-            ranked = sorted(zip(token_ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-            found[number] = (logprob, tuple(ranked[:count]))
-        return found
+        token_ids, values = self.token_ids.numpy(), self.values.numpy()
+        if (values[:, 1:] == values[:, :-1]).any():
+            order = np.lexsort((token_ids, -values))  # [r, k], by row; the last key counts most
+            token_ids, values = (np.take_along_axis(each, order, 1) for each in (token_ids, values))
+        ranked = zip(draws, counts, drawn, token_ids.tolist(), values.tolist(), strict=True)
+        return {
+            number: (logprob, tuple(zip(ids[:count], best[:count], strict=True)))
+            for number, count, logprob, ids, best in ranked
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +80,22 @@ class LogprobPlan:
         parts = []
         for start, end in tiles(len(self.draws), logits):
             rows = self.rows[start:end]
-            scores, log_mass = _log_probabilities(logits.index_select(0, rows))  # [r, V], [r, 1]
-            drawn = scores.gather(1, token_ids[rows, None].clamp(min=0))  # [r, 1]
-            values, indices = largest(scores, k)
-            parts.append(((drawn - log_mass)[:, 0], values - log_mass, indices))
+            parts.append(_best_and_given(logits.index_select(0, rows), token_ids[rows], k))
         own, values, indices = (torch.cat(each) for each in zip(*parts, strict=True))
         return BestTokens(self, values, indices, own)
+
+
+def best_and_given(
+    logits: torch.Tensor, token_ids: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities of `token_ids` `[r]`, those of the best tokens `[r, k]`, descending, and their ids `[r, k]`.
+
+    From `logits` `[r, V]` float32, which are overwritten. `k` is `count`, or V if that is less.
+    """
+    k = min(count, logits.shape[1])
+    parts = [_best_and_given(logits[a:b], token_ids[a:b], k) for a, b in tiles(len(logits), logits)]
+    own, values, indices = (torch.cat(each) for each in zip(*parts, strict=True))
+    return own, values, indices
 
 
 def best_tokens(scores: torch.Tensor, plan: LogprobPlan) -> BestTokens:
@@ -105,6 +118,16 @@ def tiles(num_rows: int, logits: torch.Tensor) -> Iterator[tuple[int, int]]:
     """Splits `num_rows` rows as wide as those of `logits` into parts that a cache holds; a GPU takes all at once."""
     size = max(1, num_rows if logits.is_cuda else _TILE_ELEMENTS // logits.shape[1])
     return ((start, min(start + size, num_rows)) for start in range(0, num_rows, size))
+
+
+def _best_and_given(
+    logits: torch.Tensor, token_ids: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `best_and_given`, of one tile."""
+    scores, log_mass = _log_probabilities(logits)  # [r, V], [r, 1]
+    given = scores.gather(1, token_ids[:, None].clamp(min=0))  # [r, 1]
+    values, indices = largest(scores, k)
+    return (given - log_mass)[:, 0], values - log_mass, indices
 
 
 def _log_probabilities(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,12 +1,12 @@
-"""What changes logits before temperature: penalties, biases, the ban on ending too early, token masks.
+"""What changes logits before temperature: biases, penalties, the ban on ending too early, token masks.
 
-In this order, each from the row's own parameters:
+In this order, which is that of transformers, each from the row's own parameters:
 
+    bias         logit + logit_bias[id]
     repetition   logit / r if positive else logit * r, for each id of prompt or completion
                  (Keskar et al., CTRL, 2019; r on both signs as in transformers)
     presence     logit - a, for each id of the completion
     frequency    logit - b * count, for each id of the completion
-    bias         logit + logit_bias[id]
     min_tokens   -inf for the end ids while fewer tokens than that have been sampled
     mask         -inf for every token whose bit is 0 (`engine.step.TokenMask`)
 """
@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from engine.history import Ints, TokenHistory, distinct
-from engine.step import SampleSpec, TokenMask
+from engine.step import FixedChanges, SampleSpec, TokenMask
 from engine.upload import upload
 from tandem.errors import InternalError
 from tandem.types import SamplingParams, TokenId
@@ -48,6 +48,20 @@ def penalised_ids(prompt_token_ids: Sequence[TokenId], params: SamplingParams) -
 
 def _counts_output(params: SamplingParams) -> bool:
     return bool(params.presence_penalty or params.frequency_penalty)
+
+
+def has_fixed_changes(params: SamplingParams) -> bool:
+    """Whether `fixed_changes` are ever asked for."""
+    return bool(params.logit_bias or params.min_tokens)
+
+
+def fixed_changes(params: SamplingParams) -> FixedChanges:
+    """What `params` change in every step alike. It takes a microsecond for each id: to be kept for each choice."""
+    return FixedChanges(
+        np.fromiter(params.logit_bias.keys(), dtype=np.int64),
+        np.fromiter(params.logit_bias.values(), dtype=np.float32),
+        np.fromiter(params.end_token_ids, dtype=np.int64),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +97,13 @@ class LogitChanges:
 
     def apply(self, logits: torch.Tensor, drawn_ids: torch.Tensor | None) -> None:
         """Changes `logits` `[D, V]` float32 in place. `drawn_ids` `[D']`: of the step before, -1 where broken."""
+        if len(self.biases.rows):
+            at = (self.biases.rows, self.biases.ids)
+            logits.index_put_(at, logits[at] + self.biases.values)
         if len(self.repetition.rows):
             self.repetition.apply(logits, drawn_ids)
         if len(self.counted.rows) or len(self.counted.fed_rows):
             self.counted.apply(logits, drawn_ids)
-        if len(self.biases.rows):
-            at = (self.biases.rows, self.biases.ids)
-            logits.index_put_(at, logits[at] + self.biases.values)
         if len(self.ends.rows):
             logits.index_put_((self.ends.rows, self.ends.ids), self.ends.values)
 
@@ -209,16 +223,27 @@ def _counted_arrays(rows: Sequence[_Row], fed_by: Mapping[int, int]) -> _Arrays:
 
 def _bias_arrays(rows: Sequence[_Row]) -> _Arrays:
     """As in `_Entries`."""
-    biases = [(number, *pair) for number, spec in rows for pair in spec.params.logit_bias.items()]
-    numbers, ids, values = zip(*biases, strict=True) if biases else ((), (), ())
-    return np.array(numbers, dtype=np.int64), np.array(ids, dtype=np.int64), np.array(values, dtype=np.float32)
+    fixed = [_fixed(spec) for _, spec in rows]
+    ids = [each.bias_ids for each in fixed]
+    biases = np.concatenate([np.empty(0, dtype=np.float32), *(each.biases for each in fixed)])
+    return _rows_of(rows, ids), _joined(ids), biases
 
 
 def _end_arrays(rows: Sequence[_Row]) -> _Arrays:
     """As in `_Entries`."""
-    ends = [(number, token_id) for number, spec in rows for token_id in spec.params.end_token_ids]
-    numbers, ids = np.array(ends, dtype=np.int64).reshape(-1, 2).T.copy()
-    return numbers, ids, np.full(len(ends), -np.inf, dtype=np.float32)
+    ends = [_fixed(spec).end_ids for _, spec in rows]
+    ids = _joined(ends)
+    return _rows_of(rows, ends), ids, np.full(len(ids), -np.inf, dtype=np.float32)
+
+
+def _rows_of(rows: Sequence[_Row], ids: Sequence[Ints]) -> Ints:
+    """The number of its row for each of `ids`, which are by row."""
+    numbers = np.array([number for number, _ in rows], dtype=np.int64)
+    return np.repeat(numbers, [*map(len, ids)])
+
+
+def _fixed(spec: SampleSpec) -> FixedChanges:
+    return fixed_changes(spec.params) if spec.fixed is None else spec.fixed
 
 
 def _history(spec: SampleSpec) -> TokenHistory:

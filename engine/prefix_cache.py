@@ -1,8 +1,9 @@
-"""Finds KV that a pool holds already: a tree over blocks, by their tokens from the start on.
+"""Finds KV that a worker holds already: a radix tree over the blocks of its pool, by their tokens from the start on.
 
-    insert      full blocks whose KV is computed become known to the tree; their holders keep their holds
+    insert      full blocks whose KV is computed become known; their holders keep their holds
     acquire     the longest known prefix of a sequence, with a hold on each of its blocks for the caller
     allocate    free blocks, after evicting known ones that nobody holds, least recently used first
+    forget      what was computed from these tokens is not to be trusted
 
 Requests see blocks of their own salt only. One token at least is always left to compute, from whose logits the next one
 is drawn. All blocks that a worker takes from its pool it takes here. Not thread-safe: the control loop owns it.
@@ -12,80 +13,316 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 from engine.block_pool import BlockPool
+from engine.eviction import Evictor, as_blocks
+from engine.host_rows import HostRows, LoadCosts
+from engine.host_tier import HostTier
+from engine.prefix_tree import TOKEN_BYTES, Node, PrefixTree, Tier, decode, encode
+from engine.step import HostRow, TierMove
+from tandem.errors import InternalError
 from tandem.lifecycle import BlockState
+from tandem.prefix_hash import hashes_below, salt_hash
 from tandem.types import BlockId, TokenId
+
+_FREE_SHARE, _MOVES_AHEAD = 16, 16
+"""Of the pool, that is kept free for peers to write into, and blocks that a step moves out for that at most."""
+
+
+class CacheListener(Protocol):
+    """Told what a cache holds. Blocks by their hashes (`tandem.prefix_hash`); called on the loop, must not raise."""
+
+    def stored(
+        self, cache_salt: str, parent_hash: int | None, hashes: Sequence[int], token_ids: Sequence[TokenId]
+    ) -> None:
+        """Blocks that follow each other, the first one behind `parent_hash`; None = it begins with it."""
+
+    def removed(self, hashes: Sequence[int]) -> None:
+        """They are held nowhere on this worker any more."""
+
+    def cleared(self) -> None:
+        """Nothing is held any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCounters:
+    """What a cache has done in its life."""
+
+    asked_tokens: int
+    """Of the sequences whose prefix was looked for, to take it."""
+    hit_tokens: int
+    """Of these, tokens that were found."""
+    evicted_blocks: int
+    """Blocks of the pool that were made free for others."""
+    host_stored_blocks: int
+    """Blocks that were moved to the host tier."""
+    host_loaded_blocks: int
+    """Blocks that came back from there."""
 
 
 class PrefixCache:
     """Of one pool. With `enabled` False it knows nothing, and is the pool."""
 
-    def __init__(self, pool: BlockPool, *, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        enabled: bool = True,
+        tier: HostTier | None = None,
+        listener: CacheListener | None = None,
+    ) -> None:
+        """`tier`: where evicted blocks go, if anywhere; the engine's own."""
         self.pool = pool
+        self.listener = listener
+        """To be set before the first insert; without one, nothing is hashed."""
+        self._asked_tokens = self._hit_tokens = 0
         self._enabled = enabled
-        self._tree: dict[tuple[BlockId | str, bytes], BlockId] = {}
-        """A block by its parent (of a first block: the salt) and its tokens. The least recently used first."""
+        self._tree = PrefixTree(pool.block_size)
+        self._rows = None if tier is None else HostRows(tier, pool)
+        self._costs = LoadCosts(pool.block_size, 0.0 if tier is None else tier.block_s)
+        self._evictor = Evictor(self._tree, pool, self._rows, self._costs, self._removed)
+        self._reserves = False
+        """Whether blocks were ever taken for a peer to write into."""
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out now: free ones, and known ones that nobody holds."""
-        return self.pool.num_free + self.pool.num_cached
+        if self._rows is None:
+            return self.pool.num_free + self.pool.num_cached
+        return self.pool.num_free - self._rows.num_withheld + self.pool.num_cached + len(self._rows.idle_loads())
+
+    @property
+    def counters(self) -> CacheCounters:
+        """As of now."""
+        stored, loaded = (0, 0) if self._rows is None else (self._rows.num_stored, self._rows.num_loaded)
+        return CacheCounters(self._asked_tokens, self._hit_tokens, self._evictor.num_evicted, stored, loaded)
 
     def match(self, cache_salt: str, token_ids: Sequence[TokenId]) -> int:
         """How many leading tokens `acquire` would find: full blocks, at least one token fewer than given."""
-        return len(self._find(cache_salt, token_ids)) * self.pool.block_size
+        return sum(num_blocks for _, num_blocks in self._walk(cache_salt, token_ids)) * self.pool.block_size
+
+    def num_held(self, cache_salt: str, token_ids: Sequence[TokenId]) -> int:
+        """Of the blocks that `acquire` would find, those that somebody holds: taking them leaves no less for others."""
+        ref_count = self.pool.ref_count
+        return sum(
+            ref_count(block) > 0
+            for node, num_blocks in self._walk(cache_salt, token_ids)
+            if node.tier is Tier.DEVICE
+            for block in as_blocks(node.places[:num_blocks])
+        )
 
     def acquire(self, cache_salt: str, token_ids: Sequence[TokenId], from_block: int = 0) -> tuple[BlockId, ...]:
-        """Retains the longest known prefix, without its first `from_block` blocks; the caller releases it."""
-        blocks = self._find(cache_salt, token_ids)[from_block:]
-        self.pool.retain(blocks)
-        return tuple(blocks)
+        """Retains the longest known prefix, without its first `from_block` blocks; the caller releases it.
+
+        What lies in the host tier is brought back by the next step, as far as there is room for it.
+        """
+        path, self._evictor.in_use = self._walk(cache_salt, token_ids), self._tree.tick()
+        found = array("i")
+        for node, num_blocks in path:
+            node.last_used = self._evictor.in_use
+            if node.tier is Tier.DEVICE:
+                found += node.places[:num_blocks]
+        self.pool.retain(as_blocks(found))
+        for node, num_blocks in path:
+            if node.tier is Tier.HOST:
+                loaded = self._load(node, num_blocks)
+                found += loaded
+                if len(loaded) < num_blocks:
+                    break
+        blocks = found[from_block:]
+        if from_block:
+            self.pool.release(as_blocks(found[:from_block]))
+        self._asked_tokens += max(0, len(token_ids) - from_block * self.pool.block_size)
+        self._hit_tokens += len(blocks) * self.pool.block_size
+        return tuple(as_blocks(blocks))
 
     def insert(self, cache_salt: str, token_ids: Sequence[TokenId], blocks: Sequence[BlockId]) -> None:
         """`blocks`, which the caller holds, have the KV of `token_ids` from the first on; only full ones are taken in.
 
-        A block whose tokens are known in another block stays the caller's alone.
+        A block whose tokens are known in another block of the pool stays the caller's alone.
         """
-        if not self._enabled:
+        num_blocks = min(len(blocks), len(token_ids) // self.pool.block_size)
+        if not self._enabled or not num_blocks:
             return
-        parent: BlockId | str = cache_salt
-        for key, block in zip(self._keys(token_ids), blocks, strict=False):
-            known = self._tree.setdefault((parent, key), block)
-            if known == block:
-                self.pool.keep((block,))
-            parent = known
+        tokens = encode(token_ids[: num_blocks * self.pool.block_size])
+        path, self._evictor.in_use = self._tree.walk(cache_salt, tokens), self._tree.tick()
+        at, num_known = 0, sum(num for _, num in path)
+        parent: Node | None = None
+        for node, num in path:
+            node.last_used = self._evictor.in_use
+            is_back = node.tier is not Tier.DEVICE
+            parent = node
+            if num < len(node.places) and (is_back or num_known < num_blocks):
+                parent = self._tree.split(node, num)
+            if is_back:
+                self._evictor.free_places(parent)
+                self._settle(parent, blocks[at : at + num])
+            at += num
+        if at < num_blocks:
+            self._add(cache_salt, parent, tokens, blocks[at:num_blocks])
 
     def allocate(self, num_blocks: int, state: BlockState = BlockState.LIVE) -> tuple[BlockId, ...]:
         """As `BlockPool.allocate`, after evicting what it takes. Raises PoolExhausted, and evicts nothing then."""
-        missing = num_blocks - self.pool.num_free
+        is_reserved = state is BlockState.RESERVED
+        num_withheld = self._rows.num_withheld if is_reserved and self._rows is not None else 0
+        missing = num_blocks + num_withheld - self.pool.num_free
+        if missing > self.pool.num_cached and self._rows is not None:
+            missing -= self._evictor.abandon_loads(missing)
         if 0 < missing <= self.pool.num_cached:
-            self._evict(missing)
-        return self.pool.allocate(num_blocks, state)
+            self._evictor.evict(missing, store=not is_reserved)
+        if not is_reserved or self._rows is None:
+            return self.pool.allocate(num_blocks, state)
+        self._reserves = True
+        return self._allocate_reserved(self._rows, num_blocks, num_withheld)
 
-    def _find(self, cache_salt: str, token_ids: Sequence[TokenId]) -> list[BlockId]:
-        blocks: list[BlockId] = []
-        parent: BlockId | str = cache_salt
-        for key in self._keys(token_ids[: len(token_ids) - 1]):
-            known = self._tree.get((parent, key))
-            if known is None:
-                break
-            self._tree[parent, key] = self._tree.pop((parent, key))
-            blocks.append(known)
-            parent = known
+    def take_moves(self) -> tuple[TierMove, ...]:
+        """What the step that is built now must carry. To be called once for each, in the order of their launch."""
+        if self._rows is None:
+            return ()
+        if self._reserves:  # what peers write into is evicted without being stored, unless that was done before
+            num_ahead = min(_MOVES_AHEAD, self.pool.num_blocks // _FREE_SHARE - self.pool.num_free)
+            self._evictor.evict_leaves(num_ahead, store=True)
+        return self._rows.take()
+
+    def step_ended(self, *, failed: bool, seconds: float = 0.0, num_prompt_tokens: int = 0) -> None:
+        """The oldest step that took moves has ended; to be called before what waited for that is released.
+
+        What a failed one should have brought is brought by the next. `seconds`, for so many tokens of prompts, tell
+        what computing costs.
+        """
+        if self._rows is None:
+            return
+        self._rows.step_ended(failed=failed)
+        if not failed and num_prompt_tokens:
+            self._costs.computed(num_prompt_tokens, seconds)
+
+    def rest(self) -> None:
+        """No step follows for now: what nobody waits for any more is not loaded, and so holds no blocks."""
+        if self._rows is not None:
+            self._evictor.abandon_loads(0)
+
+    def num_loaded(self, blocks: Sequence[BlockId]) -> int:
+        """How many of these leading blocks have their content now; others get it by a step that took moves."""
+        if self._rows is None:
+            return len(blocks)
+        rows = self._rows
+        return next((at for at, block in enumerate(blocks) if rows.is_loading(block)), len(blocks))
+
+    def forget(self, cache_salt: str, token_ids: Sequence[TokenId]) -> None:
+        """What is known along these tokens, and all that follows it, is known no more; its holders keep it."""
+        path = self._tree.walk(cache_salt, encode(token_ids))
+        if path:
+            self._evictor.drop(path[0][0])
+
+    def clear(self) -> None:
+        """Forgets everything; held blocks stay their holders'."""
+        listener, self.listener = self.listener, None
+        for node in list(self._tree.nodes()):
+            if node.parent is not None:  # else it went with one above it
+                self._evictor.drop(node)
+        self.listener = listener
+        if listener is not None:
+            listener.cleared()
+
+    def hashes(self) -> list[int]:
+        """Of all blocks that are known, each behind the one before it; none without a listener."""
+        return [each for node in self._tree.nodes() for each in node.hashes]
+
+    def check_invariants(self) -> None:
+        """Recounts everything, pool and rows included. Raises InternalError naming what is broken."""
+        self.pool.check_invariants()
+        nodes = list(self._tree.nodes())
+        known = [BlockId(block) for node in nodes if node.tier is Tier.DEVICE for block in node.places]
+        states = [self.pool.state(block) for block in known]
+        laws = {
+            "a block is in one place": len(set(known)) == len(known),
+            "known blocks are LIVE or CACHED": all(
+                each in (BlockState.LIVE, BlockState.CACHED) and self.pool.is_shared(block)
+                for each, block in zip(states, known, strict=True)
+            ),
+            "CACHED blocks are known": states.count(BlockState.CACHED) == self.pool.num_cached,
+            "a node has as many tokens as blocks": all(
+                len(node.edge) == len(node.places) * self.pool.block_size * TOKEN_BYTES for node in nodes
+            ),
+            "tiers follow each other": all(
+                child.tier >= node.tier for node in nodes for child in node.children.values()
+            ),
+        }
+        broken = [name for name, holds in laws.items() if not holds]
+        if broken:
+            raise InternalError(f"prefix cache: {'; '.join(broken)}")
+        if self._rows is not None:
+            self._rows.check_rows([HostRow(row) for node in nodes if node.tier is Tier.HOST for row in node.places])
+
+    # --- looking and adding ---
+
+    def _walk(self, cache_salt: str, token_ids: Sequence[TokenId]) -> list[tuple[Node, int]]:
+        """What `acquire` may take: each node with how many of its blocks; none behind one that takes fewer."""
+        if not self._enabled or not token_ids:
+            return []
+        path = self._tree.walk(cache_salt, encode(token_ids[: len(token_ids) - 1]))
+        for at, (node, num_blocks) in enumerate(path):
+            if node.tier is not Tier.DEVICE:
+                num_ready = self._num_ready(node, num_blocks)
+                if num_ready < num_blocks:
+                    return [*path[:at], (node, num_ready)]
+        return path
+
+    def _num_ready(self, node: Node, num_blocks: int) -> int:
+        """How many of its leading blocks can be loaded, if that is cheaper than computing them."""
+        if self._rows is None or node.tier is not Tier.HOST or not self._costs.loading_pays:
+            return 0
+        is_ready = self._rows.is_ready
+        return next((at for at in range(num_blocks) if not is_ready(HostRow(node.places[at]))), num_blocks)
+
+    def _load(self, node: Node, num_blocks: int) -> array[int]:
+        """Moves a node's leading blocks from the host tier into blocks for the caller, as many as there is room for."""
+        rows = self._rows
+        assert rows is not None, "a node in the host tier"
+        num_blocks = min(num_blocks, self.num_available)
+        if not num_blocks:
+            return array("i")
+        blocks = self.allocate(num_blocks)
+        self.pool.set_filled(blocks, num_blocks * self.pool.block_size)
+        if num_blocks < len(node.places):
+            node = self._tree.split(node, num_blocks)
+        for row, block in zip(node.places, blocks, strict=True):
+            rows.load(HostRow(row), block)
+        self._settle(node, blocks)
+        return node.places
+
+    def _settle(self, node: Node, blocks: Sequence[BlockId]) -> None:
+        """What a node knows lies in these held blocks now."""
+        self.pool.keep(blocks)
+        self._tree.move(node, Tier.DEVICE, array("i", blocks))
+
+    def _add(self, cache_salt: str, parent: Node | None, tokens: bytes, blocks: Sequence[BlockId]) -> None:
+        """Makes held `blocks` known, which have the last ones of `tokens`, below `parent`; None = from the first on."""
+        self.pool.keep(blocks)
+        added = tokens[-len(blocks) * self.pool.block_size * TOKEN_BYTES :]
+        self._tree.add(cache_salt, parent, added, array("i", blocks), self._hashes(cache_salt, parent, added))
+
+    def _removed(self, hashes: Sequence[int]) -> None:
+        if self.listener is not None:
+            self.listener.removed(hashes)
+
+    def _hashes(self, cache_salt: str, parent: Node | None, tokens: bytes) -> array[int]:
+        """Of new blocks behind `parent`; tells the listener of them. Empty without one."""
+        if self.listener is None:
+            return array("Q")
+        above = parent.hashes[-1] if parent is not None else None
+        first = salt_hash(cache_salt) if above is None else above
+        hashes = array("Q", hashes_below(first, tokens, self.pool.block_size))
+        self.listener.stored(cache_salt, above, hashes, cast("Sequence[TokenId]", decode(tokens)))
+        return hashes
+
+    def _allocate_reserved(self, rows: HostRows, num_blocks: int, num_withheld: int) -> tuple[BlockId, ...]:
+        """Blocks that a peer may write into at once: no step is to move them out, or is about to."""
+        taken = self.pool.allocate(num_blocks + num_withheld, BlockState.RESERVED)
+        leaving = rows.leaving() if num_withheld else ()
+        blocks = tuple([block for block in taken if block not in leaving][:num_blocks])
+        self.pool.release([block for block in taken if block not in set(blocks)])
+        rows.abandon_stores(blocks)
         return blocks
-
-    def _evict(self, num_blocks: int) -> None:
-        for _ in range(num_blocks):
-            parents = {parent for parent, _ in self._tree}
-            at, block = next(
-                (at, block)
-                for at, block in self._tree.items()
-                if self.pool.state(block) is BlockState.CACHED and block not in parents
-            )
-            del self._tree[at]
-            self.pool.evict((block,))
-
-    def _keys(self, token_ids: Sequence[TokenId]) -> list[bytes]:
-        tokens, size = array("I", token_ids).tobytes(), 4 * self.pool.block_size
-        return [tokens[at : at + size] for at in range(0, len(tokens) - size + 1, size)]

@@ -22,6 +22,7 @@ from engine.device import Device, Mark
 from engine.graphs import DecodeGraphs
 from engine.host_tier import HostTier
 from engine.kv_cache import KvCache
+from engine.logprobs import BestTokens
 from engine.sampler import Drawn, DrawPlan, draw, plan_draws
 from engine.step import BlockCopy, Direction, Step, StepResult, TierMove
 from engine.upload import upload
@@ -55,6 +56,8 @@ class Launched:
     """`[D]` int64 on the device, -1 where logits are broken: what the next step may be fed."""
     fetched: Drawn | None
     """To be read once `ended` was waited for; None if nothing is drawn."""
+    scores: BestTokens | None
+    """As `fetched`, of known tokens; None if none are scored."""
     began: Mark
     ended: Mark
 
@@ -127,11 +130,13 @@ class Runner:
             self._device.synchronize()
             raise
         sampled = [] if launched.fetched is None else launched.fetched.read()
-        borders = pairwise(accumulate(launched.prepared.batch.num_draws, initial=0))
-        return StepResult(
-            outputs=tuple(tuple(sampled[start:end]) for start, end in borders),
-            seconds=launched.ended.seconds_since(launched.began),
-        )
+        batch = launched.prepared.batch
+        borders = pairwise(accumulate(batch.num_draws, initial=0))
+        outputs = tuple(tuple(sampled[start:end]) for start, end in borders)
+        seconds = launched.ended.seconds_since(launched.began)
+        if batch.scores is None or launched.scores is None:
+            return StepResult(outputs, seconds)
+        return StepResult(outputs, seconds, batch.scores.read(launched.scores))
 
     def _launch(self, prepared: Prepared, previous: Launched | None) -> Launched:
         batch, plan = prepared.batch, prepared.plan
@@ -144,11 +149,7 @@ class Runner:
             self._tier.move(prepared.moves, self._blocks)
         for pairs in prepared.copies:
             self._kernels.operations.copy_blocks(self._blocks, pairs)
-        logits = None if self._graphs is None else self._graphs.run(batch)
-        if logits is None:
-            logits = self._decoder.forward(
-                batch.token_ids, batch.positions, self._kv, batch.metadata, batch.sample_rows
-            )  # [R, V]
+        logits, scores = self._compute(batch)
         fed_ids = None if previous is None else previous.drawn_ids
         drawn = None if plan is None else draw(logits, plan, batch.draw_rows, fed_ids)
         fetched = None if drawn is None else drawn.fetch(self._device.to_host)
@@ -156,9 +157,20 @@ class Runner:
             prepared=prepared,
             drawn_ids=batch.sample_rows[:0] if drawn is None else drawn.token_ids,
             fetched=fetched,
+            scores=None if scores is None else scores.fetch(self._device.to_host),
             began=began,
             ended=self._device.mark(),
         )
+
+    def _compute(self, batch: Batch) -> tuple[torch.Tensor, BestTokens | None]:
+        """KV of the step; returns logits `[R, V]` of its draws, and what known tokens score."""
+        inputs = (batch.token_ids, batch.positions, self._kv, batch.metadata)
+        if batch.scores is None:
+            logits = None if self._graphs is None else self._graphs.run(batch)
+            return (self._decoder.forward(*inputs, batch.sample_rows) if logits is None else logits), None
+        hidden = self._decoder.hidden(*inputs, batch.scores.hidden_rows)  # [U, E]
+        scores = batch.scores.score(hidden, self._decoder.project)
+        return self._decoder.project(hidden.index_select(0, batch.scores.sample_rows)), scores
 
     def _plan(self, batch: Batch) -> DrawPlan | None:
         if not batch.sample_specs:

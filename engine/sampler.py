@@ -3,7 +3,7 @@
 Order of work, as in vLLM and transformers:
 
  1. log-probabilities are taken from the raw logits                     `engine.logprobs`
- 2. penalties, biases, min_tokens, then the mask                        `engine.penalties`
+ 2. biases, penalties, min_tokens, then the mask                        `engine.penalties`
  3. temperature 0: the best token, the lowest index among equals; done
  4. temperature
  5. top-k, top-p, min-p                                                 `truncate`

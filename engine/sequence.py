@@ -20,7 +20,8 @@ from collections.abc import Sequence as SequenceOf
 from typing import TypeAlias, cast
 
 from engine.history import Ints, TokenHistory
-from engine.penalties import penalised_ids, reads_output
+from engine.penalties import fixed_changes, has_fixed_changes, penalised_ids, reads_output
+from engine.prompt_scores import PromptScores
 from engine.step import SampleSpec, ScheduledSeq
 from tandem.errors import InternalError
 from tandem.types import BlockId, FinishReason, SamplingParams, TokenId
@@ -70,10 +71,15 @@ class Sequence:
         """Known and pending tokens."""
         self.num_computed_tokens = 0
         """Tokens whose KV lies in the blocks once every launched step has ended."""
+        self.num_ended_tokens = 0
+        """Of those, how many lie there now: no step that computes them is in flight, or may still fail."""
         self.num_cached_tokens = 0
-        """Of those, how many were found in a cache when it last began."""
+        """Of computed ones, how many were found in a cache when it last began."""
+        self.prompt_scores: PromptScores | None = None
+        """Given if the log-probabilities of its prompt are to be told by whoever computes it here."""
         self.finish_reason: FinishReason | None = None
         """Set once the completion has ended."""
+        self._fixed = fixed_changes(params) if has_fixed_changes(params) else None
         self._history: TokenHistory | None = None
         if reads_output(params):
             seen = penalised_ids(prompt_token_ids, params) if prompt_ids is None else prompt_ids
@@ -117,16 +123,21 @@ class Sequence:
 
     def add_blocks(self, blocks: SequenceOf[BlockId]) -> None:
         """Takes over the caller's hold on these blocks."""
-        self.block_table.extend(blocks)
+        self.block_table.extend(new_block_table(blocks))  # from an array it is a copy of memory
 
-    def reuse(self, blocks: SequenceOf[BlockId], block_size: int) -> None:
-        """Takes over the caller's hold on full blocks, found in a cache, that hold its next tokens."""
-        num_tokens = len(blocks) * block_size
-        if self.num_computed_tokens != len(self.block_table) * block_size or num_tokens >= self.num_remaining_tokens:
+    def reuse(self, blocks: SequenceOf[BlockId], block_size: int) -> BlockTable:
+        """Takes over the caller's hold on full blocks, found in a cache, that hold the tokens behind its full blocks.
+
+        Returns what they replace, for the caller to release: its last block, if that is not full.
+        """
+        num_full = self.num_computed_tokens // block_size
+        replaced, num_tokens = self.block_table[num_full:], (num_full + len(blocks)) * block_size
+        if not self.num_computed_tokens <= num_tokens < self.num_tokens:
             raise InternalError(f"{num_tokens} cached tokens behind {self.num_computed_tokens} of {self.num_tokens}")
-        self.add_blocks(blocks)
-        self.advance(num_tokens)
-        self.num_cached_tokens += num_tokens
+        self.block_table[num_full:] = new_block_table(blocks)
+        self.num_cached_tokens += num_tokens - self.num_computed_tokens
+        self.advance(num_tokens - self.num_computed_tokens)
+        return replaced
 
     def take_blocks(self) -> BlockTable:
         """Hands every block back to the caller, who releases them; nothing is computed any more.
@@ -134,7 +145,7 @@ class Sequence:
         Later the seq can start again from its tokens, which it keeps: preemption by recompute.
         """
         blocks, self.block_table = self.block_table, new_block_table()
-        self.num_computed_tokens = self.num_cached_tokens = 0
+        self.num_computed_tokens = self.num_ended_tokens = self.num_cached_tokens = 0
         return blocks
 
     def schedule(self, num_tokens: int, feed: int | None = None) -> ScheduledSeq:
@@ -153,20 +164,27 @@ class Sequence:
             raise InternalError(f"tokens {start}..{end} of {num_known} scheduled")
         token_ids = self._tokens(start, end) if feed is None else (*self._tokens(start, end - 1), _UNKNOWN)
         samples = tuple([each._draw() for each in self.drawers]) if end == self.num_tokens else ()
+        scored = None if self.prompt_scores is None else self.prompt_scores.of_chunk(start, end)
         self.num_computed_tokens = end
-        return ScheduledSeq(token_ids, start, self.block_table, samples, feed)
+        return ScheduledSeq(token_ids, start, self.block_table, samples, feed, scored=scored)
 
     def advance(self, num_tokens: int) -> None:
         """KV of `num_tokens` more tokens lies in the blocks: received, or shared at a fork."""
         if self.num_computed_tokens + num_tokens > self.num_tokens:
             raise InternalError(f"computed beyond its {self.num_tokens} tokens")
         self.num_computed_tokens += num_tokens
+        self.num_ended_tokens = self.num_computed_tokens
+
+    def step_ended(self, scheduled: ScheduledSeq) -> None:
+        """Its share of a step was computed: the KV of those tokens lies in the blocks."""
+        self.num_ended_tokens = scheduled.context_len + len(scheduled.token_ids)
 
     def roll_back(self, num_tokens: int, num_pending_tokens: int = 0) -> None:
         """Forgets the last computed tokens and pending draws: their step is of no use. Blocks stay held."""
         if num_tokens > self.num_computed_tokens or num_pending_tokens > self.num_pending_tokens:
             raise InternalError(f"{num_tokens} of {self.num_computed_tokens} computed tokens rolled back")
         self.num_computed_tokens -= num_tokens
+        self.num_ended_tokens = min(self.num_ended_tokens, self.num_computed_tokens)
         self.num_pending_tokens -= num_pending_tokens
         self.num_tokens -= num_pending_tokens
 
@@ -192,7 +210,7 @@ class Sequence:
         output_index = self.num_tokens - len(self._prompt_token_ids)
         self.num_pending_tokens += 1
         self.num_tokens += 1
-        return SampleSpec(self.params, output_index, self._history)
+        return SampleSpec(self.params, output_index, self._history, fixed=self._fixed)
 
     def _tokens(self, start: int, end: int) -> tuple[TokenId, ...]:
         num_prompt = len(self._prompt_token_ids)

@@ -9,8 +9,8 @@ what the first draws (`ScheduledSeq.feed`). The order within a step is
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, NewType, TypeAlias
 
 import numpy as np
@@ -52,6 +52,17 @@ class TierMove:
     direction: Direction
 
 
+@dataclass(frozen=True, slots=True)
+class FixedChanges:
+    """What a choice's parameters change in its logits in every step alike."""
+
+    bias_ids: npt.NDArray[np.int64]
+    biases: npt.NDArray[np.float32]
+    """Of each of `bias_ids`."""
+    end_ids: npt.NDArray[np.int64]
+    """Not to be drawn before min_tokens."""
+
+
 class SampleSpec(NamedTuple):
     """One draw, and everything that it depends on besides the logits.
 
@@ -72,11 +83,23 @@ class SampleSpec(NamedTuple):
     num_candidates: int = 0
     """0 = one token is drawn as `params` say; k = the k best with their log-probabilities, best first (beam search).
 
-    Fewer where the mask leaves fewer. As in transformers' beam search, penalties, biases and mask change the
+    Fewer where the mask leaves fewer. As in transformers' beam search, biases, penalties and mask change the
     log-probabilities of the raw logits, which are not normalized again; temperature and filters have no say.
     """
     mask: TokenMask | None = None
     """Tokens that may be drawn; None = all."""
+    fixed: FixedChanges | None = None
+    """Of `params`, if it is kept; None = made where it is needed."""
+
+
+class ScoredTokens(NamedTuple):
+    """Known tokens of which the log-probabilities are wanted: each as the one that follows a scheduled token."""
+
+    token_ids: tuple[TokenId, ...]
+    first_row: int
+    """Which of the seq's scheduled tokens the first of them follows; the others follow the next ones."""
+    num_top: int
+    """How many of the best tokens are wanted for each."""
 
 
 class ScheduledSeq(NamedTuple):
@@ -94,6 +117,7 @@ class ScheduledSeq(NamedTuple):
     """Set where the last of `token_ids` is not known yet: it is what draw number `feed` of the step launched just
     before brings (the best, of candidates), counted over all its seqs; `token_ids` holds 0 in its place."""
     adapter_id: AdapterId | None = None
+    scored: ScoredTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +163,8 @@ class BrokenLogits:
 
 Sampled: TypeAlias = tuple[SampledToken, ...] | BrokenLogits
 """What one SampleSpec brought: one token, or its candidates."""
+Scores: TypeAlias = tuple[TokenLogprobs, ...] | BrokenLogits
+"""What one ScoredTokens brought: one for each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +174,5 @@ class StepResult:
     outputs: tuple[tuple[Sampled, ...], ...]
     """Per seq in order, one `Sampled` for each of its `samples`."""
     seconds: float
+    scored: Mapping[int, Scores] = field(default_factory=dict)
+    """By number of seq, for those that have `scored`."""

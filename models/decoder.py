@@ -93,10 +93,25 @@ class Decoder:
         metadata: AttentionMetadata,
         sample_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Computes one step of a ragged batch; returns logits `[R, V]`.
+        """Computes one step of a ragged batch; returns logits `[R, V]`. Arguments as those of `hidden`."""
+        return self.project(self.hidden(token_ids, positions, kv_cache, metadata, sample_rows))
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Last hidden states `[R, E]` → logits `[R, V]`."""
+        return self.lm_head(hidden)
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        sample_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Computes one step of a ragged batch but for its logits; returns the last hidden states `[R, E]`.
 
         `token_ids`, `positions` `[T]` int64; `kv_cache` `[N, L, 2, Hkv, S, D]`, written at
-        `metadata.slot_mapping`; `sample_rows` `[R]` int64, the rows whose logits are wanted
+        `metadata.slot_mapping`; `sample_rows` `[R]` int64, the rows that are wanted
         (R may be 0). All on the model's device.
         """
         hidden = F.embedding(token_ids, self.embedding)  # [T, E]
@@ -112,7 +127,7 @@ class Decoder:
         attended = last.attention(normed, rotation, kv_cache[:, -1], metadata, rows)  # [R, E]
         hidden = hidden if rows is None else hidden[rows]
         delta = last.mlp(last.mlp_norm.add(attended, hidden))
-        return self.lm_head(self.norm.add(delta, hidden))
+        return self.norm.add(delta, hidden)
 
 
 def _add_norm(norm: RmsNorm, delta: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:

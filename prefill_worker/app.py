@@ -39,11 +39,11 @@ async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) 
             tls=base.security.outgoing.tls,
             timing=Timing(lease_s=config.lease_s),
         )
-        parts = WorkerParts(engine.thread, engine.pool, sender, base.validator, base.clock, base.observer)
+        parts = WorkerParts(engine.thread, engine.cache, sender, base.validator, base.clock, base.observer)
         limits = BatchLimits(config.chunk_tokens, config.max_seqs)
         policy = OutgoingPolicy(overlap=config.overlap)
         try:
             worker = PrefillWorker(parts, limits, policy, engine.max_sequence_tokens)
-            await base.serve(worker, base.info(engine), stop)
+            await base.serve(worker, base.info(engine), stop, engine.cache)
         finally:
             await sender.stop()

@@ -1,15 +1,17 @@
 """Which prompts run, and how many tokens of each the next step computes. Pure: no clock, no I/O.
 
 Owns the order of requests; reads the progress of their prefix (`Request.group.prefix`), never writes
-it. Blocks and the engine are the step loop's: it allocates for `Plan.admitted`, launches `Plan.chunks`.
+it. Blocks and the engine are the step loop's: it takes blocks for what `admit` returns, and launches `chunks`.
 
-    WAITING → RUNNING      `plan` admits it: all blocks of the prompt fit now
+    WAITING → RUNNING      `admit`: all blocks of the prompt fit now
        └─────────┴→ gone   `remove`, in any state
 
 All blocks of a prompt are taken at admission, so running prompts never wait for each other
-and a step always makes progress. Order is `Request.rank`; a prompt that does not fit may be
-overtaken by those that do. Nobody starves: each prompt is overtaken at most `max_overtakes`
-times, then it goes first and all others wait for it.
+and a step always makes progress. Those that are found in the prefix cache are counted, since to
+take one from there leaves one less for others; but not, of the prompt that goes first, those that
+others hold now. Order is `Request.rank`; a prompt that does not fit may be overtaken by those that
+do. Nobody starves: each prompt is overtaken at most `max_overtakes` times, then it goes first and
+all others wait for it.
 
 Prompts go to several decode workers, and one of those may be full, or slow to take what is pushed. Once others are in
 use too, one destination holds at most half of the pool, blocks that wait to be taken included; a single prompt may hold
@@ -22,11 +24,11 @@ that a short prompt does not wait behind a long one; the rest goes by order of a
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.chunking import plan_chunks
-from worker.request import Request
+from worker.request import Rank, Request
 
 MAX_OVERTAKES = 64
 """Later prompts that may be admitted before an earlier one."""
@@ -48,14 +50,6 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """One step: prompts that begin to run (to be given blocks now), and what is computed."""
-
-    admitted: tuple[Request, ...]
-    chunks: tuple[Chunk, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class BatchLimits:
     """Caps of one step."""
 
@@ -74,8 +68,8 @@ class PrefillScheduler:
         self._max_held = int(num_blocks * DESTINATION_SHARE)
         self._destinations: deque[str] = deque(maxlen=_REMEMBERED_PROMPTS)
         """Of the latest prompts."""
-        self._waiting: dict[Request, int] = {}
-        """In order of arrival, with how many later ones went before each."""
+        self._waiting: dict[Request, _InLine] = {}
+        """In order of arrival."""
         self._running: list[Request] = []
         """In order of admission."""
 
@@ -94,12 +88,13 @@ class PrefillScheduler:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens that no step has been launched for."""
-        return sum(_num_left(request) for request in (*self._waiting, *self._running))
+        """Prompt tokens to compute that no step has been launched for."""
+        in_line = sum(_num_left(request) - each.num_cached_tokens for request, each in self._waiting.items())
+        return in_line + sum(map(_num_left, self._running))
 
-    def add(self, request: Request) -> None:
-        """Puts a request in line."""
-        self._waiting[request] = 0
+    def add(self, request: Request, num_cached_tokens: int = 0) -> None:
+        """Puts a request in line; so many of its tokens may be found in the cache when its turn comes."""
+        self._waiting[request] = _InLine(num_cached_tokens)
         self._destinations.append(request.destination)
 
     def remove(self, request: Request) -> None:
@@ -112,65 +107,71 @@ class PrefillScheduler:
         """Blocks that its whole prompt takes, before it has any."""
         return request.group.prefix.blocks_wanted(_num_left(request), self._block_size)
 
-    def plan(self, num_free_blocks: int, lent: Mapping[str, int] = _NOTHING_LENT) -> Plan:
-        """Admits what fits into `num_free_blocks`, then shares the token budget among all that run.
+    def admit(
+        self,
+        num_available: int,
+        lent: Mapping[str, int] = _NOTHING_LENT,
+        num_held: Callable[[Request], int] = lambda _: 0,
+    ) -> Request | None:
+        """The next prompt that fits into `num_available` blocks now. Give it its blocks, then ask again.
 
         `lent`: blocks that prompts computed before still hold, by destination.
+        `num_held`: how many of a prompt's blocks are found in the cache and held by others.
         """
-        admitted = self._admit(num_free_blocks, Counter(lent)) if self._waiting else ()
-        return Plan(admitted, self._share_budget())
+        if not self._waiting or len(self._running) >= self._limits.max_seqs:
+            return None
+        held = self._held(lent)
 
-    def _admit(self, num_free_blocks: int, held: Counter[str]) -> tuple[Request, ...]:
-        """`held`: blocks by destination; what runs is added here."""
-        for running in self._running:
-            held[running.destination] += len(running.group.prefix.block_table)
-        are_several = len({*self._destinations, *held}) > 1
-        if not are_several:
-            held.clear()
-        admitted: list[Request] = []
-        while len(self._running) < self._limits.max_seqs:
-            request = self._next_fitting(num_free_blocks, held)
-            if request is None:
-                break
+        def fits(request: Request) -> bool:
+            num_blocks = self.num_blocks(request)
+            return num_blocks <= num_available or num_blocks - num_held(request) <= num_available
+
+        request = self._next_fitting(num_available, fits, held)
+        if request is not None:
             self._overtake(request, held)
             del self._waiting[request]
             self._running.append(request)
-            num_free_blocks -= self.num_blocks(request)
-            if are_several:
-                held[request.destination] += self.num_blocks(request)
-            admitted.append(request)
-        return tuple(admitted)
+        return request
+
+    def _held(self, lent: Mapping[str, int]) -> Mapping[str, int]:
+        """Blocks by destination, one that is shared counted for each holder; nothing if there is but one."""
+        held = Counter(lent)
+        for running in self._running:
+            held[running.destination] += len(running.group.prefix.block_table)
+        return held if len({*self._destinations, *held}) > 1 else {}
 
     def _overtake(self, request: Request, held: Mapping[str, int]) -> None:
         """Those before it that might have gone instead have been overtaken once more."""
         for earlier in self._waiting:
             if earlier is request:
                 break
-            self._waiting[earlier] += earlier.destination == request.destination or self._may_hold(earlier, held)
+            might_have_gone = earlier.destination == request.destination or self._may_hold(earlier, held)
+            self._waiting[earlier].num_overtaken += might_have_gone
 
-    def _next_fitting(self, num_free_blocks: int, held: Mapping[str, int]) -> Request | None:
+    def _next_fitting(
+        self, num_available: int, fits: Callable[[Request], bool], held: Mapping[str, int]
+    ) -> Request | None:
+        """`fits` looks into the cache, which takes time: so it is asked of one prompt only."""
         barred: set[str] = set()
         """Destinations of which an overdue prompt waits for blocks to come back."""
-        for request, overtaken in self._waiting.items():
-            if overtaken >= self._limits.max_overtakes and request.destination not in barred:
+        for request, in_line in self._waiting.items():
+            if in_line.num_overtaken >= self._limits.max_overtakes and request.destination not in barred:
                 if self._may_hold(request, held):
-                    return request if self.num_blocks(request) <= num_free_blocks else None
+                    return request if fits(request) else None
                 barred.add(request.destination)
-        fitting = [
-            request
-            for request in self._waiting
-            if self.num_blocks(request) <= num_free_blocks
-            and request.destination not in barred
-            and self._may_hold(request, held)
-        ]
-        return min(fitting, key=lambda request: request.rank, default=None)
+        may_go = [each for each in self._waiting if each.destination not in barred and self._may_hold(each, held)]
+        first = min(may_go, key=_rank, default=None)
+        if first is None or fits(first):
+            return first
+        return min((each for each in may_go if self.num_blocks(each) <= num_available), key=_rank, default=None)
 
     def _may_hold(self, request: Request, held: Mapping[str, int]) -> bool:
         """Whether its destination may hold its blocks too."""
         already = held.get(request.destination, 0)
         return not already or already + self.num_blocks(request) <= self._max_held
 
-    def _share_budget(self) -> tuple[Chunk, ...]:
+    def chunks(self) -> tuple[Chunk, ...]:
+        """What the next step computes: the token budget, shared among all that run."""
         # In order of admission: the oldest always advances, whatever priorities come after it.
         left = [_num_left(request) for request in self._running]
         express = _express(left, self._limits.chunk_tokens // 2)
@@ -183,6 +184,20 @@ class PrefillScheduler:
             for i, request in enumerate(self._running)
             if shares[i] > 0
         )
+
+
+class _InLine:
+    """What is known of a prompt that waits."""
+
+    def __init__(self, num_cached_tokens: int) -> None:
+        self.num_cached_tokens = num_cached_tokens
+        """That the cache knew when it came: an estimate."""
+        self.num_overtaken = 0
+        """Later ones that went before it."""
+
+
+def _rank(request: Request) -> Rank:
+    return request.rank
 
 
 def _num_left(request: Request) -> int:

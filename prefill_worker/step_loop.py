@@ -1,7 +1,8 @@
 """The step loop: plan, launch, await, apply, tell the listener. Owns the blocks of prompts.
 
-Blocks are taken when the scheduler admits a request and given back at one place, `_free`:
-when the prompt is computed, fails or is removed. INVARIANT: blocks of a prompt that the
+Blocks are taken when the scheduler admits a request, from the prefix cache as far as that knows the prompt, and given
+back at one place, `_free`: when the prompt is computed, fails or is removed. Full blocks become known to the cache as
+soon as a step has computed them. INVARIANT: blocks of a prompt that the
 engine computes are freed only after that step has ended, else another prompt's KV would be
 overwritten; `remove` defers it.
 
@@ -17,15 +18,16 @@ import asyncio
 from collections.abc import Mapping
 from typing import Protocol
 
-from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
-from engine.step import BrokenLogits, Sampled, SampledToken, Step, StepFailed, StepResult
+from engine.prefix_cache import PrefixCache
+from engine.step import BrokenLogits, Sampled, SampledToken, Scores, Step, StepFailed, StepResult
 from engine.thread_work import to_the_end
 from prefill_worker.scheduler import BatchLimits, Chunk, PrefillScheduler
 from tandem.clock import Clock
 from tandem.errors import TandemError
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import StepReport, WorkerObserver
+from tandem.types import TokenId
 from worker.ports import StepEngine
 from worker.request import Request
 
@@ -42,7 +44,7 @@ class StepListener(Protocol):
         """Blocks that prompts computed before still hold, by destination."""
 
     def chunk_computed(self, request: Request) -> None:
-        """More of the prompt has KV."""
+        """More of the prompt has KV, found or computed."""
 
     def prompt_computed(self, request: Request, tokens: tuple[SampledToken, ...]) -> None:
         """All of it has KV; one token per drawer of its prefix, in order.
@@ -63,18 +65,19 @@ class StepLoop:
     def __init__(
         self,
         engine: StepEngine,
-        pool: BlockPool,
+        cache: PrefixCache,
         limits: BatchLimits,
         clock: Clock,
         listener: StepListener,
         observer: WorkerObserver,
     ) -> None:
         self._engine = engine
-        self._pool = pool
+        self._cache = cache
+        self._pool = cache.pool
         self._clock = clock
         self._listener = listener
         self._observer = observer
-        self.scheduler = PrefillScheduler(limits, pool.block_size, pool.num_blocks)
+        self.scheduler = PrefillScheduler(limits, cache.pool.block_size, cache.pool.num_blocks)
         """For others: its counters only."""
         self._wake = asyncio.Event()
         self._in_flight: tuple[Chunk, ...] = ()
@@ -86,7 +89,7 @@ class StepLoop:
 
     def add(self, request: Request) -> None:
         """Puts a request in line. Its prompt's blocks must fit into an empty pool."""
-        self.scheduler.add(request)
+        self.scheduler.add(request, self._cache.match(request.spec.cache_salt, self._tokens_to_find(request)))
         self._wake.set()
 
     def remove(self, request: Request) -> None:
@@ -102,22 +105,68 @@ class StepLoop:
     async def run(self) -> None:
         """Steps until cancelled. Raises EngineBroken."""
         while True:
-            plan = self.scheduler.plan(self._pool.num_free, self._listener.lent_blocks())
-            for request in plan.admitted:
-                request.group.prefix.add_blocks(self._pool.allocate(self.scheduler.num_blocks(request)))
-            if plan.chunks:
-                await self._step(plan.chunks)
+            chunks = self._plan()
+            if chunks:
+                await self._step(chunks)
             else:
                 self._wake.clear()
                 await self._wake.wait()
+
+    def _plan(self) -> tuple[Chunk, ...]:
+        """Admits what fits, then shares out the next step's tokens.
+
+        A prompt is looked up in the cache when it is admitted, and again before its first chunk, since it may have
+        waited while another computed the same.
+        """
+        lent = self._listener.lent_blocks()
+        looked_up: list[Request] = []
+        while (admitted := self.scheduler.admit(self._cache.num_available, lent, self._num_held)) is not None:
+            self._take_blocks(admitted)
+            looked_up.append(admitted)
+        while True:
+            chunks = self.scheduler.chunks()
+            others = [c.request for c in chunks if c.request.started_s is None and c.request not in looked_up]
+            looked_up += others
+            found = [request for request in others if self._finds_more(request)]
+            if not found:
+                return chunks
+
+    def _take_blocks(self, request: Request) -> None:
+        """INVARIANT: what it does not share with others fits into the available blocks, cached ones that it finds among
+        them, so that the rest can be allocated.
+        """
+        prefix = request.group.prefix
+        known = self._cache.acquire(request.spec.cache_salt, self._tokens_to_find(request))
+        prefix.reuse(known, self._pool.block_size)
+        prefix.add_blocks(self._cache.allocate(self.scheduler.num_blocks(request)))
+
+    def _finds_more(self, request: Request) -> bool:
+        """Whether the cache knows more of it by now; that takes the place of blocks in which nothing is computed."""
+        prefix, size = request.group.prefix, self._pool.block_size
+        num_known = prefix.num_cached_tokens // size
+        found = self._cache.acquire(request.spec.cache_salt, self._tokens_to_find(request), from_block=num_known)
+        if not found:
+            return False
+        table = prefix.take_blocks()
+        prefix.reuse((*table[:num_known], *found), size)
+        prefix.add_blocks(table[num_known + len(found) :])
+        self._pool.release(table[num_known : num_known + len(found)])
+        return True
+
+    def _num_held(self, request: Request) -> int:
+        return self._cache.num_held(request.spec.cache_salt, self._tokens_to_find(request))
+
+    @staticmethod
+    def _tokens_to_find(request: Request) -> tuple[TokenId, ...]:
+        return request.spec.prefix_token_ids if request.spec.reads_cache else ()
 
     async def _step(self, chunks: tuple[Chunk, ...]) -> None:
         self._note_started(chunks)
         result: StepResult | None = None
         failure = StepFailed("the step was given up")
-        self._in_flight = chunks
+        self._in_flight, moves = chunks, self._cache.take_moves()
         try:
-            step = Step(tuple(chunk.request.group.prefix.schedule(chunk.num_tokens) for chunk in chunks))
+            step = Step(tuple(chunk.request.group.prefix.schedule(chunk.num_tokens) for chunk in chunks), moves=moves)
             result = await to_the_end(self._engine.launch(step))
             specs = tuple(chunk.request.spec for chunk in chunks)
             self._observer.step(StepReport(result.seconds, self.num_tokens_in_flight, 0, specs))
@@ -125,9 +174,14 @@ class StepLoop:
             _log.exception("a step failed", num_seqs=len(chunks))
             failure = StepFailed.of(error)
         finally:
+            seconds, num_tokens = 0.0 if result is None else result.seconds, self.num_tokens_in_flight
+            self._cache.step_ended(failed=result is None, seconds=seconds, num_prompt_tokens=num_tokens)
             self._in_flight = ()  # the step has ended, however the wait did
         for number, chunk in enumerate(chunks):
-            self._settle(chunk, failure if result is None else result.outputs[number])
+            if result is None:
+                self._give_up(chunk.request, failure)
+            else:
+                self._settle(chunk, result.outputs[number], result.scored.get(number))
         self._listener.step_ended()
         if isinstance(failure, EngineBroken):
             raise failure
@@ -136,34 +190,46 @@ class StepLoop:
         now_s = self._clock.now_s()
         for chunk in chunks:
             if chunk.request.started_s is None:
-                chunk.request.started_s = now_s
-                chunk.request.observer.started()
-                self._listener.prompt_started(chunk.request)
+                request, prefix = chunk.request, chunk.request.group.prefix
+                request.started_s = now_s
+                if request.spec.reads_cache:
+                    request.observer.looked_up(prefix.num_tokens, prefix.num_cached_tokens)
+                request.observer.started()
+                self._listener.prompt_started(request)
+                if prefix.num_cached_tokens:
+                    self._listener.chunk_computed(request)
 
-    def _settle(self, chunk: Chunk, outcome: tuple[Sampled, ...] | StepFailed) -> None:
+    def _settle(self, chunk: Chunk, sampled: tuple[Sampled, ...], scores: Scores | None) -> None:
         request = chunk.request
+        tokens = tuple(each[0] for each in sampled if not isinstance(each, BrokenLogits))
+        if len(tokens) < len(sampled) or isinstance(scores, BrokenLogits):
+            # The KV of earlier chunks may be what broke them.
+            self._cache.forget(request.spec.cache_salt, request.group.prefix.token_ids)
+            self._give_up(request, BrokenLogits().error(request.spec.request_id))
+            return
+        self._remember(chunk)
         if request not in self.scheduler:  # removed while the step ran
             self._free(request)
-        elif isinstance(outcome, StepFailed):
-            self._give_up(request, outcome)
-        else:
-            self._advance(chunk, outcome)
-
-    def _advance(self, chunk: Chunk, sampled: tuple[Sampled, ...]) -> None:
-        request, prefix = chunk.request, chunk.request.group.prefix
-        end = prefix.num_computed_tokens
-        self._pool.set_filled(prefix.block_table, end, from_token=end - chunk.num_tokens)
+            return
+        if scores is not None:
+            request.take_scores(scores)
         if not chunk.is_last:
             self._listener.chunk_computed(request)
-            return
-        tokens = tuple(each[0] for each in sampled if not isinstance(each, BrokenLogits))
-        if len(tokens) < len(sampled):
-            self._give_up(request, BrokenLogits().error(request.spec.request_id))
         else:
             self._listener.prompt_computed(request, tokens)
             self.remove(request)
 
+    def _remember(self, chunk: Chunk) -> None:
+        """The full blocks of what was computed are known from now on."""
+        prefix = chunk.request.group.prefix
+        end = prefix.num_computed_tokens
+        self._pool.set_filled(prefix.block_table, end, from_token=end - chunk.num_tokens)
+        self._cache.insert(chunk.request.spec.cache_salt, prefix.token_ids[:end], prefix.block_table)
+
     def _give_up(self, request: Request, error: StepFailed) -> None:
+        if request not in self.scheduler:  # removed while the step ran
+            self._free(request)
+            return
         self.remove(request)
         self._listener.request_failed(request, error)
 

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from engine.block_pool import BlockPool
+from engine.prefix_cache import PrefixCache
 from engine.step import SampledToken
 from kvtransfer.base import Sender, TransferReport
 from prefill_worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
@@ -49,7 +49,7 @@ class WorkerParts:
     """What the worker works with; its maker owns and closes them."""
 
     engine: StepEngine
-    pool: BlockPool
+    cache: PrefixCache
     sender: Sender
     validator: Validator
     clock: Clock
@@ -65,7 +65,7 @@ class PrefillWorker:
         self._parts = parts
         self._policy = policy
         self._max_sequence_tokens = max_sequence_tokens
-        self._steps = StepLoop(parts.engine, parts.pool, limits, parts.clock, self, parts.observer)
+        self._steps = StepLoop(parts.engine, parts.cache, limits, parts.clock, self, parts.observer)
         self._live: dict[tuple[RouterPort, Handle], Request] = {}
         self._transfers: dict[Request, OutgoingTransfer] = {}
         """One per live request, and those of ended ones whose blocks the sender still uses."""
@@ -76,7 +76,14 @@ class PrefillWorker:
 
     # --- from routers (WorkerCore) ---
 
-    def reserve(self, session: RouterPort, handle: Handle, spec: GroupSpec, local_prefill: bool) -> None:
+    def reserve(
+        self,
+        session: RouterPort,
+        handle: Handle,
+        spec: GroupSpec,
+        local_prefill: bool,
+        max_local_tokens: int | None = None,
+    ) -> None:
         """Raises InvalidRequest: only decode workers make room."""
         raise InvalidRequest("reserve", "this is a prefill worker")
 
@@ -94,7 +101,7 @@ class PrefillWorker:
         deadline = Deadline.after(parts.clock, spec.timeout_s)
         observer, now_s = parts.observer.sequence(spec), parts.clock.now_s()
         request = Request(session, handle, spec, self._num_arrived, now_s, deadline, observer, destination)
-        transfer = OutgoingTransfer(request, parts.sender, parts.pool, self._policy, self)
+        transfer = OutgoingTransfer(request, parts.sender, parts.cache.pool, self._policy, self)
         self._idle.clear()
         self._live[session, handle] = request
         self._transfers[request] = transfer
@@ -161,7 +168,7 @@ class PrefillWorker:
         """Raises InternalError if anything is still held. For when idle."""
         if self._live or self._transfers or self._steps.num_tokens_in_flight:
             raise InternalError(f"not idle: {len(self._live)} requests, {len(self._transfers)} transfers")
-        self._parts.pool.assert_idle()
+        self._parts.cache.pool.assert_idle()
 
     def load(self) -> WorkerLoad:
         """What runs, waits and is held now."""
@@ -171,7 +178,7 @@ class PrefillWorker:
             running_seqs=scheduler.num_running,
             waiting_seqs=scheduler.num_waiting,
             queued_prompt_tokens=scheduler.num_queued_tokens + self._steps.num_tokens_in_flight,
-            pool=self._parts.pool.counts(),
+            pool=self._parts.cache.pool.counts(),
             live_transfers=len(self._transfers),
             draining=self._draining,
         )
@@ -191,8 +198,10 @@ class PrefillWorker:
         return lent
 
     def chunk_computed(self, request: Request) -> None:
-        """Lends the blocks that are filled to the end: the next chunk will not touch them."""
-        self._transfers[request].lend(request.group.prefix.num_computed_tokens // self._parts.pool.block_size)
+        """Lends the blocks that are filled to the end and in place: the next chunk will not touch them."""
+        prefix, cache = request.group.prefix, self._parts.cache
+        full = prefix.block_table[: prefix.num_computed_tokens // cache.pool.block_size]
+        self._transfers[request].lend(cache.num_loaded(full))
 
     def prompt_computed(self, request: Request, tokens: tuple[SampledToken, ...]) -> None:
         """Tells the first tokens at once, then hands over the rest, unless they end every choice."""
@@ -249,7 +258,8 @@ class PrefillWorker:
     def _note_idle(self) -> None:
         if self._idle.is_set() or self._live or self._transfers or self._steps.num_tokens_in_flight:
             return
-        pool = self._parts.pool
+        self._parts.cache.rest()
+        pool = self._parts.cache.pool
         if pool.num_free + pool.num_cached != pool.num_blocks:  # INVARIANT: nothing is left that could release them
             _log.error("blocks were not released", num_blocks=pool.num_blocks - pool.num_free - pool.num_cached)
         self._idle.set()

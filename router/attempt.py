@@ -5,7 +5,8 @@
        └───────────────────────────┴───────────────────────────┴──▶ failed (by one worker, the culprit)
 
 The decode worker is asked for room when the prompt's turn has come, and not before: a prompt that waits in
-a line holds no blocks anywhere. With local prefill there is one worker, which decodes. Tokens go straight to
+a line holds no blocks anywhere. With local prefill there is one worker, which decodes; where it was chosen for what
+its cache holds, it fails with PrefixNotHeld if that is gone. Tokens go straight to
 the delivery, and Reserve and Grant out, from within the workers' streams; the attempt's own coroutine wakes
 only when the stage changes.
 
@@ -17,7 +18,7 @@ deadline. Each worker that holds it is heard for itself: that one speaks is no w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from router.delivery import Delivery
 from router.placement import Placement
@@ -25,10 +26,10 @@ from router.worker_link import WorkerLink
 from router.workers import Workers
 from tandem.clock import Clock
 from tandem.convert import group_to_proto
-from tandem.errors import Reason, TandemError, TransferError, Unavailable
+from tandem.errors import InvalidOutput, Reason, TandemError, TransferError, Unavailable
 from tandem.lifecycle import RequestState
 from tandem.telemetry.observers import RequestObserver
-from tandem.types import GroupSpec, Handle, TokenDelta, WorkerInfo
+from tandem.types import GroupSpec, Handle, TokenDelta, TokenLogprobs, WorkerInfo
 from tandem.v1 import worker_pb2
 
 _OTHER_WORD_S = 0.1
@@ -62,6 +63,7 @@ class Attempt:
         self._on_stage = on_stage
         self._decode = _Leg(placement.decode, workers)
         self._prefill = None if placement.prefill is None else _Leg(placement.prefill, workers)
+        self._max_local_tokens = placement.max_local_tokens
         self._news = asyncio.Event()
         self._sent_s = 0.0
         self._group = worker_pb2.Group()
@@ -123,7 +125,12 @@ class Attempt:
             self._group.timeout_seconds = max(0.0, self._group.timeout_seconds - passed_s)
         if self._decode.link is not None and self._decode.handle is not None:
             self._open(self._decode)
-            self._decode.link.reserve(self._decode.handle, self._group, local_prefill=self._prefill is None)
+            self._decode.link.reserve(
+                self._decode.handle,
+                self._group,
+                local_prefill=self._prefill is None,
+                max_local_tokens=self._max_local_tokens,
+            )
 
     def _open(self, leg: _Leg) -> None:
         """From now on, a word of its worker is due."""
@@ -205,9 +212,19 @@ class Attempt:
             self._prefill.link.grant(self._prefill.handle, ticket, kv_endpoint)
         self._hear(sender, wake=True)
 
-    def prefill_done(self, sender: WorkerInfo, queue_s: float, prefill_s: float) -> None:
-        """The prompt is computed; first tokens follow for the choices that had none."""
-        self._observer.prompt_computed(self._sent_s - self._arrived_s + queue_s, prefill_s)
+    def prompt_logprobs(self, sender: WorkerInfo, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """More of the prompt is computed."""
+        self._delivery.push_prompt_logprobs(offset, logprobs)
+        self._hear(sender, wake=False)
+
+    def prefill_done(self, sender: WorkerInfo, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
+        """The prompt is computed; first tokens follow for the choices that had none.
+
+        Raises InvalidOutput if more was found in a cache than there is.
+        """
+        if cached_tokens > (num_prompt_tokens := len(self._group.prompt_token_ids)):
+            raise InvalidOutput(f"{cached_tokens} cached tokens of a prompt of {num_prompt_tokens}")
+        self._observer.prompt_computed(self._sent_s - self._arrived_s + queue_s, prefill_s, cached_tokens)
         self._computed = True
         self._hear(sender, wake=True)
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.metrics import Summary
+from router.prompt_logprobs import PromptLogprobs
 from router.text import Detokenizer, StopStrings
 from tandem.errors import InvalidOutput, TandemError
 from tandem.telemetry.observers import RequestObserver
@@ -42,6 +43,9 @@ class ChoiceOutput:
     """The caller's stop string, or its stop token id, that ended the choice."""
     summary: Summary | None = None
     """Set on the request's last output."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the request, from the prompt's second token on: in outputs of their own before the first token; of an answer
+    that is read as a whole, in the first choice's."""
 
 
 class ChoiceStream:
@@ -192,7 +196,14 @@ class Delivery:
     A choice's last output tells its finish reason; the request's last one leaves together with the summary.
     """
 
-    def __init__(self, choices: Sequence[ChoiceStream], observer: RequestObserver) -> None:
+    def __init__(
+        self,
+        choices: Sequence[ChoiceStream],
+        observer: RequestObserver,
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> None:
+        """`prompt_logprobs`, if they are asked for, as yet without any."""
+        self._prompt_logprobs = prompt_logprobs
         self._choices = {choice.index: choice for choice in choices}
         self._observer = observer
         self._open = dict(self._choices)
@@ -215,8 +226,13 @@ class Delivery:
     @property
     def unread_bytes(self) -> int:
         """About the memory of what has not left yet."""
-        unread = sum(each.unread_weight for each in self._choices.values())
+        unread = self._prompt_weight + sum(each.unread_weight for each in self._choices.values())
         return (unread + self._written_weight) * _BYTES_PER_WEIGHT
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether workers are still to tell some."""
+        return self._prompt_logprobs is not None and not self._prompt_logprobs.is_complete
 
     @property
     def finished(self) -> bool:
@@ -242,6 +258,14 @@ class Delivery:
         """Tokens in order of one choice."""
         return self._choices[index].num_tokens
 
+    def push_prompt_logprobs(self, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Takes those of the prompt's tokens from `offset` on, known ones again too. Raises InvalidOutput as `push`."""
+        if self._prompt_logprobs is None:
+            raise InvalidOutput("log-probabilities of a prompt, which nobody asked for")
+        self._prompt_logprobs.push(offset, logprobs)
+        if self._open:  # else nobody waits for them any more
+            self._wake()
+
     def push(self, delta: TokenDelta) -> None:
         """Takes tokens from a worker. Those of a finished choice, which workers cannot stop alone, are dropped.
 
@@ -252,6 +276,8 @@ class Delivery:
             if delta.index not in self._choices:
                 raise InvalidOutput(f"tokens of choice {delta.index}, which nobody asked for")
             return
+        if delta.offset == 0 and self.lacks_prompt_logprobs:
+            raise InvalidOutput("a first token before all log-probabilities of the prompt")
         num_new = choice.push(delta)
         if num_new:
             self._observer.tokens(num_new, delta.index)
@@ -282,6 +308,8 @@ class Delivery:
         """It is not read: what waits is dropped, and the reader finds nothing but `error`."""
         for choice in self._choices.values():
             choice.drop_unread()
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs.drop_unread()
         self._unread.clear()
         self._open.clear()
         self._summary = None
@@ -291,6 +319,8 @@ class Delivery:
         """What is new of one choice, once there is something. Raises what `fail` was given, after the rest."""
         self._written_weight = 0
         while True:
+            if self._prompt_weight:
+                return self._read_prompt_logprobs()
             is_held = not self._open and self._summary is None and self._error is None
             if self._unread and not is_held:
                 return self._read_next()
@@ -304,10 +334,24 @@ class Delivery:
             if self._error is not None:
                 raise self._error
             await self._wait()
-        self._written_weight = 1 + sum(each.unread_weight for each in self._choices.values())
+        self._written_weight = 1 + self._prompt_weight + sum(each.unread_weight for each in self._choices.values())
         *others, last = sorted(self._unread)
         self._unread, unread = {}, self._unread
-        return (*(unread[index].read(None) for index in others), unread[last].read(self._summary))
+        first, *rest = (*(unread[index].read(None) for index in others), unread[last].read(self._summary))
+        prompt = () if self._prompt_logprobs is None else self._prompt_logprobs.read()
+        return (replace(first, prompt_logprobs=prompt), *rest)
+
+    @property
+    def _prompt_weight(self) -> int:
+        return 0 if self._prompt_logprobs is None else self._prompt_logprobs.unread_weight
+
+    def _read_prompt_logprobs(self) -> ChoiceOutput:
+        assert self._prompt_logprobs is not None
+        before = self._prompt_weight
+        prompt = self._prompt_logprobs.read(_MAX_OUTPUT_WEIGHT)
+        self.num_outputs += 1
+        self._written_weight = 1 + before - self._prompt_weight
+        return ChoiceOutput(min(self._choices), "", (), prompt_logprobs=prompt)
 
     def _read_next(self) -> ChoiceOutput:
         """Of the choice that has waited longest."""

@@ -19,6 +19,7 @@ from router.delivery import ChoiceStream, Delivery
 from router.generation import Generation, ResolvedRequest, Rooms
 from router.metrics import Timeline
 from router.placement import check_pools, common_sequence, longest_sequence
+from router.prompt_logprobs import PromptLogprobs
 from router.request import Caller, ChatPrompt, CompletionRequest, Prompt, TextPrompt, TokensPrompt
 from router.token_rules import TokenRules
 from router.tokenization import Tokenization
@@ -37,9 +38,11 @@ class RunningRequest:
     """One request under way, and where its choices come out."""
 
     request_id: RequestId
-    num_prompt_tokens: int
+    prompt_token_ids: tuple[TokenId, ...]
     delivery: Delivery
     task: asyncio.Task[None]
+    timeline: Timeline
+    """What is known of it so far."""
 
     def cancel(self, error: TandemError) -> None:
         """Ends it at once, though its caller does not read; `delivery` then ends with `error`. Idempotent."""
@@ -111,9 +114,9 @@ class Entrance:
         check = TokenRules.of(group.sampling, self._checkpoint.vocab_size).check
         detokenizer = partial(self._tokenization.detokenizer, skip_special_tokens=text.skip_special_tokens)
         choices = [ChoiceStream(each.index, detokenizer(), text, check) for each in group.choices]
-        generation = Generation(resolved, choices, self._rooms, timeline)
+        generation = Generation(resolved, choices, self._rooms, timeline, self._prompt_logprobs(group))
         task = asyncio.create_task(generation.drive(), name=f"request {group.request_id}")
-        running = RunningRequest(group.request_id, group.num_prompt_tokens, generation.delivery, task)
+        running = RunningRequest(group.request_id, group.prompt_token_ids, generation.delivery, task, timeline)
         try:
             with self._unread.watching(running.delivery, running.drop):
                 yield running
@@ -205,6 +208,11 @@ class Entrance:
         )
         check_pools(group, workers)
         return ResolvedRequest(group, text, deadline, caller.peer)
+
+    def _prompt_logprobs(self, group: GroupSpec) -> PromptLogprobs | None:
+        num_top = group.sampling.prompt_logprobs
+        vocab_size = self._checkpoint.vocab_size
+        return None if num_top is None else PromptLogprobs(group.prompt_token_ids, num_top, vocab_size)
 
     async def _prompt_tokens(self, prompt: Prompt) -> tuple[TokenId, ...]:
         if isinstance(prompt, TokensPrompt):

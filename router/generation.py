@@ -17,10 +17,20 @@ from router.attempt import Attempt
 from router.delivery import ChoiceStream, Delivery
 from router.metrics import Timeline
 from router.placement import Demand
+from router.prefix_map import Prefix
+from router.prompt_logprobs import PromptLogprobs
 from router.witness import Witness
 from router.workers import Assignment, Workers
 from tandem.clock import Clock, Deadline, ended_by_deadline
-from tandem.errors import DeadlineExceeded, InternalError, Overloaded, TandemError, TransferError, Unavailable
+from tandem.errors import (
+    DeadlineExceeded,
+    InternalError,
+    Overloaded,
+    PrefixNotHeld,
+    TandemError,
+    TransferError,
+    Unavailable,
+)
 from tandem.lifecycle import REQUEST_MOVES, RequestState, advance
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import RequestEnd, RequestStart, RouterObserver, request_observers
@@ -82,7 +92,12 @@ class Generation:
     """Run `drive` as a task; read `delivery`."""
 
     def __init__(
-        self, request: ResolvedRequest, choices: Sequence[ChoiceStream], rooms: Rooms, timeline: Timeline
+        self,
+        request: ResolvedRequest,
+        choices: Sequence[ChoiceStream],
+        rooms: Rooms,
+        timeline: Timeline,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         self._request = request
         self._rooms = rooms
@@ -100,7 +115,7 @@ class Generation:
         )
         self._witness = Witness(rooms.workers)
         self._observer = request_observers(rooms.observer.request(start), timeline, self._witness)
-        self.delivery = Delivery(choices, self._observer)
+        self.delivery = Delivery(choices, self._observer, prompt_logprobs)
         """What the client has to read."""
         self._state = RequestState.QUEUED
         self._disappointing: set[Incarnation] = set()
@@ -111,6 +126,8 @@ class Generation:
         """Tries since then."""
         self._num_broken = 0
         """Of these, how many by a broken step."""
+        self._local_if_held = True
+        """Whether the next try may trust in what a decode worker seems to hold."""
 
     async def drive(self) -> None:
         """The request's whole life. Raises nothing but CancelledError; errors go to the delivery.
@@ -170,7 +187,7 @@ class Generation:
             assignment = await self._place(choices, failure)
             self._witness.begin(assignment)
             placement = assignment.placement
-            self._observer.placed(placement.prefill, placement.decode)
+            self._observer.placed(placement.prefill, placement.decode, placement.prefix_at)
             attempt = Attempt(
                 placement,
                 self._rooms.workers,
@@ -185,11 +202,15 @@ class Generation:
                 await attempt.run(self._resumed(choices))
                 self._witness.finished()
                 return
+            except PrefixNotHeld:
+                # Nobody is to blame: what this router knew of the cache was old.
+                self._local_if_held = False
             except TandemError as error:
                 # Two workers that do not fit do not get to fit; but others may.
                 if not (error.retryable or isinstance(error, TransferError)):
                     raise
                 failure = error
+                self._local_if_held = True
                 self._count(choices, error)
                 culprit = attempt.culprit or placement.decode
                 self._blame(culprit, assignment, error)
@@ -218,9 +239,13 @@ class Generation:
         return (link is None or not link.connected) and self._num_failed > self._policy.max_retries
 
     def _resumed(self, choices: tuple[ChoiceSpec, ...]) -> GroupSpec:
-        """What workers are to run now."""
+        """What workers are to run now; log-probabilities of the prompt are computed once, unless they came in part."""
+        sampling = self._request.group.sampling
+        if not self.delivery.lacks_prompt_logprobs:
+            sampling = replace(sampling, prompt_logprobs=None)
         return replace(
             self._request.group,
+            sampling=sampling,
             choices=choices,
             timeout_s=self._request.deadline.remaining_s(),
             traceparent=self._observer.traceparent,
@@ -242,6 +267,8 @@ class Generation:
             num_prompt_tokens=group.num_prompt_tokens,
             num_choices=len(choices),
             blamed=frozenset(self._disappointing),
+            prefix=self._prefix(choices),
+            local_if_held=self._local_if_held,
         )
         is_extra = self._num_failed > self._policy.max_retries
         try:
@@ -257,6 +284,14 @@ class Generation:
             self._rooms.workers.end(assignment, arrived=assignment.placement.prefill is None)
             raise failure
         return assignment
+
+    def _prefix(self, choices: Sequence[ChoiceSpec]) -> Prefix | None:
+        """What may be found in caches. Log-probabilities of the prompt are not there: it is computed for them, once."""
+        if self.delivery.lacks_prompt_logprobs:
+            return None
+        group = self._request.group
+        emitted = choices[0].output_token_ids if len(choices) == 1 else ()
+        return Prefix(group.cache_salt, group.prompt_token_ids + emitted)
 
     def _is_new(self, assignment: Assignment) -> bool:
         """Whether the pair may do better than all before: if it does not, more are blamed, so that tries end."""

@@ -36,7 +36,7 @@ class Lane:
             self._pass_on()
 
     def close(self) -> None:
-        """Ends the thread; work under way is finished unheard."""
+        """Ends the thread after the work under way; its result is dropped."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _turn(self, size: int) -> None:

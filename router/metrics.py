@@ -15,7 +15,7 @@ from tandem.telemetry import metric_names as names
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
 from tandem.telemetry.recent_latencies import RecentLatencies
-from tandem.types import FinishReason, WorkerInfo
+from tandem.types import FinishReason, PrefixAt, WorkerInfo
 
 
 class RouterMetrics(RouterObserver):
@@ -28,8 +28,10 @@ class RouterMetrics(RouterObserver):
         self.failures = metrics.counter(names.REQUEST_FAILURES)
         self.refusals = metrics.counter(names.REQUESTS_REFUSED)
         self.placements = metrics.counter(names.PLACEMENTS)
+        self.prefix_placements = metrics.counter(names.PREFIX_PLACEMENTS)
         self.moves = metrics.counter(names.REQUEST_MOVES)
         self.prompt_tokens = metrics.counter(names.PROMPT_TOKENS)
+        self.cached_tokens = metrics.counter(names.CACHED_PROMPT_TOKENS)
         self.completion_tokens = metrics.counter(names.COMPLETION_TOKENS)
         self.first_token_s = metrics.histogram(names.TIME_TO_FIRST_TOKEN)
         self.inter_token_s = metrics.histogram(names.INTER_TOKEN)
@@ -72,16 +74,18 @@ class _Request(RequestObserver):
         self._admitted = True
         self._of.admission_s.observe(self._of.clock.now_s() - self._arrived_s)
 
-    def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo) -> None:
+    def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo, prefix_at: PrefixAt = PrefixAt.NOWHERE) -> None:
         self._of.placements.add(1, "local" if prefill is None else "disaggregated")
+        self._of.prefix_placements.add(1, prefix_at)
 
-    def prompt_computed(self, queue_s: float, prefill_s: float) -> None:
+    def prompt_computed(self, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
         if self._first_s is not None:
             return  # a replay
         of = self._of
         of.queue_s.observe(queue_s)
         of.prefill_s.observe(prefill_s)
         of.prompt_tokens.add(self._num_prompt_tokens)
+        of.cached_tokens.add(cached_tokens)
         of.prompt_sizes.observe(self._num_prompt_tokens)
 
     def handed_over(self, num_bytes: int, seconds: float) -> None:
@@ -144,6 +148,8 @@ class Summary:
     first_token_s: float
     total_s: float
     transfer_bytes: int
+    cached_tokens: int
+    """Of the prompt, whose KV nobody computed; where there were replays, of the first try."""
 
 
 class Timeline(RequestObserver):
@@ -162,6 +168,8 @@ class Timeline(RequestObserver):
         self._prefill_s = 0.0
         self._transfer_s = 0.0
         self._transfer_bytes = 0
+        self.cached_tokens = 0
+        """See `Summary`; 0 until the prompt is computed."""
 
     @property
     def total_s(self) -> float:
@@ -174,11 +182,12 @@ class Timeline(RequestObserver):
         if self._first_token_s is None:
             self._first_token_s = self._last_token_s
 
-    def prompt_computed(self, queue_s: float, prefill_s: float) -> None:
+    def prompt_computed(self, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
         """A worker computed the prompt, begun `queue_s` after arrival."""
         if self._queue_s is None:
             self._queue_s = queue_s
             self._prefill_s = prefill_s
+            self.cached_tokens = cached_tokens
 
     def handed_over(self, num_bytes: int, seconds: float) -> None:
         """The prompt's KV reached the decode worker."""
@@ -196,6 +205,7 @@ class Timeline(RequestObserver):
             first_token_s=self._first_token_s or 0.0,
             total_s=self._last_token_s,
             transfer_bytes=self._transfer_bytes,
+            cached_tokens=self.cached_tokens,
         )
 
     def _since_arrival_s(self) -> float:

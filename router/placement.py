@@ -2,10 +2,16 @@
 
 Only pairs with equal model and layout fingerprints and a common transport count. Of these, only
 the ones with the fewest workers that failed this request or are set aside for failing others
-(see `ejection`). Decode is chosen first, by power of two choices (Mitzenmacher 2001: near the
-best, and no herd on old figures) on the share of its seats or blocks in use, whichever is larger;
-then the partner, by two choices on queued prompt tokens. A short prompt may stay on the decode
-worker. Knows nothing of streams or time.
+(see `ejection`). Decode is chosen first, then its partner, each as the least costly of a few: two at
+random (Mitzenmacher 2001: near the best, and no herd on old figures), and two of those that hold the
+most of the prompt's KV. Cost is load and the work that the prompt makes there, so that who holds a
+popular prefix is not given more than that is worth:
+
+    decode     share of its seats or blocks in use, whichever is larger; less `PREFIX_WORTH` if it holds the prompt
+    prefill    prompt tokens that wait there, and those of this prompt that it has to compute
+
+A short prompt may stay on the decode worker, and so may one of which it lacks no more than that.
+Knows nothing of streams or time.
 """
 
 from __future__ import annotations
@@ -14,18 +20,23 @@ import enum
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from random import Random
 from typing import TypeAlias
 
 from router.ejection import Pair
+from router.prefix_map import Prefix
 from tandem.errors import InvalidRequest, Unavailable
-from tandem.types import GroupSpec, Incarnation, Role, WorkerInfo, WorkerLoad
+from tandem.types import GroupSpec, Incarnation, PrefixAt, Role, WorkerInfo, WorkerLoad
 
 _MUST_EQUAL = ("model_fingerprint", "layout_fingerprint")
 _kind_of = attrgetter(*_MUST_EQUAL, "transports")
 """Equal for workers that have the same partners."""
 
+PREFIX_WORTH = 0.25
+"""Share of a decode worker by which it may be fuller than others and still be taken, if it holds the whole prompt: what
+it holds is neither computed nor moved again. A bound on how far a popular prefix draws load to one place."""
 _NO_BURDENS: Mapping[Pair, int] = {}
 _Rank: TypeAlias = tuple[int, int]
 """Of a worker or a pair, least first: in how many ways it is suspect; how often in a row it was set aside."""
@@ -61,6 +72,10 @@ class WorkerView:
     """Time since it was last heard, without such in which this router stood still."""
     connected: bool = False
     """Whether this router's stream to it stands."""
+    reported_tokens: int = 0
+    """Leading tokens of the request to be placed whose KV it has said that it holds; one at least is left out."""
+    likely_tokens: int = 0
+    """The same, with those that it was given to compute and has not spoken of yet."""
 
     def share_with(self, demand: Demand) -> float:
         """Of its seats or of its pool, whichever is more, that is taken with `demand` there; > 1 = some wait."""
@@ -68,7 +83,7 @@ class WorkerView:
             return 1.0
         pool, seats = self.load.pool, self.info.max_seqs
         num_seqs = self.load.running_seqs + self.load.waiting_seqs + self.assigned_seqs + demand.num_choices
-        missing_blocks = -(-(self.queued_tokens + demand.num_tokens) // max(1, pool.block_size))
+        missing_blocks = -(-(self.queued_tokens + self.lacking_tokens(demand)) // max(1, pool.block_size))
         num_blocks = pool.total - pool.free - pool.cached + missing_blocks
         return max(num_seqs / seats if seats else 0.0, num_blocks / max(1, pool.total))
 
@@ -76,6 +91,26 @@ class WorkerView:
     def queued_tokens(self) -> int:
         """Prompt tokens that wait there."""
         return self.assigned_tokens + (0 if self.load is None else self.load.queued_prompt_tokens)
+
+    def lacking_tokens(self, demand: Demand) -> int:
+        """What it would have to compute or to be sent."""
+        return demand.num_tokens - self.likely_tokens
+
+    def decode_cost(self, demand: Demand) -> float:
+        """Of decoding `demand` there. Nothing that it holds is worth waiting for a seat or room."""
+        share = self.share_with(demand)
+        worth = PREFIX_WORTH * min(1.0, self.likely_tokens / max(1, demand.num_prefix_tokens))
+        return share - worth if share <= 1 else share
+
+    def prefill_cost(self, demand: Demand) -> float:
+        """Tokens that are computed there until the prompt is."""
+        return self.queued_tokens + self.lacking_tokens(demand)
+
+    @property
+    def max_local_tokens(self) -> int:
+        """Most tokens of a prompt that a decode worker is asked to compute if it holds the rest: a block at least."""
+        block_size = 0 if self.load is None else self.load.pool.block_size
+        return max(self.info.local_prefill_tokens or 0, block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +126,10 @@ class Demand:
     """They share the prompt's full blocks; a decode worker's pool must hold all else once for each."""
     blamed: frozenset[Incarnation] = frozenset()
     """Workers that failed this request: no more of them are taken than need be."""
+    prefix: Prefix | None = None
+    """Its tokens, to be looked for in caches; None = what is cached must not be used for it."""
+    local_if_held: bool = True
+    """Whether a decode worker that seems to hold nearly all of the prompt may be asked to compute the rest."""
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -104,6 +143,9 @@ class Placement:
 
     prefill: WorkerInfo | None
     decode: WorkerInfo
+    max_local_tokens: int | None = None
+    """Set where the decode worker computes the prompt because it seems to hold the rest: most tokens it may lack."""
+    prefix_at: PrefixAt = PrefixAt.NOWHERE
 
     @property
     def incarnations(self) -> tuple[Incarnation, ...]:
@@ -123,11 +165,14 @@ def place(
     if best is None:
         raise Unavailable(_what_is_missing(demand, workers, prefills, decodes))
     contenders = [each for rank, each in ranks if rank == best]
-    decode = _less_loaded(contenders, lambda view: view.share_with(demand), rng)
+    decode = _least_costly(contenders, lambda view: view.decode_cost(demand), rng)
+    where = partial(_prefix_at, (*prefills, *decodes))
     if _is_local(demand, decode):
-        return Placement(None, decode.info)
-    prefill = _less_loaded(ranking.best_partners(decode), lambda view: view.queued_tokens, rng)
-    return Placement(prefill.info, decode.info)
+        return Placement(None, decode.info, prefix_at=where(decode))
+    if _is_held(demand, decode):
+        return Placement(None, decode.info, decode.max_local_tokens, where(decode))
+    prefill = _least_costly(ranking.best_partners(decode), lambda view: view.prefill_cost(demand), rng)
+    return Placement(prefill.info, decode.info, prefix_at=where(decode, prefill))
 
 
 class _Ranking:
@@ -144,7 +189,7 @@ class _Ranking:
     def best_with(self, decode: WorkerView) -> _Rank | None:
         """That of the best pair with this decode worker; None if there is none."""
         own = self._rank(decode)
-        if _is_local(self._demand, decode):
+        if _is_local(self._demand, decode) or _is_held(self._demand, decode):
             return own
         partners, best = self._partners_of(decode)
         if decode.info.incarnation in self._burdened:
@@ -177,9 +222,20 @@ def _sum(one: _Rank, other: _Rank) -> _Rank:
     return one[0] + other[0], one[1] + other[1]
 
 
-def _less_loaded(views: Sequence[WorkerView], load_of: Callable[[WorkerView], float], rng: Random) -> WorkerView:
-    """Of two at random; by chance if they are equal."""
-    return min(rng.sample(views, min(2, len(views))), key=load_of)
+def _least_costly(views: Sequence[WorkerView], cost_of: Callable[[WorkerView], float], rng: Random) -> WorkerView:
+    """Of two at random, and two of those that hold most; by chance if they are equal."""
+    contenders = rng.sample(views, min(2, len(views)))
+    most = max(view.likely_tokens for view in views)
+    if most > 0:
+        holders = [view for view in views if view.likely_tokens == most]
+        contenders += rng.sample(holders, min(2, len(holders)))
+    return min(contenders, key=cost_of)
+
+
+def _prefix_at(workers: Iterable[WorkerView], *chosen: WorkerView) -> PrefixAt:
+    if any(view.likely_tokens for view in chosen):
+        return PrefixAt.CHOSEN
+    return PrefixAt.ELSEWHERE if any(view.likely_tokens for view in workers) else PrefixAt.NOWHERE
 
 
 def readiness(workers: Sequence[WorkerView]) -> str | None:
@@ -275,6 +331,12 @@ def _choice_tokens(demand: Demand, view: WorkerView) -> int:
 def _is_local(demand: Demand, decode: WorkerView) -> bool:
     longest = decode.info.local_prefill_tokens
     return longest is None or demand.num_tokens <= longest
+
+
+def _is_held(demand: Demand, decode: WorkerView) -> bool:
+    """Whether so much of the prompt is held there that what is left is no work for two workers."""
+    lacking = demand.num_prefix_tokens - decode.reported_tokens
+    return demand.local_if_held and decode.reported_tokens > 0 and lacking <= decode.max_local_tokens
 
 
 def _partners(decode: WorkerView, prefills: Iterable[WorkerView]) -> list[WorkerView]:

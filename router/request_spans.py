@@ -17,7 +17,7 @@ from opentelemetry.trace import Span, Tracer, get_current_span, set_span_in_cont
 from tandem.errors import TandemError
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
 from tandem.telemetry.trace_context import CANCELLED, context_of, mark_failed, traceparent_of
-from tandem.types import WorkerInfo
+from tandem.types import PrefixAt, WorkerInfo
 
 
 def request_spans(tracer: Tracer | None, model: str) -> Sequence[RouterObserver]:
@@ -61,7 +61,7 @@ class _RequestSpan(RequestObserver):
     def admitted(self) -> None:
         self._leave_queue()
 
-    def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo) -> None:
+    def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo, prefix_at: PrefixAt = PrefixAt.NOWHERE) -> None:
         workers = {"tandem.decode.worker_id": decode.worker_id}
         if prefill is not None:
             workers["tandem.prefill.worker_id"] = prefill.worker_id

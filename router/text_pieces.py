@@ -1,9 +1,9 @@
 """Where a long text may be cut, so that its pieces give the same tokens as the whole.
 
-A tokenizer takes some 150 bytes of memory per byte of a text until it has the last token; pieces take as much of one
-piece. They are cut before a space that follows a printable ASCII character, and only for pre-tokenizers whose
-expression is known (GPT-2's, Llama 3's, Qwen's): no alternative of theirs takes a space after anything else, so one
-match ends and the next begins there in any case. Other tokenizers get their texts whole.
+Until it has a text's last token, a tokenizer holds many times the text's size in memory; of a text that is given to it
+in pieces, as much for one piece. Texts are cut before a space that follows a printable ASCII character, and only for
+pre-tokenizers whose expression is known (GPT-2's, Llama 3's, Qwen's): no alternative of theirs takes a space after
+anything else, so one match ends and the next begins there in any case. Other tokenizers get their texts whole.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.errors import InvalidOutput
-from tandem.types import FinishReason, SamplingParams, TokenDelta, TokenId
+from tandem.types import FinishReason, SamplingParams, TokenDelta, TokenId, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,19 @@ class TokenRules:
         if self.num_logprobs is None or tuple(each.token_id for each in delta.logprobs) != delta.token_ids:
             raise InvalidOutput("log-probabilities that are not of its tokens")
         for each in delta.logprobs:
-            if len(each.top) > self.num_logprobs:
-                raise InvalidOutput(f"log-probabilities of {len(each.top)} tokens instead of {self.num_logprobs}")
-            self._check_vocabulary(max((token_id for token_id, _ in each.top), default=TokenId(0)))
+            check_top(each, self.num_logprobs, self.vocab_size)
 
     def _check_vocabulary(self, highest: TokenId) -> None:
-        if highest >= self.vocab_size:
-            raise InvalidOutput(f"a token beyond the vocabulary of {self.vocab_size}")
+        _check_vocabulary(highest, self.vocab_size)
+
+
+def check_top(logprobs: TokenLogprobs, num_top: int, vocab_size: int) -> None:
+    """Raises InvalidOutput if one position names too many of the best tokens, or one that there is not."""
+    if len(logprobs.top) > num_top:
+        raise InvalidOutput(f"log-probabilities of {len(logprobs.top)} tokens instead of {num_top}")
+    _check_vocabulary(max((token_id for token_id, _ in logprobs.top), default=TokenId(0)), vocab_size)
+
+
+def _check_vocabulary(highest: TokenId, vocab_size: int) -> None:
+    if highest >= vocab_size:
+        raise InvalidOutput(f"a token beyond the vocabulary of {vocab_size}")

@@ -4,7 +4,7 @@
        └────────────────────────────────────────────────┴──failed──▶ end
 
 A worker is blamed for a step that broke only once the request went well elsewhere: a request that breaks on every
-worker is at fault itself, and shall not set a cluster aside.
+worker is at fault itself, and must not set a whole cluster aside.
 """
 
 from __future__ import annotations

@@ -11,19 +11,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import grpc.aio
 
-from tandem.convert import delta_from_proto, error_from_failed
+from router.prefix_map import PrefixMap
+from tandem.convert import delta_from_proto, error_from_failed, logprobs_from_proto
 from tandem.errors import InternalError, InvalidOutput, Reason, TandemError, Unavailable
 from tandem.rpc.channel import open_channel
 from tandem.rpc.received_error import error_from_rpc
 from tandem.rpc.status import needs_mending
 from tandem.security.credentials import Outgoing
 from tandem.telemetry.logging import get_logger
-from tandem.types import Handle, Incarnation, TokenDelta, WorkerInfo
+from tandem.types import Handle, Incarnation, TokenDelta, TokenLogprobs, WorkerInfo
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 _HELLO_TIMEOUT_S = 5.0
@@ -46,8 +47,11 @@ class GroupListener(Protocol):
     def prefill_started(self, sender: WorkerInfo) -> None:
         """The prompt's turn has come: its first chunk is being computed."""
 
-    def prefill_done(self, sender: WorkerInfo, queue_s: float, prefill_s: float) -> None:
-        """The prompt is computed; its first tokens come as all others do."""
+    def prompt_logprobs(self, sender: WorkerInfo, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Of the prompt's tokens from `offset` on."""
+
+    def prefill_done(self, sender: WorkerInfo, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
+        """The prompt is computed, but for the first `cached_tokens`, whose KV the worker had; first tokens follow."""
 
     def handoff_done(self, sender: WorkerInfo, num_bytes: int, seconds: float) -> None:
         """The decode worker has verified and attached the KV."""
@@ -71,6 +75,8 @@ class WorkerLink:
         """`on_change` is called when `connected` may have changed."""
         self.connected = False
         """Whether the stream stands."""
+        self.held = PrefixMap()
+        """What the worker's cache holds."""
         self._info = info
         self._router = router
         self._on_change = on_change
@@ -97,10 +103,17 @@ class WorkerLink:
             self._fail(handle, self._lost())
         return handle
 
-    def reserve(self, handle: Handle, group: worker_pb2.Group, *, local_prefill: bool) -> None:
-        """Asks a decode worker to make room. The answer comes to the listener; a no-op once the worker was lost."""
+    def reserve(
+        self, handle: Handle, group: worker_pb2.Group, *, local_prefill: bool, max_local_tokens: int | None = None
+    ) -> None:
+        """Asks a decode worker to make room. The answer comes to the listener; a no-op once the worker was lost.
+
+        `max_local_tokens`: with local prefill, most tokens of it that the worker's cache may lack; None = any number.
+        """
         if handle in self._listeners:
-            reserve = worker_pb2.Reserve(handle=handle, group=group, local_prefill=local_prefill)
+            reserve = worker_pb2.Reserve(
+                handle=handle, group=group, local_prefill=local_prefill, max_local_tokens=max_local_tokens
+            )
             self._enqueue(worker_pb2.ConnectRequest(reserve=reserve))
 
     def prefill(self, group: worker_pb2.Group, listener: GroupListener, destination: str) -> Handle:
@@ -188,11 +201,14 @@ class WorkerLink:
                 self._tell("tokens", output)
         elif kind == "failed":
             self._fail(Handle(response.failed.handle), error_from_failed(response.failed))
+        elif kind == "cache_changes":
+            changes = response.cache_changes
+            self.held.change(changes.stored, changes.removed, cleared=changes.cleared)
         elif kind == "waiting":
             for handle in response.waiting.handles:
                 if (listener := self._listeners.get(Handle(handle))) is not None:
                     listener.waiting(self._info)
-        elif kind in {"reserved", "prefill_started", "prefill_done", "handoff_done"}:
+        elif kind in {"reserved", "prefill_started", "prompt_logprobs", "prefill_done", "handoff_done"}:
             self._tell(kind, getattr(response, kind))
 
     def _tell(self, kind: str, message: Any) -> None:
@@ -208,8 +224,13 @@ class WorkerLink:
                     listener.reserved(self._info, message.ticket, message.kv_endpoint)
                 case "prefill_started":
                     listener.prefill_started(self._info)
+                case "prompt_logprobs":
+                    listener.prompt_logprobs(
+                        self._info, message.offset, tuple(map(logprobs_from_proto, message.logprobs))
+                    )
                 case "prefill_done":
-                    listener.prefill_done(self._info, message.queue_seconds, message.prefill_seconds)
+                    times_s = message.queue_seconds, message.prefill_seconds
+                    listener.prefill_done(self._info, *times_s, message.cached_tokens)
                 case "handoff_done":
                     listener.handoff_done(self._info, message.transfer_bytes, message.transfer_seconds)
         except InvalidOutput as error:
@@ -246,6 +267,7 @@ class WorkerLink:
     def _lose_all(self) -> None:
         """The stream is gone: so is everything in it."""
         self._outgoing.clear()
+        self.held.forget()
         self.connected = False
         self._on_change()
         for handle in list(self._listeners):

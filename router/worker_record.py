@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from router.ejection import Ejections
 from router.placement import Obstacle, WorkerView
+from router.prefix_map import Prefix, PrefixMap
 from router.worker_link import WorkerLink
 from tandem.errors import Reason, Unavailable
 from tandem.types import Incarnation, WorkerInfo, WorkerLoad
@@ -37,6 +38,16 @@ class WorkerRecord:
         """Whether this router's stream to it stands."""
         return self.link is not None and self.link.connected
 
+    @property
+    def block_size(self) -> int | None:
+        """Of its pool; None = not known."""
+        return None if self.load is None else self.load.pool.block_size
+
+    @property
+    def held(self) -> PrefixMap | None:
+        """What its cache holds; None if it does not say."""
+        return self.link.held if self.link is not None and self.link.held.tells else None
+
     def check_claim(self, info: WorkerInfo, owner: str) -> None:
         """Raises Unavailable if its name is not to be had by `info`, which says that it is its own."""
         if owner != self.owner:
@@ -69,8 +80,20 @@ class WorkerRecord:
             return Obstacle.DRAINING
         return None
 
-    def view(self, now_s: float, ejections: Ejections) -> WorkerView:
-        """As placement sees it."""
+    def expect(self, prefix: Prefix, likely_tokens: int, now_s: float) -> None:
+        """It was given a request that begins so, and will hold all of it; `likely_tokens`: as its view had them."""
+        if self.held is not None and self.block_size is not None:
+            self.held.expect(prefix.hashes(self.block_size)[likely_tokens // self.block_size :], now_s)
+
+    def view(self, now_s: float, ejections: Ejections, prefix: Prefix | None = None) -> WorkerView:
+        """As placement of a request that begins with `prefix` sees it."""
+        reported_tokens = likely_tokens = 0
+        if prefix is not None and self.held is not None and self.block_size is not None:
+            hashes, most_tokens = prefix.hashes(self.block_size), prefix.most_tokens(self.block_size)
+            num_reported = self.held.num_reported(hashes)
+            num_likely = self.held.num_likely(hashes, num_reported, now_s)
+            reported_tokens = min(most_tokens, self.block_size * num_reported)
+            likely_tokens = min(most_tokens, self.block_size * num_likely)
         return WorkerView(
             self.info,
             self.load,
@@ -81,4 +104,6 @@ class WorkerRecord:
             ejections.describe(self.info.incarnation, now_s),
             now_s - self.heard_s,
             self.connected,
+            reported_tokens,
+            likely_tokens,
         )

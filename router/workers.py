@@ -46,6 +46,7 @@ class Assignment:
 
     placement: Placement
     num_tokens: int
+    """That its decode worker lacked of it."""
     num_seqs: int
     probe: int
     """For `Ejections.end`."""
@@ -186,6 +187,9 @@ class Workers:
 
         Raises Unavailable.
         """
+        if demand.prefix is not None:
+            for block_size in {record.block_size for record in self._records.values() if record.held is not None}:
+                await demand.prefix.name_blocks(block_size or 0)
         try:
             async with asyncio.timeout(wait_s):
                 while True:
@@ -239,16 +243,20 @@ class Workers:
 
     def _place_now(self, demand: Demand) -> Assignment:
         now_s = self._clock.now_s()
-        placement = place(demand, self.views(), self._rng, self._ejections.pair_burdens(now_s))
-        decode = self._records[placement.decode.worker_id]
+        views = {name: record.view(now_s, self._ejections, demand.prefix) for name, record in self._records.items()}
+        placement = place(demand, tuple(views.values()), self._rng, self._ejections.pair_burdens(now_s))
+        num_tokens = views[placement.decode.worker_id].lacking_tokens(demand)
         if placement.prefill is not None:
-            decode.coming_tokens += demand.num_tokens
+            decode = self._records[placement.decode.worker_id]
+            decode.coming_tokens += num_tokens
             decode.coming_seqs += demand.num_choices
         for info in filter(None, (placement.prefill, placement.decode)):
             record = self._records[info.worker_id]
-            record.assigned_tokens += demand.num_tokens
+            record.assigned_tokens += views[info.worker_id].lacking_tokens(demand)
             record.assigned_seqs += demand.num_choices
-        assignment = Assignment(placement, demand.num_tokens, demand.num_choices, self._ejections.new_probe())
+            if demand.prefix is not None:
+                record.expect(demand.prefix, views[info.worker_id].likely_tokens, now_s)
+        assignment = Assignment(placement, num_tokens, demand.num_choices, self._ejections.new_probe())
         self._ejections.begin(assignment.subjects, assignment.probe, now_s)
         return assignment
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from tandem.limits import Limits
-from tandem.option_values import host_port, integer, one_of, seconds, size_bytes, text
+from tandem.option_values import host_port, integer, one_of, seconds, size_bytes, text, zmq_address
 from tandem.options import add_arguments, argv_of, check_known, grouped, load_options, option
 from tandem.security.options import ClientSecurityConfig, SecurityConfig
 
@@ -162,6 +162,37 @@ class WorkerConfig:
     kv_memory_bytes: int | None = option(
         "kv-memory", None, "size of the KV pool, such as 2GiB", size_bytes(), none_word="auto"
     )
+    kv_events: str | None = option(
+        "kv-events",
+        None,
+        "publish what the prefix cache holds, as vLLM's KV events, to whoever connects to this address; such as "
+        "tcp://*:5557",
+        zmq_address,
+        none_word="none",
+    )
+    kv_events_replay: str | None = option(
+        "kv-events-replay",
+        None,
+        "address at which subscribers ask for KV events that they missed; such as tcp://*:5558",
+        zmq_address,
+        none_word="none",
+    )
+    kv_events_topic: str = option(
+        "kv-events-topic",
+        "",
+        "topic of KV events, as the subscribers want it",
+        text(r"[!-~]{0,255}", "ASCII, no blanks"),
+    )
+    kv_events_format: str = option(
+        "kv-events-format",
+        "map",
+        "form of each KV event: map, as vLLM publishes it now, or array, as older versions do",
+        one_of("map", "array"),
+    )
+    prefix_cache: bool = option("prefix-cache", True, "keep KV of ended requests for others that begin alike")
+    host_cache_bytes: int = option(
+        "host-cache-memory", 0, "host memory for KV that the pool has no room for, such as 8GiB", size_bytes(0)
+    )
     chunk_tokens: int = option("chunk-tokens", 512, "prompt tokens computed per step", integer(1, 1_048_576))
     max_seqs: int = option("max-seqs", 64, "sequences in a batch", integer(1, 65536))
     transport: str = option(
@@ -230,7 +261,16 @@ class DecodeConfig(WorkerConfig):
     )
 
 
-_SET_BY_SERVE = ("listen", "router", "advertise", "worker_id", "admin_listen", "kv_port")
+_SET_BY_SERVE = (
+    "listen",
+    "router",
+    "advertise",
+    "worker_id",
+    "admin_listen",
+    "kv_port",
+    "kv_events",
+    "kv_events_replay",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@
     ├── Unauthenticated         no bearer token, or a wrong one           UNAUTHENTICATED
     ├── Overloaded              bounded queues are full; try later        RESOURCE_EXHAUSTED
     ├── Unavailable             no capable worker, or it was lost         UNAVAILABLE
+    ├── PrefixNotHeld           a decode worker's cache lacks the prompt  UNAVAILABLE
     ├── DeadlineExceeded        the request's or a peer's time ran out    DEADLINE_EXCEEDED
     ├── TransferError           KV could not be handed over               DATA_LOSS
     │   ├── TicketRefused       stale, replayed, forged, out of range
@@ -38,6 +39,7 @@ class Reason(enum.StrEnum):
     UNAUTHENTICATED = "UNAUTHENTICATED"
     QUEUE_FULL = "QUEUE_FULL"
     NO_CAPABLE_WORKER = "NO_CAPABLE_WORKER"
+    PREFIX_NOT_HELD = "PREFIX_NOT_HELD"
     WORKER_LOST = "WORKER_LOST"
     DRAINING = "DRAINING"
     WORKER_ID_TAKEN = "WORKER_ID_TAKEN"
@@ -122,6 +124,13 @@ class Unavailable(TandemError):
     def __init__(self, message: str, reason: Reason = Reason.NO_CAPABLE_WORKER) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class PrefixNotHeld(TandemError):
+    """A decode worker was to compute the end of a prompt whose beginning its cache does not hold (any more)."""
+
+    reason = Reason.PREFIX_NOT_HELD
+    retryable = True
 
 
 class DeadlineExceeded(TandemError):

@@ -88,6 +88,13 @@ def host_port(*, port_zero: bool = False) -> Parser:
     return parse
 
 
+def zmq_address(value: str) -> str:
+    """Where ZeroMQ binds: `tcp://HOST:PORT`, of which HOST may be `*`, or `ipc://PATH`."""
+    if not re.fullmatch(r"tcp://(\[[0-9a-fA-F:.%a-z]+\]|[^\s:\[\],/]+):\d{1,5}|ipc://\S+", value):
+        raise ValueError("must be tcp://HOST:PORT or ipc://PATH")
+    return value
+
+
 def boolean(value: str) -> bool:
     """`true`, `false`, `1`, `0`, `yes`, `no`, `on`, `off`."""
     word = value.strip().lower()

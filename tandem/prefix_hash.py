@@ -15,13 +15,26 @@ import xxhash
 from tandem.types import TokenId
 
 
+def salt_hash(cache_salt: str) -> int:
+    """What the first block has for the block before it."""
+    return xxhash.xxh3_64_intdigest(cache_salt.encode())
+
+
 def block_hashes(cache_salt: str, token_ids: Sequence[TokenId], block_size: int) -> list[int]:
     """One for each full block of `block_size` tokens, 64 bits."""
-    tokens = memoryview(array("I", token_ids)).cast("B")
-    size = 4 * block_size
-    parent = xxhash.xxh3_64_intdigest(cache_salt.encode())
+    return chained_hashes(salt_hash(cache_salt), token_ids, block_size)
+
+
+def chained_hashes(parent: int, token_ids: Sequence[TokenId], block_size: int) -> list[int]:
+    """As `block_hashes`, of tokens that follow the block named `parent`."""
+    return hashes_below(parent, array("I", token_ids).tobytes(), block_size)
+
+
+def hashes_below(parent: int, tokens: bytes, block_size: int) -> list[int]:
+    """The same; `tokens`: 4 bytes each, in this machine's order."""
+    view, size = memoryview(tokens), 4 * block_size
     hashes = []
     for start in range(0, len(tokens) - size + 1, size):
-        parent = xxhash.xxh3_64_intdigest(tokens[start : start + size], seed=parent)
+        parent = xxhash.xxh3_64_intdigest(view[start : start + size], seed=parent)
         hashes.append(parent)
     return hashes

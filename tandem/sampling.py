@@ -18,7 +18,7 @@ from tandem.limits import Limits
 from tandem.types import SamplingParams, TextParams, TokenId
 from tandem.validation import Validator
 
-_NOT_BUILT = ("beam_width", "length_penalty", "prompt_logprobs")
+_NOT_BUILT = ("beam_width", "length_penalty")
 _DRAW_SEED = partial(secrets.randbits, 64)
 _CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
 
@@ -142,5 +142,6 @@ def _fill_in(
         seed=seed_source() if options.seed is None else options.seed,
         end_token_ids=eos_token_ids | text.stop_token_ids,
         logprobs=options.logprobs,
+        prompt_logprobs=options.prompt_logprobs,
         logit_bias={TokenId(key): value for key, value in options.logit_bias.items()},
     )

@@ -168,6 +168,11 @@ class GroupSpec:
         return self.prompt_token_ids
 
     @property
+    def reads_cache(self) -> bool:
+        """Whether its prompt's KV may be taken from a cache: not if log-probabilities of all its tokens are wanted."""
+        return self.sampling.prompt_logprobs is None
+
+    @property
     def num_first_tokens(self) -> int:
         """Choices that draw from the prefix's last token; of several, those that are resumed do not."""
         return 1 if len(self.choices) == 1 else sum(not choice.output_token_ids for choice in self.choices)
@@ -210,6 +215,16 @@ class TokenDelta:
     def end(self) -> int:
         """Offset of the token after the last one."""
         return self.offset + len(self.token_ids)
+
+
+class PrefixAt(enum.StrEnum):
+    """Where KV of a request's first tokens seems to be when it is placed."""
+
+    CHOSEN = "chosen"
+    """On a worker that was chosen for it."""
+    ELSEWHERE = "elsewhere"
+    """Only on others, which were passed over for their load or for other reasons."""
+    NOWHERE = "nowhere"
 
 
 @dataclass(frozen=True, slots=True)

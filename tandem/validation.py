@@ -98,6 +98,8 @@ class Validator:
         _within("sampling.seed", sampling.seed, 0, _MAX_SEED)
         if sampling.logprobs is not None:
             _within("sampling.logprobs", sampling.logprobs, 0, self.limits.max_logprobs)
+        if sampling.prompt_logprobs is not None:
+            _within("sampling.prompt_logprobs", sampling.prompt_logprobs, 0, self.limits.max_logprobs)
         _at_most("sampling.logit_bias", len(sampling.logit_bias), self.limits.max_logit_bias, "entries")
         self._in_vocabulary("sampling.logit_bias", sampling.logit_bias)
         for bias in sampling.logit_bias.values():

@@ -22,7 +22,7 @@ from tandem.convert import (
     load_to_proto,
     logprobs_to_proto,
 )
-from tandem.errors import TandemError
+from tandem.errors import PrefixNotHeld, TandemError
 from tandem.rpc.channel import open_channel
 from tandem.rpc.server import RpcServer, Service
 from tandem.types import (
@@ -37,7 +37,7 @@ from tandem.types import (
     WorkerInfo,
     WorkerLoad,
 )
-from tandem.v1 import registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tandem.v1 import inference_pb2, registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 BEAT_S = 0.05
 RETRY_S = 0.05
@@ -51,6 +51,14 @@ def token_at(prompt: Iterable[int], offset: int, index: int = 0) -> TokenId:
 def drawn_with_prompt(spec: GroupSpec) -> Sequence[ChoiceSpec]:
     """The choices whose next token comes from whoever computes the prompt."""
     return spec.choices if len(spec.choices) == 1 else [each for each in spec.choices if not each.output_token_ids]
+
+
+def prompt_logprobs_of(spec: GroupSpec) -> list[tuple[int, list[inference_pb2.TokenLogprobs]]]:
+    """Offset and content of the messages that tell those of a prompt, two tokens in each; none if not asked for."""
+    if spec.sampling.prompt_logprobs is None:
+        return []
+    scores = [logprobs_to_proto(TokenLogprobs(each, -0.25 * each)) for each in spec.prompt_token_ids]
+    return [(at, scores[at : at + 2]) for at in range(1, len(scores), 2)]
 
 
 def delta_to_proto(handle: Handle, delta: TokenDelta) -> worker_pb2.SequenceOutput:
@@ -106,7 +114,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.specs: list[GroupSpec] = []
         self.num_releases = 0
         self.num_drain_orders = 0
+        self.cached_tokens = 0
+        """Of every prompt, as it is told."""
         self.load = WorkerLoad(0, 0, 0, 0, PoolCounts(64, 64, 0, 0, 0, 0, 16, 0), 0, draining=False)
+        self.local_limits: list[int] = []
+        """Most tokens that it was to compute by itself for holding the rest, of each request of that kind."""
+        self.forgets = False
+        """Whether it fails such requests: its cache lacks more than it has said."""
+        self._streams: set[Stream] = set()
         self._peers = peers
         self._held: set[str] = set()
         self._pause_at: int | None = None
@@ -149,6 +164,18 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         ((stream, handle),) = self.sequences
         stream.tokens(handle, TokenDelta(offset, tuple(map(TokenId, tokens)), (), finish, index))
 
+    def say_prompt_logprobs(self, offset: int, *tokens: int) -> None:
+        """Tells some of its one request that need not be true; each as the fake model would."""
+        ((stream, handle),) = self.sequences
+        scores = [logprobs_to_proto(TokenLogprobs(TokenId(each), -0.25 * each)) for each in tokens]
+        stream.say(prompt_logprobs=worker_pb2.PromptLogprobs(handle=handle, offset=offset, logprobs=scores))
+
+    def tell_cache(self, stored: Sequence[int] = (), removed: Sequence[int] = (), *, cleared: bool = False) -> None:
+        """Tells every router so of its cache."""
+        changes = worker_pb2.CacheChanges(stored=stored, removed=removed, cleared=cleared)
+        for stream in self._streams:
+            stream.say(cache_changes=changes)
+
     def fail_all(self, error: TandemError) -> None:
         """Gives up everything it runs."""
         for stream, handle in list(self.sequences):
@@ -164,11 +191,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         stream = Stream()
         stream.say(hello=worker_pb2.WorkerHello(incarnation=self.info.incarnation))
         writing = asyncio.create_task(self._write(stream, context))
+        self._streams.add(stream)
         try:
             async for request in request_iterator:
                 self._take(stream, request)
         finally:
             writing.cancel()
+            self._streams.discard(stream)
             for key in [key for key in self.sequences if key[0] is stream]:
                 del self.sequences[key]
             self._notify()
@@ -186,6 +215,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             stream.say(failed=failed_to_proto(key[1], self._sickness))
         elif kind == "reserve":
             key = self._begin(stream, request.reserve)
+            if request.reserve.HasField("max_local_tokens"):
+                self.local_limits.append(request.reserve.max_local_tokens)
+                if self.forgets:
+                    del self.sequences[key]
+                    stream.say(failed=failed_to_proto(key[1], PrefixNotHeld("0 tokens are held")))
+                    return
             self._spawn(self._reserve(key, request.reserve.local_prefill))
         elif kind == "prefill":
             key = self._begin(stream, request.prefill)
@@ -214,7 +249,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         ticket, endpoint = (b"", b"") if local_prefill else (str(handle).encode(), self.info.worker_id.encode())
         stream.say(reserved=worker_pb2.Reserved(handle=handle, ticket=ticket, kv_endpoint=endpoint))
         if local_prefill and await self._passes("first", key):
-            self._tell_first(key, self._first_tokens(key))
+            self._tell_first(key, self.sequences[key].spec, self._first_tokens(key))
             self._spawn(self._decode(key))
 
     async def _prefill(self, key: Key) -> None:
@@ -222,12 +257,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         if not await self._passes("prefill", key):
             return
         stream.say(prefill_started=worker_pb2.PrefillStarted(handle=handle))
-        first = self._first_tokens(key)
+        spec, first = self.sequences[key].spec, self._first_tokens(key)
         goes_on = bool(self.sequences[key].offsets)
         handing_over = asyncio.create_task(self._hand_over(key))
         try:
             if await self._passes("first", key):
-                self._tell_first(key, first)
+                self._tell_first(key, spec, first)
             await handing_over
         finally:
             handing_over.cancel()
@@ -253,10 +288,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         running = self.sequences[key]
         return [self._next(running, each.index) for each in drawn_with_prompt(running.spec)]
 
-    @staticmethod
-    def _tell_first(key: Key, first: Sequence[TokenDelta]) -> None:
+    def _tell_first(self, key: Key, spec: GroupSpec, first: Sequence[TokenDelta]) -> None:
         stream, handle = key
-        stream.say(prefill_done=worker_pb2.PrefillDone(handle=handle, queue_seconds=0.25, prefill_seconds=0.5))
+        for part in prompt_logprobs_of(spec):
+            stream.say(prompt_logprobs=worker_pb2.PromptLogprobs(handle=handle, offset=part[0], logprobs=part[1]))
+        done = worker_pb2.PrefillDone(
+            handle=handle, queue_seconds=0.25, prefill_seconds=0.5, cached_tokens=self.cached_tokens
+        )
+        stream.say(prefill_done=done)
         if first:
             stream.tokens(handle, *first)
 

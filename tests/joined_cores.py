@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerPolicy
 from decode_worker.worker import WorkerParts as DecodeParts
 from engine.block_pool import BlockPool
+from engine.host_tier import HostTier
+from engine.prefix_cache import PrefixCache
 from engine.step import SampledToken
 from kvtransfer.base import BlockRef, HandoffListener, Offer, TransferReport
 from prefill_worker.outgoing_transfer import OutgoingPolicy
@@ -37,6 +40,7 @@ from tandem.types import (
     TextParams,
     TokenDelta,
     TokenId,
+    TokenLogprobs,
     WaitReason,
     WorkerId,
     WorkerInfo,
@@ -44,6 +48,7 @@ from tandem.types import (
 from tandem.v1 import worker_pb2
 from tandem.validation import Validator
 from tests.manual_clock import ManualClock
+from tests.registering import INFO
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine
 
 BLOCK_SIZE = 4
@@ -53,46 +58,40 @@ SILENCE_S = 0.01
 
 def info_of(role: Role) -> WorkerInfo:
     """A worker that fits every other one."""
-    return WorkerInfo(
+    return replace(
+        INFO,
         worker_id=WorkerId(role.value),
         incarnation=Incarnation(f"{role.value}-life"),
         role=role,
-        address="",
-        model="tiny",
-        config_fingerprint="config",
-        model_fingerprint="weights",
-        layout_fingerprint="layout",
         transports=("wire",),
-        local_prefill_tokens=0,
         max_sequence_tokens=4096,
-        pid=1,
-        device="fake",
     )
 
 
 class Wire:
     """Receiver, sender and all its hand-offs."""
 
-    first_block = 0
-
     def __init__(self, source: FakeEngine, target: FakeEngine) -> None:
         self._source, self._target = source, target
-        self._offers: dict[str, tuple[tuple[BlockRef, ...], HandoffListener]] = {}
+        self._offers: dict[str, tuple[tuple[BlockRef, ...], HandoffListener, int]] = {}
+        """Blocks, whom to tell, and the position of the first block."""
         self._num_offers = 0
 
     @property
     def num_live(self) -> int:
         return len(self._offers)
 
-    def offer(self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float) -> Offer:
+    def offer(
+        self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float, first_block: int = 0
+    ) -> Offer:
         self._num_offers += 1
         name = str(self._num_offers)
-        self._offers[name] = blocks, listener
+        self._offers[name] = blocks, listener, first_block
         return Offer(name, name.encode(), b"endpoint")
 
     def withdraw(self, transfer_id: str) -> None:
         if transfer_id in self._offers:
-            _, listener = self._offers.pop(transfer_id)
+            _, listener, _ = self._offers.pop(transfer_id)
             listener.on_failed(TransferError("withdrawn"))
             listener.on_writer_stopped()
 
@@ -102,11 +101,16 @@ class Wire:
         return WireHandoff(self, ticket.decode())
 
     def copy(self, name: str, first: int, source_blocks: Sequence[BlockId]) -> None:
-        targets = self._offers[name][0][first : first + len(source_blocks)]
+        blocks, _, first_block = self._offers[name]
+        assert first >= first_block
+        targets = blocks[first - first_block :][: len(source_blocks)]
         for source, target in zip(source_blocks, targets, strict=True):
             for at in range(BLOCK_SIZE):
                 if (source, at) in self._source.slots:
                     self._target.slots[target.block_id, at] = self._source.slots[source, at]
+
+    def first_block(self, name: str) -> int:
+        return self._offers[name][2]
 
     def listener(self, name: str) -> HandoffListener:
         if name not in self._offers:
@@ -122,11 +126,10 @@ class Wire:
 class WireHandoff:
     """One hand-off: nothing of it takes any time."""
 
-    first_block = 0
-
     def __init__(self, wire: Wire, name: str) -> None:
         self._wire, self._name = wire, name
         wire.listener(name).on_receiving()
+        self.first_block = wire.first_block(name)
 
     async def push(self, first: int, source_blocks: tuple[BlockId, ...]) -> None:
         self._wire.copy(self._name, first, source_blocks)
@@ -156,9 +159,11 @@ class CoreLink:
     def watch(self, listener: GroupListener) -> Handle:
         return self._handle(listener)
 
-    def reserve(self, handle: Handle, group: worker_pb2.Group, *, local_prefill: bool) -> None:
+    def reserve(
+        self, handle: Handle, group: worker_pb2.Group, *, local_prefill: bool, max_local_tokens: int | None = None
+    ) -> None:
         self.handles.append(handle)
-        self._core.reserve(self, handle, group_from_proto(group), local_prefill)
+        self._core.reserve(self, handle, group_from_proto(group), local_prefill, max_local_tokens)
 
     def prefill(self, group: worker_pb2.Group, listener: GroupListener, destination: str) -> Handle:
         handle = self._handle(listener)
@@ -195,8 +200,8 @@ class CoreLink:
     def prefill_started(self, handle: Handle) -> None:
         self._tell(handle, "prefill_started")
 
-    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
-        self._tell(handle, "prefill_done", queue_s, prefill_s)
+    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float, cached_tokens: int = 0) -> None:
+        self._tell(handle, "prefill_done", queue_s, prefill_s, cached_tokens)
 
     def token(
         self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
@@ -210,6 +215,9 @@ class CoreLink:
         self.waits[reason] = handles
         for handle in handles:
             self._tell(handle, "waiting")
+
+    def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        self._tell(handle, "prompt_logprobs", offset, tuple(logprobs))
 
     def failed(self, handle: Handle, error: TandemError) -> None:
         self.failures.append(error)
@@ -261,26 +269,37 @@ class Running:
 class JoinedCores:
     """Use as an async context manager; at its end both workers must be idle."""
 
-    def __init__(self, *, prefill_blocks: int = 32, decode_blocks: int = 64, max_seqs: int = 8) -> None:
+    def __init__(
+        self, *, prefill_blocks: int = 32, decode_blocks: int = 64, max_seqs: int = 8, host_rows: int = 0
+    ) -> None:
         self.infos = {role: info_of(role) for role in Role}
         self.clock = ManualClock()
         self.pools = {
             Role.PREFILL: BlockPool(prefill_blocks, BLOCK_SIZE),
             Role.DECODE: BlockPool(decode_blocks, BLOCK_SIZE),
         }
+        self.caches = {
+            role: PrefixCache(pool, tier=HostTier(host_rows, 1) if host_rows else None)
+            for role, pool in self.pools.items()
+        }
         self.engines = {role: FakeEngine(pool) for role, pool in self.pools.items()}
         wire: Any = Wire(self.engines[Role.PREFILL], self.engines[Role.DECODE])
         validator = Validator(Limits(), VOCAB_SIZE, context_tokens=4096)
         self.prefill = PrefillWorker(
             PrefillParts(
-                self.engines[Role.PREFILL], self.pools[Role.PREFILL], wire, validator, self.clock, WorkerObserver()
+                self.engines[Role.PREFILL],
+                self.caches[Role.PREFILL],
+                wire,
+                validator,
+                self.clock,
+                WorkerObserver(),
             ),
             BatchLimits(chunk_tokens=8, max_seqs=4),
             OutgoingPolicy(),
             max_sequence_tokens=4096,
         )
         self.decode = DecodeWorker(
-            DecodeParts(self.engines[Role.DECODE], self.pools[Role.DECODE], wire, validator, self.clock),
+            DecodeParts(self.engines[Role.DECODE], self.caches[Role.DECODE], wire, validator, self.clock),
             WorkerPolicy(StepLimits(BLOCK_SIZE, max_seqs, chunk_tokens=16), 4096, first_guess_tokens=4),
         )
         self.links = {
@@ -311,6 +330,11 @@ class JoinedCores:
     def start(self, spec: GroupSpec) -> Running:
         """One attempt."""
         return Running(self, spec)
+
+    def check_invariants(self) -> None:
+        """Of both caches and their pools."""
+        for cache in self.caches.values():
+            cache.check_invariants()
 
     def num_waiting(self, role: Role) -> dict[WaitReason, int]:
         """As its worker says it now."""

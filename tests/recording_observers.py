@@ -18,7 +18,7 @@ from tandem.telemetry.observers import (
     StepReport,
     WorkerObserver,
 )
-from tandem.types import GroupSpec, WorkerInfo
+from tandem.types import GroupSpec, PrefixAt, WorkerInfo
 
 
 class Record:
@@ -62,11 +62,11 @@ class RecordedRequest(Record, RequestObserver):
     def admitted(self) -> None:
         self.calls.append(("admitted",))
 
-    def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo) -> None:
+    def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo, prefix_at: PrefixAt = PrefixAt.NOWHERE) -> None:
         self.calls.append(("placed", prefill, decode))
 
-    def prompt_computed(self, queue_s: float, prefill_s: float) -> None:
-        self.calls.append(("prompt_computed", queue_s, prefill_s))
+    def prompt_computed(self, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
+        self.calls.append(("prompt_computed", queue_s, prefill_s, cached_tokens))
 
     def handed_over(self, num_bytes: int, seconds: float) -> None:
         self.calls.append(("handed_over", num_bytes, seconds))
@@ -106,6 +106,9 @@ class RecordedSequence(Record, SequenceObserver):
     def reserved(self) -> None:
         self.calls.append(("reserved",))
 
+    def looked_up(self, num_tokens: int, num_cached_tokens: int) -> None:
+        self.calls.append(("looked_up", num_tokens, num_cached_tokens))
+
     def started(self) -> None:
         self.calls.append(("started",))
 
@@ -140,5 +143,5 @@ class RecordingWorker(WorkerObserver):
     def check_all_ended(self) -> None:
         for sequence in self.sequences:
             assert sequence.ended_once_and_last, sequence.names
-            for name in ("reserved", "started", "first_token", "transfer_started", "transferred"):
+            for name in ("reserved", "looked_up", "started", "first_token", "transfer_started", "transferred"):
                 assert sequence.names.count(name) <= 1, sequence.names

@@ -6,7 +6,17 @@ import asyncio
 from collections.abc import Sequence
 
 from engine.block_pool import BlockPool
-from engine.step import BrokenLogits, Sampled, SampledToken, SampleSpec, ScheduledSeq, Step, StepResult
+from engine.step import (
+    BrokenLogits,
+    Direction,
+    Sampled,
+    SampledToken,
+    SampleSpec,
+    ScheduledSeq,
+    Step,
+    StepResult,
+    TierMove,
+)
 from tandem.errors import InternalError
 from tandem.lifecycle import BlockState
 from tandem.types import BlockId, GroupSpec, TokenId
@@ -42,6 +52,8 @@ class FakeEngine:
 
     def __init__(self, pool: BlockPool) -> None:
         self.slots: dict[tuple[int, int], int] = {}
+        self.rows: dict[int, dict[int, int]] = {}
+        """Of the host tier: tokens by offset."""
         self.num_steps = 0
         self.step_s = 0.0
         """How long it says that a step took: 0 = the next one is launched behind it at once."""
@@ -96,7 +108,9 @@ class FakeEngine:
         self.steps.append(step)
         self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
         tables = [tuple(seq.block_table) for seq in step.seqs]
-        self._last = asyncio.create_task(self._run(len(self.steps) - 1, step, tables, self._last))
+        reads_loaded = self.num_in_flight > 1 and any(move.direction is Direction.IN for move in self.steps[-2].moves)
+        run = self._run(len(self.steps) - 1, step, tables, self._last, reads_loaded=reads_loaded)
+        self._last = asyncio.create_task(run)
         self._news.set()
         return self._last
 
@@ -106,6 +120,8 @@ class FakeEngine:
         step: Step,
         tables: list[tuple[BlockId, ...]],
         before: asyncio.Task[StepResult] | None,
+        *,
+        reads_loaded: bool,
     ) -> StepResult:
         named = {*(b for table in tables for b in table), *(c.source for c in step.copies)}
         generations = {block: self._pool.generation(block) for block in named}
@@ -122,13 +138,14 @@ class FakeEngine:
         for block, generation in generations.items():
             assert self._pool.state(block) is BlockState.LIVE, "freed under the engine"
             assert self._pool.generation(block) == generation, "freed under the engine"
-        is_fed = any(seq.feed is not None for seq in step.seqs)
+        is_fed = reads_loaded or any(seq.feed is not None for seq in step.seqs)
         if number in self.errors or (is_fed and self._last_drawn is None):
             self._last_drawn = None
             raise self.errors.get(number, InternalError("the step before it failed"))
         return self._compute_all(step, tables)
 
     def _compute_all(self, step: Step, tables: list[tuple[BlockId, ...]]) -> StepResult:
+        self._move(step.moves)
         for copy in step.copies:
             for offset in range(self._pool.block_size):
                 if (copy.source, offset) in self.slots:
@@ -137,6 +154,15 @@ class FakeEngine:
         drawn = [sampled for output in outputs for sampled in output]
         self._last_drawn = [-1 if isinstance(each, BrokenLogits) else each[0].token_id for each in drawn]
         return StepResult(outputs, self.step_s)
+
+    def _move(self, moves: Sequence[TierMove]) -> None:
+        offsets = range(self._pool.block_size)
+        for move in moves:
+            if move.direction is Direction.OUT:
+                self.rows[move.row] = {at: self.slots[move.block, at] for at in offsets}
+        for move in moves:
+            if move.direction is Direction.IN:
+                self.slots.update({(move.block, at): self.rows[move.row][at] for at in offsets})
 
     def _compute(self, seq: ScheduledSeq, table: tuple[BlockId, ...]) -> tuple[Sampled, ...]:
         token_ids = list(seq.token_ids)

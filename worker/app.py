@@ -9,8 +9,8 @@ Knows no scheduler and no transfer; each role's `app` adds its own.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -18,11 +18,13 @@ from typing import TypeVar
 from opentelemetry.trace import Tracer
 
 from engine.loading import Engine, EngineOptions, load_engine, resolve_device
+from engine.prefix_cache import PrefixCache
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.transports import choose
 from tandem.checkpoint import CheckpointInfo, read_checkpoint
 from tandem.clock import MonotonicClock
 from tandem.config import WorkerConfig
+from tandem.errors import ConfigError
 from tandem.rpc.process import StopSignal, run_process
 from tandem.security.credentials import Security
 from tandem.telemetry.logging import configure_logging
@@ -33,7 +35,9 @@ from tandem.telemetry.observers import WorkerObserver, worker_observers
 from tandem.telemetry.tracing import tracing
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo, new_incarnation
 from tandem.validation import Validator
-from worker.metrics import WorkerMetrics, load_readings, wait_readings
+from worker.cache_reports import CacheListeners, CacheReports
+from worker.kv_events import KvEvents, KvEventsOptions
+from worker.metrics import WorkerMetrics, cache_readings, load_readings, wait_readings
 from worker.ports import WorkerCore
 from worker.process import WorkerProcess
 from worker.spans import sequence_spans
@@ -117,10 +121,33 @@ class Foundation:
             max_seqs=self.config.max_seqs,
         )
 
-    async def serve(self, core: WorkerCore, info: WorkerInfo, stop: StopSignal) -> None:
-        """Serves until a stop is asked for, then drains. Raises ConfigError if the address cannot be had."""
+    async def serve(self, core: WorkerCore, info: WorkerInfo, stop: StopSignal, cache: PrefixCache) -> None:
+        """Serves until a stop is asked for, then drains. Raises ConfigError if an address cannot be had."""
         self.metrics.add_reader(lambda: load_readings(self.role, core.load()))
         self.metrics.add_reader(lambda: wait_readings(core.waits()))
-        process = WorkerProcess(self.config, core, self.incarnation, self.metrics, security=self.security)
-        with LoopLag(self.metrics):
+        self.metrics.add_reader(lambda: cache_readings(cache.counters))
+        with LoopLag(self.metrics), self._telling_of(cache) as reports:
+            process = WorkerProcess(self.config, core, self.incarnation, self.metrics, reports, security=self.security)
             await process.run(lambda address: replace(info, address=address), stop)
+
+    @contextmanager
+    def _telling_of(self, cache: PrefixCache) -> Iterator[CacheReports | None]:
+        """Has routers, and who else may want it, told what the cache holds; None if there is no cache."""
+        config = self.config
+        if config.kv_events_replay is not None and config.kv_events is None:
+            raise ConfigError("--kv-events-replay", "needs --kv-events")
+        if not config.prefix_cache:
+            if config.kv_events is not None:
+                raise ConfigError("--kv-events", "needs --prefix-cache")
+            yield None
+            return
+        cache.listener = reports = CacheReports(cache)
+        if config.kv_events is None:
+            yield reports
+            return
+        as_arrays = config.kv_events_format == "array"
+        options = KvEventsOptions(config.kv_events, config.kv_events_replay, config.kv_events_topic, as_arrays)
+        with KvEvents(options, cache.pool.block_size) as events:
+            cache.listener = CacheListeners((reports, events))
+            yield reports
+            cache.listener = reports

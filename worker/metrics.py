@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from engine.prefix_cache import CacheCounters
 from tandem.clock import Clock
 from tandem.errors import TandemError, TransferError
 from tandem.telemetry import metric_names as names
@@ -26,6 +27,8 @@ class WorkerMetrics(WorkerObserver):
         self.transfer_failures = metrics.counter(names.TRANSFER_FAILURES)
         self.transfer_s = metrics.histogram(names.TRANSFER_SECONDS)
         self.transfer_bytes = metrics.counter(names.TRANSFER_BYTES) if role is Role.PREFILL else None
+        self.cache_queries = metrics.counter(names.PREFIX_CACHE_QUERIES)
+        self.cache_hits = metrics.counter(names.PREFIX_CACHE_HITS)
         self._computed_tokens = metrics.counter(names.COMPUTED_PROMPT_TOKENS)
         self._step_s = {kind: metrics.histogram(names.STEP_SECONDS, kind) for kind in ("prefill", "decode", "mixed")}
         self._step_seqs = metrics.histogram(names.STEP_SEQS)
@@ -55,6 +58,10 @@ class _Request(SequenceObserver):
         self._arrived_s = of.clock.now_s()
         self._started = False
         self._transferring = False
+
+    def looked_up(self, num_tokens: int, num_cached_tokens: int) -> None:
+        self._of.cache_queries.add(num_tokens)
+        self._of.cache_hits.add(num_cached_tokens)
 
     def started(self) -> None:
         if not self._started:
@@ -91,6 +98,13 @@ def wait_readings(waits: Iterable[tuple[object, WaitReason]]) -> Iterator[Readin
     """Who waits, by reason, as a metric."""
     counts = Counter(reason for _, reason in waits)
     return (Reading(names.WAITING_REQUESTS, counts[reason], (reason,)) for reason in WaitReason)
+
+
+def cache_readings(counters: CacheCounters) -> Iterator[Reading]:
+    """What a worker's prefix cache has done, as metrics."""
+    yield Reading(names.PREFIX_CACHE_EVICTED, counters.evicted_blocks)
+    yield Reading(names.PREFIX_CACHE_STORED, counters.host_stored_blocks, ("host",))
+    yield Reading(names.PREFIX_CACHE_LOADED, counters.host_loaded_blocks, ("host",))
 
 
 def load_readings(role: Role, load: WorkerLoad) -> Iterator[Reading]:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from engine.step import SampledToken, Step, StepResult
 from tandem.errors import TandemError
-from tandem.types import FinishReason, GroupSpec, Handle, WaitReason, WorkerLoad
+from tandem.types import FinishReason, GroupSpec, Handle, TokenLogprobs, WaitReason, WorkerLoad
 
 
 class RouterPort(Protocol):
@@ -30,8 +30,14 @@ class RouterPort(Protocol):
     def prefill_started(self, handle: Handle) -> None:
         """Prefill worker: its first chunk is about to be computed. Answered by `WorkerCore.grant`, or a release."""
 
-    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
-        """The prompt is computed. Told before the first tokens, which are given to `token` like all others."""
+    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float, cached_tokens: int = 0) -> None:
+        """The prompt is computed, but for the first `cached_tokens` of it, whose KV was found here.
+
+        Told before the first tokens, which are given to `token` like all others.
+        """
+
+    def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Of the prompt's tokens from number `offset` on, told without a gap from 1 on, all before `prefill_done`."""
 
     def token(
         self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
@@ -69,8 +75,17 @@ class WorkerCore(Protocol):
     A TandemError raised by `reserve` or `prefill` becomes the request's `failed`; nothing is held then.
     """
 
-    def reserve(self, session: RouterPort, handle: Handle, spec: GroupSpec, local_prefill: bool) -> None:
-        """Decode worker: make room."""
+    def reserve(
+        self,
+        session: RouterPort,
+        handle: Handle,
+        spec: GroupSpec,
+        local_prefill: bool,
+        max_local_tokens: int | None = None,
+    ) -> None:
+        """Decode worker: make room. With `local_prefill` it fails with PrefixNotHeld if the cache lacks more than
+        `max_local_tokens` of what is to be computed before every choice can draw.
+        """
 
     def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec, destination: str) -> None:
         """Prefill worker: compute the prompt, and hand it over to where `grant` says, which is at `destination`."""

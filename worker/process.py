@@ -29,6 +29,7 @@ from tandem.telemetry.metrics import Metrics
 from tandem.types import Incarnation, WorkerInfo, WorkerLoad
 from tandem.v1 import worker_pb2_grpc
 from worker.announcer import Announcer
+from worker.cache_reports import CacheReports
 from worker.ports import WorkerCore
 from worker.service import SERVICE_NAME, WorkerServicer
 
@@ -67,12 +68,16 @@ class WorkerProcess:
         core: WorkerCore,
         incarnation: Incarnation,
         metrics: Metrics,
+        reports: CacheReports | None = None,
         *,
         security: Security = _PLAIN,
         progress: ProgressWatch | None = None,
         watch_every_s: float = _WATCH_EVERY_S,
     ) -> None:
-        """`progress` judges the engine's load, every `watch_every_s`."""
+        """`reports`: of the worker's prefix cache, if it has one.
+
+        `progress` judges the engine's load, every `watch_every_s`.
+        """
         self._config = config
         self._core = core
         self._security = security
@@ -80,7 +85,8 @@ class WorkerProcess:
         self._clock = MonotonicClock()
         self._progress = progress or ProgressWatch(self._clock)
         self._watch_every_s = watch_every_s
-        register = partial(worker_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerServicer(core, incarnation))
+        servicer = WorkerServicer(core, incarnation, reports)
+        register = partial(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer)
         service = Service(SERVICE_NAME, register, long_lived=True)
         self._server = RpcServer(
             config.listen,

@@ -11,8 +11,9 @@ from engine.group import Group
 from engine.sequence import Sequence
 from engine.step import SampledToken
 from tandem.clock import Deadline
+from tandem.errors import InternalError
 from tandem.telemetry.observers import SequenceObserver
-from tandem.types import GroupSpec, Handle
+from tandem.types import GroupSpec, Handle, TokenLogprobs
 from worker.ports import RouterPort
 
 Rank: TypeAlias = tuple[int, int]
@@ -50,14 +51,33 @@ class Request:
         """When its first tokens were scheduled; None before."""
         self.owes_prefill_done = True
         """Whether the prompt is computed here, and the router has not been told that it is done."""
+        self.max_local_tokens: int | None = None
+        """Most tokens that a worker which computes the prompt itself may have to compute; None = any number."""
         self.num_sampled_tokens = 0
         """Tokens drawn here, of all choices."""
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether KV that a cache knows may stand for what is still to be computed."""
+        return not self.owes_prefill_done or self.spec.sampling.prompt_logprobs is None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt whose KV was found here; output that a resumed request brings is not counted."""
+        return min(self.group.prefix.num_cached_tokens, self.spec.num_prompt_tokens)
 
     def prompt_computed(self, now_s: float) -> None:
         """Tells router and observer, before the first tokens; once, by the worker that computed it."""
         started_s = now_s if self.started_s is None else self.started_s
         self.observer.first_token()
-        self.router.prefill_done(self.handle, started_s - self.arrived_s, now_s - started_s)
+        self.router.prefill_done(self.handle, started_s - self.arrived_s, now_s - started_s, self.cached_tokens)
+
+    def take_scores(self, scores: tuple[TokenLogprobs, ...]) -> None:
+        """Tells the router log-probabilities of the next tokens of the prompt."""
+        told = self.group.prompt_scores
+        if told is None:
+            raise InternalError("log-probabilities of a prompt that nobody asked for")
+        self.router.prompt_logprobs(self.handle, told.take(len(scores)), scores)
 
     def take_token(self, choice: Sequence, token: SampledToken) -> None:
         """Adds a drawn token to a choice and tells it to the router, with the finish reason if it is the last."""

@@ -1,9 +1,11 @@
 """One router's stream as a worker sees it: a `RouterPort` that writes what it is told into messages at once.
 
     reserved · prefill_started · prefill_done ─▶ answers ┐
+    prompt_logprobs                           ─▶ answers │
     token                                     ─▶ outputs ├─ take ─▶ the stream's writer, in this order
     handoff_done · failed                     ─▶ ends    │
-    waiting                                   ─▶ waits   ┘
+    waiting                                   ─▶ waits   │
+    what the cache holds                      ─▶ news    ┘
 
 A token goes straight into the pending StepOutputs. While the writer waits for a slow router, the tokens of a
 choice merge into one SequenceOutput; a message that has reached its size is closed, and the next one begun.
@@ -19,8 +21,9 @@ from typing import TypeAlias
 from engine.step import SampledToken
 from tandem.convert import failed_to_proto, finish_reason_to_proto, logprobs_to_proto, wait_reason_to_proto
 from tandem.errors import TandemError
-from tandem.types import FinishReason, Handle, Incarnation, WaitReason
+from tandem.types import FinishReason, Handle, Incarnation, TokenLogprobs, WaitReason
 from tandem.v1 import worker_pb2
+from worker.cache_reports import CacheNews
 
 MAX_TOKENS_PER_MESSAGE = 16384
 _TOKENS_PER_LOGPROB = 4
@@ -40,6 +43,9 @@ class RouterSession:
         self._ends: _ByHandle = {}
         self._waits: dict[WaitReason, worker_pb2.ConnectResponse] = {}
         self._filled = asyncio.Event()
+        self.cache_news = CacheNews(self._take_cache_news)
+        """What this router has not been told of the cache yet."""
+        self._cache_news_is_due = False
 
     # --- from the core (RouterPort) ---
 
@@ -53,10 +59,21 @@ class RouterSession:
         message = worker_pb2.PrefillStarted(handle=handle)
         self._add(self._answers, handle, worker_pb2.ConnectResponse(prefill_started=message))
 
-    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
+    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float, cached_tokens: int = 0) -> None:
         """See `worker.ports.RouterPort`."""
-        message = worker_pb2.PrefillDone(handle=handle, queue_seconds=queue_s, prefill_seconds=prefill_s)
+        message = worker_pb2.PrefillDone(
+            handle=handle, queue_seconds=queue_s, prefill_seconds=prefill_s, cached_tokens=cached_tokens
+        )
         self._add(self._answers, handle, worker_pb2.ConnectResponse(prefill_done=message))
+
+    def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """See `worker.ports.RouterPort`."""
+        per_token = _TOKENS_PER_LOGPROB * (1 + max((len(each.top) for each in logprobs), default=0))
+        count = max(1, MAX_TOKENS_PER_MESSAGE // per_token)
+        for start in range(0, len(logprobs), count):
+            part = [logprobs_to_proto(each) for each in logprobs[start : start + count]]
+            message = worker_pb2.PromptLogprobs(handle=handle, offset=offset + start, logprobs=part)
+            self._add(self._answers, handle, worker_pb2.ConnectResponse(prompt_logprobs=message))
 
     def token(
         self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
@@ -108,8 +125,14 @@ class RouterSession:
         outputs, self._outputs = self._outputs, _PendingOutputs()
         ends, self._ends = self._ends, {}
         waits, self._waits = self._waits, {}
+        news, self._cache_news_is_due = self.cache_news.take() if self._cache_news_is_due else (), False
+        changes = (worker_pb2.ConnectResponse(cache_changes=each) for each in news)
         self._filled.clear()
-        return [*_flat(answers), *outputs.messages(), *_flat(ends), *waits.values()]
+        return [*_flat(answers), *outputs.messages(), *_flat(ends), *waits.values(), *changes]
+
+    def _take_cache_news(self) -> None:
+        self._cache_news_is_due = True
+        self._filled.set()
 
     def _add(self, to: _ByHandle, handle: Handle, response: worker_pb2.ConnectResponse) -> None:
         if handle in self._open:

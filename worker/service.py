@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from typing import Any
 
 import grpc.aio
@@ -17,6 +18,7 @@ from tandem.errors import InternalError, InvalidRequest, TandemError
 from tandem.telemetry.logging import get_logger
 from tandem.types import Handle, Incarnation
 from tandem.v1 import worker_pb2, worker_pb2_grpc
+from worker.cache_reports import CacheReports
 from worker.ports import WorkerCore
 from worker.router_session import RouterSession
 
@@ -31,9 +33,17 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves one worker to any number of routers."""
 
-    def __init__(self, core: WorkerCore, incarnation: Incarnation, hello_timeout_s: float = _HELLO_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        core: WorkerCore,
+        incarnation: Incarnation,
+        reports: CacheReports | None = None,
+        hello_timeout_s: float = _HELLO_TIMEOUT_S,
+    ) -> None:
+        """`reports` tells routers what the worker's cache holds; None = it has no cache."""
         self._core = core
         self._incarnation = incarnation
+        self._reports = reports
         self._hello_timeout_s = hello_timeout_s
 
     async def Connect(  # noqa: N802
@@ -44,8 +54,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         _log.info("router connected", router=session.router_incarnation, peer=context.peer())
         reader = asyncio.create_task(self._read(request_iterator, session), name="connect-reader")
         writer = asyncio.create_task(self._write(context, session), name="connect-writer")
+        telling = nullcontext() if self._reports is None else self._reports.telling(session.cache_news)
         try:
-            done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            with telling:
+                done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
@@ -96,8 +108,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise InvalidRequest("handle", f"{handle} is in use")
         try:
             if request.HasField("reserve"):
-                spec = group_from_proto(request.reserve.group)
-                self._core.reserve(session, handle, spec, request.reserve.local_prefill)
+                reserve = request.reserve
+                spec = group_from_proto(reserve.group)
+                max_local_tokens = reserve.max_local_tokens if reserve.HasField("max_local_tokens") else None
+                self._core.reserve(session, handle, spec, reserve.local_prefill, max_local_tokens)
             else:
                 spec = group_from_proto(request.prefill.group)
                 self._core.prefill(session, handle, spec, request.prefill.destination)

@@ -51,6 +51,10 @@ class _Spans(SequenceObserver):
         self._spec = spec
         self._parent = parent
         self._open: dict[str, Span] = {QUEUE: queue}
+        self._num_cached_tokens = 0
+
+    def looked_up(self, num_tokens: int, num_cached_tokens: int) -> None:
+        self._num_cached_tokens = num_cached_tokens
 
     def ended(self, error: TandemError | None, num_tokens: int) -> None:
         for name, span in self._open.items():
@@ -77,6 +81,7 @@ class _Spans(SequenceObserver):
         attributes: dict[str, str | int] = {
             **_name_of(spec),
             "gen_ai.usage.input_tokens": spec.num_prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": self._num_cached_tokens,
             "tandem.num_resumed_tokens": sum(len(choice.output_token_ids) for choice in spec.choices),
         }
         if len(spec.choices) > 1:

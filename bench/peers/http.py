@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.peers.process import OPEN_TIMEOUT_S, PeerError, PeerProcess, vllm_environment
 from bench.peers.streams import REQUEST_TIMEOUT_S, Arrivals, OnFirst, Prompt, Stream
@@ -30,7 +31,7 @@ class VllmServer:
         options = (
             *("--model", str(model), "--served-model-name", _MODEL, "--dtype", "bfloat16"),
             *("--host", _HOST, "--port", str(self.port), "--max-model-len", str(context_tokens)),
-            "--disable-uvicorn-access-log",
+            *("--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
         )
         command = (str(vllm_python), "-P", "-m", "vllm.entrypoints.openai.api_server", *options)
         self.process = PeerProcess("vllm server", command, vllm_environment(vllm_python, cores))
@@ -75,15 +76,21 @@ class VllmStreams:
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
+            "stream_options": {"include_usage": True},
         }
         arrivals = Arrivals(on_first)
+        usage: dict[str, Any] = {}
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 async for event in self._post("/v1/completions", json.dumps(body).encode()):
-                    arrivals.add(len(json.loads(event)["choices"][0]["token_ids"] or ()))
+                    document = json.loads(event)
+                    for choice in document["choices"]:  # none in the last event
+                        arrivals.add(choice["token_ids"] or ())
+                    usage = document.get("usage") or usage
         except (OSError, EOFError, TimeoutError) as error:
             raise self._server.process.failure(f"broke a stream off ({error!r})") from error
-        return arrivals.stream(max_tokens)
+        found = usage.get("prompt_tokens_details") or {}  # left out if nothing was found
+        return arrivals.stream(max_tokens, found.get("cached_tokens") or 0)
 
     async def _post(self, path: str, payload: bytes) -> AsyncIterator[bytes]:
         """Yields the data of each event."""

@@ -27,6 +27,12 @@ class Stream:
     sent_s: float
     arrivals: tuple[tuple[float, int], ...]
     """When each message with tokens came, and how many it brought."""
+    token_ids: Prompt = ()
+    """What was generated."""
+    cached_tokens: int = 0
+    """Of the prompt: what the server says that it found in its cache."""
+    transfer_bytes: int = 0
+    """KV that was handed from worker to worker."""
 
     @property
     def num_tokens(self) -> int:
@@ -55,19 +61,21 @@ class Arrivals:
     def __init__(self, on_first: OnFirst | None) -> None:
         self._sent_s = time.perf_counter()
         self._arrivals: list[tuple[float, int]] = []
+        self._token_ids: list[int] = []
         self._on_first = on_first
 
-    def add(self, count: int) -> None:
-        """A message with so many tokens is here; one with none does not count."""
-        if not count:
+    def add(self, token_ids: Sequence[int]) -> None:
+        """A message with these tokens is here; one with none does not count."""
+        if not token_ids:
             return
-        self._arrivals.append((time.perf_counter(), count))
+        self._token_ids += token_ids
+        self._arrivals.append((time.perf_counter(), len(token_ids)))
         if self._on_first is not None and len(self._arrivals) == 1:
             self._on_first()
 
-    def stream(self, max_tokens: int) -> Stream:
+    def stream(self, max_tokens: int, cached_tokens: int = 0, transfer_bytes: int = 0) -> Stream:
         """What was seen. Raises PeerError if tokens are missing."""
-        stream = Stream(self._sent_s, tuple(self._arrivals))
+        stream = Stream(self._sent_s, tuple(self._arrivals), tuple(self._token_ids), cached_tokens, transfer_bytes)
         if stream.num_tokens != max_tokens:
             raise PeerError(f"the stream ended after {stream.num_tokens} of {max_tokens} tokens")
         return stream
@@ -97,9 +105,12 @@ class TandemStreams:
             ignore_eos=True,
             timeout_s=REQUEST_TIMEOUT_S,
         )
+        cached_tokens = transfer_bytes = 0
         async for update in updates:
-            arrivals.add(len(update.token_ids))
-        return arrivals.stream(max_tokens)
+            arrivals.add(update.token_ids)
+            if update.usage is not None and update.timings is not None:  # the last one
+                cached_tokens, transfer_bytes = update.usage.cached_tokens, update.timings.transfer_bytes
+        return arrivals.stream(max_tokens, cached_tokens, transfer_bytes)
 
 
 def tokens_per_s(streams: Sequence[Stream]) -> float:

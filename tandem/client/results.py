@@ -52,6 +52,8 @@ class GenerationUpdate:
     """Set on the stream's last update."""
     timings: Timings | None
     """Set on the stream's last update."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens from the second on, if asked for; in updates of their own before the first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class Completion:
     choices: tuple[Choice, ...]
     usage: Usage
     timings: Timings
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens from the second on, if asked for."""
 
     @property
     def text(self) -> str:
@@ -118,6 +122,7 @@ def update(message: inference_pb2.GenerateResponse) -> GenerationUpdate:
         matched_stop=_matched_stop(message),
         usage=_usage(message.usage) if message.HasField("usage") else None,
         timings=_timings(message.timings) if message.HasField("timings") else None,
+        prompt_logprobs=tuple(map(logprobs_from_proto, message.prompt_logprobs)),
     )
 
 
@@ -128,6 +133,7 @@ def completion(message: inference_pb2.CompleteResponse) -> Completion:
         choices=tuple(_choice(choice) for choice in message.choices),
         usage=_usage(message.usage),
         timings=_timings(message.timings),
+        prompt_logprobs=tuple(map(logprobs_from_proto, message.prompt_logprobs)),
     )
 
 

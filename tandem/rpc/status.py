@@ -30,6 +30,7 @@ STATUS_CODES: Mapping[type[TandemError], grpc.StatusCode] = {
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.PrefixNotHeld: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.TransferError: grpc.StatusCode.DATA_LOSS,
     errors.TicketRefused: grpc.StatusCode.DATA_LOSS,

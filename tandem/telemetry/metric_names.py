@@ -10,7 +10,7 @@ from __future__ import annotations
 from tandem.errors import Reason
 from tandem.lifecycle import BlockState
 from tandem.telemetry.metric import EVERYWHERE, WORKERS, Metric, Process, one_two_five
-from tandem.types import FinishReason, Role, WaitReason
+from tandem.types import FinishReason, PrefixAt, Role, WaitReason
 
 LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
 STEP_S = (
@@ -123,6 +123,13 @@ PLACEMENTS = Metric(
     _ROUTER,
     {"path": ("disaggregated", "local")},
 )
+PREFIX_PLACEMENTS = Metric(
+    "tandem_request_prefix_placements_total",
+    "Placements by where KV of the request's first tokens seemed to be: on a worker that was chosen, only on others, "
+    "or nowhere.",
+    _ROUTER,
+    {"at": PrefixAt},
+)
 REQUEST_MOVES = Metric(
     "tandem_request_moves_total",
     "Tries that failed on one pair of workers, by the role of the worker at fault.",
@@ -131,6 +138,9 @@ REQUEST_MOVES = Metric(
 )
 PROMPT_TOKENS = Metric(
     "tandem_prompt_tokens_total", "Prompt tokens of the requests whose prompt was computed.", _ROUTER
+)
+CACHED_PROMPT_TOKENS = Metric(
+    "tandem_cached_prompt_tokens_total", "Those of them whose KV a worker had already: nobody computed it.", _ROUTER
 )
 COMPLETION_TOKENS = Metric("tandem_completion_tokens_total", "Tokens generated for clients.", _ROUTER)
 TIME_TO_FIRST_TOKEN = _latency("tandem_time_to_first_token_seconds", "A request's arrival to its first token.")
@@ -161,6 +171,9 @@ REQUEST_COMPLETION_TOKENS = Metric(
 )
 
 # --- workers ---
+
+TIERS = ("host",)
+"""Where KV blocks go that the pool has no room for."""
 
 RUNNING_SEQS = Metric("tandem_running_seqs", "Sequences in the batch.", WORKERS)
 WAITING_SEQS = Metric("tandem_waiting_seqs", "Sequences that wait for room or for their turn.", WORKERS)
@@ -193,6 +206,22 @@ POOL_INFO = Metric(
 )
 POOL_BLOCK_TOKENS = Metric("tandem_kv_pool_block_tokens", "Token slots of one KV block.", WORKERS)
 TRANSFERS_LIVE = Metric("tandem_transfers_live", "Hand-offs of KV under way.", WORKERS)
+PREFIX_CACHE_QUERIES = Metric(
+    "tandem_prefix_cache_queries_total", "Tokens of sequences whose KV was looked for in this worker's cache.", WORKERS
+)
+PREFIX_CACHE_HITS = Metric("tandem_prefix_cache_hits_total", "Those of them whose KV was found there.", WORKERS)
+PREFIX_CACHE_EVICTED = Metric(
+    "tandem_prefix_cache_evicted_blocks_total", "Cached KV blocks that were made free for others.", WORKERS
+)
+PREFIX_CACHE_STORED = Metric(
+    "tandem_prefix_cache_stored_blocks_total",
+    "Evicted KV blocks that were kept outside the pool.",
+    WORKERS,
+    {"tier": TIERS},
+)
+PREFIX_CACHE_LOADED = Metric(
+    "tandem_prefix_cache_loaded_blocks_total", "KV blocks that came back from there.", WORKERS, {"tier": TIERS}
+)
 ENGINE_STEPS = Metric("tandem_engine_steps_total", "Steps that the engine has made.", WORKERS)
 STEP_SECONDS = Metric(
     "tandem_step_seconds",
@@ -212,7 +241,11 @@ COMPUTED_PROMPT_TOKENS = Metric(
     "tandem_computed_prompt_tokens_total", "Prompt tokens computed here; again when a sequence is recomputed.", WORKERS
 )
 SAMPLED_TOKENS = Metric("tandem_sampled_tokens_total", "Tokens drawn here.", WORKERS)
-PREEMPTIONS = Metric("tandem_preemptions_total", "Sequences that lost their KV blocks and are recomputed.", _DECODE)
+PREEMPTIONS = Metric(
+    "tandem_preemptions_total",
+    "Sequences that gave up their KV blocks, to go on later with what the cache still knows of them.",
+    _DECODE,
+)
 SEQUENCES = Metric(
     "tandem_sequences_total",
     "Sequences that left this worker; ended = done, or no longer wanted.",

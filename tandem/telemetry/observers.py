@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import TandemError
-from tandem.types import FinishReason, GroupSpec, RequestId, WorkerInfo
+from tandem.types import FinishReason, GroupSpec, PrefixAt, RequestId, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,14 @@ class RequestObserver:
     def admitted(self) -> None:
         """It got a place."""
 
-    def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo) -> None:
+    def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo, prefix_at: PrefixAt = PrefixAt.NOWHERE) -> None:
         """It goes to this pair; again for each further try. None = prefilled on the decode worker."""
 
-    def prompt_computed(self, queue_s: float, prefill_s: float) -> None:
-        """A worker computed the prompt, begun `queue_s` after arrival; told again for each further try."""
+    def prompt_computed(self, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
+        """A worker computed the prompt, begun `queue_s` after arrival; told again for each further try.
+
+        `cached_tokens`: of the prompt, whose KV that worker had already.
+        """
 
     def handed_over(self, num_bytes: int, seconds: float) -> None:
         """The prompt's KV reached the decode worker."""
@@ -114,6 +117,9 @@ class SequenceObserver:
 
     def reserved(self) -> None:
         """Decode worker: blocks are promised to it, and a hand-off can come. Not told where it computes the prompt."""
+
+    def looked_up(self, num_tokens: int, num_cached_tokens: int) -> None:
+        """Of so many tokens, this worker has the KV of the first `num_cached_tokens`. Told once, before `started`."""
 
     def started(self) -> None:
         """Its first computation begins: it no longer queues."""

@@ -48,6 +48,8 @@ ALL: tuple[Alias, ...] = (
         (names.POOL_INFO,),
         labels=("block_size", "num_gpu_blocks"),
     ),
+    Alias("vllm:prefix_cache_queries_total", "Tokens looked for in the prefix cache.", (names.PREFIX_CACHE_QUERIES,)),
+    Alias("vllm:prefix_cache_hits_total", "Tokens found there.", (names.PREFIX_CACHE_HITS,)),
     Alias("vllm:num_preemptions_total", "Preempted sequences.", (names.PREEMPTIONS,)),
     Alias("vllm:iteration_tokens_total", "Tokens in one engine step.", (names.STEP_TOKENS,), _STEP_TOKENS),
     Alias("vllm:prompt_tokens_total", "Prompt tokens processed.", (names.PROMPT_TOKENS,)),

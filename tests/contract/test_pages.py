@@ -9,6 +9,8 @@ import pytest
 
 from cli.main import main
 from tandem.errors import Reason
+from tandem.limits import Limits
+from tandem.v1 import inference_pb2
 from tests.kernels.oracle import TOLERANCES
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +48,18 @@ def test_every_linked_page_exists() -> None:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_table_of_sampling_parameters_has_every_field_and_the_caps_as_they_are() -> None:
+    table = (ROOT / "docs" / "sampling.md").read_text().split("| field |")[1].split("\n\n")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)$", table, flags=re.MULTILINE))
+    caps = re.findall(r"(\d+)(?: [A-Za-z]+)* \(`--([a-z-]+)`\)", table)
+
+    assert set(rows) == set(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+    assert len(caps) >= 7
+    for value, option in caps:
+        default = getattr(Limits(), option.replace("-", "_"))
+        assert int(value) in (default, default // 1024), option
 
 
 def test_every_test_that_the_fault_matrix_names_exists() -> None:

@@ -144,6 +144,40 @@ def test_min_tokens_keeps_the_end_away(client: Client, story: Story) -> None:
     assert free.usage.completion_tokens < 30 <= kept.usage.completion_tokens
 
 
+@pytest.mark.parametrize("length", [1, 2, 64, 700])
+def test_log_probabilities_of_a_prompt_are_those_of_transformers(
+    client: Client, reference: AutoModelForCausalLM, length: int
+) -> None:
+    rng = random.Random(length)
+    prompt = [rng.randrange(4, 600) for _ in range(length)]
+
+    done = client.complete(token_ids=prompt, max_tokens=2, n=2, temperature=0.0, ignore_eos=True, prompt_logprobs=3)
+
+    with torch.no_grad():
+        rows = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    assert [each.token_id for each in done.prompt_logprobs] == prompt[1:]
+    for row, told in zip(rows, done.prompt_logprobs, strict=False):
+        assert told.logprob == pytest.approx(float(row[told.token_id]), abs=1e-4)
+        best = row.topk(3)
+        assert [value for _, value in told.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+    assert len(done.choices) == 2
+
+
+def test_log_probabilities_of_a_prompt_stream_before_the_first_token_and_change_no_token(client: Client) -> None:
+    rng = random.Random(1)
+    prompt = [rng.randrange(4, 600) for _ in range(900)]
+    options = {"token_ids": prompt, "max_tokens": 8, "temperature": 0.7, "seed": 3, "ignore_eos": True}
+
+    updates = list(client.generate(**options, prompt_logprobs=20))
+
+    told = [logprobs.token_id for each in updates for logprobs in each.prompt_logprobs]
+    first = next(number for number, each in enumerate(updates) if each.token_ids)
+    assert told == prompt[1:]
+    assert not any(each.prompt_logprobs for each in updates[first:])
+    plain = client.complete(**options).choices[0].token_ids
+    assert tuple(token for each in updates for token in each.token_ids) == plain
+
+
 def test_text_survives_a_round_trip_through_the_tokenizer(client: Client) -> None:
     text = "Grüße, 世界! 👩‍🚀\n\ttabs and nothing else"
 

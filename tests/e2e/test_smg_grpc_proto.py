@@ -110,6 +110,22 @@ def test_log_probabilities_are_those_of_inference_service(stub: Any, client: Cli
     assert tops == [[key for key, _ in each.top] for each in expected]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_log_probabilities_of_the_prompt_are_those_of_inference_service(
+    stub: Any, client: Client, stream: bool
+) -> None:
+    expected = client.complete(PROMPT, prompt_logprobs=2, **GREEDY).prompt_logprobs
+
+    first, *rest = stub.Generate(request(stream=stream, prompt_logprobs=2, **GREEDY), timeout=PATIENCE_S)
+
+    told = first.chunk.input_logprobs if stream else first.complete.input_logprobs
+    assert not told.token_logprobs[0].HasField("value")
+    assert [each.value for each in told.token_logprobs[1:]] == pytest.approx([each.logprob for each in expected])
+    assert list(told.token_ids[1:]) == [each.token_id for each in expected]
+    assert [list(each.token_ids) for each in told.top_logprobs[1:]] == [[key for key, _ in e.top] for e in expected]
+    assert not any(each.chunk.HasField("input_logprobs") for each in rest)
+
+
 @pytest.mark.parametrize(
     ("asked", "code", "words"),
     [
@@ -120,7 +136,7 @@ def test_log_probabilities_are_those_of_inference_service(stub: Any, client: Cli
         (request(logprobs=-1), "INVALID_ARGUMENT", "sampling_params.logprobs"),
         (request(logit_bias={-1: 1.0}), "INVALID_ARGUMENT", "sampling_params.logit_bias"),
         (request(n=17), "INVALID_ARGUMENT", "sampling.n"),
-        (request(prompt_logprobs=1), "UNIMPLEMENTED", "sampling.prompt_logprobs"),
+        (request(prompt_logprobs=-1), "INVALID_ARGUMENT", "sampling_params.prompt_logprobs"),
         (request(json_object=True), "UNIMPLEMENTED", "sampling_params.json_object"),
         (request(regex="a+"), "UNIMPLEMENTED", "sampling.regex"),
         (request(truncate_prompt_tokens=5), "UNIMPLEMENTED", "sampling_params.truncate_prompt_tokens"),

@@ -35,6 +35,7 @@ from tandem.types import (
     RequestId,
     SamplingParams,
     TokenId,
+    TokenLogprobs,
     WaitReason,
     new_incarnation,
 )
@@ -53,6 +54,7 @@ class RecordingRouter:
     def __init__(self) -> None:
         self.arrivals = Arrivals()
         self.first_tokens: dict[Handle, dict[int, TokenId]] = {}
+        self.cached_tokens: dict[Handle, int] = {}
         self.num_bytes: dict[Handle, int] = {}
         self.errors: dict[Handle, TandemError] = {}
 
@@ -65,10 +67,11 @@ class RecordingRouter:
     def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
         """Not looked at here."""
 
-    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
+    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float, cached_tokens: int = 0) -> None:
         assert queue_s >= 0
         assert prefill_s > 0
         self.first_tokens[handle] = {}
+        self.cached_tokens[handle] = cached_tokens
 
     def token(
         self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
@@ -80,6 +83,9 @@ class RecordingRouter:
         assert seconds > 0
         self.num_bytes[handle] = num_bytes
         self.arrivals.note()
+
+    def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        raise AssertionError("nobody asked for them")
 
     def failed(self, handle: Handle, error: TandemError) -> None:
         self.errors[handle] = error
@@ -156,6 +162,7 @@ class Rig:
 
 @pytest.fixture
 async def make_rig(engine: Engine) -> AsyncIterator[Callable[..., Rig]]:
+    engine.cache.clear()
     engine.kv_cache.fill_poison()
     clock = MonotonicClock()
     senders: list[KvSender] = []
@@ -167,7 +174,7 @@ async def make_rig(engine: Engine) -> AsyncIterator[Callable[..., Rig]]:
         senders.append(sender)
         validator = Validator(Limits(), VOCAB_SIZE, engine.model.config.context_tokens)
         counted = CountedEngine(engine)
-        parts = WorkerParts(counted, engine.pool, sender, validator, clock, RecordingWorker())
+        parts = WorkerParts(counted, engine.cache, sender, validator, clock, RecordingWorker())
         limits = BatchLimits(CHUNK_TOKENS, 8)
         worker = PrefillWorker(parts, limits, OutgoingPolicy(overlap=overlap), engine.max_sequence_tokens)
         rigs.append((Rig(worker, counted, RecordingRouter()), asyncio.create_task(worker.run())))
@@ -224,6 +231,45 @@ async def test_received_blocks_equal_a_directly_computed_prompt_byte_for_byte(
         assert landing.first_tokens == first_tokens == rig.router.first_tokens[handle]
         assert rig.router.num_bytes[handle] == len(blocks)
         target.let_go(landing)
+    await rig.settles()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_prompt_whose_blocks_are_found_arrives_as_one_that_is_computed(
+    engine: Engine, target: Target, make_rig: Callable[..., Rig], transport: str
+) -> None:
+    rig, first = make_rig(transport), spec_of(200, temperature=1.0)
+    turns = [first, first, replace(first, prompt_token_ids=first.prompt_token_ids + spec_of(50).prompt_token_ids)]
+    for spec, num_computed in zip(turns, (200, 8, 58), strict=True):
+        landing = target.reserve(spec.num_prompt_tokens)
+        handle = rig.prefill(spec, landing.offer)
+        await rig.router.arrivals.until(lambda handle=handle: handle in rig.router.num_bytes)
+        assert rig.router.cached_tokens[handle] == spec.num_prompt_tokens - num_computed
+        blocks, first_tokens = computed_directly(engine, spec)
+        assert target.block_bytes(landing) == blocks
+        assert landing.first_tokens == first_tokens == rig.router.first_tokens[handle]
+        target.let_go(landing)
+    await rig.settles()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+async def test_a_prompt_that_was_released_at_any_chunk_is_found_as_far_as_it_was_computed(
+    engine: Engine, target: Target, make_rig: Callable[..., Rig], num_steps: int
+) -> None:
+    rig, spec = make_rig(), spec_of(3 * CHUNK_TOKENS)
+    landing = target.reserve(spec.num_prompt_tokens)
+    handle = rig.prefill(spec, landing.offer)
+    await rig.engine.arrivals.until(lambda: rig.engine.num_steps >= num_steps)
+    rig.worker.release(rig.router, handle)
+    target.receiver.withdraw(landing.offer.transfer_id)
+    await rig.settles()
+    landing = target.reserve(spec.num_prompt_tokens)
+    again = rig.prefill(spec, landing.offer)
+    await rig.router.arrivals.until(lambda: again in rig.router.num_bytes)
+    assert rig.router.cached_tokens[again] >= num_steps * CHUNK_TOKENS
+    blocks, first_tokens = computed_directly(engine, spec)
+    assert (target.block_bytes(landing), landing.first_tokens) == (blocks, first_tokens)
+    target.let_go(landing)
     await rig.settles()
 
 

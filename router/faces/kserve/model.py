@@ -16,6 +16,7 @@ OUTPUTS: Mapping[str, str] = {
     "finish_reason": "BYTES",
     "num_input_tokens": "UINT32",
     "num_output_tokens": "UINT32",
+    "num_cached_tokens": "UINT32",
 }
 """Datatype by name."""
 INPUTS: Mapping[str, str] = {
@@ -26,6 +27,7 @@ INPUTS: Mapping[str, str] = {
     "return_finish_reason": "BOOL",
     "return_num_input_tokens": "BOOL",
     "return_num_output_tokens": "BOOL",
+    "return_num_cached_tokens": "BOOL",
     "max_tokens": "INT32",
     "min_tokens": "INT32",
     "temperature": "FP32",

@@ -30,8 +30,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "seed": (-1,),
 }
 """Values that ask for nothing, which existing clients send out of habit: taken as left out."""
-_NOT_BUILT = frozenset({"bad_words", "best_of", "use_beam_search"})
-"""Known there, without a field here. What has a field and is not built is refused by `tandem.sampling`."""
+_NOT_BUILT = frozenset({"bad_words", "best_of", "use_beam_search", "prompt_logprobs"})
+"""Known there, without a field here, or without a place in the answer."""
 
 
 def canonical(name: str) -> str:

@@ -33,6 +33,7 @@ _RETURNS = {
     "return_finish_reason": "finish_reason",
     "return_num_input_tokens": "num_input_tokens",
     "return_num_output_tokens": "num_output_tokens",
+    "return_num_cached_tokens": "num_cached_tokens",
 }
 """Inputs that switch an output on or off."""
 _NOT_BUILT = frozenset({"return_logprobs", "return_cumulative_logprob"})

@@ -29,6 +29,8 @@ class TextUpdate:
     num_input_tokens: int
     num_output_tokens: int
     """New ones."""
+    num_cached_tokens: int
+    """Of the input, that were found in a cache."""
     finish_reason: FinishReason | None
     """Set on the last one."""
 
@@ -61,8 +63,9 @@ class Texts:
                     summary = output.summary
                     yield TextUpdate(
                         request.echoes[index] + output.text,
-                        running.num_prompt_tokens,
+                        len(running.prompt_token_ids),
                         len(output.token_ids),
+                        running.timeline.cached_tokens,
                         output.finish_reason,
                     )
         finally:
@@ -120,6 +123,7 @@ _CONTENTS: Mapping[str, Callable[[Sequence[TextUpdate]], bytes]] = {
     "finish_reason": lambda updates: pack_bytes((each.finish_reason or "").encode() for each in updates),
     "num_input_tokens": lambda updates: pack_uint32(each.num_input_tokens for each in updates),
     "num_output_tokens": lambda updates: pack_uint32(each.num_output_tokens for each in updates),
+    "num_cached_tokens": lambda updates: pack_uint32(each.num_cached_tokens for each in updates),
 }
 """Raw contents of each output; finish_reason is empty until the text has ended."""
 

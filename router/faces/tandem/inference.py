@@ -158,14 +158,16 @@ def _sampling(message: pb.SamplingParams) -> SamplingRequest:
 
 def _response(request_id: str, output: ChoiceOutput) -> pb.GenerateResponse:
     figures = {} if output.summary is None else _figures(output.summary)
-    return pb.GenerateResponse(request_id=request_id, **_choice_fields(output), **figures)
+    prompt = [logprobs_to_proto(each) for each in output.prompt_logprobs]
+    return pb.GenerateResponse(request_id=request_id, prompt_logprobs=prompt, **_choice_fields(output), **figures)
 
 
 def _whole(request_id: str, outputs: Sequence[ChoiceOutput]) -> pb.CompleteResponse:
     summary = outputs[-1].summary
     assert summary is not None
     choices = [pb.Choice(**_choice_fields(each)) for each in outputs]
-    return pb.CompleteResponse(request_id=request_id, choices=choices, **_figures(summary))
+    prompt = [logprobs_to_proto(each) for each in outputs[0].prompt_logprobs]
+    return pb.CompleteResponse(request_id=request_id, choices=choices, prompt_logprobs=prompt, **_figures(summary))
 
 
 def _choice_fields(output: ChoiceOutput) -> dict[str, Any]:
@@ -187,7 +189,11 @@ def _choice_fields(output: ChoiceOutput) -> dict[str, Any]:
 def _figures(summary: Summary) -> dict[str, Any]:
     """The fields that a request's last GenerateResponse and CompleteResponse share."""
     return {
-        "usage": pb.Usage(prompt_tokens=summary.prompt_tokens, completion_tokens=summary.completion_tokens),
+        "usage": pb.Usage(
+            prompt_tokens=summary.prompt_tokens,
+            completion_tokens=summary.completion_tokens,
+            cached_tokens=summary.cached_tokens,
+        ),
         "timings": pb.Timings(
             queue_seconds=summary.queue_s,
             prefill_seconds=summary.prefill_s,

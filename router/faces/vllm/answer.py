@@ -18,15 +18,23 @@ class Answer:
     Streamed, that repeats the tokens alone: with all log-probabilities it would outgrow what clients receive.
     """
 
-    def __init__(self, index: int, num_prompt_tokens: int, *, streamed: bool) -> None:
+    def __init__(self, index: int, prompt_token_ids: Sequence[TokenId], *, streamed: bool) -> None:
         self._index = index
-        self._num_prompt_tokens = num_prompt_tokens
+        self._prompt_token_ids = prompt_token_ids
         self._streamed = streamed
+        self._cached_tokens = 0
         self._token_ids: list[TokenId] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        """Those that no message has brought yet."""
 
-    def add(self, output: ChoiceOutput) -> pb.GenerateResponse | None:
-        """The chunk that says what is new; None if there are no new tokens, or no chunks are wanted."""
+    def add(self, output: ChoiceOutput, cached_tokens: int = 0) -> pb.GenerateResponse | None:
+        """The chunk that says what is new; None if there are no new tokens, or no chunks are wanted.
+
+        `cached_tokens`: of the prompt, that were found in a cache.
+        """
+        self._cached_tokens = cached_tokens
+        self._prompt_logprobs += output.prompt_logprobs
         self._token_ids += output.token_ids
         if not self._streamed:
             self._logprobs += output.logprobs
@@ -35,9 +43,11 @@ class Answer:
             return None
         chunk = pb.GenerateStreamChunk(
             token_ids=output.token_ids,
-            prompt_tokens=self._num_prompt_tokens,
+            prompt_tokens=len(self._prompt_token_ids),
             completion_tokens=len(output.token_ids),
+            cached_tokens=cached_tokens,
             output_logprobs=_logprobs(output.logprobs),
+            input_logprobs=self._input_logprobs(),
             index=self._index,
         )
         return pb.GenerateResponse(chunk=chunk)
@@ -47,9 +57,11 @@ class Answer:
         complete = pb.GenerateComplete(
             output_ids=self._token_ids,
             finish_reason=finish_reason,
-            prompt_tokens=self._num_prompt_tokens,
+            prompt_tokens=len(self._prompt_token_ids),
             completion_tokens=len(self._token_ids),
+            cached_tokens=self._cached_tokens,
             output_logprobs=_logprobs(self._logprobs),
+            input_logprobs=self._input_logprobs(),
             index=self._index,
         )
         if isinstance(matched_stop, str):
@@ -58,17 +70,31 @@ class Answer:
             complete.matched_token_id = matched_stop
         return pb.GenerateResponse(complete=complete)
 
+    def _input_logprobs(self) -> pb.InputLogProbs | None:
+        """Of the prompt, the first time that it is asked; None if there are none to tell."""
+        logprobs, self._prompt_logprobs = self._prompt_logprobs, []
+        if not logprobs:
+            return None
+        return pb.InputLogProbs(
+            token_logprobs=[pb.InputTokenLogProb(), *(pb.InputTokenLogProb(value=each.logprob) for each in logprobs)],
+            token_ids=self._prompt_token_ids[: 1 + len(logprobs)],
+            top_logprobs=[pb.TopLogProbs(), *_tops(logprobs)] if any(each.top for each in logprobs) else [],
+        )
+
 
 def _logprobs(logprobs: Sequence[TokenLogprobs]) -> pb.OutputLogProbs | None:
     """None if none were asked for."""
     if not logprobs:
         return None
-    tops = [
-        pb.TopLogProbs(values=[value for _, value in each.top], token_ids=[key for key, _ in each.top])
-        for each in logprobs
-    ]
     return pb.OutputLogProbs(
         token_logprobs=[each.logprob for each in logprobs],
         token_ids=[each.token_id for each in logprobs],
-        top_logprobs=tops if any(each.top for each in logprobs) else [],
+        top_logprobs=_tops(logprobs) if any(each.top for each in logprobs) else [],
     )
+
+
+def _tops(logprobs: Sequence[TokenLogprobs]) -> list[pb.TopLogProbs]:
+    return [
+        pb.TopLogProbs(values=[value for _, value in each.top], token_ids=[key for key, _ in each.top])
+        for each in logprobs
+    ]

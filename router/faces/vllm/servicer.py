@@ -170,7 +170,7 @@ async def _read(
     running: RunningRequest, context: Context, num_choices: int, *, streamed: bool
 ) -> Iterable[pb.GenerateResponse]:
     """Reads all choices to their end; writes chunks until then if wanted. Returns each choice whole, by index."""
-    answers = [Answer(index, running.num_prompt_tokens, streamed=streamed) for index in range(num_choices)]
+    answers = [Answer(index, running.prompt_token_ids, streamed=streamed) for index in range(num_choices)]
     finals: dict[int, pb.GenerateResponse] = {}
     while len(finals) < num_choices:
         try:
@@ -178,7 +178,7 @@ async def _read(
         except RequestAborted:
             return [finals.get(index) or answer.complete(ABORTED) for index, answer in enumerate(answers)]
         answer = answers[output.index]
-        chunk = answer.add(output)
+        chunk = answer.add(output, running.timeline.cached_tokens)
         if chunk is not None:
             await context.write(chunk)
         if output.finish_reason is not None:

@@ -14,7 +14,7 @@ const GONE_S = 60; // how long a worker that went stays on the page
 const MAX_EVENTS = 12;
 const HOST_PORT = /^(\[[\da-f:.]+\]|[\w.-]+):\d+$/i;
 const SVG = "http://www.w3.org/2000/svg";
-const BLOCK_STATES = ["live", "receiving", "reserved", "quarantined", "free"];
+const BLOCK_STATES = ["live", "receiving", "reserved", "quarantined", "cached", "free"];
 const LATENCIES = {
   time_to_first_token: "Time to first token",
   inter_token: "Between tokens",
@@ -269,7 +269,7 @@ function showPool(card, pool) {
     part.classList.toggle("some", pool[state] > 0);
     part.title = `${state}: ${plural(pool[state], "block")}`;
   }
-  const used = pool.total - pool.free;
+  const used = pool.total - pool.free - pool.cached;
   const share = pool.total ? (100 * used) / pool.total : 0;
   const rest = BLOCK_STATES.filter((state) => state !== "free" && pool[state]).map((state) => `${whole.format(pool[state])} ${state}`);
   setText(
@@ -291,7 +291,7 @@ function showLoad(card, id, load) {
   for (const [name, value] of Object.entries(figures)) setText(card.querySelector(`.${name}`), whole.format(value));
   setText(card.querySelector(".steps"), rate(steps));
   const line = memory.line(`worker/${id}/used`);
-  line.add(load.pool.total - load.pool.free);
+  line.add(load.pool.total - load.pool.free - load.pool.cached);
   draw(card.querySelector(".spark"), line);
 }
 

@@ -34,6 +34,7 @@ from tandem.types import (
     RequestId,
     SamplingParams,
     TokenId,
+    TokenLogprobs,
     WaitReason,
     new_incarnation,
 )
@@ -99,7 +100,14 @@ def load_tiny_engine(tiny_llama: Path) -> Iterator[Callable[..., Engine]]:
     """Loads engines and closes them after the test. Their KV is NaN wherever nothing was written."""
     engines: list[Engine] = []
 
-    def load(block_size: int, num_blocks: int, *, shared_kv: bool = False, mirrored_kv: bool = False) -> Engine:
+    def load(
+        block_size: int,
+        num_blocks: int,
+        *,
+        shared_kv: bool = False,
+        mirrored_kv: bool = False,
+        host_cache_bytes: int = 0,
+    ) -> Engine:
         options = EngineOptions(
             model_path=tiny_llama,
             device="cpu",
@@ -109,6 +117,7 @@ def load_tiny_engine(tiny_llama: Path) -> Iterator[Callable[..., Engine]]:
             attention_backend="reference",
             shared_kv=shared_kv,
             mirrored_kv=mirrored_kv,
+            host_cache_bytes=host_cache_bytes,
             placement=ThreadPlacement(threads=1),
         )
         engines.append(load_engine(options))
@@ -133,7 +142,9 @@ class Router:
     most_live_blocks: int = 0
     """Of the decode worker's pool, whenever a token came."""
     started: list[Handle] = field(default_factory=list)
+    prompt_scores: dict[Handle, list[TokenLogprobs]] = field(default_factory=dict)
     prefilled: list[Handle] = field(default_factory=list)
+    handed_over_bytes: dict[Handle, int] = field(default_factory=dict)
     errors: dict[Handle, TandemError] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -157,7 +168,7 @@ class Router:
     def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
         """Not looked at here."""
 
-    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
+    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float, cached_tokens: int = 0) -> None:
         self.prefilled.append(handle)
 
     def token(
@@ -171,7 +182,15 @@ class Router:
         self.most_live_blocks = max(self.most_live_blocks, self.pool.counts().live)
         self._news.set()
 
-    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None: ...
+    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
+        self.handed_over_bytes[handle] = num_bytes
+        self._news.set()
+
+    def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        told = self.prompt_scores.setdefault(handle, [])
+        assert handle not in self.prefilled
+        assert offset == 1 + len(told), "one was lost or repeated"
+        told += logprobs
 
     def failed(self, handle: Handle, error: TandemError) -> None:
         self.errors[handle] = error
@@ -235,8 +254,11 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         *,
         mirrored_kv: bool = False,
         overlap_steps: bool = True,
+        host_cache_bytes: int = 0,
     ) -> AsyncIterator[Bench]:
-        engine = load_tiny_engine(block_size, num_blocks, shared_kv=True, mirrored_kv=mirrored_kv)
+        engine = load_tiny_engine(
+            block_size, num_blocks, shared_kv=True, mirrored_kv=mirrored_kv, host_cache_bytes=host_cache_bytes
+        )
         memory = PoolMemory(
             engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.mirror
         )
@@ -244,7 +266,7 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         receiver = KvReceiver(memory, prints, MonotonicClock(), (SHM, TCP), "127.0.0.1")
         validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
         worker = DecodeWorker(
-            WorkerParts(engine.thread, engine.pool, receiver, validator, MonotonicClock()),
+            WorkerParts(engine.thread, engine.cache, receiver, validator, MonotonicClock()),
             WorkerPolicy(
                 StepLimits(block_size, max_seqs, chunk_tokens),
                 engine.max_sequence_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,3 +55,23 @@ async def test_fewer_seats_than_sequences_give_the_same_tokens(
     specs = [make_spec(length, MAX_TOKENS) for length in LENGTHS]
     async with open_bench(max_seqs=3) as bench:
         assert await bench.complete(specs) == [[reference(spec)] for spec in specs]
+
+
+@pytest.mark.parametrize("host_cache_bytes", [0, 1 << 20], ids=["", "with a host tier"])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+async def test_conversations_that_evict_each_other_give_the_reference_tokens(
+    open_bench: Any, make_spec: MakeSpec, reference: Reference, block_size: int, host_cache_bytes: int
+) -> None:
+    """Some turns find all that was said, some a part of it, some nothing any more, or all in the host tier."""
+    turns = [make_spec(length, 12) for length in (17, 30, 43)]
+    async with open_bench(block_size, 160 // block_size, chunk_tokens=16, host_cache_bytes=host_cache_bytes) as bench:
+        for said in range(3):
+            for number, spec in enumerate(turns):
+                ((answer,),) = await bench.complete([spec])
+                assert answer == reference(spec)
+                more = spec.prompt_token_ids[: 5 + said]
+                turns[number] = replace(spec, prompt_token_ids=(*spec.prompt_token_ids, *answer, *more))
+        counters = bench.engine.cache.counters
+        assert 0 < counters.hit_tokens < counters.asked_tokens
+        assert counters.evicted_blocks
+        assert (counters.host_loaded_blocks > 0) == (host_cache_bytes > 0)

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ async def open_prefill(engine: Engine, transport: str) -> AsyncIterator[PrefillW
     prints = Fingerprints(engine.fingerprint, engine.layout)
     sender = KvSender(memory, prints, clock, transport)
     validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
-    parts = PrefillParts(engine.thread, engine.pool, sender, validator, clock, WorkerObserver())
+    parts = PrefillParts(engine.thread, engine.cache, sender, validator, clock, WorkerObserver())
     worker = PrefillWorker(
         parts, BatchLimits(chunk_tokens=32, max_seqs=8), OutgoingPolicy(), engine.max_sequence_tokens
     )
@@ -102,6 +103,33 @@ async def test_handed_over_sequences_give_the_reference_tokens(
     ):
         assert await hand_over(bench, prefill, specs) == [[reference(spec)] for spec in specs]
         assert (bench.worker.load().preemptions > 0) == (num_blocks == 44)
+
+
+@pytest.mark.parametrize("mirrored_kv", [False, True], ids=["", "through mirrors"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+async def test_of_a_next_turn_only_what_is_lacking_travels(
+    open_bench: Any,
+    load_tiny_engine: Callable[..., Engine],
+    make_spec: MakeSpec,
+    reference: Reference,
+    transport: str,
+    block_size: int,
+    mirrored_kv: bool,
+) -> None:
+    spec, num_blocks = make_spec(37, 20), 1 + 128 // block_size
+    prefill_engine = load_tiny_engine(block_size, num_blocks, mirrored_kv=mirrored_kv)
+    async with (
+        open_bench(block_size, num_blocks, mirrored_kv=mirrored_kv) as bench,
+        open_prefill(prefill_engine, transport) as prefill,
+    ):
+        ((said,),) = await hand_over(bench, prefill, [spec])
+        turn = replace(spec, prompt_token_ids=(*spec.prompt_token_ids, *said, *spec.prompt_token_ids[:9]))
+        ((answer,),) = await hand_over(bench, prefill, [turn])
+        assert answer == reference(turn)
+        await bench.router.until(lambda: len(bench.router.handed_over_bytes) == 2)
+        num_lacked = -(-66 // block_size) - 56 // block_size  # of the last token said, nothing was computed
+        assert bench.router.handed_over_bytes[Handle(1)] == num_lacked * bench.engine.layout.block_bytes
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -47,7 +47,7 @@ async def test_what_it_starts_from_is_told(cluster: Any) -> None:
 async def test_the_queue_is_counted_from_arrival(cluster: Any) -> None:
     await cluster.add_pair()
     responses = [each async for each in cluster.generate(*PROMPT)]
-    queue_s, prefill_s = (await only_request(cluster)).args("prompt_computed")
+    queue_s, prefill_s, _ = (await only_request(cluster)).args("prompt_computed")
     assert (queue_s, prefill_s) == (responses[-1].timings.queue_seconds, 0.5)
     assert queue_s > 0.25  # the fake worker's own share
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from bench.fault_load import Call, Question, ask
-from bench.faults import CASES, RECOVERY_BAR_S, Case, Outcome, outcome_of
+from bench import fault_load
+from bench.fault_load import Call, Load, Question, ask
+from bench.faults import CASES, RECOVERY_BAR_S, Case, Outcome, _see_recovery, outcome_of
 from tandem.errors import Reason, Unavailable
-from tandem.types import TokenId
+from tandem.types import TokenId, WorkerLoad
 from tests.answering_client import AnsweringClient
 from tests.manual_clock import ManualClock
+from tests.registering import BUSY, IDLE, INFO
 
 KILLED_S = 100.0
 WORKER = Case(1, 1, "decode-0")
@@ -109,3 +113,43 @@ def test_every_process_is_killed_in_both_fleets() -> None:
     assert {(case.fleet, case.victim.rstrip("-0")) for case in CASES} == {
         (fleet, victim) for fleet in ("1P1D", "2P2D") for victim in ("decode", "prefill", "router")
     }
+
+
+async def test_a_load_of_which_no_request_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_load, "MOST_BETWEEN_ENDS_S", 0.01)
+
+    with pytest.raises(TimeoutError):
+        await Load("127.0.0.1:1", 1, 1, []).ended(1)
+
+
+class Status:
+    """A router that has one worker, whose process has this id; a look at it takes 25 s."""
+
+    def __init__(self, clock: ManualClock, pid: int, *loads: WorkerLoad) -> None:
+        self._clock = clock
+        self._info = replace(INFO, pid=pid)
+        self._loads = iter(loads)
+        self._load = IDLE
+
+    async def status(self) -> SimpleNamespace:
+        self._clock.advance_s(25.0)
+        self._load = next(self._loads, self._load)
+        return SimpleNamespace(workers=[SimpleNamespace(info=self._info, load=self._load, connected=True)])
+
+
+@pytest.mark.parametrize(
+    ("pid", "loads", "seen_s"),
+    [
+        (2, (IDLE, replace(BUSY, engine_steps=IDLE.engine_steps + 1)), 50.0),
+        (2, (IDLE, BUSY), None),
+        (1, (IDLE, replace(BUSY, engine_steps=IDLE.engine_steps + 1)), None),
+    ],
+    ids=["its successor computed", "its successor did nothing", "only the one that was killed"],
+)
+async def test_a_worker_has_recovered_once_its_successor_computed(
+    pid: int, loads: tuple[WorkerLoad, ...], seen_s: float | None
+) -> None:
+    clock = ManualClock(0.0)
+    router: Any = Status(clock, pid, *loads)
+
+    assert await _see_recovery(router, "decode-0", 1, clock) == seen_s

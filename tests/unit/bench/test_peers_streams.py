@@ -23,10 +23,11 @@ def test_throughput_spans_from_the_first_request_to_the_last_token() -> None:
 def test_arrivals_tell_of_the_first_token_once_and_refuse_a_short_stream() -> None:
     told: list[int] = []
     arrivals = Arrivals(lambda: told.append(1))
-    for count in (0, 2, 1):
-        arrivals.add(count)
+    for token_ids in ((), (7, 8), (9,)):
+        arrivals.add(token_ids)
     assert told == [1]
     assert len(arrivals.stream(3).arrivals) == 2
+    assert arrivals.stream(3).token_ids == (7, 8, 9)
     with pytest.raises(PeerError, match="after 3 of 4 tokens"):
         arrivals.stream(4)
 

@@ -94,6 +94,13 @@ def test_a_bar_shares_its_width_as_the_pool_its_blocks() -> None:
     assert bar(pool, 20) == "█████▓▓▓▒▒··········"
 
 
+def test_cached_blocks_are_seen_and_are_not_in_use() -> None:
+    pool = PoolCounts(100, 40, 0, 0, 20, 0, 16, 0, cached=40)
+    assert bar(pool, 10, "ascii") == "##::::...."
+    worker = replace(STATUS.workers[0], load=replace(STATUS.workers[0].load, pool=pool))
+    assert any(" 20 %" in line for line in shown(replace(STATUS, workers=(worker,))))
+
+
 def test_the_smallest_share_is_seen() -> None:
     pool = replace(POOL, total=10_000, free=9_999, reserved=0, receiving=0, live=0)
     assert bar(pool, 10, "ascii") == "x........."
@@ -111,8 +118,8 @@ def test_a_pool_that_is_not_known_yet_is_an_empty_bar() -> None:
 @pytest.mark.parametrize(
     ("encoding", "legend"),
     [
-        ("utf-8", "█ live  ▓ receiving  ▒ reserved  × quarantined  · free"),
-        ("ascii", "# live  + receiving  - reserved  x quarantined  . free"),
+        ("utf-8", "█ live  ▓ receiving  ▒ reserved  × quarantined  ░ cached  · free"),
+        ("ascii", "# live  + receiving  - reserved  x quarantined  : cached  . free"),
     ],
 )
 def test_the_legend_has_characters_that_the_output_can_carry(encoding: str, legend: str) -> None:

@@ -14,12 +14,24 @@ from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
+from engine.host_tier import HostTier
+from engine.prefix_cache import PrefixCache
 from engine.step import SampledToken
 from kvtransfer.base import BlockRef, HandoffListener, Offer
 from tandem.errors import TandemError, TransferError
 from tandem.first_tokens import encode_first_tokens
 from tandem.limits import Limits
-from tandem.types import ChoiceSpec, FinishReason, GroupSpec, Handle, RequestId, SamplingParams, TokenId, WaitReason
+from tandem.types import (
+    ChoiceSpec,
+    FinishReason,
+    GroupSpec,
+    Handle,
+    RequestId,
+    SamplingParams,
+    TokenId,
+    TokenLogprobs,
+    WaitReason,
+)
 from tandem.validation import Validator
 from tests.manual_clock import ManualClock
 from tests.recording_observers import RecordingWorker
@@ -30,6 +42,7 @@ from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, expected_tokens, 
 class FakeOffer:
     blocks: tuple[BlockRef, ...]
     listener: HandoffListener
+    first_block: int = 0
     is_over: bool = False
     is_shown: bool = False
 
@@ -51,11 +64,13 @@ class FakeReceiver:
 
     def reap(self) -> None: ...
 
-    def offer(self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float) -> Offer:
+    def offer(
+        self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float, first_block: int = 0
+    ) -> Offer:
         if self.refusal is not None:
             raise self.refusal
         transfer_id = f"transfer-{len(self.offers)}"
-        self.offers[transfer_id] = FakeOffer(blocks, listener)
+        self.offers[transfer_id] = FakeOffer(blocks, listener, first_block)
         return Offer(transfer_id, transfer_id.encode(), b"endpoint")
 
     def withdraw(self, transfer_id: str) -> None:
@@ -90,7 +105,9 @@ class FakeRouter:
     """Remembers what it was told, and lets tests wait for it."""
 
     tickets: dict[Handle, str] = field(default_factory=dict)
-    prefilled: set[Handle] = field(default_factory=set)
+    held_tokens: dict[Handle, int] = field(default_factory=dict)
+    prefilled: dict[Handle, int] = field(default_factory=dict)
+    """Prompts that were computed here, and how many tokens of each were found in the cache."""
     choices: dict[Choice, list[TokenId]] = field(default_factory=dict)
     first_offsets: dict[Choice, int] = field(default_factory=dict)
     finished: dict[Choice, FinishReason] = field(default_factory=dict)
@@ -113,7 +130,7 @@ class FakeRouter:
         return [h for h, n in self.num_choices.items() if sum(handle == h for handle, _ in self.finished) == n]
 
     def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
-        assert held_tokens == 0
+        self.held_tokens[handle] = held_tokens
         self.tickets[handle] = ticket.decode()
         self._news.set()
 
@@ -123,12 +140,12 @@ class FakeRouter:
     def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
         self.waits[reason] = list(handles)
 
-    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
+    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float, cached_tokens: int = 0) -> None:
         assert queue_s >= 0
         assert prefill_s >= 0
         assert handle not in self.prefilled
         assert not any(choice[0] == handle for choice in self.choices)
-        self.prefilled.add(handle)
+        self.prefilled[handle] = cached_tokens
 
     def token(
         self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
@@ -146,6 +163,9 @@ class FakeRouter:
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
         raise AssertionError("a decode worker hands nothing over")
+
+    def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        raise AssertionError("nobody asked for them")
 
     def failed(self, handle: Handle, error: TandemError) -> None:
         assert handle not in self.errors
@@ -167,6 +187,7 @@ class Bench:
     worker: DecodeWorker
     engine: FakeEngine
     pool: BlockPool
+    cache: PrefixCache
     receiver: FakeReceiver
     clock: ManualClock
     router: FakeRouter
@@ -174,13 +195,19 @@ class Bench:
     running: asyncio.Task[None]
 
     def reserve(
-        self, handle: int, spec: GroupSpec, *, local_prefill: bool = False, router: FakeRouter | None = None
+        self,
+        handle: int,
+        spec: GroupSpec,
+        *,
+        local_prefill: bool = False,
+        router: FakeRouter | None = None,
+        max_local_tokens: int | None = None,
     ) -> Handle:
         """As `WorkerServicer` does: what is raised is told as failed."""
         router = router or self.router
         router.num_choices.setdefault(Handle(handle), len(spec.choices))
         try:
-            self.worker.reserve(router, Handle(handle), spec, local_prefill)
+            self.worker.reserve(router, Handle(handle), spec, local_prefill, max_local_tokens)
         except TandemError as error:
             router.failed(Handle(handle), error)
         return Handle(handle)
@@ -194,9 +221,11 @@ class Bench:
         prefix = spec.prefix_token_ids
         due = spec.choices if len(spec.choices) == 1 else [each for each in spec.choices if not each.output_token_ids]
         first = {each.index: next_token(prefix, spec.sampling.of_choice(each.index).seed) for each in due}
-        if not self.receiver.offers[ticket].is_shown:
+        offer = self.receiver.offers[ticket]
+        if not offer.is_shown:
             self.receiver.show(ticket)
-        self.engine.put([ref.block_id for ref in self.receiver.offers[ticket].blocks], prefix)
+        lacked = prefix[offer.first_block * self.pool.block_size :]
+        self.engine.put([ref.block_id for ref in offer.blocks], lacked)
         for choice in due:
             is_last = len(choice.output_token_ids) + 1 == spec.sampling.max_tokens
             if is_last or first[choice.index] in spec.sampling.end_token_ids:
@@ -208,10 +237,13 @@ class Bench:
         return next(handle for handle, each in self.router.tickets.items() if each == ticket)
 
     async def settled(self) -> None:
-        """Waits until nobody is here; then everything must be free."""
+        """Waits until nobody is here; then everything must be free, or known and nobody's."""
         async with asyncio.timeout(WAIT_S):
             await self.worker.drained()
         self.worker.check_idle()
+        assert self.cache.num_available == self.pool.num_blocks
+        self.pool.release(self.cache.allocate(self.pool.num_blocks))  # which evicts all that is known
+        self.pool.check_invariants()
         self.observer.check_all_ended()
 
 
@@ -226,6 +258,7 @@ def make_spec() -> Callable[..., GroupSpec]:
         emitted: int | Sequence[int] = 0,
         timeout_s: float | None = None,
         priority: int = 0,
+        cache_salt: str = "",
         end: frozenset[TokenId] = frozenset(),
     ) -> GroupSpec:
         """`emitted`: how many tokens each choice has already."""
@@ -236,6 +269,7 @@ def make_spec() -> Callable[..., GroupSpec]:
             sampling=SamplingParams(max_tokens=max_tokens, end_token_ids=end),
             timeout_s=timeout_s,
             priority=priority,
+            cache_salt=cache_salt,
         )
         counts = [emitted] * n if isinstance(emitted, int) else emitted
         choices = [ChoiceSpec(i, tuple(expected_tokens(spec, i)[:count])) for i, count in enumerate(counts)]
@@ -268,9 +302,13 @@ def open_bench() -> Callable[..., object]:
         transfers: TransferPolicy | None = None,
         *,
         overlap_steps: bool = True,
+        prefix_cache: bool = True,
+        host_rows: int = 0,
         first_guess_tokens: int = 4,
     ) -> AsyncIterator[Bench]:
         pool, receiver = BlockPool(num_blocks, block_size), FakeReceiver()
+        tier = HostTier(host_rows, 1) if host_rows else None
+        cache = PrefixCache(pool, enabled=prefix_cache, tier=tier)
         engine, clock = FakeEngine(pool), ManualClock()
         validator = Validator(Limits(), VOCAB_SIZE, context_tokens=4096)
         policy = WorkerPolicy(
@@ -283,9 +321,9 @@ def open_bench() -> Callable[..., object]:
             overlap_steps=overlap_steps,
         )
         observer = RecordingWorker()
-        worker = DecodeWorker(WorkerParts(engine, pool, receiver, validator, clock, observer), policy)
+        worker = DecodeWorker(WorkerParts(engine, cache, receiver, validator, clock, observer), policy)
         running = asyncio.create_task(worker.run())
-        bench = Bench(worker, engine, pool, receiver, clock, FakeRouter(), observer, running)
+        bench = Bench(worker, engine, pool, cache, receiver, clock, FakeRouter(), observer, running)
         try:
             yield bench
             await bench.settled()

@@ -36,7 +36,7 @@ async def test_a_bug_while_a_hand_off_lands_fails_that_request_and_frees_its_blo
             patched.setattr(owner, call, broken)
             bench.hand_over(ticket, spec)
         assert bench.router.errors[unlucky].retryable
-        assert bench.pool.counts().free == bench.pool.num_blocks
+        assert bench.cache.num_available == bench.pool.num_blocks
         handle = bench.reserve(2, spec)
         first = bench.hand_over(await bench.ticket(handle), spec)
         await bench.router.until(lambda: handle in bench.router.ended)

@@ -18,7 +18,7 @@ async def test_a_handed_over_sequence_is_told_from_arrival_to_its_last_token(ope
         await bench.settled()
     (sequence,) = bench.observer.sequences
     assert sequence.spec is spec
-    assert sequence.story == ["reserved", "transfer_started", "transferred", "started", "ended"]
+    assert sequence.story == ["reserved", "looked_up", "transfer_started", "transferred", "started", "ended"]
     assert sequence.args("transferred") == (0, 0.5, None)
     assert sequence.args("ended") == (None, 6)
 
@@ -28,7 +28,7 @@ async def test_a_local_prompt_is_told_with_its_first_token(open_bench: Any, make
         bench.reserve(1, make_spec(13, 5), local_prefill=True)
         await bench.settled()
     (sequence,) = bench.observer.sequences
-    assert sequence.story == ["started", "first_token", "ended"]
+    assert sequence.story == ["looked_up", "started", "first_token", "ended"]
     assert sequence.args("ended") == (None, 5)
 
 
@@ -83,7 +83,7 @@ async def test_a_released_sequence_ends_without_an_error(open_bench: Any, make_s
         await bench.ticket(handle)
         bench.worker.release(bench.router, handle)
         bench.worker.release(bench.router, handle)
-        assert bench.observer.sequences[0].calls == [("reserved",), ("ended", None, 0)]
+        assert bench.observer.sequences[0].calls == [("reserved",), ("looked_up", 5, 0), ("ended", None, 0)]
 
 
 async def test_nothing_is_told_of_a_hand_off_after_the_end(open_bench: Any, make_spec: Any) -> None:
@@ -93,7 +93,7 @@ async def test_nothing_is_told_of_a_hand_off_after_the_end(open_bench: Any, make
         bench.receiver.show(ticket)
         bench.worker.release(bench.router, handle)
         bench.receiver.writer_stops(ticket)
-        assert bench.observer.sequences[0].story == ["reserved", "transfer_started", "ended"]
+        assert bench.observer.sequences[0].story == ["reserved", "looked_up", "transfer_started", "ended"]
 
 
 async def test_a_failed_hand_off_is_the_error_of_the_end(open_bench: Any, make_spec: Any) -> None:

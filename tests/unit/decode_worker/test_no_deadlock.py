@@ -25,11 +25,14 @@ class Arriving:
     priority: int
     fate: str
     """`local`, or what becomes of its hand-off."""
+    prompt: int
+    """Prompts of the same number begin alike, so that one's KV is the other's."""
+    cache_salt: str
 
 
 @st.composite
-def crowds(draw: st.DrawFn) -> tuple[int, list[Arriving]]:
-    """A pool, and more work than it holds; each group alone fits."""
+def crowds(draw: st.DrawFn) -> tuple[int, int, list[Arriving]]:
+    """A pool, rows of a host tier, and more work than the pool holds; each group alone fits."""
     num_blocks = draw(st.integers(4, 12))
     crowd = []
     for _ in range(draw(st.integers(1, 9))):
@@ -41,8 +44,10 @@ def crowds(draw: st.DrawFn) -> tuple[int, list[Arriving]]:
         max_tokens = draw(st.integers(1, max(1, most)))
         num_emitted = tuple(draw(st.integers(0, max_tokens - 1)) if draw(st.booleans()) else 0 for _ in range(n))
         fate = draw(st.sampled_from(["local", "commits", "commits", "fails", "stalls", "stalls under its writer"]))
-        crowd.append(Arriving(num_prompt_tokens, max_tokens, num_emitted, draw(st.sampled_from([0, 0, 1])), fate))
-    return num_blocks, crowd
+        priority, prompt = draw(st.sampled_from([0, 0, 1])), draw(st.integers(0, 2))
+        salt = draw(st.sampled_from(["", "", "a"]))
+        crowd.append(Arriving(num_prompt_tokens, max_tokens, num_emitted, priority, fate, prompt, salt))
+    return num_blocks, draw(st.sampled_from([0, 0, 3, 20])), crowd
 
 
 @given(crowds())
@@ -51,14 +56,18 @@ def test_everybody_ends_and_every_survivor_is_exact(
     open_bench: Any,
     make_spec: Callable[..., GroupSpec],
     completion: Callable[..., list[TokenId]],
-    case: tuple[int, list[Arriving]],
+    case: tuple[int, int, list[Arriving]],
 ) -> None:
     asyncio.run(play(open_bench, make_spec, completion, *case))
 
 
-async def play(open_bench: Any, make_spec: Any, completion: Any, num_blocks: int, crowd: list[Arriving]) -> None:
+async def play(
+    open_bench: Any, make_spec: Any, completion: Any, num_blocks: int, host_rows: int, crowd: list[Arriving]
+) -> None:
     policy = TransferPolicy(ticket_s=HANDOFF_S, handoff_s=HANDOFF_S)
-    async with open_bench(num_blocks, BLOCK_SIZE, max_seqs=4, chunk_tokens=6, transfers=policy) as bench:
+    async with open_bench(
+        num_blocks, BLOCK_SIZE, max_seqs=4, chunk_tokens=6, transfers=policy, host_rows=host_rows
+    ) as bench:
         specs: dict[Handle, GroupSpec] = {}
         for number, each in enumerate(crowd):
             spec = make_spec(
@@ -66,8 +75,9 @@ async def play(open_bench: Any, make_spec: Any, completion: Any, num_blocks: int
                 each.max_tokens,
                 n=len(each.num_emitted),
                 emitted=each.num_emitted,
-                salt=number,
+                salt=each.prompt,
                 priority=each.priority,
+                cache_salt=each.cache_salt,
             )
             specs[bench.reserve(number, spec, local_prefill=each.fate == "local")] = spec
         first = await play_prefill_workers(bench, specs, crowd)

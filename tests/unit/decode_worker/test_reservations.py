@@ -9,6 +9,7 @@ import pytest
 from decode_worker.growth import Forecast, Growth
 from decode_worker.reservations import LOOK_AHEAD, ReservationQueue, Room
 from engine.block_pool import BlockPool
+from engine.prefix_cache import PrefixCache
 from tandem.clock import Deadline
 from tandem.errors import Overloaded
 from tandem.telemetry.observers import SequenceObserver
@@ -55,7 +56,7 @@ def room(free_blocks: int, *, is_alone: bool = True, seats: int = 9, taken: int 
 def test_room_is_needed_for_its_tokens_and_for_everybodys_growth(
     make_spec: MakeSpec, request_of: MakeRequest, has: Room, lets_in: bool
 ) -> None:
-    queue = ReservationQueue(POOL, Growth(POOL))
+    queue = ReservationQueue(PrefixCache(POOL), Growth(POOL))
     queue.add(request_of(1, make_spec(12, 5)))
     assert (queue.pop_admissible(has) is not None) == lets_in
     assert len(queue) == (0 if lets_in else 1)
@@ -74,7 +75,7 @@ def test_room_is_needed_for_its_tokens_and_for_everybodys_growth(
 def test_a_group_needs_room_for_all_its_choices(
     make_spec: MakeSpec, request_of: MakeRequest, has: Room, lets_in: bool
 ) -> None:
-    queue = ReservationQueue(POOL, Growth(POOL))
+    queue = ReservationQueue(PrefixCache(POOL), Growth(POOL))
     queue.add(request_of(1, make_spec(11, 5, n=3)))
     assert queue.num_seqs == 3
     assert (queue.pop_admissible(has) is not None) == lets_in
@@ -83,7 +84,7 @@ def test_a_group_needs_room_for_all_its_choices(
 def test_one_that_does_not_fit_is_overtaken_a_bounded_number_of_times(
     make_spec: MakeSpec, request_of: MakeRequest
 ) -> None:
-    queue = ReservationQueue(POOL, Growth(POOL), max_overtakes=3)
+    queue = ReservationQueue(PrefixCache(POOL), Growth(POOL), max_overtakes=3)
     large = request_of(1, make_spec(100, 5))
     small = [request_of(2 + number, make_spec(1, 5)) for number in range(4)]
     for request in (large, *small):
@@ -96,7 +97,7 @@ def test_one_that_does_not_fit_is_overtaken_a_bounded_number_of_times(
 def test_nobody_waits_for_one_that_cannot_fit_before_blocks_leave_quarantine(
     make_spec: MakeSpec, request_of: MakeRequest
 ) -> None:
-    queue = ReservationQueue(POOL, Growth(POOL), max_overtakes=3)
+    queue = ReservationQueue(PrefixCache(POOL), Growth(POOL), max_overtakes=3)
     queue.add(request_of(1, make_spec(100, 5)))
     for number in range(5):
         small = request_of(2 + number, make_spec(1, 5))
@@ -107,7 +108,7 @@ def test_nobody_waits_for_one_that_cannot_fit_before_blocks_leave_quarantine(
 
 
 def test_only_the_first_in_line_are_looked_at(make_spec: MakeSpec, request_of: MakeRequest) -> None:
-    queue = ReservationQueue(POOL, Growth(POOL))
+    queue = ReservationQueue(PrefixCache(POOL), Growth(POOL))
     for number in range(LOOK_AHEAD):
         queue.add(request_of(number, make_spec(100, 5)))
     queue.add(request_of(LOOK_AHEAD, make_spec(1, 5)))
@@ -115,7 +116,7 @@ def test_only_the_first_in_line_are_looked_at(make_spec: MakeSpec, request_of: M
 
 
 def test_the_line_is_bounded_and_counts_its_tokens(make_spec: MakeSpec, request_of: MakeRequest) -> None:
-    queue = ReservationQueue(POOL, Growth(POOL), max_queued=2)
+    queue = ReservationQueue(PrefixCache(POOL), Growth(POOL), max_queued=2)
     first, second = request_of(1, make_spec(100, 5)), request_of(2, make_spec(7, 5))
     queue.add(first)
     queue.add(second)

@@ -13,7 +13,9 @@ from decode_worker.growth import Growth
 from decode_worker.scheduler import StepLimits, StepPlan, plan_step
 from engine.block_pool import BlockPool
 from engine.group import Group
+from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
+from engine.step import ScheduledSeq
 from tandem.types import ChoiceSpec, GroupSpec, RequestId, SamplingParams, TokenId
 from worker.request import Rank
 
@@ -59,7 +61,7 @@ def limits(max_seqs: int = 8, chunk_tokens: int = 16) -> StepLimits:
 
 def planned(running: list[Asked], waiting: list[Asked], pool: BlockPool, shape: StepLimits) -> StepPlan:
     """Completions are expected to become 4 tokens long."""
-    return plan_step(running, waiting, pool, shape, Growth(pool, 4))
+    return plan_step(running, waiting, PrefixCache(pool), shape, Growth(pool, 4))
 
 
 def scheduled(plan: StepPlan) -> list[tuple[Asked, int, int]]:
@@ -227,21 +229,29 @@ def test_a_prefix_whose_first_tokens_are_pending_is_left_out(pool: BlockPool) ->
 
 @dataclass
 class World:
-    """A pool and its requests, driven by plans only."""
+    """A pool and its requests, driven by plans only. All tokens but ends are equal, so that nearly all KV is known."""
 
-    pool: BlockPool
+    cache: PrefixCache
     limits: StepLimits
     rng: random.Random
     growth: Growth
     running: list[Asked] = field(default_factory=list)
     waiting: list[Asked] = field(default_factory=list)
 
+    @property
+    def pool(self) -> BlockPool:
+        return self.cache.pool
+
     def arrive(self, request: Asked, *, by_handoff: bool) -> None:
         """A hand-off brings its blocks, if there are any free; else the prompt is computed here."""
-        num_blocks = -(-request.group.prefix.num_tokens // self.pool.block_size)
-        if by_handoff and num_blocks <= self.pool.num_free:
-            first = {choice.index: TokenId(1) for choice in request.group.prefix.drawers}
-            request.group.land(self.pool.allocate(num_blocks), first, self.pool)
+        prefix, size = request.group.prefix, self.pool.block_size
+        if by_handoff and -(-prefix.num_tokens // size) <= self.cache.num_available:
+            request.group.attach(self.cache)
+            blocks = self.cache.allocate(prefix.blocks_wanted(prefix.num_remaining_tokens, size))
+            first = {choice.index: TokenId(1) for choice in prefix.drawers}
+            self.cache.insert("", prefix.token_ids, (*prefix.block_table, *blocks))
+            request.group.land(blocks, first, self.pool)
+            request.group.follow(self.cache)
         if request.group.is_finished:
             self.release(request)
         else:
@@ -250,11 +260,17 @@ class World:
     def step(self) -> StepPlan:
         self.running.sort(key=lambda request: request.rank)
         self.waiting.sort(key=lambda request: request.rank)
-        plan = plan_step(self.running, self.waiting, self.pool, self.limits, self.growth)
+        plan = self.plan()
+        attached = [each.group.attach(self.cache) for each in plan.admitted if not each.group.holds_blocks]
+        if any(attached):
+            plan = self.plan()
         self.check(plan)
         self.carry_out(plan)
         self.pool.check_invariants()
         return plan
+
+    def plan(self) -> StepPlan:
+        return plan_step(self.running, self.waiting, self.cache, self.limits, self.growth)
 
     def check(self, plan: StepPlan) -> None:
         seqs = [seq for _, seq, _ in plan.scheduled]
@@ -280,15 +296,18 @@ class World:
                 self.running.remove(request)
                 self.waiting.append(request)
         assert sum(request.group.num_seats for request in self.running) <= self.limits.max_seqs
+        schedules: list[ScheduledSeq] = []
         for request, seq, num_tokens in plan.scheduled:
-            request.group.copy_on_write(seq, self.pool)
-            seq.add_blocks(self.pool.allocate(seq.blocks_wanted(num_tokens, self.pool.block_size)))
-            seq.schedule(num_tokens)
-        for request, seq, _ in plan.scheduled:
+            request.group.copy_on_write(seq, self.cache)
+            seq.add_blocks(self.cache.allocate(seq.blocks_wanted(num_tokens, self.pool.block_size)))
+            schedules.append(seq.schedule(num_tokens))
+        for (request, seq, _), scheduled in zip(plan.scheduled, schedules, strict=True):
+            seq.step_ended(scheduled)
             self.take(request, seq)
 
     def take(self, request: Asked, seq: Sequence) -> None:
         group = request.group
+        group.remember_sequence(seq, self.cache)
         drawers = [choice for choice in seq.drawers if choice.num_pending_tokens]
         ends_prefix = not group.is_forked and (bool(drawers) or not seq.num_remaining_tokens)
         for choice in drawers:
@@ -297,6 +316,7 @@ class World:
                 self.pool.release(choice.take_blocks())
         if ends_prefix:
             group.fork(self.pool)
+            group.follow(self.cache)
         if group.is_finished:
             self.release(request)
             self.running.remove(request)
@@ -304,6 +324,7 @@ class World:
                 self.growth.completed(choice.num_output_tokens)
 
     def release(self, request: Asked) -> None:
+        request.group.remember(self.cache)
         for table in request.group.take_blocks():
             self.pool.release(table)
 
@@ -332,7 +353,9 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[Arriving]]:
         each = asked(number, num_prompt_tokens, n=n, max_tokens=max_tokens, priority=priority, emitted=emitted)
         assert each.group.spec.max_pool_tokens(size) <= total * size
         arrivals.append((step, each, draw(st.booleans())))
-    return World(pool, shape, random.Random(draw(st.integers(0, 99))), growth), arrivals
+    return World(
+        PrefixCache(pool, enabled=draw(st.booleans())), shape, random.Random(draw(st.integers(0, 99))), growth
+    ), arrivals
 
 
 @given(worlds())
@@ -352,6 +375,7 @@ def test_every_group_ends_whatever_arrives_when(case: tuple[World, list[Arriving
         assert first not in plan.preempted
         if all(request.group.is_finished for _, request, _ in arrivals):
             world.pool.assert_idle()
+            world.cache.allocate(world.pool.num_blocks)  # all that is known can be evicted
             return
     raise AssertionError("a group never ended")
 
@@ -359,7 +383,7 @@ def test_every_group_ends_whatever_arrives_when(case: tuple[World, list[Arriving
 def test_a_seat_goes_to_the_first_in_rank_when_nothing_else_can_step() -> None:
     """Of two groups that hold all blocks, the one behind has the only seat and needs a block more."""
     pool = BlockPool(6, 4)
-    world = World(pool, StepLimits(4, 1, 16), random.Random(0), Growth(pool, 1))
+    world = World(PrefixCache(pool, enabled=False), StepLimits(4, 1, 16), random.Random(0), Growth(pool, 1))
     behind = asked(0, 12, max_tokens=8)
     world.arrive(behind, by_handoff=True)
     world.running, world.waiting = [behind], []
@@ -375,7 +399,8 @@ def test_a_seat_goes_to_the_first_in_rank_when_nothing_else_can_step() -> None:
 def crowded_worlds(draw: st.DrawFn) -> World:
     """Landed groups, some further than others, in a pool with few blocks left."""
     pool = BlockPool(200, draw(st.sampled_from([1, 2, 4])))
-    world = World(pool, StepLimits(pool.block_size, 12, 16), random.Random(0), Growth(pool, 1))
+    cache = PrefixCache(pool, enabled=draw(st.booleans()))
+    world = World(cache, StepLimits(pool.block_size, 12, 16), random.Random(0), Growth(pool, 1))
     for number in range(draw(st.integers(2, 5))):
         each = asked(
             number, draw(st.integers(1, 9)), n=draw(st.integers(1, 4)), emitted=draw(st.sampled_from([0, 0, 5]))
@@ -383,9 +408,9 @@ def crowded_worlds(draw: st.DrawFn) -> World:
         world.arrive(each, by_handoff=True)
         for seq in each.group.sequences[: draw(st.integers(0, 4))]:
             for _ in range(draw(st.integers(0, 3)) if seq.num_remaining_tokens == 1 else 0):
-                each.group.copy_on_write(seq, pool)
-                seq.add_blocks(pool.allocate(seq.blocks_wanted(1, pool.block_size)))
-                seq.schedule(1)
+                each.group.copy_on_write(seq, cache)
+                seq.add_blocks(cache.allocate(seq.blocks_wanted(1, pool.block_size)))
+                seq.step_ended(seq.schedule(1))
                 seq.append_token(TokenId(1))
     leave_free(pool, draw(st.integers(0, 3)))
     return world

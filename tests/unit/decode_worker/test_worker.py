@@ -190,7 +190,7 @@ async def test_a_failed_transfer_ends_the_sequence_and_quarantines_its_blocks(
         assert isinstance(bench.router.errors[handle], TransferError)
         assert bench.pool.counts().quarantined == 3
         bench.receiver.writer_stops(ticket)
-        assert bench.pool.counts().free == bench.pool.num_blocks
+        assert bench.cache.num_available == bench.pool.num_blocks
 
 
 async def test_an_offer_that_cannot_be_made_fails_the_sequence_and_holds_nothing(
@@ -201,7 +201,7 @@ async def test_an_offer_that_cannot_be_made_fails_the_sequence_and_holds_nothing
         handle = bench.reserve(1, make_spec(9, 7))
         await bench.router.until(lambda: handle in bench.router.errors)
         assert bench.router.errors[handle] is bench.receiver.refusal
-        assert bench.pool.counts().free == bench.pool.num_blocks
+        assert bench.cache.num_available == bench.pool.num_blocks
 
 
 async def test_a_commit_that_never_comes_fails_the_sequence_without_new_work(

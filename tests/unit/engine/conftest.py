@@ -24,7 +24,20 @@ class SumDecoder:
     table, so a wrong slot, position, length or table gives a wrong token.
     """
 
+    def __init__(self) -> None:
+        self.num_projected_rows: list[int] = []
+
     def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        sample_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        return self.project(self.hidden(token_ids, positions, kv_cache, metadata, sample_rows))
+
+    def hidden(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
@@ -44,7 +57,11 @@ class SumDecoder:
                 assert position == metadata.seq_lens_host[seq] - (end - token)
                 blocks = metadata.block_tables[seq, : position // block_size + 1].long()
                 sums[token] = slots[blocks].flatten()[: position + 1].sum()
-        return -(torch.arange(VOCAB_SIZE) - sums[sample_rows, None] % VOCAB_SIZE).abs()
+        return sums[sample_rows, None]
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.num_projected_rows.append(len(hidden))
+        return -(torch.arange(VOCAB_SIZE) - hidden % VOCAB_SIZE).abs()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 
 from engine.block_pool import BlockPool
 from engine.group import Group
+from engine.prefix_cache import PrefixCache
 from engine.runner import Runner
 from engine.step import Step
 from tandem.errors import InternalError
@@ -33,7 +34,7 @@ class Worker:
     def step(self, group: Group) -> None:
         copies, scheduled, drawers = [], [], []
         for seq in group.running:
-            copies += group.copy_on_write(seq, self._pool)
+            copies += group.copy_on_write(seq, PrefixCache(self._pool))
             seq.add_blocks(self._pool.allocate(seq.blocks_wanted(seq.num_remaining_tokens, BLOCK_SIZE)))
             drawers.append(seq.drawers)
             scheduled.append(seq.schedule(seq.num_remaining_tokens))

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.block_pool import BlockPool, PoolExhausted
 from engine.group import Group
+from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from tandem.types import BlockId, ChoiceSpec, FinishReason, GroupSpec, RequestId, SamplingParams, TokenId
 
@@ -72,7 +73,7 @@ class GroupMachine(RuleBasedStateMachine):
         needs = seq.blocks_wanted(num_tokens, BLOCK_SIZE) + group.needs_copy(seq, self.pool)
         if needs > self.pool.num_free:
             return
-        copies = group.copy_on_write(seq, self.pool)
+        copies = group.copy_on_write(seq, PrefixCache(self.pool))
         seq.add_blocks(self.pool.allocate(seq.blocks_wanted(num_tokens, BLOCK_SIZE)))
         feeds = seq.num_pending_tokens > 0 and seq.num_computed_tokens + num_tokens == seq.num_tokens
         drawers, scheduled = seq.drawers, seq.schedule(num_tokens, 0 if feeds else None)
@@ -186,7 +187,7 @@ def test_a_pool_without_room_leaves_the_shared_block_as_it_is() -> None:
     group.land(pool.allocate(1), {0: TokenId(2), 1: TokenId(3)}, pool)
     held = pool.allocate(1)
     try:
-        group.copy_on_write(group.sequences[0], pool)
+        group.copy_on_write(group.sequences[0], PrefixCache(pool))
     except PoolExhausted:
         assert group.sequences[0].block_table[0] == group.sequences[1].block_table[0]
     else:

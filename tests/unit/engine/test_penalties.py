@@ -9,6 +9,11 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
 from engine.penalties import LogitChanges
 from engine.sampler import draw, plan_draws
@@ -34,6 +39,8 @@ class CountCalls(TorchDispatchMode):
 
 def change_alone(row: torch.Tensor, params: SamplingParams, prompt: list[int], output: list[int]) -> None:
     """The definition (`engine.penalties`), one row and one kind at a time."""
+    for token_id, bias in params.logit_bias.items():
+        row[token_id] += bias
     if params.repetition_penalty != 1.0:
         seen = torch.from_numpy(np.unique(np.array([*prompt, *output], dtype=np.int64)))
         logits = row[seen]
@@ -42,8 +49,6 @@ def change_alone(row: torch.Tensor, params: SamplingParams, prompt: list[int], o
         ids, counts = np.unique(np.array(output, dtype=np.int64), return_counts=True)
         loss = params.presence_penalty + params.frequency_penalty * counts
         row[torch.from_numpy(ids)] -= torch.from_numpy(loss).to(row.dtype)
-    for token_id, bias in params.logit_bias.items():
-        row[token_id] += bias
     if len(output) < params.min_tokens:
         row[sorted(params.end_token_ids)] = -torch.inf
 
@@ -132,3 +137,27 @@ def test_a_broken_draw_that_was_to_be_fed_harms_no_other_row() -> None:
 def test_a_penalty_without_its_history_is_refused() -> None:
     with pytest.raises(InternalError, match="without the tokens"):
         LogitChanges.of([SampleSpec(SamplingParams(max_tokens=9, presence_penalty=1.0), 0)], {}, CPU)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_biases_penalties_and_min_tokens_together_are_those_of_transformers(seed: int) -> None:
+    """Of ids that are seen, biased and an end at once, too: there the order counts."""
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(seed)) * 5
+    seen, ends, biases = (5, 9, 9, 12), (9, 30), {5: 4.0, 9: -2.5, 12: -6.0, 30: 9.0, 7: 3.0}
+    ids = torch.tensor([seen])
+    expected = SequenceBiasLogitsProcessor({(key,): value for key, value in biases.items()})(ids, logits)
+    expected = RepetitionPenaltyLogitsProcessor(1.9)(ids, expected)
+    expected = MinNewTokensLengthLogitsProcessor(2, 4, list(ends), CPU)(ids, expected)
+    params = SamplingParams(
+        max_tokens=9,
+        repetition_penalty=1.9,
+        logit_bias={TokenId(key): value for key, value in biases.items()},
+        min_tokens=4,
+        end_token_ids=frozenset(map(TokenId, ends)),
+    )
+
+    changes = LogitChanges.of([SampleSpec(params, 2, history(seen[:2], seen[2:]))], {}, CPU)
+
+    assert changes is not None
+    changes.apply(logits, None)
+    torch.testing.assert_close(logits, expected)

@@ -10,7 +10,21 @@ import pytest
 
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
-from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq, Step, StepResult
+from engine.host_tier import HostTier
+from engine.prefix_cache import PrefixCache
+from engine.step import (
+    BrokenLogits,
+    Direction,
+    HostRow,
+    Sampled,
+    SampledToken,
+    ScheduledSeq,
+    ScoredTokens,
+    Scores,
+    Step,
+    StepResult,
+    TierMove,
+)
 from kvtransfer.base import TransferReport
 from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.scheduler import BatchLimits
@@ -28,6 +42,7 @@ from tandem.types import (
     SamplingParams,
     TokenDelta,
     TokenId,
+    TokenLogprobs,
     WaitReason,
 )
 from tandem.validation import Validator
@@ -74,32 +89,71 @@ class Gate:
 
 
 class FakeEngine:
-    """Samples the sum of the prompt's last token, its length and the drawer's seed; each step takes half a second."""
+    """Samples the sum of the prompt's last token, its length and the drawer's seed; each step takes half a second.
+
+    Keeps a token per slot where a model would keep KV. INVARIANT, checked: what a step reads was computed, of the
+    one prompt that `make_spec` makes all prompts of.
+    """
 
     def __init__(self) -> None:
         self.gate = Gate()
         self.num_steps = 0
+        self.slots: dict[tuple[BlockId, int], TokenId] = {}
+        self.rows: dict[HostRow, list[TokenId]] = {}
+        """The host tier."""
         self.batches: list[tuple[ScheduledSeq, ...]] = []
         self.error: Exception | None = None
         self.broken_length: int | None = None
         """Length of the prompts whose logits are broken."""
+        self.broken_score = TokenId(0)
+        """A token before which logits are broken."""
 
     def launch(self, step: Step) -> asyncio.Task[StepResult]:
         self.batches.append(step.seqs)
-        return asyncio.create_task(self._run(step))
+        return asyncio.create_task(self._run(step, [tuple(seq.block_table) for seq in step.seqs]))
 
-    async def _run(self, step: Step) -> StepResult:
+    async def _run(self, step: Step, tables: list[tuple[BlockId, ...]]) -> StepResult:
         await self.gate.passed()
         self.num_steps += 1
+        if self.error is None:
+            self._move(step.moves)
+        for seq, table in zip(step.seqs, tables, strict=True):
+            self._compute(seq, table)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        return StepResult(tuple(self._sample(seq) for seq in step.seqs), 0.5)
+        scored = {number: self._score(seq.scored) for number, seq in enumerate(step.seqs) if seq.scored is not None}
+        return StepResult(tuple(self._sample(seq) for seq in step.seqs), 0.5, scored)
+
+    def _score(self, scored: ScoredTokens) -> Scores:
+        """Each by its own id."""
+        if self.broken_score in scored.token_ids:
+            return BrokenLogits()
+        return tuple(TokenLogprobs(each, -float(each)) for each in scored.token_ids)
+
+    def _move(self, moves: tuple[TierMove, ...]) -> None:
+        for each in moves:
+            if each.direction is Direction.OUT:
+                self.rows[each.row] = [self.slots[each.block, offset] for offset in range(BLOCK_SIZE)]
+        for each in moves:
+            if each.direction is Direction.IN:
+                self.slots.update({(each.block, offset): self.rows[each.row][offset] for offset in range(BLOCK_SIZE)})
+
+    def _compute(self, seq: ScheduledSeq, table: tuple[BlockId, ...]) -> None:
+        where = [(block, offset) for block in table for offset in range(BLOCK_SIZE)]
+        assert self.error is not None or all(self.slots[where[at]] == token_at(at) for at in range(seq.context_len))
+        for number, token_id in enumerate(seq.token_ids):
+            self.slots[where[seq.context_len + number]] = token_id if self.error is None else TokenId(0)
 
     def _sample(self, seq: ScheduledSeq) -> tuple[Sampled, ...]:
         if seq.context_len + len(seq.token_ids) == self.broken_length:
             return (BrokenLogits(),) * len(seq.samples)
         return tuple((SampledToken(first_token(seq, sample.params.seed), None),) for sample in seq.samples)
+
+
+def token_at(position: int) -> TokenId:
+    """Of all prompts, the one a piece of the other."""
+    return TokenId(1 + position % 50)
 
 
 def first_token(seq: ScheduledSeq, seed: int = 0) -> TokenId:
@@ -119,6 +173,9 @@ class FakeHandoff:
 
     async def push(self, first: int, source_blocks: tuple[BlockId, ...]) -> None:
         self.pushes.append((first, source_blocks))
+        slots = self._sender.slots
+        for position, block in enumerate(source_blocks, first):  # what the decode worker reads is in place
+            assert slots[block, 0] == token_at(position * BLOCK_SIZE)
         await self._sender.push_gate.passed()
         self._sender.raise_error("push")
 
@@ -138,7 +195,8 @@ class FakeHandoff:
 class FakeSender:
     """A sender with a gate before each answer and an error to raise in a named call."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: Mapping[tuple[BlockId, int], TokenId]) -> None:
+        self.slots = slots
         self.open_gate, self.push_gate, self.commit_gate, self.abort_gate = Gate(), Gate(), Gate(), Gate()
         self.errors: dict[str, Exception] = {}
         self.first_block = 0
@@ -170,8 +228,10 @@ class FakeRouter:
     choices: dict[Handle, dict[int, TokenDelta]] = field(default_factory=dict)
     """First tokens by choice; an entry from `prefill_done` on."""
     times_s: dict[Handle, tuple[float, float]] = field(default_factory=dict)
+    cached_tokens: dict[Handle, int] = field(default_factory=dict)
     handoffs: dict[Handle, tuple[int, float]] = field(default_factory=dict)
     errors: dict[Handle, TandemError] = field(default_factory=dict)
+    prompt_scores: dict[Handle, list[TokenLogprobs]] = field(default_factory=dict)
     _told: asyncio.Event = field(default_factory=asyncio.Event)
 
     __hash__ = object.__hash__
@@ -192,10 +252,11 @@ class FakeRouter:
     def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
         self.waits[reason] = list(handles)
 
-    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float) -> None:
+    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float, cached_tokens: int = 0) -> None:
         assert handle not in self.choices
         self.choices[handle] = {}
         self.times_s[handle] = (queue_s, prefill_s)
+        self.cached_tokens[handle] = cached_tokens
         self._told.set()
 
     def token(
@@ -208,6 +269,12 @@ class FakeRouter:
         assert handle in self.choices
         self.handoffs[handle] = (num_bytes, seconds)
         self._told.set()
+
+    def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        assert handle not in self.choices
+        told = self.prompt_scores.setdefault(handle, [])
+        assert offset == 1 + len(told)
+        told += logprobs
 
     def failed(self, handle: Handle, error: TandemError) -> None:
         assert handle not in self.errors
@@ -224,15 +291,17 @@ class FakeRouter:
 class Bench:
     """A prefill worker among its fakes. 16 blocks of 4 tokens, 8 tokens a step."""
 
-    def __init__(self, overlap: bool = True) -> None:
+    def __init__(self, overlap: bool = True, cached: bool = True, host_rows: int = 0) -> None:
         self.engine = FakeEngine()
-        self.sender = FakeSender()
+        self.sender = FakeSender(self.engine.slots)
         self.router = FakeRouter()
         self.clock = ManualClock()
         self.pool = BlockPool(16, BLOCK_SIZE)
+        tier = HostTier(host_rows, block_bytes=1) if host_rows else None
+        self.cache = PrefixCache(self.pool, enabled=cached, tier=tier)
         self.observer = RecordingWorker()
         validator = Validator(Limits(), vocab_size=1000, context_tokens=256)
-        parts = WorkerParts(self.engine, self.pool, self.sender, validator, self.clock, self.observer)
+        parts = WorkerParts(self.engine, self.cache, self.sender, validator, self.clock, self.observer)
         policy = OutgoingPolicy(overlap=overlap)
         self.worker = PrefillWorker(parts, BatchLimits(8, 4), policy, max_sequence_tokens=64)
         self.running = asyncio.create_task(self.worker.run())
@@ -259,6 +328,7 @@ class Bench:
         async with asyncio.timeout(DEADLINE_S):
             await self.worker.drained()
         self.worker.check_idle()
+        self.cache.check_invariants()
         self.observer.check_all_ended()
 
     async def close(self) -> None:
@@ -286,23 +356,28 @@ def _make_spec(
     max_tokens: int = 4,
     num_output_tokens: Sequence[int] = (0,),
     end_token_ids: frozenset[int] = frozenset(),
+    prompt_logprobs: int | None = None,
     timeout_s: float | None = None,
     priority: int = 0,
+    cache_salt: str = "",
 ) -> GroupSpec:
     def tokens(start: int, end: int) -> tuple[TokenId, ...]:
-        return tuple(TokenId(1 + index % 50) for index in range(start, end))
+        return tuple(map(token_at, range(start, end)))
 
     return GroupSpec(
         request_id=RequestId("request"),
         prompt_token_ids=tokens(0, num_tokens),
         sampling=SamplingParams(
-            max_tokens=max_tokens, end_token_ids=frozenset(TokenId(token) for token in end_token_ids)
+            max_tokens=max_tokens,
+            end_token_ids=frozenset(TokenId(token) for token in end_token_ids),
+            prompt_logprobs=prompt_logprobs,
         ),
         choices=tuple(
             ChoiceSpec(index, tokens(num_tokens, num_tokens + num)) for index, num in enumerate(num_output_tokens)
         ),
         timeout_s=timeout_s,
         priority=priority,
+        cache_salt=cache_salt,
     )
 
 

@@ -97,14 +97,14 @@ async def test_blocks_lent_before_the_offer_was_known_are_given_back_where_decod
     bench.sender.open_gate.close()
     handle = bench.prefill(1, make_spec(22))
     await bench.router.hears(lambda: handle in bench.router.choices)
-    assert bench.pool.num_free == 10
+    assert bench.cache.num_available == 10
     bench.sender.push_gate.close()
     await bench.sender.open_gate.open()
     await bench.sender.push_gate.reached(1)
 
     (handoff,) = bench.sender.handoffs
     assert [(first, len(blocks)) for first, blocks in handoff.pushes] == [(3, 3)]
-    assert bench.pool.num_free == 13
+    assert bench.cache.num_available == 13
     await bench.sender.push_gate.open()
     await bench.router.hears(lambda: handle in bench.router.handoffs)
     assert handoff.committed == {0: 44}
@@ -119,7 +119,7 @@ async def test_an_offer_without_blocks_is_a_transfer_all_the_same(bench: Any, ma
     (handoff,) = bench.sender.handoffs
     assert (handoff.pushes, handoff.committed) == ([], {0: 20})
     await bench.settles()
-    assert sorted(bench.observer.sequences[0].names[:-2]) == ["first_token", "started", "transfer_started"]
+    assert sorted(bench.observer.sequences[0].names[:-2]) == ["first_token", "looked_up", "started", "transfer_started"]
 
 
 @pytest.mark.parametrize("num_output_tokens", [(), (4,), (0, 4)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +15,10 @@ from tandem.types import Handle
 moves = st.lists(
     st.one_of(
         st.tuples(
-            st.just("prefill"), st.tuples(st.integers(1, 40), st.lists(st.integers(0, 1), min_size=1, max_size=3))
+            st.just("prefill"),
+            st.tuples(
+                st.integers(1, 40), st.lists(st.integers(0, 1), min_size=1, max_size=3), st.sampled_from(["", "salt"])
+            ),
         ),
         st.tuples(st.just("grant"), st.integers(0, 20)),
         st.tuples(st.just("offers_start_at"), st.integers(0, 4)),
@@ -31,11 +35,11 @@ moves = st.lists(
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(moves=moves, overlap=st.booleans())
+@given(moves=moves, overlap=st.booleans(), host_rows=st.sampled_from([0, 4, 40]))
 def test_every_prompt_ends_once_and_every_block_comes_back(
-    bench_type: Any, make_spec: Any, moves: list[tuple[str, Any]], overlap: bool
+    bench_type: Any, make_spec: Any, moves: list[tuple[str, Any]], overlap: bool, host_rows: int
 ) -> None:
-    asyncio.run(play(bench_type, make_spec, moves, overlap))
+    asyncio.run(play(lambda: bench_type(overlap=overlap, host_rows=host_rows), make_spec, moves))
 
 
 class Player:
@@ -47,9 +51,9 @@ class Player:
         self.handles: set[Handle] = set()
         self.released: set[Handle] = set()
 
-    async def prefill(self, asked: tuple[int, list[int]]) -> None:
-        num_tokens, num_output_tokens = asked
-        spec = self.make_spec(num_tokens, num_output_tokens=num_output_tokens)
+    async def prefill(self, asked: tuple[int, list[int], str]) -> None:
+        num_tokens, num_output_tokens, cache_salt = asked
+        spec = self.make_spec(num_tokens, num_output_tokens=num_output_tokens, cache_salt=cache_salt)
         self.handles.add(self.bench.prefill(len(self.handles) + 1, spec, grant=False))
 
     async def grant(self, handle: int) -> None:
@@ -82,12 +86,12 @@ class Player:
             await asyncio.sleep(0)
 
 
-async def play(bench_type: Any, make_spec: Any, moves: list[tuple[str, Any]], overlap: bool) -> None:
-    bench = bench_type(overlap=overlap)
+async def play(make_bench: Callable[[], Any], make_spec: Any, moves: list[tuple[str, Any]]) -> None:
+    bench = make_bench()
     player = Player(bench, make_spec)
     for name, value in moves:
         await getattr(player, name)(value)
-        bench.pool.check_invariants()
+        bench.cache.check_invariants()
     for gate in bench.gates:
         await gate.open()
     for handle in player.handles:

@@ -15,7 +15,7 @@ async def test_a_prompt_is_told_from_arrival_to_its_commit(bench: Any, make_spec
     await bench.settles()
     (sequence,) = bench.observer.sequences
     assert sequence.spec is spec
-    assert sorted(sequence.names[:-2]) == ["first_token", "started", "transfer_started"]
+    assert sorted(sequence.names[:-2]) == ["first_token", "looked_up", "started", "transfer_started"]
     assert sequence.calls[-2:] == [("transferred", 300, 0.25, "fake"), ("ended", None, 1)]
 
 
@@ -24,10 +24,10 @@ async def test_the_transfer_starts_with_the_first_blocks_not_with_the_ticket(ben
     bench.prefill(1, make_spec(10))
     await bench.engine.gate.reached(1)
     await bench.sender.open_gate.reached(1)
-    assert bench.observer.sequences[0].names == ["started"]
+    assert bench.observer.sequences[0].names == ["looked_up", "started"]
     await bench.engine.gate.let_one_pass()
     await bench.sender.push_gate.reached(1)
-    assert bench.observer.sequences[0].names == ["started", "transfer_started"]
+    assert bench.observer.sequences[0].names == ["looked_up", "started", "transfer_started"]
 
 
 async def test_each_step_is_told_with_its_time_its_tokens_and_its_prompts(bench: Any, make_spec: Any) -> None:
@@ -48,7 +48,7 @@ async def test_a_step_is_told_while_its_prompts_are_still_there(bench: Any, make
     bench.observer.step = lambda report: (names_at_step.append([*bench.observer.sequences[0].names]), keep(report))
     bench.prefill(1, make_spec(3))
     await bench.settles()
-    assert names_at_step == [["started"]]
+    assert names_at_step == [["looked_up", "started"]]
 
 
 async def test_a_released_prompt_ends_without_an_error(bench: Any, make_spec: Any) -> None:

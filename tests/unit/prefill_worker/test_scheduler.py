@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefill_worker.scheduler import BatchLimits, Plan, PrefillScheduler
+from prefill_worker.scheduler import BatchLimits, Chunk, PrefillScheduler
 from tandem.clock import Deadline
 from tandem.telemetry.observers import SequenceObserver
-from tandem.types import ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
+from tandem.types import BlockId, ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
 from tests.manual_clock import ManualClock
 from tests.recording_observers import RecordedSequence
 from worker.request import Request
@@ -43,6 +46,25 @@ arrivals = Arrivals()
 make = arrivals.request
 
 
+@dataclass(frozen=True)
+class Plan:
+    """One step: prompts that begin to run, and what is computed."""
+
+    admitted: tuple[Request, ...]
+    chunks: tuple[Chunk, ...]
+
+
+def plan_step(scheduler: PrefillScheduler, num_free_blocks: int, lent: Mapping[str, int] | None = None) -> Plan:
+    """As the step loop plans, where nothing is cached."""
+    admitted = []
+    while (request := scheduler.admit(num_free_blocks, lent or {})) is not None:
+        prefix, num_blocks = request.group.prefix, scheduler.num_blocks(request)
+        prefix.add_blocks([BlockId(block) for block in range(num_blocks)])
+        num_free_blocks -= num_blocks
+        admitted.append(request)
+    return Plan(tuple(admitted), scheduler.chunks())
+
+
 def compute(scheduler: PrefillScheduler, plan: Plan) -> list[Request]:
     """Does what an engine step does; returns the requests whose prompts it finished."""
     done = []
@@ -69,7 +91,7 @@ def test_many_short_prompts_share_one_batch() -> None:
     prompts = [make(8) for _ in range(8)]
     for prompt in prompts:
         scheduler.add(prompt)
-    plan = scheduler.plan(num_free_blocks=100)
+    plan = plan_step(scheduler, num_free_blocks=100)
     assert plan.admitted == tuple(prompts)
     assert [chunk.num_tokens for chunk in plan.chunks] == [8] * 8
 
@@ -80,7 +102,7 @@ def test_a_long_prompt_is_cut_into_chunks_of_the_budget() -> None:
     scheduler.add(prompt)
     sizes = []
     while prompt in scheduler:
-        plan = scheduler.plan(num_free_blocks=10)
+        plan = plan_step(scheduler, num_free_blocks=10)
         sizes += [chunk.num_tokens for chunk in plan.chunks]
         compute(scheduler, plan)
     assert sizes == [64, 64, 22]
@@ -90,11 +112,11 @@ def test_a_short_prompt_behind_a_long_one_ends_first() -> None:
     scheduler = scheduler_of(chunk_tokens=64)
     long, short = make(1000), make(8)
     scheduler.add(long)
-    compute(scheduler, scheduler.plan(num_free_blocks=100))
+    compute(scheduler, plan_step(scheduler, num_free_blocks=100))
     scheduler.add(short)
     done: list[Request] = []
     while not done:
-        done = compute(scheduler, scheduler.plan(num_free_blocks=100))
+        done = compute(scheduler, plan_step(scheduler, num_free_blocks=100))
     assert done == [short]
 
 
@@ -103,7 +125,7 @@ def test_higher_priority_is_admitted_first_and_equals_in_order_of_arrival() -> N
     first, second, urgent = make(8), make(8), make(8, priority=1)
     for prompt in (first, second, urgent):
         scheduler.add(prompt)
-    assert scheduler.plan(num_free_blocks=100).admitted == (urgent, first, second)
+    assert plan_step(scheduler, num_free_blocks=100).admitted == (urgent, first, second)
 
 
 def test_a_prompt_that_does_not_fit_is_overtaken_by_one_that_does() -> None:
@@ -111,7 +133,7 @@ def test_a_prompt_that_does_not_fit_is_overtaken_by_one_that_does() -> None:
     big, small = make(160), make(16)
     scheduler.add(big)
     scheduler.add(small)
-    assert scheduler.plan(num_free_blocks=4).admitted == (small,)
+    assert plan_step(scheduler, num_free_blocks=4).admitted == (small,)
     assert scheduler.num_waiting == 1
 
 
@@ -121,11 +143,11 @@ def test_a_prompt_overtaken_too_often_goes_first_and_blocks_the_others() -> None
     scheduler.add(big)
     for _ in range(2):
         scheduler.add(make(16))
-        compute(scheduler, scheduler.plan(num_free_blocks=4))
+        compute(scheduler, plan_step(scheduler, num_free_blocks=4))
     late = make(16)
     scheduler.add(late)
-    assert scheduler.plan(num_free_blocks=4).admitted == ()
-    assert scheduler.plan(num_free_blocks=11).admitted == (big, late)
+    assert plan_step(scheduler, num_free_blocks=4).admitted == ()
+    assert plan_step(scheduler, num_free_blocks=11).admitted == (big, late)
 
 
 def test_a_low_priority_prompt_is_not_starved_by_urgent_ones() -> None:
@@ -135,7 +157,7 @@ def test_a_low_priority_prompt_is_not_starved_by_urgent_ones() -> None:
     done: list[Request] = []
     for _ in range(4):
         scheduler.add(make(8, priority=9))
-        done += compute(scheduler, scheduler.plan(num_free_blocks=100))
+        done += compute(scheduler, plan_step(scheduler, num_free_blocks=100))
     assert done.index(patient) == 3
 
 
@@ -143,12 +165,12 @@ def test_a_removed_prompt_is_not_planned_again() -> None:
     scheduler = scheduler_of()
     waiting, running = make(16), make(600)
     scheduler.add(running)
-    scheduler.plan(num_free_blocks=100)
+    plan_step(scheduler, num_free_blocks=100)
     scheduler.add(waiting)
     scheduler.remove(waiting)
     scheduler.remove(running)
     scheduler.remove(running)
-    assert scheduler.plan(num_free_blocks=100) == Plan((), ())
+    assert plan_step(scheduler, num_free_blocks=100) == Plan((), ())
     assert (scheduler.num_waiting, scheduler.num_running, scheduler.num_queued_tokens) == (0, 0, 0)
 
 
@@ -157,14 +179,16 @@ def test_a_prompt_counts_once_however_many_choices_continue_it() -> None:
     many = make(20, choices=tuple(map(ChoiceSpec, range(8))))
     scheduler.add(many)
     assert (scheduler.num_queued_tokens, scheduler.num_blocks(many)) == (20, 2)
-    assert [(chunk.num_tokens, chunk.is_last) for chunk in scheduler.plan(num_free_blocks=2).chunks] == [(20, True)]
+    assert [(chunk.num_tokens, chunk.is_last) for chunk in plan_step(scheduler, num_free_blocks=2).chunks] == [
+        (20, True)
+    ]
 
 
 def test_the_output_of_a_resumed_choice_that_is_alone_is_computed_with_its_prompt() -> None:
     scheduler = scheduler_of(chunk_tokens=64)
     resumed = make(20, choices=(ChoiceSpec(3, (TokenId(1),) * 5),))
     scheduler.add(resumed)
-    assert [chunk.num_tokens for chunk in scheduler.plan(num_free_blocks=2).chunks] == [25]
+    assert [chunk.num_tokens for chunk in plan_step(scheduler, num_free_blocks=2).chunks] == [25]
 
 
 def test_tokens_of_a_launched_step_are_no_longer_queued() -> None:
@@ -172,7 +196,7 @@ def test_tokens_of_a_launched_step_are_no_longer_queued() -> None:
     prompt = make(20)
     scheduler.add(prompt)
     for left in (4, 0):
-        (chunk,) = scheduler.plan(num_free_blocks=9).chunks
+        (chunk,) = plan_step(scheduler, num_free_blocks=9).chunks
         prompt.group.prefix.schedule(chunk.num_tokens)
         assert scheduler.num_queued_tokens == left
 
@@ -206,7 +230,7 @@ def test_random_arrivals_keep_the_budget_conserve_blocks_and_all_end(
         for prompt in pending[:per_round]:
             scheduler.add(prompt)
         del pending[:per_round]
-        plan = scheduler.plan(num_free)
+        plan = plan_step(scheduler, num_free)
         num_free -= sum(wanted[prompt] for prompt in plan.admitted)
         admitted.update(id(prompt) for prompt in plan.admitted)
         assert num_free >= 0
@@ -228,11 +252,11 @@ def test_a_destination_that_takes_nothing_holds_at_most_half_of_the_pool() -> No
     fast = make(16, destination="fast")
     for prompt in (*slow, fast):
         scheduler.add(prompt)
-    assert set(scheduler.plan(num_free_blocks=8).admitted) == {*slow[:4], fast}
+    assert set(plan_step(scheduler, num_free_blocks=8).admitted) == {*slow[:4], fast}
     for prompt in (*slow[:4], fast):
         scheduler.remove(prompt)
-    assert scheduler.plan(num_free_blocks=4, lent={"slow": 4}).admitted == ()
-    assert scheduler.plan(num_free_blocks=6, lent={"slow": 2}).admitted == tuple(slow[4:])
+    assert plan_step(scheduler, num_free_blocks=4, lent={"slow": 4}).admitted == ()
+    assert plan_step(scheduler, num_free_blocks=6, lent={"slow": 2}).admitted == tuple(slow[4:])
 
 
 def test_a_destination_alone_may_fill_the_pool() -> None:
@@ -240,7 +264,7 @@ def test_a_destination_alone_may_fill_the_pool() -> None:
     prompts = [make(32), make(64), make(32)]
     for prompt in prompts:
         scheduler.add(prompt)
-    assert scheduler.plan(num_free_blocks=8).admitted == tuple(prompts)
+    assert plan_step(scheduler, num_free_blocks=8).admitted == tuple(prompts)
 
 
 def test_one_prompt_may_be_larger_than_the_share_of_its_destination() -> None:
@@ -248,7 +272,7 @@ def test_one_prompt_may_be_larger_than_the_share_of_its_destination() -> None:
     large, small = make(6 * 16, destination="a"), make(16, destination="b")
     for prompt in (large, make(16, destination="a"), small):
         scheduler.add(prompt)
-    assert scheduler.plan(num_free_blocks=8).admitted == (large, small)
+    assert plan_step(scheduler, num_free_blocks=8).admitted == (large, small)
 
 
 def test_a_prompt_beyond_its_share_holds_up_none_for_another_destination() -> None:
@@ -258,7 +282,7 @@ def test_a_prompt_beyond_its_share_holds_up_none_for_another_destination() -> No
     for _ in range(6):
         other = make(16, destination="fast")
         scheduler.add(other)
-        assert scheduler.plan(num_free_blocks=5, lent={"slow": 3}).admitted == (other,)
+        assert plan_step(scheduler, num_free_blocks=5, lent={"slow": 3}).admitted == (other,)
         scheduler.remove(other)
 
 
@@ -270,9 +294,27 @@ def test_a_large_prompt_beyond_its_share_is_not_overtaken_for_ever_by_small_ones
         small = make(16, destination="slow")
         scheduler.add(small)
         scheduler.add(fast := make(16, destination="fast"))
-        assert set(scheduler.plan(num_free_blocks=5, lent={"slow": num_lent}).admitted) == {small, fast}
+        assert set(plan_step(scheduler, num_free_blocks=5, lent={"slow": num_lent}).admitted) == {small, fast}
         scheduler.remove(small)
         scheduler.remove(fast)
     scheduler.add(make(16, destination="slow"))
-    assert scheduler.plan(num_free_blocks=5, lent={"slow": 3}).admitted == ()
-    assert scheduler.plan(num_free_blocks=8).admitted[0] is large
+    assert plan_step(scheduler, num_free_blocks=5, lent={"slow": 3}).admitted == ()
+    assert plan_step(scheduler, num_free_blocks=8).admitted[0] is large
+
+
+def test_blocks_that_others_hold_are_not_counted_of_the_prompt_that_goes_first() -> None:
+    scheduler = scheduler_of()
+    first, second = make(160), make(160)
+    for prompt in (first, second):
+        scheduler.add(prompt)
+    held = {first: 7, second: 9}
+    assert scheduler.admit(2, {}, held.__getitem__) is None
+    assert scheduler.admit(3, {}, held.__getitem__) is first
+    assert scheduler.admit(0, {}, held.__getitem__) is None
+    assert scheduler.admit(1, {}, held.__getitem__) is second
+
+
+def test_tokens_that_may_be_found_are_not_queued() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make(40), num_cached_tokens=32)
+    assert scheduler.num_queued_tokens == 8

@@ -64,7 +64,7 @@ async def test_a_line_that_nothing_here_can_move_is_not_named(bench: Any, make_s
     stuck = bench.prefill(1, make_spec(60))
     await bench.sender.push_gate.reached()
     await bench.router.hears(lambda: bench.router.first_tokens.get(stuck))
-    bench.prefill(2, make_spec(40))
+    bench.prefill(2, make_spec(40, cache_salt="other"))
     bench.worker.release(bench.router, stuck)
     await bench.sender.abort_gate.reached()
     bench.worker.report_waits()

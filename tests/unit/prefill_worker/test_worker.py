@@ -99,7 +99,7 @@ async def test_the_first_token_does_not_wait_for_the_transfer(bench: Any, make_s
     handle = bench.prefill(1, make_spec(10))
     await bench.router.hears(lambda: handle in bench.router.first_tokens)
     assert handle not in bench.router.handoffs
-    assert bench.pool.num_free == 13
+    assert bench.cache.num_available == 13
     await bench.sender.open_gate.open()
     await bench.router.hears(lambda: handle in bench.router.handoffs)
     await bench.settles()
@@ -145,7 +145,7 @@ async def test_times_tell_waiting_from_computing(bench: Any, make_spec: Any) -> 
 async def test_a_prompt_waits_until_its_blocks_are_free(bench: Any, make_spec: Any) -> None:
     bench.sender.commit_gate.close()
     bench.sender.push_gate.close()
-    first, second = bench.prefill(1, make_spec(60)), bench.prefill(2, make_spec(8))
+    first, second = bench.prefill(1, make_spec(60)), bench.prefill(2, make_spec(8, cache_salt="other"))
     await bench.router.hears(lambda: first in bench.router.first_tokens)
     assert bench.worker.load().waiting_seqs == 1
     await bench.sender.push_gate.open()
@@ -183,7 +183,7 @@ async def test_blocks_of_a_running_step_come_back_only_after_it(bench: Any, make
     handle = bench.prefill(1, make_spec(8))
     await bench.engine.gate.reached(1)
     bench.worker.release(bench.router, handle)
-    assert bench.pool.num_free == 14
+    assert bench.cache.num_available == 14
     await bench.engine.gate.open()
     await bench.settles()
     assert bench.router.first_tokens == {}
@@ -197,7 +197,7 @@ async def test_lent_blocks_come_back_only_after_the_sender_has_let_go(bench: Any
     bench.worker.release(bench.router, handle)
     await bench.sender.abort_gate.reached(1)
     bench.worker.release(bench.router, handle)
-    assert bench.pool.num_free == 14
+    assert bench.cache.num_available == 14
     await bench.sender.abort_gate.open()
     await bench.settles()
 

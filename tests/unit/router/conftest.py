@@ -9,9 +9,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from router.placement import Obstacle, WorkerView
+from router.prefix_map import PrefixMap
 from router.workers import Workers
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 from tests.manual_clock import ManualClock
+from tests.registering import INFO
 
 LEASE_S, STALL_S = 5.0, 30.0
 LOAD = WorkerLoad(0, 0, 0, 0, PoolCounts(64, 64, 0, 0, 0, 0, 16, 0), 0, draining=False)
@@ -37,20 +39,17 @@ def info() -> Callable[..., WorkerInfo]:
     """A worker that fits every other one, with changes."""
 
     def make(role: Role, name: str, **changes: Any) -> WorkerInfo:
-        made = WorkerInfo(
+        made = replace(
+            INFO,
             worker_id=WorkerId(name),
             incarnation=Incarnation(f"{name}-life-1"),
             role=role,
-            address="127.0.0.1:1",
             model="tiny",
             config_fingerprint="config",
             model_fingerprint="weights",
             layout_fingerprint="layout",
             transports=("shm", "tcp"),
-            local_prefill_tokens=0,
             max_sequence_tokens=256,
-            pid=1,
-            device="fake",
         )
         return replace(made, **changes)
 
@@ -74,6 +73,7 @@ class FakeLink:
 
     def __init__(self, info: WorkerInfo, events: list[tuple[str, str]]) -> None:
         self.connected = False
+        self.held = PrefixMap()
         self._info = info
         self._events = events
         events.append(("added", info.incarnation))

@@ -53,8 +53,11 @@ class SilentLink:
         self.listener = listener
         return Handle(1)
 
-    def reserve(self, handle: Handle, group: worker_pb2.Group, *, local_prefill: bool) -> None:
+    def reserve(
+        self, handle: Handle, group: worker_pb2.Group, *, local_prefill: bool, max_local_tokens: int | None = None
+    ) -> None:
         self.local_prefill = local_prefill
+        self.max_local_tokens = max_local_tokens
         self.group = group
         self.asked.set()
 
@@ -127,7 +130,7 @@ class Pair:
         self.decode.says("reserved", b"ticket", b"endpoint")
         if stage == "prefill":
             return
-        self.prefill.says("prefill_done", 0.0, 0.0)
+        self.prefill.says("prefill_done", 0.0, 0.0, 0)
         self.prefill.says("tokens", delta(0))
         if stage == "decode":
             self.prefill.says("handoff_done", 1, 0.0)
@@ -241,7 +244,7 @@ async def test_the_decode_worker_is_told_what_is_left_of_the_time_after_the_line
 async def test_first_tokens_that_end_every_choice_need_no_room(pair: Callable[..., Pair]) -> None:
     running = pair()
     await running.get_to("reserve")
-    running.prefill.says("prefill_done", 0.0, 0.0)
+    running.prefill.says("prefill_done", 0.0, 0.0, 0)
     running.prefill.says("tokens", delta(0, FinishReason.STOP))
     await running.running
     running.attempt.release()
@@ -254,7 +257,7 @@ async def test_a_prompt_computed_where_it_decodes_needs_no_grant(pair: Callable[
     await running.decode.asked.wait()
     assert running.decode.local_prefill
     running.decode.says("reserved", b"", b"")
-    running.decode.says("prefill_done", 0.0, 0.0)
+    running.decode.says("prefill_done", 0.0, 0.0, 0)
     running.decode.says("tokens", delta(0, FinishReason.STOP))
     await running.running
     assert not running.prefill.asked.is_set()
@@ -303,7 +306,7 @@ async def test_several_choices_that_are_resumed_have_a_computed_prompt_without_f
 ) -> None:
     running = pair(resumed(2, 3))
     await running.get_to("prefill")
-    running.prefill.says("prefill_done", 0.0, 0.0)
+    running.prefill.says("prefill_done", 0.0, 0.0, 0)
     running.prefill.says("handoff_done", 1, 0.0)
     running.prefill.says("failed", Unavailable("it was lost", Reason.WORKER_LOST))
     running.decode.says("tokens", delta(2, FinishReason.STOP, 0))
@@ -318,7 +321,7 @@ async def test_the_loss_of_prefill_matters_until_each_first_token_it_draws_is_he
     for num_first in range(len(first) + 1):
         running = pair(resumed(*tokens_before))
         await running.get_to("prefill")
-        running.prefill.says("prefill_done", 0.0, 0.0)
+        running.prefill.says("prefill_done", 0.0, 0.0, 0)
         for index in first[:num_first]:
             running.prefill.says("tokens", delta(tokens_before[index], index=index))
         running.decode.says("tokens", delta(tokens_before[0] + (0 in first), index=0))  # it holds the KV

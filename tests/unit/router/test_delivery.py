@@ -19,7 +19,7 @@ from tandem.telemetry.observers import RequestObserver, RequestStart
 from tandem.types import ChoiceSpec, FinishReason, RequestId, TextParams, TokenDelta, TokenId, TokenLogprobs
 from tests.recording_observers import RecordedRequest
 
-SUMMARY = Summary(1, 3, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+SUMMARY = Summary(1, 3, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 
 
@@ -141,6 +141,27 @@ def test_the_callers_stop_id_is_named(byte_tokenizer: Tokenizer) -> None:
     made = choice(byte_tokenizer, stop_token_ids=frozenset({TokenId(98)}))
     made.push(delta(b"ab", 0, STOP))
     assert made.read(None).matched_stop == 98
+
+
+def test_a_stop_string_across_tokens_is_kept_on_request_and_every_token_has_its_logprobs(
+    byte_tokenizer: Tokenizer,
+) -> None:
+    made = choice(byte_tokenizer, stop=("END",), include_stop=True)
+    for offset, byte in enumerate(b"xEND"):
+        made.push(delta([byte], offset))
+    last = made.read(None)
+    assert (last.text, last.token_ids, last.matched_stop) == ("xEND", tuple(b"xEND"), "END")
+    assert [each.token_id for each in last.logprobs] == list(b"xEND")
+
+
+@pytest.mark.parametrize(("stop", "text", "matched"), [("ab", "", "ab"), ("abc", "ab", 98), ("b", "a", "b")])
+def test_a_stop_id_inside_a_stop_string_ends_the_choice_and_the_string_is_named_if_it_is_whole(
+    byte_tokenizer: Tokenizer, stop: str, text: str, matched: str | int
+) -> None:
+    made = choice(byte_tokenizer, stop=(stop,), stop_token_ids=frozenset({TokenId(98)}))
+    made.push(delta(b"ab", 0, STOP))
+    last = made.read(None)
+    assert (last.text, last.token_ids, last.finish_reason, last.matched_stop) == (text, (97, 98), STOP, matched)
 
 
 @given(st.text(alphabet="xyé", max_size=20), st.sampled_from(["xy", "é", "yx", "xé"]), st.data())

@@ -85,7 +85,7 @@ def test_an_output_becomes_a_response_of_its_choice_and_the_summary_goes_with_th
     assert (response.request_id, response.index, response.text, list(response.token_ids)) == ("r", 3, "x", [5])
     assert (response.finish_reason, response.stop_text) == (pb.FINISH_REASON_STOP, "x")
     assert not response.HasField("usage")
-    last = _response("r", ChoiceOutput(0, "", (), summary=Summary(7, 20, 0.0, 0.0, 0.0, 0.0, 1.5, 0)))
+    last = _response("r", ChoiceOutput(0, "", (), summary=Summary(7, 20, 0.0, 0.0, 0.0, 0.0, 1.5, 0, 4)))
     assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.timings.total_seconds) == (7, 20, 1.5)
 
 

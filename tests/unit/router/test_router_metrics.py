@@ -16,8 +16,8 @@ from tandem.telemetry.recent_latencies import RecentLatencies
 from tandem.types import FinishReason, Incarnation, RequestId, Role, WorkerId, WorkerInfo
 from tests.manual_clock import ManualClock
 
-NOT_OF_SEQUENCES = {Reason.TLS_FAILED, Reason.WORKER_ID_TAKEN}
-"""Of which no worker says a word about a sequence."""
+NOT_OF_SEQUENCES = {Reason.TLS_FAILED, Reason.WORKER_ID_TAKEN, Reason.PREFIX_NOT_HELD}
+"""Of which no worker says a word about a sequence, or for which no worker is at fault."""
 MOVING = [each for each in Reason if rebuild_error(each, "").retryable and each not in NOT_OF_SEQUENCES]
 """Reasons for which another pair is tried."""
 
@@ -92,7 +92,7 @@ def test_a_finished_request_tells_its_times_and_sizes(scene: Scene) -> None:
     scene.clock.advance_s(0.1)
     request.admitted()
     request.placed(worker(Role.PREFILL), worker(Role.DECODE))
-    request.prompt_computed(queue_s=0.3, prefill_s=0.2)
+    request.prompt_computed(queue_s=0.3, prefill_s=0.2, cached_tokens=8)
     request.handed_over(1024, 0.05)
     request.tokens(1)
     scene.clock.advance_s(0.7)
@@ -112,6 +112,7 @@ def test_a_finished_request_tells_its_times_and_sizes(scene: Scene) -> None:
     }
     assert {name: scene.value(f"{name}_sum") for name in sums} == pytest.approx(sums)
     assert scene.value("tandem_prompt_tokens_total") == 12
+    assert scene.value("tandem_cached_prompt_tokens_total") == 8
     assert scene.recent.activity().latencies[2].count == 1
 
 
@@ -167,15 +168,16 @@ def test_turned_away_at_the_door_or_by_admission_is_refused_and_no_outcome(scene
 def test_a_replay_counts_as_a_move_and_its_prompt_only_once(scene: Scene) -> None:
     request = scene.request(num_prompt_tokens=12)
     request.placed(worker(Role.PREFILL), worker(Role.DECODE))
-    request.prompt_computed(0.1, 0.1)
+    request.prompt_computed(0.1, 0.1, 0)
     request.tokens(1)
     request.moved(worker(Role.DECODE), Unavailable("lost", Reason.WORKER_LOST))
     request.placed(None, worker(Role.DECODE))
-    request.prompt_computed(2.0, 0.1)
+    request.prompt_computed(2.0, 0.1, 8)
     assert scene.value("tandem_request_moves_total", worker_role="decode", reason="WORKER_LOST") == 1
     assert scene.value("tandem_request_placements_total", path="disaggregated") == 1
     assert scene.value("tandem_request_placements_total", path="local") == 1
     assert scene.value("tandem_prompt_tokens_total") == 12
+    assert scene.value("tandem_cached_prompt_tokens_total") == 0
     assert scene.value("tandem_request_queue_seconds_count") == 1
 
 

@@ -49,7 +49,8 @@ async def test_an_answer_that_is_written_for_too_long_is_ended_and_one_that_is_w
 ) -> None:
     with ExitStack() as stack:
         requests = Requests(byte_tokenizer, stack)
-        stuck, slow, idle = requests.begin(10), requests.begin(10), requests.begin(0)
+        stuck, slow = requests.begin(10), requests.begin(10)
+        requests.begin(0)  # its reader waits
         for _ in range(3):
             await slow.get()
             if not stuck.being_written:
@@ -60,7 +61,6 @@ async def test_an_answer_that_is_written_for_too_long_is_ended_and_one_that_is_w
         requests.unread.sweep()
 
         assert requests.ended == [(stuck, "the request was ended: its answer was not read for 60 s")]
-        assert idle.unread_bytes == 0
 
 
 def test_a_request_is_ended_that_leaves_too_much_unread(byte_tokenizer: Tokenizer) -> None:

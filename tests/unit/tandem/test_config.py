@@ -61,6 +61,8 @@ def test_a_value_is_read_from_argv(cls: type[Any], argv: list[str], field: str, 
         ("TANDEM_KV_MEMORY", "1MiB", "kv_memory_bytes", 1024**2),
         ("TANDEM_ROUTER", "a:1,b:2", "router", ("a:1", "b:2")),
         ("TANDEM_OVERLAP", "false", "overlap", False),
+        ("TANDEM_KV_EVENTS", "tcp://*:5557", "kv_events", "tcp://*:5557"),
+        ("TANDEM_KV_EVENTS_REPLAY", "ipc:///run/replay", "kv_events_replay", "ipc:///run/replay"),
     ],
 )
 def test_a_value_is_read_from_the_environment(variable: str, text: str, field: str, value: object) -> None:
@@ -82,6 +84,9 @@ def test_a_value_is_read_from_the_environment(variable: str, text: str, field: s
         ("--device", "tpu"),
         ("--dtype", "int8"),
         ("--transport", "pigeon"),
+        ("--kv-events", "127.0.0.1:5557"),
+        ("--kv-events", "udp://*:5557"),
+        ("--kv-events-topic", "two words"),
         ("--router", "nohost"),
         ("--router", "host:99999"),
         ("--router", "host:0"),

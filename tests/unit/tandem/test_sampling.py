@@ -119,7 +119,6 @@ def test_what_does_not_fit_is_refused(
         (Options(beam_width=0), "sampling.beam_width"),
         (Options(beam_width=4), "sampling.beam_width"),
         (Options(length_penalty=1.0), "sampling.length_penalty"),
-        (Options(prompt_logprobs=0), "sampling.prompt_logprobs"),
         (Options(json_schema="{}"), "sampling.json_schema"),
         (Options(regex=""), "sampling.regex"),
         (Options(grammar="start: A"), "sampling.grammar"),

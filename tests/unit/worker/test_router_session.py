@@ -116,13 +116,14 @@ def test_who_waits_is_told_last_and_by_the_newest_word_alone() -> None:
 def test_an_answer_carries_what_it_was_told() -> None:
     session = session_of(A)
     session.reserved(A, b"ticket", b"endpoint", 32)
-    session.prefill_done(A, 0.5, 0.25)
+    session.prefill_done(A, 0.5, 0.25, 8)
     session.handoff_done(A, 4096, 0.125)
 
     reserved, prefill_done, handoff_done = session.take()
 
     assert reserved.reserved == worker_pb2.Reserved(handle=A, ticket=b"ticket", kv_endpoint=b"endpoint", held_tokens=32)
-    assert prefill_done.prefill_done == worker_pb2.PrefillDone(handle=A, queue_seconds=0.5, prefill_seconds=0.25)
+    done = worker_pb2.PrefillDone(handle=A, queue_seconds=0.5, prefill_seconds=0.25, cached_tokens=8)
+    assert prefill_done.prefill_done == done
     assert handoff_done.handoff_done == worker_pb2.HandoffDone(handle=A, transfer_bytes=4096, transfer_seconds=0.125)
 
 

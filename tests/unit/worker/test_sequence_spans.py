@@ -84,11 +84,13 @@ def test_the_trace_state_of_the_caller_reaches_the_spans(recorded: RecordedSpans
 
 
 def test_spans_tell_the_request_and_lengths_but_no_tokens(recorded: RecordedSpans, prefilled: SequenceObserver) -> None:
+    prefilled.looked_up(5, 2)
     tell(prefilled, "started")
     prefilled.ended(None, 0)
     assert recorded.attributes("prefill").items() >= {
         ("tandem.request_id", "r1"),
         ("gen_ai.usage.input_tokens", 3),
+        ("gen_ai.usage.cache_read.input_tokens", 2),
         ("tandem.num_resumed_tokens", 2),
     }
     for span in recorded.all:  # ids and times of spans are random: they may hold these digits

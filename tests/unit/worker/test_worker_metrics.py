@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.prefix_cache import CacheCounters
 from tandem.errors import ChecksumMismatch, DeadlineExceeded, TandemError, TransferError
 from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
@@ -24,7 +25,7 @@ from tandem.types import (
     WorkerLoad,
 )
 from tests.manual_clock import ManualClock
-from worker.metrics import WorkerMetrics, load_readings, wait_readings
+from worker.metrics import WorkerMetrics, cache_readings, load_readings, wait_readings
 
 SPEC = GroupSpec(RequestId("r"), (TokenId(1),) * 4, SamplingParams(max_tokens=8))
 LOAD = WorkerLoad(
@@ -49,6 +50,7 @@ class Scene:
         self.metrics = Metrics(Process(role.value), "demo")
         self.observer = WorkerMetrics(self.metrics, role, self.clock)
         self.metrics.add_reader(lambda: load_readings(role, LOAD))
+        self.metrics.add_reader(lambda: cache_readings(CacheCounters(90, 60, 5, 3, 2)))
 
     def sequence(self) -> SequenceObserver:
         return self.observer.sequence(SPEC)
@@ -111,6 +113,21 @@ def test_each_choice_that_is_not_resumed_draws_a_first_token(prefill: Scene) -> 
     assert prefill.value("tandem_sampled_tokens_total") == 2
     prefill.observer.sequence(replace(SPEC, choices=(resumed,))).first_token()
     assert prefill.value("tandem_sampled_tokens_total") == 3
+
+
+@pytest.mark.parametrize("prefix", ["tandem_prefix_cache", "vllm:prefix_cache"])
+def test_tokens_that_were_looked_for_and_found_are_counted(prefill: Scene, prefix: str) -> None:
+    for num_cached_tokens in (0, 16):
+        prefill.sequence().looked_up(20, num_cached_tokens)
+    labels = next(iter(prefill.samples(f"{prefix}_hits_total")))
+    assert prefill.value(f"{prefix}_queries_total", *labels) == 40
+    assert prefill.value(f"{prefix}_hits_total", *labels) == 16
+
+
+def test_blocks_that_the_cache_evicted_stored_and_loaded_are_counted(decode: Scene) -> None:
+    assert decode.value("tandem_prefix_cache_evicted_blocks_total") == 5
+    assert decode.value("tandem_prefix_cache_stored_blocks_total", "host") == 3
+    assert decode.value("tandem_prefix_cache_loaded_blocks_total", "host") == 2
 
 
 def test_the_sender_counts_a_hand_offs_bytes(prefill: Scene) -> None:

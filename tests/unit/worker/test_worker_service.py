@@ -34,12 +34,22 @@ class RecordingCore:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.max_local_tokens: list[int | None] = []
+        """Of each reserve."""
         self.sessions: list[RouterSession] = []
         self.lost: list[RouterSession] = []
         self.router_was_lost = asyncio.Event()
         self.refusal: Exception | None = None
 
-    def reserve(self, session: RouterSession, handle: Handle, spec: GroupSpec, local_prefill: bool) -> None:
+    def reserve(
+        self,
+        session: RouterSession,
+        handle: Handle,
+        spec: GroupSpec,
+        local_prefill: bool,
+        max_local_tokens: int | None = None,
+    ) -> None:
+        self.max_local_tokens.append(max_local_tokens)
         self.calls.append(("reserve", handle, spec.request_id, local_prefill))
         self.sessions.append(session)
         if self.refusal is not None:
@@ -130,6 +140,16 @@ async def test_requests_reach_the_core_and_its_answers_the_router(core: Recordin
     assert (first.handle, list(first.token_ids)) == (2, [5])
     assert (prefill_done.queue_seconds, prefill_done.prefill_seconds) == (0.5, 0.25)
     assert (handoff_done.transfer_bytes, handoff_done.transfer_seconds) == (4096, 0.125)
+
+
+async def test_how_much_a_decode_worker_may_compute_reaches_the_core(core: RecordingCore, stream: Call) -> None:
+    for handle, most in enumerate((None, 0, 64), start=1):
+        request = reserve(handle, local_prefill=True)
+        if most is not None:
+            request.reserve.max_local_tokens = most
+        await stream.write(request)
+        await stream.read()
+    assert core.max_local_tokens == [None, 0, 64]
 
 
 async def test_a_steps_tokens_arrive_in_one_message(core: RecordingCore, stream: Call) -> None:

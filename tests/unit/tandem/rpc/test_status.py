@@ -26,6 +26,7 @@ ERRORS: list[TandemError] = [
     errors.Overloaded("queue is full", retry_after_s=2.5),
     errors.Unavailable("no decode worker"),
     errors.Unavailable("decode-0 is gone", Reason.WORKER_LOST),
+    errors.PrefixNotHeld("100 of 4096 tokens are held"),
     errors.Unavailable("stopping", Reason.DRAINING),
     errors.Unavailable("the certificate has expired", Reason.TLS_FAILED),
     errors.DeadlineExceeded("5 s"),

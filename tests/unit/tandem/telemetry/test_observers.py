@@ -18,7 +18,7 @@ SPEC = GroupSpec(RequestId("r"), (TokenId(1),), SamplingParams(max_tokens=1))
 CALLS = {
     "admitted": (),
     "placed": (None, None),
-    "prompt_computed": (1.0, 2.0),
+    "prompt_computed": (1.0, 2.0, 3),
     "handed_over": (100, 0.5),
     "tokens": (3, 1),
     "moved": (None, InternalError("x")),
@@ -26,6 +26,7 @@ CALLS = {
 }
 SEQUENCE_CALLS = {
     "reserved": (),
+    "looked_up": (9, 4),
     "started": (),
     "first_token": (),
     "transfer_started": (),

@@ -1,0 +1,161 @@
+"""Takes known blocks out of a prefix tree: to make room in the pool and in the tiers behind it, or for good.
+
+A block goes before those above it, the least recently used leaf first, with one exception. Of two requests that
+compute equal blocks at the same time, the tree knows those of the first; what the second adds below them hangs under
+blocks that it does not hold. Where only such blocks are left to evict, they go, and what hangs below them is no longer
+known, though it stays its holders'.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
+
+from engine.block_pool import BlockPool
+from engine.host_rows import HostRows, LoadCosts
+from engine.prefix_tree import Node, PrefixTree, Tier
+from engine.step import HostRow
+from tandem.errors import InternalError
+from tandem.lifecycle import BlockState
+from tandem.types import BlockId
+
+
+class Evictor:
+    """Of one tree, over a pool and, if there are any, rows of a host tier."""
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        pool: BlockPool,
+        rows: HostRows | None,
+        costs: LoadCosts,
+        on_removed: Callable[[Sequence[int]], None],
+    ) -> None:
+        """`on_removed` is told the hashes of what is known nowhere any more."""
+        self._tree = tree
+        self._pool = pool
+        self._rows = rows
+        self._costs = costs
+        self._on_removed = on_removed
+        self.num_evicted = 0
+        """Blocks of the pool that were made free."""
+        self.in_use = 0
+        """Stamp of the newest use: its nodes stay in the host tier."""
+
+    def abandon_loads(self, missing: int) -> int:
+        """Takes back blocks that were to be loaded for requests which are gone; how many fewer are missing."""
+        rows = self._rows
+        assert rows is not None, "blocks that are to be loaded"
+        idle, num_free = set(rows.idle_loads()), self._pool.num_free
+        if not idle or missing > self._pool.num_cached + len(idle):
+            return 0
+        rows.abandon_loads(idle)
+        for node in list(self._tree.nodes()):
+            if node.parent is not None and node.tier is Tier.DEVICE and not idle.isdisjoint(as_blocks(node.places)):
+                self._drop_tail(node, next(at for at, block in enumerate(as_blocks(node.places)) if block in idle))
+        return self._pool.num_free - num_free
+
+    def evict(self, num_blocks: int, *, store: bool) -> None:
+        """Frees so many blocks at least, all of them CACHED; `store`: they go to the host tier, if that has room."""
+        num_blocks -= self.evict_leaves(num_blocks, store=store)
+        while num_blocks > 0:
+            num_freed = self._evict_above_held()
+            self.num_evicted += num_freed
+            num_blocks -= num_freed
+
+    def evict_leaves(self, num_blocks: int, *, store: bool) -> int:
+        """The same, as long as there are any with no held ones below; returns how many it freed."""
+        began, num_freed = self._tree.tick(), 0
+        while num_freed < num_blocks:
+            leaf = self._tree.least_used(Tier.DEVICE)
+            if leaf is None or leaf.last_used > began:  # all have been looked at
+                break
+            num_unheld = self._num_unheld(leaf, num_blocks - num_freed)
+            if num_unheld:
+                self._evict_tail(leaf, num_unheld, store=store and self._costs.loading_pays)
+                num_freed += num_unheld
+            else:
+                leaf.last_used = self._tree.tick()  # it is in use now
+        self.num_evicted += num_freed
+        return num_freed
+
+    def _num_unheld(self, node: Node, at_most: int) -> int:
+        """How many of its last blocks nobody holds."""
+        state, num = self._pool.state, 0
+        while num < min(at_most, len(node.places)) and state(BlockId(node.places[-1 - num])) is BlockState.CACHED:
+            num += 1
+        return num
+
+    def _evict_tail(self, node: Node, num_blocks: int, *, store: bool) -> None:
+        """Evicts its last blocks: into the host tier as far as that has room, the others for good."""
+        num_stored = self.make_room(num_blocks) if store else 0
+        num_kept = len(node.places) - num_blocks
+        if num_stored < num_blocks:
+            upper = self._tree.split(node, num_kept + num_stored) if num_kept + num_stored else node
+            self.drop(node)
+            node = upper
+        if num_stored:
+            if num_kept:
+                self._tree.split(node, num_kept)
+            self._store(node)
+
+    def _store(self, node: Node) -> None:
+        """Moves a node's CACHED blocks to the host tier, which has room."""
+        rows, blocks = self._rows, as_blocks(node.places)
+        assert rows is not None, "there is a host tier"
+        self._pool.evict(blocks)
+        self._tree.move(node, Tier.HOST, array("i", [rows.store(block) for block in blocks]))
+        self._tree.merge(node)
+
+    def make_room(self, num_rows: int) -> int:
+        """Frees rows of the host tier, least recently used first; returns how many of `num_rows` there are then."""
+        if self._rows is None:
+            return 0
+        while self._rows.num_free < num_rows:
+            leaf = self._tree.least_used(Tier.HOST)
+            if leaf is None or leaf.last_used >= self.in_use or self._rows.is_pinned(HostRow(leaf.places[-1])):
+                break
+            self._drop_tail(leaf, max(0, len(leaf.places) - num_rows + self._rows.num_free))
+        return min(num_rows, self._rows.num_free)
+
+    def _evict_above_held(self) -> int:
+        """Evicts a CACHED block that lies above held ones, of those the last one on its path, and forgets these."""
+        for leaf in self._tree.leaves(Tier.DEVICE):
+            node: Node | None = leaf
+            while node is not None:
+                for at in range(len(node.places) - 1, -1, -1):
+                    if self._pool.state(BlockId(node.places[at])) is BlockState.CACHED:
+                        return self._drop_tail(node, at)
+                node = node.parent
+        raise InternalError("a CACHED block is not in the tree")
+
+    def _drop_tail(self, node: Node, num_kept: int) -> int:
+        """Forgets all blocks of a node but the first ones, and what is below it; how many became free."""
+        if num_kept:
+            self._tree.split(node, num_kept)
+        return self.drop(node)
+
+    def drop(self, node: Node) -> int:
+        """Forgets a node and all below it; how many blocks of the pool became free."""
+        num_free = self._pool.num_free
+        for each in self._tree.remove(node):
+            self.free_places(each)
+            if each.hashes:
+                self._on_removed(each.hashes)
+        return self._pool.num_free - num_free
+
+    def free_places(self, node: Node) -> None:
+        """Nothing is known of a node's places any more; held blocks stay their holders'."""
+        if node.tier is Tier.DEVICE:
+            cached = [block for block in as_blocks(node.places) if self._pool.state(block) is BlockState.CACHED]
+            if len(cached) < len(node.places):
+                self._pool.forget(tuple(set(as_blocks(node.places)).difference(cached)))
+            self._pool.evict(cached)
+        elif self._rows is not None:
+            self._rows.free(HostRow(row) for row in node.places)
+
+
+def as_blocks(places: Iterable[int]) -> Sequence[BlockId]:
+    """Places of the device tier are blocks of the pool."""
+    return cast("Sequence[BlockId]", places)

@@ -1,0 +1,126 @@
+"""What routers are told of a worker's cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.prefix_map import PrefixMap
+from tandem.v1 import worker_pb2
+from worker import cache_reports
+from worker.cache_reports import CacheNews, CacheReports
+
+
+class FakeCache:
+    """Holds names of blocks and tells its reports."""
+
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+        self.reports = CacheReports(self)
+
+    def hashes(self) -> Sequence[int]:
+        return sorted(self.held)
+
+    def store(self, *names: int) -> None:
+        self.held.update(names)
+        self.reports.stored("", None, names, ())
+
+    def remove(self, *names: int) -> None:
+        self.held.difference_update(names)
+        self.reports.removed(names)
+
+    def clear(self) -> None:
+        self.held.clear()
+        self.reports.cleared()
+
+
+class Router:
+    """Takes its news when told to, as its stream would."""
+
+    def __init__(self) -> None:
+        self.due = asyncio.Event()
+        self.news = CacheNews(self.due.set)
+        self.map = PrefixMap()
+        self.messages: list[worker_pb2.CacheChanges] = []
+
+    def read(self) -> None:
+        self.due.clear()
+        self.messages = list(self.news.take())
+        for each in self.messages:
+            self.map.change(each.stored, each.removed, cleared=each.cleared)
+
+    def knows(self, names: Sequence[int]) -> set[int]:
+        return {name for name in names if self.map.num_reported([name])}
+
+
+@pytest.fixture
+def cache() -> FakeCache:
+    return FakeCache()
+
+
+async def test_the_first_word_is_all_that_is_held_even_if_that_is_nothing(cache: FakeCache) -> None:
+    first, second = Router(), Router()
+    with cache.reports.telling(first.news):
+        assert first.due.is_set()
+        first.read()
+        assert [each.cleared for each in first.messages] == [True]
+        assert first.map.tells
+        cache.store(1, 2, 3)
+        with cache.reports.telling(second.news):
+            second.read()
+            assert second.knows(range(5)) == {1, 2, 3}
+
+
+async def test_changes_come_together_a_little_later(cache: FakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_reports, "REPORT_EVERY_S", 0.01)
+    router = Router()
+    with cache.reports.telling(router.news):
+        router.read()
+        cache.store(1, 2)
+        cache.store(3)
+        cache.remove(1)
+        assert not router.due.is_set()
+        await asyncio.wait_for(router.due.wait(), 10)
+        router.read()
+        assert len(router.messages) == 1
+        assert set(router.messages[0].stored) == {2, 3}
+        assert not router.messages[0].removed, "what came and went in between is not said"
+    cache.store(4)
+    assert not router.due.is_set(), "nobody is told who has left"
+
+
+async def test_much_news_is_split(cache: FakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_reports, "MAX_HASHES_PER_MESSAGE", 4)
+    cache.store(*range(10))
+    router = Router()
+    with cache.reports.telling(router.news):
+        router.read()
+        assert [len(each.stored) for each in router.messages] == [4, 4, 2]
+        assert [each.cleared for each in router.messages] == [True, False, False]
+        assert router.knows(range(12)) == set(range(10))
+
+
+@given(st.integers(0, 10_000))
+async def test_whenever_it_reads_a_router_knows_exactly_what_is_held(seed: int) -> None:
+    rng, cache, router = Random(seed), FakeCache(), Router()
+    names = range(6)
+    with cache.reports.telling(router.news):
+        for _ in range(40):
+            free = sorted(set(names) - cache.held)
+            match rng.randrange(8):
+                case 0 | 1 | 2 if free:
+                    cache.store(rng.choice(free))
+                case 3 | 4 if cache.held:
+                    cache.remove(rng.choice(sorted(cache.held)))
+                case 5 if rng.random() < 0.3:
+                    cache.clear()
+                case 6 | 7:
+                    router.read()
+                    assert router.knows(names) == cache.held
+        router.read()
+        assert router.knows(names) == cache.held

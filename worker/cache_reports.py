@@ -1,0 +1,144 @@
+"""Tells every router what this worker's prefix cache holds: `CacheChanges`, a little behind and together.
+
+    cache ─stored, removed, cleared─▶ CacheReports ─┬─▶ CacheNews of one router ─▶ its stream's writer
+                                                    └─▶ …
+
+A router's news is the difference between what it was told and what is held: what was stored and removed again in
+between is not said, and a router that reads slowly costs no more memory than the cache has blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from engine.prefix_cache import CacheListener
+from tandem.types import TokenId
+from tandem.v1 import worker_pb2
+
+REPORT_EVERY_S = 0.1
+MAX_HASHES_PER_MESSAGE = 8192
+"""64 KiB of them."""
+
+
+class Cache(Protocol):
+    """What is asked of `engine.prefix_cache.PrefixCache`."""
+
+    def hashes(self) -> Sequence[int]:
+        """Of all blocks that are held."""
+
+
+class CacheNews:
+    """What one router has not been told yet. At first it is to be told that whatever it knew is not held."""
+
+    def __init__(self, on_due: Callable[[], None]) -> None:
+        """`on_due` is called when news is to be taken."""
+        self.on_due = on_due
+        self._cleared = True
+        self._held: dict[int, bool] = {}
+        """Of blocks that the router believes otherwise of: whether they are held."""
+
+    def stored(self, hashes: Iterable[int]) -> None:
+        """Now held."""
+        self._differ(hashes, held=True)
+
+    def removed(self, hashes: Iterable[int]) -> None:
+        """No longer held."""
+        self._differ(hashes, held=False)
+
+    def cleared(self) -> None:
+        """Nothing is held any more."""
+        self._cleared = True
+        self._held.clear()
+
+    def take(self) -> Iterator[worker_pb2.CacheChanges]:
+        """All of it, in messages of bounded size."""
+        cleared, self._cleared = self._cleared, False
+        news, self._held = list(self._held.items()), {}
+        for start in range(0, max(len(news), int(cleared)), MAX_HASHES_PER_MESSAGE):
+            part = news[start : start + MAX_HASHES_PER_MESSAGE]
+            yield worker_pb2.CacheChanges(
+                stored=[name for name, held in part if held],
+                removed=[name for name, held in part if not held],
+                cleared=cleared and start == 0,
+            )
+
+    def _differ(self, hashes: Iterable[int], *, held: bool) -> None:
+        for name in hashes:
+            if self._held.get(name, held) is held:
+                self._held[name] = held
+            else:
+                del self._held[name]  # it is again as the router believes
+
+
+class CacheReports:
+    """A `CacheListener` of the worker's cache, for all routers that are connected. Single-threaded."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._news: list[CacheNews] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextmanager
+    def telling(self, news: CacheNews) -> Iterator[None]:
+        """A router is connected inside; its first news is all that is held, and due at once."""
+        news.stored(self._cache.hashes())
+        self._news.append(news)
+        news.on_due()
+        try:
+            yield
+        finally:
+            self._news.remove(news)
+
+    # --- from the cache (CacheListener) ---
+
+    def stored(
+        self, cache_salt: str, parent_hash: int | None, hashes: Sequence[int], token_ids: Sequence[TokenId]
+    ) -> None:
+        """See `engine.prefix_cache.CacheListener`."""
+        self._tell(lambda news: news.stored(hashes))
+
+    def removed(self, hashes: Sequence[int]) -> None:
+        """See `engine.prefix_cache.CacheListener`."""
+        self._tell(lambda news: news.removed(hashes))
+
+    def cleared(self) -> None:
+        """See `engine.prefix_cache.CacheListener`."""
+        self._tell(CacheNews.cleared)
+
+    def _tell(self, change: Callable[[CacheNews], None]) -> None:
+        for news in self._news:
+            change(news)
+        if self._news and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(REPORT_EVERY_S, self._report)
+
+    def _report(self) -> None:
+        self._timer = None
+        for news in self._news:
+            news.on_due()
+
+
+class CacheListeners:
+    """Several in the place of one."""
+
+    def __init__(self, listeners: Iterable[CacheListener]) -> None:
+        self._listeners = tuple(listeners)
+
+    def stored(
+        self, cache_salt: str, parent_hash: int | None, hashes: Sequence[int], token_ids: Sequence[TokenId]
+    ) -> None:
+        """See `engine.prefix_cache.CacheListener`."""
+        for each in self._listeners:
+            each.stored(cache_salt, parent_hash, hashes, token_ids)
+
+    def removed(self, hashes: Sequence[int]) -> None:
+        """See `engine.prefix_cache.CacheListener`."""
+        for each in self._listeners:
+            each.removed(hashes)
+
+    def cleared(self) -> None:
+        """See `engine.prefix_cache.CacheListener`."""
+        for each in self._listeners:
+            each.cleared()
