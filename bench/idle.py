@@ -137,7 +137,13 @@ class Router:
         """Does not come: nothing is handed over."""
 
     def token(
-        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+        self,
+        handle: Handle,
+        index: int,
+        offset: int,
+        token: SampledToken,
+        finish_reason: FinishReason | None,
+        score: float | None = None,
     ) -> None:
         """Notes the last one."""
         if finish_reason is not None:

@@ -89,7 +89,13 @@ class Port:
         """The first token follows."""
 
     def token(
-        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+        self,
+        handle: Handle,
+        index: int,
+        offset: int,
+        token: SampledToken,
+        finish_reason: FinishReason | None,
+        score: float | None = None,
     ) -> None:
         """The first one and all later ones."""
         self.num_tokens += 1

@@ -115,9 +115,9 @@ class Growth:
         return group.num_missing_blocks(self._pool) + sum(-(-left // size) for left in self._lefts(group))
 
     def _lefts(self, group: Group) -> list[int]:
-        """What is left of each choice, longest first."""
+        """What is left of each choice, or of each beam that there can be, longest first."""
         if len(group.sequences) == 1:
-            return [self.tokens_left(group.prefix)]
+            return [self.tokens_left(group.sequences[0])] * group.num_seats
         return sorted([self.tokens_left(seq) for seq in group.sequences if not seq.is_finished], reverse=True)
 
     def _add_ends(self, ends: list[tuple[int, int, int]], group: Group, delay_steps: int) -> None:

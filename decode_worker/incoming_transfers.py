@@ -25,10 +25,10 @@ from engine.prefix_cache import PrefixCache
 from kvtransfer.base import BlockRef, Offer, Receiver
 from tandem.clock import Clock, Deadline
 from tandem.errors import FrameError, TandemError, TicketRefused, TransferError
-from tandem.first_tokens import decode_first_tokens
+from tandem.first_tokens import FirstTokens, decode_first_tokens
 from tandem.lifecycle import TRANSFER_MOVES, BlockState, TransferState, advance
 from tandem.telemetry.logging import get_logger
-from tandem.types import BlockId, TokenId
+from tandem.types import BlockId
 from worker.request import Request
 
 _log = get_logger(__name__)
@@ -49,9 +49,9 @@ class TransferPolicy:
 class TransferOwner(Protocol):
     """Is told how a transfer ended: exactly one of the first two, unless it was withdrawn."""
 
-    def received(self, request: Request, block_ids: tuple[BlockId, ...], first_tokens: Mapping[int, TokenId]) -> None:
-        """Verified: LIVE blocks that hold what the group lacked of its prefix, for the owner to release; one token per
-        choice due.
+    def received(self, request: Request, block_ids: tuple[BlockId, ...], first_tokens: FirstTokens) -> None:
+        """Verified: LIVE blocks that hold what the group lacked of its prefix, for the owner to release; and one token
+        per choice due, or the first candidates of a beam search.
         """
 
     def transfer_failed(self, request: Request, error: TandemError) -> None:
@@ -206,15 +206,22 @@ class IncomingTransfer:
             self._all.pool.writer_stopped(self._block_ids)
             self._all.owner.blocks_freed()
 
-    def _first_tokens(self, payload: bytes) -> Mapping[int, TokenId]:
-        """Raises FrameError unless it brings one token of the vocabulary for each choice that is due."""
-        tokens = decode_first_tokens(payload)
-        due = {choice.index for choice in self._request.group.prefix.drawers}
-        if tokens.keys() != due:
-            raise FrameError(f"first tokens of choices {sorted(tokens)}, not of {sorted(due)}")
-        if max(tokens.values(), default=0) >= self._all.vocab_size:
-            raise FrameError(f"first token {max(tokens.values())} is not in the vocabulary")
-        return tokens
+    def _first_tokens(self, payload: bytes) -> FirstTokens:
+        """Raises FrameError unless it brings one token of the vocabulary for each choice that is due, or candidates."""
+        first = decode_first_tokens(payload)
+        is_search = self._request.spec.sampling.beam_width > 0
+        if isinstance(first, Mapping) is is_search:
+            raise FrameError(f"first {'tokens' if is_search else 'candidates'}, which are not what is due")
+        if isinstance(first, Mapping):
+            due = {choice.index for choice in self._request.group.prefix.drawers}
+            if first.keys() != due:
+                raise FrameError(f"first tokens of choices {sorted(first)}, not of {sorted(due)}")
+            highest = max(first.values(), default=0)
+        else:
+            highest = max(token_id for token_id, _ in first)
+        if highest >= self._all.vocab_size:
+            raise FrameError(f"first token {highest} is not in the vocabulary")
+        return first
 
     def _advance(self, to: TransferState) -> None:
         self._state = advance(TRANSFER_MOVES, self._state, to)

@@ -131,12 +131,16 @@ class RunningBatch:
         return not self._requests and not self.releases.num_in_flight
 
     def running_waits(self) -> Iterator[Wait]:
-        """Running requests whose prompts are computed, again or for the first time, or that lack blocks to go on."""
+        """Running requests that tell nothing now: their prompts are computed, again or for the first time, they lack
+        blocks to go on, or they search with beams.
+        """
         for request in self._running:
             if request.group.num_remaining_tokens > request.group.num_seats:
                 yield request, WaitReason.PROMPT
             elif request.group.num_missing_blocks(self._pool):
                 yield request, WaitReason.ROOM
+            elif request.spec.sampling.beam_width:
+                yield request, WaitReason.SEARCH
 
     def line_waits(self) -> Iterator[Wait]:
         """Requests without a seat."""

@@ -15,7 +15,7 @@ may go on elsewhere (`StepFailed`). A broken engine, or a bug in the planning it
 What a step brought is applied, unless its request is gone or its choice has ended:
 
     prompt computed ─▶ prefill_done, first tokens of all choices ─▶ fork
-    decode          ─▶ one token of one choice
+    decode          ─▶ one token of one choice, or the candidates of one beam
     last token      ─▶ the choice's blocks are released; with the last choice, the request ends
 
 The cache learns of a prompt's blocks when their step has ended, of a completion's when it ends or is preempted.
@@ -30,6 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from decode_worker.running_batch import BatchedStep, RunningBatch
+from engine.beam_group import BeamGroup, candidates_of
 from engine.engine_thread import EngineBroken
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
@@ -250,12 +251,12 @@ class StepLoop:
             request.take_scores(scores)
 
     def _apply(self, request: Request, seq: Sequence, scheduled: ScheduledSeq, drawn: tuple[Sampled, ...]) -> None:
-        tokens: list[SampledToken] = []
+        tokens: list[tuple[SampledToken, ...]] = []
         for sampled in drawn:
             if isinstance(sampled, BrokenLogits):
                 self._break(request, sampled)
                 return
-            tokens.append(sampled[0])
+            tokens.append(sampled)
         group = request.group
         seq.step_ended(scheduled)
         if len(scheduled.token_ids) > 1:
@@ -265,15 +266,25 @@ class StepLoop:
             request.owes_prefill_done = False
             request.prompt_computed(self._clock.now_s())
         if tokens:
-            for choice, token in zip(seq.drawers, tokens, strict=True):
-                request.take_token(choice, token)
-        if ends_prefix:
+            self._take(request, seq, tokens)
+        if ends_prefix and not group.is_forked:
             group.fork(self._cache.pool)
             group.follow(self._cache)
         if group.is_finished:
             self._on_ended(request, None)
         elif seq.is_finished:
             self._batch.choice_ended(request, seq)
+
+    def _take(self, request: Request, seq: Sequence, drawn: list[tuple[SampledToken, ...]]) -> None:
+        """One token for each choice that draws from `seq`, or the candidates of a beam."""
+        group = request.group
+        if not isinstance(group, BeamGroup):
+            for choice, (token,) in zip(seq.drawers, drawn, strict=True):
+                request.take_token(choice, token)
+            return
+        self._batch.releases.release(group.draw(seq, candidates_of(drawn[0]), self._cache.pool))
+        if group.is_finished:
+            request.tell_found(group)
 
     def _report(self, batched: BatchedStep, seconds: float) -> None:
         if batched.is_decode:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from decode_worker.growth import FIRST_GUESS_TOKENS, Growth
@@ -26,6 +26,7 @@ from decode_worker.reservations import MAX_OVERTAKES, MAX_QUEUED, ReservationQue
 from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import StepLimits
 from decode_worker.step_loop import StepLoop
+from engine.beam_group import BeamGroup
 from engine.prefix_cache import PrefixCache
 from kvtransfer.base import Receiver
 from tandem.clock import Clock, Deadline
@@ -38,10 +39,11 @@ from tandem.errors import (
     TandemError,
     Unavailable,
 )
+from tandem.first_tokens import FirstTokens
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import WorkerObserver
 from tandem.telemetry.trace_context import trace_id_of
-from tandem.types import BlockId, GroupSpec, Handle, TokenId, WaitReason, WorkerLoad
+from tandem.types import BlockId, GroupSpec, Handle, WaitReason, WorkerLoad
 from tandem.validation import Validator
 from worker.ports import RouterPort, StepEngine
 from worker.request import Request
@@ -226,7 +228,7 @@ class DecodeWorker:
 
     # --- from hand-offs (TransferOwner) ---
 
-    def received(self, request: Request, block_ids: tuple[BlockId, ...], first_tokens: Mapping[int, TokenId]) -> None:
+    def received(self, request: Request, block_ids: tuple[BlockId, ...], first_tokens: FirstTokens) -> None:
         """The prefix's KV is here and verified: all choices join the batch."""
         cache, group, prefix = self._parts.cache, request.group, request.group.prefix
         table = (*prefix.block_table, *block_ids)
@@ -237,6 +239,8 @@ class DecodeWorker:
         group.follow(cache)
         self._batch.join(request)
         if group.is_finished:
+            if isinstance(group, BeamGroup):
+                request.tell_found(group)
             self._end(request)
         self._admit_soon()
 
@@ -258,9 +262,9 @@ class DecodeWorker:
         limits, validator, pool = self._policy.limits, self._parts.validator, self._pool
         validator.validate_group(spec, self._policy.max_sequence_tokens)
         validator.validate_pool(spec, pool.block_size, pool.num_blocks)
-        if len(spec.choices) > limits.max_seqs:
+        if spec.num_seqs > limits.max_seqs:
             raise InvalidRequest(
-                "sampling.n", f"{len(spec.choices)} choices exceed a batch of {limits.max_seqs} sequences"
+                f"sampling.{spec.seqs_option}", f"{spec.num_seqs} exceed a batch of {limits.max_seqs} sequences"
             )
 
     def _check_prefix_held(self, request: Request) -> None:

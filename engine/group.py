@@ -21,7 +21,8 @@ from engine.prompt_scores import PromptScores
 from engine.sequence import BlockTable, Sequence
 from engine.step import BlockCopy
 from tandem.errors import InternalError
-from tandem.types import BlockId, GroupSpec, TokenId
+from tandem.first_tokens import FirstTokens
+from tandem.types import BlockId, GroupSpec
 
 
 class Group:
@@ -140,15 +141,15 @@ class Group:
         if num_tokens >= cache.pool.block_size:
             cache.insert(self.spec.cache_salt, sequence.token_ids[:num_tokens], sequence.block_table)
 
-    def land(self, blocks: tuple[BlockId, ...], first_tokens: Mapping[int, TokenId], pool: BlockPool) -> None:
+    def land(self, blocks: tuple[BlockId, ...], first_tokens: FirstTokens, pool: BlockPool) -> None:
         """Takes over blocks into which the rest of the prefix's KV was received, with the first token of each choice
         that is not resumed among others; then forks.
 
         Raises InternalError if a token is missing or not asked for; nothing has been taken over then.
         """
         due = {each.index for each in self.prefix.drawers}
-        if set(first_tokens) != due:
-            raise InternalError(f"first tokens of choices {sorted(first_tokens)}, not of {sorted(due)}")
+        if not isinstance(first_tokens, Mapping) or set(first_tokens) != due:
+            raise InternalError(f"not the first tokens of choices {sorted(due)}")
         self.prompt_scores = self.prefix.prompt_scores = None  # told by whoever computed the prompt
         self.prefix.add_blocks(blocks)
         self.prefix.advance(self.prefix.num_remaining_tokens)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, MutableSequence
 from collections.abc import Sequence as SequenceOf
 from typing import TypeAlias, cast
 
+from engine.beam import num_candidates
 from engine.history import Ints, TokenHistory
 from engine.penalties import fixed_changes, has_fixed_changes, penalised_ids, reads_output
 from engine.prompt_scores import PromptScores
@@ -60,7 +61,9 @@ class Sequence:
         self.drawers: tuple[Sequence, ...] = (self,)
         """Choices that draw from its last token: itself, or those that are about to fork from it."""
         self.block_table = new_block_table()
-        self.runs_ahead = True
+        self.num_candidates = num_candidates(params) if params.beam_width else 0
+        """Of each draw: 0 = one token is drawn; else it is a beam, and so many best tokens are."""
+        self.runs_ahead = not params.beam_width
         """Whether a step may be launched for it while its last token is pending; False where the host must know the
         token first, as for a token mask: it sits out that step."""
         self._prompt_token_ids = prompt_token_ids
@@ -168,6 +171,11 @@ class Sequence:
         self.num_computed_tokens = end
         return ScheduledSeq(token_ids, start, self.block_table, samples, feed, scored=scored)
 
+    def twin(self) -> Sequence:
+        """Another one with the same known tokens; nothing of it is computed."""
+        prompt_ids = None if self._history is None else self._history.prompt_ids
+        return Sequence(self.index, self.params, self._prompt_token_ids, self._output_token_ids, prompt_ids)
+
     def advance(self, num_tokens: int) -> None:
         """KV of `num_tokens` more tokens lies in the blocks: received, or shared at a fork."""
         if self.num_computed_tokens + num_tokens > self.num_tokens:
@@ -210,7 +218,9 @@ class Sequence:
         output_index = self.num_tokens - len(self._prompt_token_ids)
         self.num_pending_tokens += 1
         self.num_tokens += 1
-        return SampleSpec(self.params, output_index, self._history, fixed=self._fixed)
+        return SampleSpec(
+            self.params, output_index, self._history, num_candidates=self.num_candidates, fixed=self._fixed
+        )
 
     def _tokens(self, start: int, end: int) -> tuple[TokenId, ...]:
         num_prompt = len(self._prompt_token_ids)

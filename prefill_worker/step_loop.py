@@ -46,8 +46,8 @@ class StepListener(Protocol):
     def chunk_computed(self, request: Request) -> None:
         """More of the prompt has KV, found or computed."""
 
-    def prompt_computed(self, request: Request, tokens: tuple[SampledToken, ...]) -> None:
-        """All of it has KV; one token per drawer of its prefix, in order.
+    def prompt_computed(self, request: Request, drawn: tuple[tuple[SampledToken, ...], ...]) -> None:
+        """All of it has KV; per drawer of its prefix, in order, one token, or the candidates of a beam search.
 
         The prefix's blocks are given back right after the call: retain what is still needed.
         """
@@ -201,8 +201,8 @@ class StepLoop:
 
     def _settle(self, chunk: Chunk, sampled: tuple[Sampled, ...], scores: Scores | None) -> None:
         request = chunk.request
-        tokens = tuple(each[0] for each in sampled if not isinstance(each, BrokenLogits))
-        if len(tokens) < len(sampled) or isinstance(scores, BrokenLogits):
+        drawn = tuple(each for each in sampled if not isinstance(each, BrokenLogits))
+        if len(drawn) < len(sampled) or isinstance(scores, BrokenLogits):
             # The KV of earlier chunks may be what broke them.
             self._cache.forget(request.spec.cache_salt, request.group.prefix.token_ids)
             self._give_up(request, BrokenLogits().error(request.spec.request_id))
@@ -216,7 +216,7 @@ class StepLoop:
         if not chunk.is_last:
             self._listener.chunk_computed(request)
         else:
-            self._listener.prompt_computed(request, tokens)
+            self._listener.prompt_computed(request, drawn)
             self.remove(request)
 
     def _remember(self, chunk: Chunk) -> None:

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from engine.beam_group import candidates_of
 from engine.prefix_cache import PrefixCache
 from engine.step import SampledToken
 from kvtransfer.base import Sender, TransferReport
@@ -203,16 +204,22 @@ class PrefillWorker:
         full = prefix.block_table[: prefix.num_computed_tokens // cache.pool.block_size]
         self._transfers[request].lend(cache.num_loaded(full))
 
-    def prompt_computed(self, request: Request, tokens: tuple[SampledToken, ...]) -> None:
-        """Tells the first tokens at once, then hands over the rest, unless they end every choice."""
+    def prompt_computed(self, request: Request, drawn: tuple[tuple[SampledToken, ...], ...]) -> None:
+        """Tells the first tokens at once, then hands over the rest, unless they end every choice.
+
+        Of a beam search there is nothing to tell yet: its first candidates go with the hand-off.
+        """
         drawers = request.group.prefix.drawers
         request.prompt_computed(self._parts.clock.now_s())
-        for choice, token in zip(drawers, tokens, strict=True):
+        if request.spec.sampling.beam_width:
+            self._transfers[request].finish(encode_first_tokens(candidates_of(drawn[0])))
+            return
+        for choice, (token,) in zip(drawers, drawn, strict=True):
             request.take_token(choice, token)
         if request.group.is_finished:
             self._end(request)
         else:
-            first_tokens = {choice.index: token.token_id for choice, token in zip(drawers, tokens, strict=True)}
+            first_tokens = {choice.index: token.token_id for choice, (token,) in zip(drawers, drawn, strict=True)}
             self._transfers[request].finish(encode_first_tokens(first_tokens))
 
     def step_ended(self) -> None:

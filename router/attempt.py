@@ -75,7 +75,7 @@ class Attempt:
         self._attached = False
         """Whether the decode worker holds the KV."""
         self._awaited: dict[int, int] = {}
-        """Tokens that a choice had before, for each whose next one the prefill worker draws."""
+        """Tokens that a choice had before, for each whose next one the prefill worker draws and tells."""
         self._error: TandemError | None = None
         self.culprit: WorkerInfo | None = None
         """Whose failure ended the attempt."""
@@ -98,8 +98,7 @@ class Attempt:
 
     async def _walk(self, spec: GroupSpec) -> None:
         self._group = group_to_proto(spec)
-        drawn_first = spec.choices if len(spec.choices) == 1 else [c for c in spec.choices if not c.output_token_ids]
-        self._awaited = {each.index: len(each.output_token_ids) for each in drawn_first}
+        self._awaited = {} if spec.sampling.beam_width else _drawn_first(spec)
         self._on_stage(RequestState.PLACED)
         self._sent_s = self._clock.now_s()
         link = self._link_of(self._decode)
@@ -274,6 +273,11 @@ class Attempt:
         self._leg_of(sender).heard_s = self._clock.now_s()
         if wake:
             self._news.set()
+
+
+def _drawn_first(spec: GroupSpec) -> dict[int, int]:
+    drawn = spec.choices if len(spec.choices) == 1 else [each for each in spec.choices if not each.output_token_ids]
+    return {each.index: len(each.output_token_ids) for each in drawn}
 
 
 class _Leg:

@@ -46,6 +46,8 @@ class ChoiceOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the request, from the prompt's second token on: in outputs of their own before the first token; of an answer
     that is read as a whole, in the first choice's."""
+    score: float | None = None
+    """Set with the finish reason of a choice that a beam search found."""
 
 
 class ChoiceStream:
@@ -66,6 +68,7 @@ class ChoiceStream:
         self.finish_reason: FinishReason | None = None
         """Set with the last token."""
         self._matched_stop: str | TokenId | None = None
+        self._score: float | None = None
         self._num_read = 0
         self._unread_text: list[str] = []
         """One per token, and after the last what was held back."""
@@ -124,6 +127,7 @@ class ChoiceStream:
             logprobs=tuple(self._unread_logprobs[:count]),
             finish_reason=self.finish_reason if is_last else None,
             matched_stop=self._matched_stop if is_last else None,
+            score=self._score if is_last and self.finish_reason is not None else None,
             summary=summary if is_last else None,
         )
         self._num_read += count
@@ -156,6 +160,7 @@ class ChoiceStream:
         if delta.logprobs:
             self._unread_logprobs += delta.logprobs[num_known : num_known + count]
             self._logprobs_per_token = 1 + len(delta.logprobs[0].top)
+        self._score = delta.score
         if matched is None and delta.finish_reason is not None:
             matched = self._flush()
             self.finish_reason = delta.finish_reason

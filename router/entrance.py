@@ -28,7 +28,7 @@ from tandem.checkpoint import CheckpointInfo
 from tandem.clock import Deadline
 from tandem.errors import InvalidRequest, ModelNotFound, Reason, TandemError, Unavailable
 from tandem.limits import Limits
-from tandem.sampling import num_choices, resolve_sampling
+from tandem.sampling import num_choices, num_seqs, resolve_sampling
 from tandem.types import ChoiceSpec, GroupSpec, RequestId, TokenId
 from tandem.validation import Validator
 
@@ -182,10 +182,10 @@ class Entrance:
         self._validator.validate_cache_salt(request.cache_salt)
         self.check_model(request.model)
         token_ids = await self._prompt_tokens(request.prompt)
-        n = num_choices(request.sampling, self._limits)
+        n, num_wanted = num_choices(request.sampling, self._limits), num_seqs(request.sampling, self._limits)
         workers, num_prompt_tokens = self._rooms.workers.views(), len(token_ids)
-        longest = longest_sequence(workers, num_prompt_tokens, n)
-        usual = common_sequence(workers, num_prompt_tokens, n) or longest
+        longest = longest_sequence(workers, num_prompt_tokens, num_wanted)
+        usual = common_sequence(workers, num_prompt_tokens, num_wanted) or longest
         if longest is not None and longest <= num_prompt_tokens:  # no max_tokens helps: `check_pools` judges n
             longest = longest_sequence(workers, num_prompt_tokens)
         sampling, text = resolve_sampling(

@@ -265,7 +265,7 @@ class Generation:
             num_tokens=group.num_prompt_tokens + sum(len(each.output_token_ids) for each in choices),
             max_total_tokens=group.max_total_tokens,
             num_prompt_tokens=group.num_prompt_tokens,
-            num_choices=len(choices),
+            num_choices=group.sampling.beam_width or len(choices),
             blamed=frozenset(self._disappointing),
             prefix=self._prefix(choices),
             local_if_held=self._local_if_held,

@@ -262,8 +262,7 @@ def longest_sequence(workers: Sequence[WorkerView], num_prompt_tokens: int, num_
 
 def check_pools(group: GroupSpec, workers: Sequence[WorkerView]) -> None:
     """For a group of which one choice alone fits a pair. Raises InvalidRequest where no pair holds all of them."""
-    num_choices = len(group.choices)
-    longest = longest_sequence(workers, group.num_prompt_tokens, num_choices)
+    longest = longest_sequence(workers, group.num_prompt_tokens, group.num_seqs)
     if longest is None or group.max_total_tokens <= longest:
         return
     bound, block_size = max(
@@ -273,7 +272,8 @@ def check_pools(group: GroupSpec, workers: Sequence[WorkerView]) -> None:
     )
     needed = group.max_pool_tokens(block_size)
     raise InvalidRequest(
-        "sampling.n", f"{num_choices} choices may need {needed} token slots, the largest KV pool has {bound}"
+        f"sampling.{group.seqs_option}",
+        f"{group.num_seqs} sequences may need {needed} token slots, the largest KV pool has {bound}",
     )
 
 

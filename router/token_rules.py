@@ -6,6 +6,7 @@ it (`engine.sequence`), no sooner and no later. Whether a token is the right one
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tandem.errors import InvalidOutput
@@ -21,11 +22,14 @@ class TokenRules:
     end_token_ids: frozenset[TokenId]
     num_logprobs: int | None
     """How many tokens each position's log-probabilities name; None = none were asked for."""
+    has_scores: bool = False
+    """Whether every output comes with its choice's score, as what a beam search found does."""
 
     @classmethod
     def of(cls, sampling: SamplingParams, vocab_size: int) -> TokenRules:
         """Those of a request with `sampling`."""
-        return cls(vocab_size, sampling.max_tokens, sampling.end_token_ids, sampling.logprobs)
+        has_scores = sampling.beam_width > 0
+        return cls(vocab_size, sampling.max_tokens, sampling.end_token_ids, sampling.logprobs, has_scores)
 
     def check(self, delta: TokenDelta) -> None:
         """Raises InvalidOutput for what cannot be true of a choice, whatever came before."""
@@ -40,6 +44,8 @@ class TokenRules:
             due = FinishReason.LENGTH
         if delta.finish_reason is not due:
             raise InvalidOutput(f"finish reason {delta.finish_reason} instead of {due} after {num_tokens} tokens")
+        if (delta.score is not None) is not self.has_scores or not math.isfinite(delta.score or 0.0):
+            raise InvalidOutput(f"score {delta.score} of a choice that has {'one' if self.has_scores else 'none'}")
         if len(token_ids) > 1:
             self._check_vocabulary(max(token_ids))
             if not self.end_token_ids.isdisjoint(token_ids[:-1]):

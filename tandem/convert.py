@@ -80,6 +80,11 @@ def wait_reason_to_proto(reason: WaitReason) -> worker_pb2.WaitReason:
     return _WAIT_TO_PROTO[reason]
 
 
+def early_stopping_to_proto(value: EarlyStopping | str) -> inference_pb2.EarlyStopping:
+    """Raises ValueError for a word that is none."""
+    return _EARLY_STOPPING_TO_PROTO[EarlyStopping(value)]
+
+
 def early_stopping_from_proto(value: inference_pb2.EarlyStopping) -> EarlyStopping | None:
     """None = unspecified, or a value that this version does not know."""
     return _EARLY_STOPPING_FROM_PROTO.get(value)

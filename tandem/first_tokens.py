@@ -1,44 +1,68 @@
-"""The payload of a hand-off's COMMIT frame: the first token of each choice that has one.
+"""The payload of a hand-off's COMMIT frame: what was drawn from the prompt's last token.
 
-    version u8 = 2 · count u16 · count × (choice index u16 · token id u32), big-endian
+    version u8 = 3 · kind u8 · count u16 · entries, big-endian
+        kind 0   count × (choice index u16 · token id u32)     the first token of each choice that has one
+        kind 1   count × (token id u32 · log-probability f32)  the candidates of a beam search, best first
 
 Written by the prefill worker, read by the decode worker, opaque to everything between. A choice that
 is resumed among others is not named: its tokens are known, and their KV is computed where it decodes.
-Version 1 was the four bytes of one token id.
+Candidates cost a few bytes each, so that no token of the prompt is computed twice.
+Version 2 had no kinds; version 1 was the four bytes of one token id.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
+from typing import TypeAlias
 
 from tandem.errors import FrameError
-from tandem.types import TokenId
+from tandem.types import Candidates, TokenId
 
-FIRST_TOKENS_VERSION = 2
-_HEAD = struct.Struct("!BH")
-_ENTRY = struct.Struct("!HI")
+FirstTokens: TypeAlias = Mapping[int, TokenId] | Candidates
+"""Tokens by choice index, or the first candidates of a beam search."""
+
+FIRST_TOKENS_VERSION = 3
+_TOKENS, _CANDIDATES = 0, 1
+_HEAD = struct.Struct("!BBH")
+_ENTRIES = {_TOKENS: struct.Struct("!HI"), _CANDIDATES: struct.Struct("!If")}
 
 
-def encode_first_tokens(tokens: Mapping[int, TokenId]) -> bytes:
-    """`tokens` by choice index. Raises FrameError if an index or an id does not fit."""
+def encode_first_tokens(first: FirstTokens) -> bytes:
+    """Raises FrameError if a number does not fit."""
+    kind, entries = (_TOKENS, first.items()) if isinstance(first, Mapping) else (_CANDIDATES, first)
     try:
-        entries = [_ENTRY.pack(index, token_id) for index, token_id in tokens.items()]
-        return _HEAD.pack(FIRST_TOKENS_VERSION, len(entries)) + b"".join(entries)
-    except struct.error as error:
+        packed = [_ENTRIES[kind].pack(*entry) for entry in entries]
+        return _HEAD.pack(FIRST_TOKENS_VERSION, kind, len(packed)) + b"".join(packed)
+    except (struct.error, OverflowError) as error:
         raise FrameError(f"first tokens do not fit: {error}") from error
 
 
-def decode_first_tokens(payload: bytes) -> dict[int, TokenId]:
-    """The reverse. Raises FrameError on another version, a wrong length, or a choice named twice."""
+def decode_first_tokens(payload: bytes) -> FirstTokens:
+    """The reverse.
+
+    Raises FrameError on another version, an unknown kind, a wrong length, a choice or a candidate named twice, and
+    candidates that are none, out of order or without a finite log-probability.
+    """
     if len(payload) < _HEAD.size:
         raise FrameError(f"first-token payload of {len(payload)} bytes is too short")
-    version, count = _HEAD.unpack_from(payload)
+    version, kind, count = _HEAD.unpack_from(payload)
     if version != FIRST_TOKENS_VERSION:
         raise FrameError(f"first-token payload has version {version}, not {FIRST_TOKENS_VERSION}")
-    if len(payload) != _HEAD.size + count * _ENTRY.size:
-        raise FrameError(f"first-token payload of {len(payload)} bytes does not hold {count} tokens")
-    tokens = {index: TokenId(token_id) for index, token_id in _ENTRY.iter_unpack(payload[_HEAD.size :])}
-    if len(tokens) != count:
-        raise FrameError("first-token payload names a choice twice")
-    return tokens
+    entry = _ENTRIES.get(kind)
+    if entry is None:
+        raise FrameError(f"first-token payload of unknown kind {kind}")
+    if len(payload) != _HEAD.size + count * entry.size:
+        raise FrameError(f"first-token payload of {len(payload)} bytes does not hold {count} entries")
+    entries = tuple(entry.iter_unpack(payload[_HEAD.size :]))
+    if len({first for first, _ in entries}) != count:
+        raise FrameError("first-token payload names a choice or a token twice")
+    return dict(entries) if kind == _TOKENS else _checked(entries)
+
+
+def _checked(candidates: Candidates) -> Candidates:
+    logprobs = [logprob for _, logprob in candidates]
+    if not logprobs or not all(map(math.isfinite, logprobs)) or logprobs != sorted(logprobs, reverse=True):
+        raise FrameError("first candidates that are none, not finite or not in order")
+    return candidates

@@ -20,6 +20,7 @@ class Limits:
     max_prompt_tokens: int = option("max-prompt-tokens", 1_048_576, "tokens of a prompt", integer(1))
     max_chat_messages: int = option("max-chat-messages", 4096, "messages of a chat prompt", integer(1))
     max_n: int = option("max-n", 16, "choices of a request", integer(1, 1024))
+    max_beam_width: int = option("max-beam-width", 16, "beams of a beam search", integer(2, 1024))
     max_logprobs: int = option("max-logprobs", 20, "alternatives reported per token", integer(0, 1024))
     max_stop_strings: int = option("max-stop-strings", 16, "stop strings", integer(0, 1024))
     max_stop_bytes: int = option("max-stop-bytes", 1024, "bytes of one stop string", integer(1, 65536))

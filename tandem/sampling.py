@@ -15,7 +15,7 @@ from functools import partial
 from tandem.checkpoint import CheckpointInfo
 from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.limits import Limits
-from tandem.types import SamplingParams, TextParams, TokenId
+from tandem.types import EarlyStopping, SamplingParams, TextParams, TokenId
 from tandem.validation import Validator
 
 _NOT_BUILT = ("beam_width", "length_penalty")
@@ -52,6 +52,7 @@ class SamplingRequest:
     regex: str | None = None
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
+    early_stopping: EarlyStopping | None = None
 
 
 def num_choices(options: SamplingRequest, limits: Limits) -> int:
@@ -59,7 +60,22 @@ def num_choices(options: SamplingRequest, limits: Limits) -> int:
     count = 1 if options.n is None else options.n
     if not 1 <= count <= limits.max_n:
         raise InvalidRequest("sampling.n", f"{count} is not in [1, {limits.max_n}]")
+    width = num_beams(options)
+    if width and count > width:
+        raise InvalidRequest("sampling.n", f"{count} choices of {width} beams")
     return count
+
+
+def num_seqs(options: SamplingRequest, limits: Limits) -> int:
+    """How many sequences run at once for it. Raises InvalidRequest as `num_choices` does."""
+    return max(num_choices(options, limits), num_beams(options))
+
+
+def num_beams(options: SamplingRequest) -> int:
+    """Beams of a beam search; 0 where tokens are drawn, as a single beam means. Raises InvalidRequest for none."""
+    if options.beam_width == 0:
+        raise InvalidRequest("sampling.beam_width", "must be at least 1")
+    return 0 if options.beam_width in (None, 1) else options.beam_width or 0
 
 
 def resolve_sampling(
@@ -144,4 +160,7 @@ def _fill_in(
         logprobs=options.logprobs,
         prompt_logprobs=options.prompt_logprobs,
         logit_bias={TokenId(key): value for key, value in options.logit_bias.items()},
+        beam_width=num_beams(options),
+        length_penalty=1.0 if options.length_penalty is None else options.length_penalty,
+        early_stopping=options.early_stopping or EarlyStopping.HEURISTIC,
     )

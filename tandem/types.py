@@ -9,7 +9,7 @@ import enum
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NewType
+from typing import NewType, TypeAlias
 
 RequestId = NewType("RequestId", str)
 """What the client calls its request; echoed everywhere."""
@@ -56,6 +56,7 @@ class WaitReason(enum.StrEnum):
     ROOM = "room"
     SEAT = "seat"
     PREEMPTED = "preempted"
+    SEARCH = "search"
 
 
 class EarlyStopping(enum.StrEnum):
@@ -182,11 +183,21 @@ class GroupSpec:
         """Most tokens that one choice can come to, prompt and completion."""
         return self.num_prompt_tokens + self.sampling.max_tokens
 
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that run for it at most: its choices, or the beams of its search."""
+        return self.sampling.beam_width or len(self.choices)
+
+    @property
+    def seqs_option(self) -> str:
+        """The option that says how many, for refusals."""
+        return "beam_width" if self.sampling.beam_width else "n"
+
     def max_pool_tokens(self, block_size: int) -> int:
         """Token slots that the whole group can come to need in one pool: the prompt's full blocks are shared."""
         shared = self.num_prompt_tokens // block_size
         own = -(-self.max_total_tokens // block_size) - shared
-        return (shared + own * len(self.choices)) * block_size
+        return (shared + own * self.num_seqs) * block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +207,10 @@ class TokenLogprobs:
     token_id: TokenId
     logprob: float
     top: tuple[tuple[TokenId, float], ...] = ()
+
+
+Candidates: TypeAlias = tuple[tuple[TokenId, float], ...]
+"""The best next tokens of a beam with their log-probabilities, as penalties and biases leave them; best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +224,7 @@ class TokenDelta:
     index: int = 0
     """Which choice."""
     score: float | None = None
-    """With the last token of a choice that a beam search found."""
+    """Of a choice that a beam search found."""
 
     @property
     def end(self) -> int:

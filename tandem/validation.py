@@ -19,6 +19,7 @@ _MIN_PENALTY = 0.0099999997
 """0.01 as the caller's float32; less would lift logits out of what their type can hold."""
 _MAX_PENALTY = 100.0
 _MAX_BIAS = 100.0
+_MAX_LENGTH_PENALTY = 10.0
 _MAX_TIMEOUT_S = 7 * 86_400.0
 _MAX_SEED = 2**64 - 1
 
@@ -100,6 +101,9 @@ class Validator:
             _within("sampling.logprobs", sampling.logprobs, 0, self.limits.max_logprobs)
         if sampling.prompt_logprobs is not None:
             _within("sampling.prompt_logprobs", sampling.prompt_logprobs, 0, self.limits.max_logprobs)
+        if sampling.beam_width:
+            _within("sampling.beam_width", sampling.beam_width, 2, self.limits.max_beam_width)
+        _within("sampling.length_penalty", sampling.length_penalty, -_MAX_LENGTH_PENALTY, _MAX_LENGTH_PENALTY)
         _at_most("sampling.logit_bias", len(sampling.logit_bias), self.limits.max_logit_bias, "entries")
         self._in_vocabulary("sampling.logit_bias", sampling.logit_bias)
         for bias in sampling.logit_bias.values():
@@ -128,7 +132,11 @@ class Validator:
         indices = [choice.index for choice in spec.choices]
         if not indices or indices != sorted(set(indices)) or indices[-1] >= self.limits.max_n:
             raise InvalidRequest("choices", f"indices must ascend within [0, {self.limits.max_n - 1}]")
+        if spec.sampling.beam_width:
+            _within("sampling.n", indices[-1] + 1, 1, spec.sampling.beam_width)
         for choice in spec.choices:
+            if choice.output_token_ids and spec.sampling.beam_width:
+                raise InvalidRequest("choices", "a beam search starts from its prompt")
             if len(choice.output_token_ids) >= spec.sampling.max_tokens:
                 raise InvalidRequest("choices", f"all of {spec.sampling.max_tokens} tokens are already there")
             self._in_vocabulary("choices", choice.output_token_ids)
@@ -146,7 +154,8 @@ class Validator:
         needed, bound = spec.max_pool_tokens(block_size), num_blocks * block_size
         if needed > bound:
             raise InvalidRequest(
-                "sampling.n", f"{len(spec.choices)} choices may need {needed} token slots, the KV pool has {bound}"
+                f"sampling.{spec.seqs_option}",
+                f"{spec.num_seqs} sequences may need {needed} token slots, the KV pool has {bound}",
             )
 
     def _in_vocabulary(self, field: str, ids: Collection[int]) -> None:

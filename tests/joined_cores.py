@@ -204,7 +204,13 @@ class CoreLink:
         self._tell(handle, "prefill_done", queue_s, prefill_s, cached_tokens)
 
     def token(
-        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+        self,
+        handle: Handle,
+        index: int,
+        offset: int,
+        token: SampledToken,
+        finish_reason: FinishReason | None,
+        score: float | None = None,
     ) -> None:
         self._tell(handle, "tokens", TokenDelta(offset, (token.token_id,), (), finish_reason, index))
 

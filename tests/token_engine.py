@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import numpy as np
+
+from engine.beam import BeamSearch, num_candidates
 from engine.block_pool import BlockPool
 from engine.step import (
     BrokenLogits,
@@ -19,7 +22,7 @@ from engine.step import (
 )
 from tandem.errors import InternalError
 from tandem.lifecycle import BlockState
-from tandem.types import BlockId, GroupSpec, TokenId
+from tandem.types import BlockId, Candidates, GroupSpec, TokenId, TokenLogprobs
 
 VOCAB_SIZE = 1000
 WAIT_S = 10.0
@@ -33,14 +36,32 @@ def next_token(token_ids: Sequence[int], seed: int = 0) -> TokenId:
     return TokenId(state % VOCAB_SIZE)
 
 
+def candidates(token_ids: Sequence[int], count: int) -> Candidates:
+    """The fake model's best next tokens for a beam: as different as the tokens before them."""
+    best = next_token(token_ids)
+    step = 0.2 + best % 7 * 0.05
+    found = ((TokenId((best + 37 * rank) % VOCAB_SIZE), -step * (rank + 1)) for rank in range(count))
+    return tuple((token_id, float(np.float32(logprob))) for token_id, logprob in found)
+
+
 def expected_tokens(spec: GroupSpec, index: int = 0) -> list[TokenId]:
     """Whole completion of one choice that the fake model gives."""
+    if spec.sampling.beam_width:
+        return [each.token_id for each in _searched(spec).best(index).tokens]
     tokens = list(spec.prompt_token_ids)
     while len(tokens) < spec.max_total_tokens:
         tokens.append(next_token(tokens, spec.sampling.of_choice(index).seed))
         if tokens[-1] in spec.sampling.end_token_ids:
             break
     return tokens[spec.num_prompt_tokens :]
+
+
+def _searched(spec: GroupSpec) -> BeamSearch:
+    search, beams = BeamSearch(spec.sampling), [spec.prompt_token_ids]
+    while not search.is_done:
+        drawn = [candidates(tokens, num_candidates(spec.sampling)) for tokens in beams]
+        beams = [(*beams[parent], token_id) for parent, token_id in search.advance(drawn)]
+    return search
 
 
 class FakeEngine:
@@ -181,4 +202,7 @@ class FakeEngine:
         seed = sample.params.seed
         if self.breaks is not None and seed == self.breaks[0] and sample.output_index >= self.breaks[1]:
             return BrokenLogits()
+        if sample.num_candidates:
+            found = candidates(token_ids, sample.num_candidates)
+            return tuple(SampledToken(token_id, TokenLogprobs(token_id, logprob)) for token_id, logprob in found)
         return (SampledToken(next_token(token_ids, seed), None),)

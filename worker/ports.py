@@ -40,9 +40,18 @@ class RouterPort(Protocol):
         """Of the prompt's tokens from number `offset` on, told without a gap from 1 on, all before `prefill_done`."""
 
     def token(
-        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+        self,
+        handle: Handle,
+        index: int,
+        offset: int,
+        token: SampledToken,
+        finish_reason: FinishReason | None,
+        score: float | None = None,
     ) -> None:
-        """Token number `offset` of a choice. Goes out with all others of this step, in one message."""
+        """Token number `offset` of a choice. Goes out with all others of this step, in one message.
+
+        `score`: of a choice that a beam search found; the same with each of its tokens.
+        """
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
         """Prefill worker: every block is verified and attached."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from engine.group import Group
+from engine.beam_group import BeamGroup, new_group
 from engine.sequence import Sequence
 from engine.step import SampledToken
 from tandem.clock import Deadline
@@ -41,7 +41,7 @@ class Request:
         self.router = router
         self.handle = handle
         self.spec = spec
-        self.group = Group(spec)
+        self.group = new_group(spec)
         self.rank: Rank = (-spec.priority, number)
         self.arrived_s = arrived_s
         self.deadline = deadline
@@ -78,6 +78,17 @@ class Request:
         if told is None:
             raise InternalError("log-probabilities of a prompt that nobody asked for")
         self.router.prompt_logprobs(self.handle, told.take(len(scores)), scores)
+
+    def tell_found(self, search: BeamGroup) -> None:
+        """Tells its router every choice, whole: what the search has found, best first."""
+        for index in [choice.index for choice in self.spec.choices]:
+            found = search.best(index)
+            last = len(found.tokens) - 1
+            for offset, token in enumerate(found.tokens):
+                sampled = SampledToken(token.token_id, None if self.spec.sampling.logprobs is None else token)
+                reason = found.finish_reason if offset == last else None
+                self.router.token(self.handle, index, offset, sampled, reason, found.score)
+            self.num_sampled_tokens += len(found.tokens)
 
     def take_token(self, choice: Sequence, token: SampledToken) -> None:
         """Adds a drawn token to a choice and tells it to the router, with the finish reason if it is the last."""

@@ -76,11 +76,17 @@ class RouterSession:
             self._add(self._answers, handle, worker_pb2.ConnectResponse(prompt_logprobs=message))
 
     def token(
-        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+        self,
+        handle: Handle,
+        index: int,
+        offset: int,
+        token: SampledToken,
+        finish_reason: FinishReason | None,
+        score: float | None = None,
     ) -> None:
         """See `worker.ports.RouterPort`."""
         if handle in self._open:
-            self._outputs.add(handle, index, offset, token, finish_reason)
+            self._outputs.add(handle, index, offset, token, finish_reason, score)
             self._filled.set()
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
@@ -156,7 +162,13 @@ class _PendingOutputs:
         self._weight = 0
 
     def add(
-        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+        self,
+        handle: Handle,
+        index: int,
+        offset: int,
+        token: SampledToken,
+        finish_reason: FinishReason | None,
+        score: float | None,
     ) -> None:
         """INVARIANT: a choice's tokens come without a gap (checked by the router, test_router_session)."""
         if self._weight >= MAX_TOKENS_PER_MESSAGE:
@@ -174,6 +186,8 @@ class _PendingOutputs:
             self._weight += _TOKENS_PER_LOGPROB * (1 + len(token.logprobs.top))
         if finish_reason is not None:
             output.finish_reason = finish_reason_to_proto(finish_reason)
+        if score is not None:
+            output.score = score
 
     def discard(self, handle: Handle) -> None:
         """Drops what waits of one request."""

@@ -7,7 +7,9 @@ from typing import Any, TypedDict
 
 import google.protobuf.message
 
+from tandem.convert import early_stopping_to_proto
 from tandem.errors import InvalidRequest
+from tandem.types import EarlyStopping
 from tandem.v1 import inference_pb2
 
 
@@ -35,6 +37,8 @@ class SamplingOptions(TypedDict, total=False):
     n: int
     beam_width: int
     length_penalty: float
+    early_stopping: EarlyStopping | str
+    """Of a beam search: "heuristic", "always" or "never"."""
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     include_stop: bool
@@ -88,6 +92,11 @@ def generate_request(text: str | None, options: GenerateOptions) -> inference_pb
 
 def _fitting(name: str, value: Any) -> Any:
     """The value in the shape of its field. One text stands for a list of it; it would be taken letter by letter."""
+    if name == "early_stopping":
+        try:
+            return early_stopping_to_proto(value)
+        except ValueError as error:
+            raise InvalidRequest("sampling.early_stopping", str(error)) from error
     several = [value] if name in _LISTS_OF_TEXT and isinstance(value, str) else value
     return inference_pb2.ChoiceConstraint(choices=several) if name == "choice" else several
 

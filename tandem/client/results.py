@@ -54,6 +54,8 @@ class GenerationUpdate:
     """Set on the stream's last update."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the prompt's tokens from the second on, if asked for; in updates of their own before the first token."""
+    score: float | None = None
+    """Set on the last update of a choice that a beam search found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Choice:
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None
     matched_stop: str | TokenId | None
+    score: float | None = None
+    """Of a choice that a beam search found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,8 @@ class ServedModel:
     max_stop_strings: int
     max_logprobs: int
     max_logit_bias: int
+    max_beam_width: int = 0
+    """0 = an older server, which does not say."""
 
 
 def update(message: inference_pb2.GenerateResponse) -> GenerationUpdate:
@@ -120,6 +126,7 @@ def update(message: inference_pb2.GenerateResponse) -> GenerationUpdate:
         logprobs=tuple(map(logprobs_from_proto, message.logprobs)),
         finish_reason=finish_reason_from_proto(message.finish_reason),
         matched_stop=_matched_stop(message),
+        score=message.score if message.HasField("score") else None,
         usage=_usage(message.usage) if message.HasField("usage") else None,
         timings=_timings(message.timings) if message.HasField("timings") else None,
         prompt_logprobs=tuple(map(logprobs_from_proto, message.prompt_logprobs)),
@@ -156,6 +163,7 @@ def served_model(message: inference_pb2.GetModelResponse) -> ServedModel:
         max_stop_strings=message.limits.max_stop_strings,
         max_logprobs=message.limits.max_logprobs,
         max_logit_bias=message.limits.max_logit_bias,
+        max_beam_width=message.limits.max_beam_width,
     )
 
 
@@ -167,6 +175,7 @@ def _choice(message: inference_pb2.Choice) -> Choice:
         logprobs=tuple(map(logprobs_from_proto, message.logprobs)),
         finish_reason=finish_reason_from_proto(message.finish_reason),
         matched_stop=_matched_stop(message),
+        score=message.score if message.HasField("score") else None,
     )
 
 

@@ -18,6 +18,7 @@ class WaitReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WAIT_REASON_ROOM: _ClassVar[WaitReason]
     WAIT_REASON_SEAT: _ClassVar[WaitReason]
     WAIT_REASON_PREEMPTED: _ClassVar[WaitReason]
+    WAIT_REASON_SEARCH: _ClassVar[WaitReason]
 WAIT_REASON_UNSPECIFIED: WaitReason
 WAIT_REASON_PREFILL_LINE: WaitReason
 WAIT_REASON_PROMPT: WaitReason
@@ -26,6 +27,7 @@ WAIT_REASON_HANDOFF: WaitReason
 WAIT_REASON_ROOM: WaitReason
 WAIT_REASON_SEAT: WaitReason
 WAIT_REASON_PREEMPTED: WaitReason
+WAIT_REASON_SEARCH: WaitReason
 
 class ResolvedSampling(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "end_token_ids", "logprobs", "logit_bias", "beam_width", "length_penalty", "early_stopping", "prompt_logprobs", "json_schema", "regex", "grammar", "choice")

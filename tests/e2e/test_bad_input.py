@@ -68,6 +68,11 @@ def the_next_request_is_served(client: Client) -> Iterator[None]:
         ({"token_ids": (5,)}, {"n": 4_294_967_295}, "n"),
         ({"token_ids": (5,), "cache_salt": "x" * 257}, {}, "cache_salt"),
         ({"token_ids": (5,), "cache_salt": "\N{GRINNING FACE}" * 65}, {}, "cache_salt"),
+        ({"token_ids": (5,)}, {"n": 3, "beam_width": 2}, "n"),
+        ({"token_ids": (5,)}, {"beam_width": 0}, "beam_width"),
+        ({"token_ids": (5,)}, {"beam_width": 17}, "beam_width"),
+        ({"token_ids": (5,)}, {"beam_width": 2, "length_penalty": NAN}, "length_penalty"),
+        ({"token_ids": (5,)}, {"beam_width": 2, "early_stopping": "soon"}, "early_stopping"),
         ({"messages": []}, {}, "chat"),
         ({"token_ids": (5,), "request_id": "x" * 100_000}, {}, "request_id"),
     ],
@@ -84,8 +89,6 @@ def test_a_wrong_value_is_refused_by_name(
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"beam_width": 4}, "beam_width"),
-        ({"length_penalty": 0.5}, "length_penalty"),
         ({"json_schema": "{}"}, "json_schema"),
         ({"regex": "a+"}, "regex"),
         ({"grammar": "start: A"}, "grammar"),

@@ -168,13 +168,13 @@ def test_log_probabilities_of_a_prompt_stream_before_the_first_token_and_change_
     prompt = [rng.randrange(4, 600) for _ in range(900)]
     options = {"token_ids": prompt, "max_tokens": 8, "temperature": 0.7, "seed": 3, "ignore_eos": True}
 
+    plain = client.complete(**options).choices[0].token_ids  # its KV is known to both workers from now on
     updates = list(client.generate(**options, prompt_logprobs=20))
 
     told = [logprobs.token_id for each in updates for logprobs in each.prompt_logprobs]
     first = next(number for number, each in enumerate(updates) if each.token_ids)
     assert told == prompt[1:]
     assert not any(each.prompt_logprobs for each in updates[first:])
-    plain = client.complete(**options).choices[0].token_ids
     assert tuple(token for each in updates for token in each.token_ids) == plain
 
 

@@ -74,7 +74,13 @@ class RecordingRouter:
         self.cached_tokens[handle] = cached_tokens
 
     def token(
-        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+        self,
+        handle: Handle,
+        index: int,
+        offset: int,
+        token: SampledToken,
+        finish_reason: FinishReason | None,
+        score: float | None = None,
     ) -> None:
         self.first_tokens[handle][index] = token.token_id
         self.arrivals.note()
@@ -256,8 +262,7 @@ async def test_a_prompt_whose_blocks_are_found_arrives_as_one_that_is_computed(
 async def test_a_prompt_that_was_released_at_any_chunk_is_found_as_far_as_it_was_computed(
     engine: Engine, target: Target, make_rig: Callable[..., Rig], num_steps: int
 ) -> None:
-    rig, spec = make_rig(), spec_of(3 * CHUNK_TOKENS)
-    landing = target.reserve(spec.num_prompt_tokens)
+    rig, spec, landing = make_rig(), spec_of(3 * CHUNK_TOKENS), target.reserve(3 * CHUNK_TOKENS)
     handle = rig.prefill(spec, landing.offer)
     await rig.engine.arrivals.until(lambda: rig.engine.num_steps >= num_steps)
     rig.worker.release(rig.router, handle)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -99,6 +100,20 @@ async def test_a_preempted_sequence_is_not_given_up() -> None:
         assert cores.num_waiting(Role.DECODE)[WaitReason.PREEMPTED] == 1
         engine.let_go()
         await finish(running)
+
+
+async def test_a_beam_search_that_tells_nothing_before_its_end_is_not_given_up() -> None:
+    async with JoinedCores() as cores:
+        engine = cores.engines[Role.DECODE]
+        engine.hold()
+        plain = spec_of(9, 12)
+        running = cores.start(replace(plain, sampling=replace(plain.sampling, beam_width=3)))
+        await engine.until_launched(1)
+        await cores.time_passes(LONG_S)
+        assert cores.num_waiting(Role.DECODE) == {WaitReason.SEARCH: 1}
+        assert running.tokens == []
+        engine.let_go()
+        await finish([running])
 
 
 @pytest.mark.parametrize("role", list(Role))

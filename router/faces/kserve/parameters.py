@@ -12,6 +12,7 @@ from typing import Any
 
 from router.faces.kserve.tensors import shown
 from tandem.errors import InvalidRequest, UnsupportedOption
+from tandem.types import EarlyStopping
 
 _ALIASES = {
     "include_stop_str_in_output": "include_stop",
@@ -90,6 +91,13 @@ def _flag(value: Any) -> bool:
     return value
 
 
+def _early_stopping(value: Any) -> EarlyStopping:
+    """transformers' three, TensorRT-LLM's 0 and 1, or our words."""
+    if value in (0, 1) or str(value).lower() in {"true", "false"}:
+        return EarlyStopping.ALWAYS if value == 1 or str(value).lower() == "true" else EarlyStopping.HEURISTIC
+    return EarlyStopping(_string(value).lower())
+
+
 def _string(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError
@@ -128,6 +136,7 @@ _FITS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("stop", "choice"), _strings),
     "stop_token_ids": _integers,
     "logit_bias": _biases,
+    "early_stopping": _early_stopping,
 }
 """By field of SamplingRequest."""
 

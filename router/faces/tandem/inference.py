@@ -16,12 +16,13 @@ from router.metrics import Summary
 from router.request import Caller, ChatPrompt, CompletionRequest, Prompt, TextPrompt, TokensPrompt
 from router.tokenization import Tokenization
 from tandem.checkpoint import CheckpointInfo
-from tandem.convert import finish_reason_to_proto, logprobs_to_proto
+from tandem.convert import early_stopping_from_proto, finish_reason_to_proto, logprobs_to_proto
 from tandem.errors import InvalidRequest
 from tandem.limits import Limits
 from tandem.rpc.authentication import caller_identity
 from tandem.sampling import SamplingRequest
 from tandem.telemetry.trace_context import trace_of_call
+from tandem.types import EarlyStopping
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1 import inference_pb2_grpc
 
@@ -108,6 +109,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 max_stop_strings=limits.max_stop_strings,
                 max_logprobs=limits.max_logprobs,
                 max_logit_bias=limits.max_logit_bias,
+                max_beam_width=limits.max_beam_width,
             ),
         )
 
@@ -153,7 +155,15 @@ def _sampling(message: pb.SamplingParams) -> SamplingRequest:
             given[name] = tuple(given[name])
     if "choice" in given:
         given["choice"] = tuple(message.choice.choices)
+    if "early_stopping" in given:
+        given["early_stopping"] = _early_stopping(message.early_stopping)
     return SamplingRequest(**given)
+
+
+def _early_stopping(value: pb.EarlyStopping) -> EarlyStopping | None:
+    if value not in pb.EarlyStopping.values():
+        raise InvalidRequest("sampling.early_stopping", f"{value} is no such word")
+    return early_stopping_from_proto(value)
 
 
 def _response(request_id: str, output: ChoiceOutput) -> pb.GenerateResponse:
@@ -183,6 +193,8 @@ def _choice_fields(output: ChoiceOutput) -> dict[str, Any]:
         fields["stop_text"] = output.matched_stop
     elif output.matched_stop is not None:
         fields["stop_token_id"] = output.matched_stop
+    if output.score is not None:
+        fields["score"] = output.score
     return fields
 
 

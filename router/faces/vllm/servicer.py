@@ -42,10 +42,10 @@ _MAX_INT32 = 2**31 - 1
 Context = grpc.aio.ServicerContext[Any, Any]
 _REFUSED = {
     "Embed": "the model generates text and has no embeddings",
-    "FlushCache": "there is no prefix cache to flush",
+    "FlushCache": "workers drop cached prefixes when they need room; requests of a new cache salt find none",
     "StartProfile": "profiles are taken with python -m bench.step_profile",
     "StopProfile": "profiles are taken with python -m bench.step_profile",
-    "SubscribeKvEvents": "there is no prefix cache to report on",
+    "SubscribeKvEvents": "workers publish them themselves, with --kv-events",
 }
 
 

@@ -106,6 +106,7 @@ def load_tiny_engine(tiny_llama: Path) -> Iterator[Callable[..., Engine]]:
         *,
         shared_kv: bool = False,
         mirrored_kv: bool = False,
+        prefix_cache: bool = True,
         host_cache_bytes: int = 0,
     ) -> Engine:
         options = EngineOptions(
@@ -117,6 +118,7 @@ def load_tiny_engine(tiny_llama: Path) -> Iterator[Callable[..., Engine]]:
             attention_backend="reference",
             shared_kv=shared_kv,
             mirrored_kv=mirrored_kv,
+            prefix_cache=prefix_cache,
             host_cache_bytes=host_cache_bytes,
             placement=ThreadPlacement(threads=1),
         )
@@ -172,7 +174,13 @@ class Router:
         self.prefilled.append(handle)
 
     def token(
-        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+        self,
+        handle: Handle,
+        index: int,
+        offset: int,
+        token: SampledToken,
+        finish_reason: FinishReason | None,
+        score: float | None = None,
     ) -> None:
         assert handle in self.prefilled, "told before the first tokens"
         tokens = self.choices.setdefault((handle, index), [])
@@ -254,10 +262,16 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         *,
         mirrored_kv: bool = False,
         overlap_steps: bool = True,
+        prefix_cache: bool = True,
         host_cache_bytes: int = 0,
     ) -> AsyncIterator[Bench]:
         engine = load_tiny_engine(
-            block_size, num_blocks, shared_kv=True, mirrored_kv=mirrored_kv, host_cache_bytes=host_cache_bytes
+            block_size,
+            num_blocks,
+            shared_kv=True,
+            mirrored_kv=mirrored_kv,
+            prefix_cache=prefix_cache,
+            host_cache_bytes=host_cache_bytes,
         )
         memory = PoolMemory(
             engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.mirror

@@ -58,22 +58,24 @@ async def test_a_group_holds_its_prompt_once(
     spec = make_spec(num_prompt_tokens, MAX_TOKENS, n=n, temperature=1.0)
     shared = num_prompt_tokens // 16
     whole = -(-(num_prompt_tokens + MAX_TOKENS - 1) // 16)  # the last token's KV is never computed
-    async with open_bench(16, 256, chunk_tokens=2048) as bench:
+    async with open_bench(16, 256, chunk_tokens=2048, prefix_cache=False) as bench:
         await bench.complete([spec])
         assert bench.router.most_live_blocks == shared + n * (whole - shared)
-        await bench.complete(singles(spec))
-        assert bench.router.most_live_blocks == n * whole
+        apart = [replace(each, cache_salt=f"{number}") for number, each in enumerate(singles(spec))]
+        await bench.complete(apart)
+        assert bench.router.most_live_blocks == n * whole, "requests of different salts share nothing"
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize(("block_size", "host_cache_bytes"), [(1, 0), (4, 0), (16, 0), (4, 1 << 20)])
 async def test_groups_in_a_pool_that_is_far_too_small_give_the_same_tokens(
-    open_bench: Any, make_spec: MakeSpec, block_size: int
+    open_bench: Any, make_spec: MakeSpec, block_size: int, host_cache_bytes: int
 ) -> None:
     specs = [make_spec(17 + i, 120, n=3, temperature=1.0, seed=i) for i in range(3)]
     num_blocks = -(-specs[-1].max_pool_tokens(block_size) // block_size) + 24 // block_size
     async with open_bench(block_size, num_blocks, max_seqs=12, chunk_tokens=16) as bench:
         expected = [await complete_singles(bench, spec) for spec in specs]
-    async with open_bench(block_size, num_blocks, max_seqs=12, chunk_tokens=16) as bench:
+    options = {"max_seqs": 12, "chunk_tokens": 16, "host_cache_bytes": host_cache_bytes}
+    async with open_bench(block_size, num_blocks, **options) as bench:
         assert await bench.complete(specs) == expected
         assert bench.worker.load().preemptions > 0
 

@@ -12,6 +12,7 @@ import pytest
 from decode_worker.incoming_transfers import TransferPolicy
 from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from engine.beam import num_candidates
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
 from engine.host_tier import HostTier
@@ -19,7 +20,7 @@ from engine.prefix_cache import PrefixCache
 from engine.step import SampledToken
 from kvtransfer.base import BlockRef, HandoffListener, Offer
 from tandem.errors import TandemError, TransferError
-from tandem.first_tokens import encode_first_tokens
+from tandem.first_tokens import FirstTokens, encode_first_tokens
 from tandem.limits import Limits
 from tandem.types import (
     ChoiceSpec,
@@ -35,7 +36,7 @@ from tandem.types import (
 from tandem.validation import Validator
 from tests.manual_clock import ManualClock
 from tests.recording_observers import RecordingWorker
-from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, expected_tokens, next_token
+from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, candidates, expected_tokens, next_token
 
 
 @dataclass
@@ -111,6 +112,7 @@ class FakeRouter:
     choices: dict[Choice, list[TokenId]] = field(default_factory=dict)
     first_offsets: dict[Choice, int] = field(default_factory=dict)
     finished: dict[Choice, FinishReason] = field(default_factory=dict)
+    scores: dict[Choice, float] = field(default_factory=dict)
     num_choices: dict[Handle, int] = field(default_factory=dict)
     """Choices that it waits for."""
     errors: dict[Handle, TandemError] = field(default_factory=dict)
@@ -148,7 +150,13 @@ class FakeRouter:
         self.prefilled[handle] = cached_tokens
 
     def token(
-        self, handle: Handle, index: int, offset: int, token: SampledToken, finish_reason: FinishReason | None
+        self,
+        handle: Handle,
+        index: int,
+        offset: int,
+        token: SampledToken,
+        finish_reason: FinishReason | None,
+        score: float | None = None,
     ) -> None:
         choice = (handle, index)
         assert choice not in self.finished
@@ -159,6 +167,8 @@ class FakeRouter:
         known.append(token.token_id)
         if finish_reason is not None:
             self.finished[choice] = finish_reason
+        if score is not None:
+            assert self.scores.setdefault(choice, score) == score
         self._news.set()
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
@@ -219,19 +229,25 @@ class Bench:
     def hand_over(self, ticket: str, spec: GroupSpec) -> dict[int, TokenId]:
         """Plays the prefill worker to the end; returns the first tokens by choice."""
         prefix = spec.prefix_token_ids
+        if spec.sampling.beam_width:
+            self._land(ticket, prefix, candidates(prefix, num_candidates(spec.sampling)))
+            return {}
         due = spec.choices if len(spec.choices) == 1 else [each for each in spec.choices if not each.output_token_ids]
         first = {each.index: next_token(prefix, spec.sampling.of_choice(each.index).seed) for each in due}
+        for choice in due:
+            is_last = len(choice.output_token_ids) + 1 == spec.sampling.max_tokens
+            if is_last or first[choice.index] in spec.sampling.end_token_ids:
+                self.router.finished[self.owner(ticket), choice.index] = FinishReason.LENGTH
+        self._land(ticket, prefix, first)
+        return first
+
+    def _land(self, ticket: str, prefix: tuple[TokenId, ...], first: FirstTokens) -> None:
         offer = self.receiver.offers[ticket]
         if not offer.is_shown:
             self.receiver.show(ticket)
         lacked = prefix[offer.first_block * self.pool.block_size :]
         self.engine.put([ref.block_id for ref in offer.blocks], lacked)
-        for choice in due:
-            is_last = len(choice.output_token_ids) + 1 == spec.sampling.max_tokens
-            if is_last or first[choice.index] in spec.sampling.end_token_ids:
-                self.router.finished[self.owner(ticket), choice.index] = FinishReason.LENGTH
         self.receiver.commit(ticket, encode_first_tokens(first))
-        return first
 
     def owner(self, ticket: str) -> Handle:
         return next(handle for handle, each in self.router.tickets.items() if each == ticket)
@@ -260,19 +276,22 @@ def make_spec() -> Callable[..., GroupSpec]:
         priority: int = 0,
         cache_salt: str = "",
         end: frozenset[TokenId] = frozenset(),
+        beam_width: int = 0,
     ) -> GroupSpec:
         """`emitted`: how many tokens each choice has already."""
         token_ids = tuple(TokenId((salt * 37 + 11 * i) % VOCAB_SIZE) for i in range(num_prompt_tokens))
         spec = GroupSpec(
             request_id=RequestId(f"r{salt}"),
             prompt_token_ids=token_ids,
-            sampling=SamplingParams(max_tokens=max_tokens, end_token_ids=end),
+            sampling=SamplingParams(max_tokens=max_tokens, end_token_ids=end, beam_width=beam_width),
             timeout_s=timeout_s,
             priority=priority,
             cache_salt=cache_salt,
         )
         counts = [emitted] * n if isinstance(emitted, int) else emitted
-        choices = [ChoiceSpec(i, tuple(expected_tokens(spec, i)[:count])) for i, count in enumerate(counts)]
+        choices = [
+            ChoiceSpec(i, tuple(expected_tokens(spec, i)[:count] if count else ())) for i, count in enumerate(counts)
+        ]
         return replace(spec, choices=tuple(choices))
 
     return make

@@ -28,6 +28,7 @@ class Arriving:
     prompt: int
     """Prompts of the same number begin alike, so that one's KV is the other's."""
     cache_salt: str
+    beam_width: int = 0
 
 
 @st.composite
@@ -42,11 +43,16 @@ def crowds(draw: st.DrawFn) -> tuple[int, int, list[Arriving]]:
         shared = num_prompt_tokens // BLOCK_SIZE
         most = (shared + (num_blocks - shared) // n) * BLOCK_SIZE - num_prompt_tokens
         max_tokens = draw(st.integers(1, max(1, most)))
+        is_search = n > 1 and draw(st.booleans())
         num_emitted = tuple(draw(st.integers(0, max_tokens - 1)) if draw(st.booleans()) else 0 for _ in range(n))
+        if is_search:
+            num_emitted = (0,) * draw(st.integers(1, n))
         fate = draw(st.sampled_from(["local", "commits", "commits", "fails", "stalls", "stalls under its writer"]))
         priority, prompt = draw(st.sampled_from([0, 0, 1])), draw(st.integers(0, 2))
         salt = draw(st.sampled_from(["", "", "a"]))
-        crowd.append(Arriving(num_prompt_tokens, max_tokens, num_emitted, priority, fate, prompt, salt))
+        crowd.append(
+            Arriving(num_prompt_tokens, max_tokens, num_emitted, priority, fate, prompt, salt, n if is_search else 0)
+        )
     return num_blocks, draw(st.sampled_from([0, 0, 3, 20])), crowd
 
 
@@ -78,6 +84,7 @@ async def play(
                 salt=each.prompt,
                 priority=each.priority,
                 cache_salt=each.cache_salt,
+                beam_width=each.beam_width,
             )
             specs[bench.reserve(number, spec, local_prefill=each.fate == "local")] = spec
         first = await play_prefill_workers(bench, specs, crowd)

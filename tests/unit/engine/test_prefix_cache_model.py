@@ -247,4 +247,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

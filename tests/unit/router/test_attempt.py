@@ -314,6 +314,18 @@ async def test_several_choices_that_are_resumed_have_a_computed_prompt_without_f
     await running.running
 
 
+async def test_a_beam_search_awaits_no_first_token(pair: Callable[..., Pair]) -> None:
+    search = replace(resumed(0, 0), sampling=SamplingParams(max_tokens=9, beam_width=3))
+    running = pair(search)
+    await running.get_to("prefill")
+    running.prefill.says("prefill_done", 0.0, 0.0)
+    running.prefill.says("handoff_done", 1, 0.0)
+    running.prefill.says("failed", Unavailable("it was lost", Reason.WORKER_LOST))
+    for index in (0, 1):
+        running.decode.says("tokens", delta(0, FinishReason.STOP, index))
+    await running.running
+
+
 @pytest.mark.parametrize(("tokens_before", "first"), [((0, 0), (0, 1)), ((2, 0), (1,)), ((2,), (0,))])
 async def test_the_loss_of_prefill_matters_until_each_first_token_it_draws_is_here(
     pair: Callable[..., Pair], tokens_before: tuple[int, ...], first: tuple[int, ...]

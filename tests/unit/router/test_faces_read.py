@@ -16,7 +16,7 @@ from router.request import ChatPrompt, CompletionRequest, TextPrompt, TokensProm
 from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.foreign import vllm_engine_pb2 as vllm
 from tandem.sampling import SamplingRequest
-from tandem.types import FinishReason, TokenId, TokenLogprobs
+from tandem.types import EarlyStopping, FinishReason, TokenId, TokenLogprobs
 from tandem.v1 import inference_pb2 as pb
 
 EVERY = {
@@ -87,6 +87,23 @@ def test_an_output_becomes_a_response_of_its_choice_and_the_summary_goes_with_th
     assert not response.HasField("usage")
     last = _response("r", ChoiceOutput(0, "", (), summary=Summary(7, 20, 0.0, 0.0, 0.0, 0.0, 1.5, 0, 4)))
     assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.timings.total_seconds) == (7, 20, 1.5)
+
+
+def test_early_stopping_arrives_as_a_word_and_an_unknown_number_is_refused() -> None:
+    for word, read in [
+        (pb.EARLY_STOPPING_NEVER, EarlyStopping.NEVER),
+        (pb.EARLY_STOPPING_UNSPECIFIED, None),
+    ]:
+        message = pb.GenerateRequest(text="Hi", sampling=pb.SamplingParams(early_stopping=word))
+        assert read_tandem(message).sampling == SamplingRequest(early_stopping=read)
+    unknown = pb.SamplingParams.FromString(bytes((26 << 3 & 0x7F | 0x80, 26 >> 4, 99)))
+    with pytest.raises(InvalidRequest, match="early_stopping"):
+        read_tandem(pb.GenerateRequest(text="Hi", sampling=unknown))
+
+
+def test_a_score_goes_with_the_end_of_a_choice() -> None:
+    assert _response("r", ChoiceOutput(0, "x", (TokenId(5),), score=-1.5)).score == -1.5
+    assert not _response("r", ChoiceOutput(0, "x", (TokenId(5),))).HasField("score")
 
 
 def test_vllms_zero_means_unset_where_it_cannot_say_so() -> None:

@@ -19,6 +19,7 @@ from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.foreign import kserve_pb2
 from tandem.limits import Limits
 from tandem.sampling import SamplingRequest
+from tandem.types import EarlyStopping
 
 
 def raw_bytes(*values: bytes) -> bytes:
@@ -81,6 +82,10 @@ def test_a_number_may_come_in_any_datatype(datatype: str, raw: bytes) -> None:
         ({"logit_bias": {"5": 1.5}}, {"logit_bias": {5: 1.5}}),
         ({"max_tokens": 4.0, "seed": None, "bad_words": []}, {"max_tokens": 4}),
         ({"stop_token_ids": [1, 2]}, {"stop_token_ids": (1, 2)}),
+        ({"beam_width": 4, "length_penalty": "0.5"}, {"beam_width": 4, "length_penalty": 0.5}),
+        ({"early_stopping": True}, {"early_stopping": EarlyStopping.ALWAYS}),
+        ({"early_stopping": [0]}, {"early_stopping": EarlyStopping.HEURISTIC}),
+        ({"early_stopping": "never"}, {"early_stopping": EarlyStopping.NEVER}),
     ],
 )
 def test_habits_of_existing_clients_are_understood(said: dict[str, Any], means: dict[str, Any]) -> None:
@@ -92,6 +97,8 @@ def test_habits_of_existing_clients_are_understood(said: dict[str, Any], means: 
     [
         (request(as_json({"heat": 1})), "heat"),
         (request(as_json({"max_tokens": 1.5})), "max_tokens"),
+        (request(as_json({"early_stopping": "soon"})), "early_stopping"),
+        (request(as_json({"early_stopping": 2})), "early_stopping"),
         (request(as_json({"max_tokens": True})), "max_tokens"),
         (request(as_json({"max_tokens": 2**64})), "max_tokens"),
         (request(as_json({"max_tokens": [1, 2]})), "max_tokens"),

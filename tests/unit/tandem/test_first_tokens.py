@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import struct
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.errors import FrameError
 from tandem.first_tokens import decode_first_tokens, encode_first_tokens
-from tandem.types import TokenId
+from tandem.types import Candidates, TokenId
 
 TOKENS = st.dictionaries(st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1).map(TokenId), max_size=20)
+
+
+CANDIDATES = st.dictionaries(
+    st.integers(0, 2**32 - 1).map(TokenId), st.floats(-(2.0**100), 100, width=32), min_size=1
+).map(lambda found: tuple(sorted(found.items(), key=lambda each: -each[1])))
+
+
+@given(CANDIDATES)
+def test_candidates_come_back_to_the_last_bit(candidates: Candidates) -> None:
+    assert decode_first_tokens(encode_first_tokens(candidates)) == candidates
 
 
 @given(TOKENS)
@@ -19,7 +32,8 @@ def test_tokens_come_back_as_they_went(tokens: dict[int, TokenId]) -> None:
 
 
 def test_the_payload_is_as_documented() -> None:
-    assert encode_first_tokens({3: TokenId(258)}) == b"\x02\x00\x01\x00\x03\x00\x00\x01\x02"
+    assert encode_first_tokens({3: TokenId(258)}) == b"\x03\x00\x00\x01\x00\x03\x00\x00\x01\x02"
+    assert encode_first_tokens(((TokenId(258), -0.5),)) == b"\x03\x01\x00\x01\x00\x00\x01\x02\xbf\x00\x00\x00"
 
 
 @pytest.mark.parametrize("tokens", [{0: -1}, {0: 2**32}, {-1: 0}, {2**16: 0}])
@@ -40,9 +54,14 @@ def test_a_payload_that_is_cut_short_is_refused(tokens: dict[int, TokenId], leng
     ("payload", "message"),
     [
         (b"\x00\x00\x00\x07", "version 0"),
-        (b"\x03\x00\x00", "version 3"),
-        (b"\x02\x00\x00\x00", "does not hold"),
-        (b"\x02\x00\x02" + 2 * b"\x00\x01\x00\x00\x00\x05", "twice"),
+        (b"\x02\x00\x00\x00", "version 2"),
+        (b"\x03\x02\x00\x00", "kind 2"),
+        (b"\x03\x00\x00\x00\x00", "does not hold"),
+        (b"\x03\x00\x00\x02" + 2 * b"\x00\x01\x00\x00\x00\x05", "twice"),
+        (b"\x03\x01\x00\x02" + 2 * (b"\x00\x00\x00\x05" + struct.pack("!f", -1.0)), "twice"),
+        (b"\x03\x01\x00\x00", "none, not finite or not in order"),
+        (b"\x03\x01\x00\x01\x00\x00\x00\x05" + struct.pack("!f", math.nan), "not finite"),
+        (struct.pack("!BBHIfIf", 3, 1, 2, 5, -2.0, 6, -1.0), "not in order"),
     ],
 )
 def test_another_payload_is_refused_with_the_reason(payload: bytes, message: str) -> None:

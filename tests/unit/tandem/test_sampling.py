@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -8,8 +9,8 @@ from tandem.checkpoint import CheckpointInfo
 from tandem.errors import InvalidRequest, UnsupportedOption
 from tandem.limits import Limits
 from tandem.sampling import SamplingRequest as Options
-from tandem.sampling import num_choices, resolve_sampling
-from tandem.types import SamplingParams, TextParams
+from tandem.sampling import num_choices, num_seqs, resolve_sampling
+from tandem.types import EarlyStopping, SamplingParams, TextParams
 
 SEED = 42
 LIMITS = Limits()
@@ -116,9 +117,6 @@ def test_what_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        (Options(beam_width=0), "sampling.beam_width"),
-        (Options(beam_width=4), "sampling.beam_width"),
-        (Options(length_penalty=1.0), "sampling.length_penalty"),
         (Options(json_schema="{}"), "sampling.json_schema"),
         (Options(regex=""), "sampling.regex"),
         (Options(grammar="start: A"), "sampling.grammar"),
@@ -141,6 +139,9 @@ def test_options_without_their_feature_are_refused_by_name(info: CheckpointInfo,
         (Options(stop_token_ids=(100,)), "sampling.stop_token_ids"),
         (Options(logit_bias={100: 1.0}), "sampling.logit_bias"),
         (Options(max_tokens=4, min_tokens=5), "sampling.min_tokens"),
+        (Options(beam_width=0), "sampling.beam_width"),
+        (Options(beam_width=LIMITS.max_beam_width + 1), "sampling.beam_width"),
+        (Options(beam_width=4, length_penalty=10.5), "sampling.length_penalty"),
     ],
 )
 def test_bad_values_are_refused_by_name(info: CheckpointInfo, options: Options, field: str) -> None:
@@ -165,6 +166,25 @@ def test_one_choice_is_the_default() -> None:
 def test_a_number_of_choices_beyond_its_cap_is_refused(n: int) -> None:
     with pytest.raises(InvalidRequest) as refused:
         num_choices(Options(n=n), LIMITS)
+
+    assert refused.value.field == "sampling.n"
+
+
+@pytest.mark.parametrize("more", [{}, {"length_penalty": -0.5, "early_stopping": EarlyStopping.NEVER}])
+def test_a_beam_search_is_resolved_and_a_single_beam_is_none(info: CheckpointInfo, more: dict[str, Any]) -> None:
+    sampling, _ = resolve(Options(beam_width=4, **more), info)
+
+    assert sampling.beam_width == 4
+    assert sampling.length_penalty == more.get("length_penalty", 1.0)
+    assert sampling.early_stopping is more.get("early_stopping", EarlyStopping.HEURISTIC)
+    assert resolve(Options(beam_width=1, **more), info)[0].beam_width == 0
+
+
+def test_no_more_choices_are_returned_than_there_are_beams() -> None:
+    assert num_choices(Options(n=4, beam_width=4), LIMITS) == 4
+    assert [num_seqs(Options(n=2, beam_width=w), LIMITS) for w in (1, 2, 5)] == [2, 2, 5]
+    with pytest.raises(InvalidRequest) as refused:
+        num_choices(Options(n=5, beam_width=4), LIMITS)
 
     assert refused.value.field == "sampling.n"
 

@@ -84,6 +84,10 @@ def test_a_value_that_is_no_finite_number_is_refused(name: str, bad: float) -> N
         ("frequency_penalty", -2.1),
         ("seed", -1),
         ("logprobs", 21),
+        ("beam_width", 1),
+        ("beam_width", 17),
+        ("length_penalty", 10.1),
+        ("length_penalty", math.nan),
         ("logit_bias", {TokenId(100): 1.0}),
         ("logit_bias", {TokenId(1): 100.5}),
         ("logit_bias", {TokenId(1): math.nan}),
@@ -109,6 +113,8 @@ def test_a_value_out_of_its_bounds_is_refused_by_name(name: str, value: object) 
         (with_choices(ChoiceSpec(1), ChoiceSpec(0)), None, "choices"),
         (with_choices(ChoiceSpec(1), ChoiceSpec(1)), None, "choices"),
         (with_choices(ChoiceSpec(16)), None, "choices"),
+        (replace(with_choices(ChoiceSpec(2)), sampling=group(beam_width=2).sampling), None, "sampling.n"),
+        (group(num_output=1, beam_width=2), None, "choices"),
         (with_choices(ChoiceSpec(0), ChoiceSpec(1, (TokenId(100),))), None, "choices"),
         (replace(group(), request_id=RequestId("x" * 257)), None, "request_id"),
         (replace(group(), request_id=RequestId("a\nb")), None, "request_id"),
@@ -133,6 +139,14 @@ def test_all_choices_must_fit_into_the_pool_together() -> None:
     with pytest.raises(InvalidRequest) as refused:
         VALIDATOR.validate_pool(spec, block_size=4, num_blocks=needed - 1)
     assert refused.value.field == "sampling.n"
+
+
+def test_all_beams_must_fit_into_the_pool_together() -> None:
+    spec = group(num_prompt=10, max_tokens=8, beam_width=3)
+    VALIDATOR.validate_pool(spec, block_size=4, num_blocks=2 + 3 * 3)
+    with pytest.raises(InvalidRequest) as refused:
+        VALIDATOR.validate_pool(spec, block_size=4, num_blocks=2 + 3 * 3 - 1)
+    assert refused.value.field == "sampling.beam_width"
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def test_an_empty_prompt_is_left_for_the_server_to_refuse() -> None:
         ("p", {"temperature": "hot"}, "sampling.temperature"),
         ("p", {"heat": 1}, "sampling.heat"),
         ("p", {"priority": 2**40}, "priority"),
+        ("p", {"early_stopping": "soon"}, "sampling.early_stopping"),
     ],
 )
 def test_what_does_not_fit_the_wire_is_refused_by_name(text: str | None, options: Any, field: str) -> None:
@@ -65,6 +66,11 @@ def test_tokenize_takes_exactly_one_input() -> None:
 def test_detokenize_refuses_a_negative_id() -> None:
     with pytest.raises(InvalidRequest):
         detokenize_request([-1], True, "")
+
+
+def test_early_stopping_is_said_by_its_word() -> None:
+    request = generate_request("x", {"beam_width": 4, "early_stopping": "never"})
+    assert request.sampling.early_stopping == inference_pb2.EARLY_STOPPING_NEVER
 
 
 def test_one_stop_or_choice_may_be_given_without_a_list() -> None:

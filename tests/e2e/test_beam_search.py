@@ -1,0 +1,203 @@
+"""Beam search end to end: the completions, order and scores of transformers' own, under whatever happens."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from bench.cluster import Cluster, becomes_idle, eventually, serve
+from bench.exactness_reference import load_transformers
+from tandem.checkpoint import DEMO, resolve_model
+from tandem.client import Client
+from tandem.client.results import Choice
+from tandem.errors import InvalidRequest
+from tandem.types import FinishReason, Role
+
+BLOCK_SIZE = 16
+EOS = 1
+
+
+def options(num_prompt_tokens: int, max_tokens: int, beam_width: int, **more: object) -> dict[str, Any]:
+    rng = random.Random(f"{num_prompt_tokens}")
+    return {
+        "token_ids": tuple(rng.randrange(4, 600) for _ in range(num_prompt_tokens)),
+        "max_tokens": max_tokens,
+        "beam_width": beam_width,
+        "n": beam_width,
+        **more,
+    }
+
+
+def said(choice: Choice) -> tuple[object, ...]:
+    return choice.token_ids, choice.text, choice.finish_reason, choice.score
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load_transformers(resolve_model(DEMO), torch.float32)
+
+
+def expected(model: Any, request: dict[str, Any]) -> list[tuple[tuple[int, ...], float]]:
+    """Completions, up to the token that ends them, and scores."""
+    prompt, ends = request["token_ids"], [EOS, *request.get("stop_token_ids", ())]
+    early_stopping = {"heuristic": False, "always": True, "never": "never"}[request.get("early_stopping", "heuristic")]
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        num_beams=request["beam_width"],
+        num_return_sequences=request["n"],
+        do_sample=False,
+        max_new_tokens=request["max_tokens"],
+        min_new_tokens=request.get("min_tokens"),
+        repetition_penalty=request.get("repetition_penalty", 1.0),
+        length_penalty=request.get("length_penalty", 1.0),
+        early_stopping=early_stopping,
+        eos_token_id=ends,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    found = []
+    for tokens, score in zip(out.sequences[:, len(prompt) :].tolist(), out.sequences_scores.tolist(), strict=True):
+        at = next((i for i, token_id in enumerate(tokens) if token_id in ends), len(tokens) - 1)
+        found.append((tuple(tokens[: at + 1]), score))
+    return found
+
+
+def assert_found(choices: tuple[Choice, ...], right: list[tuple[tuple[int, ...], float]]) -> None:
+    assert [choice.index for choice in choices] == list(range(len(right)))
+    assert [choice.token_ids for choice in choices] == [tokens for tokens, _ in right]
+    assert [choice.score for choice in choices] == pytest.approx([score for _, score in right], rel=1e-4)
+
+
+@pytest.fixture(scope="module", params=["shm", "tcp", "colocated"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    way = ("--local-prefill-tokens", "unlimited") if request.param == "colocated" else ("--transport", request.param)
+    with serve("demo", "--prefill", "1", "--decode", "1", "--block-size", str(BLOCK_SIZE), *way) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[Client]:
+    with Client(cluster.target) as client:
+        client.wait_ready(timeout_s=30)
+        yield client
+        assert becomes_idle(client, 10), client.status()
+
+
+@pytest.mark.parametrize("beam_width", [2, 3, 4, 8])
+@pytest.mark.parametrize("num_prompt_tokens", [1, BLOCK_SIZE, 75])
+def test_what_is_served_is_what_transformers_finds(
+    client: Client, model: Any, beam_width: int, num_prompt_tokens: int
+) -> None:
+    request = options(num_prompt_tokens, 40, beam_width)
+
+    completion = client.complete(**request)
+
+    assert_found(completion.choices, expected(model, request))
+    assert completion.usage.completion_tokens == sum(len(choice.token_ids) for choice in completion.choices)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"early_stopping": "always", "stop_token_ids": (17, 30, 41)},
+        {"early_stopping": "never", "stop_token_ids": tuple(range(20, 60)), "length_penalty": 2.0},
+        {"length_penalty": 0.0, "stop_token_ids": tuple(range(20, 60))},
+        {"length_penalty": -1.0, "stop_token_ids": tuple(range(20, 60)), "min_tokens": 5},
+        {"repetition_penalty": 1.25},
+        {"max_tokens": 1},
+        {"n": 2},
+    ],
+)
+def test_every_parameter_means_what_it_means_there(client: Client, model: Any, more: dict[str, Any]) -> None:
+    request = options(33, 24, 4) | more
+
+    assert_found(client.complete(**request).choices, expected(model, request))
+
+
+def test_a_stream_brings_each_choice_with_its_score_at_its_end(client: Client) -> None:
+    request = options(40, 20, 3)
+    choices = client.complete(**request).choices
+    token_ids: dict[int, tuple[int, ...]] = {}
+    scores: dict[int, float | None] = {}
+    for update in client.generate(**request):
+        token_ids[update.index] = token_ids.get(update.index, ()) + update.token_ids
+        if update.finish_reason is not None:
+            scores[update.index] = update.score
+
+    assert [token_ids[choice.index] for choice in choices] == [choice.token_ids for choice in choices]
+    assert [scores[choice.index] for choice in choices] == [choice.score for choice in choices]
+
+
+def test_log_probabilities_are_those_that_make_up_the_score(client: Client) -> None:
+    choices = client.complete(**options(40, 20, 3, logprobs=2)).choices
+
+    for choice in choices:
+        total = sum(each.logprob for each in choice.logprobs)
+        assert choice.score == pytest.approx(total / len(choice.token_ids), rel=1e-4)
+        assert [each.token_id for each in choice.logprobs] == list(choice.token_ids)
+        assert all(len(each.top) == 2 for each in choice.logprobs)
+
+
+def test_a_stop_string_cuts_the_text_of_each_choice(client: Client) -> None:
+    request = options(40, 30, 4)
+    whole = client.complete(**request).choices
+    stop = whole[0].text[len(whole[0].text) // 2]
+
+    cut = client.complete(**request, stop=[stop]).choices
+
+    assert [choice.text for choice in cut] == [choice.text.split(stop)[0] for choice in whole]
+    assert cut[0].finish_reason is FinishReason.STOP
+    assert [choice.score for choice in cut] == [choice.score for choice in whole]
+
+
+def test_a_client_that_leaves_frees_every_beam(client: Client) -> None:
+    with ThreadPoolExecutor(1) as callers:
+        waiting = callers.submit(client.complete, timeout_s=0.3, **options(200, 700, 16))
+        assert waiting.exception() is not None
+
+    assert becomes_idle(client, 5), client.status()
+
+
+def test_a_pool_too_small_for_all_searches_changes_nothing(model: Any) -> None:
+    requests = [options(60 + i, 60, 5) for i in range(5)]
+    with serve("demo", "--kv-blocks", "48", "--block-size", "16") as small, Client(small.target) as client:
+        client.wait_ready(timeout_s=30)
+        for _ in range(8):  # as many short completions as a worker remembers: it expects the next ones to be short, too
+            client.complete(n=16, token_ids=(5, 6), max_tokens=2, temperature=1.0, ignore_eos=True)
+        with ThreadPoolExecutor(len(requests)) as callers:
+            futures = [callers.submit(client.complete, **each) for each in requests]
+            completions = [future.result(timeout=120) for future in futures]
+
+        for request, completion in zip(requests, completions, strict=True):
+            assert_found(completion.choices, expected(model, request))
+        assert sum(worker.load.preemptions for worker in client.status().workers) > 0
+        assert becomes_idle(client, 10), client.status()
+        with pytest.raises(InvalidRequest, match=r"sampling\.beam_width: "):
+            client.complete(**options(600, 10, 16))
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_worker_killed_in_the_middle_changes_nothing(role: Role) -> None:
+    requests = [options(60 + 40 * i, 100, 4) for i in range(4)]
+    with serve("demo", "--prefill", "2", "--decode", "2") as cluster, Client(cluster.target) as client:
+        client.wait_ready(timeout_s=30)
+        assert eventually(lambda: len(client.status().workers) == 4, 30)
+        right = [[said(choice) for choice in client.complete(**each).choices] for each in requests]
+        with ThreadPoolExecutor(len(requests)) as callers:
+            futures = [callers.submit(client.complete, timeout_s=60, **each) for each in requests]
+            assert eventually(lambda: any(w.load.running_seqs >= 4 for w in client.status().workers), 20)
+            workers = [each for each in client.status().workers if each.info.role is role]
+            busiest = max(workers, key=lambda worker: worker.load.pool.live)
+            os.kill(busiest.info.pid, signal.SIGKILL)
+            completions = [future.result(timeout=90) for future in futures]
+
+        assert [[said(choice) for choice in each.choices] for each in completions] == right
