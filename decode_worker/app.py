@@ -15,12 +15,14 @@ from opentelemetry.trace import Tracer
 from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
 from engine.graphs import MAX_CAPTURED_SEQS
+from engine.guides import Guides
 from engine.loading import EngineOptions
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.ticket import MAX_BLOCKS
 from kvtransfer.timing import Timing
 from kvtransfer.transports import SHM
 from tandem.config import DecodeConfig
+from tandem.grammar import GrammarCompiler
 from tandem.rpc.address import advertised_address
 from tandem.rpc.process import StopSignal
 from tandem.types import Role
@@ -61,7 +63,8 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
             tls=base.security.incoming.tls,
             timing=Timing(lease_s=config.lease_s),
         )
-        parts = WorkerParts(engine.thread, engine.cache, receiver, base.validator, base.clock, base.observer)
+        guides = Guides(GrammarCompiler.of(base.checkpoint))
+        parts = WorkerParts(engine.thread, engine.cache, receiver, base.validator, base.clock, base.observer, guides)
         limits = StepLimits(config.block_size, config.max_seqs, config.chunk_tokens)
         policy = WorkerPolicy(
             limits,
@@ -74,6 +77,7 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
         try:
             await base.serve(worker, info, stop, engine.cache)
         finally:
+            guides.close()
             await receiver.stop()
 
 

@@ -73,7 +73,7 @@ def plan_step(
 def _can_step(sequence: Sequence) -> bool:
     """Whether a step launched now could compute anything of use for it."""
     is_blocked = sequence.num_pending_tokens and (sequence.is_exhausted or not sequence.runs_ahead)
-    return not is_blocked and sequence.num_remaining_tokens > 0
+    return not is_blocked and not sequence.awaits_mask and sequence.num_remaining_tokens > 0
 
 
 class _Planner:
@@ -125,8 +125,10 @@ class _Planner:
     def _vacate_seat(self) -> None:
         """Nothing can step: the last-ranked running group leaves its seat to a waiting one that ranks ahead.
 
-        That one holds blocks which nobody behind it may take, so both would wait for ever.
+        That one holds blocks which nobody behind it may take, so both would wait for ever. A mask comes by itself.
         """
+        if any(seq.awaits_mask for each in self._running for seq in each.group.running):
+            return
         if self._running and any(
             each.group.holds_blocks and each.rank < self._running[-1].rank for each in self._waiting
         ):

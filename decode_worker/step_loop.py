@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from decode_worker.running_batch import BatchedStep, RunningBatch
 from engine.beam_group import BeamGroup, candidates_of
 from engine.engine_thread import EngineBroken
+from engine.guides import Guides
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from engine.step import BrokenLogits, Sampled, SampledToken, ScheduledSeq, Scores, StepFailed, StepResult
@@ -117,6 +118,7 @@ class StepLoop:
         *,
         overlap: bool,
         max_planning_share: float,
+        guides: Guides | None = None,
     ) -> None:
         """`on_ended`, called once per request that finished (None) or failed, must make it leave the batch.
 
@@ -130,6 +132,7 @@ class StepLoop:
         self._on_step_ended = on_step_ended
         self._observer = observer
         self._overlap = overlap
+        self._guides = guides
         self._timing = StepTiming(max_planning_share)
         self._in_flight: deque[_InFlight] = deque()
         self._work = asyncio.Event()
@@ -146,6 +149,10 @@ class StepLoop:
         try:
             while True:
                 self._work.clear()
+                if self._guides is not None:
+                    self._guides.start(self.wake)
+                    if not self._in_flight:
+                        await self._guides.settled()
                 if not self._in_flight and not self._launch(self._batch.next_step):
                     await self._work.wait()
                     continue
@@ -281,10 +288,18 @@ class StepLoop:
         if not isinstance(group, BeamGroup):
             for choice, (token,) in zip(seq.drawers, drawn, strict=True):
                 request.take_token(choice, token)
+            self._follow(seq.drawers)
             return
         self._batch.releases.release(group.draw(seq, candidates_of(drawn[0]), self._cache.pool))
         if group.is_finished:
             request.tell_found(group)
+        else:
+            self._follow(group.sequences)
+
+    def _follow(self, sequences: Iterable[Sequence]) -> None:
+        """Those with new tokens wait for their next masks, if they have a grammar."""
+        if self._guides is not None:
+            self._guides.follow(each.guide for each in sequences)
 
     def _report(self, batched: BatchedStep, seconds: float) -> None:
         if batched.is_decode:

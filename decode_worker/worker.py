@@ -27,6 +27,7 @@ from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import StepLimits
 from decode_worker.step_loop import StepLoop
 from engine.beam_group import BeamGroup
+from engine.guides import Guides
 from engine.prefix_cache import PrefixCache
 from kvtransfer.base import Receiver
 from tandem.clock import Clock, Deadline
@@ -45,6 +46,7 @@ from tandem.telemetry.observers import WorkerObserver
 from tandem.telemetry.trace_context import trace_id_of
 from tandem.types import BlockId, GroupSpec, Handle, WaitReason, WorkerLoad
 from tandem.validation import Validator
+from worker.constraints import begin_guides
 from worker.ports import RouterPort, StepEngine
 from worker.request import Request
 from worker.ticker import ticking
@@ -68,6 +70,8 @@ class WorkerParts:
     validator: Validator
     clock: Clock
     observer: WorkerObserver = field(default_factory=WorkerObserver)
+    guides: Guides | None = None
+    """None = constraints are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,7 @@ class DecodeWorker:
             parts.observer,
             overlap=policy.overlap_steps,
             max_planning_share=policy.max_planning_share,
+            guides=parts.guides,
         )
         self._requests: dict[tuple[RouterPort, Handle], Request] = {}
         self._num_arrived = 0
@@ -146,6 +151,12 @@ class DecodeWorker:
         request.max_local_tokens = max_local_tokens if local_prefill else None
         self._requests[session, handle] = request
         self._idle.clear()
+        begin_guides(self._parts.guides, request, self._enter, self._end)
+
+    def _enter(self, request: Request) -> None:
+        """Puts it in line, unless it has ended meanwhile."""
+        if self._requests.get((request.router, request.handle)) is not request:
+            return
         try:
             self._check_prefix_held(request)
             self._queue.add(request)
@@ -194,6 +205,7 @@ class DecodeWorker:
         """Requests that get no tokens now. Those in a line are left out if nothing is under way that could move it."""
         yield from ((request, WaitReason.HANDOFF) for request in self._transfers)
         yield from self._batch.running_waits()
+        yield from ((each, WaitReason.ROOM) for each in self._requests.values() if each.group.awaits_guides)
         if len(self._transfers) or self._batch.num_running:
             yield from ((request, WaitReason.ROOM) for request in self._queue)
             yield from self._batch.line_waits()
@@ -211,6 +223,7 @@ class DecodeWorker:
         held = (len(self._requests), len(self._queue), len(self._transfers), len(self._batch))
         if any(held) or not self._batch.is_settled:
             raise InternalError("not idle: {} requests; {} queued, {} incoming, {} in the batch".format(*held))
+        self._parts.cache.rest()
         self._pool.assert_idle()
 
     def load(self) -> WorkerLoad:
@@ -237,6 +250,8 @@ class DecodeWorker:
         self._pace.landed(request, self._num_steps())
         group.land(block_ids, first_tokens, self._pool)
         group.follow(cache)
+        if self._parts.guides is not None:
+            self._parts.guides.follow(each.guide for each in group.sequences)
         self._batch.join(request)
         if group.is_finished:
             if isinstance(group, BeamGroup):

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 
 from engine.block_pool import BlockPool
+from engine.guides import Guide
 from engine.penalties import penalised_ids
 from engine.prefix_cache import PrefixCache
 from engine.prompt_scores import PromptScores
@@ -116,6 +118,16 @@ class Group:
         shared = self.prefix.num_tokens // size
         own = sum(-(-each.num_tokens // size) - shared for each in self.sequences if not each.is_finished)
         return shared + own - len(self.prefix.block_table)
+
+    @property
+    def awaits_guides(self) -> bool:
+        """Whether its choices are to follow a grammar that they have not been given yet."""
+        return self.spec.sampling.constraint is not None and self.sequences[0].guide is None
+
+    def guide_choices(self, guides: SequenceOf[Guide]) -> None:
+        """Gives each choice, in order, its place in the grammar."""
+        for sequence, guide in zip(self.sequences, guides, strict=True):
+            sequence.follow(guide)
 
     def attach(self, cache: PrefixCache) -> bool:
         """Its prefix, of which nothing is computed, takes a hold on the blocks of its tokens that the cache knows.

@@ -17,9 +17,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, MutableSequence
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import TypeAlias, cast
 
 from engine.beam import num_candidates
+from engine.guides import Guide
 from engine.history import Ints, TokenHistory
 from engine.penalties import fixed_changes, has_fixed_changes, penalised_ids, reads_output
 from engine.prompt_scores import PromptScores
@@ -66,6 +68,8 @@ class Sequence:
         self.runs_ahead = not params.beam_width
         """Whether a step may be launched for it while its last token is pending; False where the host must know the
         token first, as for a token mask: it sits out that step."""
+        self.guide: Guide | None = None
+        """Its place in the grammar that it follows; see `follow`."""
         self._prompt_token_ids = prompt_token_ids
         self._output_token_ids = list(output_token_ids)
         self.num_pending_tokens = 0
@@ -119,10 +123,19 @@ class Sequence:
         num_output_tokens = self.num_tokens - len(self._prompt_token_ids)
         return self.finish_reason is not None or num_output_tokens >= self.params.max_tokens
 
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether it cannot draw yet: which tokens may follow the last one is being found out."""
+        return self.guide is not None and self.guide.mask is None
+
     def blocks_wanted(self, num_tokens: int, block_size: int) -> int:
         """Blocks to add before `num_tokens` more tokens can be computed; copies on write not counted."""
         num_blocks = -(-(self.num_computed_tokens + num_tokens) // block_size) - len(self.block_table)
         return num_blocks if num_blocks > 0 else 0
+
+    def follow(self, guide: Guide) -> None:
+        """From now on it draws only what `guide`, which stands behind its tokens, allows."""
+        self.guide, self.runs_ahead = guide, False
 
     def add_blocks(self, blocks: SequenceOf[BlockId]) -> None:
         """Takes over the caller's hold on these blocks."""
@@ -172,9 +185,12 @@ class Sequence:
         return ScheduledSeq(token_ids, start, self.block_table, samples, feed, scored=scored)
 
     def twin(self) -> Sequence:
-        """Another one with the same known tokens; nothing of it is computed."""
+        """Another one with the same known tokens, at the same place of its grammar; nothing of it is computed."""
         prompt_ids = None if self._history is None else self._history.prompt_ids
-        return Sequence(self.index, self.params, self._prompt_token_ids, self._output_token_ids, prompt_ids)
+        twin = Sequence(self.index, self.params, self._prompt_token_ids, self._output_token_ids, prompt_ids)
+        if self.guide is not None:
+            twin.follow(self.guide.fork())
+        return twin
 
     def advance(self, num_tokens: int) -> None:
         """KV of `num_tokens` more tokens lies in the blocks: received, or shared at a fork."""
@@ -211,6 +227,8 @@ class Sequence:
             self.finish_reason = FinishReason.STOP
         elif len(self._output_token_ids) >= self.params.max_tokens:
             self.finish_reason = FinishReason.LENGTH
+        elif self.guide is not None:
+            self.guide.append(token_id)
         return self.finish_reason
 
     def _draw(self) -> SampleSpec:
@@ -218,8 +236,13 @@ class Sequence:
         output_index = self.num_tokens - len(self._prompt_token_ids)
         self.num_pending_tokens += 1
         self.num_tokens += 1
+        params, mask = self.params, None
+        if self.guide is not None:
+            mask = self.guide.mask
+            if output_index < params.min_tokens and self.guide.leaves_only(params.end_token_ids):
+                params = replace(params, min_tokens=0)  # the grammar has said all: nothing else is left
         return SampleSpec(
-            self.params, output_index, self._history, num_candidates=self.num_candidates, fixed=self._fixed
+            params, output_index, self._history, num_candidates=self.num_candidates, mask=mask, fixed=self._fixed
         )
 
     def _tokens(self, start: int, end: int) -> tuple[TokenId, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from opentelemetry.trace import Tracer
 
+from engine.guides import Guides
 from engine.loading import EngineOptions
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
@@ -16,6 +17,7 @@ from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker, WorkerParts
 from tandem.config import PrefillConfig
+from tandem.grammar import GrammarCompiler
 from tandem.rpc.process import StopSignal
 from tandem.types import Role
 from worker.app import Foundation, run_worker
@@ -39,11 +41,13 @@ async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) 
             tls=base.security.outgoing.tls,
             timing=Timing(lease_s=config.lease_s),
         )
-        parts = WorkerParts(engine.thread, engine.cache, sender, base.validator, base.clock, base.observer)
+        guides = Guides(GrammarCompiler.of(base.checkpoint))
+        parts = WorkerParts(engine.thread, engine.cache, sender, base.validator, base.clock, base.observer, guides)
         limits = BatchLimits(config.chunk_tokens, config.max_seqs)
         policy = OutgoingPolicy(overlap=config.overlap)
         try:
             worker = PrefillWorker(parts, limits, policy, engine.max_sequence_tokens)
             await base.serve(worker, base.info(engine), stop, engine.cache)
         finally:
+            guides.close()
             await sender.stop()

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from engine.beam_group import candidates_of
+from engine.guides import Guides
 from engine.prefix_cache import PrefixCache
 from engine.step import SampledToken
 from kvtransfer.base import Sender, TransferReport
@@ -34,6 +35,7 @@ from tandem.telemetry.observers import WorkerObserver
 from tandem.telemetry.trace_context import trace_id_of
 from tandem.types import GroupSpec, Handle, WaitReason, WorkerLoad
 from tandem.validation import Validator
+from worker.constraints import begin_guides
 from worker.ports import RouterPort, StepEngine
 from worker.request import Request
 from worker.ticker import ticking
@@ -55,6 +57,8 @@ class WorkerParts:
     validator: Validator
     clock: Clock
     observer: WorkerObserver
+    guides: Guides | None = None
+    """None = constraints are refused."""
 
 
 class PrefillWorker:
@@ -107,7 +111,16 @@ class PrefillWorker:
         self._live[session, handle] = request
         self._transfers[request] = transfer
         transfer.start()
-        self._steps.add(request)
+        begin_guides(parts.guides, request, self._enter, self._fail_if_live)
+
+    def _enter(self, request: Request) -> None:
+        """Puts it in line, unless it has ended meanwhile."""
+        if self._live.get((request.router, request.handle)) is request:
+            self._steps.add(request)
+
+    def _fail_if_live(self, request: Request, error: TandemError) -> None:
+        if self._live.get((request.router, request.handle)) is request:
+            self.request_failed(request, error)
 
     def grant(self, session: RouterPort, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
         """Lets its transfer open. A no-op for a request that has ended."""

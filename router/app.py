@@ -17,6 +17,7 @@ from router.faces.tandem.cluster import CLUSTER_SERVICE, REGISTRY_SERVICE, Clust
 from router.faces.tandem.inference import INFERENCE_SERVICE, WRITERS, InferenceServicer
 from router.faces.vllm.servicer import VllmServicer, vllm_service
 from router.generation import RetryPolicy, Rooms
+from router.grammar_check import GrammarCheck
 from router.metrics import RouterMetrics
 from router.request_spans import request_spans
 from router.status import RouterStatus
@@ -87,7 +88,10 @@ class Router:
         policy = policy or RetryPolicy(max_retries=config.max_retries, patience_s=config.patience_s)
         rooms = Rooms(self.workers, Admission(self.queue, self.clock), self.clock, policy, observers)
         unread = Unread(self.clock, config.max_unread_request_bytes, config.max_unread_bytes, config.max_unread_s)
-        self.entrance = Entrance(checkpoint, self.tokenization, config.limits, rooms, unread, config.max_priority)
+        self.grammars = GrammarCheck(checkpoint.path)
+        self.entrance = Entrance(
+            checkpoint, self.tokenization, config.limits, rooms, unread, config.max_priority, self.grammars
+        )
         self.status = RouterStatus(
             config, checkpoint.name, self.workers, self.queue, self.entrance, self.recent, self.clock
         )
@@ -111,6 +115,7 @@ class Router:
         )
         async with AsyncExitStack() as stack:
             stack.callback(self.tokenization.close)
+            stack.callback(self.grammars.close)
             stack.enter_context(LoopLag(self.metrics))
             await stack.enter_async_context(self.workers)
             admin = admin_port(self.config.admin_listen, content, self._security.incoming)

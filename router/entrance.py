@@ -17,6 +17,7 @@ from functools import partial
 
 from router.delivery import ChoiceStream, Delivery
 from router.generation import Generation, ResolvedRequest, Rooms
+from router.grammar_check import GrammarCheck
 from router.metrics import Timeline
 from router.placement import check_pools, common_sequence, longest_sequence
 from router.prompt_logprobs import PromptLogprobs
@@ -66,14 +67,16 @@ class Entrance:
         rooms: Rooms,
         unread: Unread,
         max_priority: int = 0,
+        grammars: GrammarCheck | None = None,
     ) -> None:
-        """`max_priority`: of requests whose caller's token says nothing of it."""
+        """`max_priority`: of requests whose caller's token says nothing of it. `grammars`: None = workers judge."""
         self._checkpoint = checkpoint
         self._tokenization = tokenization
         self._limits = limits
         self._max_priority = max_priority
         self._rooms = rooms
         self._unread = unread
+        self._grammars = grammars
         self._validator = Validator(limits, checkpoint.vocab_size, checkpoint.context_tokens)
         self._draining = asyncio.Event()
         self._num_reading = 0
@@ -196,6 +199,8 @@ class Entrance:
             max_sequence_tokens=longest,
             usual_sequence_tokens=usual,
         )
+        if sampling.constraint is not None and self._grammars is not None:
+            await self._grammars.check(sampling.constraint)
         group = GroupSpec(
             request_id=RequestId(request.request_id or secrets.token_hex(16)),
             prompt_token_ids=token_ids,

@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tandem.checkpoint import CheckpointInfo
-from tandem.errors import InvalidRequest, UnsupportedOption
+from tandem.errors import InvalidRequest
 from tandem.limits import Limits
-from tandem.types import EarlyStopping, SamplingParams, TextParams, TokenId
+from tandem.types import Constraint, EarlyStopping, Language, SamplingParams, TextParams, TokenId
 from tandem.validation import Validator
 
-_NOT_BUILT = ("beam_width", "length_penalty")
 _DRAW_SEED = partial(secrets.randbits, 64)
-_CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +94,6 @@ def resolve_sampling(
     None = not known; then the first bounds the default, too.
     Raises InvalidRequest (a value) and UnsupportedOption (a feature), both naming the field.
     """
-    _refuse_not_built(options, limits)
     validator = Validator(limits, info.vocab_size, info.context_tokens)
     validator.validate_counts(
         num_stop=len(options.stop),
@@ -119,18 +116,21 @@ def resolve_sampling(
     return sampling, text
 
 
-def _refuse_not_built(options: SamplingRequest, limits: Limits) -> None:
-    for name in _NOT_BUILT:
-        if getattr(options, name) is not None:
-            raise UnsupportedOption(f"sampling.{name}")
-    for name in _CONSTRAINTS:
-        value: str | tuple[str, ...] | None = getattr(options, name)
-        if value is None:
-            continue
-        size = sum(len(each.encode()) for each in ((value,) if isinstance(value, str) else value))
-        if size > limits.max_schema_bytes:
-            raise InvalidRequest(f"sampling.{name}", f"{size} bytes exceed the limit of {limits.max_schema_bytes}")
-        raise UnsupportedOption(f"sampling.{name}")
+def _constraint(options: SamplingRequest, info: CheckpointInfo) -> Constraint | None:
+    """Raises InvalidRequest for more than one, for an empty one, and if the model could not end its text."""
+    given = [(each, value) for each in Language if (value := getattr(options, each)) is not None]
+    if not given:
+        return None
+    (language, value), *others = given
+    field = f"sampling.{language}"
+    if others:
+        raise InvalidRequest(field, f"cannot be combined with {others[0][0]}")
+    if not info.eos_token_ids:
+        raise InvalidRequest(field, "the model has no end-of-text token to end such a text with")
+    texts = (value,) if isinstance(value, str) else value
+    if not texts:
+        raise InvalidRequest(field, "must not be empty")
+    return Constraint(language, texts)
 
 
 def _fill_in(
@@ -144,7 +144,9 @@ def _fill_in(
         value: float | None = getattr(options, name)
         return info.generation_defaults.get(name, default) if value is None else value
 
-    eos_token_ids = frozenset() if options.ignore_eos else info.eos_token_ids
+    constraint = _constraint(options, info)
+    # A text that has come to the end of its grammar can go on with nothing else, whatever else was asked for.
+    eos_token_ids = frozenset() if options.ignore_eos and constraint is None else info.eos_token_ids
     return SamplingParams(
         max_tokens=room if options.max_tokens is None else options.max_tokens,
         min_tokens=options.min_tokens or 0,
@@ -163,4 +165,5 @@ def _fill_in(
         beam_width=num_beams(options),
         length_penalty=1.0 if options.length_penalty is None else options.length_penalty,
         early_stopping=options.early_stopping or EarlyStopping.HEURISTIC,
+        constraint=constraint,
     )

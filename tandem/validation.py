@@ -108,6 +108,9 @@ class Validator:
         self._in_vocabulary("sampling.logit_bias", sampling.logit_bias)
         for bias in sampling.logit_bias.values():
             _within("sampling.logit_bias", bias, -_MAX_BIAS, _MAX_BIAS)
+        if (constraint := sampling.constraint) is not None:
+            num_bytes = sum(len(text.encode()) for text in constraint.texts)
+            _at_most(f"sampling.{constraint.language}", num_bytes, self.limits.max_schema_bytes, "bytes")
 
     def validate_length(self, num_prompt_tokens: int, max_tokens: int, max_sequence_tokens: int | None = None) -> None:
         """Prompt and completion together against the context and a worker's pool. Raises InvalidRequest."""

@@ -10,7 +10,7 @@ import pytest
 
 from bench.cluster import Cluster
 from tandem.client import Client
-from tandem.errors import InvalidRequest, ModelNotFound, TandemError, UnsupportedOption
+from tandem.errors import InvalidRequest, ModelNotFound, TandemError
 from tandem.v1 import inference_pb2
 
 NAN, INF = float("nan"), float("inf")
@@ -82,22 +82,6 @@ def test_a_wrong_value_is_refused_by_name(
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
         client.complete(**prompt, **options)
-
-    assert field in refused.value.field
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"json_schema": "{}"}, "json_schema"),
-        ({"regex": "a+"}, "regex"),
-        ({"grammar": "start: A"}, "grammar"),
-        ({"choice": ["a", "b"]}, "choice"),
-    ],
-)
-def test_an_option_not_yet_built_is_refused_by_name(client: Client, options: dict[str, Any], field: str) -> None:
-    with pytest.raises(UnsupportedOption) as refused:
-        client.complete("Once", **options)
 
     assert field in refused.value.field
 

@@ -48,6 +48,9 @@ SERVED: dict[str, Case] = {
     "chat": lambda client: client.complete(messages=message(PROMPT), max_tokens=8),
     "stop string": lambda client: client.complete(PROMPT, max_tokens=8, stop=[MARKER]),
     "cache salt": lambda client: client.complete(PROMPT, max_tokens=2, cache_salt=MARKER),
+    "schema": lambda client: client.complete(PROMPT, json_schema=f'{{"const": "{MARKER}"}}', max_tokens=40),
+    "grammar": lambda client: client.complete(PROMPT, grammar=f'start: "{MARKER}"', max_tokens=40),
+    "choices": lambda client: client.complete(PROMPT, choice=[MARKER], max_tokens=40),
     "tokenize": lambda client: client.tokenize(PROMPT),
 }
 REFUSED: dict[str, Case] = {
@@ -57,9 +60,10 @@ REFUSED: dict[str, Case] = {
     "too many bytes": lambda client: client.complete(PROMPT * 100_000),
     "too long for the pool": lambda client: client.complete(PROMPT * 12, max_tokens=900),
     "another model": lambda client: client.complete(PROMPT, model=MARKER),
-    "schema": lambda client: client.complete(PROMPT, json_schema=f'{{"title": "{MARKER}"}}'),
-    "grammar": lambda client: client.complete(PROMPT, grammar=f'start: "{MARKER}"'),
-    "choices": lambda client: client.complete(PROMPT, choice=[MARKER]),
+    "schema": lambda client: client.complete(PROMPT, json_schema=f'{{"type": "{MARKER}"}}'),
+    "grammar": lambda client: client.complete(PROMPT, grammar=f'start: "{MARKER}'),
+    "expression": lambda client: client.complete(PROMPT, regex=f"({MARKER}"),
+    "choices": lambda client: client.complete(PROMPT, choice=[MARKER, "a" * 100_000]),
     "a role that templates refuse": lambda client: client.complete(messages=message(PROMPT, role=MARKER) * 300),
     "no time": lambda client: client.complete(PROMPT, max_tokens=300, ignore_eos=True, timeout_s=0.05),
 }

@@ -77,7 +77,10 @@ async def connected(address: str) -> AsyncIterator[Callable[..., Awaitable[worke
             if message is not None:
                 await call.write(message)
             async with asyncio.timeout(DEADLINE_S):
-                return await call.read()
+                while True:
+                    response = await call.read()
+                    if response.WhichOneof("message") != "cache_changes":
+                        return response
 
         yield ask
         call.cancel()

@@ -89,6 +89,8 @@ def _constraint(given: pb.SamplingParams) -> dict[str, Any]:
         return {}
     if name == "choice":
         return {name: tuple(given.choice.choices)}
+    if name == "json_object":
+        return {"json_schema": '{"type": "object"}'} if given.json_object else {}
     if name not in _CONSTRAINTS:
         raise UnsupportedOption(f"sampling_params.{name}")
     return {name: getattr(given, name)}

@@ -17,6 +17,7 @@ from bench.tiny_models import CONTEXT_TOKENS, TINY_MODELS, VOCAB_SIZE, save_tiny
 from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
 from engine.block_pool import BlockPool
+from engine.guides import Guides
 from engine.loading import Engine, EngineOptions, load_engine
 from engine.placement import ThreadPlacement
 from engine.step import SampledToken
@@ -264,6 +265,7 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         overlap_steps: bool = True,
         prefix_cache: bool = True,
         host_cache_bytes: int = 0,
+        guides: Guides | None = None,
     ) -> AsyncIterator[Bench]:
         engine = load_tiny_engine(
             block_size,
@@ -280,7 +282,7 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         receiver = KvReceiver(memory, prints, MonotonicClock(), (SHM, TCP), "127.0.0.1")
         validator = Validator(Limits(), VOCAB_SIZE, CONTEXT_TOKENS)
         worker = DecodeWorker(
-            WorkerParts(engine.thread, engine.cache, receiver, validator, MonotonicClock()),
+            WorkerParts(engine.thread, engine.cache, receiver, validator, MonotonicClock(), guides=guides),
             WorkerPolicy(
                 StepLimits(block_size, max_seqs, chunk_tokens),
                 engine.max_sequence_tokens,

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tandem.errors import HandshakeMismatch, InvalidRequest, ModelNotFound, Overloaded, UnsupportedOption
+from tandem.errors import HandshakeMismatch, InvalidRequest, ModelNotFound, Overloaded
 from tandem.rpc.received_error import error_from_rpc
 from tandem.types import Role
 from tandem.v1 import inference_pb2 as pb
@@ -52,14 +52,6 @@ async def test_a_bad_request_names_its_field_and_harms_nobody(
     assert error.field == field
     assert not decode.specs
     assert await cluster.read_tokens(cluster.generate(*PROMPT)) == cluster.completion(PROMPT, 8)
-
-
-@pytest.mark.parametrize("option", [{"regex": "a+"}])
-async def test_what_is_not_built_is_refused_by_name(cluster: Any, option: dict[str, Any]) -> None:
-    error, code, _ = await cluster.error_of(cluster.generate(*PROMPT, **option))
-    assert code is grpc.StatusCode.UNIMPLEMENTED
-    assert isinstance(error, UnsupportedOption)
-    assert error.field == f"sampling.{next(iter(option))}"
 
 
 async def test_another_model_is_not_found(cluster: Any) -> None:

@@ -315,3 +315,17 @@ async def test_requests_with_one_long_prompt_run_together_in_a_pool_that_holds_i
         bench.engine.let_go()
         for handle, first in firsts.items():
             assert [first, *(await finish(bench, handle))[0]] == completion(spec)
+
+
+async def test_blocks_that_were_to_be_loaded_for_a_request_that_is_gone_are_nobodys(
+    open_bench: Any, make_spec: MakeSpec
+) -> None:
+    async with open_bench(num_blocks=8, host_rows=8) as bench:
+        spec = make_spec(13, 6)
+        turn = next_turn(spec, await serve(bench, 1, spec), 5)
+        await serve(bench, 2, make_spec(20, 10))
+        handle = bench.reserve(3, turn)
+        await bench.ticket(handle)
+        assert bench.router.held_tokens[handle] == 16
+        assert bench.cache.num_loaded(range(8)) < 8, "some are to be loaded"
+        bench.worker.release(bench.router, handle)

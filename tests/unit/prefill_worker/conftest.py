@@ -10,6 +10,7 @@ import pytest
 
 from engine.block_pool import BlockPool
 from engine.engine_thread import EngineBroken
+from engine.guides import Guides
 from engine.host_tier import HostTier
 from engine.prefix_cache import PrefixCache
 from engine.step import (
@@ -178,7 +179,9 @@ class FakeRouter:
 class Bench:
     """A prefill worker among its fakes. 16 blocks of 4 tokens, 8 tokens a step."""
 
-    def __init__(self, overlap: bool = True, cached: bool = True, host_rows: int = 0) -> None:
+    def __init__(
+        self, overlap: bool = True, cached: bool = True, host_rows: int = 0, guides: Guides | None = None
+    ) -> None:
         self.engine = FakeEngine()
         self.sender = FakeSender(self.engine.slots)
         self.router = FakeRouter()
@@ -188,7 +191,7 @@ class Bench:
         self.cache = PrefixCache(self.pool, enabled=cached, tier=tier)
         self.observer = RecordingWorker()
         validator = Validator(Limits(), vocab_size=1000, context_tokens=256)
-        parts = WorkerParts(self.engine, self.cache, self.sender, validator, self.clock, self.observer)
+        parts = WorkerParts(self.engine, self.cache, self.sender, validator, self.clock, self.observer, guides)
         policy = OutgoingPolicy(overlap=overlap)
         self.worker = PrefillWorker(parts, BatchLimits(8, 4), policy, max_sequence_tokens=64)
         self.running = asyncio.create_task(self.worker.run())

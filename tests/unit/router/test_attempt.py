@@ -318,7 +318,7 @@ async def test_a_beam_search_awaits_no_first_token(pair: Callable[..., Pair]) ->
     search = replace(resumed(0, 0), sampling=SamplingParams(max_tokens=9, beam_width=3))
     running = pair(search)
     await running.get_to("prefill")
-    running.prefill.says("prefill_done", 0.0, 0.0)
+    running.prefill.says("prefill_done", 0.0, 0.0, 0)
     running.prefill.says("handoff_done", 1, 0.0)
     running.prefill.says("failed", Unavailable("it was lost", Reason.WORKER_LOST))
     for index in (0, 1):

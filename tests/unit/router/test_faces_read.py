@@ -122,6 +122,24 @@ def test_vllms_signed_fields_are_refused_below_zero_by_their_own_names(name: str
     assert caught.value.field == f"sampling_params.{name}"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"json_schema": "{}"}, {"json_schema": "{}"}),
+        ({"regex": "a"}, {"regex": "a"}),
+        ({"grammar": "x"}, {"grammar": "x"}),
+        ({"choice": vllm.ChoiceConstraint(choices=["a", "b"])}, {"choice": ("a", "b")}),
+        ({"json_object": True}, {"json_schema": '{"type": "object"}'}),
+        ({"json_object": False}, {}),
+    ],
+)
+def test_vllms_constraints_become_tandems(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    read = read_vllm(vllm.GenerateRequest(text="Hi", sampling_params=vllm.SamplingParams(**given))).sampling
+
+    names = ("json_schema", "regex", "grammar", "choice")
+    assert {name: value for name in names if (value := getattr(read, name)) is not None} == expected
+
+
 def test_what_vllm_offers_and_tandem_does_not_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedOption) as caught:
         read_vllm(vllm.GenerateRequest(text="Hi", sampling_params=vllm.SamplingParams(truncate_prompt_tokens=5)))

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from tandem.checkpoint import CheckpointInfo
-from tandem.errors import InvalidRequest, UnsupportedOption
+from tandem.errors import InvalidRequest
 from tandem.limits import Limits
 from tandem.sampling import SamplingRequest as Options
 from tandem.sampling import num_choices, num_seqs, resolve_sampling
-from tandem.types import EarlyStopping, SamplingParams, TextParams
+from tandem.types import Constraint, EarlyStopping, Language, SamplingParams, TextParams
 
 SEED = 42
 LIMITS = Limits()
@@ -117,22 +117,6 @@ def test_what_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        (Options(json_schema="{}"), "sampling.json_schema"),
-        (Options(regex=""), "sampling.regex"),
-        (Options(grammar="start: A"), "sampling.grammar"),
-        (Options(choice=("yes",)), "sampling.choice"),
-    ],
-)
-def test_options_without_their_feature_are_refused_by_name(info: CheckpointInfo, options: Options, field: str) -> None:
-    with pytest.raises(UnsupportedOption) as refused:
-        resolve(options, info)
-
-    assert refused.value.field == field
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
         (Options(regex="é" * 32_769), "sampling.regex"),
         (Options(temperature=float("nan")), "sampling.temperature"),
         (Options(stop=("",)), "sampling.stop"),
@@ -191,3 +175,43 @@ def test_no_more_choices_are_returned_than_there_are_beams() -> None:
 
 def test_several_greedy_choices_are_allowed(info: CheckpointInfo) -> None:
     assert resolve(Options(n=4, temperature=0.0), info)[0].temperature == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "constraint"),
+    [
+        (Options(json_schema="{}"), Constraint(Language.JSON_SCHEMA, ("{}",))),
+        (Options(regex=""), Constraint(Language.REGEX, ("",))),
+        (Options(grammar="start: A"), Constraint(Language.GRAMMAR, ("start: A",))),
+        (Options(choice=("yes", "no")), Constraint(Language.CHOICE, ("yes", "no"))),
+    ],
+)
+def test_a_constraint_is_taken_as_it_is_and_ends_with_the_text(
+    info: CheckpointInfo, options: Options, constraint: Constraint
+) -> None:
+    sampling, _ = resolve(replace(options, ignore_eos=True), info)
+
+    assert sampling.constraint == constraint
+    assert sampling.end_token_ids == info.eos_token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (Options(choice=()), "sampling.choice"),
+        (Options(json_schema="{}", regex="a"), "sampling.json_schema"),
+        (Options(regex="a" * (LIMITS.max_schema_bytes + 1)), "sampling.regex"),
+        (Options(choice=("é" * (LIMITS.max_schema_bytes // 2), "e")), "sampling.choice"),
+    ],
+    ids=["empty", "two", "too large", "too large together"],
+)
+def test_a_constraint_that_cannot_be_taken_is_refused(info: CheckpointInfo, options: Options, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        resolve(options, info)
+
+    assert refused.value.field == field
+
+
+def test_a_model_that_cannot_end_a_text_takes_no_constraint(info: CheckpointInfo) -> None:
+    with pytest.raises(InvalidRequest, match="end-of-text"):
+        resolve(Options(regex="a"), replace(info, eos_token_ids=frozenset()))
