@@ -181,7 +181,7 @@ class IncomingTransfer:
         except Exception as error:  # noqa: BLE001 - a bug, and this request's alone
             _log.exception("a hand-off could not be taken over", request_id=request.spec.request_id)
             tables = request.group.take_blocks()
-            if not {block for table in tables for block in table}.issuperset(self._block_ids):  # how far had it come?
+            if not {block for table in tables for block in table}.issuperset(self._block_ids):  # not taken over yet
                 tables.append(list(self._block_ids))
             for table in tables:
                 self._all.pool.release(table)

@@ -62,11 +62,11 @@ class BeamGroup(Group):
         self._forget_draws()
         if self.is_finished:
             return []
-        heirs = {parent for parent, _ in continuations}
+        not_continued_yet = {parent for parent, _ in continuations}
         going: list[Sequence] = []
         for parent, _ in continuations:
-            is_first = parent in heirs
-            heirs.discard(parent)
+            is_first = parent in not_continued_yet
+            not_continued_yet.discard(parent)
             going.append(beams[parent] if is_first else _twin(beams[parent], pool))
         for each, (_, token_id) in zip(going, continuations, strict=True):
             each.append_token(token_id)

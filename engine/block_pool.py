@@ -37,7 +37,7 @@ _ALLOWED = tuple(tuple(to in BLOCK_MOVES[state] for to in _STATES) for state in 
 """BLOCK_MOVES by number, so that a block's move costs an index and not two hashes."""
 
 _FEW = 8
-"""So many blocks are checked faster one by one."""
+"""Up to so many blocks are checked faster one by one than as an array."""
 
 
 class PoolExhausted(Overloaded):

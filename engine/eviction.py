@@ -44,7 +44,7 @@ class Evictor:
         """Stamp of the newest use: its nodes stay in the host tier."""
 
     def abandon_loads(self, missing: int) -> int:
-        """Takes back blocks that were to be loaded for requests which are gone; how many fewer are missing."""
+        """Takes back blocks that were to be loaded for requests which are gone; returns how many became free."""
         rows = self._rows
         assert rows is not None, "blocks that are to be loaded"
         idle, num_free = set(rows.idle_loads()), self._pool.num_free
@@ -65,7 +65,7 @@ class Evictor:
             num_blocks -= num_freed
 
     def evict_leaves(self, num_blocks: int, *, store: bool) -> int:
-        """The same, as long as there are any with no held ones below; returns how many it freed."""
+        """The same, of blocks with no held ones below them, as far as there are any; returns how many it freed."""
         began, num_freed = self._tree.tick(), 0
         while num_freed < num_blocks:
             leaf = self._tree.least_used(Tier.DEVICE)
@@ -131,13 +131,13 @@ class Evictor:
         raise InternalError("a CACHED block is not in the tree")
 
     def _drop_tail(self, node: Node, num_kept: int) -> int:
-        """Forgets all blocks of a node but the first ones, and what is below it; how many became free."""
+        """Forgets all blocks of a node but the first ones, and what is below it; returns how many became free."""
         if num_kept:
             self._tree.split(node, num_kept)
         return self.drop(node)
 
     def drop(self, node: Node) -> int:
-        """Forgets a node and all below it; how many blocks of the pool became free."""
+        """Forgets a node and all below it; returns how many blocks of the pool became free."""
         num_free = self._pool.num_free
         for each in self._tree.remove(node):
             self.free_places(each)

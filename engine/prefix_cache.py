@@ -28,7 +28,7 @@ from tandem.prefix_hash import hashes_below, salt_hash
 from tandem.types import BlockId, TokenId
 
 _FREE_SHARE, _MOVES_AHEAD = 16, 16
-"""Of the pool, that is kept free for peers to write into, and blocks that a step moves out for that at most."""
+"""One block in so many of the pool is kept free for peers to write into; for that, a step moves so many out at most."""
 
 
 class CacheListener(Protocol):
@@ -51,7 +51,7 @@ class CacheCounters:
     """What a cache has done in its life."""
 
     asked_tokens: int
-    """Of the sequences whose prefix was looked for, to take it."""
+    """Of the sequences that `acquire` was called for."""
     hit_tokens: int
     """Of these, tokens that were found."""
     evicted_blocks: int
@@ -63,7 +63,7 @@ class CacheCounters:
 
 
 class PrefixCache:
-    """Of one pool. With `enabled` False it knows nothing, and is the pool."""
+    """Of one pool. With `enabled` False it knows nothing: blocks are free or held."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class PrefixCache:
         """What the step that is built now must carry. To be called once for each, in the order of their launch."""
         if self._rows is None:
             return ()
-        if self._reserves:  # what peers write into is evicted without being stored, unless that was done before
+        if self._reserves:  # a peer writes at once, so a block for it is moved out ahead of that, or never
             num_ahead = min(_MOVES_AHEAD, self.pool.num_blocks // _FREE_SHARE - self.pool.num_free)
             self._evictor.evict_leaves(num_ahead, store=True)
         return self._rows.take()
@@ -189,8 +189,8 @@ class PrefixCache:
     def step_ended(self, *, failed: bool, seconds: float = 0.0, num_prompt_tokens: int = 0) -> None:
         """The oldest step that took moves has ended; to be called before what waited for that is released.
 
-        What a failed one should have brought is brought by the next. `seconds`, for so many tokens of prompts, tell
-        what computing costs.
+        What a failed one should have loaded, the next one loads. `seconds` for `num_prompt_tokens` tell what computing
+        costs.
         """
         if self._rows is None:
             return

@@ -20,7 +20,7 @@ from tandem.types import TokenId
 
 TOKEN_BYTES = 4
 _MERGED_BYTES = 1 << 14
-"""Longest edge that is copied so that blocks which are evicted one by one make one node."""
+"""Longest edge that `merge` copies; without it, blocks that are evicted one by one would each stay a node."""
 
 
 class Tier(enum.IntEnum):
@@ -71,7 +71,7 @@ class PrefixTree:
         """Of the roots."""
         self._queues = tuple(LeafQueue(tier) for tier in Tier)
         self.now = 0
-        """Orders uses: of a walk that uses what it finds, or of a search for what to evict."""
+        """Counts walks that use what they find, and searches for what to evict: the order of uses."""
 
     def tick(self) -> int:
         """The next value of `now`."""

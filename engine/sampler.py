@@ -12,7 +12,7 @@ Order of work, as in vLLM and transformers:
 
 Steps 3 to 7 are torch on any device, or the kernels' own `Sampler` where they have one. A draw of
 candidates is transformers' beam search instead: step 2 changes the log-probabilities of the raw logits,
-and the best of the result are taken; temperature and filters have no say.
+and the best of the result are taken; temperature and filters have no effect.
 
     plan_draws   any thread: everything that does not depend on the logits
     draw         queues the work; on a GPU nothing waits

@@ -67,7 +67,7 @@ class Sequence:
         """Of each draw: 0 = one token is drawn; else it is a beam, and so many best tokens are."""
         self.runs_ahead = not params.beam_width
         """Whether a step may be launched for it while its last token is pending; False where the host must know the
-        token first, as for a token mask: it sits out that step."""
+        token first, as for a token mask: it takes no part in that step."""
         self.guide: Guide | None = None
         """Its place in the grammar that it follows; see `follow`."""
         self._prompt_token_ids = prompt_token_ids
@@ -240,7 +240,7 @@ class Sequence:
         if self.guide is not None:
             mask = self.guide.mask
             if output_index < params.min_tokens and self.guide.leaves_only(params.end_token_ids):
-                params = replace(params, min_tokens=0)  # the grammar has said all: nothing else is left
+                params = replace(params, min_tokens=0)  # the grammar allows nothing but an end
         return SampleSpec(
             params, output_index, self._history, num_candidates=self.num_candidates, mask=mask, fixed=self._fixed
         )

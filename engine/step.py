@@ -84,7 +84,7 @@ class SampleSpec(NamedTuple):
     """0 = one token is drawn as `params` say; k = the k best with their log-probabilities, best first (beam search).
 
     Fewer where the mask leaves fewer. As in transformers' beam search, biases, penalties and mask change the
-    log-probabilities of the raw logits, which are not normalized again; temperature and filters have no say.
+    log-probabilities of the raw logits, which are not normalized again; temperature and filters have no effect.
     """
     mask: TokenMask | None = None
     """Tokens that may be drawn; None = all."""

@@ -1,9 +1,9 @@
 """Whether a constraint can be used, found out in a process of its own, which may be ended.
 
 A grammar can be made to take minutes, gigabytes or the whole stack to compile, and a compile cannot be interrupted. So
-one is compiled where it harms nobody first, with bounds on processor time and memory; what passes here, every worker
-compiles as well, in no more. One at a time, small ones first; the process starts with the first one and stays. What was
-found out is remembered.
+each is first compiled where it can harm nobody, with bounds on processor time and memory; what passes,
+every worker can compile in no more. One at a time, small ones first. The process starts with the first one and stays;
+answers are remembered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_BYTES = 512 * 1024 * 1024
 """Of memory, beside the tokenizer."""
 _MAX_KNOWN = 256
 _NICE = 5
-"""As prefill beside decode: those who are served go first."""
+"""Of the process, so that requests that run go first."""
 
 
 class GrammarCheck:

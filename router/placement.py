@@ -334,7 +334,7 @@ def _is_local(demand: Demand, decode: WorkerView) -> bool:
 
 
 def _is_held(demand: Demand, decode: WorkerView) -> bool:
-    """Whether so much of the prompt is held there that what is left is no work for two workers."""
+    """Whether it holds so much of the prompt that it may compute the rest by itself."""
     lacking = demand.num_prefix_tokens - decode.reported_tokens
     return demand.local_if_held and decode.reported_tokens > 0 and lacking <= decode.max_local_tokens
 

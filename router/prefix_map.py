@@ -20,9 +20,9 @@ MAX_REPORTED = 1 << 20
 MAX_EXPECTED = 1 << 16
 """Names kept of one worker; what comes beyond them is not taken in, or the oldest expectation is dropped."""
 EXPECT_S = 30.0
-"""As long as a prompt may wait in a line before it is computed; then the worker would have said so."""
+"""By then a prompt should be computed, and the worker have said so."""
 _BLOCKS_AT_ONCE = 1024
-"""That are named without a turn for others: about half a millisecond."""
+"""Named before others on the loop get their turn: about half a millisecond."""
 
 
 class Prefix:

@@ -30,9 +30,9 @@ _LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-"""A fifth of the library's own and less: a compile takes well under a second then, for all but what is made to last."""
+"""A fifth of the library's own or less: a compile then takes well under a second, unless it was made to last."""
 _JSON_WHITE_SPACE = r"[ \t\r\n]{1,32}"
-"""As any printer of JSON sets it, but not without end: small models go on with it until max_tokens."""
+"""As any printer of JSON sets it, but bounded: small models would go on with it until max_tokens."""
 _MAX_MESSAGE = 200
 _WORD = re.compile(r"\w{4,}")
 _KEYWORDS = frozenset(
@@ -121,7 +121,7 @@ def _json_grammar(text: str, field: str) -> str:
     if not isinstance(schema, dict):
         raise InvalidRequest(field, "must be an object that allows something")
     try:
-        # Written anew: the library puts a text into a larger document as it stands.
+        # Not the caller's own text: the library pastes what it is given into a larger document.
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), {"whitespace_pattern": _JSON_WHITE_SPACE})
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(field, _said(str(error), [text])) from None

@@ -3,7 +3,7 @@
     block     FREE → RESERVED → RECEIVING → LIVE → FREE
                         │           └→ QUARANTINED → FREE     request gone, writer not proven stopped
                         └→ FREE                                released before the first byte
-              FREE → LIVE                                      computed here, or taken by a growing sequence
+              FREE → LIVE                                      computed here, or loaded from a tier
               LIVE → CACHED → LIVE | FREE                      nobody's, content known; held again, or evicted
 
     transfer  OFFERED → RECEIVING → COMMITTED                  decode worker's view of one ticket

@@ -26,4 +26,6 @@ class Limits:
     max_stop_bytes: int = option("max-stop-bytes", 1024, "bytes of one stop string", integer(1, 65536))
     max_stop_token_ids: int = option("max-stop-token-ids", 256, "stop token ids", integer(0, 65536))
     max_logit_bias: int = option("max-logit-bias", 1024, "entries of logit_bias", integer(0, 65536))
-    max_schema_bytes: int = option("max-schema-bytes", 65536, "bytes of a schema, grammar or regex", integer(1))
+    max_schema_bytes: int = option(
+        "max-schema-bytes", 65536, "bytes of a schema, regex, grammar, or of all choices together", integer(1)
+    )

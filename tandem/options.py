@@ -162,7 +162,7 @@ def _shown_default(each: Option) -> str:
         return each.none_word or "unset"
     if each.is_list:
         return ",".join(each.default) or "none"
-    return str(each.default)
+    return str(each.default) or "empty"
 
 
 def check_known(environ: Mapping[str, str], known: Iterable[type[Any]]) -> None:

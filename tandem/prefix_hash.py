@@ -1,8 +1,8 @@
 """Names of blocks of KV by what was computed in them, the same on every worker and router.
 
 A block's hash is of its own tokens and, as the seed, the hash of the block before it; the first one's seed is the hash
-of the salt. So equal hashes mean equal tokens from the start on, for all that is not made to deceive: a router uses
-them to guess where KV lies, and a worker compares the tokens themselves.
+of the salt. So equal hashes mean equal tokens from the start on, unless somebody made them collide: a router uses them
+to guess where KV lies, and a worker compares the tokens themselves.
 """
 
 from __future__ import annotations

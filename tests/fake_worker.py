@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from tandem.errors import PrefixNotHeld, TandemError
 from tandem.rpc.channel import open_channel
 from tandem.rpc.server import RpcServer, Service
 from tandem.types import (
-    ChoiceSpec,
     FinishReason,
     GroupSpec,
     Handle,
@@ -37,28 +36,11 @@ from tandem.types import (
     WorkerInfo,
     WorkerLoad,
 )
-from tandem.v1 import inference_pb2, registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tandem.v1 import registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.fake_model import drawn_with_prompt, prompt_logprobs_of, token_at
 
 BEAT_S = 0.05
 RETRY_S = 0.05
-
-
-def token_at(prompt: Iterable[int], offset: int, index: int = 0) -> TokenId:
-    """The fake model: a letter that depends on the prompt, on where it stands, and on the choice."""
-    return TokenId(ord("a") + (sum(prompt) + 7 * offset + 5 * index) % 26)
-
-
-def drawn_with_prompt(spec: GroupSpec) -> Sequence[ChoiceSpec]:
-    """The choices whose next token comes from whoever computes the prompt."""
-    return spec.choices if len(spec.choices) == 1 else [each for each in spec.choices if not each.output_token_ids]
-
-
-def prompt_logprobs_of(spec: GroupSpec) -> list[tuple[int, list[inference_pb2.TokenLogprobs]]]:
-    """Offset and content of the messages that tell those of a prompt, two tokens in each; none if not asked for."""
-    if spec.sampling.prompt_logprobs is None:
-        return []
-    scores = [logprobs_to_proto(TokenLogprobs(each, -0.25 * each)) for each in spec.prompt_token_ids]
-    return [(at, scores[at : at + 2]) for at in range(1, len(scores), 2)]
 
 
 def delta_to_proto(handle: Handle, delta: TokenDelta) -> worker_pb2.SequenceOutput:

@@ -31,7 +31,7 @@ class Cache(Protocol):
 
 
 class CacheNews:
-    """What one router has not been told yet. At first it is to be told that whatever it knew is not held."""
+    """What one router has not been told yet. Its first news says that nothing is held of what it knew."""
 
     def __init__(self, on_due: Callable[[], None]) -> None:
         """`on_due` is called when news is to be taken."""
@@ -121,7 +121,7 @@ class CacheReports:
 
 
 class CacheListeners:
-    """Several in the place of one."""
+    """A `CacheListener` that tells several others."""
 
     def __init__(self, listeners: Iterable[CacheListener]) -> None:
         self._listeners = tuple(listeners)

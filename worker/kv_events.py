@@ -189,7 +189,7 @@ class KvEvents:
             self._num_kept_bytes -= len(self._kept.popleft()[1])
 
     def _replay(self, request: list[bytes]) -> None:
-        """All batches kept from a number on, then the end. Nothing, or not all of it, to who does not read."""
+        """All batches kept from a number on, then the end; less to a peer that does not read."""
         *envelope, first = request
         if len(first) != _NUMBER_BYTES:
             _log.warning("not a request for a replay of KV events", num_bytes=len(first))

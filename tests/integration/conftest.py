@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tandem.types import TokenId
-from tests import fake_worker as fakes
+from tests import fake_model
 from tests.fake_worker import FakeWorker
 
 EOS = TokenId(256)
@@ -27,7 +27,7 @@ def fake_worker() -> type[FakeWorker]:
 @pytest.fixture
 def token_at() -> Callable[..., TokenId]:
     """The fake model."""
-    return fakes.token_at
+    return fake_model.token_at
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,85 +17,33 @@ from engine.kv_cache import KvCache
 from engine.loading import Engine, EngineOptions, load_engine
 from engine.placement import ThreadPlacement
 from engine.runner import Runner
-from engine.step import SampledToken, Step, StepResult
+from engine.step import Step, StepResult
 from kvtransfer.base import Fingerprints, Offer, PoolMemory
 from kvtransfer.sender import KvSender
 from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker, WorkerParts
 from tandem.clock import MonotonicClock
-from tandem.errors import TandemError, TransferError
+from tandem.errors import TransferError
 from tandem.limits import Limits
 from tandem.types import (
     BlockId,
     ChoiceSpec,
-    FinishReason,
     GroupSpec,
     Handle,
     RequestId,
     SamplingParams,
     TokenId,
-    TokenLogprobs,
-    WaitReason,
     new_incarnation,
 )
 from tandem.validation import Validator
+from tests.prefill_listener import RecordingRouter
 from tests.receiving_pool import NUM_BLOCKS, Arrivals, Target
 from tests.recording_observers import RecordingWorker
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, CHUNK_TOKENS = 16, 64
 DEADLINE_S = 20.0
-
-
-class RecordingRouter:
-    """A router's stream that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.arrivals = Arrivals()
-        self.first_tokens: dict[Handle, dict[int, TokenId]] = {}
-        self.cached_tokens: dict[Handle, int] = {}
-        self.num_bytes: dict[Handle, int] = {}
-        self.errors: dict[Handle, TandemError] = {}
-
-    def reserved(self, handle: Handle, ticket: bytes = b"", kv_endpoint: bytes = b"", held_tokens: int = 0) -> None:
-        raise AssertionError("a prefill worker reserves nothing")
-
-    def prefill_started(self, handle: Handle) -> None:
-        assert handle not in self.first_tokens
-
-    def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
-        """Not looked at here."""
-
-    def prefill_done(self, handle: Handle, queue_s: float, prefill_s: float, cached_tokens: int = 0) -> None:
-        assert queue_s >= 0
-        assert prefill_s > 0
-        self.first_tokens[handle] = {}
-        self.cached_tokens[handle] = cached_tokens
-
-    def token(
-        self,
-        handle: Handle,
-        index: int,
-        offset: int,
-        token: SampledToken,
-        finish_reason: FinishReason | None,
-        score: float | None = None,
-    ) -> None:
-        self.first_tokens[handle][index] = token.token_id
-        self.arrivals.note()
-
-    def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
-        assert seconds > 0
-        self.num_bytes[handle] = num_bytes
-        self.arrivals.note()
-
-    def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        raise AssertionError("nobody asked for them")
-
-    def failed(self, handle: Handle, error: TandemError) -> None:
-        self.errors[handle] = error
-        self.arrivals.note()
 
 
 @pytest.fixture(scope="module")

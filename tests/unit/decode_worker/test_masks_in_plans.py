@@ -1,4 +1,4 @@
-"""A sequence whose mask is not made yet sits out a step, and keeps its seat."""
+"""A sequence whose mask is not made yet takes no part in a step, and keeps its seat."""
 
 from __future__ import annotations
 
