@@ -1,4 +1,4 @@
-"""Random requests over every sampling parameter of the public API, for the demo model. Pure: same seed, same requests.
+"""Random requests over every parameter of the public API, for the demo model. Pure: same seed, same requests.
 
 Knows neither clients nor servers. Every request that samples carries a seed of its own, so that its
 tokens are a function of the request alone.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -22,6 +22,26 @@ _FIRST_TEXT_ID = 4
 _MOST_PROMPT_TOKENS = 600
 _MOST_OUTPUT_TOKENS = 240
 _STOP_STRINGS = (".", " the", "They", " gave", "\n", "town", "red ", "served", "s.", "was quiet", "Mira", "zzz")
+_STEM_TOKENS = (40, 200, 500)
+"""Of the prompts that others begin like."""
+_SALTS = ("", "a", "b")
+_CONSTRAINTS: tuple[dict[str, Any], ...] = (
+    {"regex": "(They|We) (gave|showed) [a-z]{3,8} to (Mira|Tom)\\."},
+    {"regex": "[a-zé ]{0,60}[.!]"},
+    {"choice": ["red", "red kites", "blue lamps", "green boats and hats"]},
+    {"grammar": 'start: list\nlist: "[" (item ("," item)*)? "]"\nitem: /[1-9][0-9]{0,2}/ | list'},
+    {
+        "json_schema": json.dumps(
+            {
+                "type": "object",
+                "properties": {"name": {"enum": ["Mira", "Tom"]}, "age": {"type": "integer", "maximum": 150}},
+                "required": ["name"],
+                "additionalProperties": False,
+                "x-guidance": {"whitespace_flexible": False},
+            }
+        )
+    },
+)
 _QUESTIONS = ("What did they give Mira?", "What did they show Tom?", "What did they serve Lena?", "And then?")
 
 MAX_PRIORITY = 5
@@ -42,6 +62,13 @@ def make_requests(count: int, seed: int) -> tuple[RandomRequest, ...]:
     """`count` requests, named by their numbers."""
     rng = Random(seed)
     return tuple(_request(f"same-{number:03}", rng) for number in range(count))
+
+
+def make_sharing_requests(count: int, seed: int) -> tuple[RandomRequest, ...]:
+    """`count` requests that share: prompts that begin alike, salts, several choices, beams, constraints."""
+    rng = Random(seed)
+    stems = [_ids(rng, num_tokens) for num_tokens in _STEM_TOKENS]
+    return tuple(_sharing(_request(f"share-{number:03}", rng), stems, rng) for number in range(count))
 
 
 def digest(requests: Sequence[RandomRequest]) -> str:
@@ -141,4 +168,34 @@ def _report(rng: Random) -> dict[str, Any]:
         options["logit_bias"] = {token_id: round(rng.uniform(-8.0, 8.0), 2) for token_id in moved}
         if _chance(rng, 0.1):
             options["logit_bias"][_END_OF_TEXT_ID] = -100.0
+    return options
+
+
+def _sharing(request: RandomRequest, stems: Sequence[list[int]], rng: Random) -> RandomRequest:
+    options = dict(request.options)
+    if _chance(rng, 0.7):
+        for name in ("prompt", "token_ids", "messages"):
+            options.pop(name, None)
+        stem = rng.choice(stems)
+        kept = rng.choice((len(stem), rng.randint(1, len(stem))))
+        options["token_ids"] = stem[:kept] + _ids(rng, rng.choice((0, 0, 1, rng.randint(1, 40))))
+    options["cache_salt"] = rng.choice(_SALTS)
+    if _chance(rng, 0.3):
+        options |= _beams(rng)
+    elif _chance(rng, 0.3):
+        options["n"] = rng.randint(2, 3)
+    if _chance(rng, 0.35):
+        options |= rng.choice(_CONSTRAINTS)
+    if _chance(rng, 0.15):
+        options["prompt_logprobs"] = rng.choice((0, 1, 3))
+    return replace(request, options=options)
+
+
+def _beams(rng: Random) -> dict[str, Any]:
+    beam_width = rng.randint(2, 4)
+    options: dict[str, Any] = {"beam_width": beam_width, "n": rng.randint(1, beam_width)}
+    if _chance(rng, 0.5):
+        options["length_penalty"] = round(rng.uniform(-1.0, 2.0), 2)
+    if _chance(rng, 0.5):
+        options["early_stopping"] = rng.choice(("heuristic", "always", "never"))
     return options

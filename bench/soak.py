@@ -1,8 +1,9 @@
 """Callers check every answer while processes die, freeze, stop, drain, and connections break: `python -m bench.soak`.
 
 Rounds on the demo model, at 1 + 1 and 2 + 2 workers of `tandem serve` in turn, over each transport that works on this
-machine. Twelve callers send requests over every sampling parameter, greedy and sampled, some of several choices,
-through proxies that reset connections; some cancel, read slowly, have a tiny deadline or none (`bench.soak_calls`).
+machine. Twelve callers send requests over every sampling parameter, greedy and sampled; every other one shares:
+prompts that begin alike, salts, several choices, beams, constraints. They go through proxies that reset connections;
+some callers cancel, read slowly, have a tiny deadline or none (`bench.soak_calls`).
 Meanwhile one fault comes after the other (`bench.soak_faults`). Then they end, and the cluster must come to rest.
 
 A violation, each told with its round's seed; exit code 1:

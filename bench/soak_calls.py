@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol, Unpack
 
-from bench.random_requests import RandomRequest, make_requests
+from bench.random_requests import RandomRequest, make_requests, make_sharing_requests
 from tandem.client import Choice, Completion, GenerateOptions, GenerationUpdate
 from tandem.clock import Clock
 from tandem.errors import Reason, TandemError
@@ -111,12 +111,14 @@ class Ended:
 
 
 def draw_requests(count: int, seed: int) -> list[RandomRequest]:
-    """Requests over every sampling parameter; some want several choices."""
+    """Requests over every parameter: every other one shares; of the rest, some want several choices."""
     rng = Random(seed)
-    return [
+    plain = [
         replace(each, options=each.options | {"n": rng.randint(2, 3)}) if rng.random() < _SHARE_WITH_CHOICES else each
         for each in make_requests(count, seed)
     ]
+    sharing = make_sharing_requests(count, seed)
+    return [(sharing if index % 2 else plain)[index] for index in range(count)]
 
 
 def draw_manner(rng: Random) -> Manner:

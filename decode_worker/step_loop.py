@@ -288,17 +288,17 @@ class StepLoop:
         if not isinstance(group, BeamGroup):
             for choice, (token,) in zip(seq.drawers, drawn, strict=True):
                 request.take_token(choice, token)
-            self._follow(seq.drawers)
+            self._follow(request, seq.drawers)
             return
         self._batch.releases.release(group.draw(seq, candidates_of(drawn[0]), self._cache.pool))
         if group.is_finished:
             request.tell_found(group)
         else:
-            self._follow(group.sequences)
+            self._follow(request, group.sequences)
 
-    def _follow(self, sequences: Iterable[Sequence]) -> None:
+    def _follow(self, request: Request, sequences: Iterable[Sequence]) -> None:
         """Those with new tokens wait for their next masks, if they have a grammar."""
-        if self._guides is not None:
+        if self._guides is not None and request.spec.sampling.constraint is not None:
             self._guides.follow(each.guide for each in sequences)
 
     def _report(self, batched: BatchedStep, seconds: float) -> None:

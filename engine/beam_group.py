@@ -102,7 +102,7 @@ class BeamGroup(Group):
         """What all beams have in common, but for the last token of each: it is they who draw."""
         outputs = zip(*[each.output_token_ids[:-1] for each in self.sequences], strict=True)
         common = [token_id for token_id, *_ in takewhile(lambda ids: len(set(ids)) == 1, outputs)]
-        prefix = Sequence(-1, self.spec.sampling, self.spec.prompt_token_ids, common, self._prompt_ids)
+        prefix = Sequence(-1, self.spec.sampling, self._prompt_token_ids, common, self._prompt_ids)
         prefix.drawers = ()
         return prefix
 

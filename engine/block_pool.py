@@ -93,6 +93,10 @@ class BlockPool:
         """Holders of the block; 0 if it is free, cached or quarantined."""
         return self._ref_count[block]
 
+    def num_held(self, blocks: Sequence[BlockId]) -> int:
+        """How many of these blocks have a holder."""
+        return int(np.count_nonzero(self._ref_counts[np.asarray(blocks, np.intp)]))
+
     def is_shared(self, block: BlockId) -> bool:
         """Whether a holder must copy the block before writing into it: others hold it, or count on its content."""
         return self._ref_count[block] > 1 or bool(self._known[block])

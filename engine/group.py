@@ -20,7 +20,7 @@ from engine.guides import Guide
 from engine.penalties import penalised_ids
 from engine.prefix_cache import PrefixCache
 from engine.prompt_scores import PromptScores
-from engine.sequence import BlockTable, Sequence
+from engine.sequence import BlockTable, Sequence, new_token_array
 from engine.step import BlockCopy
 from tandem.errors import InternalError
 from tandem.first_tokens import FirstTokens
@@ -32,12 +32,13 @@ class Group:
 
     def __init__(self, spec: GroupSpec) -> None:
         self.spec = spec
+        self._prompt_token_ids = new_token_array(spec.prompt_token_ids)
         self._prompt_ids = penalised_ids(spec.prompt_token_ids, spec.sampling)
         self.sequences = tuple(
             Sequence(
                 choice.index,
                 spec.sampling.of_choice(choice.index),
-                spec.prompt_token_ids,
+                self._prompt_token_ids,
                 choice.output_token_ids,
                 self._prompt_ids,
             )
@@ -222,7 +223,7 @@ class Group:
         return bool(blocks)
 
     def _new_prefix(self) -> Sequence:
-        prefix = Sequence(-1, self.spec.sampling, self.spec.prompt_token_ids, (), self._prompt_ids)
+        prefix = Sequence(-1, self.spec.sampling, self._prompt_token_ids, (), self._prompt_ids)
         prefix.prompt_scores = self.prompt_scores
         prefix.drawers = tuple(each for each in self.sequences if not each.is_finished and not each.num_output_tokens)
         return prefix

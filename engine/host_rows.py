@@ -63,6 +63,11 @@ class HostRows:
         """Whether it holds its block's bytes."""
         return row not in self._unready
 
+    @property
+    def are_loading(self) -> bool:
+        """Whether any block's bytes are still to come."""
+        return bool(self._next.loads) or any(moves.loads for moves in self._in_flight)
+
     def is_loading(self, block: BlockId) -> bool:
         """Whether its bytes are still to come."""
         return block in self._next.loads or any(block in moves.loads for moves in self._in_flight)

@@ -105,13 +105,10 @@ class PrefixCache:
 
     def num_held(self, cache_salt: str, token_ids: Sequence[TokenId]) -> int:
         """Of the blocks that `acquire` would find, those that somebody holds: taking them leaves no less for others."""
-        ref_count = self.pool.ref_count
-        return sum(
-            ref_count(block) > 0
-            for node, num_blocks in self._walk(cache_salt, token_ids)
-            if node.tier is Tier.DEVICE
-            for block in as_blocks(node.places[:num_blocks])
-        )
+        path = self._walk(cache_salt, token_ids)
+        found = [as_blocks(node.places[:num_blocks]) for node, num_blocks in path if node.tier is Tier.DEVICE]
+        idle = set() if self._rows is None else set(self._rows.idle_loads())  # `num_available` counts them
+        return sum(self.pool.num_held(blocks) - len(idle.intersection(blocks) if idle else ()) for blocks in found)
 
     def acquire(self, cache_salt: str, token_ids: Sequence[TokenId], from_block: int = 0) -> tuple[BlockId, ...]:
         """Retains the longest known prefix, without its first `from_block` blocks; the caller releases it.
@@ -205,9 +202,9 @@ class PrefixCache:
 
     def num_loaded(self, blocks: Sequence[BlockId]) -> int:
         """How many of these leading blocks have their content now; others get it by a step that took moves."""
-        if self._rows is None:
-            return len(blocks)
         rows = self._rows
+        if rows is None or not rows.are_loading:
+            return len(blocks)
         return next((at for at, block in enumerate(blocks) if rows.is_loading(block)), len(blocks))
 
     def forget(self, cache_salt: str, token_ids: Sequence[TokenId]) -> None:
@@ -322,7 +319,8 @@ class PrefixCache:
         """Blocks that a peer may write into at once: no step is to move them out, or is about to."""
         taken = self.pool.allocate(num_blocks + num_withheld, BlockState.RESERVED)
         leaving = rows.leaving() if num_withheld else ()
-        blocks = tuple([block for block in taken if block not in leaving][:num_blocks])
-        self.pool.release([block for block in taken if block not in set(blocks)])
+        staying = [block for block in taken if block not in leaving]
+        blocks = tuple(staying[:num_blocks])
+        self.pool.release([*staying[num_blocks:], *(block for block in taken if block in leaving)])
         rows.abandon_stores(blocks)
         return blocks

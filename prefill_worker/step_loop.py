@@ -15,7 +15,7 @@ Woken by events, never by a timer. Knows no routers and no transfers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from engine.engine_thread import EngineBroken
@@ -157,8 +157,8 @@ class StepLoop:
         return self._cache.num_held(request.spec.cache_salt, self._tokens_to_find(request))
 
     @staticmethod
-    def _tokens_to_find(request: Request) -> tuple[TokenId, ...]:
-        return request.spec.prefix_token_ids if request.spec.reads_cache else ()
+    def _tokens_to_find(request: Request) -> Sequence[TokenId]:
+        return request.group.prefix.token_ids if request.spec.reads_cache else ()
 
     async def _step(self, chunks: tuple[Chunk, ...]) -> None:
         self._note_started(chunks)

@@ -40,8 +40,8 @@ class WorkerRecord:
 
     @property
     def block_size(self) -> int | None:
-        """Of its pool; None = not known."""
-        return None if self.load is None else self.load.pool.block_size
+        """Of its pool; None = not known, as before its first heartbeat."""
+        return None if self.load is None else self.load.pool.block_size or None
 
     @property
     def held(self) -> PrefixMap | None:

@@ -189,7 +189,8 @@ class Workers:
         """
         if demand.prefix is not None:
             for block_size in {record.block_size for record in self._records.values() if record.held is not None}:
-                await demand.prefix.name_blocks(block_size or 0)
+                if block_size is not None:
+                    await demand.prefix.name_blocks(block_size)
         try:
             async with asyncio.timeout(wait_s):
                 while True:

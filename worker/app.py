@@ -149,5 +149,7 @@ class Foundation:
         options = KvEventsOptions(config.kv_events, config.kv_events_replay, config.kv_events_topic, as_arrays)
         with KvEvents(options, cache.pool.block_size) as events:
             cache.listener = CacheListeners((reports, events))
-            yield reports
-            cache.listener = reports
+            try:
+                yield reports
+            finally:
+                cache.listener = reports

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Protocol
 
 from engine.prefix_cache import CacheListener
@@ -37,8 +38,14 @@ class CacheNews:
         """`on_due` is called when news is to be taken."""
         self.on_due = on_due
         self._cleared = True
+        self._first: Iterator[int] = iter(())
+        """Held when the router came, and still to be said, before all else."""
         self._held: dict[int, bool] = {}
-        """Of blocks that the router believes otherwise of: whether they are held."""
+        """Of blocks that the router believes otherwise of, or will once `_first` is said: whether they are held."""
+
+    def begin(self, hashes: Iterable[int]) -> None:
+        """All that is held; to be called once, at first."""
+        self._first = iter(hashes)
 
     def stored(self, hashes: Iterable[int]) -> None:
         """Now held."""
@@ -51,19 +58,24 @@ class CacheNews:
     def cleared(self) -> None:
         """Nothing is held any more."""
         self._cleared = True
+        self._first = iter(())
         self._held.clear()
 
-    def take(self) -> Iterator[worker_pb2.CacheChanges]:
-        """All of it, in messages of bounded size."""
+    def take(self) -> worker_pb2.CacheChanges | None:
+        """The next message, of bounded size, if there is any; `on_due` is called again if that is not all."""
         cleared, self._cleared = self._cleared, False
-        news, self._held = list(self._held.items()), {}
-        for start in range(0, max(len(news), int(cleared)), MAX_HASHES_PER_MESSAGE):
-            part = news[start : start + MAX_HASHES_PER_MESSAGE]
-            yield worker_pb2.CacheChanges(
-                stored=[name for name, held in part if held],
-                removed=[name for name, held in part if not held],
-                cleared=cleared and start == 0,
-            )
+        first = list(islice(self._first, MAX_HASHES_PER_MESSAGE))
+        names = [] if first else list(islice(self._held, MAX_HASHES_PER_MESSAGE))
+        news = [(name, self._held.pop(name)) for name in names]
+        if first or self._held:
+            self.on_due()
+        if not (first or news or cleared):
+            return None
+        return worker_pb2.CacheChanges(
+            stored=first or [name for name, held in news if held],
+            removed=[name for name, held in news if not held],
+            cleared=cleared,
+        )
 
     def _differ(self, hashes: Iterable[int], *, held: bool) -> None:
         for name in hashes:
@@ -84,7 +96,7 @@ class CacheReports:
     @contextmanager
     def telling(self, news: CacheNews) -> Iterator[None]:
         """A router is connected inside; its first news is all that is held, and due at once."""
-        news.stored(self._cache.hashes())
+        news.begin(self._cache.hashes())
         self._news.append(news)
         news.on_due()
         try:

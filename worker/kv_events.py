@@ -106,6 +106,7 @@ class KvEvents:
     def __exit__(
         self, _: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._end_batch()
         self._enqueue(None)
         self._thread.join()
         self._close()
@@ -148,6 +149,9 @@ class KvEvents:
         self._events.append(event)
 
     def _end_batch(self) -> None:
+        """A no-op if the end came before this turn's."""
+        if not self._events:
+            return
         events, self._events = self._events, []
         number, self._num_batches = self._num_batches, self._num_batches + 1
         self._enqueue((number, self._unix_time(), events))

@@ -126,15 +126,20 @@ class RouterSession:
         await self._filled.wait()
 
     def take(self) -> list[worker_pb2.ConnectResponse]:
-        """Everything, in the order to be written."""
+        """Everything, in the order to be written; of what the cache holds, a part."""
         answers, self._answers = self._answers, {}
         outputs, self._outputs = self._outputs, _PendingOutputs()
         ends, self._ends = self._ends, {}
         waits, self._waits = self._waits, {}
-        news, self._cache_news_is_due = self.cache_news.take() if self._cache_news_is_due else (), False
-        changes = (worker_pb2.ConnectResponse(cache_changes=each) for each in news)
         self._filled.clear()
-        return [*_flat(answers), *outputs.messages(), *_flat(ends), *waits.values(), *changes]
+        return [*_flat(answers), *outputs.messages(), *_flat(ends), *waits.values(), *self._cache_changes()]
+
+    def _cache_changes(self) -> Iterator[worker_pb2.ConnectResponse]:
+        """One message at most: tokens do not wait for all that a large cache has to tell."""
+        if self._cache_news_is_due:
+            self._cache_news_is_due = False
+            if (changes := self.cache_news.take()) is not None:
+                yield worker_pb2.ConnectResponse(cache_changes=changes)
 
     def _take_cache_news(self) -> None:
         self._cache_news_is_due = True

@@ -118,7 +118,8 @@ def test_the_same_seed_draws_the_same_requests_and_some_want_several_choices() -
     requests = draw_requests(60, 3)
 
     assert requests == draw_requests(60, 3) != draw_requests(60, 4)
-    assert 1 < sum("n" in each.options for each in requests) < 30
+    assert 1 < sum("n" in each.options for each in requests) < 40
+    assert all(sum(name in each.options for each in requests) > 1 for name in ("beam_width", "regex", "cache_salt"))
 
 
 def test_a_survivor_may_not_hold_more_than_its_slack() -> None:

@@ -162,3 +162,13 @@ def test_what_is_cheaper_to_compute_is_neither_stored_nor_loaded():
     cache.take_moves()
     cache.step_ended(failed=False, seconds=1000.0, num_prompt_tokens=10)
     assert cache.match("", TOKENS) == 12
+
+
+def test_what_is_to_be_loaded_for_nobody_is_available_and_so_not_held(cache):
+    store(cache)
+    cache.pool.release(cache.acquire("", TOKENS))
+    num_available, num_held = cache.num_available, cache.num_held("", TOKENS)
+    blocks = cache.acquire("", TOKENS)
+    assert cache.num_available == num_available - (len(blocks) - num_held)
+    assert cache.num_held("", TOKENS) == len(blocks)
+    cache.pool.release(blocks)

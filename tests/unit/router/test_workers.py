@@ -7,6 +7,7 @@ import pytest
 
 from router.ejection import FIRST_BACKOFF_S, IN_A_ROW
 from router.placement import Demand, Obstacle
+from router.prefix_map import Prefix
 from router.workers import Workers
 from tandem.errors import HandshakeMismatch, InvalidRequest, Reason, Unavailable
 from tandem.types import Incarnation, Role, WorkerId, WorkerInfo
@@ -263,3 +264,19 @@ async def test_a_worker_that_comes_back_gets_one_request_until_that_went_well(
     assert await take(4) == ["worn", "well", "well", "well"]
     workers.decoded(worn)
     assert await take(2) == ["worn", "worn"]
+
+
+async def test_a_request_is_placed_while_a_worker_that_tells_of_its_cache_has_sent_no_heartbeat(
+    workers: Workers, info: Any, load: Any
+) -> None:
+    late, early = info(Role.DECODE, "late"), info(Role.DECODE, "early", local_prefill_tokens=64)
+    workers.register(late)
+    workers.heartbeat(early, load())
+    for worker in (late, early):
+        connect(workers, worker)
+        link = workers.link(worker)
+        assert link is not None
+        link.held.change([], [], cleared=True)
+    demand = Demand(num_tokens=3, max_total_tokens=8, num_prompt_tokens=3, prefix=Prefix("", (1, 2, 3)))
+    assignment = await workers.place(demand, wait_s=0)
+    assert assignment.placement.decode == early

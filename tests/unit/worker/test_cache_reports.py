@@ -49,9 +49,15 @@ class Router:
         self.messages: list[worker_pb2.CacheChanges] = []
 
     def read(self) -> None:
+        self.messages = []
+        self.read_one()
+        while self.due.is_set():
+            self.read_one()
+
+    def read_one(self) -> None:
         self.due.clear()
-        self.messages = list(self.news.take())
-        for each in self.messages:
+        if (each := self.news.take()) is not None:
+            self.messages.append(each)
             self.map.change(each.stored, each.removed, cleared=each.cleared)
 
     def knows(self, names: Sequence[int]) -> set[int]:
@@ -94,7 +100,7 @@ async def test_changes_come_together_a_little_later(cache: FakeCache, monkeypatc
     assert not router.due.is_set(), "nobody is told who has left"
 
 
-async def test_much_news_is_split(cache: FakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_at_a_time_is_made_of_much_news(cache: FakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_reports, "MAX_HASHES_PER_MESSAGE", 4)
     cache.store(*range(10))
     router = Router()
@@ -109,17 +115,21 @@ async def test_much_news_is_split(cache: FakeCache, monkeypatch: pytest.MonkeyPa
 async def test_whenever_it_reads_a_router_knows_exactly_what_is_held(seed: int) -> None:
     rng, cache, router = Random(seed), FakeCache(), Router()
     names = range(6)
-    with cache.reports.telling(router.news):
+    cache.store(*rng.sample(names, rng.randrange(6)))
+    with pytest.MonkeyPatch.context() as patch, cache.reports.telling(router.news):
+        patch.setattr(cache_reports, "MAX_HASHES_PER_MESSAGE", 2)
         for _ in range(40):
             free = sorted(set(names) - cache.held)
-            match rng.randrange(8):
+            match rng.randrange(9):
                 case 0 | 1 | 2 if free:
                     cache.store(rng.choice(free))
                 case 3 | 4 if cache.held:
                     cache.remove(rng.choice(sorted(cache.held)))
                 case 5 if rng.random() < 0.3:
                     cache.clear()
-                case 6 | 7:
+                case 6:
+                    router.read_one()
+                case 7 | 8:
                     router.read()
                     assert router.knows(names) == cache.held
         router.read()

@@ -250,3 +250,17 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
             KvEvents(KvEventsOptions(taken, None, "", as_arrays=False), 4).__enter__()
         with pytest.raises(ConfigError, match="--kv-events-replay"):
             KvEvents(KvEventsOptions(LOOPBACK, taken, "", as_arrays=False), 4).__enter__()
+
+
+async def test_what_was_told_last_is_published_and_nothing_is_written_after_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    published: list[list[Any]] = []
+    monkeypatch.setattr(KvEvents, "_publish", lambda _, batch: published.append(batch[2]))
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
+    with KvEvents(KvEventsOptions(LOOPBACK, None, "", as_arrays=False), 4) as events:
+        events.cleared()
+    await asyncio.sleep(0)
+    assert published == [[{"type": "AllBlocksCleared"}]]
+    assert not errors
