@@ -209,6 +209,8 @@ class RunningBatch:
             self._preempt(request)
         if not plan.scheduled:
             return None
+        if self._waiting and not self._waiting[0].group.holds_blocks and self._waiting[0].reads_cache:
+            self._waiting[0].group.prefetch(self._cache)
         num_decodes = sum(_is_decode(request, seq) for request, seq, _ in plan.scheduled)
         copies: list[BlockCopy] = []
         seqs: list[ScheduledSeq] = []

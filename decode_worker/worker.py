@@ -160,6 +160,8 @@ class DecodeWorker:
         try:
             self._check_prefix_held(request)
             self._queue.add(request)
+            if request.reads_cache:
+                request.group.prefetch(self._parts.cache)
         except TandemError as error:
             self._end(request, error)
         self._admit_soon()

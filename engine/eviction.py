@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from engine.block_pool import BlockPool
+from engine.disk_slots import DiskSlots
+from engine.disk_tier import DiskSlot
 from engine.host_rows import HostRows, LoadCosts
 from engine.prefix_tree import Node, PrefixTree, Tier
 from engine.step import HostRow
@@ -20,15 +22,19 @@ from tandem.errors import InternalError
 from tandem.lifecycle import BlockState
 from tandem.types import BlockId
 
+_AHEAD = 8
+"""One row of the host tier in so many is kept free, where there is a disk behind it."""
+
 
 class Evictor:
-    """Of one tree, over a pool and, if there are any, rows of a host tier."""
+    """Of one tree, over a pool and, if there are any, rows of a host tier and slots of a disk tier behind it."""
 
     def __init__(
         self,
         tree: PrefixTree,
         pool: BlockPool,
         rows: HostRows | None,
+        slots: DiskSlots | None,
         costs: LoadCosts,
         on_removed: Callable[[Sequence[int]], None],
     ) -> None:
@@ -36,8 +42,10 @@ class Evictor:
         self._tree = tree
         self._pool = pool
         self._rows = rows
+        self._slots = slots
         self._costs = costs
         self._on_removed = on_removed
+        self._num_rows_ahead = 0 if rows is None else -(-rows.num_rows // _AHEAD)
         self.num_evicted = 0
         """Blocks of the pool that were made free."""
         self.in_use = 0
@@ -119,6 +127,50 @@ class Evictor:
             self._drop_tail(leaf, max(0, len(leaf.places) - num_rows + self._rows.num_free))
         return min(num_rows, self._rows.num_free)
 
+    def free_rows_ahead(self) -> None:
+        """Has blocks of the host tier written to the disk, so that rows are free when the pool's blocks need them.
+
+        A row is free only when it is written: what needs it earlier has the block forgotten.
+        """
+        rows, slots = self._rows, self._slots
+        if rows is None or slots is None:
+            return
+        while (missing := min(self._num_rows_ahead - rows.num_free - slots.num_writing, slots.num_jobs_left)) > 0:
+            leaf = self._tree.least_used(Tier.HOST)
+            num_moved = 0 if leaf is None else self._free_slots(rows.num_idle(leaf.places, missing))
+            if leaf is None or not num_moved:
+                break
+            if num_moved < len(leaf.places):
+                self._tree.split(leaf, len(leaf.places) - num_moved)
+            places = [HostRow(row) for row in leaf.places]
+            self._tree.move(leaf, Tier.DISK, array("i", [slots.store(row) for row in places]))
+            rows.free(places)
+            self._tree.merge(leaf)
+
+    def _free_slots(self, num_slots: int) -> int:
+        """Frees slots of the disk tier, least recently used first; returns how many of `num_slots` there are then."""
+        slots = self._slots
+        assert slots is not None, "there is a disk tier"
+        while slots.num_free < num_slots and (leaf := self._tree.least_used(Tier.DISK)) is not None:
+            self._drop_tail(leaf, max(0, len(leaf.places) - num_slots + slots.num_free))
+        return min(num_slots, slots.num_free)
+
+    def note_disk(self) -> None:
+        """Takes note of what the disk has done. What it has lost is known no more."""
+        rows, slots = self._rows, self._slots
+        if rows is None or slots is None:
+            return
+        was_broken, unfilled = slots.is_broken, slots.take_done()
+        if unfilled:
+            for node in list(self._tree.nodes()):
+                if node.parent is not None and node.tier is Tier.HOST and not set(unfilled).isdisjoint(node.places):
+                    self._drop_tail(node, next(at for at, row in enumerate(node.places) if row in unfilled))
+            rows.unpin(unfilled)
+        if slots.is_broken and not was_broken:
+            for node in list(self._tree.nodes()):
+                if node.parent is not None and node.tier is Tier.DISK:
+                    self.drop(node)
+
     def _evict_above_held(self) -> int:
         """Evicts a CACHED block that lies above held ones, of those the last one on its path, and forgets these."""
         for leaf in self._tree.leaves(Tier.DEVICE):
@@ -152,10 +204,17 @@ class Evictor:
             if len(cached) < len(node.places):
                 self._pool.forget(tuple(set(as_blocks(node.places)).difference(cached)))
             self._pool.evict(cached)
-        elif self._rows is not None:
+        elif node.tier is Tier.HOST and self._rows is not None:
             self._rows.free(HostRow(row) for row in node.places)
+        elif self._slots is not None:
+            self._slots.free(as_slots(node.places))
 
 
 def as_blocks(places: Iterable[int]) -> Sequence[BlockId]:
     """Places of the device tier are blocks of the pool."""
     return cast("Sequence[BlockId]", places)
+
+
+def as_slots(places: Iterable[int]) -> Sequence[DiskSlot]:
+    """Places of the disk tier are slots of its file."""
+    return cast("Sequence[DiskSlot]", places)

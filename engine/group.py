@@ -143,6 +143,12 @@ class Group:
             if each.num_remaining_tokens > 1:
                 self._reuse(each, cache)
 
+    def prefetch(self, cache: PrefixCache) -> None:
+        """While it waits without blocks: what lies on disk of its tokens comes nearer, for `attach` and `follow`."""
+        for each in self._holders():
+            if each.num_remaining_tokens > 1:
+                cache.prefetch(self.spec.cache_salt, each.token_ids)
+
     def remember(self, cache: PrefixCache) -> None:
         """Makes known to the cache what its sequences have computed."""
         for each in self._holders():

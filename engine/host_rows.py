@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from engine.block_pool import BlockPool
 from engine.host_tier import HostTier
@@ -53,6 +54,11 @@ class HostRows:
     def num_free(self) -> int:
         """Rows that `store` can take."""
         return self._tier.num_free
+
+    @property
+    def num_rows(self) -> int:
+        """All rows, free or not."""
+        return self._tier.num_rows
 
     @property
     def num_withheld(self) -> int:
@@ -106,9 +112,18 @@ class HostRows:
         """They hold their blocks' bytes now."""
         self._unready.difference_update(rows)
 
+    def memory(self, row: HostRow) -> memoryview:
+        """Its bytes."""
+        return self._tier.row(row)
+
     def is_pinned(self, row: HostRow) -> bool:
         """Whether somebody uses its bytes, so that it would not be free at once."""
         return bool(self._pins[row])
+
+    def num_idle(self, rows: Sequence[int], at_most: int) -> int:
+        """How many of these last ones are ready, and in nobody's use."""
+        last = (HostRow(row) for row in rows[-at_most:][::-1])
+        return sum(1 for _ in takewhile(lambda row: self.is_ready(row) and not self.is_pinned(row), last))
 
     def pin(self, rows: Iterable[HostRow]) -> None:
         """Their bytes are in use; paired with `unpin`."""

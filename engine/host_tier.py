@@ -56,6 +56,11 @@ class HostTier:
         self._held.difference_update(rows)
         self._free.extend(reversed(rows))
 
+    def row(self, row: HostRow) -> memoryview:
+        """`[block_bytes]`, to be written and read while no step moves it; it outlives `close`."""
+        begin = row * self._block_bytes
+        return self._memory.bytes[begin : begin + self._block_bytes].numpy().data
+
     def move(self, moves: Sequence[TierMove], pool: torch.Tensor) -> None:
         """Queues copies between the rows and `pool` `[N, block_bytes]` uint8: first those out of it, then those in."""
         rows = self._memory.bytes.view(-1, self._block_bytes)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.block_pool import BlockPool
+from engine.disk_tier import DiskTier
 from engine.engine_thread import EngineThread
 from engine.graphs import CAPTURABLE, CudaCapturer, DecodeGraphs, batch_sizes, context_bounds
 from engine.host_tier import HostTier
@@ -64,6 +65,10 @@ class EngineOptions:
     """Whether KV that nobody holds is kept and found again."""
     host_cache_bytes: int = 0
     """Host memory that such KV may move to; less than a block = none."""
+    disk_cache_folder: Path | None = None
+    """Where a file is made that such KV may move on to from host memory; None = nowhere."""
+    disk_cache_bytes: int = 0
+    """Size of that file; it holds whole blocks."""
     max_seqs: int = 64
     """The default pool is never larger than so many full contexts."""
     attention_backend: str = AUTO
@@ -78,6 +83,7 @@ class EngineOptions:
     @classmethod
     def of_worker(cls, config: WorkerConfig, model_path: Path, *, shared_kv: bool) -> EngineOptions:
         """As a worker's options say."""
+        folder = config.disk_cache if config.prefix_cache else None
         return cls(
             model_path=model_path,
             device=config.device,
@@ -87,6 +93,8 @@ class EngineOptions:
             kv_memory_bytes=config.kv_memory_bytes,
             prefix_cache=config.prefix_cache,
             host_cache_bytes=config.host_cache_bytes if config.prefix_cache else 0,
+            disk_cache_folder=None if folder is None else Path(folder),
+            disk_cache_bytes=config.disk_cache_bytes,
             max_seqs=config.max_seqs,
             attention_backend=config.attention_backend,
             shared_kv=shared_kv,
@@ -104,6 +112,8 @@ class Engine:
     cache: PrefixCache
     tier: HostTier | None
     """Where `cache` puts what it evicts."""
+    disk: DiskTier | None
+    """Where `cache` puts what `tier` has no room for."""
     thread: EngineThread
     backend_name: str
 
@@ -125,6 +135,8 @@ class Engine:
     def close(self) -> None:
         """Joins the thread, then gives the KV memory back. Idempotent."""
         self.thread.close()
+        if self.disk is not None:
+            self.disk.close()
         if self.tier is not None:
             self.tier.close()
         self.kv_cache.close()
@@ -151,15 +163,18 @@ def load_engine(options: EngineOptions) -> Engine:
         runner = Runner(model.decoder, kv_cache, kernels, graphs, tier)
         if device.type == "cuda":
             executor.submit(warm_up, runner, num_blocks, options.block_size).result()
+        disk = _disk_tier(options, tier, layout.block_bytes)
     except BaseException:
         executor.shutdown()
         raise
+    pool = BlockPool(kv_cache.num_blocks, options.block_size)
     engine = Engine(
         model=model,
         layout=layout,
         kv_cache=kv_cache,
-        cache=PrefixCache(BlockPool(kv_cache.num_blocks, options.block_size), enabled=options.prefix_cache, tier=tier),
+        cache=PrefixCache(pool, enabled=options.prefix_cache, tier=tier, disk=disk),
         tier=tier,
+        disk=disk,
         thread=EngineThread(runner, executor),
         backend_name=kernels.name,
     )
@@ -252,6 +267,22 @@ def _host_tier(options: EngineOptions, kv_cache: KvCache, device: torch.device) 
     if options.host_cache_bytes > available:
         raise ConfigError("--host-cache-memory", f"{options.host_cache_bytes} bytes; {available} are available")
     return HostTier(num_rows, kv_cache.layout.block_bytes, pinned=device.type == "cuda")
+
+
+def _disk_tier(options: EngineOptions, tier: HostTier | None, block_bytes: int) -> DiskTier | None:
+    """Raises ConfigError without a host tier before it, or if there is no such folder, or not so much space."""
+    folder, num_slots = options.disk_cache_folder, options.disk_cache_bytes // block_bytes
+    if folder is None:
+        return None
+    if tier is None:
+        raise ConfigError("--disk-cache", "needs --host-cache-memory of a block at least: KV goes to disk from there")
+    if not num_slots:
+        raise ConfigError("--disk-cache-memory", f"{options.disk_cache_bytes} bytes; a block has {block_bytes}")
+    try:
+        return DiskTier(folder, num_slots, block_bytes)
+    except OSError as error:
+        wanted = f"{num_slots * block_bytes} bytes in {folder}"
+        raise ConfigError("--disk-cache", f"cannot have {wanted}: {error.strerror}") from error
 
 
 def warm_up(runner: Runner, num_blocks: int, block_size: int) -> None:

@@ -3,6 +3,7 @@
     insert      full blocks whose KV is computed become known; their holders keep their holds
     acquire     the longest known prefix of a sequence, with a hold on each of its blocks for the caller
     allocate    free blocks, after evicting known ones that nobody holds, least recently used first
+    prefetch    what lies on disk of the longest known prefix starts to come nearer, for an `acquire` later on
     forget      what was computed from these tokens is not to be trusted
 
 Requests see blocks of their own salt only. One token at least is always left to compute, from whose logits the next one
@@ -14,10 +15,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol, cast
 
 from engine.block_pool import BlockPool
-from engine.eviction import Evictor, as_blocks
+from engine.disk_slots import Disk, DiskSlots
+from engine.disk_tier import DiskSlot
+from engine.eviction import Evictor, as_blocks, as_slots
 from engine.host_rows import HostRows, LoadCosts
 from engine.host_tier import HostTier
 from engine.prefix_tree import TOKEN_BYTES, Node, PrefixTree, Tier, decode, encode
@@ -60,6 +64,12 @@ class CacheCounters:
     """Blocks that were moved to the host tier."""
     host_loaded_blocks: int
     """Blocks that came back from there."""
+    disk_stored_blocks: int
+    """Blocks that were moved on to the disk tier."""
+    disk_loaded_blocks: int
+    """Blocks that came back from there to the host tier."""
+    disk_failed_blocks: int
+    """Blocks that were lost because the disk failed, or because it gave back other bytes."""
 
 
 class PrefixCache:
@@ -71,9 +81,10 @@ class PrefixCache:
         *,
         enabled: bool = True,
         tier: HostTier | None = None,
+        disk: Disk | None = None,
         listener: CacheListener | None = None,
     ) -> None:
-        """`tier`: where evicted blocks go, if anywhere; the engine's own."""
+        """`tier`: where evicted blocks go, if anywhere; `disk`: where they go from there. The engine's own."""
         self.pool = pool
         self.listener = listener
         """To be set before the first insert; without one, nothing is hashed."""
@@ -81,8 +92,9 @@ class PrefixCache:
         self._enabled = enabled
         self._tree = PrefixTree(pool.block_size)
         self._rows = None if tier is None else HostRows(tier, pool)
+        self._slots = None if disk is None or self._rows is None else DiskSlots(disk, self._rows)
         self._costs = LoadCosts(pool.block_size, 0.0 if tier is None else tier.block_s)
-        self._evictor = Evictor(self._tree, pool, self._rows, self._costs, self._removed)
+        self._evictor = Evictor(self._tree, pool, self._rows, self._slots, self._costs, self._removed)
         self._reserves = False
         """Whether blocks were ever taken for a peer to write into."""
 
@@ -97,7 +109,9 @@ class PrefixCache:
     def counters(self) -> CacheCounters:
         """As of now."""
         stored, loaded = (0, 0) if self._rows is None else (self._rows.num_stored, self._rows.num_loaded)
-        return CacheCounters(self._asked_tokens, self._hit_tokens, self._evictor.num_evicted, stored, loaded)
+        slots = self._slots
+        of_disk = (0, 0, 0) if slots is None else (slots.num_stored, slots.num_loaded, slots.num_failed)
+        return CacheCounters(self._asked_tokens, self._hit_tokens, self._evictor.num_evicted, stored, loaded, *of_disk)
 
     def match(self, cache_salt: str, token_ids: Sequence[TokenId]) -> int:
         """How many leading tokens `acquire` would find: full blocks, at least one token fewer than given."""
@@ -134,6 +148,22 @@ class PrefixCache:
         self._asked_tokens += max(0, len(token_ids) - from_block * self.pool.block_size)
         self._hit_tokens += len(blocks) * self.pool.block_size
         return tuple(as_blocks(blocks))
+
+    def prefetch(self, cache_salt: str, token_ids: Sequence[TokenId]) -> None:
+        """Starts to read what lies on disk of the longest known prefix, as far as the host tier has room for it.
+
+        What has arrived when `acquire` is called is found by that; the rest is to be computed.
+        """
+        if self._slots is None or not token_ids or not self._costs.loading_pays:
+            return
+        self._evictor.note_disk()
+        path = self._tree.walk(cache_salt, encode(token_ids[: len(token_ids) - 1]))
+        self._evictor.in_use = self._tree.tick()
+        for node, _ in path:
+            node.last_used = self._evictor.in_use
+        for node, num_blocks in path:
+            if node.tier is Tier.DISK and self._read(self._slots, node, num_blocks) < num_blocks:
+                break
 
     def insert(self, cache_salt: str, token_ids: Sequence[TokenId], blocks: Sequence[BlockId]) -> None:
         """`blocks`, which the caller holds, have the KV of `token_ids` from the first on; only full ones are taken in.
@@ -181,6 +211,8 @@ class PrefixCache:
         if self._reserves:  # a peer writes at once, so a block for it is moved out ahead of that, or never
             num_ahead = min(_MOVES_AHEAD, self.pool.num_blocks // _FREE_SHARE - self.pool.num_free)
             self._evictor.evict_leaves(num_ahead, store=True)
+        self._evictor.note_disk()
+        self._evictor.free_rows_ahead()
         return self._rows.take()
 
     def step_ended(self, *, failed: bool, seconds: float = 0.0, num_prompt_tokens: int = 0) -> None:
@@ -252,6 +284,10 @@ class PrefixCache:
             raise InternalError(f"prefix cache: {'; '.join(broken)}")
         if self._rows is not None:
             self._rows.check_rows([HostRow(row) for node in nodes if node.tier is Tier.HOST for row in node.places])
+        if self._slots is not None:
+            self._slots.check_slots(
+                [DiskSlot(slot) for node in nodes if node.tier is Tier.DISK for slot in node.places]
+            )
 
     # --- looking and adding ---
 
@@ -259,6 +295,7 @@ class PrefixCache:
         """What `acquire` may take: each node with how many of its blocks; none behind one that takes fewer."""
         if not self._enabled or not token_ids:
             return []
+        self._evictor.note_disk()
         path = self._tree.walk(cache_salt, encode(token_ids[: len(token_ids) - 1]))
         for at, (node, num_blocks) in enumerate(path):
             if node.tier is not Tier.DEVICE:
@@ -289,6 +326,16 @@ class PrefixCache:
             rows.load(HostRow(row), block)
         self._settle(node, blocks)
         return node.places
+
+    def _read(self, slots: DiskSlots, node: Node, num_blocks: int) -> int:
+        """Has a node's leading blocks read into rows of the host tier, as far as there is room; how many these are."""
+        num_ready = sum(1 for _ in takewhile(slots.is_ready, as_slots(node.places[:num_blocks])))
+        num_blocks = self._evictor.make_room(min(num_ready, slots.num_jobs_left))
+        if num_blocks:
+            if num_blocks < len(node.places):
+                node = self._tree.split(node, num_blocks)
+            self._tree.move(node, Tier.HOST, array("i", [slots.load(slot) for slot in as_slots(node.places)]))
+        return num_blocks
 
     def _settle(self, node: Node, blocks: Sequence[BlockId]) -> None:
         """What a node knows lies in these held blocks now."""

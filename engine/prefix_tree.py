@@ -105,7 +105,9 @@ class PrefixTree:
         self._queues[Tier.DEVICE].add(node)
 
     def move(self, node: Node, tier: Tier, places: array[int]) -> None:
-        """Its blocks now lie elsewhere: a leaf in a later tier, or what lies below an earlier tier in that."""
+        """Its blocks now lie elsewhere: a leaf in a later tier, or what lies below an earlier tier in one before
+        its own that keeps the order.
+        """
         parent = node.parent
         assert parent is not None, "a node in the tree"
         parent.num_peers += (parent.tier is tier) - (parent.tier is node.tier)

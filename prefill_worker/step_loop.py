@@ -89,7 +89,9 @@ class StepLoop:
 
     def add(self, request: Request) -> None:
         """Puts a request in line. Its prompt's blocks must fit into an empty pool."""
-        self.scheduler.add(request, self._cache.match(request.spec.cache_salt, self._tokens_to_find(request)))
+        prefix = request.spec.cache_salt, self._tokens_to_find(request)
+        self.scheduler.add(request, self._cache.match(*prefix))
+        self._cache.prefetch(*prefix)
         self._wake.set()
 
     def remove(self, request: Request) -> None:

@@ -193,6 +193,16 @@ class WorkerConfig:
     host_cache_bytes: int = option(
         "host-cache-memory", 0, "host memory for KV that the pool has no room for, such as 8GiB", size_bytes(0)
     )
+    disk_cache: str | None = option(
+        "disk-cache",
+        None,
+        "folder on a local disk for KV that --host-cache-memory has no room for; nothing is left there",
+        text(r".+", "a folder"),
+        none_word="none",
+    )
+    disk_cache_bytes: int = option(
+        "disk-cache-memory", 0, "size of the file that --disk-cache has made there, such as 100GiB", size_bytes(0)
+    )
     chunk_tokens: int = option("chunk-tokens", 512, "prompt tokens computed per step", integer(1, 1_048_576))
     max_seqs: int = option("max-seqs", 64, "sequences in a batch", integer(1, 65536))
     transport: str = option(

@@ -47,6 +47,7 @@ from tandem.types import (
 )
 from tandem.v1 import worker_pb2
 from tandem.validation import Validator
+from tests.fake_disk import LateDisk
 from tests.manual_clock import ManualClock
 from tests.registering import INFO
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine
@@ -276,7 +277,13 @@ class JoinedCores:
     """Use as an async context manager; at its end both workers must be idle."""
 
     def __init__(
-        self, *, prefill_blocks: int = 32, decode_blocks: int = 64, max_seqs: int = 8, host_rows: int = 0
+        self,
+        *,
+        prefill_blocks: int = 32,
+        decode_blocks: int = 64,
+        max_seqs: int = 8,
+        host_rows: int = 0,
+        disk_slots: int = 0,
     ) -> None:
         self.infos = {role: info_of(role) for role in Role}
         self.clock = ManualClock()
@@ -284,11 +291,15 @@ class JoinedCores:
             Role.PREFILL: BlockPool(prefill_blocks, BLOCK_SIZE),
             Role.DECODE: BlockPool(decode_blocks, BLOCK_SIZE),
         }
+        self.engines = {role: FakeEngine(pool) for role, pool in self.pools.items()}
         self.caches = {
-            role: PrefixCache(pool, tier=HostTier(host_rows, 1) if host_rows else None)
+            role: PrefixCache(
+                pool,
+                tier=HostTier(host_rows, 1) if host_rows else None,
+                disk=LateDisk(disk_slots, self.engines[role].rows) if disk_slots else None,
+            )
             for role, pool in self.pools.items()
         }
-        self.engines = {role: FakeEngine(pool) for role, pool in self.pools.items()}
         wire: Any = Wire(self.engines[Role.PREFILL], self.engines[Role.DECODE])
         validator = Validator(Limits(), VOCAB_SIZE, context_tokens=4096)
         self.prefill = PrefillWorker(

@@ -105,6 +105,9 @@ def cache_readings(counters: CacheCounters) -> Iterator[Reading]:
     yield Reading(names.PREFIX_CACHE_EVICTED, counters.evicted_blocks)
     yield Reading(names.PREFIX_CACHE_STORED, counters.host_stored_blocks, ("host",))
     yield Reading(names.PREFIX_CACHE_LOADED, counters.host_loaded_blocks, ("host",))
+    yield Reading(names.PREFIX_CACHE_STORED, counters.disk_stored_blocks, ("disk",))
+    yield Reading(names.PREFIX_CACHE_LOADED, counters.disk_loaded_blocks, ("disk",))
+    yield Reading(names.PREFIX_CACHE_FAILED, counters.disk_failed_blocks, ("disk",))
 
 
 def load_readings(role: Role, load: WorkerLoad) -> Iterator[Reading]:

@@ -172,7 +172,7 @@ REQUEST_COMPLETION_TOKENS = Metric(
 
 # --- workers ---
 
-TIERS = ("host",)
+TIERS = ("host", "disk")
 """Where KV blocks go that the pool has no room for."""
 
 RUNNING_SEQS = Metric("tandem_running_seqs", "Sequences in the batch.", WORKERS)
@@ -221,6 +221,12 @@ PREFIX_CACHE_STORED = Metric(
 )
 PREFIX_CACHE_LOADED = Metric(
     "tandem_prefix_cache_loaded_blocks_total", "KV blocks that came back from there.", WORKERS, {"tier": TIERS}
+)
+PREFIX_CACHE_FAILED = Metric(
+    "tandem_prefix_cache_failed_blocks_total",
+    "KV blocks that were lost there: an error, or other bytes than were stored.",
+    WORKERS,
+    {"tier": ("disk",)},
 )
 ENGINE_STEPS = Metric("tandem_engine_steps_total", "Steps that the engine has made.", WORKERS)
 STEP_SECONDS = Metric(

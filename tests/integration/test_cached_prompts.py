@@ -47,14 +47,18 @@ async def test_each_turn_of_a_conversation_computes_what_is_new() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(
-    ("prefill_blocks", "decode_blocks", "host_rows"), [(32, 64, 0), (9, 12, 0), (16, 12, 0), (9, 12, 6), (12, 10, 40)]
+    ("prefill_blocks", "decode_blocks", "host_rows", "disk_slots"),
+    [(32, 64, 0, 0), (9, 12, 0, 0), (16, 12, 0, 0), (9, 12, 6, 0), (12, 10, 40, 0), (9, 12, 6, 30)],
 )
 async def test_random_prompts_that_share_prefixes_give_their_tokens(
-    seed: int, prefill_blocks: int, decode_blocks: int, host_rows: int
+    seed: int, prefill_blocks: int, decode_blocks: int, host_rows: int, disk_slots: int
 ) -> None:
     rng = random.Random(seed)
     known: list[list[int]] = [[]]
-    async with JoinedCores(prefill_blocks=prefill_blocks, decode_blocks=decode_blocks, host_rows=host_rows) as cores:
+    sizes = {"prefill_blocks": prefill_blocks, "decode_blocks": decode_blocks}
+    async with JoinedCores(**sizes, host_rows=host_rows, disk_slots=disk_slots) as cores:
+        for cache in cores.caches.values() if disk_slots else ():
+            cache._evictor._num_rows_ahead = 4  # so that much goes to disk
         for _ in range(6):
             specs = []
             for _ in range(rng.randint(1, 5)):
@@ -70,6 +74,18 @@ async def test_random_prompts_that_share_prefixes_give_their_tokens(
             await asyncio.gather(*(each.task for each in running), return_exceptions=True)
             await finish(cores, [each for each in running if not each.task.cancelled()])
             known += [[*each.spec.prompt_token_ids, *each.tokens][:24] for each in running]
+
+
+async def test_both_workers_look_on_disk_when_a_request_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with JoinedCores() as cores:
+        asked: dict[Role, list[tuple[TokenId, ...]]] = {role: [] for role in Role}
+        for role, cache in cores.caches.items():
+            monkeypatch.setattr(cache, "prefetch", lambda _, tokens, role=role: asked[role].append(tuple(tokens)))
+        running = cores.start(spec_of(list(range(1, 15))))
+        await finish(cores, [running])
+        prompt = running.spec.prompt_token_ids
+        assert asked[Role.PREFILL] == [prompt]
+        assert asked[Role.DECODE][0] == prompt
 
 
 async def test_a_failed_step_leaves_nothing_that_a_later_prompt_finds() -> None:

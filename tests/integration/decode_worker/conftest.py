@@ -97,7 +97,7 @@ def make_spec() -> Callable[..., GroupSpec]:
 
 
 @pytest.fixture
-def load_tiny_engine(tiny_llama: Path) -> Iterator[Callable[..., Engine]]:
+def load_tiny_engine(tiny_llama: Path, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     """Loads engines and closes them after the test. Their KV is NaN wherever nothing was written."""
     engines: list[Engine] = []
 
@@ -109,6 +109,7 @@ def load_tiny_engine(tiny_llama: Path) -> Iterator[Callable[..., Engine]]:
         mirrored_kv: bool = False,
         prefix_cache: bool = True,
         host_cache_bytes: int = 0,
+        disk_cache_bytes: int = 0,
     ) -> Engine:
         options = EngineOptions(
             model_path=tiny_llama,
@@ -121,6 +122,8 @@ def load_tiny_engine(tiny_llama: Path) -> Iterator[Callable[..., Engine]]:
             mirrored_kv=mirrored_kv,
             prefix_cache=prefix_cache,
             host_cache_bytes=host_cache_bytes,
+            disk_cache_folder=tmp_path if disk_cache_bytes else None,
+            disk_cache_bytes=disk_cache_bytes,
             placement=ThreadPlacement(threads=1),
         )
         engines.append(load_engine(options))
@@ -265,6 +268,7 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         overlap_steps: bool = True,
         prefix_cache: bool = True,
         host_cache_bytes: int = 0,
+        disk_cache_bytes: int = 0,
         guides: Guides | None = None,
     ) -> AsyncIterator[Bench]:
         engine = load_tiny_engine(
@@ -274,6 +278,7 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
             mirrored_kv=mirrored_kv,
             prefix_cache=prefix_cache,
             host_cache_bytes=host_cache_bytes,
+            disk_cache_bytes=disk_cache_bytes,
         )
         memory = PoolMemory(
             engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.mirror

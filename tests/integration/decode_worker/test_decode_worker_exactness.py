@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -29,19 +30,29 @@ async def test_a_ragged_batch_gives_the_reference_tokens(
         assert bench.worker.load().preemptions == 0
 
 
-@pytest.mark.parametrize(("block_size", "host_cache_bytes"), [(1, 0), (4, 0), (4, 1 << 14), (4, 1 << 20)])
+@pytest.mark.parametrize(
+    ("block_size", "host_cache_bytes", "disk_cache_bytes"),
+    [(1, 0, 0), (4, 0, 0), (4, 1 << 14, 0), (4, 1 << 20, 0), (4, 1 << 14, 1 << 20)],
+)
 async def test_a_pool_that_is_far_too_small_gives_the_same_tokens(
-    open_bench: Any, make_spec: MakeSpec, reference: Reference, block_size: int, host_cache_bytes: int
+    open_bench: Any,
+    make_spec: MakeSpec,
+    reference: Reference,
+    block_size: int,
+    host_cache_bytes: int,
+    disk_cache_bytes: int,
 ) -> None:
-    """Preempted sequences find their blocks again, in the pool or in the host tier, and compute what was lost."""
+    """Preempted sequences find their blocks again, in the pool or in a tier behind it, and compute what was lost."""
     lengths = (17, 18, 19, 20, 21, 22)
     specs = [make_spec(length, 120) for length in lengths]
     num_blocks = (22 + 120) // block_size + 40 // block_size
-    async with open_bench(block_size, num_blocks, chunk_tokens=16, host_cache_bytes=host_cache_bytes) as bench:
+    sizes = {"host_cache_bytes": host_cache_bytes, "disk_cache_bytes": disk_cache_bytes}
+    async with open_bench(block_size, num_blocks, chunk_tokens=16, **sizes) as bench:
         bench.engine.cache._costs.computed(1, 1e9)  # on so small a model, computing is cheaper than moving
         assert await bench.complete(specs) == [[reference(spec)] for spec in specs]
         assert bench.worker.load().preemptions > 0
         assert (bench.engine.cache.counters.host_loaded_blocks > 0) == (host_cache_bytes > 0)
+        assert (bench.engine.cache.counters.disk_stored_blocks > 0) == (disk_cache_bytes > 0)
 
 
 async def test_one_step_at_a_time_gives_the_same_tokens(
@@ -79,3 +90,28 @@ async def test_conversations_that_evict_each_other_give_the_reference_tokens(
         assert 0 < counters.hit_tokens < counters.asked_tokens
         assert counters.evicted_blocks
         assert (counters.host_loaded_blocks > 0) == (host_cache_bytes > 0)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+async def test_conversations_that_come_back_from_the_disk_give_the_reference_tokens(
+    open_bench: Any, make_spec: MakeSpec, reference: Reference, block_size: int
+) -> None:
+    """Pool and host tier hold one turn each; some are read from the disk before they are wanted, some too late."""
+    turns = [make_spec(length, 12) for length in (17, 30, 43, 45)]
+    sizes = {"host_cache_bytes": 96 * 1024, "disk_cache_bytes": 1 << 20}
+    async with open_bench(block_size, 128 // block_size, chunk_tokens=16, **sizes) as bench:
+        cache = bench.engine.cache
+        cache._costs.computed(1, 1e9)  # on so small a model, computing may be cheaper than moving
+        cache._evictor._num_rows_ahead = cache._rows.num_rows
+        for said in range(3):
+            for number, spec in enumerate(turns):
+                cache.prefetch(spec.cache_salt, spec.prompt_token_ids)
+                while number % 2 and cache._slots._num_jobs:
+                    await asyncio.sleep(0.001)
+                    cache._evictor.note_disk()
+                ((answer,),) = await bench.complete([spec])
+                assert answer == reference(spec)
+                more = spec.prompt_token_ids[: 5 + said]
+                turns[number] = replace(spec, prompt_token_ids=(*spec.prompt_token_ids, *answer, *more))
+        assert cache.counters.disk_stored_blocks > cache.counters.disk_loaded_blocks > 0
+        assert not cache.counters.disk_failed_blocks

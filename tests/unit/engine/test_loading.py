@@ -18,6 +18,7 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.kv_layout import DType
 
 NUM_NEW_TOKENS = 12
+TIERS = {"host_cache_bytes": 1 << 20, "disk_cache_bytes": 1 << 20}
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,10 @@ def test_a_small_pool_bounds_the_longest_sequence(options: EngineOptions) -> Non
         ({"device": "cuda:99"}, "--device"),
         ({"dtype": "float8"}, "--dtype"),
         ({"attention_backend": "abacus"}, "--attention-backend"),
+        ({"disk_cache_folder": Path("/"), "disk_cache_bytes": 1 << 20}, "--disk-cache"),
+        ({"disk_cache_folder": Path("/"), "host_cache_bytes": 1 << 20}, "--disk-cache-memory"),
+        ({"disk_cache_folder": Path("/no"), **TIERS}, "--disk-cache"),
+        ({"disk_cache_folder": Path("/dev/null"), **TIERS}, "--disk-cache"),
         ({"placement": ThreadPlacement(cpus=frozenset({4000}))}, "--threads"),
     ],
 )

@@ -1,11 +1,13 @@
 """A cache with tiers against a plain model: every block carries the name of what was computed in it.
 
-The name goes with the block through steps that move it, peers that write it and steps that fail. What the cache counts
-on must have the right name at any time, whatever was evicted, moved, forgotten or repeated.
+The name goes with the block through steps that move it, peers that write it, steps that fail, and a disk that is late,
+gives back other bytes or fails. What the cache counts on must have the right name at any time, whatever was evicted,
+moved, forgotten or repeated.
 """
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -20,11 +22,16 @@ from engine.prefix_cache import PrefixCache
 from engine.prefix_tree import Tier, decode
 from engine.step import Direction, TierMove
 from tandem.lifecycle import BlockState
+from tests.fake_disk import OTHER_BYTES as GARBAGE
+from tests.fake_disk import FakeDisk
 
-NUM_BLOCKS, NUM_ROWS, SIZE = 8, 3, 2
-GARBAGE = "garbage"
+NUM_BLOCKS, NUM_ROWS, NUM_SLOTS, SIZE = 8, 3, 3, 2
 SALTS = st.sampled_from(["", "one"])
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
+
+CONVERSATIONS = ((0, 0, 1, 1, 0, 1, 0), (0, 0, 1, 1, 1, 1, 0))
+TURNS = st.builds(lambda said, end: said[:end], st.sampled_from(CONVERSATIONS), st.integers(3, 7))
+RNG = st.randoms(use_true_random=False)
 
 
 def names(salt, tokens):
@@ -57,25 +64,30 @@ class Step:
 
 
 class CacheMachine(RuleBasedStateMachine):
+    has_disk = False
+
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS, SIZE)
-        self.cache = PrefixCache(self.pool, tier=HostTier(NUM_ROWS, 1))
         self.content: dict[int, object] = {}
         self.rows: dict[int, object] = {}
+        self.disk = FakeDisk(NUM_SLOTS, self.rows)
+        disk = self.disk if self.has_disk else None
+        self.cache = PrefixCache(self.pool, tier=HostTier(NUM_ROWS, 1), disk=disk)
+        self.cache._evictor._num_rows_ahead = 2
         self.requests: list[Request] = []
         self.steps: deque[Step] = deque()
         self.receiving: list[tuple[Request, list[object]]] = []
 
-    def _pick(self, data, choices):
-        return choices[data.draw(st.integers(0, len(choices) - 1))] if choices else None
+    def _pick(self, rng, choices):
+        return rng.choice(choices) if choices else None
 
     # --- requests ---
 
-    @rule(salt=SALTS, tokens=TOKENS, data=st.data())
-    def start(self, salt, tokens, data) -> None:
+    @rule(salt=SALTS, tokens=TOKENS, rng=RNG)
+    def start(self, salt, tokens, rng) -> None:
         available, expected = self.cache.num_available, self.cache.match(salt, tokens)
-        from_block = data.draw(st.integers(0, 1))
+        from_block = rng.randint(0, 1)
         found = self.cache.acquire(salt, tokens, from_block)
         assert len(found) <= max(0, expected // SIZE - from_block)
         assert self.cache.num_available >= available - len(found)
@@ -83,7 +95,7 @@ class CacheMachine(RuleBasedStateMachine):
         wanted = names(salt, tokens)[from_block:]
         loaded = found[: self.cache.num_loaded(found)]
         assert [self.content[block] for block in loaded] == wanted[: len(loaded)]
-        if from_block or data.draw(st.booleans()):
+        if from_block or rng.choice((True, False)):
             self.pool.release(found)
             return
         try:
@@ -93,9 +105,9 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             self.requests.append(Request(salt, tokens, found + own, len(found)))
 
-    @rule(data=st.data())
-    def finish(self, data) -> None:
-        if request := self._pick(data, self.requests):
+    @rule(rng=RNG)
+    def finish(self, rng) -> None:
+        if request := self._pick(rng, self.requests):
             self._release(request)
 
     def _release(self, request) -> None:
@@ -118,9 +130,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.content.update(zip(blocks, written, strict=True))
         self.receiving.append((Request(salt, tokens, blocks, 0, is_computed=True), written))
 
-    @rule(data=st.data())
-    def land(self, data) -> None:
-        if landed := self._pick(data, self.receiving):
+    @rule(rng=RNG)
+    def land(self, rng) -> None:
+        if landed := self._pick(rng, self.receiving):
             self.receiving.remove(landed)
             request, written = landed
             assert [self.content[block] for block in request.blocks] == written
@@ -150,10 +162,10 @@ class CacheMachine(RuleBasedStateMachine):
     # --- steps ---
 
     @precondition(lambda self: len(self.steps) < 2)
-    @rule(data=st.data(), fails=st.sampled_from([False, False, True]))
-    def launch_step(self, data, fails) -> None:
+    @rule(rng=RNG, fails=st.sampled_from([False, False, True]))
+    def launch_step(self, rng, fails) -> None:
         waiting = [each for each in self.requests if not each.in_flight]
-        chosen = [each for each in waiting if data.draw(st.booleans())]
+        chosen = [each for each in waiting if rng.choice((True, False))]
         if self.steps:
             fails |= self.steps[-1].fails and self.steps[-1].loads  # as the engine thread sees to
         for each in chosen:
@@ -202,6 +214,34 @@ class CacheMachine(RuleBasedStateMachine):
         for request in step.released:
             self.pool.release(request.blocks)
 
+    @rule(salt=SALTS, tokens=TURNS, waits=st.booleans(), makes_room=st.booleans())
+    def serve(self, salt, tokens, waits, makes_room) -> None:
+        """A request from its start to its end, that may wait for the disk first; `makes_room`: in a pool from which all
+        that nobody holds has gone.
+        """
+        while self.steps:
+            self.end_step()
+        self.cache.prefetch(salt, tokens)
+        while waits and self.disk.jobs:
+            self.disk.work("well")
+        if makes_room:
+            self.give_all_that_is_available(BlockState.LIVE)
+            self._make_step([])
+        found = self.cache.acquire(salt, tokens)
+        try:
+            own = self.cache.allocate(-(-len(tokens) // SIZE) - len(found))
+        except PoolExhausted:
+            self.pool.release(found)
+            return
+        request = Request(salt, tokens, found + own, len(found), in_flight=1)
+        self.requests.append(request)
+        self._make_step([request])
+        self._release(request)
+
+    def _make_step(self, requests) -> None:
+        self.steps.append(Step(self.cache.take_moves(), requests, fails=False))
+        self.end_step()
+
     # --- what must hold ---
 
     @invariant()
@@ -212,7 +252,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_it_counts_on_has_the_right_name(self) -> None:
-        tree, rows = self.cache._tree, self.cache._rows
+        tree, rows, slots = self.cache._tree, self.cache._rows, self.cache._slots
         for node in tree.nodes():
             above, edges = node, []
             while above.parent is not None:
@@ -225,6 +265,8 @@ class CacheMachine(RuleBasedStateMachine):
                     assert self.content[place] == name
                 elif node.tier is Tier.HOST and rows.is_ready(place):
                     assert self.rows[place] == name
+                elif node.tier is Tier.DISK and slots.is_ready(place):
+                    assert self.disk.slots[place] == name
 
     def teardown(self) -> None:
         while self.steps:
@@ -234,17 +276,66 @@ class CacheMachine(RuleBasedStateMachine):
             if self.pool.state(request.blocks[0]) is BlockState.QUARANTINED:
                 self.pool.writer_stopped(request.blocks)
         self.requests.clear()
-        self.launch_last()
+        while self.disk.jobs:
+            self.disk.work("well")
+        self._make_step([])
         self.pool.assert_idle()
         self.cache.clear()
         self.cache.check_invariants()
         assert self.pool.num_free == NUM_BLOCKS
+        while self.disk.jobs:
+            self.disk.work("well")
+        self.cache.take_moves()
         assert self.cache._rows.num_free == NUM_ROWS
+        assert not self.has_disk or self.cache._slots.num_free == NUM_SLOTS
 
-    def launch_last(self) -> None:
-        self.steps.append(Step(self.cache.take_moves(), [], fails=False))
-        self.end_step()
+
+class DiskMachine(CacheMachine):
+    has_disk = True
+
+    @rule(salt=SALTS, tokens=TOKENS)
+    def prefetch(self, salt, tokens) -> None:
+        self.cache.prefetch(salt, tokens)
+
+    @rule(outcome=st.sampled_from(["well"] * 6 + ["other bytes", "error"]))
+    def work(self, outcome) -> None:
+        self.disk.work(outcome)
 
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+TestDiskMachine = DiskMachine.TestCase
+TestDiskMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def do_something(machine, rng, outcome) -> None:
+    salt, said = rng.choice(("", "one")), rng.choice(CONVERSATIONS)[: rng.randint(3, 7)]
+    operations = [
+        lambda: machine.serve(salt, said, rng.random() < 0.7, rng.random() < 0.7),
+        lambda: machine.serve(salt, said, rng.random() < 0.7, rng.random() < 0.7),
+        lambda: machine.start(salt, said, rng),
+        lambda: machine.finish(rng),
+        lambda: machine.prefetch(salt, said),
+        lambda: machine.work(outcome),
+        lambda: machine.end_step() if machine.steps else None,
+        lambda: machine.launch_step(rng, rng.random() < 0.1) if len(machine.steps) < 2 else None,
+        lambda: machine.receive(salt, said) if rng.random() < 0.3 else machine.land(rng),
+        lambda: machine.forget(salt, said) if rng.random() < 0.1 else None,
+    ]
+    rng.choice(operations)()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_conversations_that_come_back_over_and_over(seed) -> None:
+    """As the machine above, but on few paths, so that much goes to disk and comes back; in the end the disk fails."""
+    rng, machine = random.Random(seed), DiskMachine()
+    for number in range(2000):
+        lies = rng.random() < 0.1
+        do_something(machine, rng, "error" if number > 1500 else "other bytes" if lies else "well")
+        machine.the_cache_agrees_with_itself()
+        machine.what_it_counts_on_has_the_right_name()
+    counters = machine.cache.counters
+    assert counters.disk_stored_blocks > counters.disk_loaded_blocks > 10
+    assert counters.disk_failed_blocks
+    machine.teardown()

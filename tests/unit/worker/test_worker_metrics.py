@@ -50,7 +50,7 @@ class Scene:
         self.metrics = Metrics(Process(role.value), "demo")
         self.observer = WorkerMetrics(self.metrics, role, self.clock)
         self.metrics.add_reader(lambda: load_readings(role, LOAD))
-        self.metrics.add_reader(lambda: cache_readings(CacheCounters(90, 60, 5, 3, 2)))
+        self.metrics.add_reader(lambda: cache_readings(CacheCounters(90, 60, 5, 3, 2, 9, 8, 7)))
 
     def sequence(self) -> SequenceObserver:
         return self.observer.sequence(SPEC)
@@ -128,6 +128,9 @@ def test_blocks_that_the_cache_evicted_stored_and_loaded_are_counted(decode: Sce
     assert decode.value("tandem_prefix_cache_evicted_blocks_total") == 5
     assert decode.value("tandem_prefix_cache_stored_blocks_total", "host") == 3
     assert decode.value("tandem_prefix_cache_loaded_blocks_total", "host") == 2
+    assert decode.value("tandem_prefix_cache_stored_blocks_total", "disk") == 9
+    assert decode.value("tandem_prefix_cache_loaded_blocks_total", "disk") == 8
+    assert decode.value("tandem_prefix_cache_failed_blocks_total", "disk") == 7
 
 
 def test_the_sender_counts_a_hand_offs_bytes(prefill: Scene) -> None:
