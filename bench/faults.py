@@ -60,6 +60,8 @@ RECOVERY_BAR_S = 3.0
 _WATCHED_S = 60.0
 """So long after the kill a worker's successor is looked for."""
 _POLL_S = 0.02
+_UNCACHED = "--no-prefix-cache"
+"""Questions come again: what a cache knew would not be computed by a worker that was started again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +170,11 @@ def _first_end(killed_s: float, calls: Sequence[Call]) -> float | None:
 def running(case: Case) -> Iterator[tuple[str, int]]:
     """The case's cluster with all its workers: what clients call, and the victim's process id."""
     if case.victim != "router-0":
-        with serve("demo", "--prefill", str(case.prefill), "--decode", str(case.decode)) as cluster:
+        with serve("demo", "--prefill", str(case.prefill), "--decode", str(case.decode), _UNCACHED) as cluster:
             _wait_whole(cluster.target, case.prefill + case.decode)
             yield cluster.target, children(cluster.process.pid)[case.victim]
         return
-    with Fleet(free_ports(2)) as fleet:
+    with Fleet(free_ports(2), options=(_UNCACHED,)) as fleet:
         for index in range(2):
             fleet.start_router(index)
         for role, count in ((Role.PREFILL, case.prefill), (Role.DECODE, case.decode)):

@@ -190,7 +190,7 @@ def name_of(requirement: str) -> str:
 
 def test_every_module_of_the_router_s_image_imports_with_base_dependencies_alone() -> None:
     names = modules_of_extras() | {"yaml", "transformers"}
-    assert {"torch", "numpy", "triton", "safetensors", "xxhash"} <= names
+    assert {"torch", "numpy", "triton", "safetensors", "msgpack"} <= names
     program = WITHOUT_WORKERS.format(names=names)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60

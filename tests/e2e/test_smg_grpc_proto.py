@@ -137,8 +137,6 @@ def test_log_probabilities_of_the_prompt_are_those_of_inference_service(
         (request(logit_bias={-1: 1.0}), "INVALID_ARGUMENT", "sampling_params.logit_bias"),
         (request(n=17), "INVALID_ARGUMENT", "sampling.n"),
         (request(prompt_logprobs=-1), "INVALID_ARGUMENT", "sampling_params.prompt_logprobs"),
-        (request(json_object=True), "UNIMPLEMENTED", "sampling_params.json_object"),
-        (request(regex="a+"), "UNIMPLEMENTED", "sampling.regex"),
         (request(truncate_prompt_tokens=5), "UNIMPLEMENTED", "sampling_params.truncate_prompt_tokens"),
         (engine.GenerateRequest(text="x", data_parallel_rank=1), "INVALID_ARGUMENT", "no rank 1"),
         (engine.GenerateRequest(text="x", kv_transfer_params_json="{}"), "UNIMPLEMENTED", "kv_transfer_params_json"),

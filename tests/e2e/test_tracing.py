@@ -20,7 +20,8 @@ PROMPT = "the unmistakable zanzibar phrase"
 WORK = ("queue", "prefill", "kv.transfer", "decode")
 STOP_S = 8.0
 """An orderly end of three processes, two of them after the router: twice two seconds for spans, and the drain."""
-ONE_OF_EACH = ("--prefill", "1", "--decode", "1")
+ONE_OF_EACH = ("--prefill", "1", "--decode", "1", "--no-prefix-cache")
+"""The prompt comes again: known to the decode worker, it would not go through both."""
 
 
 @pytest.fixture(scope="module")
