@@ -73,7 +73,7 @@ async def test_a_decode_worker_that_may_computes_the_prompt_itself(cluster: Any)
     assert [token for each in responses for token in each.token_ids] == cluster.completion(PROMPT, 8)
     assert responses[-1].timings.transfer_bytes == 0
     assert responses[-1].timings.prefill_seconds == 0.5
-    assert decode.idle
+    await cluster.until(lambda: decode.idle)
 
 
 async def test_complete_gathers_what_generate_streams(cluster: Any) -> None:
