@@ -11,7 +11,7 @@ A violation, exit code 1:
     wrong       an answer that is not that of the quiet run
     failed      a request that was refused or failed, or did not end in time
     unclean     a block that somebody holds at the end, when nobody asks for anything any more
-    waste       token slots that hold nothing, as a share of the blocks in use (live or cached), mean over the run:
+    waste       token slots that hold nothing, as a share of the live blocks' slots, mean over the run:
                 `WASTE_BAR` or more
     shows none  a run in which no sequence was preempted
 
@@ -216,7 +216,7 @@ async def _sample(client: AsyncClient, waste: list[float]) -> None:
             for worker in (await client.status()).workers:
                 pool = worker.load.pool
                 if worker.info.role is Role.DECODE and pool.live:
-                    waste.append(pool.unused_slots / ((pool.live + pool.cached) * pool.block_size))
+                    waste.append(pool.unused_slots / (pool.live * pool.block_size))
         await asyncio.sleep(_SAMPLE_S)
 
 

@@ -40,7 +40,7 @@ def said(choice: Choice) -> tuple[object, ...]:
 
 
 def assert_same(found: Sequence[Choice], right: Sequence[Choice]) -> None:
-    """Scores but for rounding: chunks of a prompt are other ones where its beginning was cached."""
+    """Scores but for rounding: how many rows share a product, and where a prompt is cut, change the last bits."""
     assert [said(each) for each in found] == [said(each) for each in right]
     assert [each.score for each in found] == pytest.approx([each.score for each in right], rel=1e-5)
 
