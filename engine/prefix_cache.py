@@ -127,7 +127,8 @@ class PrefixCache:
     def acquire(self, cache_salt: str, token_ids: Sequence[TokenId], from_block: int = 0) -> Sequence[BlockId]:
         """Retains the longest known prefix, without its first `from_block` blocks; the caller releases it.
 
-        An `array`, which a table copies in one go. What lies in the host tier is brought back by the next step, as far as there is room for it.
+        An `array`, which a table copies in one go. What lies in the host tier is brought back by the next step, as far
+        as there is room for it.
         """
         path, self._evictor.in_use = self._walk(cache_salt, token_ids), self._tree.tick()
         found = array("i")
