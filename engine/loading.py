@@ -83,6 +83,7 @@ class EngineOptions:
     @classmethod
     def of_worker(cls, config: WorkerConfig, model_path: Path, *, shared_kv: bool) -> EngineOptions:
         """As a worker's options say."""
+        folder = config.disk_cache if config.prefix_cache else None
         return cls(
             model_path=model_path,
             device=config.device,
@@ -91,8 +92,8 @@ class EngineOptions:
             kv_blocks=config.kv_blocks,
             kv_memory_bytes=config.kv_memory_bytes,
             prefix_cache=config.prefix_cache,
-            host_cache_bytes=config.host_cache_bytes,
-            disk_cache_folder=None if config.disk_cache is None else Path(config.disk_cache),
+            host_cache_bytes=config.host_cache_bytes if config.prefix_cache else 0,
+            disk_cache_folder=None if folder is None else Path(folder),
             disk_cache_bytes=config.disk_cache_bytes,
             max_seqs=config.max_seqs,
             attention_backend=config.attention_backend,
@@ -258,14 +259,10 @@ def _num_blocks(options: EngineOptions, model: LoadedModel, layout: KvLayout) ->
 
 
 def _host_tier(options: EngineOptions, kv_cache: KvCache, device: torch.device) -> HostTier | None:
-    """Raises ConfigError if nothing would be put there, or if there is not so much memory."""
+    """Raises ConfigError if there is not so much memory."""
     num_rows = options.host_cache_bytes // kv_cache.layout.block_bytes
     if not num_rows:
         return None
-    if not options.prefix_cache:
-        raise ConfigError(
-            "--host-cache-memory", "keeps what the prefix cache knows, and --no-prefix-cache turns that off"
-        )
     available = available_memory_bytes(torch.device("cpu"))
     if options.host_cache_bytes > available:
         raise ConfigError("--host-cache-memory", f"{options.host_cache_bytes} bytes; {available} are available")
@@ -276,8 +273,6 @@ def _disk_tier(options: EngineOptions, tier: HostTier | None, block_bytes: int) 
     """Raises ConfigError without a host tier before it, or if there is no such folder, or not so much space."""
     folder, num_slots = options.disk_cache_folder, options.disk_cache_bytes // block_bytes
     if folder is None:
-        if num_slots:
-            raise ConfigError("--disk-cache-memory", "needs --disk-cache: the folder for its file")
         return None
     if tier is None:
         raise ConfigError("--disk-cache", "needs --host-cache-memory of a block at least: KV goes to disk from there")

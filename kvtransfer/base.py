@@ -166,6 +166,18 @@ class Staging(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The pool itself where it lies on a GPU, for transports that move bytes between GPUs. Owned by the pool."""
+
+    blocks: torch.Tensor
+    """`[N, block_bytes]` uint8 on its device, contiguous."""
+    shared_fd: int | None
+    """Descriptor of the CUDA allocation that begins with block 0, for peers on this host; None = it has none."""
+    allocation_bytes: int
+    """Size of that allocation: whole granules."""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolMemory:
     """A pool's bytes as transfers see them, and what to share them by."""
 
@@ -176,3 +188,5 @@ class PoolMemory:
     incarnation: Incarnation
     staging: Staging | None = None
     """How rows that only stand for blocks become those, and the reverse; None = the rows are the pool."""
+    device: DeviceMemory | None = None
+    """None = the pool lies in host memory."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from kvtransfer.base import Fingerprints, PoolMemory, Staging
+from kvtransfer.base import DeviceMemory, Fingerprints, PoolMemory, Staging
 from tandem.errors import ConfigError, InternalError
 from tandem.types import BlockId, Incarnation
 
@@ -42,6 +42,8 @@ class LocalPool(Staging, Protocol):
     """memfd that holds the rows, if they lie in shared memory; owned by the pool."""
     rows: Rows
     """`[N, block_bytes]` uint8."""
+    device: DeviceMemory | None
+    """The pool itself where that lies on a GPU; a step that has returned has written its KV there."""
 
     def spans(self, block_ids: Iterable[BlockId]) -> list[memoryview]:
         """The rows' bytes in order, writable, runs of neighbours as one span."""
@@ -74,6 +76,7 @@ class _HostPool:
         self.incarnation: Incarnation = memory.incarnation
         self.fingerprints = fingerprints
         self.shared_fd = memory.shared_fd
+        self.device = memory.device
         self.num_blocks: int = blocks.shape[0]
         self.block_bytes = expected
         self.rows: Rows = blocks.numpy()  # [N, block_bytes]

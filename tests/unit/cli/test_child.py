@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cli.launch import launch_command
-from cli.supervisor import Child, open_process
+from cli.supervisor import Child
 
 DEADLINE_S = 20.0
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="affinity and parent-death signals are Linux's")
@@ -21,7 +21,7 @@ async def start() -> Any:
     children: list[Child] = []
 
     def started(command: list[str], sink: Callable[[str], None] = lambda line: None) -> Child:
-        children.append(Child(open_process(command), sink))
+        children.append(Child(command, sink))
         return children[-1]
 
     yield started
