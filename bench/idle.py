@@ -182,7 +182,7 @@ async def open_worker(
     )
     engine = await asyncio.to_thread(load_engine, options)
     try:
-        memory = PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, Incarnation(secrets.token_hex(16)))
+        memory = PoolMemory(engine.kv_cache.host_rows, engine.kv_cache.shared_fd, Incarnation(secrets.token_hex(16)))
         prints = Fingerprints(engine.fingerprint, engine.layout)
         receiver = KvReceiver(memory, prints, MonotonicClock(), (TCP,), "127.0.0.1")
         validator = Validator(Limits(), checkpoint.vocab_size, checkpoint.context_tokens)

@@ -12,19 +12,19 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
-from engine.sequence import new_block_table
+from engine.sequence import TokenArray, new_block_table, new_token_array
 from tandem.types import TokenId
 
 _VOCAB_SIZE = 150_000
 _NUM_OTHERS = 64
 
 
-def _tokens(rng: random.Random, num_tokens: int) -> tuple[TokenId, ...]:
-    return tuple(TokenId(rng.randrange(_VOCAB_SIZE)) for _ in range(num_tokens))
+def _tokens(rng: random.Random, num_tokens: int, stem: Iterable[TokenId] = ()) -> TokenArray:
+    return new_token_array([*stem, *(TokenId(rng.randrange(_VOCAB_SIZE)) for _ in range(num_tokens))])
 
 
 def _us(call: Callable[[], object]) -> float:
@@ -33,7 +33,7 @@ def _us(call: Callable[[], object]) -> float:
     return (time.thread_time() - began_s) * 1e6
 
 
-def _remember(cache: PrefixCache, tokens: tuple[TokenId, ...]) -> float:
+def _remember(cache: PrefixCache, tokens: TokenArray) -> float:
     blocks = cache.allocate(len(tokens) // cache.pool.block_size)
     us = _us(lambda: cache.insert("", tokens, blocks))
     cache.pool.release(blocks)
@@ -47,12 +47,12 @@ def costs_us(block_size: int, num_tokens: int, repeats: int) -> tuple[float, ...
     num_blocks = 4 * num_tokens // block_size + 1
     cache = PrefixCache(BlockPool(num_blocks, block_size))
     for _ in range(_NUM_OTHERS):
-        _remember(cache, stem + _tokens(rng, num_tokens // 16))
-    costs = [_costs_us(cache, stem + _tokens(rng, num_tokens - len(stem))) for _ in range(repeats)]
+        _remember(cache, _tokens(rng, num_tokens // 16, stem))
+    costs = [_costs_us(cache, _tokens(rng, num_tokens - len(stem), stem)) for _ in range(repeats)]
     return tuple(statistics.median(each) * 1000 / num_tokens for each in zip(*costs, strict=True))
 
 
-def _costs_us(cache: PrefixCache, tokens: tuple[TokenId, ...]) -> tuple[float, ...]:
+def _costs_us(cache: PrefixCache, tokens: TokenArray) -> tuple[float, ...]:
     insert = _remember(cache, tokens)
     match = _us(lambda: cache.match("", tokens))
     table = new_block_table()

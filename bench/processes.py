@@ -53,9 +53,9 @@ def _child_pids(parent: int) -> Iterator[int]:
 
 
 def _name(pid: int) -> str | None:
-    """By its command line, `python -m MODULE OPTION…`; that of one that ended is empty."""
+    """By its command line, `python -m MODULE OPTION…`, which a standby gives itself in one word; empty if it ended."""
     try:
-        words = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        words = (_PROC / str(pid) / "cmdline").read_text(errors="replace").replace("\0", " ").split()
     except OSError:
         return None
     if words[1:3] == ["-m", "router"]:

@@ -228,7 +228,7 @@ def _load(checkpoint: CheckpointInfo, *, shared_kv: bool) -> Engine:
 
 
 def _memory(engine: Engine) -> PoolMemory:
-    return PoolMemory(engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.mirror)
+    return PoolMemory(engine.kv_cache.host_rows, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.staging)
 
 
 def _prints(engine: Engine) -> Fingerprints:

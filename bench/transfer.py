@@ -1,160 +1,153 @@
 """How fast blocks go from one process to another: `python -m bench.transfer`.
 
-A receiving process of its own, a sending pool here; per transport and block size, hand-offs of
-a fixed number of bytes are repeated and the fastest and the median are reported, with
-checksums on, from the first push to COMMITTED. With `--tls DIR`, tcp is inside mutual TLS.
+A receiving process of its own, a sending pool here. In each round, in turn: a hand-off of a fixed number of bytes per
+transport and block size, with checksums on both sides, from `open` to COMMITTED over an open connection; the same bytes
+by a plain copy, by a copy with checksums on one thread, and by a raw socket; and what a hand-off costs that moves one
+block, or none. Ratios are medians of the rounds' own ratios. With `--tls DIR`, tcp is inside mutual TLS.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import mmap
-import multiprocessing
-import os
 import statistics
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
+import uvloop
 
-from kvtransfer.base import BlockRef, Fingerprints, PoolMemory
-from kvtransfer.receiver import KvReceiver
-from kvtransfer.sender import KvSender
-from kvtransfer.transports import TCP, usable
-from tandem.clock import MonotonicClock
-from tandem.errors import TransferError
-from tandem.kv_layout import DType, KvLayout
-from tandem.security.tls import ClientTls, ServerTls
-from tandem.types import BlockId, new_incarnation
+from bench.record import write_record
+from bench.transfer_ceilings import CopyCeiling, SocketCeiling
+from bench.transfer_pair import Pair, Spec, Tls, pool_memory
+from kvtransfer.transports import SHM, TCP, usable
 
 MIB = 1024 * 1024
-_EXPIRES_IN_S = 60.0
-_TIMEOUT_S = 30.0
+FIXED_PER_ROUND = 5
+"""Hand-offs of one block, and of none, in each round."""
+PLAIN_COPY = "plain copy"
+RAW_SOCKET = "raw socket"
+CEILINGS = {SHM: PLAIN_COPY, TCP: RAW_SOCKET}
+"""What each transport is held against."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One transport at one block size."""
+    """One transport, or one ceiling, at one block size; a ceiling has neither ratio nor fixed cost."""
 
     transport: str
     block_bytes: int
-    num_blocks: int
     num_bytes: int
     median_s: float
     best_s: float
     median_gb_per_s: float
     best_gb_per_s: float
+    of_ceiling: float | None = None
+    """Of the plain copy's (shm) or the raw socket's (tcp) rate."""
+    connect_ms: float | None = None
+    """The first hand-off: dials, maps, and touches each page of the mapping for the first time."""
+    one_block_ms: float | None = None
+    empty_ms: float | None = None
 
 
-class _Quiet:
-    """A listener with nothing to do: the sender sees the end."""
-
-    def on_receiving(self) -> None: ...
-
-    def on_committed(self, first_token_payload: bytes) -> None: ...
-
-    def on_failed(self, error: TransferError) -> None: ...
-
-    def on_writer_stopped(self) -> None: ...
+def _measurement(name: str, block_bytes: int, num_bytes: int, seconds: Sequence[float], **more: Any) -> Measurement:
+    median_s, best_s, gb = statistics.median(seconds), min(seconds), num_bytes / 1e9
+    return Measurement(name, block_bytes, num_bytes, median_s, best_s, gb / median_s, gb / best_s, **more)
 
 
-def _prints(block_bytes: int) -> Fingerprints:
-    return Fingerprints("bench", KvLayout(1, 1, block_bytes // 128, 32, DType.BFLOAT16))
+class _Size:
+    """All that is measured at one block size."""
+
+    def __init__(self, stack: ExitStack, transports: Sequence[str], block_bytes: int, num_bytes: int, tls: Tls | None):
+        num_blocks = max(1, num_bytes // block_bytes)
+        memory = stack.enter_context(pool_memory(num_blocks, block_bytes))
+        self._num_bytes, self._block_bytes = num_blocks * block_bytes, block_bytes
+        self._pairs = [
+            Pair(Spec(each, block_bytes, num_blocks, tls if each == TCP else None), memory) for each in transports
+        ]
+        self._copies = CopyCeiling(memory.blocks.numpy())
+        self._socket = SocketCeiling(self._num_bytes)
+        self._seconds: dict[str, list[float]] = {}
+        self._connect_s: dict[str, float] = {}
+
+    async def warm_up(self) -> None:
+        """Connects, and whatever else happens once."""
+        for pair in self._pairs:
+            self._connect_s[pair.spec.transport] = await pair.hand_over(pair.spec.num_blocks)
+        self._copies.plain()
+        self._socket.move()
+
+    async def round(self) -> None:
+        """Each once, in turn."""
+        for pair in self._pairs:
+            name = pair.spec.transport
+            self._add(name, await pair.hand_over(pair.spec.num_blocks))
+            for _ in range(FIXED_PER_ROUND):
+                self._add(f"{name} one block", await pair.hand_over(1))
+                self._add(f"{name} empty", await pair.hand_over(0))
+        self._add(PLAIN_COPY, self._copies.plain())
+        self._add("copy + xxh3", self._copies.with_checksums())
+        self._add(RAW_SOCKET, self._socket.move())
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._seconds.setdefault(name, []).append(seconds)
+
+    async def stop(self) -> None:
+        """Ends all other processes."""
+        for pair in self._pairs:
+            await pair.stop()
+        self._socket.stop()
+
+    def ceilings(self) -> list[Measurement]:
+        """Of this size."""
+        names = (PLAIN_COPY, "copy + xxh3", RAW_SOCKET)
+        return [_measurement(name, self._block_bytes, self._num_bytes, self._seconds[name]) for name in names]
+
+    def results(self) -> list[Measurement]:
+        """Of this size, one per transport."""
+        return [self._result(pair.spec) for pair in self._pairs]
+
+    def _result(self, spec: Spec) -> Measurement:
+        name = spec.transport
+        ceiling = CEILINGS.get(name)
+        ratio = None
+        if ceiling is not None and spec.tls is None:
+            pairs = zip(self._seconds[ceiling], self._seconds[name], strict=True)
+            ratio = statistics.median(least / took for least, took in pairs)
+        return _measurement(
+            f"{name}+tls" if spec.tls is not None else name,
+            self._block_bytes,
+            self._num_bytes,
+            self._seconds[name],
+            of_ceiling=ratio,
+            connect_ms=self._connect_s[name] * 1e3,
+            one_block_ms=statistics.median(self._seconds[f"{name} one block"]) * 1e3,
+            empty_ms=statistics.median(self._seconds[f"{name} empty"]) * 1e3,
+        )
 
 
-@contextmanager
-def _memory(num_blocks: int, block_bytes: int) -> Iterator[PoolMemory]:
-    fd = os.memfd_create("tandem-bench")
-    os.ftruncate(fd, num_blocks * block_bytes)
-    mapping = mmap.mmap(fd, num_blocks * block_bytes)
-    blocks = torch.frombuffer(mapping, dtype=torch.uint8).view(num_blocks, block_bytes)
-    blocks.fill_(1)  # every page is there before the clock runs
-    try:
-        yield PoolMemory(blocks, fd, new_incarnation())
-    finally:
-        os.close(fd)  # the mapping goes with its last tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Tls:
-    """A folder with ca.crt, tls.crt and tls.key, as docs/security.md makes them."""
-
-    folder: Path
-
-    def _file(self, name: str) -> str:
-        return str(self.folder / name)
-
-    def server(self) -> ServerTls:
-        return ServerTls(self._file("tls.crt"), self._file("tls.key"), self._file("ca.crt"))
-
-    def client(self) -> ClientTls:
-        return ClientTls(self._file("ca.crt"), self._file("tls.crt"), self._file("tls.key"))
-
-
-def _receive(pipe: Connection, transport: str, num_blocks: int, block_bytes: int, tls: _Tls | None) -> None:
-    """The other process: one offer for every request on the pipe, until it says None."""
-    with _memory(num_blocks, block_bytes) as memory:
-        asyncio.run(_serve_offers(pipe, memory, transport, block_bytes, tls))
-
-
-async def _serve_offers(
-    pipe: Connection, memory: PoolMemory, transport: str, block_bytes: int, tls: _Tls | None
-) -> None:
-    server_tls = None if tls is None else tls.server()
-    receiver = KvReceiver(memory, _prints(block_bytes), MonotonicClock(), (transport,), "127.0.0.1", tls=server_tls)
-    await receiver.start()
-    loop = asyncio.get_running_loop()
-    blocks = tuple(BlockRef(BlockId(i), 0) for i in range(memory.blocks.shape[0]))
-    while await loop.run_in_executor(None, pipe.recv):
-        offer = receiver.offer(blocks, _Quiet(), _EXPIRES_IN_S)
-        pipe.send((offer.ticket, offer.endpoint))
-    await receiver.stop()
-
-
-async def _send(
-    pipe: Connection, transport: str, memory: PoolMemory, block_bytes: int, repeats: int, tls: _Tls | None
-) -> list[float]:
-    """Seconds of each hand-off after the first, which maps and warms up."""
-    client_tls = None if tls is None else tls.client()
-    sender = KvSender(memory, _prints(block_bytes), MonotonicClock(), transport, tls=client_tls)
-    sources = tuple(BlockId(i) for i in range(memory.blocks.shape[0]))
-    loop = asyncio.get_running_loop()
-    seconds: list[float] = []
-    for _ in range(repeats + 1):
-        pipe.send(True)
-        ticket, endpoint = await loop.run_in_executor(None, pipe.recv)
-        handoff = await sender.open(ticket, endpoint, _TIMEOUT_S)
-        started_s = time.perf_counter()
-        await handoff.push(0, sources)
-        await handoff.commit(b"")
-        seconds.append(time.perf_counter() - started_s)
-    pipe.send(False)
-    await sender.stop()
-    return seconds[1:]
-
-
-def measure(transport: str, block_bytes: int, num_bytes: int, repeats: int, tls: _Tls | None = None) -> Measurement:
-    """Repeats a hand-off of `num_bytes` in whole blocks between two processes."""
-    num_blocks = max(1, num_bytes // block_bytes)
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    receiver = context.Process(target=_receive, args=(theirs, transport, num_blocks, block_bytes, tls), daemon=True)
-    receiver.start()
-    theirs.close()
-    with _memory(num_blocks, block_bytes) as memory:
-        seconds = asyncio.run(_send(ours, transport, memory, block_bytes, repeats, tls))
-    receiver.join(_TIMEOUT_S)
-    total, median_s, best_s = num_blocks * block_bytes, statistics.median(seconds), min(seconds)
-    gb = total / 1e9
-    name = f"{transport}+tls" if tls is not None and transport == TCP else transport
-    return Measurement(name, block_bytes, num_blocks, total, median_s, best_s, gb / median_s, gb / best_s)
+async def measure(
+    transports: Sequence[str], sizes: Sequence[int], num_bytes: int, rounds: int, tls: Tls | None = None
+) -> dict[str, Any]:
+    """Hand-offs of `num_bytes` in blocks of each of `sizes` bytes, and the ceilings."""
+    with ExitStack() as stack:
+        measured = [_Size(stack, transports, block_bytes, num_bytes, tls) for block_bytes in sizes]
+        for size in measured:
+            await size.warm_up()
+        for _ in range(rounds):
+            for size in measured:
+                await size.round()
+        for size in measured:
+            await size.stop()
+    return {
+        "rounds": rounds,
+        "ceilings": [asdict(each) for size in measured for each in size.ceilings()],
+        "results": [asdict(each) for size in measured for each in size.results()],
+    }
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
@@ -163,9 +156,10 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--transports", default="", help="comma-separated; default: all that work here")
     parser.add_argument("--block-kib", default="16,368,4096", help="block sizes in KiB, comma-separated")
     parser.add_argument("--mib", type=int, default=64, help="payload of one hand-off")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tls", type=Path, metavar="DIR", help="folder with ca.crt, tls.crt, tls.key for 127.0.0.1")
     parser.add_argument("--json", type=Path, help="write the result there instead of stdout")
+    parser.add_argument("--record", action="store_true", help="write bench/results/transfer.json and the page")
     return parser.parse_args(argv)
 
 
@@ -179,19 +173,19 @@ def main(argv: list[str]) -> int:
         print(f"not measured: {reason}")
         return 0
     transports = arguments.transports.split(",") if arguments.transports else usable(arguments.device)
-    tls = None if arguments.tls is None else _Tls(arguments.tls)
-    results = [
-        measure(transport, int(kib) * 1024, arguments.mib * MIB, arguments.repeats, tls)
-        for transport in transports
-        for kib in arguments.block_kib.split(",")
-    ]
-    text = json.dumps({"device": arguments.device, "results": [asdict(result) for result in results]}, indent=2)
+    tls = None if arguments.tls is None else Tls(arguments.tls)
+    sizes = [int(kib) * 1024 for kib in arguments.block_kib.split(",")]
+    results = uvloop.run(measure(transports, sizes, arguments.mib * MIB, arguments.rounds, tls))
+    if arguments.record:
+        write_record("transfer", results)
+    text = json.dumps({"device": arguments.device, **results}, indent=2)
     if arguments.json is None:
         print(text)
         return 0
     arguments.json.write_text(text + "\n", encoding="utf-8")
-    for result in results:
-        print(f"{result.transport:7} {result.block_bytes // 1024:6} KiB blocks: {result.median_gb_per_s:6.2f} GB/s")
+    for each in (*results["ceilings"], *results["results"]):
+        ratio = "" if each["of_ceiling"] is None else f", {each['of_ceiling']:.2f} of the ceiling"
+        print(f"{each['transport']:12} {each['block_bytes'] // 1024:6} KiB: {each['median_gb_per_s']:6.2f} GB/s{ratio}")
     return 0
 
 

@@ -18,7 +18,9 @@ from rich.padding import Padding
 import tandem
 from cli.command import Subparsers, add_command
 from cli.terminal import open_console, plain, print_whole, table
+from tandem.config import environment
 from tandem.cores import plan_cores, usable_cores
+from tandem.gpus import find_gpus, plan_devices
 
 _LIBRARIES = (
     *("grpcio", "protobuf", "tokenizers", "uvloop", "opentelemetry-sdk"),
@@ -60,6 +62,12 @@ def _machine() -> Iterator[str]:
     yield f"cores usable: {len(cores)} of {os.cpu_count()}"
     yield (f"`tandem serve` would give its prefill worker cores {prefill} and its decode worker cores {decode}")
     yield f"memory: {_memory()}"
+    gpus = find_gpus(environment().get("CUDA_VISIBLE_DEVICES"))
+    yield f"GPUs usable: {', '.join(gpus) or 'none'}"
+    if gpus:
+        shares = plan_devices(gpus, 1, 1)
+        own = (shares.prefill[0].gpus[0], shares.decode[0].gpus[0])
+        yield "`tandem serve` would give its prefill worker {} and its decode worker {}".format(*own)
 
 
 def _memory() -> str:

@@ -1,7 +1,7 @@
 """`tandem serve`: a router and its workers as supervised child processes.
 
 start   router → its address → workers → health SERVING → `ready HOST:PORT` on stdout
-keep    a child that ends, whatever its code, or stands still is replaced
+keep    a child that ends, whatever its code, or stands still is replaced; a worker by a standby, once there is one
 stop    router (NOT_SERVING at once, finishes what runs) → workers → exit 0
 second signal, or this process killed: every child ends at once
 """
@@ -13,25 +13,31 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from cli.command import Subparsers, add_command
-from cli.launch import launch_command
-from cli.supervisor import START_TIMEOUT_S, Child, RestartPolicy, Supervisor
+from cli.launch import STANDS_BY_FOR, launch_command
+from cli.standby import Standby
+from cli.supervisor import START_TIMEOUT_S, Child, RestartPolicy, Supervisor, open_process
 from tandem import progress
 from tandem.client import AsyncClient
 from tandem.clock import MonotonicClock
-from tandem.config import ServeConfig, add_arguments, argv_of, load
+from tandem.config import ServeConfig, add_arguments, argv_of, environment, load
 from tandem.cores import plan_cores, share_all_cores, usable_cores
 from tandem.errors import ConfigError
+from tandem.gpus import DevicePlan, DeviceShare, find_gpu, find_gpus, plan_devices
+from tandem.host_memory import available_host_bytes
 from tandem.rpc.process import StopSignal, run_process
 from tandem.security.credentials import Security
 from tandem.security.options import client_side
-from tandem.telemetry.logging import configure_logging
+from tandem.telemetry.logging import configure_logging, get_logger
 from tandem.telemetry.stderr_lines import write_line
+
+_log = get_logger(__name__)
 
 STOP_MARGIN_S = 5.0
 """On top of a child's own drain grace, before it is killed."""
+STANDBY_PAUSE_S = 5.0
+"""From the cluster's being ready to the start of a standby, or of the next one: its imports would slow what begins."""
 _ADMIN_LISTEN = "127.0.0.1:0"
 """Of workers, unless the router is to have no admin port either."""
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
@@ -57,12 +63,14 @@ def run(namespace: argparse.Namespace) -> int:
     check_fleet(config)
     Security.load(config.router.security, config.router.ports)  # before children start: each would find the same fault
     configure_logging("serve", config.router.log_format, config.router.log_level)
-    return run_process(lambda stop: _serve(config, stop))
+    devices = fleet_devices(config, find_gpus(environment().get("CUDA_VISIBLE_DEVICES")))
+    check_host_memory(config, devices, available_host_bytes())
+    return run_process(lambda stop: _serve(config, devices, stop))
 
 
-async def _serve(config: ServeConfig, stop: StopSignal) -> None:
+async def _serve(config: ServeConfig, devices: DevicePlan, stop: StopSignal) -> None:
     async with asyncio.TaskGroup() as tasks:
-        server = _Server(config, tasks)
+        server = _Server(config, devices, tasks)
         stop.on_abort(server.kill)
         start = tasks.create_task(server.start(), name="start")
         await stop.wait()
@@ -73,16 +81,16 @@ async def _serve(config: ServeConfig, stop: StopSignal) -> None:
 class _Server:
     """The children, in the order in which they start and stop."""
 
-    def __init__(self, config: ServeConfig, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, config: ServeConfig, devices: DevicePlan, tasks: asyncio.TaskGroup) -> None:
         self._config = config
         self._tasks = tasks
         self._cores = usable_cores()
-        device = config.decode_worker.device
-        # As the workers will decide (`engine.loading.resolve_device`), told from device files: no torch here.
-        self._on_gpu = device.startswith("cuda") or (device == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))
+        self._devices = devices
         self._router: Supervisor | None = None
         self._router_listen = config.router.listen
         self._workers: list[Supervisor] = []
+        self._standby = Standby()
+        self._preparing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns once the ready line is printed; a child's failure ends the task group instead."""
@@ -91,7 +99,7 @@ class _Server:
             self._router_listen = await self._router.address()  # a restart must have the same port
             started()
             address = local_address(self._router_listen)
-            for spec in worker_specs(self._config, self._cores, address, on_gpu=self._on_gpu):
+            for spec in worker_specs(self._config, self._cores, address, self._devices):
                 self._workers.append(self._supervise(spec, partial(self._start_child, spec)))
             counting = [self._tasks.create_task(_call_when_ready(worker, started)) for worker in self._workers]
             async with self._connect(self._router_listen) as client:
@@ -99,15 +107,18 @@ class _Server:
             for each in counting:  # one that left before it was ready is not waited for
                 each.cancel()
         print(f"ready {self._router_listen}", flush=True)
+        self._preparing = self._tasks.create_task(self._keep_standby(), name="keep-standby")
 
     async def stop(self) -> None:
         """Router first, so that what runs can finish on the workers."""
+        self._end_standby()
         if self._router is not None:
             await self._router.stop()
         await asyncio.gather(*(worker.stop() for worker in self._workers))
 
     def kill(self) -> None:
         """Ends every child at once."""
+        self._end_standby()
         for supervisor in (self._router, *self._workers):
             if supervisor is not None:
                 supervisor.kill()
@@ -124,10 +135,23 @@ class _Server:
     def _router_spec(self) -> ChildSpec:
         return router_spec(self._config, self._cores, self._router_listen)
 
+    def _end_standby(self) -> None:
+        if self._preparing is not None:
+            self._preparing.cancel()
+        self._standby.close()
+
+    async def _keep_standby(self) -> None:
+        lives = True
+        while lives:
+            await asyncio.sleep(STANDBY_PAUSE_S)
+            lives = self._standby.prepare()
+        _log.warning("the standby has ended: from now on successors of workers start from nothing")
+
     def _start_child(self, spec: ChildSpec) -> Child:
-        command = launch_command(spec.module, spec.arguments, spec.cores, spec.nice)
+        command = launch_command(spec.module, spec.arguments, spec.cores, spec.nice, spec.gpus)
+        process = self._standby.become(command) if spec.module in STANDS_BY_FOR else None
         prefix = "" if self._config.router.log_format == "json" else f"{spec.name:<9} | "
-        return Child(command, lambda line: write_line(f"{prefix}{line}"))
+        return Child(process or open_process(command), lambda line: write_line(f"{prefix}{line}"))
 
 
 async def _call_when_ready(worker: Supervisor, started: progress.Step) -> None:
@@ -151,6 +175,8 @@ class ChildSpec:
     cores: tuple[int, ...]
     nice: int
     stop_grace_s: float
+    gpus: tuple[str, ...] = ()
+    """That it sees, its own first; empty = those that this process sees."""
 
 
 def router_spec(config: ServeConfig, cores: Sequence[int], listen: str) -> ChildSpec:
@@ -166,17 +192,62 @@ def local_address(address: str) -> str:
     return f"{_LOOPBACK.get(host, host)}:{port}"
 
 
-def worker_specs(config: ServeConfig, cores: Sequence[int], router: str, *, on_gpu: bool) -> list[ChildSpec]:
+def fleet_devices(config: ServeConfig, gpus: Sequence[str]) -> DevicePlan:
+    """What each worker computes on, of `gpus`; without any, as `--device` says. Raises ConfigError."""
+    counts, device = (config.num_prefill, config.num_decode), config.decode_worker.device
+    lists = (config.prefill_devices, config.decode_devices)
+    if any(lists):
+        if device != "auto":
+            raise ConfigError("--device", "excludes --prefill-devices and --decode-devices")
+        return plan_devices(gpus, *counts, *lists)
+    if device == "cpu" or not gpus:
+        return DevicePlan(*((DeviceShare(device),) * count for count in counts))
+    if device in ("auto", "cuda"):
+        return plan_devices(gpus, *counts)
+    own = (find_gpu("--device", device, gpus),)
+    return plan_devices(gpus, *counts, *(own if count else () for count in counts))
+
+
+def check_host_memory(config: ServeConfig, devices: DevicePlan, available_bytes: int | None) -> None:
+    """Raises ConfigError if what all workers are told to take of host memory is not there; each sees all of it."""
+    shares = (*devices.prefill, *devices.decode)
+    worker = config.decode_worker
+    in_host = 0 if devices.on_gpus else len(shares)  # of workers on CPUs beside GPUs, each checks its own
+    claims = {
+        "--kv-memory": in_host * (worker.kv_memory_bytes or 0),
+        "--host-cache-memory": len(shares) * (worker.host_cache_bytes if worker.prefix_cache else 0),
+    }
+    total = sum(claims.values())
+    if available_bytes is not None and total > available_bytes:
+        largest = max(claims, key=claims.__getitem__)
+        raise ConfigError(
+            largest, f"{len(shares)} workers claim {total} bytes of memory; {available_bytes} are available"
+        )
+
+
+def worker_specs(config: ServeConfig, cores: Sequence[int], router: str, devices: DevicePlan) -> list[ChildSpec]:
     """All workers, registered with the router at HOST:PORT `router`; on loopback, as only it calls them."""
-    split = share_all_cores if on_gpu else plan_cores
+    split = share_all_cores if devices.on_gpus else plan_cores
     plan = split(cores, config.num_prefill, config.num_decode, config.decode_worker.threads)
-    admin_listen = None if config.router.admin_listen is None else _ADMIN_LISTEN
-    roles = (("prefill", config.prefill_worker, plan.prefill), ("decode", config.decode_worker, plan.decode))
+    roles = (
+        ("prefill", config.prefill_worker, zip(plan.prefill, devices.prefill, strict=True)),
+        ("decode", config.decode_worker, zip(plan.decode, devices.decode, strict=True)),
+    )
     specs: list[ChildSpec] = []
     for role, worker, shares in roles:
-        for index, share in enumerate(shares):
+        for index, (share, device) in enumerate(shares):
             name = f"{role}-{index}"
-            own = replace(worker, router=(router,), worker_id=name, threads=share.threads, admin_listen=admin_listen)
+            own = replace(
+                worker,
+                router=(router,),
+                worker_id=name,
+                threads=share.threads,
+                admin_listen=None if config.router.admin_listen is None else _ADMIN_LISTEN,
+                device=device.device,
+                device_workers=device.num_workers,
+                host_workers=config.num_prefill + config.num_decode,
+            )
             grace_s = worker.drain_grace_s + STOP_MARGIN_S
-            specs.append(ChildSpec(name, f"{role}_worker", tuple(argv_of(own)), share.cores, share.nice, grace_s))
+            arguments = tuple(argv_of(own))
+            specs.append(ChildSpec(name, f"{role}_worker", arguments, share.cores, share.nice, grace_s, device.gpus))
     return specs

@@ -31,23 +31,23 @@ _LINE_LIMIT_BYTES = 1024 * 1024
 _READY = "ready "
 
 
-class Child:
-    """One life of one child. stderr goes to `sink` line by line; stdout is read for the ready line only.
+def open_process(command: Sequence[str], stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    """Starts a child, in a session of its own: a terminal's ctrl-C is not for it.
 
     By Popen rather than by the loop: it uses vfork, which a process with gRPC's threads survives
     unharmed; uvloop's fork runs gRPC's handlers, which complain on stderr.
     """
+    return subprocess.Popen(
+        command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, start_new_session=True
+    )
 
-    def __init__(self, command: Sequence[str], sink: Callable[[str], None]) -> None:
-        """Starts it, inside a running loop, in a session of its own: a terminal's ctrl-C is not for it."""
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-        )
+
+class Child:
+    """One life of one child. stderr goes to `sink` line by line; stdout is read for the ready line only."""
+
+    def __init__(self, process: subprocess.Popen[bytes], sink: Callable[[str], None]) -> None:
+        """Takes over what `open_process` started, inside a running loop."""
+        self._process = process
         self._sink = sink
         self.last_words = ""
         """The last line it wrote to stderr."""

@@ -20,7 +20,7 @@ from engine.loading import EngineOptions
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.ticket import MAX_BLOCKS
 from kvtransfer.timing import Timing
-from kvtransfer.transports import SHM
+from kvtransfer.transports import CUDA_IPC, SHM
 from tandem.config import DecodeConfig
 from tandem.grammar import GrammarCompiler
 from tandem.rpc.address import advertised_address
@@ -40,7 +40,12 @@ def run(config: DecodeConfig) -> int:
 async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -> None:
     """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
     base = Foundation.lay(Role.DECODE, config, tracer)
-    options = EngineOptions.of_worker(config, base.checkpoint.path, shared_kv=SHM in base.transports)
+    options = EngineOptions.of_worker(
+        config,
+        base.checkpoint.path,
+        shared_kv=SHM in base.transports,
+        device_shared_kv=CUDA_IPC in base.transports,
+    )
     graph_seqs = MAX_CAPTURED_SEQS if config.cuda_graph_seqs is None else config.cuda_graph_seqs
     options = replace(options, graph_seqs=min(config.max_seqs, graph_seqs))
     async with base.engine(options, stop) as engine:

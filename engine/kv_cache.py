@@ -1,7 +1,7 @@
 """The tensor that holds every KV block of a pool, on a device or in shared memory.
 
-Owns memory, its file descriptor and registration with the CUDA driver, and the mirror in host memory
-that stands for a pool that transports cannot reach. Knows nothing of who holds which block.
+Owns memory, its file descriptor and registration with the CUDA driver, and the ring of rows in host memory through
+which blocks of a pool on a device pass where transports reach nothing else. Knows nothing of who holds which block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any, Final
 
 import torch
 
-from engine.mirror import PoolMirror
+from engine.memory import MIN_RING_ROWS
+from engine.pool_memory import PoolAllocation
+from engine.pool_staging import PoolStaging
 from models.dtypes import torch_dtype
 from tandem.errors import ConfigError
 from tandem.kv_layout import KvLayout
@@ -86,16 +88,18 @@ class HostMemory:
 class KvCache:
     """Made by `create`; its content is undefined until written. `close` ends it."""
 
-    def __init__(self, layout: KvLayout, host: HostMemory, device_bytes: torch.Tensor | None) -> None:
-        """Takes over `host`, and the pool `[N * block_bytes]` uint8 that it mirrors; None = it is the pool itself."""
+    def __init__(self, layout: KvLayout, host: HostMemory, allocation: PoolAllocation | None) -> None:
+        """Takes over the ring `host`, and the pool `[N * block_bytes]`; None = `host` is the pool itself."""
         self.layout: Final = layout
         """Shape and dtype of one block."""
-        self.num_blocks: Final = len(host.bytes) // layout.block_bytes
-        """N."""
         self._host = host
-        self._bytes: torch.Tensor | None = host.bytes if device_bytes is None else device_bytes
-        self.mirror: Final = None if device_bytes is None else PoolMirror(self.blocks_view, self.host_blocks)
-        """Copies between the pool and `host_blocks`; None where they are the same."""
+        self.allocation: Final = allocation
+        """The pool's own memory, where it does not lie in host memory; owned by this cache."""
+        self._bytes: torch.Tensor | None = host.bytes if allocation is None else allocation.bytes
+        self.num_blocks: Final = len(self.blocks_view)
+        """N."""
+        self.staging: Final = None if allocation is None else PoolStaging(self.blocks_view)
+        """Copies between the pool and rows of host memory; None where it lies there itself."""
 
     @classmethod
     def create(
@@ -105,22 +109,28 @@ class KvCache:
         device: torch.device,
         *,
         shared: bool = False,
-        mirrored: bool = False,
+        ring_rows: int = 0,
+        device_shared: bool = False,
     ) -> KvCache:
         """Allocates N blocks; `shared` puts what transports reach into a sealed memory file that peers may map.
 
-        A pool that is not in host memory is mirrored there; `mirrored` asks for it on a CPU too.
-        Raises ConfigError if there is not so much memory.
+        `device_shared` lets peers map a pool on a GPU too. That has a ring of at least MIN_RING_ROWS rows in host
+        memory, one on a CPU only if it is asked for. Raises ConfigError if there is not so much memory.
         """
         size_bytes = num_blocks * layout.block_bytes
-        mirrored = mirrored or device.type != "cpu"
+        if device.type != "cpu":
+            ring_rows = max(ring_rows, MIN_RING_ROWS)
+        host_bytes = ring_rows * layout.block_bytes or size_bytes
+        pool = None
         try:
-            pool = torch.empty(size_bytes, dtype=torch.uint8, device=device) if mirrored else None
-            host = HostMemory.allocate(size_bytes, shared=shared)
-        except (OSError, RuntimeError) as error:  # torch reports exhausted memory as RuntimeError
+            pool = PoolAllocation.allocate(size_bytes, device, shared=device_shared) if ring_rows else None
+            host = HostMemory.allocate(host_bytes, shared=shared)
+        except (OSError, RuntimeError) as error:  # torch and the driver report exhausted memory as RuntimeError
+            if pool is not None:
+                pool.close()
             raise ConfigError("--kv-memory", f"{size_bytes} bytes of KV on {device}: {error}") from error
         if device.type == "cuda" and not host.pin():
-            _log.warning("host mirror is not pinned, hand-offs are slower", size_bytes=size_bytes)
+            _log.warning("host ring is not pinned, hand-offs are slower", size_bytes=host_bytes)
         return cls(layout, host, pool)
 
     @property
@@ -136,25 +146,27 @@ class KvCache:
         return self._bytes.view(-1, self.layout.block_bytes)
 
     @property
-    def host_blocks(self) -> torch.Tensor:
-        """`[N, block_bytes]` uint8 in host memory, what transports reach: the pool itself or its mirror."""
+    def host_rows(self) -> torch.Tensor:
+        """`[R, block_bytes]` uint8 in host memory, what transports reach: the pool itself or its ring."""
         return self._host.bytes.view(-1, self.layout.block_bytes)
 
     @property
     def shared_fd(self) -> int | None:
-        """Descriptor of the memory file that `host_blocks` lie in, owned by this cache; None if it is not shared."""
+        """Descriptor of the memory file that `host_rows` lie in, owned by this cache; None if it is not shared."""
         return self._host.shared_fd
 
     def fill_poison(self) -> None:
-        """Writes NaN everywhere, mirror included, so that a test catches whoever reads a slot never written."""
+        """Writes NaN everywhere, ring included, so that a test catches whoever reads a slot never written."""
         self.tensor.fill_(torch.nan)
-        self.host_blocks.view(torch_dtype(self.layout.dtype)).fill_(torch.nan)
+        self.host_rows.view(torch_dtype(self.layout.dtype)).fill_(torch.nan)
 
     def close(self) -> None:
         """Gives memory and descriptor back, after copies under way. Idempotent."""
-        if self.mirror is not None:
-            self.mirror.close()
+        if self.staging is not None:
+            self.staging.close()
         self._bytes = None
+        if self.allocation is not None:
+            self.allocation.close()
         self._host.close()
 
 

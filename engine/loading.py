@@ -19,7 +19,7 @@ from engine.engine_thread import EngineThread
 from engine.graphs import CAPTURABLE, CudaCapturer, DecodeGraphs, batch_sizes, context_bounds
 from engine.host_tier import HostTier
 from engine.kv_cache import KvCache
-from engine.memory import available_memory_bytes, blocks_that_fit, check_memory
+from engine.memory import Sharing, available_memory_bytes, blocks_that_fit, check_memory, ring_rows_for
 from engine.placement import ThreadPlacement, open_engine_executor
 from engine.prefix_cache import PrefixCache
 from engine.runner import Runner
@@ -61,6 +61,8 @@ class EngineOptions:
     """Blocks of the pool; None = by memory."""
     kv_memory_bytes: int | None = None
     """Size of the pool; None = a modest share of what is available."""
+    sharing: Sharing = field(default_factory=Sharing)
+    """Who else takes such a share."""
     prefix_cache: bool = True
     """Whether KV that nobody holds is kept and found again."""
     host_cache_bytes: int = 0
@@ -73,17 +75,22 @@ class EngineOptions:
     """The default pool is never larger than so many full contexts."""
     attention_backend: str = AUTO
     shared_kv: bool = False
-    """Puts the pool, or its mirror, into shared memory, for the shm transport."""
-    mirrored_kv: bool = False
-    """Mirrors the pool in host memory on a CPU too, as on a GPU: for tests."""
+    """Puts the pool, or its ring, into shared memory, for the shm transport."""
+    host_ring_bytes: int | None = None
+    """Host memory through which blocks of a pool on a GPU pass; None = by the size of the pool."""
+    device_shared_kv: bool = False
+    """Allocates a pool on a GPU so that peers may map it, for the cuda_ipc transport."""
+    staged_kv: bool = False
+    """Gives the pool such a ring on a CPU too: for tests."""
     graph_seqs: int = 0
     """Largest decode batch that is captured as a CUDA graph, where device and kernels allow it; 0 = none."""
     placement: ThreadPlacement = field(default_factory=ThreadPlacement)
 
     @classmethod
-    def of_worker(cls, config: WorkerConfig, model_path: Path, *, shared_kv: bool) -> EngineOptions:
+    def of_worker(
+        cls, config: WorkerConfig, model_path: Path, *, shared_kv: bool, device_shared_kv: bool = False
+    ) -> EngineOptions:
         """As a worker's options say."""
-        folder = config.disk_cache if config.prefix_cache else None
         return cls(
             model_path=model_path,
             device=config.device,
@@ -91,13 +98,16 @@ class EngineOptions:
             block_size=config.block_size,
             kv_blocks=config.kv_blocks,
             kv_memory_bytes=config.kv_memory_bytes,
+            host_ring_bytes=config.host_ring_bytes,
+            sharing=Sharing(config.device_workers, config.host_workers),
             prefix_cache=config.prefix_cache,
-            host_cache_bytes=config.host_cache_bytes if config.prefix_cache else 0,
-            disk_cache_folder=None if folder is None else Path(folder),
+            host_cache_bytes=config.host_cache_bytes,
+            disk_cache_folder=None if config.disk_cache is None else Path(config.disk_cache),
             disk_cache_bytes=config.disk_cache_bytes,
             max_seqs=config.max_seqs,
             attention_backend=config.attention_backend,
             shared_kv=shared_kv,
+            device_shared_kv=device_shared_kv,
             placement=ThreadPlacement(threads=config.threads),
         )
 
@@ -154,8 +164,15 @@ def load_engine(options: EngineOptions) -> Engine:
         kernels = select_kernels(options.attention_backend, device, _probe_dtype(options))
         model = executor.submit(load_model, options.model_path, options.dtype, device, kernels).result()
         layout = model.kv_layout(options.block_size)
-        num_blocks = _num_blocks(options, model, layout)
-        kv_cache = KvCache.create(layout, num_blocks, device, shared=options.shared_kv, mirrored=options.mirrored_kv)
+        num_blocks, ring_rows = _sizes(options, model, layout)
+        kv_cache = KvCache.create(
+            layout,
+            num_blocks,
+            device,
+            shared=options.shared_kv,
+            ring_rows=ring_rows,
+            device_shared=options.device_shared_kv,
+        )
         graphs = executor.submit(_capture_graphs, options, model, kv_cache, kernels.name).result()
         tier = _host_tier(options, kv_cache, device)
         if tier is not None:
@@ -187,7 +204,7 @@ def load_engine(options: EngineOptions) -> Engine:
         attention_asked=options.attention_backend,
         kv_blocks=kv_cache.num_blocks,
         kv_bytes=kv_cache.num_blocks * layout.block_bytes,
-        kv_mirrored=kv_cache.mirror is not None,
+        host_ring_rows=0 if kv_cache.staging is None else len(kv_cache.host_rows),
         seconds=round(time.monotonic() - started_s, 2),
     )
     return engine
@@ -248,21 +265,30 @@ def _capture_graphs(
     return graphs
 
 
-def _num_blocks(options: EngineOptions, model: LoadedModel, layout: KvLayout) -> int:
-    """Raises ConfigError if the pool cannot be that large."""
+def _sizes(options: EngineOptions, model: LoadedModel, layout: KvLayout) -> tuple[int, int]:
+    """Blocks of the pool, and rows of its ring if it has one. Raises ConfigError if there is not so much memory."""
     if options.kv_blocks is not None and options.kv_memory_bytes is not None:
         raise ConfigError("--kv-blocks", "and --kv-memory exclude each other")
     max_tokens = options.max_seqs * model.config.context_tokens
-    num_blocks = options.kv_blocks or blocks_that_fit(layout, options.kv_memory_bytes, model.device, max_tokens)
-    check_memory(layout, num_blocks, model.device)
-    return num_blocks
+    num_blocks = options.kv_blocks or blocks_that_fit(
+        layout, options.kv_memory_bytes, model.device, max_tokens, options.sharing
+    )
+    ring_rows = 0
+    if options.staged_kv or model.device.type != "cpu":
+        ring_rows = ring_rows_for(layout, num_blocks, options.host_ring_bytes, options.sharing)
+    check_memory(layout, num_blocks, model.device, ring_rows)
+    return num_blocks, ring_rows
 
 
 def _host_tier(options: EngineOptions, kv_cache: KvCache, device: torch.device) -> HostTier | None:
-    """Raises ConfigError if there is not so much memory."""
+    """Raises ConfigError if nothing would be put there, or if there is not so much memory."""
     num_rows = options.host_cache_bytes // kv_cache.layout.block_bytes
     if not num_rows:
         return None
+    if not options.prefix_cache:
+        raise ConfigError(
+            "--host-cache-memory", "keeps what the prefix cache knows, and --no-prefix-cache turns that off"
+        )
     available = available_memory_bytes(torch.device("cpu"))
     if options.host_cache_bytes > available:
         raise ConfigError("--host-cache-memory", f"{options.host_cache_bytes} bytes; {available} are available")
@@ -273,6 +299,8 @@ def _disk_tier(options: EngineOptions, tier: HostTier | None, block_bytes: int) 
     """Raises ConfigError without a host tier before it, or if there is no such folder, or not so much space."""
     folder, num_slots = options.disk_cache_folder, options.disk_cache_bytes // block_bytes
     if folder is None:
+        if num_slots:
+            raise ConfigError("--disk-cache-memory", "needs --disk-cache: the folder for its file")
         return None
     if tier is None:
         raise ConfigError("--disk-cache", "needs --host-cache-memory of a block at least: KV goes to disk from there")

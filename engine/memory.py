@@ -1,39 +1,62 @@
 """How much memory a KV cache may take, and how many blocks that makes.
 
-Available memory is what the GPU has left, and what the machine or, in a container, the cgroup
-has: a pool on a GPU takes both, since a mirror in host memory is as large (`engine.mirror`).
+Available memory is what the GPU has left, and what the machine or, in a container, the cgroup has: a pool on a GPU
+takes host memory too, for a ring of rows through which its blocks pass where transports reach nothing else.
 
 Workers that start together all see the same memory as available, as none has taken its part yet. So each takes a share
-that leaves room for all that the machine is made for: a prefill and a decode worker on each of its GPUs.
+that leaves room for the others, as many as it was told of.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from tandem.errors import ConfigError
+from tandem.host_memory import available_host_bytes
 from tandem.kv_layout import KvLayout
 
 GIB = 1 << 30
+MIN_RING_ROWS = 16
+RING_SHARE, MIN_RING_BYTES, MAX_RING_BYTES = 1 / 16, GIB // 4, GIB
+"""Of the pool; a ring need not hold more than what is on its way at a time."""
 _HOST = torch.device("cpu")
-HOST_SHARE, CPU_CAP_BYTES = 0.25, 4 * GIB
-"""A worker shares the machine with its peer and with others; on GPUs there are as many such pairs as GPUs."""
-GPU_SHARE = 0.4
-"""So that a prefill and a decode worker that look at the same time fit on one GPU, with activations."""
+HOST_SHARE, CPU_CAP_BYTES = 0.5, 4 * GIB
+"""Of host memory all workers of the machine take half by default, and one on a CPU never more than the cap."""
+GPU_SHARE = 0.8
+"""Of a GPU all its workers take so much: activations and CUDA graphs need the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Whom a worker shares memory with, itself included."""
+
+    device_workers: int = 2
+    """Workers on its GPU."""
+    host_workers: int | None = None
+    """Workers on its machine; None = a prefill and a decode worker on each of its GPUs, or on its CPU."""
+
+
+_WITH_A_PEER = Sharing()
 
 
 def available_memory_bytes(device: torch.device, root: Path = Path("/")) -> int:
     """Bytes that can still be taken on `device`; `root` is where /proc and /sys are."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    limits = (_meminfo_available(root / "proc/meminfo"), _cgroup_available(root / "sys/fs/cgroup"))
-    return min((limit for limit in limits if limit is not None), default=CPU_CAP_BYTES)
+    available = available_host_bytes(root)
+    return CPU_CAP_BYTES if available is None else available
 
 
 def blocks_that_fit(
-    layout: KvLayout, memory_bytes: int | None, device: torch.device, max_tokens: int, root: Path = Path("/")
+    layout: KvLayout,
+    memory_bytes: int | None,
+    device: torch.device,
+    max_tokens: int,
+    sharing: Sharing = _WITH_A_PEER,
+    root: Path = Path("/"),
 ) -> int:
     """Blocks for a KV cache of `memory_bytes`; None = the default share. `root`: see `available_memory_bytes`.
 
@@ -43,54 +66,60 @@ def blocks_that_fit(
     if memory_bytes is not None:
         num_blocks = memory_bytes // layout.block_bytes
     else:
-        share_bytes = available_memory_bytes(_HOST, root) * HOST_SHARE
-        limit_bytes: float = CPU_CAP_BYTES
         if device.type == "cuda":
-            share_bytes /= _num_gpus(root)
-            limit_bytes = available_memory_bytes(device) * GPU_SHARE
-        num_blocks = min(int(min(share_bytes, limit_bytes)) // layout.block_bytes, layout.blocks_for(max_tokens))
+            share_bytes = available_memory_bytes(device) * GPU_SHARE / sharing.device_workers
+        else:
+            share_bytes = min(_host_share_bytes(sharing.host_workers or 2, root), CPU_CAP_BYTES)
+        num_blocks = min(int(share_bytes) // layout.block_bytes, layout.blocks_for(max_tokens))
     if num_blocks < 1:
         raise ConfigError("--kv-memory", f"holds no KV block of {layout.block_bytes} bytes")
     return num_blocks
 
 
-def check_memory(layout: KvLayout, num_blocks: int, device: torch.device) -> None:
-    """Raises ConfigError if that many blocks cannot lie in what is available.
+def ring_rows_for(
+    layout: KvLayout,
+    num_blocks: int,
+    ring_bytes: int | None,
+    sharing: Sharing = _WITH_A_PEER,
+    root: Path = Path("/"),
+) -> int:
+    """Rows of a block each in a host ring of `ring_bytes`; None = by the size of the pool, within the default share.
+
+    Raises ConfigError if it holds fewer than MIN_RING_ROWS.
+    """
+    if ring_bytes is not None:
+        if ring_bytes < MIN_RING_ROWS * layout.block_bytes:
+            raise ConfigError(
+                "--host-ring-memory", f"holds fewer than {MIN_RING_ROWS} KV blocks of {layout.block_bytes} bytes"
+            )
+        return ring_bytes // layout.block_bytes
+    pool_bytes = num_blocks * layout.block_bytes
+    wanted_bytes = min(max(pool_bytes * RING_SHARE, MIN_RING_BYTES), MAX_RING_BYTES, pool_bytes)
+    share_bytes = _host_share_bytes(sharing.host_workers or 2 * _num_gpus(root), root)
+    return max(MIN_RING_ROWS, int(min(wanted_bytes, share_bytes)) // layout.block_bytes)
+
+
+def check_memory(layout: KvLayout, num_blocks: int, device: torch.device, ring_rows: int = 0) -> None:
+    """Raises ConfigError if that many blocks, and rows of a ring, cannot lie in what is available.
 
     Shared memory is handed out lazily: without this check the worker would be killed much
     later, when the pool fills.
     """
-    wanted = num_blocks * layout.block_bytes
-    for where in {device, _HOST}:
-        available = available_memory_bytes(where)
+    for option, what, count, where in (
+        ("--kv-memory", "KV blocks", num_blocks, device),
+        ("--host-ring-memory", "rows of the host ring", ring_rows, _HOST),
+    ):
+        wanted, available = count * layout.block_bytes, available_memory_bytes(where)
         if wanted > available:
-            raise ConfigError(
-                "--kv-memory", f"{num_blocks} KV blocks take {wanted} bytes of {where}; {available} are available"
-            )
+            raise ConfigError(option, f"{count} {what} take {wanted} bytes of {where}; {available} are available")
+
+
+def _host_share_bytes(host_workers: int, root: Path) -> float:
+    """What each of so many workers may take of host memory."""
+    return available_memory_bytes(_HOST, root) * HOST_SHARE / host_workers
 
 
 def _num_gpus(root: Path) -> int:
     """GPUs of the machine: CUDA_VISIBLE_DEVICES hides those of other workers from CUDA, but not from /proc."""
     folder = root / "proc/driver/nvidia/gpus"
     return max(1, torch.cuda.device_count(), len(list(folder.iterdir())) if folder.exists() else 0)
-
-
-def _meminfo_available(path: Path) -> int | None:
-    lines = path.read_text().splitlines() if path.exists() else ()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _cgroup_available(folder: Path) -> int | None:
-    """What a cgroup (version 2) leaves; None without one or without a limit.
-
-    The kernel counts cached files, such as the weights just read, but gives them back on demand. They are left
-    out, as the kubelet does, or a worker with a large checkpoint would find no room for its pool.
-    """
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        current = int((folder / "memory.current").read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:
-        return None
-    used = current - int(stat.get("inactive_file", 0)) - int(stat.get("slab_reclaimable", 0))
-    return None if limit == "max" else max(0, int(limit) - max(0, used))

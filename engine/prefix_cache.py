@@ -124,10 +124,11 @@ class PrefixCache:
         idle = set() if self._rows is None else set(self._rows.idle_loads())  # `num_available` counts them
         return sum(self.pool.num_held(blocks) - len(idle.intersection(blocks) if idle else ()) for blocks in found)
 
-    def acquire(self, cache_salt: str, token_ids: Sequence[TokenId], from_block: int = 0) -> tuple[BlockId, ...]:
+    def acquire(self, cache_salt: str, token_ids: Sequence[TokenId], from_block: int = 0) -> Sequence[BlockId]:
         """Retains the longest known prefix, without its first `from_block` blocks; the caller releases it.
 
-        What lies in the host tier is brought back by the next step, as far as there is room for it.
+        An `array`, which a table copies in one go. What lies in the host tier is brought back by the next step, as far
+        as there is room for it.
         """
         path, self._evictor.in_use = self._walk(cache_salt, token_ids), self._tree.tick()
         found = array("i")
@@ -147,7 +148,7 @@ class PrefixCache:
             self.pool.release(as_blocks(found[:from_block]))
         self._asked_tokens += max(0, len(token_ids) - from_block * self.pool.block_size)
         self._hit_tokens += len(blocks) * self.pool.block_size
-        return tuple(as_blocks(blocks))
+        return as_blocks(blocks)
 
     def prefetch(self, cache_salt: str, token_ids: Sequence[TokenId]) -> None:
         """Starts to read what lies on disk of the longest known prefix, as far as the host tier has room for it.

@@ -120,7 +120,7 @@ class Runner:
             raise
 
     def collect(self, launched: Launched) -> StepResult:
-        """Waits for the step's end: its KV is written when this returns, for other streams too (`engine.mirror`).
+        """Waits for the step's end: its KV is written when this returns, for other streams too (`engine.pool_staging`).
 
         If it raises, nothing of the step runs any more.
         """

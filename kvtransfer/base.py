@@ -33,6 +33,7 @@ from typing import Protocol
 
 import torch
 
+from kvtransfer.host_rows import HostRows
 from tandem.errors import TransferError
 from tandem.kv_layout import KvLayout
 from tandem.types import BlockId, Incarnation
@@ -156,13 +157,19 @@ class Sender(Protocol):
 
 
 class Staging(Protocol):
-    """Copies between a pool and its rows in host memory. A call ends with its copy, even if cancelled."""
+    """Copies between a pool and rows of host memory, `[R, block_bytes]`. Even a cancelled call ends with its copy.
 
-    async def copy_out(self, block_ids: Sequence[BlockId]) -> None:
-        """Pool → rows. The blocks' content must not change meanwhile. Raises TransferError."""
+    Keeps no reference to `HostRows.rows`, not even in the traceback of an error: the memory may be unmapped next.
+    """
 
-    async def copy_in(self, block_ids: Sequence[BlockId]) -> None:
-        """Rows → pool. Nobody may read or write the blocks meanwhile. Raises TransferError."""
+    num_blocks: int
+    """N of the pool."""
+
+    async def copy_out(self, block_ids: Sequence[BlockId], into: HostRows, rows: Sequence[int]) -> None:
+        """Block `block_ids[i]` → row `rows[i]`. The blocks must not change meanwhile. Raises TransferError."""
+
+    async def copy_in(self, source: HostRows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
+        """Row `rows[i]` → block `block_ids[i]`, which nobody may read or write meanwhile. Raises TransferError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +189,11 @@ class PoolMemory:
     """A pool's bytes as transfers see them, and what to share them by."""
 
     blocks: torch.Tensor
-    """`[N, block_bytes]` uint8 in host memory; row `i` is block `i`, or stands for it."""
+    """`[R, block_bytes]` uint8 in host memory: the pool itself, or with `staging` rows that blocks pass through."""
     shared_fd: int | None
     """memfd that holds the rows, if they lie in shared memory; owned by the pool."""
     incarnation: Incarnation
     staging: Staging | None = None
-    """How rows that only stand for blocks become those, and the reverse; None = the rows are the pool."""
+    """How blocks of a pool elsewhere come into rows, and the reverse; None = row `i` is block `i`."""
     device: DeviceMemory | None = None
     """None = the pool lies in host memory."""

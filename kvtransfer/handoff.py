@@ -13,13 +13,15 @@ that is empty, because they let the receiver free the target blocks.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvtransfer.base import TransferReport
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.local_pool import LocalPool
 from kvtransfer.messages import MAX_BLOCKS_PER_WRITE, Commit, Write, decode_error, decode_window, digest_of
+from kvtransfer.room import Room, give_up
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
 from kvtransfer.transport import FrameSink, SendingLane
@@ -29,8 +31,19 @@ from tandem.types import BlockId
 
 PIECE_BYTES = 4 * 1024 * 1024
 """Most payload of one WRITE (at least one block), so that several hand-offs share a connection fairly."""
+PIECES_AHEAD = 2
+"""Pieces of one hand-off that are placed at a time: its thread has the next one at hand while a WRITE is on its way."""
 
 T = TypeVar("T")
+
+
+class _Placing(NamedTuple):
+    """A piece on its way: its first position, and what `placed` yields its checksums."""
+
+    first: int
+    sources: tuple[BlockId, ...]
+    room: Room
+    placed: asyncio.Future[tuple[int, ...]]
 
 
 class OutgoingHandoff:
@@ -59,6 +72,10 @@ class OutgoingHandoff:
         self._window = 0
         """WRITEs that may be unanswered at a time; 0 = the ticket is not accepted yet."""
         self._unanswered = 0
+        self._rooms: deque[Room] = deque()
+        """Of WRITEs that are not answered, in their order."""
+        self._placed: list[Room] = []
+        """Of pieces that are not announced."""
         self._num_writes = 0
         self._busy_s = 0.0
         self._committed = False
@@ -82,10 +99,19 @@ class OutgoingHandoff:
         started_s = self._clock.now_s()
         self._claim(first, source_blocks)
         step = min(MAX_BLOCKS_PER_WRITE, max(1, PIECE_BYTES // self._pool.block_bytes))
-        for start in range(0, len(source_blocks), step):
-            await self._until(lambda: self._unanswered < self._window)
-            self._unanswered += 1
-            await self._write(first + start, source_blocks[start : start + step])
+        placing: deque[_Placing] = deque()
+        sending: list[asyncio.Future[None]] = []
+        start = 0
+        while start < len(source_blocks):
+            if len(placing) == PIECES_AHEAD:
+                await self._write(placing.popleft(), sending)
+            room = await self._room(min(step, len(source_blocks) - start), placing, sending)
+            sources = source_blocks[start : start + room.num_blocks]
+            placing.append(self._place(first + start, sources, room))
+            start += len(sources)
+        await self._write_all(placing, sending)
+        for each in sending:
+            await _result(each)
         self._busy_s += self._clock.now_s() - started_s
 
     async def commit(self, first_token_payload: bytes) -> TransferReport:
@@ -122,8 +148,11 @@ class OutgoingHandoff:
                 self._window = decode_window(frame.payload)
             case FrameType.WRITE_OK:
                 self._unanswered = max(0, self._unanswered - 1)
+                if self._rooms:
+                    self._rooms.popleft().release()
             case FrameType.COMMITTED:
                 self._committed = self._error is None
+                self._release_if_quiet()
             case FrameType.REFUSED:
                 self.end(decode_error(frame.payload))
             case FrameType.FAILED | FrameType.WITHDRAWN:
@@ -141,6 +170,7 @@ class OutgoingHandoff:
             return False
         self._error = error
         self._changed.set()
+        self._release_if_quiet()
         return True
 
     def _claim(self, first: int, sources: tuple[BlockId, ...]) -> None:
@@ -155,40 +185,89 @@ class OutgoingHandoff:
             raise TransferError(f"positions {first}:{end} were pushed before")
         self._checksums.update(dict.fromkeys(range(first, end)))
 
-    async def _write(self, first: int, sources: tuple[BlockId, ...]) -> None:
+    async def _room(self, num_blocks: int, placing: deque[_Placing], sending: list[asyncio.Future[None]]) -> Room:
+        """Waits until one more WRITE may be sent and has room, after it has announced all of `placing` if need be.
+
+        For the answers to those, and their rooms, may be what it waits for. Raises as `_until`; then holds nothing.
+        """
+        if self._unanswered >= self._window:
+            await self._write_all(placing, sending)
+            await self._until(lambda: self._unanswered < self._window)
+        self._raise_if_ended()
+        wanted = self._lane.reserve(num_blocks)
+        wanted.add_done_callback(lambda _: self._changed.set())
+        try:
+            if not wanted.done():
+                await self._write_all(placing, sending)
+                await self._until(wanted.done, self._room_progress)
+        except BaseException:
+            give_up(wanted)
+            raise
+        self._unanswered += 1
+        self._placed.append(wanted.result())
+        return wanted.result()
+
+    def _place(self, first: int, sources: tuple[BlockId, ...], room: Room) -> _Placing:
         start = first - self._ticket.first_block
         targets = self._ticket.blocks[start : start + len(sources)]
-        checksums = await self._lend(asyncio.ensure_future(self._lane.place(sources, targets)))
-        self._raise_if_ended()
-        self._checksums.update(enumerate(checksums, first))
-        seq, self._num_writes = self._num_writes, self._num_writes + 1
-        write = Frame(FrameType.WRITE, self._ticket.number, seq, Write(first, checksums).encode())
-        sent = self._lane.announce(self._sink, write, sources)
-        if sent is not None:
-            await self._lend(sent)
+        placed = self._lend(asyncio.ensure_future(self._lane.place(sources, targets, room)))
+        return _Placing(first, sources, room, placed)
 
-    async def _lend(self, work: asyncio.Future[T]) -> T:
-        """Awaits work on borrowed blocks; if the caller is cancelled, the work is still tracked."""
+    async def _write_all(self, placing: deque[_Placing], sending: list[asyncio.Future[None]]) -> None:
+        while placing:
+            await self._write(placing.popleft(), sending)
+
+    async def _write(self, piece: _Placing, sending: list[asyncio.Future[None]]) -> None:
+        """Announces a piece once it is placed; returns once those in `sending` have left, and puts it there instead."""
+        checksums = await _result(piece.placed)
+        self._raise_if_ended()
+        self._checksums.update(enumerate(checksums, piece.first))
+        seq, self._num_writes = self._num_writes, self._num_writes + 1
+        write = Frame(FrameType.WRITE, self._ticket.number, seq, Write(piece.first, checksums).encode())
+        self._placed.remove(piece.room)
+        self._rooms.append(piece.room)
+        sent = self._lane.announce(self._sink, write, piece.sources, piece.room)
+        before = tuple(sending)
+        sending[:] = [] if sent is None else [self._lend(sent)]
+        for each in before:
+            await _result(each)
+
+    def _lend(self, work: asyncio.Future[T]) -> asyncio.Future[T]:
+        """Work on borrowed blocks; it is tracked to its end, whatever becomes of the caller."""
         self._in_flight.add(work)
         work.add_done_callback(self._returned)
-        await asyncio.wait({work})
-        return work.result()
+        return work
 
     def _returned(self, work: asyncio.Future[T]) -> None:
         self._in_flight.discard(work)
         if not work.cancelled():
             work.exception()  # a cancelled caller never collects it
+        self._release_if_quiet()
         if self._drained_due:
             self._say_drained()
+
+    def _release_if_quiet(self) -> None:
+        """Once it has ended: gives back what answers that will not come would have."""
+        if (self._committed or self._error is not None) and not self._in_flight:
+            for room in (*self._placed, *self._rooms):
+                room.release()
+            self._placed.clear()
+            self._rooms.clear()
 
     def _say_drained(self) -> None:
         self._drained_due = bool(self._in_flight)
         if not self._drained_due:
             self._send(FrameType.DRAINED)
 
-    async def _until(self, ready: Callable[[], bool]) -> None:
+    def _room_progress(self) -> int:
+        """Grows while others are done with rows, too."""
+        ring = self._pool.ring
+        return self._progress() + (0 if ring is None else ring.leaving.num_returned)
+
+    async def _until(self, ready: Callable[[], bool], progress: Callable[[], int] | None = None) -> None:
         """Waits for an answer. Raises the hand-off's error, or PeerLost once the connection stands still."""
-        seen = self._progress()
+        progress = progress or self._progress
+        seen = progress()
         while not ready():
             self._raise_if_ended()
             self._changed.clear()
@@ -196,7 +275,7 @@ class OutgoingHandoff:
                 async with asyncio.timeout(self._timing.reply_s):
                     await self._changed.wait()
             except TimeoutError:
-                before, seen = seen, self._progress()
+                before, seen = seen, progress()
                 if seen == before:
                     raise PeerLost(f"no answer for transfer {self._ticket.transfer_id}") from None
         self._raise_if_ended()
@@ -207,3 +286,9 @@ class OutgoingHandoff:
 
     def _send(self, frame_type: FrameType, payload: bytes = b"") -> None:
         self._sink.send(Frame(frame_type, self._ticket.number, payload=payload))
+
+
+async def _result(work: asyncio.Future[T]) -> T:
+    """A cancelled caller leaves the work running."""
+    await asyncio.wait({work})
+    return work.result()

@@ -1,8 +1,7 @@
-"""This side's pool as transfers use it: rows as bytes, checksums, one thread for heavy work.
+"""This side's pool as transfers use it: blocks as bytes, checksums, one thread for heavy work.
 
-_HostPool     the rows are the pool
-_StagedPool   the rows stand for a pool elsewhere, block for block: copied out before they are read, in after
-              they were written
+_HostPool     the blocks lie in host memory, as rows
+_StagedPool   they lie elsewhere, and pass through the rows of a ring where a transport reaches nothing else
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
-import xxhash
 
 from kvtransfer.base import DeviceMemory, Fingerprints, PoolMemory, Staging
+from kvtransfer.host_ring import HostRing
+from kvtransfer.host_rows import HostRows
+from kvtransfer.row_copy import Rows
 from tandem.errors import ConfigError, InternalError
 from tandem.types import BlockId, Incarnation
 
@@ -25,31 +24,37 @@ INLINE_BYTES = 256 * 1024
 """Up to here a copy or hash costs the loop less (about 25 µs) than the trip to a thread."""
 
 T = TypeVar("T")
-Rows = npt.NDArray[np.uint8]
 
 
-class LocalPool(Staging, Protocol):
-    """What lanes and sessions know of a pool. Row `i` in host memory is block `i`, or stands for it.
-
-    `copy_out` comes before rows are read, `copy_in` after they were written.
-    """
+class LocalPool(Protocol):
+    """What lanes and sessions know of a pool."""
 
     incarnation: Incarnation
     fingerprints: Fingerprints
     num_blocks: int
     block_bytes: int
     shared_fd: int | None
-    """memfd that holds the rows, if they lie in shared memory; owned by the pool."""
-    rows: Rows
-    """`[N, block_bytes]` uint8."""
+    """memfd that holds the pool, or the ring, if they lie in shared memory; owned by the pool."""
     device: DeviceMemory | None
     """The pool itself where that lies on a GPU; a step that has returned has written its KV there."""
+    ring: HostRing | None
+    """Rows that blocks pass through; None = the blocks lie in host memory themselves, as `rows`."""
+
+    @property
+    def rows(self) -> Rows:
+        """`[N, block_bytes]` uint8: row `i` is block `i`. As all that reads or writes it: InternalError with a ring."""
 
     def spans(self, block_ids: Iterable[BlockId]) -> list[memoryview]:
-        """The rows' bytes in order, writable, runs of neighbours as one span."""
+        """The blocks' bytes in order, writable, runs of neighbours as one span."""
 
     def checksums(self, block_ids: Iterable[BlockId]) -> tuple[int, ...]:
-        """xxh3-64 of each row as it lies in memory now."""
+        """xxh3-64 of each block as it lies in memory now."""
+
+    async def copy_out(self, block_ids: Sequence[BlockId], into: HostRows, rows: Sequence[int]) -> None:
+        """See `base.Staging`; InternalError without a ring."""
+
+    async def copy_in(self, source: HostRows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
+        """See `base.Staging`; InternalError without a ring."""
 
     def start(self, work: Callable[[], T], num_bytes: int) -> asyncio.Future[T]:
         """Runs `work`, which touches `num_bytes`, here if small, else on this pool's thread.
@@ -61,13 +66,13 @@ class LocalPool(Staging, Protocol):
         """Waits for the thread (pieces are small) and releases the memory. Idempotent."""
 
 
-class _HostPool:
-    """Borrows `memory` until `close`; never frees or resizes it."""
+class _Pool:
+    """What both forms have in common. Borrows `memory` until `close`; never frees or resizes it."""
 
-    def __init__(self, memory: PoolMemory, fingerprints: Fingerprints) -> None:
+    def __init__(self, memory: PoolMemory, fingerprints: Fingerprints, num_blocks: int) -> None:
         blocks = memory.blocks
         if blocks.device.type != "cpu":
-            raise ConfigError("transport", f"no transport reaches blocks on {blocks.device}; give those of its mirror")
+            raise ConfigError("transport", f"no transport reaches rows on {blocks.device}; give those of its ring")
         expected = fingerprints.layout.block_bytes
         if blocks.dtype != torch.uint8 or blocks.ndim != 2 or blocks.shape[1] != expected:
             raise InternalError(f"pool is {blocks.dtype} {tuple(blocks.shape)}, not uint8 [N, {expected}]")
@@ -77,29 +82,9 @@ class _HostPool:
         self.fingerprints = fingerprints
         self.shared_fd = memory.shared_fd
         self.device = memory.device
-        self.num_blocks: int = blocks.shape[0]
+        self.num_blocks: int = num_blocks
         self.block_bytes = expected
-        self.rows: Rows = blocks.numpy()  # [N, block_bytes]
-        self._bytes = self.rows.reshape(-1).data  # [N * block_bytes]
         self._thread: ThreadPoolExecutor | None = None
-
-    async def copy_out(self, block_ids: Sequence[BlockId]) -> None:
-        """Nothing to copy."""
-
-    async def copy_in(self, block_ids: Sequence[BlockId]) -> None:
-        """Nothing to copy."""
-
-    def spans(self, block_ids: Iterable[BlockId]) -> list[memoryview]:
-        runs: list[tuple[BlockId, int]] = []
-        for block_id in block_ids:
-            if runs and block_id == runs[-1][0] + runs[-1][1]:
-                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-            else:
-                runs.append((block_id, 1))
-        return [self._span(first, n) for first, n in runs]
-
-    def checksums(self, block_ids: Iterable[BlockId]) -> tuple[int, ...]:
-        return tuple(xxhash.xxh3_64_intdigest(self._span(block_id)) for block_id in block_ids)
 
     def start(self, work: Callable[[], T], num_bytes: int) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
@@ -115,25 +100,63 @@ class _HostPool:
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
-        self._bytes.release()
-        self.rows = np.empty((0, self.block_bytes), np.uint8)
-
-    def _span(self, first: BlockId, num_blocks: int = 1) -> memoryview:
-        return self._bytes[first * self.block_bytes : (first + num_blocks) * self.block_bytes]
 
 
-class _StagedPool(_HostPool):
+class _HostPool(_Pool):
+    def __init__(self, memory: PoolMemory, fingerprints: Fingerprints) -> None:
+        super().__init__(memory, fingerprints, len(memory.blocks))
+        self.ring: HostRing | None = None
+        self._host = HostRows(memory.blocks.numpy())
+
+    @property
+    def rows(self) -> Rows:
+        return self._host.rows
+
+    def spans(self, block_ids: Iterable[BlockId]) -> list[memoryview]:
+        return self._host.spans(block_ids)
+
+    def checksums(self, block_ids: Iterable[BlockId]) -> tuple[int, ...]:
+        return self._host.checksums(block_ids)
+
+    async def copy_out(self, block_ids: Sequence[BlockId], into: HostRows, rows: Sequence[int]) -> None:
+        raise InternalError("the pool lies in host memory")
+
+    async def copy_in(self, source: HostRows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
+        raise InternalError("the pool lies in host memory")
+
+    def close(self) -> None:
+        super().close()
+        self._host.close()
+
+
+class _StagedPool(_Pool):
     """Borrows `staging` too."""
 
     def __init__(self, memory: PoolMemory, fingerprints: Fingerprints, staging: Staging) -> None:
-        super().__init__(memory, fingerprints)
+        super().__init__(memory, fingerprints, staging.num_blocks)
+        self._rows = HostRing(memory.blocks.numpy())
+        self.ring: HostRing | None = self._rows
         self._staging = staging
 
-    async def copy_out(self, block_ids: Sequence[BlockId]) -> None:
-        await self._staging.copy_out(block_ids)
+    @property
+    def rows(self) -> Rows:
+        raise InternalError("the pool's blocks do not lie in host memory")
 
-    async def copy_in(self, block_ids: Sequence[BlockId]) -> None:
-        await self._staging.copy_in(block_ids)
+    def spans(self, block_ids: Iterable[BlockId]) -> list[memoryview]:
+        raise InternalError("the pool's blocks do not lie in host memory")
+
+    def checksums(self, block_ids: Iterable[BlockId]) -> tuple[int, ...]:
+        raise InternalError("the pool's blocks do not lie in host memory")
+
+    async def copy_out(self, block_ids: Sequence[BlockId], into: HostRows, rows: Sequence[int]) -> None:
+        await self._staging.copy_out(block_ids, into, rows)
+
+    async def copy_in(self, source: HostRows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
+        await self._staging.copy_in(source, rows, block_ids)
+
+    def close(self) -> None:
+        super().close()
+        self._rows.close()
 
 
 def open_pool(memory: PoolMemory, fingerprints: Fingerprints) -> LocalPool:

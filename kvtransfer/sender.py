@@ -8,7 +8,8 @@ See `base.Sender` for the contract.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
 from kvtransfer.base import Fingerprints, Handoff, PoolMemory
 from kvtransfer.connection import Connection, expect
@@ -24,6 +25,8 @@ from kvtransfer.transports import AUTO, TRANSPORTS, named
 from tandem.clock import Clock
 from tandem.errors import HandshakeMismatch, PeerLost, TicketRefused, TransferError
 from tandem.security.tls import ClientTls
+
+_log = logging.getLogger(__name__)
 
 
 class KvSender:
@@ -41,7 +44,8 @@ class KvSender:
         known: Sequence[Transport] = TRANSPORTS,
     ) -> None:
         """`tls` is for what leaves the machine; None = plain. Raises ConfigError on a transport that is not known."""
-        self._transports = known if transport == AUTO else named((transport,), known)
+        self._is_forced = transport != AUTO
+        self._transports = named((transport,), known) if self._is_forced else known
         self._pool = open_pool(memory, fingerprints)
         self._clock = clock
         self._timing = timing or Timing()
@@ -97,41 +101,48 @@ class KvSender:
         leaving.add_done_callback(self._leaving.discard)
 
     async def _dial(self, endpoint: Endpoint) -> Link:
-        """A link over the first transport that works; each is tried for a lease at most.
+        """A link over the best transport that works; each is tried for a lease at most, and the log says why which.
 
-        Raises TransferError of the last one tried; HandshakeMismatch at once.
+        Raises TransferError of the last one tried, with the reasons against all others; HandshakeMismatch at once.
         """
-        failure = TransferError("no transport was tried")
-        for transport in self._candidates(endpoint):
+        passed_over: dict[str, str] = {}
+        failure: TransferError | None = None
+        for transport in self._transports:
+            reason = self._reason_against(transport, endpoint)
+            if reason is not None:
+                passed_over[transport.name] = reason
+                if not (self._is_forced and transport.name in endpoint.reach):
+                    continue
             try:
                 async with asyncio.timeout(self._timing.lease_s):
-                    return await self._dial_over(transport, endpoint)
+                    link = await self._dial_over(transport, endpoint)
             except HandshakeMismatch:
                 raise
-            except OSError as error:
-                failure = PeerLost(f"cannot connect over {transport.name}: {error.strerror or error}")
-            except TransferError as error:
-                failure = error
+            except (OSError, TransferError) as error:
+                failure = _failed(transport.name, error, reason)
+                passed_over[transport.name] = str(failure)
+            else:
+                why = _listed("; not over ", passed_over)
+                _log.info("kv goes over %s to incarnation %s%s", transport.name, endpoint.incarnation, why)
+                return link
+        if failure is None:
+            failure = self._no_common_transport(endpoint, passed_over)
         raise failure
 
-    def _candidates(self, endpoint: Endpoint) -> Sequence[Transport]:
-        """Transports to try, best first; one alone is tried whatever it says of itself.
+    def _reason_against(self, transport: Transport, endpoint: Endpoint) -> str | None:
+        """Why it should not be tried; None = it should."""
+        fields = endpoint.reach.get(transport.name)
+        if fields is None:
+            return "not offered by the peer"
+        return transport.unreachable(self._pool, fields)
 
-        Raises TransferError if there are none.
-        """
-        reach = endpoint.reach
-        offered = [transport for transport in self._transports if transport.name in reach]
-        if len(self._transports) == 1:
-            if not offered:
-                (wanted,) = self._transports
-                raise TransferError(f"transport {wanted.name} is not offered by the peer, which has {', '.join(reach)}")
-            return offered
-        reasons = {transport: transport.unreachable(self._pool, reach[transport.name]) for transport in offered}
-        found = [transport for transport in offered if reasons[transport] is None]
-        if not found:
-            why = "; ".join(f"{transport.name}: {reason}" for transport, reason in reasons.items())
-            raise TransferError(f"no common transport: the peer offers {', '.join(reach)}. {why}")
-        return found
+    def _no_common_transport(self, endpoint: Endpoint, reasons: Mapping[str, str]) -> TransferError:
+        offered = ", ".join(endpoint.reach)
+        if self._is_forced:
+            return TransferError(
+                f"transport {self._transports[0].name} is not offered by the peer, which has {offered}"
+            )
+        return TransferError(f"no common transport: the peer offers {offered}{_listed('. ', reasons)}")
 
     async def _dial_over(self, transport: Transport, endpoint: Endpoint) -> Link:
         sock, lane = await transport.dial(self._pool, endpoint.reach[transport.name], self._tls)
@@ -155,6 +166,19 @@ class KvSender:
             raise TicketRefused(f"the endpoint now belongs to incarnation {theirs.incarnation}")
         lane.attach(theirs, agreed_verify(ours, theirs))
         return theirs
+
+
+def _failed(name: str, error: OSError | TransferError, reason: str | None) -> TransferError:
+    """What a caller is told of a dial that failed; `reason` is what spoke against it from the start."""
+    failure = error
+    if not isinstance(failure, TransferError):
+        failure = PeerLost(f"cannot connect over {name}: {failure.strerror or failure or 'no answer'}")
+    return failure if reason is None else TransferError(f"{failure}; {reason}")
+
+
+def _listed(lead: str, reasons: Mapping[str, str]) -> str:
+    """`lead`, then each transport with its reason; empty if there are none."""
+    return lead + "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) if reasons else ""
 
 
 def _has_ended(task: asyncio.Task[Link]) -> bool:

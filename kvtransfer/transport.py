@@ -7,10 +7,11 @@ The control protocol (tickets, frames, credit, ends) is the same for all transpo
 
 Both lanes then live through one connection, in this order:
 
-    secure → HELLO both ways → attach → place and announce | receive, checksums and settle, per WRITE → close
+    secure → HELLO both ways → attach → per WRITE: reserve, place and announce | receive, checksums and settle → close
 
-A lane decides where blocks are read and written: pools that it does not reach are staged through host memory by the
-lane itself (`LocalPool.copy_out`, `LocalPool.copy_in`), and by no one else.
+A lane decides where blocks are read and written: where it does not reach a pool, the lane itself lets blocks pass
+through rows of host memory (`LocalPool.ring`, `copy_out`, `copy_in`), and no one else does. Those rows are few, so each
+WRITE begins with `reserve`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame
 from kvtransfer.handshake import Hello, Speaker
 from kvtransfer.local_pool import LocalPool
+from kvtransfer.room import Room
 from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
 
@@ -84,13 +86,22 @@ class SendingLane(Lane, Protocol):
     async def receive_hello(self, connection: Connection) -> Frame:
         """The receiver's first frame, and what came along with it. Raises TransferError."""
 
-    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef]) -> tuple[int, ...]:
+    def reserve(self, num_blocks: int) -> asyncio.Future[Room]:
+        """Room for one WRITE of 1 to `num_blocks` blocks, once there is any; see `room.unbounded`.
+
+        Whoever does not want it any more calls `room.give_up`. The room is released when the WRITE was answered or its
+        hand-off has ended; the lane may do so earlier.
+        """
+
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], room: Room) -> tuple[int, ...]:
         """Before the WRITE: stages the sources if need be and, if this end writes the peer's memory, copies them.
 
         Returns the 8 bytes that verify each block. Never cancelled; raises TransferError.
         """
 
-    def announce(self, sink: FrameSink, write: Frame, sources: Sequence[BlockId]) -> asyncio.Future[None] | None:
+    def announce(
+        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], room: Room
+    ) -> asyncio.Future[None] | None:
         """Queues the WRITE and whatever has to follow it. Never waits.
 
         Returns a future, done when the sources may be reused; None = they may be already.
@@ -159,7 +170,10 @@ class Transport(Protocol):
         """Raises ConfigError if it cannot listen, or not for this pool."""
 
     def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
-        """Why `auto` should not try the receiver that has these endpoint fields; None = it should."""
+        """Why `auto` should not try the receiver that has these endpoint fields; None = it should.
+
+        A clause without a subject's name ("it is on another machine"), for log and errors; it never raises.
+        """
 
     async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
         """Connects; the caller sets the deadline, and closes both. Raises OSError, TransferError."""

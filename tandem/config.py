@@ -28,16 +28,17 @@ __all__ = [
     "RouterConfig",
     "SecurityConfig",
     "ServeConfig",
-    "TraceExport",
     "WorkerConfig",
     "add_arguments",
     "argv_of",
+    "environment",
     "load",
     "quiet_grpc",
-    "trace_export",
+    "show_gpus",
 ]
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+_VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 T = TypeVar("T")
 
@@ -162,6 +163,26 @@ class WorkerConfig:
     kv_memory_bytes: int | None = option(
         "kv-memory", None, "size of the KV pool, such as 2GiB", size_bytes(), none_word="auto"
     )
+    host_ring_bytes: int | None = option(
+        "host-ring-memory",
+        None,
+        "host memory through which KV of a GPU passes to peers that it does not reach, such as 512MiB",
+        size_bytes(),
+        none_word="auto",
+    )
+    device_workers: int = option(
+        "device-workers",
+        2,
+        "workers that share this one's GPU, itself included: by default each takes its part of the memory",
+        integer(1, 128),
+    )
+    host_workers: int | None = option(
+        "host-workers",
+        None,
+        "workers that share this one's machine, itself included; auto = 2, or 2 per GPU",
+        integer(1, 1024),
+        none_word="auto",
+    )
     kv_events: str | None = option(
         "kv-events",
         None,
@@ -271,6 +292,17 @@ class DecodeConfig(WorkerConfig):
     )
 
 
+def _devices(name: str, who: str) -> Any:
+    """Where the workers of one role compute."""
+    allowed = "cpu, cuda:I, or a UUID that begins with GPU- or MIG-"
+    return option(
+        name,
+        (),
+        f"where {who}, dealt round: {allowed}; by default all GPUs are shared out evenly among the workers",
+        text(r"cpu|cuda:\d{1,4}|(GPU|MIG)-[\w/-]{1,100}", allowed),
+    )
+
+
 _SET_BY_SERVE = (
     "listen",
     "router",
@@ -278,6 +310,8 @@ _SET_BY_SERVE = (
     "worker_id",
     "admin_listen",
     "kv_port",
+    "device_workers",
+    "host_workers",
     "kv_events",
     "kv_events_replay",
 )
@@ -293,6 +327,8 @@ class ServeConfig:
 
     num_prefill: int = option("prefill", 1, "prefill workers", integer(0, 64))
     num_decode: int = option("decode", 1, "decode workers", integer(1, 64))
+    prefill_devices: tuple[str, ...] = _devices("prefill-devices", "prefill workers compute")
+    decode_devices: tuple[str, ...] = _devices("decode-devices", "decode workers compute")
     router: RouterConfig = grouped(RouterConfig)
     prefill_worker: PrefillConfig = grouped(PrefillConfig, own=_SET_BY_SERVE)
     decode_worker: DecodeConfig = grouped(DecodeConfig, own=_SET_BY_SERVE)
@@ -320,46 +356,14 @@ def load(cls: type[T], namespace: argparse.Namespace, environ: Mapping[str, str]
     return load_options(cls, namespace, variables)
 
 
-@dataclass(frozen=True, slots=True)
-class TraceExport:
-    """What OpenTelemetry's variables say of exporting spans; all else its SDK reads by itself."""
-
-    wanted: bool
-    obstacle: str | None = None
-    """Why it cannot be done."""
-    sets_timeout: bool = False
-    """Whether the operator gave one, so that ours does not apply."""
-    sets_batch_size: bool = False
-    foreign_propagators: str = ""
-    """OTEL_PROPAGATORS, where it leaves out W3C's trace context, the only one that is spoken."""
-
-    @property
-    def possible(self) -> bool:
-        """Whether to export."""
-        return self.wanted and self.obstacle is None
+def environment() -> Mapping[str, str]:
+    """This process's variables, for what is not Tandem's own to name."""
+    return os.environ
 
 
-def trace_export(environ: Mapping[str, str] | None = None) -> TraceExport:
-    """Off, unless an exporter or the address of a collector is named. `environ` None = this process's own."""
-    variables = {name: value.strip() for name, value in (os.environ if environ is None else environ).items()}
-
-    def given(*names: str) -> str:
-        return next((variables[name] for name in names if variables.get(name)), "")
-
-    exporters = {name.strip() for name in given("OTEL_TRACES_EXPORTER").lower().split(",") if name.strip()}
-    endpoint = given("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-    if given("OTEL_SDK_DISABLED").lower() == "true" or exporters == {"none"} or not (exporters or endpoint):
-        return TraceExport(wanted=False)
-    obstacle = None
-    if exporters and "otlp" not in exporters:
-        obstacle = f"OTEL_TRACES_EXPORTER={','.join(sorted(exporters))}; only otlp is known"
-    protocol = given("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL").lower()
-    if protocol not in {"", "grpc"}:
-        obstacle = f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}; only grpc is known"
-    timeout = given("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
-    propagators = given("OTEL_PROPAGATORS")
-    foreign = "" if "tracecontext" in propagators.lower() else propagators
-    return TraceExport(True, obstacle, bool(timeout), bool(given("OTEL_BSP_MAX_EXPORT_BATCH_SIZE")), foreign)
+def show_gpus(names: str) -> None:
+    """From now on CUDA, and programs that this process becomes or starts, see these only, in this order."""
+    os.environ[_VISIBLE_GPUS] = names
 
 
 def quiet_grpc() -> None:

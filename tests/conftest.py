@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Tensors are tiny and tests share the cores: a second thread only spins. Before torch loads; processes that tests start
@@ -17,3 +18,9 @@ if not torch.cuda.is_available():
 # What an example takes is the machine's affair: a busy one stands still for longer than Hypothesis allows.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tandem")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported until now lives to the end: a collection, of which some tests make many, need not walk it."""
+    gc.collect()
+    gc.freeze()

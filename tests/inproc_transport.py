@@ -11,11 +11,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvtransfer.base import BlockRef, Fingerprints, HandoffListener, Offer, PoolMemory, TransferReport
 from kvtransfer.handshake import Hello, compare
+from kvtransfer.host_rows import HostRows
 from kvtransfer.local_pool import LocalPool, open_pool
 from kvtransfer.messages import Commit, Write, digest_of
 from kvtransfer.offers import OfferTable
+from kvtransfer.row_copy import Rows
 from kvtransfer.ticket import Ticket
 from tandem.clock import Clock
 from tandem.errors import PeerLost, TransferError
@@ -212,25 +216,34 @@ class InprocHandoff:
 
     async def _write(self, first: int, sources: tuple[BlockId, ...]) -> None:
         started_s = self._clock.now_s()
-        await self._source.copy_out(sources)
+        sent = await self._read(sources)
         self._raise_if_ended()
-        write = Write(first, self._source.checksums(sources))
+        write = Write(first, _checksums(sent))
         targets = self._table.claim(self.number, self._num_writes, write)
         if targets is None:
             return
         self._num_writes += 1
-        for position, (source, target) in enumerate(zip(sources, targets, strict=True), first):
-            self._target.rows[target] = self._source.rows[source]
+        for position, row in enumerate(sent, first):
             if position == self._faults.corrupt_position:
-                self._target.rows[target, 0] ^= 0xFF
+                row[0] ^= 0xFF
             self._checksums[position] = write.checksums[position - first]
-        if self._table.verify(self.number, write, self._target.checksums(targets)):
-            await self._settle(targets)
+        if self._table.verify(self.number, write, _checksums(sent)):
+            await self._settle(sent, targets)
         self._busy_s += self._clock.now_s() - started_s
 
-    async def _settle(self, targets: tuple[BlockId, ...]) -> None:
+    async def _read(self, sources: tuple[BlockId, ...]) -> Rows:
+        if self._source.ring is None:
+            return self._source.rows[list(sources)]
+        rows = np.empty((len(sources), self._source.block_bytes), np.uint8)
+        await self._source.copy_out(sources, HostRows(rows), range(len(sources)))
+        return rows
+
+    async def _settle(self, sent: Rows, targets: tuple[BlockId, ...]) -> None:
+        if self._target.ring is None:
+            self._target.rows[list(targets)] = sent
+            return
         try:
-            await self._target.copy_in(targets)
+            await self._target.copy_in(HostRows(sent), range(len(sent)), targets)
         except TransferError as error:
             self._table.fail(self.number, error)
 
@@ -258,3 +271,7 @@ class InprocHandoff:
     def _raise_if_ended(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _checksums(rows: Rows) -> tuple[int, ...]:
+    return HostRows(rows).checksums(range(len(rows)))

@@ -19,7 +19,7 @@ from opentelemetry.trace import Tracer
 
 from engine.loading import Engine, EngineOptions, load_engine, resolve_device
 from engine.prefix_cache import PrefixCache
-from kvtransfer.base import Fingerprints, PoolMemory
+from kvtransfer.base import DeviceMemory, Fingerprints, PoolMemory
 from kvtransfer.transports import choose
 from tandem.checkpoint import CheckpointInfo, read_checkpoint
 from tandem.clock import MonotonicClock
@@ -95,8 +95,11 @@ class Foundation:
 
     def pool_memory(self, engine: Engine) -> PoolMemory:
         """The pool as transfers see it."""
-        cache = engine.kv_cache
-        return PoolMemory(cache.host_blocks, cache.shared_fd, self.incarnation, cache.mirror)
+        cache, allocation = engine.kv_cache, engine.kv_cache.allocation
+        device = None
+        if allocation is not None:
+            device = DeviceMemory(cache.blocks_view, allocation.shared_fd, allocation.size_bytes)
+        return PoolMemory(cache.host_rows, cache.shared_fd, self.incarnation, cache.staging, device)
 
     def fingerprints(self, engine: Engine) -> Fingerprints:
         """What the other side of a transfer must share."""

@@ -37,6 +37,8 @@ FROM nvidia/cuda:${CUDA_VERSION}-devel-ubuntu24.04 AS build-cuda
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG FLASH_ATTN=0
+# Of tandem-server, such as worker,nixl.
+ARG EXTRAS=worker
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ git ninja-build python3-dev python3-pip python3-venv \
     && rm -rf /var/lib/apt/lists/*
@@ -51,7 +53,7 @@ RUN if [ "${FLASH_ATTN}" = 1 ]; then \
             'flash-attn>=2.7'; \
     fi
 COPY . .
-RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt ./deploy/client '.[worker]'
+RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt ./deploy/client ".[${EXTRAS}]"
 RUN cd / && /opt/tandem/bin/python -c "import sys; from kernels.cpu import build; sys.exit(not build.LIBRARY.exists())"
 
 FROM nvidia/cuda:${CUDA_VERSION}-base-ubuntu24.04 AS cuda

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 import torch
 
 from kvtransfer.transport import Transport, TransportStatus
-from kvtransfer.transports import shm, tcp
+from kvtransfer.transports import cuda_ipc, shm, tcp
 from tandem.errors import ConfigError
 
 AUTO = "auto"
+CUDA_IPC = cuda_ipc.NAME
 SHM = shm.NAME
 TCP = tcp.NAME
 
-TRANSPORTS: tuple[Transport, ...] = (shm.ShmTransport(), tcp.TcpTransport())
+TRANSPORTS: tuple[Transport, ...] = (cuda_ipc.CudaIpcTransport(), shm.ShmTransport(), tcp.TcpTransport())
 """All that this version has, best first; a new one is added here and nowhere else."""
 
 

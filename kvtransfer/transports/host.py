@@ -1,5 +1,7 @@
-"""What transports that move rows in host memory have in common: xxh3-64 of each row, staging where the pool is
-elsewhere, and a stream socket. A lane of such a transport derives from these and replaces what it does otherwise.
+"""What transports that move blocks in host memory have in common: xxh3-64 of each block, and a stream socket.
+
+A lane of such a transport derives from these and replaces what it does otherwise; above all what it does for a pool
+that lies elsewhere (`LocalPool.ring`): these raise InternalError for one.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame
 from kvtransfer.handshake import Hello
 from kvtransfer.local_pool import LocalPool
+from kvtransfer.room import Room, unbounded
 from kvtransfer.transport import Fields, FrameSink, TransportStatus
 from tandem.types import BlockId
 
@@ -27,11 +30,11 @@ _Address: TypeAlias = tuple[Any, ...] | str
 
 
 def host_status(name: str, device: torch.device, does: str) -> TransportStatus:
-    """Status of a transport that works on this machine: whether rows in host memory can stand for pools on `device`."""
+    """Status of a transport that works on this machine: whether blocks on `device` can pass through host memory."""
     if device.type == "cpu":
         return TransportStatus(name, True, does)
     if device.type == "cuda":
-        return TransportStatus(name, True, f"{does}, through a copy of the pool in host memory")
+        return TransportStatus(name, True, f"{does}, through host memory")
     return TransportStatus(name, False, f"pools on {device.type} cannot be reached by this version")
 
 
@@ -85,12 +88,17 @@ class HostSendingLane(HostLane):
         """See `SendingLane`."""
         return await connection.receive()
 
-    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef]) -> tuple[int, ...]:
-        """See `SendingLane`. Staging is awaited; the rest runs on the pool's thread if it is long."""
-        await self._pool.copy_out(sources)
+    def reserve(self, num_blocks: int) -> asyncio.Future[Room]:
+        """See `SendingLane`."""
+        return unbounded(num_blocks)
+
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], room: Room) -> tuple[int, ...]:
+        """See `SendingLane`. Runs on the pool's thread if it is long."""
         return await self._pool.start(lambda: self._place(sources, targets), len(sources) * self._pool.block_bytes)
 
-    def announce(self, sink: FrameSink, write: Frame, sources: Sequence[BlockId]) -> asyncio.Future[None] | None:
+    def announce(
+        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], room: Room
+    ) -> asyncio.Future[None] | None:
         """See `SendingLane`."""
         return sink.send(write)
 
@@ -100,7 +108,7 @@ class HostSendingLane(HostLane):
 
 
 class HostReceivingLane(HostLane):
-    """Implements `transport.ReceivingLane` for a peer that writes into the rows by itself; `peer_dead` is missing."""
+    """Implements `transport.ReceivingLane` for a peer that writes into the pool by itself; `peer_dead` is missing."""
 
     peer_writes = True
 
@@ -118,5 +126,4 @@ class HostReceivingLane(HostLane):
         return await self._pool.start(lambda: self._pool.checksums(blocks), len(blocks) * self._pool.block_bytes)
 
     async def settle(self, blocks: Sequence[BlockId]) -> None:
-        """See `ReceivingLane`."""
-        await self._pool.copy_in(blocks)
+        """Nothing to do: the blocks were verified where they lie."""

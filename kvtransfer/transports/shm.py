@@ -1,23 +1,17 @@
 """Shared memory: the receiver's pool lies in a memfd, which the sender maps and writes into.
 
-The descriptor travels over an abstract Unix socket (SCM_RIGHTS), so that a killed process
-leaves nothing behind. Only a peer with our own user id gets it. Since the peer writes by
-itself, its connection's end proves nothing; an orderly BYE does, or its process's death,
-watched through a pidfd taken from the socket.
-
-The pool's row 0 lies at byte 0 of the memfd.
+How they meet, and what proves that the sender has stopped: `same_host`. The pool's row 0 lies at byte 0 of the memfd.
+Where a pool lies elsewhere, its ring lies there: each sender has a slice, named in the receiver's HELLO, puts blocks
+into whichever of these rows are free, and says after each WRITE which ones. They are free when the WRITE is answered.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import mmap
 import os
-import secrets
 import socket
-import struct
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -25,61 +19,32 @@ import torch
 
 from kvtransfer.base import BlockRef
 from kvtransfer.connection import Connection
-from kvtransfer.fields import required
-from kvtransfer.frame import HEADER_BYTES, Frame
+from kvtransfer.fields import required, required_int
+from kvtransfer.frame import Frame
 from kvtransfer.handshake import Hello
-from kvtransfer.local_pool import LocalPool, Rows
-from kvtransfer.transport import Acceptor, Fields, ListenOptions, SendingLane, TransportStatus
-from kvtransfer.transports.host import HostReceivingLane, HostSendingLane, connected, host_status, listening
-from kvtransfer.wire import readable
-from tandem.errors import ConfigError, PeerLost, TransferError
+from kvtransfer.host_rows import HostRows
+from kvtransfer.local_pool import LocalPool
+from kvtransfer.room import FreeRows, Room, unbounded
+from kvtransfer.row_copy import copy_rows
+from kvtransfer.transport import Acceptor, Fields, FrameSink, ListenOptions, SendingLane, TransportStatus
+from kvtransfer.transports.host import HostSendingLane, host_status
+from kvtransfer.transports.same_host import (
+    SharingLane,
+    acceptor,
+    cannot_watch,
+    dial,
+    elsewhere,
+    receive_with_descriptor,
+)
+from tandem.errors import ConfigError, FrameError, PeerLost, TransferError
 from tandem.security.tls import ClientTls
 from tandem.types import BlockId
 
 NAME = "shm"
-_SO_PEERPIDFD = 77
-"""Linux 6.5: a pidfd of the peer itself, immune to reuse of its pid."""
-_UCRED = struct.Struct("3i")
-
-
-def boot_id() -> str:
-    """Names this boot of this machine: equal ids may share memory. Empty if unknown."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-def listen(name: str) -> socket.socket:
-    """A listening socket in the abstract namespace. Raises ConfigError."""
-    try:
-        return listening(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), "\0" + name)
-    except OSError as error:
-        raise ConfigError("transport", f"cannot listen on a Unix socket: {error}") from error
-
-
-async def dial(name: str) -> socket.socket:
-    """A connected socket; the caller sets the deadline. Raises OSError."""
-    return await connected(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), "\0" + name)
-
-
-async def receive_with_descriptor(connection: Connection) -> tuple[Frame, int | None]:
-    """The connection's first frame and the descriptor passed with it, owned by the caller."""
-    await readable(connection.sock)
-    try:
-        first, descriptors, _, _ = socket.recv_fds(connection.sock, HEADER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-    except OSError as error:
-        raise PeerLost(f"connection failed: {error.strerror}") from error
-    try:
-        if not first:
-            raise PeerLost("the peer closed the connection")
-        frame = await connection.receive(first)
-    except BaseException:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise
-    return frame, descriptors[0] if descriptors else None
+_ROWS = "rows"
+"""Detail of a receiver's HELLO: first row and number of rows of the slice."""
+_ROW = np.dtype("<u4")
+_MAX_ROWS = 2**31
 
 
 class ShmTransport:
@@ -89,30 +54,23 @@ class ShmTransport:
 
     def probe(self, device: torch.device) -> TransportStatus:
         """See `Transport`."""
-        if sys.platform != "linux":
-            return TransportStatus(NAME, False, f"needs Linux, this is {sys.platform}")
+        if (reason := cannot_watch()) is not None:
+            return TransportStatus(NAME, False, reason)
         try:
             os.close(os.memfd_create("tandem-probe"))
-            os.close(os.pidfd_open(os.getpid()))
         except OSError as error:
-            return TransportStatus(NAME, False, f"needs memfd and pidfd: {error.strerror}")
+            return TransportStatus(NAME, False, f"needs memfd: {error.strerror}")
         return host_status(NAME, device, "sender writes into the receiver's memory on the same machine")
 
     def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
         """See `Transport`."""
         if pool.shared_fd is None:
             raise ConfigError("transport", "shm needs a pool in shared memory")
-        name, accept = f"tandem-kv-{secrets.token_hex(16)}", partial(_ReceivingLane, pool, pool.shared_fd)
-        return Acceptor(listen(name), {"unix_name": name, "boot_id": boot_id(), "uid": str(os.getuid())}, accept)
+        return acceptor(partial(_ReceivingLane, pool, pool.shared_fd), {})
 
     def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
         """See `Transport`."""
-        here = boot_id()
-        if not here or fields.get("boot_id") != here:
-            return "it is on another machine"
-        if fields.get("uid") != str(os.getuid()):
-            return "it belongs to another user"
-        return None
+        return elsewhere(fields)
 
     async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
         """See `Transport`."""
@@ -120,7 +78,10 @@ class ShmTransport:
 
 
 class _SendingLane(HostSendingLane):
-    """Copies blocks into the peer's rows, mapped by the descriptor that came with its HELLO."""
+    """Copies blocks into the peer's rows, mapped by the descriptor that came with its HELLO.
+
+    Blocks that lie elsewhere are copied there at once, not into the ring of this side.
+    """
 
     name = NAME
 
@@ -128,7 +89,9 @@ class _SendingLane(HostSendingLane):
         super().__init__(pool)
         self._descriptor: int | None = None
         self._mapping: mmap.mmap | None = None
-        self._rows: Rows | None = None
+        self._peer: HostRows | None = None
+        self._slice: FreeRows | None = None
+        """Of the peer's rows, those that are this connection's; None = the rows are the pool itself."""
 
     async def receive_hello(self, connection: Connection) -> Frame:
         frame, self._descriptor = await receive_with_descriptor(connection)
@@ -137,34 +100,49 @@ class _SendingLane(HostSendingLane):
     def attach(self, theirs: Hello, verify: str) -> None:
         if self._descriptor is None:
             raise TransferError("the peer did not share its memory")
-        size_bytes = theirs.num_blocks * self._pool.block_bytes
+        rows = _slice_of(theirs)
+        num_rows = theirs.num_blocks if rows is None else rows.stop
+        size_bytes = num_rows * self._pool.block_bytes
         try:
             if os.fstat(self._descriptor).st_size < size_bytes:
-                raise TransferError("the peer's shared memory is smaller than its pool")
+                raise TransferError("the peer's shared memory is smaller than what it offers")
             self._mapping = mmap.mmap(self._descriptor, size_bytes)
         except (OSError, ValueError) as error:
             raise TransferError(f"cannot map the peer's pool: {error}") from error
         # A child forked by this process must not be able to write there after we are gone.
         self._mapping.madvise(mmap.MADV_DONTFORK)
-        self._rows = np.frombuffer(self._mapping, np.uint8).reshape(theirs.num_blocks, self._pool.block_bytes)
+        self._peer = HostRows(np.frombuffer(self._mapping, np.uint8).reshape(num_rows, self._pool.block_bytes))
+        self._slice = None if rows is None else FreeRows(rows)
         self._close_descriptor()
 
     def close(self) -> None:
         self._close_descriptor()
-        self._rows = None
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
         if self._mapping is not None:
             self._mapping.close()
 
-    def _place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef]) -> tuple[int, ...]:
-        """Checksums each source, then copies it, while it is in the processor's cache."""
-        rows = self._rows
-        if rows is None:
+    def reserve(self, num_blocks: int) -> asyncio.Future[Room]:
+        return unbounded(num_blocks) if self._slice is None else self._slice.take(num_blocks)
+
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], room: Room) -> tuple[int, ...]:
+        peer, num_bytes = self._peer, len(sources) * self._pool.block_bytes
+        if peer is None:
             raise PeerLost("the mapping of the peer's pool is closed")
-        checksums: list[int] = []
-        for source, target in zip(sources, targets, strict=True):
-            checksums.extend(self._pool.checksums((source,)))
-            np.copyto(rows[target.block_id], self._pool.rows[source])
-        return tuple(checksums)
+        rows = room.rows or tuple(target.block_id for target in targets)
+        if self._pool.ring is None:
+            return await self._pool.start(lambda: copy_rows(self._pool.rows, sources, peer.rows, rows), num_bytes)
+        await self._pool.copy_out(sources, peer, rows)
+        return await self._pool.start(lambda: peer.checksums(rows), num_bytes)
+
+    def announce(
+        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], room: Room
+    ) -> asyncio.Future[None] | None:
+        if self._slice is None:
+            return sink.send(write)
+        sink.send(write, [memoryview(np.array(room.rows, _ROW).tobytes())])  # nothing waits for it to leave
+        return None
 
     def _close_descriptor(self) -> None:
         if self._descriptor is not None:
@@ -172,43 +150,63 @@ class _SendingLane(HostSendingLane):
             self._descriptor = None
 
 
-class _ReceivingLane(HostReceivingLane):
-    """Shares the rows with one peer process and watches that through a pidfd."""
+class _ReceivingLane(SharingLane):
+    """Shares the pool, or a slice of its ring, with one peer process.
+
+    What comes through the ring is copied into the pool as each WRITE settles.
+    """
 
     name = NAME
 
     def __init__(self, pool: LocalPool, shared_fd: int, sock: socket.socket) -> None:
-        """Raises TransferError unless the peer is ours and its death can be proven."""
-        super().__init__(pool)
-        self._shared_fd = shared_fd
-        pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        if uid != os.getuid():
-            raise TransferError(f"peer has user id {uid}, not {os.getuid()}")
-        self._pidfd: int | None = _open_pidfd(sock, pid)
+        super().__init__(pool, shared_fd, sock)
+        self._slice: range | None = None
+        self._rows: tuple[int, ...] | None = None
+        """Where the blocks of the WRITE at hand lie; None = not in rows of this connection."""
+        if pool.ring is not None:
+            self._slice = pool.ring.lend_slice()
+            if self._slice is None:
+                self.close()
+                raise TransferError("all slices of the host ring are lent to other senders")
+            self.details = {_ROWS: f"{self._slice.start}:{len(self._slice)}"}
 
-    def send_hello(self, connection: Connection, hello: Frame) -> None:
-        data = hello.encode()  # the first frame: nothing is queued before it
-        try:
-            sent = socket.send_fds(connection.sock, [data], [self._shared_fd])
-        except OSError as error:
-            raise PeerLost(f"cannot pass the pool's descriptor: {error.strerror}") from error
-        if sent != len(data):
-            raise PeerLost("the peer's buffer is full before the handshake")
+    async def receive(
+        self, connection: Connection, blocks: Sequence[BlockId], num_bytes: int, wanted: Callable[[], bool]
+    ) -> None:
+        if self._slice is None:
+            return
+        named, filled = bytearray(num_bytes // self._pool.block_bytes * _ROW.itemsize), 0
+        while filled < len(named):
+            filled += await connection.receive_some(memoryview(named)[filled:])
+        rows = tuple(np.frombuffer(named, _ROW).tolist())
+        is_ours = len(rows) == len(blocks) == len(set(rows)) and all(row in self._slice for row in rows)
+        self._rows = rows if is_ours else None
 
-    async def peer_dead(self) -> None:
-        if self._pidfd is not None:
-            await readable(self._pidfd)
+    async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
+        ring, rows = self._pool.ring, self._rows
+        if ring is None:
+            return await super().checksums(blocks)
+        if rows is None:
+            raise FrameError("a WRITE names rows that are not its sender's")
+        return await self._pool.start(lambda: ring.checksums(rows), len(rows) * self._pool.block_bytes)
+
+    async def settle(self, blocks: Sequence[BlockId]) -> None:
+        if self._pool.ring is not None and self._rows is not None:
+            await self._pool.copy_in(self._pool.ring, self._rows, blocks)
 
     def close(self) -> None:
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
+        """The peer is proven unable to write, or never could: the slice may be another's."""
+        if self._slice is not None and self._pool.ring is not None:
+            self._pool.ring.return_slice(self._slice)
+            self._slice = None
+        super().close()
 
 
-def _open_pidfd(sock: socket.socket, pid: int) -> int:
-    with contextlib.suppress(OSError):  # before Linux 6.5
-        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    try:
-        return os.pidfd_open(pid)
-    except OSError as error:
-        raise TransferError(f"cannot watch peer process {pid}: {error.strerror}") from error
+def _slice_of(receiver: Hello) -> range | None:
+    """The rows that it lends to this connection; None = it shares the pool itself. Raises FrameError."""
+    if _ROWS not in receiver.details:
+        return None
+    first, _, count = receiver.details[_ROWS].partition(":")
+    fields = {"first": first, "count": count}
+    start = required_int(fields, "first", _MAX_ROWS)
+    return range(start, start + max(1, required_int(fields, "count", _MAX_ROWS)))

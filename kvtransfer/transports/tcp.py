@@ -1,4 +1,4 @@
-"""TCP: payload follows each WRITE frame and is received straight into its blocks."""
+"""TCP: payload follows each WRITE frame and is received straight into its blocks, or into rows of the ring first."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kvtransfer.base import BlockRef
 from kvtransfer.connection import Connection
 from kvtransfer.fields import required, required_int
 from kvtransfer.frame import Frame
+from kvtransfer.host_ring import HostRing
 from kvtransfer.local_pool import LocalPool
+from kvtransfer.room import Room
 from kvtransfer.transport import Acceptor, Fields, FrameSink, ListenOptions, SendingLane, TransportStatus
 from kvtransfer.transports.host import HostReceivingLane, HostSendingLane, connected, host_status, listening
-from tandem.errors import ConfigError, HandshakeMismatch
+from tandem.errors import ConfigError, HandshakeMismatch, TransferError
 from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
 
@@ -96,15 +99,37 @@ class _SendingLane(HostSendingLane):
         if self._tls is not None:
             await connection.begin_tls(self._tls.context(), self._tls.server_name or self._host)
 
-    def announce(self, sink: FrameSink, write: Frame, sources: Sequence[BlockId]) -> asyncio.Future[None] | None:
-        spans = self._pool.spans(sources)
+    def reserve(self, num_blocks: int) -> asyncio.Future[Room]:
+        ring = self._pool.ring
+        return super().reserve(num_blocks) if ring is None else ring.leaving.take(num_blocks)
+
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], room: Room) -> tuple[int, ...]:
+        ring = self._pool.ring
+        if ring is None:
+            return await super().place(sources, targets, room)
+        await self._pool.copy_out(sources, ring, room.rows)
+        return await self._pool.start(lambda: ring.checksums(room.rows), len(sources) * self._pool.block_bytes)
+
+    def announce(
+        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], room: Room
+    ) -> asyncio.Future[None] | None:
+        ring = self._pool.ring
+        spans = self._pool.spans(sources) if ring is None else ring.spans(room.rows)
         if len(spans) > 1 and self._pool.block_bytes < _JOIN_BELOW_BYTES:
             spans = [memoryview(b"".join(spans))]
-        return sink.send(write, spans)
+        sent = sink.send(write, spans)
+        if sent is None:
+            room.release()
+        else:
+            sent.add_done_callback(lambda _: room.release())
+        return sent
 
 
 class _ReceivingLane(HostReceivingLane):
-    """Receives straight into the rows: once this side stops reading, nobody writes."""
+    """Receives into the pool, or into the ring and at once on into the pool: once this side stops, nobody writes.
+
+    What passes through the ring is in the pool before it is compared with what was announced: nobody uses it before.
+    """
 
     name = NAME
     peer_writes = False
@@ -112,6 +137,8 @@ class _ReceivingLane(HostReceivingLane):
     def __init__(self, pool: LocalPool, tls: ServerTls | None) -> None:
         super().__init__(pool)
         self._tls = tls
+        self._found: list[int] = []
+        self._failure: TransferError | None = None
 
     async def secure(self, connection: Connection) -> None:
         if self._tls is not None:
@@ -120,17 +147,63 @@ class _ReceivingLane(HostReceivingLane):
     async def receive(
         self, connection: Connection, blocks: Sequence[BlockId], num_bytes: int, wanted: Callable[[], bool]
     ) -> None:
-        for span in self._pool.spans(blocks):
-            filled = 0
-            while filled < len(span) and wanted():
-                filled += await connection.receive_some(span[filled:])
-            num_bytes -= filled
+        ring = self._pool.ring
+        if ring is None:
+            num_bytes -= await _fill(connection, self._pool.spans(blocks), wanted)
+        else:
+            num_bytes -= await self._receive_through(ring, connection, blocks, wanted)
         scrap = memoryview(bytearray(min(num_bytes, _DISCARD_BYTES)))
         while num_bytes:
             num_bytes -= await connection.receive_some(scrap[:num_bytes])
 
+    async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
+        if self._pool.ring is None:
+            return await super().checksums(blocks)
+        if self._failure is not None:
+            raise self._failure
+        return tuple(self._found)
+
     async def peer_dead(self) -> None:
         """At once: the peer never could write."""
+
+    async def _receive_through(
+        self, ring: HostRing, connection: Connection, blocks: Sequence[BlockId], wanted: Callable[[], bool]
+    ) -> int:
+        """Takes as many blocks at a time as there are rows for; returns how many bytes it took.
+
+        The first copy that fails is the last: `checksums` raises it, as the payload has to leave the connection first.
+        """
+        self._found, self._failure = [], None
+        num_bytes = 0
+        while len(self._found) < len(blocks) and wanted() and self._failure is None:
+            room = await ring.arriving.taken(len(blocks) - len(self._found))
+            try:
+                filled = await _fill(connection, ring.spans(room.rows), wanted)
+                num_bytes += filled
+                if filled == room.num_blocks * self._pool.block_bytes:
+                    await self._settle(ring, room, blocks[len(self._found) :][: room.num_blocks])
+            finally:
+                room.release()
+        return num_bytes
+
+    async def _settle(self, ring: HostRing, room: Room, blocks: Sequence[BlockId]) -> None:
+        found = await self._pool.start(lambda: ring.checksums(room.rows), room.num_blocks * self._pool.block_bytes)
+        try:
+            await self._pool.copy_in(ring, room.rows, blocks)
+        except TransferError as error:
+            self._failure = error
+        self._found.extend(found)
+
+
+async def _fill(connection: Connection, spans: Sequence[memoryview], wanted: Callable[[], bool]) -> int:
+    """Receives into the spans, in order, while `wanted()`; returns how many bytes."""
+    num_bytes = 0
+    for span in spans:
+        filled = 0
+        while filled < len(span) and wanted():
+            filled += await connection.receive_some(span[filled:])
+        num_bytes += filled
+    return num_bytes
 
 
 def _on_off(tls: bool) -> str:

@@ -17,8 +17,8 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-from tandem.config import TraceExport
 from tandem.telemetry.logging import get_logger
+from tandem.telemetry.trace_export import TraceExport
 
 _log = get_logger(__name__)
 

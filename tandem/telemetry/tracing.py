@@ -1,7 +1,7 @@
 """Whether and how this process traces: OpenTelemetry's SDK, on only if its standard variables ask for it.
 
 The variables are OTEL_*, as OpenTelemetry documents them; the SDK reads all of them itself but those
-that say whether to export at all (`tandem.config.trace_export`), and OTEL_PROPAGATORS, which is not
+that say whether to export at all (`trace_export`), and OTEL_PROPAGATORS, which is not
 followed. Without them there is no tracer, no thread and no import of the SDK.
 """
 
@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from opentelemetry.trace import Tracer
 
 import tandem
-from tandem.config import TraceExport, trace_export
+from tandem.config import environment
 from tandem.telemetry.logging import get_logger
+from tandem.telemetry.trace_export import TraceExport, trace_export
 
 _log = get_logger(__name__)
 
@@ -26,7 +27,7 @@ def tracing(service_name: str, instance_id: str | None = None) -> Iterator[Trace
 
     OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come before `service_name` and `instance_id`.
     """
-    wanted = trace_export()
+    wanted = trace_export(environment())
     if wanted.obstacle is not None:
         _log.warning("traces are asked for but cannot be exported", obstacle=wanted.obstacle)
     if wanted.foreign_propagators:

@@ -8,11 +8,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, add_arguments, load
+from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, ServeConfig, add_arguments, load
 from tests.deploy.manifests import Manifest, named, of_kind, pod_labels
 
 Config = RouterConfig | PrefillConfig | DecodeConfig
-COMMANDS: dict[str, type[Config]] = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
+COMMANDS: dict[str, type[Config | ServeConfig]] = {
+    "router": RouterConfig,
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+    "serve": ServeConfig,
+}
 POD_IP = "10.1.2.3"
 
 _UNITS = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -72,7 +77,21 @@ class Container:
         return [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], each) for each in self.spec["args"]]
 
     def config(self) -> Config:
-        """What the process reads. Raises ConfigError; SystemExit for an unknown argument."""
+        """What the process reads that answers at the ports. Raises ConfigError; SystemExit for an unknown argument."""
+        whole = self._whole_config()
+        return whole.router if isinstance(whole, ServeConfig) else whole
+
+    def server(self) -> ServeConfig | None:
+        """What `tandem serve` reads, if the container is a whole server. Raises as `config`."""
+        whole = self._whole_config()
+        return whole if isinstance(whole, ServeConfig) else None
+
+    def configs(self) -> tuple[Config, ...]:
+        """What each kind of process in it reads. Raises as `config`."""
+        server = self.server()
+        return (self.config(),) if server is None else (server.router, server.prefill_worker, server.decode_worker)
+
+    def _whole_config(self) -> Config | ServeConfig:
         command, *arguments = self.arguments()
         config_class = COMMANDS[command]
         parser = argparse.ArgumentParser()

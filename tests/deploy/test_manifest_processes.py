@@ -56,11 +56,14 @@ def on_loopback(text: str, mounts: Path, router: str) -> str:
     return text.replace("/etc/tandem", str(mounts))
 
 
-def start(stack: ExitStack, name: str, mounts: Path, router: str = "") -> Started:
-    """Runs a container of the overlay `cpu`; ends with the stack."""
-    each = container(overlay("cpu"), name)
+def start(
+    stack: ExitStack, name: str, mounts: Path, router: str = "", overlay_name: str = "cpu", **changed: str
+) -> Started:
+    """Runs a container of an overlay, with some variables changed; ends with the stack."""
+    each = container(overlay(overlay_name), name)
     each.spec["resources"]["limits"]["cpu"] = "1"
-    environment = {key: on_loopback(value, mounts, router) for key, value in each.environment().items()}
+    variables = each.environment() | changed
+    environment = {key: on_loopback(value, mounts, router) for key, value in variables.items()}
     arguments = [on_loopback(argument, mounts, router) for argument in each.arguments()]
     with pytest.MonkeyPatch.context() as patch:
         set_all(patch, environment)
@@ -93,8 +96,7 @@ def started(mounts: Path) -> Iterator[dict[str, Started]]:
         yield {"router": router, **workers}
 
 
-def test_the_cluster_serves_and_its_probes_say_so(started: dict[str, Started], mounts: Path) -> None:
-    router = started["router"]
+def assert_serves(router: Started, mounts: Path) -> None:
     security = ClientSecurityConfig(
         tls_ca=str(mounts / "tls/ca.crt"), tls_server_name="tandem", token_file=str(mounts / "tokens/tokens")
     )
@@ -102,8 +104,21 @@ def test_the_cluster_serves_and_its_probes_say_so(started: dict[str, Started], m
         client.wait_ready(timeout_s=PROBE_TIMEOUT_S)
         result = client.complete("Once upon a time", max_tokens=4, temperature=0.0)
     assert result.usage.completion_tokens == 4
+
+
+def test_the_cluster_serves_and_its_probes_say_so(started: dict[str, Started], mounts: Path) -> None:
+    assert_serves(started["router"], mounts)
     for each in started.values():
         assert [each.probe(kind) for kind in each.container.probes] == [0, 0, 0], each.container.name
+
+
+def test_a_whole_server_in_one_container_serves(mounts: Path) -> None:
+    on_cpu = {"TANDEM_DEVICE": "cpu", "TANDEM_THREADS": "1", "TANDEM_KV_MEMORY": "16MiB", "TANDEM_MODEL": "demo"}
+    with ExitStack() as stack:
+        server = start(stack, "router", mounts, overlay_name="gpu-same-pod", **on_cpu)
+        assert_serves(server, mounts)
+        assert [server.probe(kind) for kind in server.container.probes] == [0, 0, 0]
+        assert server.cluster.stop() == 0
 
 
 def test_a_router_without_workers_lives_and_is_not_ready(mounts: Path) -> None:

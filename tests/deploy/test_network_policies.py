@@ -9,7 +9,7 @@ import pytest
 
 from tests.deploy.manifests import OVERLAYS, Manifest, of_kind, overlay
 from tests.deploy.network import Flow, Pod, admits
-from tests.deploy.pods import containers
+from tests.deploy.pods import Container, containers
 
 EVERY_OVERLAY = pytest.mark.parametrize("name", OVERLAYS)
 
@@ -46,8 +46,16 @@ def pods_of(manifests: Iterable[Manifest]) -> list[tuple[Pod, dict[str, int]]]:
         workload = each.workload["metadata"]
         assert workload["namespace"] == HOME
         pod = Pod(workload["name"], HOME, each.labels, {"kubernetes.io/metadata.name": HOME})
-        found.setdefault(pod.name, (pod, {"strange": STRANGE_PORT}))[1].update(each.ports)
+        found.setdefault(pod.name, (pod, {"strange": STRANGE_PORT}))[1].update(each.ports | picked_ports(each))
     return list(found.values())
+
+
+def picked_ports(each: Container) -> dict[str, int]:
+    """The first port of the range that the kernel picks from, where the pod sets one."""
+    for setting in each.pod["securityContext"].get("sysctls", []):
+        assert setting["name"] == "net.ipv4.ip_local_port_range"
+        return {"picked": int(setting["value"].split()[0])}
+    return {}
 
 
 def needed(source: Pod, target: Pod, port_name: str, *, monitored: bool) -> bool:
@@ -61,6 +69,8 @@ def needed(source: Pod, target: Pod, port_name: str, *, monitored: bool) -> bool
             return from_router
         case "kv":
             return "tandem/prefill" in source.labels
+        case "picked":
+            return "tandem/worker" in source.labels and "tandem/worker" in target.labels
         case "dns":
             return target is DNS and "tandem/worker" in source.labels
         case _:
@@ -111,3 +121,8 @@ def test_a_policy_with_another_port_is_noticed() -> None:
         if policy["metadata"]["name"] == "tandem-prefill":
             policy["spec"]["egress"][0]["ports"][0]["port"] = 50064
     assert wrong_flows(manifests) == ["tandem-prefill -> tandem-decode:50063/TCP"]
+
+
+def test_ports_that_libraries_pick_are_closed_without_the_policy_for_them() -> None:
+    manifests = [each for each in overlay("gpu-nixl") if each["metadata"]["name"] != "tandem-peers"]
+    assert "tandem-prefill -> tandem-decode:50100/TCP" in wrong_flows(manifests)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import tandem
+from cli.serve import fleet_devices
 from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, WorkerConfig
 from tandem.errors import ConfigError
 from tandem.security.exposure import check_exposure
@@ -16,6 +17,9 @@ from tests.deploy.manifests import COMPONENTS, DEPLOY, OVERLAYS, Manifest, match
 from tests.deploy.pods import POD_IP, Container, container, containers, quantity
 
 EVERY_OVERLAY = pytest.mark.parametrize("name", OVERLAYS)
+WHOLE_SERVERS = {"gpu-same-pod"}
+"""Overlays whose pods are whole servers."""
+EVERY_OVERLAY_OF_POOLS = pytest.mark.parametrize("name", sorted(set(OVERLAYS) - WHOLE_SERVERS))
 INSECURE = {"dev"}
 PORT_NAME = re.compile(r"(?=.*[a-z])(?!.*--)[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?")
 _WORD = r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?"
@@ -34,14 +38,16 @@ def listening_ports(each: Container) -> set[int]:
 
 
 def test_the_overlays_are_those_that_the_documents_name() -> None:
-    assert {"cpu", "gpu-same-pod", "gpu-nccl", "autoscale-hpa", "autoscale-keda", "monitoring"} <= set(OVERLAYS)
+    assert {"cpu", "gpu-same-pod", "gpu-nccl", "gpu-nixl", "autoscale-hpa", "autoscale-keda", "monitoring"} <= set(
+        OVERLAYS
+    )
     page = (DEPLOY.parent / "docs/kubernetes.md").read_text()
     assert [name for name in (*OVERLAYS, *COMPONENTS) if f"`{name}`" not in page] == []
 
 
 @EVERY_OVERLAY
 def test_every_container_starts_a_process_that_accepts_its_arguments_and_environment(name: str) -> None:
-    configs = [each.config() for each in containers(overlay(name))]
+    configs = [config for each in containers(overlay(name)) for config in each.configs()]
     assert {type(config) for config in configs} == {RouterConfig, PrefillConfig, DecodeConfig}
     assert len({config.model for config in configs}) == 1
     assert len({config.lease_s for config in configs}) == 1
@@ -108,7 +114,7 @@ def test_workers_register_through_a_service_that_shows_routers_before_they_are_r
             assert port_of(address) == port_of(router.config().listen)
 
 
-@EVERY_OVERLAY
+@EVERY_OVERLAY_OF_POOLS
 def test_workers_tell_the_pod_s_address_and_a_name_of_their_own(name: str) -> None:
     workers = [each for each in containers(overlay(name)) if isinstance(each.config(), WorkerConfig)]
     configs = [each.config() for each in workers]
@@ -273,7 +279,7 @@ def test_every_config_map_and_claim_needed_is_there(name: str) -> None:
 def test_images_are_those_that_the_dockerfiles_build_at_this_version(name: str) -> None:
     for each in containers(overlay(name)):
         image, _, tag = each.spec["image"].partition(":")
-        device = each.config().device if isinstance(each.config(), WorkerConfig) else None  # type: ignore[union-attr]
+        device = next((config.device for config in each.configs() if isinstance(config, WorkerConfig)), None)
         wanted = {
             None: ("tandem-router", tandem.__version__),
             "auto": ("tandem-worker", f"{tandem.__version__}-cpu"),
@@ -285,42 +291,61 @@ def test_images_are_those_that_the_dockerfiles_build_at_this_version(name: str) 
 @EVERY_OVERLAY
 def test_a_worker_computes_on_as_many_threads_as_its_limit_has_cores(name: str) -> None:
     for each in containers(overlay(name)):
-        config = each.config()
-        if isinstance(config, WorkerConfig):
-            assert config.threads == quantity(each.spec["resources"]["limits"]["cpu"])
+        threads = [config.threads for config in each.configs() if isinstance(config, WorkerConfig)]
+        if threads:
+            assert sum(filter(None, threads)) == quantity(each.spec["resources"]["limits"]["cpu"])
 
 
 @EVERY_OVERLAY
 def test_a_kv_pool_of_a_given_size_leaves_room_in_its_container(name: str) -> None:
     for each in containers(overlay(name)):
-        config = each.config()
-        if isinstance(config, WorkerConfig) and config.kv_memory_bytes is not None:
-            # Pages of a shared pool count against whoever writes to them first: both pools may count against one.
-            pools = 2 if each.pod.get("shareProcessNamespace") else 1
-            assert pools * config.kv_memory_bytes < quantity(each.spec["resources"]["limits"]["memory"])
+        pools = [config.kv_memory_bytes or 0 for config in each.configs() if isinstance(config, WorkerConfig)]
+        assert sum(pools) < quantity(each.spec["resources"]["limits"]["memory"])
 
 
 @pytest.mark.parametrize("name", [name for name in OVERLAYS if name.startswith("gpu")])
-def test_workers_on_gpus_have_one_each_and_choose_the_transport_themselves(name: str) -> None:
-    workers = [each for each in containers(overlay(name)) if isinstance(each.config(), WorkerConfig)]
-    assert [each.spec["resources"]["limits"]["nvidia.com/gpu"] for each in workers] == ["1", "1"]
-    assert {each.config().transport for each in workers} == {"auto"}  # type: ignore[union-attr]
+def test_every_worker_on_a_gpu_has_one_for_itself_and_chooses_the_transport_itself(name: str) -> None:
+    for each in containers(overlay(name)):
+        workers = [config for config in each.configs() if isinstance(config, WorkerConfig)]
+        assert int(each.spec["resources"]["limits"].get("nvidia.com/gpu", 0)) == len(workers)
+        assert {config.transport for config in workers} <= {"auto"}
 
 
-def test_the_pair_holds_the_same_containers_as_pods_apart() -> None:
-    for role in ("prefill", "decode"):
-        pair, apart = (container(overlay(name), role).spec for name in ("gpu-same-pod", "gpu-nccl"))
-        for spec in (pair, apart):
-            spec["env"].sort(key=lambda entry: entry["name"])  # patches put theirs first
-        assert pair == apart
+def test_both_workers_of_a_whole_server_are_in_one_container_each_on_a_gpu_of_its_own() -> None:
+    (each,) = containers(overlay("gpu-same-pod"))
+    server = each.server()
+    assert server is not None
+    assert (server.num_prefill, server.num_decode) == (1, 1)
+    plan = fleet_devices(server, ("GPU-a", "GPU-b"))
+    assert [share.gpus[0] for share in (*plan.prefill, *plan.decode)] == ["GPU-a", "GPU-b"]
 
 
-def test_the_pair_s_containers_see_each_other_s_processes_and_run_as_one_user() -> None:
-    prefill, decode = (container(overlay("gpu-same-pod"), role) for role in ("prefill", "decode"))
-    assert prefill.workload["metadata"]["name"] == decode.workload["metadata"]["name"] == "tandem-pair"
-    assert prefill.pod["shareProcessNamespace"] is True
-    assert prefill.pod["securityContext"]["runAsUser"] > 0
-    assert all("runAsUser" not in each.spec["securityContext"] for each in (prefill, decode))
+def test_a_whole_server_registers_nobody_from_outside() -> None:
+    manifests = overlay("gpu-same-pod")
+    names = {each["metadata"]["name"] for each in manifests}
+    assert not names & {"tandem-prefill", "tandem-decode", "tandem-worker"}
+
+
+@pytest.mark.parametrize("name", ["gpu-nccl", "gpu-nixl"])
+def test_ports_that_libraries_pick_come_from_the_range_that_the_policy_admits(name: str) -> None:
+    manifests = overlay(name)
+    policy = named(manifests, "NetworkPolicy", "tandem-peers")["spec"]
+    ((picked,), (reached,)) = (policy[way][0]["ports"] for way in ("ingress", "egress"))
+    workers = [each for each in containers(manifests) if isinstance(each.config(), WorkerConfig)]
+    assert len(workers) == 2
+    for each in workers:
+        (setting,) = each.pod["securityContext"]["sysctls"]
+        assert setting["name"] == "net.ipv4.ip_local_port_range"
+        assert setting["value"] == f"{picked['port']} {picked['endPort']}"
+        assert not set(range(picked["port"], picked["endPort"] + 1)) & set(each.ports.values())
+    assert picked == reached
+
+
+def test_a_network_card_is_asked_for_where_the_page_says_so() -> None:
+    page = (DEPLOY.parent / "docs/kubernetes.md").read_text()
+    assert "`rdma/hca`" in page
+    limits = [each.spec["resources"]["limits"] for each in containers(overlay("gpu-nixl")) if each.name != "router"]
+    assert [each["rdma/hca"] for each in limits] == ["1", "1"]
 
 
 @EVERY_OVERLAY

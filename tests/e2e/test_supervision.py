@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from bench.cluster import eventually, pid_of, serve
+from bench.processes import children
 from tandem.client import Client
 from tandem.errors import TandemError
 from tandem.types import Role
@@ -47,6 +49,23 @@ def test_a_router_that_was_stopped_from_outside_is_replaced_at_its_address() -> 
         client.wait_ready(timeout_s=30)
         assert client.complete("Once", max_tokens=2, timeout_s=30).choices[0].token_ids
         assert cluster.process.poll() is None
+
+
+def test_a_standby_takes_the_place_of_a_worker_that_ends() -> None:
+    with serve("demo") as cluster, Client(cluster.target) as client:
+        client.wait_ready(timeout_s=30)
+        before = pids(client)
+        assert eventually(lambda: standbys(cluster.process.pid), REPLACED_WITHIN_S)
+        (standby,) = standbys(cluster.process.pid)
+        os.kill(before[Role.DECODE], signal.SIGKILL)
+        assert eventually(lambda: pids(client).get(Role.DECODE) == standby, REPLACED_WITHIN_S)
+        assert children(cluster.process.pid)["decode-0"] == standby
+        assert client.complete("Once", max_tokens=2, timeout_s=30).choices[0].token_ids
+
+
+def standbys(pid: int) -> list[int]:
+    """Process ids of the children that wait to become a worker."""
+    return [each for each in children_of(pid) if b"--standby" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
 def children_of(pid: int) -> list[int]:

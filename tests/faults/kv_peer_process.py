@@ -60,18 +60,19 @@ class HalfLane:
         self._lane = lane
         self.name = lane.name
         self.close = lane.close
+        self.reserve = lane.reserve
         self._go = threading.Event()
         self.release = self._go.set
 
-    async def place(self, sources, targets):
+    async def place(self, sources, targets, room):
         if self.name == "shm":
             self._lane._rows[targets[0].block_id][:HALF] = 0xAB
             say("half written")
             await asyncio.get_running_loop().run_in_executor(None, self._go.wait)
-        return await self._lane.place(sources, targets)
+        return await self._lane.place(sources, targets, room)
 
-    def announce(self, sink, write, sources):
-        return self._lane.announce(HalfSink(sink), write, sources)
+    def announce(self, sink, write, sources, room):
+        return self._lane.announce(HalfSink(sink), write, sources, room)
 
 
 class HalfSink:

@@ -25,6 +25,7 @@ TIMING = Timing(lease_s=1.0, reply_s=2.0, stop_s=0.5)
 PEER = Path(__file__).with_name("kv_peer_process.py")
 PATIENCE_S = 40.0
 TRANSPORTS = ["shm", "tcp"]
+"""Those that `kv_peer_process` can catch within a block; at all other points: test_kv_fault_matrix."""
 
 
 class Peer:

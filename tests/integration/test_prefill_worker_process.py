@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import grpc.aio
@@ -16,8 +14,7 @@ import pytest
 from bench.tiny_models import TINY_MODELS, save_tiny_model
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tests.fake_registry import becomes_ready, listening
-
-DEADLINE_S = 60.0
+from tests.worker_process import DEADLINE_S, address_of, worker_process
 
 
 @pytest.fixture(scope="module")
@@ -25,29 +22,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(TINY_MODELS[0], tmp_path_factory.mktemp("model"))
 
 
-@asynccontextmanager
-async def process(model: Path, *options: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "prefill_worker", "--model", str(model), "--threads", "1", "--kv-blocks", "64"),
-        *options,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        yield child
-    finally:
-        if child.returncode is None:
-            child.kill()
-        await child.communicate()
-
-
-async def address_of(child: asyncio.subprocess.Process) -> str:
-    assert child.stdout is not None
-    async with asyncio.timeout(DEADLINE_S):
-        word, address = (await child.stdout.readline()).decode().split()
-    assert word == "ready"
-    return address
+def process(model: Path, *options: str) -> AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    return worker_process("prefill_worker", model, *options)
 
 
 def prefill_message(handle: int, num_tokens: int = 20, max_tokens: int = 4) -> worker_pb2.ConnectRequest:

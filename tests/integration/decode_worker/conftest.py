@@ -106,7 +106,7 @@ def load_tiny_engine(tiny_llama: Path, tmp_path: Path) -> Iterator[Callable[...,
         num_blocks: int,
         *,
         shared_kv: bool = False,
-        mirrored_kv: bool = False,
+        staged_kv: bool = False,
         prefix_cache: bool = True,
         host_cache_bytes: int = 0,
         disk_cache_bytes: int = 0,
@@ -119,7 +119,7 @@ def load_tiny_engine(tiny_llama: Path, tmp_path: Path) -> Iterator[Callable[...,
             kv_blocks=num_blocks,
             attention_backend="reference",
             shared_kv=shared_kv,
-            mirrored_kv=mirrored_kv,
+            staged_kv=staged_kv,
             prefix_cache=prefix_cache,
             host_cache_bytes=host_cache_bytes,
             disk_cache_folder=tmp_path if disk_cache_bytes else None,
@@ -264,7 +264,7 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
         max_seqs: int = 16,
         chunk_tokens: int = 64,
         *,
-        mirrored_kv: bool = False,
+        staged_kv: bool = False,
         overlap_steps: bool = True,
         prefix_cache: bool = True,
         host_cache_bytes: int = 0,
@@ -275,13 +275,13 @@ def open_bench(load_tiny_engine: Callable[..., Engine]) -> Callable[..., object]
             block_size,
             num_blocks,
             shared_kv=True,
-            mirrored_kv=mirrored_kv,
+            staged_kv=staged_kv,
             prefix_cache=prefix_cache,
             host_cache_bytes=host_cache_bytes,
             disk_cache_bytes=disk_cache_bytes,
         )
         memory = PoolMemory(
-            engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.mirror
+            engine.kv_cache.host_rows, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.staging
         )
         prints = Fingerprints(engine.fingerprint, engine.layout)
         receiver = KvReceiver(memory, prints, MonotonicClock(), (SHM, TCP), "127.0.0.1")

@@ -59,7 +59,7 @@ asyncio.run(main(*sys.argv[1:]))
 async def open_prefill(engine: Engine, transport: str) -> AsyncIterator[PrefillWorker]:
     clock = MonotonicClock()
     memory = PoolMemory(
-        engine.kv_cache.host_blocks, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.mirror
+        engine.kv_cache.host_rows, engine.kv_cache.shared_fd, new_incarnation(), engine.kv_cache.staging
     )
     prints = Fingerprints(engine.fingerprint, engine.layout)
     sender = KvSender(memory, prints, clock, transport)
@@ -81,9 +81,9 @@ async def open_prefill(engine: Engine, transport: str) -> AsyncIterator[PrefillW
 
 
 @pytest.mark.parametrize(
-    ("transport", "mirrored_kv"),
+    ("transport", "staged_kv"),
     [("shm", False), ("tcp", False), ("shm", True), ("tcp", True)],
-    ids=["shm", "tcp", "shm through mirrors", "tcp through mirrors"],
+    ids=["shm", "tcp", "shm through rings", "tcp through rings"],
 )
 @pytest.mark.parametrize("num_blocks", [200, 44], ids=["roomy pool", "pool that preempts"])
 async def test_handed_over_sequences_give_the_reference_tokens(
@@ -92,20 +92,20 @@ async def test_handed_over_sequences_give_the_reference_tokens(
     make_spec: MakeSpec,
     reference: Reference,
     transport: str,
-    mirrored_kv: bool,
+    staged_kv: bool,
     num_blocks: int,
 ) -> None:
     specs = [make_spec(length, 80) for length in LENGTHS]
-    prefill_engine = load_tiny_engine(BLOCK_SIZE, 64, mirrored_kv=mirrored_kv)
+    prefill_engine = load_tiny_engine(BLOCK_SIZE, 64, staged_kv=staged_kv)
     async with (
-        open_bench(BLOCK_SIZE, num_blocks, mirrored_kv=mirrored_kv) as bench,
+        open_bench(BLOCK_SIZE, num_blocks, staged_kv=staged_kv) as bench,
         open_prefill(prefill_engine, transport) as prefill,
     ):
         assert await hand_over(bench, prefill, specs) == [[reference(spec)] for spec in specs]
         assert (bench.worker.load().preemptions > 0) == (num_blocks == 44)
 
 
-@pytest.mark.parametrize("mirrored_kv", [False, True], ids=["", "through mirrors"])
+@pytest.mark.parametrize("staged_kv", [False, True], ids=["", "through rings"])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("block_size", [1, 16, 256])
 async def test_of_a_next_turn_only_what_is_lacking_travels(
@@ -115,12 +115,12 @@ async def test_of_a_next_turn_only_what_is_lacking_travels(
     reference: Reference,
     transport: str,
     block_size: int,
-    mirrored_kv: bool,
+    staged_kv: bool,
 ) -> None:
     spec, num_blocks = make_spec(37, 20), 1 + 128 // block_size
-    prefill_engine = load_tiny_engine(block_size, num_blocks, mirrored_kv=mirrored_kv)
+    prefill_engine = load_tiny_engine(block_size, num_blocks, staged_kv=staged_kv)
     async with (
-        open_bench(block_size, num_blocks, mirrored_kv=mirrored_kv) as bench,
+        open_bench(block_size, num_blocks, staged_kv=staged_kv) as bench,
         open_prefill(prefill_engine, transport) as prefill,
     ):
         ((said,),) = await hand_over(bench, prefill, [spec])

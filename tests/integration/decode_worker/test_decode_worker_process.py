@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import shutil
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +20,14 @@ from tandem.convert import group_to_proto
 from tandem.types import GroupSpec, TokenId
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tests.fake_registry import becomes_ready, listening
-
-DEADLINE_S = 60.0
+from tests.worker_process import DEADLINE_S, address_of, worker_process
 
 MakeSpec = Callable[..., GroupSpec]
 Reference = Callable[[GroupSpec], list[TokenId]]
 
 
-@asynccontextmanager
-async def process(model: Path, *options: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "decode_worker", "--model", str(model), "--threads", "1"),
-        *("--kv-blocks", "64", "--dtype", "float32", *options),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        yield child
-    finally:
-        if child.returncode is None:
-            child.kill()
-        await child.communicate()
-
-
-async def address_of(child: asyncio.subprocess.Process) -> str:
-    assert child.stdout is not None
-    async with asyncio.timeout(DEADLINE_S):
-        word, address = (await child.stdout.readline()).decode().split()
-    assert word == "ready"
-    return address
+def process(model: Path, *options: str) -> AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    return worker_process("decode_worker", model, "--dtype", "float32", *options)
 
 
 @asynccontextmanager

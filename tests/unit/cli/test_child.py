@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cli.launch import launch_command
-from cli.supervisor import Child
+from cli.supervisor import Child, open_process
 
 DEADLINE_S = 20.0
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="affinity and parent-death signals are Linux's")
@@ -21,7 +21,7 @@ async def start() -> Any:
     children: list[Child] = []
 
     def started(command: list[str], sink: Callable[[str], None] = lambda line: None) -> Child:
-        children.append(Child(command, sink))
+        children.append(Child(open_process(command), sink))
         return children[-1]
 
     yield started
@@ -73,6 +73,14 @@ async def test_a_launched_child_has_its_cores_and_priority(start: Any) -> None:
     bound = [*launch_command("timeit", ["-n1", "-r1", program], cores, 5)]
     child = start(bound)
     assert await asyncio.wait_for(child.ready(), DEADLINE_S) == f"{cores} {os.getpriority(os.PRIO_PROCESS, 0) + 5}"
+
+
+@LINUX
+async def test_a_launched_child_sees_its_own_gpu_first(start: Any) -> None:
+    cores = sorted(os.sched_getaffinity(0))[:1]
+    program = "import os; print('ready', os.environ['CUDA_VISIBLE_DEVICES'])"
+    child = start(launch_command("timeit", ["-n1", "-r1", program], cores, 0, ("GPU-b", "GPU-a")))
+    assert await asyncio.wait_for(child.ready(), DEADLINE_S) == "GPU-b,GPU-a"
 
 
 @LINUX

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from cli.serve import check_fleet, local_address, router_spec, worker_specs
+from cli.serve import check_fleet, check_host_memory, fleet_devices, local_address, router_spec, worker_specs
 from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, ServeConfig, add_arguments, load
 from tandem.errors import ConfigError
 
@@ -21,7 +21,7 @@ def serve(*argv: str) -> ServeConfig:
 
 def test_the_arguments_of_a_child_give_it_the_options_of_serve() -> None:
     config = serve("--model", "m", "--block-size", "32", "--prefill", "1", "--decode", "2", "--no-overlap")
-    prefill, *decodes = worker_specs(config, (0, 1, 2, 3), "127.0.0.1:7", on_gpu=False)
+    prefill, *decodes = worker_specs(config, (0, 1, 2, 3), "127.0.0.1:7", fleet_devices(config, ()))
     first: PrefillConfig = parsed(PrefillConfig, *prefill.arguments)
     assert (first.model, first.block_size, first.overlap) == ("m", 32, False)
     assert (first.router, first.worker_id, first.threads) == (("127.0.0.1:7",), "prefill-0", 2)
@@ -31,7 +31,7 @@ def test_the_arguments_of_a_child_give_it_the_options_of_serve() -> None:
 
 def test_workers_listen_on_loopback_whatever_the_router_does() -> None:
     config = serve("--listen", "0.0.0.0:50051")
-    specs = worker_specs(config, (0, 1), local_address("0.0.0.0:50051"), on_gpu=False)
+    specs = worker_specs(config, (0, 1), local_address("0.0.0.0:50051"), fleet_devices(config, ()))
     configs: list[DecodeConfig] = [parsed(DecodeConfig, *specs[1].arguments)]
     assert configs[0].listen == "127.0.0.1:0"
     assert configs[0].router == ("127.0.0.1:50051",)
@@ -42,7 +42,7 @@ def test_the_admin_address_is_the_routers_and_none_switches_all_admin_ports_off(
     given: str, of_workers: str | None
 ) -> None:
     config = serve("--admin-listen", given, "--decode", "2")
-    prefill, *decodes = worker_specs(config, (0, 1), "127.0.0.1:7", on_gpu=False)
+    prefill, *decodes = worker_specs(config, (0, 1), "127.0.0.1:7", fleet_devices(config, ()))
     router: RouterConfig = parsed(RouterConfig, *router_spec(config, (0,), "127.0.0.1:7").arguments)
     configs = [parsed(PrefillConfig, *prefill.arguments), *(parsed(DecodeConfig, *each.arguments) for each in decodes)]
     assert router.admin_listen == (None if given == "none" else given)
@@ -57,13 +57,56 @@ def test_a_router_is_restarted_on_the_port_it_had() -> None:
 
 def test_children_get_more_time_to_stop_than_their_own_drain_takes() -> None:
     config = serve("--drain-grace-seconds", "7")
-    specs = worker_specs(config, (0, 1), "127.0.0.1:7", on_gpu=False)
+    specs = worker_specs(config, (0, 1), "127.0.0.1:7", fleet_devices(config, ()))
     assert all(spec.stop_grace_s > 7 for spec in [*specs, router_spec(config, (0,), "127.0.0.1:7")])
 
 
 def test_workers_on_a_gpu_are_not_pinned() -> None:
-    specs = worker_specs(serve(), (0, 1), "127.0.0.1:7", on_gpu=True)
+    specs = worker_specs(serve(), (0, 1), "127.0.0.1:7", fleet_devices(serve(), ("GPU-a",)))
     assert all(spec.cores == (0, 1) and spec.nice == 0 for spec in specs)
+
+
+def test_a_worker_on_a_gpu_sees_its_own_first_and_knows_with_whom_it_shares_memory() -> None:
+    config, gpus = serve("--prefill", "1", "--decode", "3"), ("GPU-a", "GPU-b")
+    specs = worker_specs(config, (0, 1), "127.0.0.1:7", fleet_devices(config, gpus))
+    assert [spec.gpus[0] for spec in specs] == ["GPU-a", "GPU-a", "GPU-b", "GPU-b"]
+    assert all(set(spec.gpus) == set(gpus) for spec in specs)
+    last: DecodeConfig = parsed(DecodeConfig, *specs[-1].arguments)
+    assert (last.device, last.device_workers, last.host_workers) == ("cuda:0", 2, 4)
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1"])
+def test_without_gpus_workers_are_told_the_device_of_serve(device: str) -> None:
+    plan = fleet_devices(serve("--device", device, "--decode", "2"), ())
+    assert [share.device for share in (*plan.prefill, *plan.decode)] == [device] * 3
+    assert not plan.on_gpus
+
+
+def test_one_device_for_all_is_shared_by_all() -> None:
+    plan = fleet_devices(serve("--device", "cuda:1"), ("GPU-a", "GPU-b"))
+    assert [(share.gpus[0], share.num_workers) for share in (*plan.prefill, *plan.decode)] == [("GPU-b", 2)] * 2
+    with pytest.raises(ConfigError, match=r"--device: cuda:2 is not here; GPUs are GPU-a, GPU-b"):
+        fleet_devices(serve("--device", "cuda:2"), ("GPU-a", "GPU-b"))
+
+
+def test_no_gpu_is_used_where_the_cpu_is_asked_for() -> None:
+    assert not fleet_devices(serve("--device", "cpu"), ("GPU-a",)).on_gpus
+
+
+def test_a_device_for_all_and_lists_of_devices_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="--device"):
+        fleet_devices(serve("--device", "cuda", "--decode-devices", "cuda:1"), ("GPU-a", "GPU-b"))
+
+
+def test_claims_of_all_workers_on_host_memory_must_fit_together() -> None:
+    config = serve("--prefill", "1", "--decode", "2", "--kv-memory", "1000", "--host-cache-memory", "2000")
+    on_cpu, on_gpu = fleet_devices(config, ()), fleet_devices(config, ("GPU-a",))
+    check_host_memory(config, on_cpu, 9000)
+    check_host_memory(config, on_cpu, None)
+    with pytest.raises(ConfigError, match=r"--host-cache-memory: 3 workers claim 9000 bytes .*8999"):
+        check_host_memory(config, on_cpu, 8999)
+    check_host_memory(config, on_gpu, 6000)  # the pools are not in host memory
+    check_host_memory(serve("--no-prefix-cache", "--host-cache-memory", "2000"), fleet_devices(serve(), ()), 0)
 
 
 @pytest.mark.parametrize("local", ["0", "128"])
@@ -75,5 +118,5 @@ def test_no_prefill_worker_without_unlimited_local_prefill_is_refused(local: str
 def test_a_colocated_server_is_fine() -> None:
     config = serve("--prefill", "0", "--local-prefill-tokens", "unlimited")
     check_fleet(config)
-    (only,) = worker_specs(config, (0, 1), "127.0.0.1:7", on_gpu=False)
+    (only,) = worker_specs(config, (0, 1), "127.0.0.1:7", fleet_devices(config, ()))
     assert (only.name, only.cores) == ("decode-0", (0, 1))

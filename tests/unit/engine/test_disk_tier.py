@@ -162,7 +162,7 @@ def test_what_has_not_arrived_is_computed(cache, disk):
     arrived = threading.Event()
     do, disk._do = disk._do, lambda each: (arrived.wait(20), do(each))
     cache.prefetch("", TOKENS)
-    assert cache.acquire("", TOKENS) == ()
+    assert not cache.acquire("", TOKENS)
     blocks = cache.allocate(3)
     cache.insert("", TOKENS, blocks)
     cache.pool.release(blocks)

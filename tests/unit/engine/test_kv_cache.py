@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from engine.kv_cache import KvCache
-from engine.memory import GIB, available_memory_bytes, blocks_that_fit, check_memory
+from engine.memory import (
+    GIB,
+    MIN_RING_ROWS,
+    Sharing,
+    available_memory_bytes,
+    blocks_that_fit,
+    check_memory,
+    ring_rows_for,
+)
 from tandem.errors import ConfigError
 from tandem.kv_layout import DType, KvLayout
 
@@ -142,7 +150,7 @@ def test_available_memory_is_the_machines_or_the_containers(tmp_path: Path, limi
 
 
 @pytest.mark.parametrize("num_visible", [8, 1])
-def test_workers_on_every_gpu_that_start_together_take_at_most_half_of_the_host(
+def test_rings_of_workers_on_every_gpu_that_start_together_take_at_most_half_of_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_visible: int
 ) -> None:
     """Each sees all GPUs of the machine, or its own alone: none of the others' claims is seen yet."""
@@ -150,17 +158,54 @@ def test_workers_on_every_gpu_that_start_together_take_at_most_half_of_the_host(
     for number in range(num_gpus):
         (root / f"proc/driver/nvidia/gpus/0000:{number:02x}:00.0").mkdir(parents=True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
-    num_blocks = blocks_that_fit(LAYOUT, None, torch.device("cuda", 0), max_tokens=10**9, root=root)
-    claimed = 2 * num_gpus * num_blocks * LAYOUT.block_bytes  # a prefill and a decode worker on each
+    num_rows = ring_rows_for(LAYOUT, 1 << 40, None, root=root)
+    claimed = 2 * num_gpus * num_rows * LAYOUT.block_bytes  # a prefill and a decode worker on each
     assert 0.4 * 5_120_000 < claimed <= 0.5 * 5_120_000
 
 
-def test_one_gpu_takes_the_share_of_the_host_that_a_worker_on_a_cpu_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = make_root(tmp_path, None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+def test_a_pool_on_a_gpu_is_not_limited_by_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
-    on_gpu = blocks_that_fit(LAYOUT, None, torch.device("cuda", 0), max_tokens=10**9, root=root)
-    assert on_gpu == blocks_that_fit(LAYOUT, None, CPU, max_tokens=10**9, root=root)
+    root = make_root(tmp_path, None)
+    num_blocks = blocks_that_fit(LAYOUT, None, torch.device("cuda", 0), max_tokens=10**12, root=root)
+    assert num_blocks == int((1 << 40) * 0.4) // LAYOUT.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("pool_bytes", "ring_bytes"),
+    [(GIB // 8, GIB // 8), (GIB, GIB // 4), (8 * GIB, GIB // 2), (100 * GIB, GIB)],
+)
+def test_a_ring_is_as_large_as_what_is_on_its_way_needs(tmp_path: Path, pool_bytes: int, ring_bytes: int) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {1 << 40} kB\n")
+    layout = KvLayout(1, 1, 64, 1024, DType.FLOAT32)
+    num_rows = ring_rows_for(layout, pool_bytes // layout.block_bytes, None, root=tmp_path)
+    assert num_rows * layout.block_bytes == ring_bytes
+
+
+def test_a_ring_is_never_smaller_than_what_hand_offs_need_to_share_it() -> None:
+    assert ring_rows_for(LAYOUT, 2, None) == MIN_RING_ROWS
+    assert ring_rows_for(LAYOUT, 2, 20 * LAYOUT.block_bytes) == 20
+    with pytest.raises(ConfigError, match="--host-ring-memory"):
+        ring_rows_for(LAYOUT, 2, MIN_RING_ROWS * LAYOUT.block_bytes - 1)
+    with pytest.raises(ConfigError, match="--host-ring-memory"):
+        check_memory(LAYOUT, 1, CPU, 1 << 50)
+
+
+@pytest.mark.parametrize(("workers", "share"), [(1, 0.8), (2, 0.4), (4, 0.2)])
+def test_workers_on_one_gpu_take_a_share_each_that_leaves_room_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, share: float
+) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {1 << 40} kB\n")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10_000_000, 10_000_000))
+    sharing = Sharing(device_workers=workers, host_workers=workers)
+    num_blocks = blocks_that_fit(LAYOUT, None, torch.device("cuda", 0), 10**9, sharing, tmp_path)
+    assert num_blocks == int(10_000_000 * share) // LAYOUT.block_bytes
+
+
+def test_workers_of_one_machine_take_at_most_half_of_its_memory(tmp_path: Path) -> None:
+    root = make_root(tmp_path, None)
+    for workers in (1, 2, 8):
+        num_blocks = blocks_that_fit(LAYOUT, None, CPU, 10**9, Sharing(host_workers=workers), root)
+        assert num_blocks == 5_120_000 // 2 // workers // LAYOUT.block_bytes

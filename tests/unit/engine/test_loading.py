@@ -114,6 +114,8 @@ def test_a_small_pool_bounds_the_longest_sequence(options: EngineOptions) -> Non
         ({"attention_backend": "abacus"}, "--attention-backend"),
         ({"disk_cache_folder": Path("/"), "disk_cache_bytes": 1 << 20}, "--disk-cache"),
         ({"disk_cache_folder": Path("/"), "host_cache_bytes": 1 << 20}, "--disk-cache-memory"),
+        ({"disk_cache_bytes": 1 << 20, "host_cache_bytes": 1 << 20}, "--disk-cache-memory"),
+        ({"host_cache_bytes": 1 << 20, "prefix_cache": False}, "--host-cache-memory"),
         ({"disk_cache_folder": Path("/no"), **TIERS}, "--disk-cache"),
         ({"disk_cache_folder": Path("/dev/null"), **TIERS}, "--disk-cache"),
         ({"placement": ThreadPlacement(cpus=frozenset({4000}))}, "--threads"),

@@ -88,7 +88,7 @@ class CacheMachine(RuleBasedStateMachine):
     def start(self, salt, tokens, rng) -> None:
         available, expected = self.cache.num_available, self.cache.match(salt, tokens)
         from_block = rng.randint(0, 1)
-        found = self.cache.acquire(salt, tokens, from_block)
+        found = tuple(self.cache.acquire(salt, tokens, from_block))
         assert len(found) <= max(0, expected // SIZE - from_block)
         assert self.cache.num_available >= available - len(found)
         assert len(found) * SIZE < len(tokens)
@@ -227,7 +227,7 @@ class CacheMachine(RuleBasedStateMachine):
         if makes_room:
             self.give_all_that_is_available(BlockState.LIVE)
             self._make_step([])
-        found = self.cache.acquire(salt, tokens)
+        found = tuple(self.cache.acquire(salt, tokens))
         try:
             own = self.cache.allocate(-(-len(tokens) // SIZE) - len(found))
         except PoolExhausted:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import mmap
-import os
-import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,43 +10,27 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kvtransfer.base import BlockRef, Fingerprints, Offer, PoolMemory
-from kvtransfer.connection import Connection
+from kvtransfer.base import BlockRef, Fingerprints, Offer
+from kvtransfer.connection import Connection, expect
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.frame import Frame, FrameType
-from kvtransfer.handshake import Hello, fingerprint_fields
+from kvtransfer.handshake import Hello, agreed_verify
+from kvtransfer.local_pool import open_pool
+from kvtransfer.messages import Write
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
-from kvtransfer.transports import shm, tcp
+from kvtransfer.transport import SendingLane
+from kvtransfer.transports import named
 from tandem.errors import TransferError
-from tandem.kv_layout import DType, KvLayout
-from tandem.types import BlockId, Incarnation
+from tandem.types import BlockId
 from tests.manual_clock import ManualClock
+from tests.standins.cuda import StandInCuda, fresh
+from tests.transports import PRINTS, WAYS, SharedPool, TestPool
+from tests.transports import make_pool as pool_for
 
-LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, block_size=4, head_dim=8, dtype=DType.BFLOAT16)
-PRINTS = Fingerprints(model="model-a", layout=LAYOUT)
 QUICK = Timing(lease_s=1.5, reply_s=2.0, stop_s=1.0)
 PATIENCE_S = 20.0
-
-
-class SharedPool:
-    """A pool of random bytes in a memfd, as an engine would own it."""
-
-    def __init__(self, num_blocks: int = 16, block_bytes: int = LAYOUT.block_bytes) -> None:
-        self.fd = os.memfd_create("test-pool")
-        size = num_blocks * block_bytes
-        os.ftruncate(self.fd, size)
-        self._mapping = mmap.mmap(self.fd, size)
-        self.blocks = torch.frombuffer(self._mapping, dtype=torch.uint8).view(num_blocks, block_bytes)
-        self.blocks.copy_(torch.randint(0, 256, self.blocks.shape, dtype=torch.uint8))
-        self.memory = PoolMemory(self.blocks, self.fd, Incarnation(secrets.token_hex(16)))
-
-    def close(self) -> None:
-        self.memory = self.blocks = None
-        gc.collect()
-        self._mapping.close()
-        os.close(self.fd)
 
 
 @dataclass
@@ -100,8 +80,8 @@ class Recorder:
 class Pair:
     """A receiver and a sender with pools of their own."""
 
-    source: SharedPool
-    target: SharedPool
+    source: TestPool
+    target: TestPool
     receiver: KvReceiver
     sender: KvSender
     clock: ManualClock
@@ -128,7 +108,7 @@ async def _paired(
     transport: str, timing: Timing = QUICK, offered: tuple[str, ...] | None = None
 ) -> AsyncIterator[Pair]:
     clock = ManualClock()
-    source, target = SharedPool(), SharedPool()
+    source, target = pool_for(transport), pool_for(transport)
     names = offered or (("shm", "tcp") if transport == "auto" else (transport,))
     receiver = KvReceiver(target.memory, PRINTS, clock, names, "127.0.0.1", timing=timing)
     sender = KvSender(source.memory, PRINTS, clock, transport, timing=timing)
@@ -147,6 +127,13 @@ async def _paired(
 def paired() -> Callable:
     """`async with paired("shm") as pair`: a connected sender and receiver."""
     return _paired
+
+
+@pytest.fixture
+def cuda() -> Iterator[StandInCuda]:
+    """The stand-in for the CUDA driver: its settings are this test's, and nothing of it may be left over."""
+    with fresh() as standin:
+        yield standin
 
 
 @pytest.fixture
@@ -183,14 +170,30 @@ def quick() -> Timing:
 
 
 class RawSender:
-    """Speaks the wire by hand, so that it can say what no sender of ours would."""
+    """Speaks the wire by hand, so that it can say what no sender of ours would; payload goes by the true lane."""
 
-    def __init__(self, connection: Connection, rows: memoryview | None) -> None:
+    def __init__(self, connection: Connection, lane: SendingLane, pool: TestPool) -> None:
         self.connection = connection
-        self.rows = rows
+        self._lane = lane
+        self._pool = pool
 
     def say(self, kind: FrameType, number: int = 0, payload: bytes = b"", seq: int = 0, inline: bytes = b"") -> None:
         self.connection.send(Frame(kind, number, seq, payload), [memoryview(inline)] if inline else ())
+
+    async def put(self, number: int, block_id: int, data: bytes, *, spoil: bool = False) -> int:
+        """One block at position 0, as the first WRITE; a spoilt one is announced with another checksum.
+
+        Returns what it was announced with.
+        """
+        self._pool.blocks[0] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        room = await self._lane.reserve(1)
+        (checksum,) = await self._lane.place((BlockId(0),), (BlockRef(BlockId(block_id), 0),), room)
+        checksum ^= spoil
+        write = Frame(FrameType.WRITE, number, payload=Write(0, (checksum,)).encode())
+        sent = self._lane.announce(self.connection, write, (BlockId(0),), room)
+        if sent is not None:
+            await sent
+        return checksum
 
     async def hear(self) -> Frame:
         while (frame := await self.connection.receive()).type is FrameType.HEARTBEAT:
@@ -209,29 +212,27 @@ class RawSender:
 
 @asynccontextmanager
 async def _raw(offer: Offer, transport: str, hello: Hello | None = None) -> AsyncIterator[RawSender]:
-    fields = Endpoint.decode(offer.endpoint).reach[transport]
-    if transport == "shm":
-        sock = await shm.dial(fields["unix_name"])
-    else:
-        sock = await tcp.dial(fields["host"], int(fields["port"]))
-    connection, mapping = Connection(sock, QUICK), None
+    pool = pool_for(transport)
+    local = open_pool(pool.memory, PRINTS)
+    (way,) = named((transport,))
+    sock, lane = await way.dial(local, Endpoint.decode(offer.endpoint).reach[transport], None)
+    connection = Connection(sock, QUICK)
     try:
         connection.start()
-        hello = hello or Hello(Incarnation("ab" * 16), transport, 16, ("xxh3-64",), fingerprint_fields(PRINTS))
-        connection.send(Frame(FrameType.HELLO, payload=hello.encode()))
-        if transport == "shm":
-            _, descriptor = await shm.receive_with_descriptor(connection)
-            mapping = mmap.mmap(descriptor, 16 * LAYOUT.block_bytes)
-            os.close(descriptor)
-        else:
-            assert (await connection.receive()).type is FrameType.HELLO
-        yield RawSender(connection, mapping)
+        ours = hello or Hello.of(local, lane)
+        connection.send(Frame(FrameType.HELLO, payload=ours.encode()))
+        theirs = Hello.decode(expect(await lane.receive_hello(connection), FrameType.HELLO).payload)
+        if hello is None:
+            lane.attach(theirs, agreed_verify(ours, theirs))
+        yield RawSender(connection, lane, pool)
     finally:
-        if mapping is not None:
-            mapping.close()
+        lane.close()
+        if WAYS[transport].peer_writes:
             connection.send(Frame(FrameType.BYE))
             await connection.finish()
         await connection.close()
+        local.close()
+        pool.close()
 
 
 @pytest.fixture

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.transports.host import HostReceivingLane
+from kvtransfer.offers import OfferTable
 from tandem.errors import TransferError
-
-TRANSPORTS = ["shm", "tcp"]
+from tests.transports import EVERY
 
 
 def breaks(listener: Any, call: str) -> None:
@@ -31,7 +30,7 @@ async def hand_over(pair: Any, listener: Any, blocks: tuple[int, ...], source: i
     await handoff.commit(b"")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 @pytest.mark.parametrize("call", ["on_receiving", "on_committed"])
 async def test_a_listener_that_breaks_fails_its_hand_off_and_no_other(
     paired: Callable[..., Any], make_recorder: Any, transport: str, call: str
@@ -51,7 +50,7 @@ async def test_a_listener_that_breaks_fails_its_hand_off_and_no_other(
         assert pair.receiver.num_live == 0
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 @pytest.mark.parametrize("call", ["on_failed", "on_writer_stopped"])
 async def test_a_listener_that_breaks_at_a_failure_holds_up_no_other(
     paired: Callable[..., Any], make_recorder: Any, transport: str, call: str
@@ -69,18 +68,18 @@ async def test_a_listener_that_breaks_at_a_failure_holds_up_no_other(
         assert pair.receiver.num_live == 0
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 async def test_a_session_that_breaks_lets_go_of_every_block(
     paired: Callable[..., Any], make_recorder: Any, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(*_: object) -> tuple[int, ...]:
-        raise KeyError("a bug in a lane")
+    def broken(*_: object) -> bool:
+        raise KeyError("a bug of ours")
 
     async with paired(transport) as pair:
         first, second, later = (make_recorder() for _ in range(3))
         handoffs = [await pair.open(pair.offer(first, (1, 2))), await pair.open(pair.offer(second, (3,)))]
         with monkeypatch.context() as patched:
-            patched.setattr(HostReceivingLane, "checksums", broken)
+            patched.setattr(OfferTable, "verify", broken)
             with contextlib.suppress(TransferError):  # it may be heard of here already
                 await handoffs[0].push(0, (9,))
             await first.until("writer_stopped")

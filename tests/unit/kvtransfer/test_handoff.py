@@ -8,8 +8,7 @@ import pytest
 import uvloop
 
 from tandem.errors import PeerLost, TransferError
-
-TRANSPORTS = ["shm", "tcp"]
+from tests.transports import EVERY
 
 
 async def _hand_over(paired, make_recorder, transport):
@@ -27,12 +26,12 @@ async def _hand_over(paired, make_recorder, transport):
         return report.transport
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 async def test_blocks_arrive_as_they_were_sent(paired, make_recorder, transport):
     assert await _hand_over(paired, make_recorder, transport) == transport
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 def test_it_runs_on_uvloop(paired, make_recorder, transport):
     assert uvloop.run(_hand_over(paired, make_recorder, transport)) == transport
 
@@ -67,7 +66,7 @@ async def test_a_fixed_transport_that_the_peer_lacks_is_a_clear_error(paired, re
             await pair.open(pair.offer(recorder))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 async def test_many_handoffs_share_one_connection(paired, make_recorder, transport):
     async with paired(transport) as pair:
         listeners = [make_recorder() for _ in range(8)]
@@ -84,7 +83,7 @@ async def test_many_handoffs_share_one_connection(paired, make_recorder, transpo
         assert all(pair.landed((15 - i, i), (2 * i, 2 * i + 1)) for i in range(8))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 async def test_pushes_longer_than_the_credit_window_go_through(paired, recorder, transport):
     async with paired(transport) as pair:
         ids = tuple(range(16))
@@ -95,7 +94,7 @@ async def test_pushes_longer_than_the_credit_window_go_through(paired, recorder,
         assert pair.landed(ids, ids)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 async def test_commit_before_every_block_was_sent_fails(paired, recorder, transport):
     async with paired(transport) as pair:
         handoff = await pair.open(pair.offer(recorder))
@@ -105,7 +104,7 @@ async def test_commit_before_every_block_was_sent_fails(paired, recorder, transp
         assert recorder.calls == ["receiving", "failed", "writer_stopped"]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 async def test_a_position_is_never_pushed_twice(paired, recorder, transport):
     async with paired(transport) as pair:
         handoff = await pair.open(pair.offer(recorder))
@@ -134,7 +133,7 @@ async def test_a_second_commit_returns_the_same_report(paired, recorder):
         assert recorder.payload == b"x"
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 async def test_abort_frees_the_blocks_on_the_other_side(paired, recorder, transport):
     async with paired(transport) as pair:
         handoff = await pair.open(pair.offer(recorder))
@@ -147,7 +146,7 @@ async def test_abort_frees_the_blocks_on_the_other_side(paired, recorder, transp
         assert pair.receiver.num_live == 0
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 async def test_withdraw_stops_the_sender_and_then_frees(paired, recorder, transport):
     async with paired(transport) as pair:
         offer = pair.offer(recorder)
@@ -184,7 +183,7 @@ async def test_an_offer_that_is_never_shown_expires(paired, recorder):
         assert recorder.calls == ["failed", "writer_stopped"]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 async def test_an_idle_handoff_lives_by_heartbeats(paired, recorder, transport, quick):
     async with paired(transport) as pair:
         handoff = await pair.open(pair.offer(recorder))
@@ -196,7 +195,7 @@ async def test_an_idle_handoff_lives_by_heartbeats(paired, recorder, transport, 
         assert recorder.calls == ["receiving", "committed"]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 async def test_a_listener_may_refuse_the_first_byte(paired, recorder, transport):
     async with paired(transport) as pair:
         recorder.refuse_with = TransferError("no longer wanted")
@@ -205,7 +204,7 @@ async def test_a_listener_may_refuse_the_first_byte(paired, recorder, transport)
         assert recorder.calls == ["receiving", "failed", "writer_stopped"]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 async def test_the_receiver_stopping_fails_what_is_open(paired, recorder, transport):
     async with paired(transport) as pair:
         handoff = await pair.open(pair.offer(recorder))
@@ -215,7 +214,7 @@ async def test_the_receiver_stopping_fails_what_is_open(paired, recorder, transp
             await handoff.commit(b"")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 async def test_the_sender_stopping_releases_the_receiver(paired, recorder, transport):
     async with paired(transport) as pair:
         handoff = await pair.open(pair.offer(recorder))
@@ -226,7 +225,7 @@ async def test_the_sender_stopping_releases_the_receiver(paired, recorder, trans
             await handoff.push(0, (0,))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 async def test_stop_leaves_no_tasks_descriptors_or_mappings(paired, make_recorder, transport):
     await _hand_over(paired, make_recorder, transport)  # what is opened once per process
     before = _held()
@@ -244,7 +243,7 @@ def _held() -> tuple[int, int]:
 async def _busy_copying(handoff):
     """As if a copy were under way on the pool's thread, until the future is set."""
     copy = asyncio.get_running_loop().create_future()
-    copying = asyncio.create_task(handoff._lend(copy))
+    copying = asyncio.create_task(asyncio.wait({handoff._lend(copy)}))
     await asyncio.sleep(0)
     return copy, copying
 

@@ -18,6 +18,7 @@ from kvtransfer.transports import tcp
 from tandem.errors import ChecksumMismatch, HandshakeMismatch, PeerLost, TicketRefused, TransferError
 from tandem.kv_layout import DType, KvLayout
 from tests.manual_clock import ManualClock
+from tests.transports import EVERY, WAYS
 
 BLOCK_BYTES = 256
 BLOCK = bytes(range(256))
@@ -47,8 +48,9 @@ def _with_generation(blocks, generation):
         (lambda t: {"layout_fingerprint": "cd" * 16}, "another layout"),
     ],
 )
-async def test_a_forged_ticket_is_refused_and_the_true_one_still_works(paired, recorder, change, said):
-    async with paired("shm") as pair:
+@pytest.mark.parametrize("transport", EVERY)
+async def test_a_forged_ticket_is_refused_and_the_true_one_still_works(paired, recorder, change, said, transport):
+    async with paired(transport) as pair:
         offer = pair.offer(recorder)
         with pytest.raises(TicketRefused, match=said):
             await pair.open(_altered(offer, **change(Ticket.decode(offer.ticket))))
@@ -71,7 +73,7 @@ async def test_bytes_that_are_no_ticket_are_refused(paired, recorder, raw, data)
         assert recorder.calls == []
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", EVERY)
 async def test_a_replayed_ticket_is_refused_in_every_state(paired, recorder, raw, transport):
     async with paired(transport) as pair:
         offer = pair.offer(recorder)
@@ -104,8 +106,9 @@ async def test_a_stranger_cannot_write_into_another_connections_transfer(paired,
         assert pair.landed((0, 1, 2), (3, 1, 2))
 
 
-async def test_an_expired_ticket_is_refused_before_any_reaper_runs(paired, recorder):
-    async with paired("shm") as pair:
+@pytest.mark.parametrize("transport", EVERY)
+async def test_an_expired_ticket_is_refused_before_any_reaper_runs(paired, recorder, transport):
+    async with paired(transport) as pair:
         offer = pair.offer(recorder, expires_in_s=1.0)
         pair.clock.advance_s(1.5)
         with pytest.raises(TicketRefused, match="expired"):
@@ -113,36 +116,35 @@ async def test_an_expired_ticket_is_refused_before_any_reaper_runs(paired, recor
         assert recorder.calls == ["failed", "writer_stopped"]
 
 
-async def test_a_ticket_of_a_former_life_is_refused(paired, make_recorder):
-    async with paired("tcp") as former, paired("tcp") as current:
+@pytest.mark.parametrize("transport", EVERY)
+async def test_a_ticket_of_a_former_life_is_refused(paired, make_recorder, transport):
+    async with paired(transport) as former, paired(transport) as current:
         stale, fresh = former.offer(make_recorder()), current.offer(make_recorder())
         with pytest.raises(TicketRefused, match="another incarnation"):
             await current.sender.open(stale.ticket, fresh.endpoint, 5.0)
 
 
-async def test_an_address_that_a_new_life_took_over_is_refused(paired, make_recorder):
-    async with paired("tcp") as former, paired("tcp") as current:
+@pytest.mark.parametrize("transport", EVERY)
+async def test_an_address_that_a_new_life_took_over_is_refused(paired, make_recorder, transport):
+    async with paired(transport) as former, paired(transport) as current:
         stale, fresh = former.offer(make_recorder()), current.offer(make_recorder())
         moved = dataclasses.replace(Endpoint.decode(stale.endpoint), reach=Endpoint.decode(fresh.endpoint).reach)
         with pytest.raises(TicketRefused, match="now belongs to incarnation"):
             await former.sender.open(stale.ticket, moved.encode(), 5.0)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", EVERY)
 async def test_bytes_that_differ_from_their_checksum_fail_the_handoff(paired, recorder, raw, transport):
     async with paired(transport) as pair:
         offer = pair.offer(recorder, (3,))
         async with raw(offer, transport) as peer:
             number = await peer.open(offer)
-            spoilt = b"\xff" + BLOCK[1:]
-            if peer.rows is not None:
-                peer.rows[3 * BLOCK_BYTES : 4 * BLOCK_BYTES] = spoilt
-            inline = spoilt if transport == "tcp" else b""
-            answer = await peer.ask(FrameType.WRITE, number, Write(0, (SUM,)).encode(), inline=inline)
+            announced = await peer.put(number, 3, BLOCK, spoil=True)
+            answer = await peer.hear()
             assert answer.type is FrameType.WITHDRAWN
             assert isinstance(decode_error(answer.payload), ChecksumMismatch)
-            assert ("writer_stopped" in recorder.calls) == (transport == "tcp")
-            commit = Commit(1, digest_of([SUM]), b"").encode()
+            assert ("writer_stopped" in recorder.calls) is not WAYS[transport].peer_writes
+            commit = Commit(1, digest_of([announced]), b"").encode()
             assert (await peer.ask(FrameType.COMMIT, number, commit)).type is FrameType.FAILED
             peer.say(FrameType.DRAINED, number)
             await recorder.until("writer_stopped")
@@ -240,7 +242,7 @@ async def _until(condition):
             await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", EVERY)
 @pytest.mark.parametrize(
     ("theirs", "field"),
     [
@@ -250,9 +252,9 @@ async def _until(condition):
         (Fingerprints("model-a", KvLayout(2, 1, 4, 8, DType.FLOAT16)), "dtype"),
     ],
 )
-async def test_both_sides_name_the_field_that_differs(paired, recorder, make_pool, caplog, transport, theirs, field):
+async def test_both_sides_name_the_field_that_differs(paired, recorder, caplog, transport, theirs, field):
     async with paired(transport) as pair:
-        sender = KvSender(make_pool().memory, theirs, ManualClock(), transport)
+        sender = KvSender(pair.source.memory, theirs, ManualClock(), transport)
         offer = pair.offer(recorder)
         with pytest.raises(HandshakeMismatch, match=f"{field} differs"):
             await sender.open(offer.ticket, offer.endpoint, 5.0)

@@ -23,14 +23,14 @@ from tandem.kv_layout import DType, KvLayout
 from tandem.types import BlockId, Incarnation
 from tests.inproc_transport import InprocNetwork, InprocReceiver, InprocSender
 from tests.manual_clock import ManualClock
+from tests.transports import EVERY
 
 BLOCK = bytes(range(256))
 SUM = xxhash.xxh3_64_intdigest(BLOCK)
-TRANSPORTS = ["shm", "tcp"]
 TARGETS, SOURCES = (3, 1, 2, 8), (9, 4, 5, 7)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 @pytest.mark.parametrize("held", range(5))
 async def test_only_blocks_that_the_receiver_lacks_travel(
     paired: Callable[..., Any], recorder: Any, transport: str, held: int
@@ -49,7 +49,7 @@ async def test_only_blocks_that_the_receiver_lacks_travel(
         assert (report.num_blocks, report.num_bytes) == (4 - held, (4 - held) * 256)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 async def test_an_empty_offer_needs_no_push(paired: Callable[..., Any], recorder: Any, transport: str) -> None:
     async with paired(transport) as pair:
         handoff = await pair.open(pair.offer(recorder, (), first_block=4))

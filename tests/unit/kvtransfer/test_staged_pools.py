@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvtransfer.base import BlockRef, Handoff, Offer, Receiver, Sender
+from kvtransfer.host_rows import HostRows
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
@@ -20,18 +21,21 @@ from tandem.errors import TransferError
 from tandem.types import BlockId
 from tests.inproc_transport import InprocNetwork, InprocReceiver, InprocSender
 from tests.manual_clock import ManualClock
+from tests.transports import STAGED
 
 SOURCES, TARGETS = (BlockId(2), BlockId(9), BlockId(3)), (BlockId(4), BlockId(5), BlockId(0))
-WAYS = ["shm", "tcp", "inproc"]
+NUM_BLOCKS, RING_ROWS = 1000, 512
+WAYS = [*STAGED, "inproc"]
 PATIENCE_S = 20.0
 
 
 class GatedStaging:
-    """A pool beside its rows; a copy waits for its gate, takes its time, and may break."""
+    """A pool beside its ring; a copy waits for its gate, takes its time, and may break."""
 
-    def __init__(self, rows: torch.Tensor, clock: ManualClock) -> None:
-        self.rows = rows
-        self.pool = torch.zeros_like(rows)
+    def __init__(self, pool: torch.Tensor, clock: ManualClock) -> None:
+        self.pool = pool
+        self.num_blocks = len(pool)
+        self._blocks = HostRows(pool.numpy())
         self.gate = asyncio.Event()
         self.gate.set()
         self.begun = asyncio.Event()
@@ -39,15 +43,15 @@ class GatedStaging:
         self.copy_s = 0.0
         self._clock = clock
 
-    async def copy_out(self, block_ids: Sequence[BlockId]) -> None:
-        await self._to_the_end(self.pool, self.rows, list(block_ids))
+    async def copy_out(self, block_ids: Sequence[BlockId], into: HostRows, rows: Sequence[int]) -> None:
+        await self._to_the_end(self._blocks, block_ids, into, rows)
 
-    async def copy_in(self, block_ids: Sequence[BlockId]) -> None:
-        await self._to_the_end(self.rows, self.pool, list(block_ids))
+    async def copy_in(self, source: HostRows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
+        await self._to_the_end(source, rows, self._blocks, block_ids)
 
-    async def _to_the_end(self, source: torch.Tensor, target: torch.Tensor, block_ids: list[BlockId]) -> None:
+    async def _to_the_end(self, source: HostRows, froms: Sequence[int], target: HostRows, tos: Sequence[int]) -> None:
         self.begun.set()
-        copy = asyncio.ensure_future(self._copy(source, target, block_ids))
+        copy = asyncio.ensure_future(self._copy(source, list(froms), target, list(tos)))
         cancelled = False
         while not copy.done():
             try:
@@ -58,11 +62,11 @@ class GatedStaging:
             raise asyncio.CancelledError
         copy.result()
 
-    async def _copy(self, source: torch.Tensor, target: torch.Tensor, block_ids: list[BlockId]) -> None:
+    async def _copy(self, source: HostRows, froms: list[int], target: HostRows, tos: list[int]) -> None:
         await self.gate.wait()
         if self.error is not None:
             raise self.error
-        target[block_ids] = source[block_ids]
+        target.rows[tos] = source.rows[froms]
         self._clock.advance_s(self.copy_s)
 
 
@@ -92,9 +96,9 @@ def staged(make_pool: Callable[..., Any], prints: Any, quick: Timing) -> Callabl
     @asynccontextmanager
     async def opened(way: str, timing: Timing = quick) -> AsyncIterator[Pair]:
         clock = ManualClock()
-        source, target = make_pool(), make_pool()
-        out, into = GatedStaging(source.blocks, clock), GatedStaging(target.blocks, clock)
-        out.pool.copy_(torch.randint(0, 256, out.pool.shape, dtype=torch.uint8))
+        source, target = make_pool(RING_ROWS), make_pool(RING_ROWS)
+        out = GatedStaging(torch.randint(0, 256, (NUM_BLOCKS, prints.layout.block_bytes), dtype=torch.uint8), clock)
+        into = GatedStaging(torch.zeros_like(out.pool), clock)
         sending = dataclasses.replace(source.memory, staging=out)
         receiving = dataclasses.replace(target.memory, staging=into)
         sender: Sender
@@ -139,7 +143,7 @@ async def test_blocks_go_from_pool_to_pool(staged: Callable[..., Any], recorder:
         assert pair.arrived()
 
 
-@pytest.mark.parametrize("way", ["shm", "tcp"])
+@pytest.mark.parametrize("way", STAGED)
 async def test_neither_side_is_told_of_a_commit_before_the_blocks_are_in_the_pool(
     staged: Callable[..., Any], recorder: Any, way: str
 ) -> None:
@@ -216,7 +220,7 @@ async def test_blocks_withdrawn_under_a_copy_into_them_wait_for_its_end(
         assert pair.receiver.num_live == 0
 
 
-@pytest.mark.parametrize("way", ["shm", "tcp"])
+@pytest.mark.parametrize("way", STAGED)
 async def test_a_peer_lost_under_a_copy_frees_its_blocks_only_when_the_copy_has_ended(
     staged: Callable[..., Any], recorder: Any, way: str
 ) -> None:
@@ -247,7 +251,7 @@ async def test_stop_returns_only_when_a_copy_has_ended(staged: Callable[..., Any
         assert recorder.calls == ["receiving", "failed", "writer_stopped"]
 
 
-@pytest.mark.parametrize("way", ["shm", "tcp"])
+@pytest.mark.parametrize("way", STAGED)
 async def test_abort_waits_for_a_copy_out_whose_push_was_cancelled(
     staged: Callable[..., Any], recorder: Any, way: str
 ) -> None:

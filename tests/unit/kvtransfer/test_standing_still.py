@@ -4,13 +4,12 @@ import asyncio
 import time
 
 import pytest
-import xxhash
 
 from kvtransfer.frame import Frame, FrameType
-from kvtransfer.messages import Commit, Write, digest_of
+from kvtransfer.messages import Commit, digest_of
+from tests.transports import EVERY
 
 BLOCK = bytes(range(256))
-SUM = xxhash.xxh3_64_intdigest(BLOCK)
 
 
 def _stand_still(quick):
@@ -35,7 +34,7 @@ async def test_a_goodbye_said_meanwhile_frees_the_blocks(paired, recorder, raw, 
         assert "closed the connection" in str(recorder.error)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", EVERY)
 async def test_a_sign_of_life_said_meanwhile_keeps_the_handoff(paired, recorder, raw, quick, transport):
     async with paired(transport) as pair:
         offer = pair.offer(recorder, (3,))
@@ -43,13 +42,9 @@ async def test_a_sign_of_life_said_meanwhile_keeps_the_handoff(paired, recorder,
             number = await peer.open(offer)
             _say_now(peer, FrameType.HEARTBEAT)
             _stand_still(quick)
-            if transport == "shm":
-                peer.rows[3 * len(BLOCK) : 4 * len(BLOCK)] = BLOCK
-                peer.say(FrameType.WRITE, number, Write(0, (SUM,)).encode())
-            else:
-                peer.say(FrameType.WRITE, number, Write(0, (SUM,)).encode(), 0, BLOCK)
+            announced = await peer.put(number, 3, BLOCK)
             assert (await peer.hear()).type is FrameType.WRITE_OK
-            commit = Commit(1, digest_of([SUM]), b"x").encode()
+            commit = Commit(1, digest_of([announced]), b"x").encode()
             assert (await peer.ask(FrameType.COMMIT, number, commit)).type is FrameType.COMMITTED
         assert recorder.calls == ["receiving", "committed"]
 

@@ -18,10 +18,11 @@ from kvtransfer.frame import Frame
 from kvtransfer.handshake import Hello
 from kvtransfer.local_pool import LocalPool
 from kvtransfer.receiver import KvReceiver
+from kvtransfer.room import Room
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
 from kvtransfer.transport import Acceptor, Fields, FrameSink, ListenOptions, SendingLane, TransportStatus
-from kvtransfer.transports import TRANSPORTS, tcp
+from kvtransfer.transports import TRANSPORTS, named, tcp
 from kvtransfer.transports.host import XXH3, HostReceivingLane, HostSendingLane
 from tandem.errors import ChecksumMismatch, ConfigError, HandshakeMismatch, TransferError
 from tandem.security.tls import ClientTls
@@ -30,6 +31,8 @@ from tests.manual_clock import ManualClock
 
 NAME = "rendezvous"
 SUM = "sum-64"
+HOST = named(("shm", "tcp"))
+"""Transports that any pool has."""
 
 
 class Wires:
@@ -63,10 +66,12 @@ class RendezvousSendingLane(HostSendingLane):
         assert theirs.details == {"posted": "yes"}
         self._digest = verify
 
-    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef]) -> tuple[int, ...]:
-        return sums(self._pool, sources) if self._digest == SUM else await super().place(sources, targets)
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], room: Room) -> tuple[int, ...]:
+        return sums(self._pool, sources) if self._digest == SUM else await super().place(sources, targets, room)
 
-    def announce(self, sink: FrameSink, write: Frame, sources: Sequence[BlockId]) -> asyncio.Future[None] | None:
+    def announce(
+        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], room: Room
+    ) -> asyncio.Future[None] | None:
         sink.send(write)
         return asyncio.ensure_future(self._send(sources))
 
@@ -145,10 +150,10 @@ def joined(make_pool: Callable[..., Any], prints: Any, quick: Timing) -> Callabl
     @asynccontextmanager
     async def opened(theirs: Any, ours: Any, choice: str = NAME) -> AsyncIterator[tuple[Any, ...]]:
         clock, source, target = ManualClock(), make_pool(), make_pool()
-        known = (theirs, *TRANSPORTS)
+        known = (theirs, *HOST)
         names = tuple(transport.name for transport in known) if choice == "auto" else (choice,)
         receiver = KvReceiver(target.memory, prints, clock, names, "127.0.0.1", timing=quick, known=known)
-        sender = KvSender(source.memory, prints, clock, choice, timing=quick, known=(ours, *TRANSPORTS))
+        sender = KvSender(source.memory, prints, clock, choice, timing=quick, known=(ours, *HOST))
         await receiver.start()
         try:
             yield receiver, sender, source, target

@@ -14,9 +14,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from bench.collector import Collector
-from tandem.config import trace_export
 from tandem.telemetry import span_export
 from tandem.telemetry.span_export import ReportingExporter
+from tandem.telemetry.trace_export import trace_export
 from tandem.telemetry.tracing import tracing
 
 CLOSE_S = 2.5

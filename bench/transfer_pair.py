@@ -1,0 +1,145 @@
+"""Two processes between which `bench.transfer` moves blocks: a sending pool here, a receiving one in a child."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+import uvloop
+
+from kvtransfer.base import BlockRef, Fingerprints, PoolMemory
+from kvtransfer.receiver import KvReceiver
+from kvtransfer.sender import KvSender
+from tandem.clock import MonotonicClock
+from tandem.errors import TransferError
+from tandem.kv_layout import DType, KvLayout
+from tandem.security.tls import ClientTls, ServerTls
+from tandem.types import BlockId, new_incarnation
+
+_EXPIRES_IN_S = 60.0
+_TIMEOUT_S = 30.0
+
+
+class _Quiet:
+    """A listener with nothing to do: the sender sees the end."""
+
+    def on_receiving(self) -> None: ...
+
+    def on_committed(self, first_token_payload: bytes) -> None: ...
+
+    def on_failed(self, error: TransferError) -> None: ...
+
+    def on_writer_stopped(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """A folder with ca.crt, tls.crt and tls.key, as docs/security.md makes them."""
+
+    folder: Path
+
+    def _file(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def server(self) -> ServerTls:
+        """The receiver's side."""
+        return ServerTls(self._file("tls.crt"), self._file("tls.key"), self._file("ca.crt"))
+
+    def client(self) -> ClientTls:
+        """The sender's side."""
+        return ClientTls(self._file("ca.crt"), self._file("tls.crt"), self._file("tls.key"))
+
+
+@contextmanager
+def pool_memory(num_blocks: int, block_bytes: int) -> Iterator[PoolMemory]:
+    """A pool in a memory file of which every page is there."""
+    fd = os.memfd_create("tandem-bench")
+    os.ftruncate(fd, num_blocks * block_bytes)
+    mapping = mmap.mmap(fd, num_blocks * block_bytes)
+    blocks = torch.frombuffer(mapping, dtype=torch.uint8).view(num_blocks, block_bytes)
+    blocks.fill_(1)
+    try:
+        yield PoolMemory(blocks, fd, new_incarnation())
+    finally:
+        os.close(fd)  # the mapping goes with its last tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a pair is."""
+
+    transport: str
+    block_bytes: int
+    num_blocks: int
+    tls: Tls | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a hand-off of all blocks."""
+        return self.num_blocks * self.block_bytes
+
+    def prints(self) -> Fingerprints:
+        """Equal on both sides."""
+        return Fingerprints("bench", KvLayout(1, 1, self.block_bytes // 128, 32, DType.BFLOAT16))
+
+
+class Pair:
+    """A sender connected to a receiver in a child process; `stop` ends both."""
+
+    def __init__(self, spec: Spec, memory: PoolMemory) -> None:
+        """Starts the child. `memory` holds what is sent, and outlives this."""
+        self.spec = spec
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._child: BaseProcess = context.Process(target=_receive, args=(theirs, spec), daemon=True)
+        self._child.start()
+        theirs.close()
+        tls = None if spec.tls is None else spec.tls.client()
+        self._sender = KvSender(memory, spec.prints(), MonotonicClock(), spec.transport, tls=tls)
+
+    async def hand_over(self, num_blocks: int) -> float:
+        """Hands the first `num_blocks` over; 0 = nothing travels but COMMIT.
+
+        Returns the seconds from `open` to COMMITTED; the first call's hold connecting.
+        """
+        self._pipe.send(num_blocks)
+        ticket, endpoint = await asyncio.get_running_loop().run_in_executor(None, self._pipe.recv)
+        started_s = time.perf_counter()
+        handoff = await self._sender.open(ticket, endpoint, _TIMEOUT_S)
+        await handoff.push(handoff.first_block, tuple(BlockId(i) for i in range(num_blocks)))
+        await handoff.commit(b"")
+        return time.perf_counter() - started_s
+
+    async def stop(self) -> None:
+        """Ends the connection and the child."""
+        await self._sender.stop()
+        self._pipe.send(None)
+        self._child.join(_TIMEOUT_S)
+
+
+def _receive(pipe: Connection, spec: Spec) -> None:
+    with pool_memory(spec.num_blocks, spec.block_bytes) as memory:
+        uvloop.run(_serve_offers(pipe, memory, spec))
+
+
+async def _serve_offers(pipe: Connection, memory: PoolMemory, spec: Spec) -> None:
+    """One offer for every number of blocks on the pipe, until it says None."""
+    tls = None if spec.tls is None else spec.tls.server()
+    receiver = KvReceiver(memory, spec.prints(), MonotonicClock(), (spec.transport,), "127.0.0.1", tls=tls)
+    await receiver.start()
+    loop = asyncio.get_running_loop()
+    while (num_blocks := await loop.run_in_executor(None, pipe.recv)) is not None:
+        blocks = tuple(BlockRef(BlockId(i), 0) for i in range(num_blocks))
+        offer = receiver.offer(blocks, _Quiet(), _EXPIRES_IN_S, first_block=0 if blocks else 1)
+        pipe.send((offer.ticket, offer.endpoint))
+    await receiver.stop()

@@ -1,0 +1,58 @@
+"""What transports between GPUs have in common: one thread and one stream per lane, beside the engine's.
+
+A step that has returned has written its KV, so nothing here waits for the engine's streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from kernels.digest import as_unsigned, digest_blocks
+from tandem.errors import TransferError
+from tandem.types import BlockId
+
+T = TypeVar("T")
+
+
+class DeviceWork:
+    """Runs a lane's calls of the driver, which may wait for the device, off the loop and in order."""
+
+    def __init__(self, blocks: torch.Tensor) -> None:
+        """Borrows the pool's `blocks`, `[N, block_bytes]` uint8."""
+        self._blocks = blocks
+        self._stream = torch.cuda.Stream(blocks.device) if blocks.is_cuda else None  # type: ignore[no-untyped-call]
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-device")
+        self._closed = False
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns on the thread; a cancelled call leaves it running. Raises TransferError for RuntimeError.
+
+        RuntimeError is torch's word, and the driver's here, for whatever the device says.
+        """
+        started = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        await asyncio.wait({started})
+        try:
+            return started.result()
+        except RuntimeError as error:
+            raise TransferError(f"the device failed: {error}") from error
+
+    def digests(self, block_ids: Sequence[BlockId]) -> tuple[int, ...]:
+        """`mix64` of each block as it lies on the device now. On the thread; raises RuntimeError."""
+        with torch.cuda.stream(self._stream):  # None, as for a pool in host memory: nothing changes
+            ids = torch.tensor(block_ids, dtype=torch.int64, device=self._blocks.device)
+            return as_unsigned(digest_blocks(self._blocks, ids))
+
+    def close(self, last: Callable[[], None] | None = None) -> None:
+        """Ends what runs, then runs `last` on the thread. Idempotent: `last` runs once."""
+        if self._closed:
+            return
+        self._closed = True
+        if last is not None:
+            self._thread.submit(last).result()
+        self._thread.shutdown()
+        self._blocks = torch.empty(0, 0, dtype=torch.uint8)

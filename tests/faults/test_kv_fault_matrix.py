@@ -1,0 +1,265 @@
+"""Either side of a hand-off dies or stands still at any point, over every transport; what is beside it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtransfer.base import BlockRef, Handoff, Offer
+from kvtransfer.receiver import KvReceiver
+from kvtransfer.sender import KvSender
+from kvtransfer.timing import Timing
+from tandem.clock import MonotonicClock
+from tandem.errors import TransferError
+from tandem.types import BlockId
+from tests.faults.kv_peer import FILL, PATIENCE_S, PAYLOAD, RECEIVER_POINTS, SENDER_POINTS, TARGETS, Peer, peers
+from tests.transports import EVERY, PRINTS, WAYS, TestPool, make_pool
+
+DYING = Timing(lease_s=30.0, reply_s=30.0, stop_s=1.0)
+"""No silence is noticed: a death is seen as such."""
+STANDING = Timing(lease_s=2.0, reply_s=2.0, stop_s=1.0)
+NUM_BLOCKS = 32
+BESIDE = (BlockId(30), BlockId(31))
+"""Blocks of the hand-off that nothing happens to."""
+AFTER_COMMIT = ("committing", "committed")
+FAILED = ["receiving", "failed", "writer_stopped"]
+
+
+@dataclass
+class Listener:
+    """Writes down what it is told."""
+
+    calls: list[str] = field(default_factory=list)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_receiving(self) -> None:
+        self._add("receiving")
+
+    def on_committed(self, first_token_payload: bytes) -> None:
+        self._add("committed")
+
+    def on_failed(self, error: TransferError) -> None:
+        self._add("failed")
+
+    def on_writer_stopped(self) -> None:
+        self._add("writer_stopped")
+
+    async def until(self, call: str) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while call not in self.calls:
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _add(self, call: str) -> None:
+        self.calls.append(call)
+        self._changed.set()
+
+
+@dataclass
+class Home:
+    """Both sides in this process; peers are on the other end of either."""
+
+    pool: TestPool
+    source: TestPool
+    receiver: KvReceiver
+    sender: KvSender
+
+    def offer(self, listener: Listener, blocks: Sequence[BlockId]) -> Offer:
+        return self.receiver.offer(tuple(BlockRef(block, 7) for block in blocks), listener, PATIENCE_S)
+
+    @property
+    def sent(self) -> bytes:
+        """What `hand_over` brings to a receiving process."""
+        return bytes(self.source.blocks[: len(TARGETS)].flatten().tolist())
+
+    async def open(self, offer: Offer) -> Handoff:
+        return await self.sender.open(offer.ticket, offer.endpoint, PATIENCE_S)
+
+
+@asynccontextmanager
+async def at_home(transport: str, timing: Timing) -> AsyncIterator[Home]:
+    """A hand-off within this process is open all the while, and ends well."""
+    pool, source = make_pool(transport, NUM_BLOCKS), make_pool(transport, NUM_BLOCKS)
+    clock = MonotonicClock()
+    receiver = KvReceiver(pool.memory, PRINTS, clock, (transport,), "127.0.0.1", timing=timing)
+    sender = KvSender(source.memory, PRINTS, clock, transport, timing=timing)
+    await receiver.start()
+    try:
+        home = Home(pool, source, receiver, sender)
+        beside = Listener()
+        handoff = await home.open(home.offer(beside, BESIDE))
+        await handoff.push(0, BESIDE[:1])
+        yield home
+        await handoff.push(1, BESIDE[1:])
+        await handoff.commit(b"")
+        assert beside.calls == ["receiving", "committed"]
+        assert torch.equal(pool.blocks[list(BESIDE)], source.blocks[list(BESIDE)])
+        receiver.check_invariants()
+        assert receiver.num_live == 0
+    finally:
+        await sender.stop()
+        await receiver.stop()
+        pool.close()
+        source.close()
+
+
+def held() -> tuple[int, int, int]:
+    """Descriptors, threads and mappings of memory that has a descriptor."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    of_the_loop = sum(thread.name.startswith("asyncio_") for thread in threading.enumerate())  # it resolves names
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")) - of_the_loop, maps.count("memfd:")
+
+
+@pytest.fixture
+async def nothing_stays(transport: str) -> AsyncIterator[None]:
+    async with at_home(transport, DYING):  # what is opened once per process
+        with peers("send", transport, (), DYING):
+            pass
+    before = held()
+    yield
+    assert held() == before
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@asynccontextmanager
+async def senders(home: Home, transport: str, timing: Timing) -> AsyncIterator[list[tuple[Peer, Listener, list[int]]]]:
+    """One sending process per point, at its point, with the listener and the blocks of its offer."""
+    with peers("send", transport, SENDER_POINTS, timing) as started:
+        caught = []
+        for index, peer in enumerate(started):
+            blocks, listener = [2 * index, 2 * index + 1], Listener()
+            offer = home.offer(listener, [BlockId(block) for block in blocks])
+            peer.tell(offer.ticket, offer.endpoint)
+            caught.append((peer, listener, blocks, offer))
+        for peer, *_ in caught:
+            await peer.reaches_its_point()
+        yield [(peer, listener, blocks) for peer, listener, blocks, _ in caught]
+        for peer, listener, _, offer in caught:
+            if peer.point == "connected":  # nobody has shown it: it is as good as ever
+                assert listener.calls == []
+                handoff = await home.open(offer)
+                await handoff.push(0, (BlockId(0), BlockId(1)))
+                await handoff.commit(b"")
+                assert listener.calls == ["receiving", "committed"]
+
+
+@pytest.mark.usefixtures("nothing_stays")
+@pytest.mark.parametrize("transport", EVERY)
+async def test_a_sender_that_dies_at_any_point_frees_its_blocks_and_harms_nobody(transport: str) -> None:
+    async with at_home(transport, DYING) as home, senders(home, transport, DYING) as caught:
+        for peer, listener, _ in caught:
+            assert "failed" not in listener.calls, peer.point
+            peer.signal(signal.SIGKILL)
+        for peer, listener, blocks in caught:
+            if peer.point in AFTER_COMMIT:
+                await listener.until("committed")
+                assert listener.calls == ["receiving", "committed"], peer.point
+                assert (home.pool.blocks[blocks] == FILL).all(), peer.point
+            elif peer.point != "connected":
+                await listener.until("writer_stopped")
+                assert listener.calls == FAILED, peer.point
+
+
+@pytest.mark.usefixtures("nothing_stays")
+@pytest.mark.parametrize("transport", EVERY)
+async def test_a_sender_that_stands_still_at_any_point_is_lost_and_lets_go_when_it_wakes(transport: str) -> None:
+    async with at_home(transport, STANDING) as home, senders(home, transport, STANDING) as caught:
+        for peer, *_ in caught:
+            peer.signal(signal.SIGSTOP)
+        for peer, listener, blocks in caught:
+            if peer.point in AFTER_COMMIT:
+                await listener.until("committed")
+                assert (home.pool.blocks[blocks] == FILL).all(), peer.point
+            elif peer.point != "connected":
+                await listener.until("failed")
+                assert ("writer_stopped" in listener.calls) is not WAYS[transport].peer_writes, peer.point
+        for peer, listener, _ in caught:
+            peer.signal(signal.SIGCONT)
+            peer.tell("go on")
+            word, error = await peer.hear()
+            assert word == "ended", peer.point
+            assert bool(error) is (peer.point not in AFTER_COMMIT), (peer.point, error)
+            assert await peer.hear() == ("stopped",)
+            if peer.point not in (*AFTER_COMMIT, "connected"):
+                await listener.until("writer_stopped")
+                assert listener.calls == FAILED, peer.point
+
+
+async def hand_over(home: Home, offer: Offer) -> str:
+    """How a hand-off to a receiving process ended; empty = well."""
+    try:
+        handoff = await home.open(offer)
+        try:
+            for position in range(len(TARGETS)):
+                await handoff.push(position, (BlockId(position),))
+            await handoff.commit(PAYLOAD)
+        finally:
+            await handoff.abort()
+    except TransferError as error:
+        return str(error)
+    return ""
+
+
+@asynccontextmanager
+async def receivers(home: Home, transport: str, timing: Timing) -> AsyncIterator[list[tuple[Peer, asyncio.Task[str]]]]:
+    """One receiving process per point, at its point, with the hand-off to it that is under way."""
+    with peers("receive", transport, RECEIVER_POINTS, timing) as started:
+        caught = [(peer, asyncio.create_task(hand_over(home, await peer.hear()))) for peer in started]
+        for peer, handing_over in caught:
+            if peer.point == "committed":
+                assert await asyncio.wait_for(handing_over, PATIENCE_S) == ""
+                peer.tell("it was heard")
+            await peer.reaches_its_point()
+        yield caught
+
+
+async def ends(handing_over: asyncio.Task[str]) -> str:
+    return await asyncio.wait_for(asyncio.shield(handing_over), PATIENCE_S)
+
+
+@pytest.mark.usefixtures("nothing_stays")
+@pytest.mark.parametrize("transport", EVERY)
+async def test_a_receiver_that_dies_at_any_point_fails_its_own_hand_off_and_its_successor_is_served(
+    transport: str,
+) -> None:
+    async with at_home(transport, DYING) as home, receivers(home, transport, DYING) as caught:
+        for peer, handing_over in caught:
+            assert handing_over.done() is (peer.point == "committed"), peer.point
+            peer.signal(signal.SIGKILL)
+        for peer, handing_over in caught:
+            assert bool(await ends(handing_over)) is (peer.point != "committed"), peer.point
+        with peers("receive", transport, ("nowhere",), DYING) as (successor,):
+            assert await hand_over(home, await successor.hear()) == ""
+            successor.tell("stop")
+            assert await successor.hear() == ("calls", ["receiving", "committed"], 0, home.sent)
+
+
+@pytest.mark.usefixtures("nothing_stays")
+@pytest.mark.parametrize("transport", EVERY)
+async def test_a_receiver_that_stands_still_at_any_point_fails_its_hand_off_in_time_and_keeps_no_block(
+    transport: str,
+) -> None:
+    async with at_home(transport, STANDING) as home, receivers(home, transport, STANDING) as caught:
+        for peer, _ in caught:
+            peer.signal(signal.SIGSTOP)
+        for peer, handing_over in caught:
+            assert bool(await ends(handing_over)) is (peer.point != "committed"), peer.point
+        for peer, _ in caught:
+            peer.signal(signal.SIGCONT)
+            peer.tell("go on")
+            peer.tell("stop")
+            word, calls, num_live, content = await peer.hear()
+            assert (word, num_live) == ("calls", 0), peer.point
+            # What the sender had said before it gave up may come to a good end; nobody may hear of two ends.
+            assert calls in (["failed", "writer_stopped"], FAILED, ["receiving", "committed"]), (peer.point, calls)
+            if calls[-1] == "committed":
+                assert content == home.sent, peer.point

@@ -1,0 +1,113 @@
+"""Every transport as tests use it on this machine: one entry in `WAYS` makes it join all tests of the hand-off.
+
+An entry says how to make a pool that the transport can use, and how a process gets ready for it (a stand-in library,
+say). Tests take their names from `EVERY`: one that cannot run here is skipped and tells why.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pytest
+import torch
+
+from kvtransfer.base import Fingerprints, PoolMemory
+from tandem.kv_layout import DType, KvLayout
+from tandem.types import Incarnation
+from tests.standins.build import obstacle
+from tests.standins.cuda import DevicePool
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, block_size=4, head_dim=8, dtype=DType.BFLOAT16)
+PRINTS = Fingerprints(model="model-a", layout=LAYOUT)
+NUM_BLOCKS = 16
+
+
+class TestPool(Protocol):
+    """A pool of random bytes, as an engine would own it."""
+
+    __test__ = False
+    blocks: torch.Tensor
+    """`[N, block_bytes]` uint8, readable and writable by the test: where the pool itself lies."""
+    memory: PoolMemory
+
+    def close(self) -> None:
+        """Gives everything back; nothing of it may be in use."""
+
+
+class SharedPool:
+    """In a memfd."""
+
+    def __init__(self, num_blocks: int = NUM_BLOCKS, block_bytes: int = LAYOUT.block_bytes) -> None:
+        self.fd = os.memfd_create("test-pool")
+        size = num_blocks * block_bytes
+        os.ftruncate(self.fd, size)
+        self._mapping = mmap.mmap(self.fd, size)
+        self.blocks = torch.frombuffer(self._mapping, dtype=torch.uint8).view(num_blocks, block_bytes)
+        self.blocks.copy_(torch.randint(0, 256, self.blocks.shape, dtype=torch.uint8))
+        self.memory = PoolMemory(self.blocks, self.fd, Incarnation(secrets.token_hex(16)))
+
+    def close(self) -> None:
+        del self.memory, self.blocks
+        gc.collect()
+        self._mapping.close()
+        os.close(self.fd)
+
+
+def _is_ready() -> None:
+    """Nothing to prepare."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How tests use one transport."""
+
+    peer_writes: bool
+    """Whether its sender writes into the pool by itself, so that it has to prove that it stopped."""
+    staged: bool = True
+    """Whether it moves rows of host memory, so that those can stand for a pool elsewhere."""
+    make_pool: Callable[..., TestPool] = SharedPool
+    """`(num_blocks, block_bytes)`, both with defaults."""
+    prepare: Callable[[], None] = _is_ready
+    """Called in each process before a pool is made; may be called again."""
+    why_not: str | None = None
+    """Why it cannot run on this machine; None = it can."""
+
+
+def _device_pool(num_blocks: int = NUM_BLOCKS, block_bytes: int = LAYOUT.block_bytes) -> TestPool:
+    return DevicePool(num_blocks, block_bytes)
+
+
+WAYS: Mapping[str, Way] = {
+    "shm": Way(peer_writes=True),
+    "tcp": Way(peer_writes=False),
+    "cuda_ipc": Way(True, staged=False, make_pool=_device_pool, why_not=obstacle()),
+}
+"""By name; each is one of `kvtransfer.transports.TRANSPORTS`."""
+
+
+def _listed(names: Mapping[str, Way]) -> list[Any]:
+    return [
+        pytest.param(name, marks=pytest.mark.skipif(way.why_not is not None, reason=f"{name}: {way.why_not}"))
+        for name, way in names.items()
+    ]
+
+
+EVERY = _listed(WAYS)
+"""For `@pytest.mark.parametrize("transport", EVERY)`."""
+PEER_WRITES = _listed({name: way for name, way in WAYS.items() if way.peer_writes})
+"""Those whose sender writes into the pool by itself."""
+STAGED = _listed({name: way for name, way in WAYS.items() if way.staged})
+"""Those that move rows of host memory."""
+
+
+def make_pool(transport: str, *args: int) -> TestPool:
+    """A pool for this transport (`auto`: for any on one host)."""
+    way = WAYS.get(transport, WAYS["shm"])
+    way.prepare()
+    return way.make_pool(*args)
