@@ -15,6 +15,7 @@ from bench.kernels.page import section as kernels_section
 from bench.markdown import table
 from bench.peers.page import section as peers_section
 from bench.prefix_page import section as prefix_section
+from bench.transfer_page import overlap_section, transfer_section
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -72,20 +73,6 @@ def _serving(results: dict[str, Any]) -> list[str]:
         table(
             ("stage", "median, ms", "slowest, ms"),
             [(each["stage"], f"{each['median_ms']:.2f}", f"{each['max_ms']:.2f}") for each in results["release"]],
-        ),
-        "## Moving blocks between two processes (`python -m bench.transfer`)\n",
-        "Copied or received, then read back and compared by checksum.\n",
-        table(
-            ("transport", "block, KiB", "median, GB/s", "best, GB/s"),
-            [
-                (
-                    each["transport"],
-                    f"{each['block_bytes'] / 1024:.0f}",
-                    f"{each['median_gb_per_s']:.2f}",
-                    f"{each['best_gb_per_s']:.2f}",
-                )
-                for each in results["transfer"]["results"]
-            ],
         ),
     ]
 
@@ -230,6 +217,8 @@ def _unused(results: dict[str, Any]) -> list[str]:
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "cpu": _serving,
+    "transfer": transfer_section,
+    "overlap": overlap_section,
     "sharing": _sharing,
     "prefix-cache": prefix_section,
     "small-pool": _small_pool,

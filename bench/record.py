@@ -18,7 +18,6 @@ RUNS: dict[str, list[str]] = {
     "batching": ["bench.batching", "--requests", "192"],
     "overhead": ["bench.overhead", "--repeats", "5"],
     "release": ["bench.release"],
-    "transfer": ["bench.transfer"],
 }
 
 

@@ -1,4 +1,4 @@
-"""What `bench.transfer` holds transports against: the same bytes by a plain copy, a copy with checksums, a raw socket."""
+"""What `bench.transfer` holds transports against: a plain copy, one with checksums, a raw socket."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Bytes to and from one peer over a connected socket: as they are, or inside TLS.
 
-Owns no socket, no deadline and no task: `connection` does. One task reads and one writes; they may be two.
-Errors are OSError, of which ssl.SSLError is one; the end of the stream is zero bytes, with or without TLS's own
-goodbye, because the frames above say for themselves whether all was said.
+Owns no socket and no task, and sets no deadline of its own: `connection` does. One task reads and one writes; they may
+be two. Errors are OSError, of which TimeoutError and ssl.SSLError are; the end of the stream is zero bytes, with or
+without TLS's own goodbye, because the frames above say for themselves whether all was said.
 
 To read never waits, and to wait never reads: a wait that is cut off, as by a deadline, takes no bytes with it.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from contextlib import suppress
 from typing import Any, Protocol
 
 TURN_BYTES = 256 * 1024
@@ -25,8 +26,8 @@ class Wire(Protocol):
     def receive_now(self, view: memoryview) -> int | None:
         """Puts bytes that have come into `view` and says how many; 0 = none will, None = none yet. Raises OSError."""
 
-    async def send(self, data: memoryview) -> None:
-        """Returns when `data` may be reused. Raises OSError."""
+    async def send_some(self, data: memoryview, within_s: float) -> int:
+        """Waits until some of `data` has left, and says how many bytes. Raises OSError."""
 
 
 class PlainWire:
@@ -34,7 +35,6 @@ class PlainWire:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._loop = asyncio.get_running_loop()
 
     def receive_now(self, view: memoryview) -> int | None:
         """See `Wire`."""
@@ -43,16 +43,22 @@ class PlainWire:
         except BlockingIOError:
             return None
 
-    async def send(self, data: memoryview) -> None:
-        """See `Wire`."""
-        await self._loop.sock_sendall(self._sock, data)
+    async def send_some(self, data: memoryview, within_s: float) -> int:
+        """See `Wire`. A timeout costs more than a small send, so there is none until one has to wait."""
+        with suppress(BlockingIOError):
+            return self._sock.send(data)
+        async with asyncio.timeout(within_s):
+            while True:
+                await writable(self._sock)
+                with suppress(BlockingIOError):
+                    return self._sock.send(data)
 
 
 class TlsWire:
     """TLS over the socket; `shake_hands` comes before anything else.
 
-    Only `send` and `shake_hands` put bytes on the socket, so that reader and writer never mix theirs.
-    What TLS wants to answer while reading goes out with the next `send`.
+    Only `send_some` and `shake_hands` put bytes on the socket, so that reader and writer never mix theirs.
+    What TLS wants to answer while reading goes out with the next `send_some`.
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_name: str | None) -> None:
@@ -102,14 +108,14 @@ class TlsWire:
             filled += count
         return filled
 
-    async def send(self, data: memoryview) -> None:
-        """See `Wire`."""
-        for start in range(0, len(data), TURN_BYTES):
-            piece = data[start : start + TURN_BYTES]
-            while len(piece):
-                piece = piece[self._tls.write(piece) :]  # one record at a time
+    async def send_some(self, data: memoryview, within_s: float) -> int:
+        """See `Wire`. As many records as `TURN_BYTES` take."""
+        left = piece = data[:TURN_BYTES]
+        while len(left):
+            left = left[self._tls.write(left) :]  # one record at a time
+        async with asyncio.timeout(within_s):
             await self._flush()
-            await asyncio.sleep(0)
+        return len(piece)
 
     def _read_into(self, view: memoryview) -> int:
         """What is left of one record, or as much of it as fits. 0 = TLS's goodbye. Raises ssl.SSLError."""
@@ -142,6 +148,17 @@ async def readable(descriptor: socket.socket | int) -> None:
         await ready.wait()
     finally:
         loop.remove_reader(descriptor)
+
+
+async def writable(sock: socket.socket) -> None:
+    """Returns once it takes bytes; the caller sets the deadline."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_writer(sock, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_writer(sock)
 
 
 def reason(error: OSError) -> str:

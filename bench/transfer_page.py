@@ -1,0 +1,63 @@
+"""The page's sections on hand-offs: `bench.transfer` and `bench.overlap`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.markdown import table
+
+
+def transfer_section(results: dict[str, Any]) -> list[str]:
+    """Of `bench/results/transfer.json`."""
+    header = (
+        "",
+        "block, KiB",
+        "median, GB/s",
+        "best, GB/s",
+        "of its ceiling",
+        "one block, ms",
+        "none, ms",
+        "first, ms",
+    )
+    rows = [
+        (
+            *(each["transport"], f"{each['block_bytes'] / 1024:.0f}"),
+            *(f"{each[name]:.2f}" for name in ("median_gb_per_s", "best_gb_per_s")),
+            *(_figure(each[name]) for name in ("of_ceiling", "one_block_ms", "empty_ms", "connect_ms")),
+        )
+        for each in (*results["ceilings"], *results["results"])
+    ]
+    megabytes = results["ceilings"][0]["num_bytes"] / 1e6
+    return [
+        "## Moving blocks between two processes (`python -m bench.transfer`)\n",
+        f"Hand-offs of {megabytes:.0f} MB from `open` to COMMITTED, each block hashed on both sides; the ceilings are "
+        f"taken in turn with them, {results['rounds']} rounds. The ceiling of shm is the plain copy, of tcp the raw "
+        "socket; ratios are medians of the rounds' own. Then what a hand-off of one block, and of none, costs over an "
+        "open connection, and the first one: it connects, and touches each page of the receiver's memory first.\n",
+        table(header, rows),
+    ]
+
+
+def overlap_section(results: dict[str, Any]) -> list[str]:
+    """Of `bench/results/overlap.json`."""
+    header = ("transport", "blocks leave", "first token, ms", "second, ms", "hand-off, ms", "its share of both tokens")
+    rows = [
+        (
+            *(each["transport"], "while the next chunk computes" if each["overlap"] else "when all is computed"),
+            *(f"{each[name]:.1f}" for name in ("first_token_ms", "second_token_ms", "transfer_ms")),
+            f"{each['transfer_share']:.1%}",
+        )
+        for each in results["rows"]
+    ]
+    return [
+        "## What overlapping hand-off and prefill saves (`python -m bench.overlap`)\n",
+        f"Model {results['model']}, one prompt of {results['prompt_tokens']} tokens at a time in chunks of "
+        f"{results['chunk_tokens']}, {results['transfer_bytes'] / 1e6:.1f} MB of KV; medians of {results['rounds']} "
+        "rounds, in turn. The first token leaves when the prompt is computed; the second needs the hand-off, whose "
+        "time is what the sender spent in it, overlapped or not.\n",
+        table(header, rows),
+    ]
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

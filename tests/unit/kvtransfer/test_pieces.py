@@ -1,0 +1,52 @@
+"""Pieces of one hand-off: placed ahead, announced in order, none after one that failed."""
+
+import pytest
+
+from tandem.errors import TransferError
+
+
+class _WatchedLane:
+    """Notes in which order pieces are placed and announced; fails to place the one named."""
+
+    def __init__(self, lane, failing=None):
+        self._lane = lane
+        self._failing = failing
+        self.events = []
+
+    def __getattr__(self, name):
+        return getattr(self._lane, name)
+
+    async def place(self, sources, *rest):
+        self.events.append(f"place {sources[0]}")
+        if sources[0] == self._failing:
+            raise TransferError("the mapping is closed")
+        return await self._lane.place(sources, *rest)
+
+    def announce(self, sink, write, sources, *rest):
+        self.events.append(f"announce {sources[0]}")
+        return self._lane.announce(sink, write, sources, *rest)
+
+
+async def test_the_next_piece_is_placed_before_the_one_at_hand_is_announced(paired, make_recorder, monkeypatch):
+    monkeypatch.setattr("kvtransfer.handoff.PIECE_BYTES", 1)
+    async with paired("shm") as pair:
+        listener = make_recorder()
+        handoff = await pair.open(pair.offer(listener, (4, 5, 6)))
+        handoff._lane = lane = _WatchedLane(handoff._lane)
+        await handoff.push(0, (1, 2, 3))
+        await handoff.commit(b"")
+        assert lane.events == ["place 1", "place 2", "announce 1", "place 3", "announce 2", "announce 3"]
+        assert pair.landed((1, 2, 3), (4, 5, 6))
+
+
+async def test_a_piece_that_cannot_be_placed_is_not_announced_nor_is_any_after_it(paired, make_recorder, monkeypatch):
+    monkeypatch.setattr("kvtransfer.handoff.PIECE_BYTES", 1)
+    async with paired("shm") as pair:
+        listener = make_recorder()
+        handoff = await pair.open(pair.offer(listener, (4, 5, 6)))
+        handoff._lane = lane = _WatchedLane(handoff._lane, failing=2)
+        with pytest.raises(TransferError, match="mapping is closed"):
+            await handoff.push(0, (1, 2, 3))
+        await handoff.abort()
+        await listener.until("writer_stopped")
+        assert [event for event in lane.events if "announce" in event] == ["announce 1"]
