@@ -21,6 +21,8 @@ class Usage:
     descriptors: int
     threads: int
     rss_bytes: int
+    shared_mappings: int
+    """Of memory that has a descriptor, such as the pools of peers."""
 
 
 def usage(pid: int) -> Usage | None:
@@ -30,9 +32,10 @@ def usage(pid: int) -> Usage | None:
         descriptors = len(os.listdir(folder / "fd"))
         threads = len(os.listdir(folder / "task"))
         pages = int((folder / "statm").read_text().split()[1])
+        shared_mappings = (folder / "maps").read_text().count("/memfd:")
     except OSError:
         return None
-    return Usage(pid, descriptors, threads, pages * _PAGE_BYTES)
+    return Usage(pid, descriptors, threads, pages * _PAGE_BYTES, shared_mappings)
 
 
 def children(parent: int) -> dict[str, int]:

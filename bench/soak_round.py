@@ -36,6 +36,7 @@ _BACK_OFF_S = (0.1, 0.5)
 _READY_TIMEOUT_S = 10.0
 MORE_DESCRIPTORS = 6
 MORE_THREADS = 4
+MORE_MAPPINGS = 2
 MORE_RSS_BYTES = 32 * 1024 * 1024
 """Slack of one process: pools and caches may grow so much in a round. In a long one a leak per request is far more."""
 
@@ -274,6 +275,7 @@ def leaks(before: Mapping[str, Usage], after: Mapping[str, Usage]) -> list[str]:
         for what, grown, slack in (
             ("descriptors", now.descriptors - then.descriptors, MORE_DESCRIPTORS),
             ("threads", now.threads - then.threads, MORE_THREADS),
+            ("shared mappings", now.shared_mappings - then.shared_mappings, MORE_MAPPINGS),
             ("bytes of memory", now.rss_bytes - then.rss_bytes, MORE_RSS_BYTES),
         ):
             if grown > slack:

@@ -69,10 +69,13 @@ class Hello:
         incarnation = required(fields, "incarnation")
         if len(incarnation) != 32 or not incarnation.isalnum():
             raise FrameError("incarnation is not 32 characters")
+        num_blocks = required_int(fields, "num_blocks", 2**32 - 1)
+        if num_blocks == 0:
+            raise FrameError("the peer's pool has no blocks")
         return cls(
             Incarnation(incarnation),
             required(fields, "transport"),
-            required_int(fields, "num_blocks", 2**32 - 1),
+            num_blocks,
             tuple(filter(None, required(fields, "verify").split(","))),
             tuple(with_prefix(fields, _FINGERPRINT).items()),
             with_prefix(fields, _DETAIL),

@@ -120,7 +120,7 @@ class Link:
     async def _leave(self) -> None:
         self._reading.cancel()
         await asyncio.wait({self._reading})
-        for handoff in self._handoffs.values():
+        for handoff in tuple(self._handoffs.values()):  # one that says DRAINED meanwhile is forgotten
             await handoff.quiet()
         self._handoffs.clear()
         self._lane.close()

@@ -17,6 +17,9 @@ if not torch.cuda.is_available():
 
 # What an example takes is the machine's affair: a busy one stands still for longer than Hypothesis allows.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "long", settings.get_profile("tandem"), max_examples=6000
+)  # `pytest --hypothesis-profile long`
 settings.load_profile("tandem")
 
 

@@ -54,8 +54,11 @@ class SharedPool:
 
     def close(self) -> None:
         del self.memory, self.blocks
-        gc.collect()
-        self._mapping.close()
+        try:
+            self._mapping.close()
+        except BufferError:  # a view of it is in a cycle of garbage; to collect takes long with everything loaded
+            gc.collect()
+            self._mapping.close()
         os.close(self.fd)
 
 

@@ -23,14 +23,14 @@ from bench.resetting_proxy import ResettingProxy
 from bench.soak import _stop, summary
 from bench.soak_calls import Ended, Kind, Manner, Said, call, draw_requests, learn
 from bench.soak_faults import Faults
-from bench.soak_round import MORE_DESCRIPTORS, MORE_RSS_BYTES, MORE_THREADS, Account, Lately, leaks
+from bench.soak_round import MORE_DESCRIPTORS, MORE_MAPPINGS, MORE_RSS_BYTES, MORE_THREADS, Account, Lately, leaks
 from tandem.client import AsyncClient
 from tandem.clock import MonotonicClock
 from tandem.errors import InternalError, Reason, TandemError, Unavailable
 from tests.answering_client import AnsweringClient
 
 LOST = Unavailable("gone", Reason.WORKER_LOST)
-USAGE = Usage(pid=7, descriptors=30, threads=15, rss_bytes=300_000_000)
+USAGE = Usage(pid=7, descriptors=30, threads=15, rss_bytes=300_000_000, shared_mappings=1)
 
 
 async def kind_of(*choices: list[int], streams: bool = True) -> Kind:
@@ -128,18 +128,20 @@ def test_a_survivor_may_not_hold_more_than_its_slack() -> None:
         descriptors=USAGE.descriptors + MORE_DESCRIPTORS,
         threads=USAGE.threads + MORE_THREADS,
         rss_bytes=USAGE.rss_bytes + MORE_RSS_BYTES,
+        shared_mappings=USAGE.shared_mappings + MORE_MAPPINGS,
     )
     assert leaks({"router": USAGE}, {"router": slack}) == []
     for more in (
         replace(slack, descriptors=slack.descriptors + 1),
         replace(slack, threads=slack.threads + 1),
         replace(slack, rss_bytes=slack.rss_bytes + 1),
+        replace(slack, shared_mappings=slack.shared_mappings + 1),
     ):
         assert len(leaks({"router": USAGE}, {"router": more})) == 1
 
 
 def test_a_successor_is_no_survivor() -> None:
-    assert leaks({"router": USAGE}, {"router": Usage(pid=8, descriptors=900, threads=90, rss_bytes=2**40)}) == []
+    assert leaks({"router": USAGE}, {"router": replace(USAGE, pid=8, descriptors=900, threads=90)}) == []
 
 
 def test_calls_that_ended_are_counted_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import uvloop
 
 from tandem.errors import PeerLost, TransferError
-from tests.transports import EVERY
+from tests.transports import EVERY, PEER_WRITES
 
 
 async def _hand_over(paired, make_recorder, transport):
@@ -298,3 +298,23 @@ async def test_stop_unmaps_only_after_a_copy_has_ended(paired, make_recorder):
         await stopping
         await copying
         await listener.until("writer_stopped")
+
+
+@pytest.mark.parametrize("transport", PEER_WRITES)
+async def test_stop_says_bye_though_a_hand_off_is_forgotten_meanwhile(paired, make_recorder, transport):
+    async with paired(transport) as pair:
+        listeners = make_recorder(), make_recorder()
+        offers = [pair.offer(listener, (block,)) for block, listener in enumerate(listeners)]
+        handoffs = [await pair.open(offer) for offer in offers]
+        copies = [await _busy_copying(handoff) for handoff in handoffs]
+        pair.receiver.withdraw(offers[0].transfer_id)
+        await _another_handoff(pair, make_recorder())  # DRAINED is due
+        stopping = asyncio.create_task(pair.sender.stop())
+        await asyncio.wait({handoffs[0]._sink._reading})
+        await asyncio.wait({stopping}, timeout=0.05)  # it waits for the copies
+        for copy, copying in copies:
+            copy.set_result(None)
+            await copying
+        await stopping
+        for listener in listeners:
+            await listener.until("writer_stopped")

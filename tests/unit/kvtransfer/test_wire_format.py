@@ -167,6 +167,11 @@ def test_a_hello_reads_back(verify, details):
     assert Hello.decode(hello.encode()) == hello
 
 
+def test_a_hello_of_a_pool_without_blocks_is_refused():
+    with pytest.raises(FrameError, match="no blocks"):
+        Hello.decode(Hello("ab" * 16, "shm", 0, (), ()).encode())
+
+
 def test_errors_keep_their_class_across_the_wire():
     assert isinstance(decode_error(encode_error(ChecksumMismatch("block 3"))), ChecksumMismatch)
     unknown = decode_error(b"NEW_REASON\n" + b"\xff" * 9000)
