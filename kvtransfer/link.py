@@ -50,6 +50,10 @@ class Link:
         """Whether hand-offs can be opened on it."""
         return self._ended is None
 
+    def is_idle_over(self, transport: str) -> bool:
+        """Whether it is open by that transport, and no hand-off is."""
+        return self.is_open and not self._handoffs and self._lane.name == transport
+
     async def open(self, ticket: Ticket) -> OutgoingHandoff:
         """Shows the ticket. Raises TransferError; then, or when cancelled, nothing stays open."""
         self._check(ticket)

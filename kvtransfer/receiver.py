@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtransfer.base import BlockRef, Fingerprints, HandoffListener, Offer, PoolMemory
 from kvtransfer.connection import Connection
@@ -17,7 +17,7 @@ from kvtransfer.local_pool import open_pool
 from kvtransfer.offers import OfferTable
 from kvtransfer.session import Session
 from kvtransfer.timing import Timing
-from kvtransfer.transport import Acceptor, Fields, ListenOptions, Transport
+from kvtransfer.transport import Acceptor, Fields, ListenOptions, ReceivingLane, Transport, TransportFull
 from kvtransfer.transports import TRANSPORTS, named
 from tandem.clock import Clock
 from tandem.errors import TransferError
@@ -71,7 +71,7 @@ class KvReceiver:
         reach: dict[str, Fields] = {}
         for transport in self._transports:
             acceptor = transport.listen(self._pool, self._options)
-            accepting = asyncio.get_running_loop().create_task(self._accept(acceptor), name="kv-accept")
+            accepting = asyncio.get_running_loop().create_task(self._accept(acceptor, transport.name), name="kv-accept")
             self._accepting[accepting] = acceptor
             reach[transport.name] = acceptor.fields
         self._endpoint = Endpoint(self._pool.incarnation, reach).encode()
@@ -118,7 +118,7 @@ class KvReceiver:
             _log.warning("%d transfers end without proof that their writers stopped", len(self._table))
         self._pool.close()
 
-    async def _accept(self, acceptor: Acceptor) -> None:
+    async def _accept(self, acceptor: Acceptor, transport: str) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -127,20 +127,43 @@ class KvReceiver:
                 _log.warning("cannot accept a kv connection: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            self._begin_session(sock, acceptor)
+            await self._begin_session(sock, acceptor, transport)
 
-    def _begin_session(self, sock: socket.socket, acceptor: Acceptor) -> None:
+    async def _begin_session(self, sock: socket.socket, acceptor: Acceptor, transport: str) -> None:
         try:
             self._check_room()
-            lane = acceptor.accept(sock)
+            lane = await self._lane(sock, acceptor, transport)
             session = Session(Connection(sock, self._timing), lane, self._pool, self._table, self._timing.lease_s)
         except (TransferError, OSError) as error:
             _log.warning("refused a kv connection: %s", error)
             sock.close()
             return
+        except asyncio.CancelledError:
+            sock.close()
+            raise
         task = asyncio.get_running_loop().create_task(session.run(), name="kv-session")
         self._sessions[task] = session
         task.add_done_callback(self._session_ended)
+
+    async def _lane(self, sock: socket.socket, acceptor: Acceptor, transport: str) -> ReceivingLane:
+        """See `Acceptor.accept`; if there is no room, the idle session that was used least recently makes it."""
+        try:
+            return acceptor.accept(sock)
+        except TransportFull:
+            longest = self._longest_idle(lambda session: session.transport == transport)
+            if longest is None:
+                raise
+            longest.cancel()
+            await asyncio.wait({longest}, timeout=self._timing.stop_s)
+            return acceptor.accept(sock)
+
+    def _longest_idle(self, concerned: Callable[[Session], bool]) -> asyncio.Task[None] | None:
+        """Of those that are `concerned` and not on their way out; None = none is idle."""
+        idle = [task for task, session in self._staying().items() if session.is_idle and concerned(session)]
+        return min(idle, key=lambda task: self._sessions[task].last_shown, default=None)
+
+    def _staying(self) -> dict[asyncio.Task[None], Session]:
+        return {task: session for task, session in self._sessions.items() if not task.cancelling()}
 
     def _check_room(self) -> None:
         """Ends the idle session that was used least recently, if there is no room for one more.
@@ -150,14 +173,14 @@ class KvReceiver:
         """
         if sum(not session.established for session in self._sessions.values()) >= MAX_HANDSHAKES:
             raise TransferError(f"{MAX_HANDSHAKES} senders are shaking hands")
-        staying = {task: session for task, session in self._sessions.items() if not task.cancelling()}
-        if len(staying) < MAX_SESSIONS:
+        num_staying = len(self._staying())
+        if num_staying < MAX_SESSIONS:
             return
-        idle = [task for task, session in staying.items() if session.is_idle]
-        if not idle:
-            raise TransferError(f"{len(staying)} senders are connected, none of them idle")
-        min(idle, key=lambda task: staying[task].last_shown).cancel()
-        _log.warning("closed an idle kv connection for a new one: %d senders are connected", len(staying))
+        longest = self._longest_idle(lambda _: True)
+        if longest is None:
+            raise TransferError(f"{num_staying} senders are connected, none of them idle")
+        longest.cancel()
+        _log.warning("closed an idle kv connection for a new one: %d senders are connected", num_staying)
 
     def _session_ended(self, task: asyncio.Task[None]) -> None:
         del self._sessions[task]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 
 from kvtransfer.base import Fingerprints, Handoff, PoolMemory
@@ -20,7 +21,7 @@ from kvtransfer.link import Link
 from kvtransfer.local_pool import open_pool
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
-from kvtransfer.transport import SendingLane, Transport
+from kvtransfer.transport import SendingLane, Transport, TransportFull
 from kvtransfer.transports import AUTO, TRANSPORTS, named
 from tandem.clock import Clock
 from tandem.errors import HandshakeMismatch, PeerLost, TicketRefused, TransferError
@@ -78,11 +79,11 @@ class KvSender:
             raise TransferError("the sender has stopped")
         wanted = Endpoint.decode(endpoint)
         self._forget_gone(wanted)
-        dialing = self._links.get(endpoint)
+        dialing = self._links.pop(endpoint, None)
         if dialing is None:
             work = self._dial(wanted)
             dialing = asyncio.get_running_loop().create_task(work, name="kv-dial")
-            self._links[endpoint] = dialing
+        self._links[endpoint] = dialing  # the last one in order is the last one used
         await asyncio.wait({dialing})  # a caller that is cancelled leaves it running for the others
         if dialing.cancelled():
             raise PeerLost("the connection was given up")
@@ -94,11 +95,12 @@ class KvSender:
             if _has_ended(task) or wanted.replaces(Endpoint.decode(known)):
                 self._forget(known)
 
-    def _forget(self, endpoint: bytes) -> None:
+    def _forget(self, endpoint: bytes) -> asyncio.Task[None]:
         """Hangs up in a task of its own: while one opener waited for that, another could dial the endpoint again."""
         leaving = asyncio.get_running_loop().create_task(_hang_up(self._links.pop(endpoint)), name="kv-hang-up")
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
+        return leaving
 
     async def _dial(self, endpoint: Endpoint) -> Link:
         """A link over the best transport that works; each is tried for a lease at most, and the log says why which.
@@ -145,7 +147,7 @@ class KvSender:
         return TransferError(f"no common transport: the peer offers {offered}{_listed('. ', reasons)}")
 
     async def _dial_over(self, transport: Transport, endpoint: Endpoint) -> Link:
-        sock, lane = await transport.dial(self._pool, endpoint.reach[transport.name], self._tls)
+        sock, lane = await self._connect(transport, endpoint)
         connection = Connection(sock, self._timing)
         try:
             await lane.secure(connection)
@@ -156,6 +158,19 @@ class KvSender:
             await connection.close()
             raise
         return Link(connection, lane, theirs, self._pool, self._clock, self._timing)
+
+    async def _connect(self, transport: Transport, endpoint: Endpoint) -> tuple[socket.socket, SendingLane]:
+        """See `Transport.dial`; if there is no room, the link that has been idle for longest makes it."""
+        fields = endpoint.reach[transport.name]
+        try:
+            return await transport.dial(self._pool, fields, self._tls)
+        except TransportFull:
+            idle = (known for known, task in self._links.items() if _is_idle_over(task, transport.name))
+            longest = next(idle, None)
+            if longest is None:
+                raise
+            await asyncio.wait({self._forget(longest)})
+            return await transport.dial(self._pool, fields, self._tls)
 
     async def _shake_hands(self, connection: Connection, lane: SendingLane, endpoint: Endpoint) -> Hello:
         ours = Hello.of(self._pool, lane)
@@ -183,6 +198,10 @@ def _listed(lead: str, reasons: Mapping[str, str]) -> str:
 
 def _has_ended(task: asyncio.Task[Link]) -> bool:
     return task.done() and bool(task.cancelled() or task.exception() or not task.result().is_open)
+
+
+def _is_idle_over(task: asyncio.Task[Link], transport: str) -> bool:
+    return task.done() and not _has_ended(task) and task.result().is_idle_over(transport)
 
 
 async def _hang_up(dialing: asyncio.Task[Link]) -> None:

@@ -54,6 +54,11 @@ class Session:
         self._peer_stopped = False
 
     @property
+    def transport(self) -> str:
+        """The name of the lane's."""
+        return self._lane.name
+
+    @property
     def is_idle(self) -> bool:
         """Whether hands were shaken and no transfer is open."""
         return self.established and not self._open

@@ -30,11 +30,16 @@ from kvtransfer.frame import Frame
 from kvtransfer.handshake import Hello, Speaker
 from kvtransfer.local_pool import LocalPool
 from kvtransfer.room import Room
+from tandem.errors import TransferError
 from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
 
 Fields = Mapping[str, str]
 """Named text values, each without a line break; names without `=`."""
+
+
+class TransportFull(TransferError):
+    """No connection more fits. One that is idle may be closed for it."""
 
 
 class TransportStatus(NamedTuple):
@@ -154,7 +159,7 @@ class Acceptor:
     fields: Fields
     """For the endpoint: all that a sender needs to dial. No two receivers have equal ones at a time."""
     accept: Callable[[socket.socket], ReceivingLane]
-    """This end of a new connection. Raises TransferError if the peer is not welcome."""
+    """This end of a new connection. Raises TransferError if the peer is not welcome, TransportFull if it would be."""
 
 
 class Transport(Protocol):
@@ -176,4 +181,4 @@ class Transport(Protocol):
         """
 
     async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
-        """Connects; the caller sets the deadline, and closes both. Raises OSError, TransferError."""
+        """Connects; the caller sets the deadline, and closes both. Raises OSError, TransferError, TransportFull."""

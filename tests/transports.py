@@ -22,6 +22,7 @@ from tandem.kv_layout import DType, KvLayout
 from tandem.types import Incarnation
 from tests.standins.build import obstacle
 from tests.standins.cuda import DevicePool
+from tests.standins.nccl import NcclPool
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, block_size=4, head_dim=8, dtype=DType.BFLOAT16)
 PRINTS = Fingerprints(model="model-a", layout=LAYOUT)
@@ -86,10 +87,15 @@ def _device_pool(num_blocks: int = NUM_BLOCKS, block_bytes: int = LAYOUT.block_b
     return DevicePool(num_blocks, block_bytes)
 
 
+def _nccl_pool(num_blocks: int = NUM_BLOCKS, block_bytes: int = LAYOUT.block_bytes) -> TestPool:
+    return NcclPool(num_blocks, block_bytes)
+
+
 WAYS: Mapping[str, Way] = {
     "shm": Way(peer_writes=True),
     "tcp": Way(peer_writes=False),
     "cuda_ipc": Way(True, staged=False, make_pool=_device_pool, why_not=obstacle()),
+    "nccl": Way(False, staged=False, make_pool=_nccl_pool, why_not=obstacle()),
 }
 """By name; each is one of `kvtransfer.transports.TRANSPORTS`."""
 

@@ -7,15 +7,21 @@ from collections.abc import Sequence
 import torch
 
 from kvtransfer.transport import Transport, TransportStatus
-from kvtransfer.transports import cuda_ipc, shm, tcp
+from kvtransfer.transports import cuda_ipc, nccl, shm, tcp
 from tandem.errors import ConfigError
 
 AUTO = "auto"
 CUDA_IPC = cuda_ipc.NAME
+NCCL = nccl.NAME
 SHM = shm.NAME
 TCP = tcp.NAME
 
-TRANSPORTS: tuple[Transport, ...] = (cuda_ipc.CudaIpcTransport(), shm.ShmTransport(), tcp.TcpTransport())
+TRANSPORTS: tuple[Transport, ...] = (
+    cuda_ipc.CudaIpcTransport(),
+    shm.ShmTransport(),
+    nccl.NcclTransport(),
+    tcp.TcpTransport(),
+)
 """All that this version has, best first; a new one is added here and nowhere else."""
 
 

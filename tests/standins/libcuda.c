@@ -39,7 +39,9 @@
 struct device { unsigned char uuid[16]; int is_slice; int retained; };
 struct allocation { int fd; size_t size; unsigned char gpu[16]; int is_live; };
 struct range { char *at; size_t size; int is_mapped; unsigned char gpu[16]; struct range *next; };
-struct operation { char *to; const char *from; size_t size; CUevent event; struct operation *next; };
+struct operation {
+    char *to; const char *from; size_t size; CUevent event; CUhostFn call; void *data; struct operation *next;
+};
 struct CUstream_st { pthread_t thread; struct operation *first, **last; int busy, ending; };
 struct CUevent_st { int pending, is_destroyed; };
 
@@ -420,6 +422,7 @@ static void run(struct operation *operation) {
     memcpy(path, hold, sizeof path);
     pthread_mutex_unlock(&lock);
     if (copies) copy(operation, pause, path);
+    if (operation->call) operation->call(operation->data);
 }
 
 static void *run_stream(void *argument) {
@@ -494,7 +497,15 @@ EXPORTED CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t siz
     ENTER();
     CHECK_CONTEXT();
     CHECK(size && stream, CUDA_ERROR_INVALID_VALUE);
-    queue(stream, (struct operation){(char *)(size_t)to, (const char *)(size_t)from, size, NULL, NULL});
+    queue(stream, (struct operation){.to = (char *)(size_t)to, .from = (const char *)(size_t)from, .size = size});
+    return leave(CUDA_SUCCESS);
+}
+
+EXPORTED CUresult cuLaunchHostFunc(CUstream stream, CUhostFn call, void *data) {
+    ENTER();
+    CHECK_CONTEXT();
+    CHECK(call && stream, CUDA_ERROR_INVALID_VALUE);
+    queue(stream, (struct operation){.call = call, .data = data});
     return leave(CUDA_SUCCESS);
 }
 
@@ -512,7 +523,7 @@ EXPORTED CUresult cuEventRecord(CUevent event, CUstream stream) {
     CHECK_CONTEXT();
     CHECK(event && stream, CUDA_ERROR_INVALID_HANDLE);
     event->pending++;
-    queue(stream, (struct operation){NULL, NULL, 0, event, NULL});
+    queue(stream, (struct operation){.event = event});
     return leave(CUDA_SUCCESS);
 }
 

@@ -39,8 +39,8 @@ def test_bytes_outside_host_memory_are_refused(make_pool, prints):
 
 def test_unknown_transports_are_refused_by_name(make_pool, prints):
     memory = make_pool().memory
-    with pytest.raises(ConfigError, match=r"transport: 'nccl'"):
-        KvSender(memory, prints, ManualClock(), "nccl")
+    with pytest.raises(ConfigError, match=r"transport: 'carrier'"):
+        KvSender(memory, prints, ManualClock(), "carrier")
     with pytest.raises(ConfigError, match=r"transport: 'pigeon'"):
         KvReceiver(memory, prints, ManualClock(), ("tcp", "pigeon"), "127.0.0.1")
 

@@ -1,0 +1,301 @@
+"""NCCL: blocks go from GPU to GPU by sends and receives, over whatever NCCL finds between the two.
+
+Each connection has a communicator of two ranks of its own; the sender is rank 0 and names it in its HELLO. Both sides
+begin it during the handshake, so that `auto` goes on to the next transport where they cannot meet. Sends begin in the
+order of their WRITEs, and the receiver takes every WRITE in that order, those that it refused into scrap: each send
+meets its receive, and one group of them runs at a time. A WRITE is one group, a block one send: runs of neighbours
+differ on both sides.
+
+The receiver's own kernel writes the pool, out of NCCL's buffers; the pool is never registered with NCCL. So nothing
+writes there once a receive has ended, or its abort has. Blocks are verified by `mix64`, computed on each GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+
+from kernels.cuda_driver import CudaDriver, CudaError
+from kernels.digest import MIX64
+from kvtransfer.base import BlockRef, DeviceMemory
+from kvtransfer.connection import Connection
+from kvtransfer.fields import required, required_int
+from kvtransfer.frame import Frame
+from kvtransfer.handshake import Hello
+from kvtransfer.local_pool import LocalPool
+from kvtransfer.nccl_communicator import Communicator, Gpu, Limits, Rules, end_process
+from kvtransfer.nccl_library import UNIQUE_ID_BYTES, NcclError, NcclLibrary
+from kvtransfer.room import Room
+from kvtransfer.transport import (
+    Acceptor,
+    Fields,
+    FrameSink,
+    ListenOptions,
+    SendingLane,
+    TransportFull,
+    TransportStatus,
+)
+from kvtransfer.transports import tcp
+from kvtransfer.transports.cuda_ipc import system_driver
+from kvtransfer.transports.device import DeviceWork
+from kvtransfer.transports.host import HostReceivingLane, HostSendingLane
+from kvtransfer.transports.same_host import boot_id
+from tandem.errors import ConfigError, FrameError, HandshakeMismatch, TransferError
+from tandem.security.tls import ClientTls, ServerTls
+from tandem.types import BlockId
+
+NAME = "nccl"
+_UNIQUE_ID = "unique_id"
+
+
+@cache
+def system_library() -> NcclLibrary:
+    """The machine's own, opened once. Raises NcclError."""
+    return NcclLibrary()
+
+
+class NcclTransport:
+    """Implements `transport.Transport`. Counts its communicators, because the GPU has room for few."""
+
+    name = NAME
+
+    def __init__(
+        self,
+        driver: Callable[[], CudaDriver] = system_driver,
+        library: Callable[[], NcclLibrary] = system_library,
+        limits: Limits | None = None,
+        stop: Callable[[], None] = end_process,
+    ) -> None:
+        """`driver` and `library` are asked when a pool is on a GPU, and may raise. `stop` ends the process."""
+        self._driver = driver
+        self._library = library
+        self._rules = Rules(limits or Limits(), stop)
+        self._num_lanes = 0
+
+    def probe(self, device: torch.device) -> TransportStatus:
+        """See `Transport`."""
+        if device.type != "cuda":
+            return TransportStatus(NAME, False, f"pools on {device.type} are not on a GPU")
+        try:
+            self._driver()
+            version = self._library().version
+        except (CudaError, NcclError) as error:
+            return TransportStatus(NAME, False, str(error))
+        return TransportStatus(NAME, True, f"from GPU to GPU by NCCL {version}")
+
+    def listen(self, pool: LocalPool, options: ListenOptions) -> Acceptor:
+        """See `Transport`. The port is any free one: a fixed one is tcp's."""
+        memory = pool.device
+        if memory is None:
+            raise ConfigError("transport", "nccl needs a pool on a GPU")
+        sock = tcp.listen(options.host)
+        fields = {
+            "host": options.advertise_host,
+            "port": str(sock.getsockname()[1]),
+            "tls": _on_off(options.tls is not None),
+            "boot_id": boot_id(),
+            **self._own(memory),
+        }
+        return Acceptor(sock, fields, lambda _: _ReceivingLane(pool, memory, self._communicator(memory), options.tls))
+
+    def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
+        """See `Transport`."""
+        if pool.device is None:
+            return "this side's pool is not on a GPU"
+        try:
+            own = self._own(pool.device)
+        except (CudaError, NcclError) as error:
+            return str(error)
+        if fields.get("version") != own["version"]:
+            return f"its NCCL is {fields.get('version')}, this side's {own['version']}"
+        if fields.get("gpu") == own["gpu"]:
+            return "it is on the same GPU, where NCCL allows one process only"
+        return None
+
+    async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
+        """See `Transport`. NCCL itself does not encrypt: with TLS, it serves one machine only."""
+        if pool.device is None:
+            raise TransferError("this side's pool is not on a GPU")
+        host, port = required(fields, "host"), required_int(fields, "port", 2**16 - 1)
+        ours, theirs = _on_off(tls is not None), required(fields, "tls")
+        if ours != theirs:
+            raise HandshakeMismatch("tls", ours, theirs)
+        if tls is not None and fields.get("boot_id") != (boot_id() or None):
+            raise TransferError("nccl would send blocks to another machine without TLS")
+        communicator = self._communicator(pool.device)
+        try:
+            unique_id = await communicator.unique_id()
+            sock = await tcp.dial(host, port)
+        except BaseException:
+            communicator.close()
+            raise
+        return sock, _SendingLane(pool, pool.device, communicator, unique_id, host, tls)
+
+    def _communicator(self, memory: DeviceMemory) -> _Counted:
+        """Raises TransportFull."""
+        most = self._rules.limits.communicators
+        if self._num_lanes >= most:
+            raise TransportFull(f"nccl has room for {most} communicators, and none is idle")
+        gpu = Gpu(self._driver(), self._library(), memory.blocks.device.index or 0)
+        return _Counted(gpu, self._rules, self._count)
+
+    def _count(self, change: int) -> None:
+        self._num_lanes += change
+
+    def _own(self, memory: DeviceMemory) -> dict[str, str]:
+        """What both sides compare. Raises CudaError, NcclError."""
+        gpu = self._driver().device_uuid(memory.blocks.device.index or 0)
+        return {"gpu": gpu, "version": self._library().version}
+
+
+class _Counted(Communicator):
+    """Takes its place among the process's from the start until `close`."""
+
+    def __init__(self, gpu: Gpu, rules: Rules, count: Callable[[int], None]) -> None:
+        super().__init__(gpu, rules)
+        self._count: Callable[[int], None] | None = count
+        count(1)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._count is not None:
+            self._count(-1)
+            self._count = None
+            super().close()
+
+
+class _SendingLane(HostSendingLane):
+    """Sends from the pool itself."""
+
+    name = NAME
+    verify: tuple[str, ...] = (MIX64,)
+
+    def __init__(
+        self,
+        pool: LocalPool,
+        memory: DeviceMemory,
+        communicator: Communicator,
+        unique_id: bytes,
+        host: str,
+        tls: ClientTls | None,
+    ) -> None:
+        super().__init__(pool)
+        self.details = {_UNIQUE_ID: unique_id.hex()}
+        self._communicator = communicator
+        self._unique_id = unique_id
+        self._source = memory.blocks.data_ptr()
+        self._work = DeviceWork(memory.blocks)
+        self._host = host
+        self._tls = tls
+        self._begun: asyncio.Future[None] | None = None
+
+    async def secure(self, connection: Connection) -> None:
+        if self._tls is not None:
+            await connection.begin_tls(self._tls.context(), self._tls.server_name or self._host)
+        self._communicator.watch(connection.sock)
+
+    async def receive_hello(self, connection: Connection) -> Frame:
+        """The receiver's word, then the end of its and our beginning: whether that went well is `attach`'s to say."""
+        self._begun = self._communicator.begin(self._unique_id, rank=0)
+        frame = await connection.receive()
+        await asyncio.wait({self._begun})
+        return frame
+
+    def attach(self, theirs: Hello, verify: str) -> None:
+        if self._begun is not None:
+            self._begun.result()
+
+    async def place(self, sources: Sequence[BlockId], targets: Sequence[BlockRef], room: Room) -> tuple[int, ...]:
+        return await self._work.run(lambda: self._work.digests(sources))
+
+    def announce(
+        self, sink: FrameSink, write: Frame, sources: Sequence[BlockId], room: Room
+    ) -> asyncio.Future[None] | None:
+        sink.send(write)
+        size = self._pool.block_bytes
+        return self._communicator.move(lambda: [self._source + source * size for source in sources], size, send=True)
+
+    def close(self) -> None:
+        self._communicator.close()
+        self._work.close()
+
+
+class _ReceivingLane(HostReceivingLane):
+    """Receives into the pool itself, or into scrap."""
+
+    name = NAME
+    verify: tuple[str, ...] = (MIX64,)
+    peer_writes = False
+
+    def __init__(
+        self, pool: LocalPool, memory: DeviceMemory, communicator: Communicator, tls: ServerTls | None
+    ) -> None:
+        super().__init__(pool)
+        self._communicator = communicator
+        self._blocks = memory.blocks
+        self._scrap: torch.Tensor | None = None
+        self._work = DeviceWork(memory.blocks)
+        self._tls = tls
+
+    async def secure(self, connection: Connection) -> None:
+        if self._tls is not None:
+            await connection.begin_tls(self._tls.context())
+        self._communicator.watch(connection.sock)
+
+    def attach(self, theirs: Hello, verify: str) -> None:
+        self._communicator.begin(_unique_id(theirs), rank=1)
+
+    async def receive(
+        self, connection: Connection, blocks: Sequence[BlockId], num_bytes: int, wanted: Callable[[], bool]
+    ) -> None:
+        """Even a cancelled call returns only after the receive has ended."""
+        size = self._pool.block_bytes
+        targets, count = tuple(blocks) if wanted() else (), num_bytes // size
+        received = self._communicator.move(lambda: self._addresses(targets, count), size, send=False)
+        cancelled = False
+        while not received.done():
+            try:
+                await asyncio.wait({received})
+            except asyncio.CancelledError:
+                cancelled = True
+                self._communicator.give_up()
+        if cancelled:
+            raise asyncio.CancelledError
+        received.result()
+
+    async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
+        return await self._work.run(lambda: self._work.digests(blocks))
+
+    async def peer_dead(self) -> None:
+        """At once: the peer never could write."""
+
+    def close(self) -> None:
+        self._communicator.close()
+        self._work.close()
+
+    def _addresses(self, targets: Sequence[BlockId], count: int) -> list[int]:
+        """Of `targets`, or `count` times the same scrap."""
+        if targets:
+            return [self._blocks.data_ptr() + target * self._pool.block_bytes for target in targets]
+        if self._scrap is None:
+            self._scrap = torch.empty_like(self._blocks[0])
+        return [self._scrap.data_ptr()] * count
+
+
+def _unique_id(theirs: Hello) -> bytes:
+    """What the sender named the communicator. Raises FrameError."""
+    try:
+        unique_id = bytes.fromhex(theirs.details.get(_UNIQUE_ID, ""))
+    except ValueError as error:
+        raise FrameError("the sender's unique id is not hexadecimal") from error
+    if len(unique_id) != UNIQUE_ID_BYTES:
+        raise FrameError(f"the sender's unique id has {len(unique_id)} bytes, not {UNIQUE_ID_BYTES}")
+    return unique_id
+
+
+def _on_off(tls: bool) -> str:
+    return "on" if tls else "off"

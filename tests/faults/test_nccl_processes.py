@@ -1,0 +1,154 @@
+"""A receiver by NCCL whose sender is another process that is killed, or cannot stop its own communicator."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.base import BlockRef, Fingerprints, Offer
+from kvtransfer.receiver import KvReceiver
+from kvtransfer.timing import Timing
+from tandem.clock import MonotonicClock
+from tandem.errors import TransferError
+from tandem.kv_layout import DType, KvLayout
+from tandem.types import BlockId
+from tests.standins.cuda import DevicePool
+from tests.standins.nccl import StandInNccl, standin_nccl
+
+PRINTS = Fingerprints("model-a", KvLayout(2, 1, 4, 8, DType.BFLOAT16))
+PEER = Path(__file__).with_name("nccl_peer_process.py")
+PATIENCE_S = 60.0
+
+
+@dataclass
+class Listener:
+    calls: list[str] = field(default_factory=list)
+
+    def on_receiving(self) -> None:
+        self.calls.append("receiving")
+
+    def on_committed(self, first_token_payload: bytes) -> None:
+        self.calls.append("committed")
+
+    def on_failed(self, error: TransferError) -> None:
+        self.calls.append("failed")
+
+    def on_writer_stopped(self) -> None:
+        self.calls.append("writer_stopped")
+
+
+@dataclass
+class Home:
+    """A receiver in this process."""
+
+    nccl: StandInNccl
+    pool: DevicePool
+    receiver: KvReceiver
+    listener: Listener
+    offer: Offer
+
+    def nothing_stays(self) -> bool:
+        """Whether every communicator and stream of this process is gone."""
+        live = self.nccl.live()
+        return not live["communicators"] and not live["moves"] and not self.nccl.cuda.live()["streams"]
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> StandInNccl:
+    return standin_nccl()
+
+
+@pytest.fixture
+def nccl(stand_in: StandInNccl) -> Iterator[StandInNccl]:
+    stand_in.reset()
+    stand_in.cuda.reset()
+    yield stand_in
+    stand_in.reset()
+
+
+@asynccontextmanager
+async def at_home(nccl: StandInNccl) -> AsyncIterator[Home]:
+    pool = DevicePool(16, 256)
+    pool.blocks.fill_(0)
+    clock, timing = MonotonicClock(), Timing(lease_s=10.0)
+    receiver = KvReceiver(pool.memory, PRINTS, clock, ("nccl",), "127.0.0.1", timing=timing, known=(nccl.transport(),))
+    await receiver.start()
+    listener = Listener()
+    offer = receiver.offer((BlockRef(BlockId(3), 7), BlockRef(BlockId(1), 7)), listener, PATIENCE_S)
+    try:
+        home = Home(nccl, pool, receiver, listener, offer)
+        yield home
+        await until(home.nothing_stays)
+    finally:
+        await receiver.stop()
+        pool.close()
+
+
+@asynccontextmanager
+async def sending(home: Home, abort_s: float = 5.0, **settings: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The other process, which has the offer."""
+    environment = os.environ | {"PYTHONPATH": str(PEER.parents[2]), "OMP_NUM_THREADS": "1"}
+    environment |= {f"STANDIN_NCCL_{name}": value for name, value in settings.items()}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(PEER), str(abort_s), stdin=asyncio.subprocess.PIPE, env=environment
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(f"{home.offer.ticket.hex()} {home.offer.endpoint.hex()}\n".encode())
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        process.stdin.close()
+        async with asyncio.timeout(PATIENCE_S):
+            await process.wait()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - nobody is told of what another process does
+            await asyncio.sleep(0.005)
+
+
+async def test_a_sender_killed_while_both_begin_leaves_the_offer_to_the_next(nccl: StandInNccl) -> None:
+    async with at_home(nccl) as home:
+        async with sending(home, HANG="init") as peer:
+            await until(lambda: nccl.live()["communicators"])
+            peer.kill()
+            await until(home.nothing_stays)
+            assert home.listener.calls == []
+        async with sending(home) as peer:
+            await until(lambda: "committed" in home.listener.calls)
+            assert home.pool.blocks[[3, 1]].flatten().tolist() == [0xAB] * 512
+            assert await peer.wait() == 0
+
+
+async def test_a_sender_killed_in_the_middle_of_a_block_frees_it(nccl: StandInNccl, tmp_path: Path) -> None:
+    (hold := tmp_path / "hold").touch()
+    async with at_home(nccl) as home:
+        nccl.set("HOLD", hold)
+        async with sending(home) as peer:
+            await until(lambda: home.pool.blocks[3, 0] == 0xAB)
+            assert home.listener.calls == ["receiving"]
+            peer.kill()
+            await until(lambda: "writer_stopped" in home.listener.calls)
+        assert home.listener.calls == ["receiving", "failed", "writer_stopped"]
+        await until(home.nothing_stays)
+        hold.unlink()
+        assert home.receiver.num_live == 0
+        assert not home.pool.blocks[3, 128:].any()  # the abort ended the receive where it was
+        assert not home.pool.blocks[1].any()
+
+
+async def test_a_sender_that_cannot_end_its_communicator_ends_itself(nccl: StandInNccl) -> None:
+    async with at_home(nccl) as home, sending(home, 0.2, HANG="abort") as peer:
+        await until(lambda: "committed" in home.listener.calls)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await peer.wait() == 1

@@ -1,0 +1,101 @@
+"""The stand-in for NCCL as tests use it, beside that for the driver: pools, its settings, what is still alive in it."""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+
+from kvtransfer.base import DeviceMemory
+from kvtransfer.nccl_communicator import Limits, Rules, end_process
+from kvtransfer.nccl_library import NcclLibrary
+from kvtransfer.transports import TRANSPORTS
+from kvtransfer.transports.nccl import NcclTransport
+from tests.standins.build import built
+from tests.standins.cuda import DevicePool, StandInCuda, standin
+
+KINDS = ("communicators", "ids", "moves")
+QUICK = Limits(begin_s=5.0, move_s=5.0, abort_s=5.0)
+_ROOMY = Limits(communicators=64, begin_s=20.0, move_s=5.0, abort_s=20.0)
+_CALM_S = 10.0
+
+
+class StandInNccl:
+    """The library of this process; settings hold for all who use it."""
+
+    def __init__(self, cuda: StandInCuda) -> None:
+        """Skips the test where the stand-in cannot be built."""
+        self.cuda = cuda
+        self.path = str(built("libnccl"))
+        self._library = ctypes.CDLL(self.path)
+        self.set("CUDA", built("libcuda"))
+        self.library = NcclLibrary(self.path)
+
+    def transport(self, limits: Limits = QUICK, stop: Callable[[], None] = end_process) -> NcclTransport:
+        """One process's, as far as counting goes."""
+        return _GpuEach(lambda: self.cuda.driver, lambda: self.library, limits, stop)
+
+    def set(self, name: str, value: object) -> None:
+        """One of the settings that the head of libnccl.c lists."""
+        self._library.standin_nccl_set(name.encode(), str(value).encode())
+
+    def reset(self) -> None:
+        """Every setting as it is at first."""
+        for name, value in (
+            ("DELAY_US", 0),
+            ("HOLD", ""),
+            ("FAIL", ""),
+            ("HANG", ""),
+            ("SPOIL", 0),
+            ("VERSION", 22707),
+        ):
+            self.set(name, value)
+
+    def live(self) -> Mapping[str, int]:
+        """How many of each kind exist."""
+        return {kind: self._library.standin_nccl_live(kind.encode()) for kind in KINDS}
+
+
+class _GpuEach(NcclTransport):
+    """Every pool counts as on a GPU of its own."""
+
+    def _own(self, memory: DeviceMemory) -> dict[str, str]:
+        return super()._own(memory) | {"gpu": secrets.token_hex(16)}
+
+
+@cache
+def standin_nccl() -> StandInNccl:
+    """The one of this process, from now on the library of its nccl."""
+    nccl = StandInNccl(standin())
+    for transport in TRANSPORTS:
+        if isinstance(transport, NcclTransport):
+            transport.__class__ = _GpuEach
+            transport._driver, transport._library = lambda: nccl.cuda.driver, lambda: nccl.library
+            transport._rules = Rules(_ROOMY, end_process)
+    return nccl
+
+
+class NcclPool(DevicePool):
+    """A pool on the stand-in's GPU."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        standin_nccl()
+        super().__init__(num_blocks, block_bytes)
+
+    def close(self) -> None:
+        """Waits for the threads on which closed lanes free what was theirs."""
+        ends_s = time.monotonic() + _CALM_S
+        while _num_threads() > _num_open() and time.monotonic() < ends_s:
+            time.sleep(0.002)
+        super().close()
+
+
+def _num_threads() -> int:
+    return sum(thread.name.startswith("kv-nccl") for thread in threading.enumerate())
+
+
+def _num_open() -> int:
+    return sum(transport._num_lanes for transport in TRANSPORTS if isinstance(transport, NcclTransport))
