@@ -92,6 +92,11 @@ $(PROTOBUF7)/.installed: $(VENV)/.installed
 		grpcio-channelz==1.85.0
 	touch $@
 
+## gpu       all that only a GPU can show, in ten minutes, without network: records figures, renders the page
+.PHONY: gpu
+gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m bench.gpu
+
 ## gen       regenerate the stubs in tandem/v1 and tandem/foreign from protos/
 gen: install $(GEN)/.installed
 	PYTHON=$(BIN)/python GEN=$(GEN) bash .ci/gen.sh .

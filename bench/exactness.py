@@ -22,7 +22,7 @@ import torch
 from transformers.utils import logging
 
 from bench.exactness_reference import Reference
-from bench.exactness_served import SERVED_SYSTEMS
+from bench.exactness_served import SERVED_SYSTEMS, served_on
 from bench.exactness_system import ENGINE_SYSTEMS, Settings
 from bench.logit_error import MAX_RATIO, measure_logit_error
 from bench.tiny_models import TINY_MODELS, save_tiny_model
@@ -78,12 +78,13 @@ def check_system(name: str, folder: Path, settings: Settings, work: Workload) ->
     return differing
 
 
-def check_checkpoint(label: str, folder: Path, systems: Sequence[str], longest: int, seed: int) -> bool:
+def check_checkpoint(
+    label: str, folder: Path, systems: Sequence[str], settings: Sequence[Settings], longest: int, seed: int
+) -> bool:
     """Checks one checkpoint in every setting, printing a line for each; True if all is exact."""
     reference = Reference(folder)
     work = make_workload(folder, reference, longest, seed)
     exact = True
-    settings = [Settings(block_size, chunk) for block_size in BLOCK_SIZES for chunk in CHUNK_BUDGETS]
     for name in systems:
         for setting in settings:
             differing = check_system(name, folder, setting, work)
@@ -123,6 +124,9 @@ def main() -> int:
     which.add_argument("--model", help="checkpoint folder, or demo")
     which.add_argument("--families", action="store_true", help="random checkpoints of all four families")
     parser.add_argument("--system", action="append", choices=sorted(SYSTEMS), help="what to check; default: all")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where served systems compute")
+    parser.add_argument("--block-size", type=int, action="append", help=f"default: {BLOCK_SIZES}")
+    parser.add_argument("--chunk-tokens", type=int, action="append", help=f"default: {CHUNK_BUDGETS}")
     parser.add_argument("--longest", type=int, default=LONGEST_PROMPT, help="longest prompt in tokens")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -130,10 +134,15 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     disable_progress_bar: Callable[[], None] = logging.disable_progress_bar
     disable_progress_bar()
+    systems = args.system or sorted([*ENGINE_SYSTEMS, *served_on(args.device)])
+    settings = [
+        Settings(block_size, chunk_tokens, args.device)
+        for block_size in args.block_size or BLOCK_SIZES
+        for chunk_tokens in args.chunk_tokens or CHUNK_BUDGETS
+    ]
     with _checkpoints(args.model) as checkpoints:
         results = [
-            check_checkpoint(label, folder, args.system or sorted(SYSTEMS), args.longest, args.seed)
-            for label, folder in checkpoints
+            check_checkpoint(label, folder, systems, settings, args.longest, args.seed) for label, folder in checkpoints
         ]
     print(f"{sum(results)} of {len(results)} checkpoints are exact")
     return 0 if all(results) else 1

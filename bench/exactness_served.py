@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bench.cluster import serve
 from bench.exactness_system import MAX_SEQS, Settings, System
+from kvtransfer.transports import TRANSPORTS, available
 from tandem.client import AsyncClient
 
 POOL_TOKENS = 4096 * MAX_SEQS
@@ -43,7 +44,7 @@ def _open(folder: Path, settings: Settings, roles: tuple[str, ...]) -> Iterator[
     options = (
         *("--dtype", "float32", "--block-size", str(settings.block_size)),
         *("--chunk-tokens", str(settings.chunk_tokens), "--max-seqs", str(MAX_SEQS)),
-        *("--kv-blocks", str(POOL_TOKENS // settings.block_size)),
+        *("--kv-blocks", str(POOL_TOKENS // settings.block_size), "--device", settings.device),
     )
     with serve(str(folder), *roles, *options) as cluster:
         yield ServedSystem(cluster.target)
@@ -54,9 +55,14 @@ def _disaggregated(transport: str) -> Callable[[Path, Settings], AbstractContext
 
 
 SERVED_SYSTEMS: dict[str, Callable[[Path, Settings], AbstractContextManager[System]]] = {
-    "shm": _disaggregated("shm"),
-    "tcp": _disaggregated("tcp"),
+    **{transport.name: _disaggregated(transport.name) for transport in TRANSPORTS},
     "colocated": functools.partial(
         _open, roles=("--prefill", "0", "--decode", "1", "--local-prefill-tokens", "unlimited")
     ),
 }
+
+
+def served_on(device: str) -> list[str]:
+    """The names of those that work with pools on `device`."""
+    unusable = {status.name for status in available(device) if not status.usable}
+    return [name for name in SERVED_SYSTEMS if name not in unusable]

@@ -33,6 +33,8 @@ class Settings:
     block_size: int
     chunk_tokens: int
     """Prefill budget of one step."""
+    device: str = "cpu"
+    """Where served systems compute; the engine alone does so on the CPU."""
 
 
 class System(Protocol):

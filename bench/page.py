@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench import gpu_page
 from bench.kernels.page import section as kernels_section
 from bench.markdown import table
 from bench.peers.page import section as peers_section
@@ -34,7 +35,9 @@ def render(records: dict[str, Record]) -> str:
         "What was tried and did not help is in [bench/LOG.md](../bench/LOG.md).\n",
     ]
     for stem, section in SECTIONS.items():
-        if stem in records:
+        if stem not in records:
+            parts += ABSENT.get(stem, [])
+        else:
             record = records[stem]
             machine = ", ".join(f"{key} {value}" for key, value in record["machine"].items())
             parts += [*section(record["results"]), f"Taken {record['date']} on {machine}.\n"]
@@ -230,9 +233,12 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "peers": peers_section,
     "peers-0.6b": peers_section,
     "kernels-cpu": kernels_section,
+    "gpu": gpu_page.section,
     "kernels-cuda": kernels_section,
 }
 """By the stem of the result file, in the order of the page."""
+ABSENT: dict[str, list[str]] = {"gpu": gpu_page.ABSENT}
+"""What stands where there is no such file, if anything."""
 
 
 def read_records() -> dict[str, Record]:

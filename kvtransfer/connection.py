@@ -53,7 +53,7 @@ class Connection:
         self._wire: Wire = PlainWire(sock)
         self.progress = 0
         """Grows while anything but heartbeats moves: with each piece of payload that left, and each frame that came."""
-        self._timing = timing
+        self.timing = timing
         self._loop = asyncio.get_running_loop()
         self._outbox: deque[_Outgoing] = deque()
         self._wake = asyncio.Event()
@@ -163,13 +163,17 @@ class Connection:
                 silent = True
         return count
 
+    def cut(self, error: TransferError) -> None:
+        """Drops what is queued: the peer hears nothing more, and a reader here wakes with `error`. Idempotent."""
+        self._break(error)
+
     async def finish(self) -> None:
         """Sends what is queued, then tells the peer that nothing follows. Never raises."""
         self._finishing = True
         self._wake.set()
         self.start()
         if self._writing is not None:
-            await asyncio.wait({self._writing}, timeout=self._timing.stop_s)
+            await asyncio.wait({self._writing}, timeout=self.timing.stop_s)
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
 
@@ -205,7 +209,7 @@ class Connection:
     async def _woken(self) -> bool:
         self._wake.clear()
         try:
-            async with asyncio.timeout(self._timing.heartbeat_s):
+            async with asyncio.timeout(self.timing.heartbeat_s):
                 await self._wake.wait()
         except TimeoutError:
             return False
@@ -224,7 +228,7 @@ class Connection:
     async def _send(self, data: memoryview, *, is_payload: bool = False) -> None:
         """All of it; each part of it within a lease. The loop has its turn in between, however fast the wire is."""
         while True:
-            data = data[await self._wire.send_some(data[:_SEND_BYTES], self._timing.lease_s) :]
+            data = data[await self._wire.send_some(data[:_SEND_BYTES], self.timing.lease_s) :]
             self.progress += is_payload
             if not len(data):
                 return

@@ -12,6 +12,8 @@ import logging
 import socket
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from kvtransfer.base import Fingerprints, Handoff, PoolMemory
 from kvtransfer.connection import Connection, expect
 from kvtransfer.endpoint import Endpoint
@@ -21,7 +23,7 @@ from kvtransfer.link import Link
 from kvtransfer.local_pool import open_pool
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
-from kvtransfer.transport import SendingLane, Transport, TransportFull
+from kvtransfer.transport import Fields, SendingLane, Transport, TransportFull, TransportStatus
 from kvtransfer.transports import AUTO, TRANSPORTS, named
 from tandem.clock import Clock
 from tandem.errors import HandshakeMismatch, PeerLost, TicketRefused, TransferError
@@ -48,6 +50,7 @@ class KvSender:
         self._is_forced = transport != AUTO
         self._transports = named((transport,), known) if self._is_forced else known
         self._pool = open_pool(memory, fingerprints)
+        self._statuses: dict[str, TransportStatus] = {}
         self._clock = clock
         self._timing = timing or Timing()
         self._tls = tls
@@ -110,11 +113,12 @@ class KvSender:
         passed_over: dict[str, str] = {}
         failure: TransferError | None = None
         for transport in self._transports:
-            reason = self._reason_against(transport, endpoint)
-            if reason is not None:
+            is_offered = transport.name in endpoint.reach
+            reason = self._reason_against(transport, endpoint.reach.get(transport.name))
+            if reason is not None and (is_offered or self._usable_here(transport)):
                 passed_over[transport.name] = reason
-                if not (self._is_forced and transport.name in endpoint.reach):
-                    continue
+            if reason is not None and not (self._is_forced and is_offered):
+                continue
             try:
                 async with asyncio.timeout(self._timing.lease_s):
                     link = await self._dial_over(transport, endpoint)
@@ -131,12 +135,19 @@ class KvSender:
             failure = self._no_common_transport(endpoint, passed_over)
         raise failure
 
-    def _reason_against(self, transport: Transport, endpoint: Endpoint) -> str | None:
-        """Why it should not be tried; None = it should."""
-        fields = endpoint.reach.get(transport.name)
+    def _reason_against(self, transport: Transport, fields: Fields | None) -> str | None:
+        """Why it should not be tried; None = it should. `fields` are the peer's, None = it does not offer it."""
         if fields is None:
             return "not offered by the peer"
+        if not self._usable_here(transport):
+            return self._statuses[transport.name].reason
         return transport.unreachable(self._pool, fields)
+
+    def _usable_here(self, transport: Transport) -> bool:
+        if transport.name not in self._statuses:
+            device = self._pool.device
+            self._statuses[transport.name] = transport.probe(device.blocks.device if device else torch.device("cpu"))
+        return self._statuses[transport.name].usable
 
     def _no_common_transport(self, endpoint: Endpoint, reasons: Mapping[str, str]) -> TransferError:
         offered = ", ".join(endpoint.reach)
@@ -180,15 +191,16 @@ class KvSender:
         if theirs.incarnation != endpoint.incarnation:
             raise TicketRefused(f"the endpoint now belongs to incarnation {theirs.incarnation}")
         lane.attach(theirs, agreed_verify(ours, theirs))
+        await lane.prepare()
         return theirs
 
 
 def _failed(name: str, error: OSError | TransferError, reason: str | None) -> TransferError:
-    """What a caller is told of a dial that failed; `reason` is what spoke against it from the start."""
+    """What a caller is told of a dial that failed, as the same class; `reason` spoke against it from the start."""
     failure = error
     if not isinstance(failure, TransferError):
         failure = PeerLost(f"cannot connect over {name}: {failure.strerror or failure or 'no answer'}")
-    return failure if reason is None else TransferError(f"{failure}; {reason}")
+    return failure if reason is None else type(failure)(f"{failure}; {reason}")
 
 
 def _listed(lead: str, reasons: Mapping[str, str]) -> str:

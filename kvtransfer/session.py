@@ -103,6 +103,8 @@ class Session:
             self._connection.send(Frame(FrameType.HELLO, payload=ours.encode()))
             raise
         self._lane.attach(theirs, agreed_verify(theirs, ours))
+        await self._lane.prepare()
+        ours = Hello.of(self._pool, self._lane)
         self._lane.send_hello(self._connection, Frame(FrameType.HELLO, payload=ours.encode()))
         self._connection.start()
 
@@ -145,6 +147,7 @@ class Session:
             self._connection.send(Frame(FrameType.REFUSED, number, payload=encode_error(error)))
             return
         self._open.add(number)
+        self._lane.expect(len(self._open))
         self.last_shown = self._table.num_shown
         self._connection.send(Frame(FrameType.OPEN_OK, number, payload=encode_window(WINDOW_WRITES)))
 
@@ -186,6 +189,7 @@ class Session:
             self._connection.send(Frame(FrameType.FAILED, number, payload=encode_error(error)))
             return
         self._open.discard(number)
+        self._lane.expect(len(self._open))
         self._connection.send(Frame(FrameType.COMMITTED, number))
 
     def _aborted(self, number: int) -> None:
@@ -197,6 +201,7 @@ class Session:
     def _writer_stopped(self, number: int) -> None:
         if number in self._open:
             self._open.discard(number)
+            self._lane.expect(len(self._open))
             self._table.writer_stopped(number)
 
     async def _release(self, error: TransferError) -> None:
@@ -211,9 +216,23 @@ class Session:
     async def _until_peer_stopped(self) -> None:
         self._connection.end_lease()
         await self._connection.finish()
+        dead = asyncio.ensure_future(self._lane.peer_dead())
+        said = asyncio.ensure_future(self._hear_out())
+        try:
+            await asyncio.wait({dead, said}, return_when=asyncio.FIRST_COMPLETED)
+            if dead.done() or not said.result():
+                await dead
+        finally:
+            dead.cancel()
+            said.cancel()
+            await asyncio.wait({dead, said})
+
+    async def _hear_out(self) -> bool:
+        """Takes the peer's last words. Whether BYE was among them; False = none will follow."""
         try:
             while (frame := await self._connection.receive()).type is not FrameType.BYE:
                 if frame.type in {FrameType.ABORT, FrameType.DRAINED}:
                     self._writer_stopped(frame.transfer)
         except TransferError:
-            await self._lane.peer_dead()
+            return False
+        return True

@@ -7,7 +7,8 @@ The control protocol (tickets, frames, credit, ends) is the same for all transpo
 
 Both lanes then live through one connection, in this order:
 
-    secure → HELLO both ways → attach → per WRITE: reserve, place and announce | receive, checksums and settle → close
+    secure → HELLO both ways → attach → prepare
+           → per WRITE: reserve, place and announce | receive, checksums and settle → close
 
 A lane decides where blocks are read and written: where it does not reach a pool, the lane itself lets blocks pass
 through rows of host memory (`LocalPool.ring`, `copy_out`, `copy_in`), and no one else does. Those rows are few, so each
@@ -81,6 +82,11 @@ class Lane(Speaker, Protocol):
     def attach(self, theirs: Hello, verify: str) -> None:
         """Hands were shaken: blocks are verified by `verify`. Raises TransferError."""
 
+    async def prepare(self) -> None:
+        """After `attach`, before anything else: what takes time. What a receiving lane adds to `details` here, the
+        sender gets. The caller sets the deadline. Raises TransferError.
+        """
+
     def close(self) -> None:
         """Releases everything that is the peer's; nothing of this lane may be running. Idempotent."""
 
@@ -125,6 +131,9 @@ class ReceivingLane(Lane, Protocol):
     def send_hello(self, connection: Connection, hello: Frame) -> None:
         """Sends this side's first frame, and what has to come along with it. Raises TransferError."""
 
+    def expect(self, num_transfers: int) -> None:
+        """So many transfers are open from now on; while none is, the peer writes nothing. Never waits."""
+
     async def receive(
         self, connection: Connection, blocks: Sequence[BlockId], num_bytes: int, wanted: Callable[[], bool]
     ) -> None:
@@ -146,7 +155,7 @@ class ReceivingLane(Lane, Protocol):
     async def peer_dead(self) -> None:
         """Returns once the peer is proven unable to write; called only if `peer_writes`.
 
-        The one wait without a deadline: blocks stay quarantined for exactly so long.
+        The one wait without a deadline: blocks stay quarantined for exactly so long. Cancelled if the peer says BYE.
         """
 
 

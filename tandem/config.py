@@ -227,7 +227,7 @@ class WorkerConfig:
     chunk_tokens: int = option("chunk-tokens", 512, "prompt tokens computed per step", integer(1, 1_048_576))
     max_seqs: int = option("max-seqs", 64, "sequences in a batch", integer(1, 65536))
     transport: str = option(
-        "transport", "auto", "how KV blocks travel", one_of("auto", "shm", "tcp", "cuda_ipc", "nccl")
+        "transport", "auto", "how KV blocks travel", one_of("auto", "shm", "tcp", "nixl", "cuda_ipc", "nccl")
     )
     attention_backend: str = option(
         "attention-backend", "auto", "attention kernels", one_of("auto", "flash_attn", "triton", "cpu", "reference")
@@ -364,6 +364,14 @@ def environment() -> Mapping[str, str]:
 def show_gpus(names: str) -> None:
     """From now on CUDA, and programs that this process becomes or starts, see these only, in this order."""
     os.environ[_VISIBLE_GPUS] = names
+
+
+def keep_ucx_off_other_processes() -> None:
+    """UCX then moves bytes by networks alone, never by writing another process's memory on this host.
+
+    Of such writes only that other process could prove the end. To be called before UCX is initialized.
+    """
+    os.environ["UCX_TLS"] = "^cma,knem,xpmem,posix,sysv,cuda_ipc,rocm_ipc"
 
 
 def quiet_grpc() -> None:

@@ -18,8 +18,10 @@ import pytest
 import torch
 
 from kvtransfer.base import Fingerprints, PoolMemory
+from kvtransfer.transports import nixl
 from tandem.kv_layout import DType, KvLayout
 from tandem.types import Incarnation
+from tests import nixl_param
 from tests.standins.build import obstacle
 from tests.standins.cuda import DevicePool
 from tests.standins.nccl import NcclPool
@@ -83,6 +85,11 @@ class Way:
     """Why it cannot run on this machine; None = it can."""
 
 
+def _load_nixl() -> None:
+    """Before a peer waits for it, as in a worker."""
+    nixl.load()
+
+
 def _device_pool(num_blocks: int = NUM_BLOCKS, block_bytes: int = LAYOUT.block_bytes) -> TestPool:
     return DevicePool(num_blocks, block_bytes)
 
@@ -94,6 +101,7 @@ def _nccl_pool(num_blocks: int = NUM_BLOCKS, block_bytes: int = LAYOUT.block_byt
 WAYS: Mapping[str, Way] = {
     "shm": Way(peer_writes=True),
     "tcp": Way(peer_writes=False),
+    "nixl": Way(peer_writes=True, staged=False, prepare=_load_nixl, why_not=nixl_param.WHY_NOT),
     "cuda_ipc": Way(True, staged=False, make_pool=_device_pool, why_not=obstacle()),
     "nccl": Way(False, staged=False, make_pool=_nccl_pool, why_not=obstacle()),
 }

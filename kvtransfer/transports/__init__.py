@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvtransfer.transport import Transport, TransportStatus
-from kvtransfer.transports import cuda_ipc, nccl, shm, tcp
+from kvtransfer.transports import cuda_ipc, nccl, nixl, shm, tcp
 from tandem.errors import ConfigError
 
 AUTO = "auto"
@@ -19,6 +19,7 @@ TCP = tcp.NAME
 TRANSPORTS: tuple[Transport, ...] = (
     cuda_ipc.CudaIpcTransport(),
     shm.ShmTransport(),
+    nixl.NixlTransport(),
     nccl.NcclTransport(),
     tcp.TcpTransport(),
 )

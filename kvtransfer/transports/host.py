@@ -77,6 +77,9 @@ class HostLane:
     def attach(self, theirs: Hello, verify: str) -> None:
         """Nothing to do."""
 
+    async def prepare(self) -> None:
+        """Nothing to wait for."""
+
     def close(self) -> None:
         """Nothing to release."""
 
@@ -115,6 +118,9 @@ class HostReceivingLane(HostLane):
     def send_hello(self, connection: Connection, hello: Frame) -> None:
         """See `ReceivingLane`."""
         connection.send(hello)
+
+    def expect(self, num_transfers: int) -> None:
+        """Nothing to do for a peer that writes by itself."""
 
     async def receive(
         self, connection: Connection, blocks: Sequence[BlockId], num_bytes: int, wanted: Callable[[], bool]

@@ -38,6 +38,14 @@ def boot_id() -> str:
         return ""
 
 
+def namespace(kind: str) -> str:
+    """Names this process's namespace of a kind, `net` or `pid`; empty if unknown."""
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""
+
+
 def listen(name: str) -> socket.socket:
     """A listening socket in the abstract namespace. Raises ConfigError."""
     try:
@@ -75,7 +83,14 @@ def acceptor(accept: Callable[[socket.socket], ReceivingLane], fields: Fields) -
     Raises ConfigError.
     """
     name = f"tandem-kv-{secrets.token_hex(16)}"
-    reach = {"unix_name": name, "boot_id": boot_id(), "uid": str(os.getuid()), **fields}
+    reach = {
+        "unix_name": name,
+        "boot_id": boot_id(),
+        "uid": str(os.getuid()),
+        "net_ns": namespace("net"),
+        "pid_ns": "" if _knows_peer_pidfd() else namespace("pid"),
+        **fields,
+    }
     return Acceptor(listen(name), reach, accept)
 
 
@@ -86,6 +101,10 @@ def elsewhere(fields: Fields) -> str | None:
         return "it is on another machine"
     if fields.get("uid") != str(os.getuid()):
         return "it belongs to another user"
+    if fields.get("net_ns") != namespace("net"):
+        return "it is in another network namespace, where its Unix socket cannot be reached"
+    if fields.get("pid_ns") not in ("", namespace("pid")):
+        return "it is in another PID namespace, where it could not watch this process: that needs Linux 6.5"
     return None
 
 
@@ -132,6 +151,17 @@ class SharingLane(HostReceivingLane):
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+
+
+def _knows_peer_pidfd() -> bool:
+    """Whether a socket tells a pidfd of its peer, whatever PID namespace that is in."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        try:
+            os.close(ours.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+        except OSError:
+            return False
+    return True
 
 
 def _open_pidfd(sock: socket.socket, pid: int) -> int:

@@ -15,6 +15,7 @@ from bench.exactness_reference import Reference
 from bench.exactness_system import Settings
 from bench.logit_error import MAX_RATIO, measure_logit_error
 from bench.tiny_models import TINY_MODELS, save_tiny_model
+from tests.nixl_param import needs_nixl
 
 MODELS = {tiny.name: tiny for tiny in TINY_MODELS}
 
@@ -36,6 +37,15 @@ def test_served_tokens_are_those_of_transformers(model: str, ways: list[tuple[st
     for way, block_size, chunk_tokens in ways:
         differing = check_system(way, folder, Settings(block_size, chunk_tokens), work)
         assert differing == [], (way, block_size, chunk_tokens)
+
+
+@needs_nixl
+@pytest.mark.timeout(240)
+def test_served_tokens_are_those_of_transformers_over_nixl_too(tmp_path: Path) -> None:
+    folder = save_tiny_model(MODELS["qwen2"], tmp_path / "qwen2")
+    work = make_workload(folder, Reference(folder), longest=600, seed=4)
+
+    assert check_system("nixl", folder, Settings(16, 64), work) == []
 
 
 @pytest.mark.parametrize("model", ["llama", "mistral-windowed", "qwen2", "qwen3"])

@@ -14,6 +14,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 
 import torch
 
@@ -21,6 +22,7 @@ from kvtransfer.base import BlockRef, Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
+from kvtransfer.transports import choose
 from tandem.clock import MonotonicClock
 from tandem.kv_layout import DType, KvLayout
 
@@ -67,12 +69,28 @@ class HalfLane:
     async def place(self, sources, targets, room):
         if self.name == "shm":
             self._lane._rows[targets[0].block_id][:HALF] = 0xAB
+        if self.name == "nixl":
+            await self._lane._agent.start(lambda: self._write_half(targets[0].block_id))
+        if self.name != "tcp":
             say("half written")
             await asyncio.get_running_loop().run_in_executor(None, self._go.wait)
         return await self._lane.place(sources, targets, room)
 
     def announce(self, sink, write, sources, room):
         return self._lane.announce(HalfSink(sink), write, sources, room)
+
+    def _write_half(self, target):
+        agent, (metadata, region) = self._lane._agent, self._lane._peer
+        nixl = agent._nixl
+        ours = nixl.get_xfer_descs([(agent.region.address, HALF, 0)], "DRAM")
+        theirs = nixl.get_xfer_descs([(region.address + target * 256, HALF, 0)], "DRAM")
+        transfer = nixl.initialize_xfer("WRITE", ours, theirs, nixl.add_remote_agent(metadata))
+        state = nixl.transfer(transfer)
+        while state == "PROC":
+            time.sleep(0.001)
+            state = nixl.check_xfer_state(transfer)
+        assert state == "DONE"
+        transfer.release()
 
 
 class HalfSink:
@@ -120,6 +138,7 @@ async def send(transport, timing, *, rude):
 async def main():
     role, transport, lease_s = sys.argv[1:]
     timing = Timing(lease_s=float(lease_s), reply_s=2.0, stop_s=1.0)
+    choose(transport, "cpu")  # what takes its time is loaded before a peer waits, as in a worker
     if role == "receive":
         await receive(transport, timing)
     else:

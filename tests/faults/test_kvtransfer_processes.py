@@ -19,12 +19,13 @@ from kvtransfer.timing import Timing
 from tandem.clock import MonotonicClock
 from tandem.errors import PeerLost, TransferError
 from tandem.kv_layout import DType, KvLayout
+from tests.nixl_param import NIXL, needs_nixl
 
 PRINTS = Fingerprints("model-a", KvLayout(2, 1, 4, 8, DType.BFLOAT16))
 TIMING = Timing(lease_s=1.0, reply_s=2.0, stop_s=0.5)
 PEER = Path(__file__).with_name("kv_peer_process.py")
 PATIENCE_S = 40.0
-TRANSPORTS = ["shm", "tcp"]
+TRANSPORTS = ["shm", "tcp", NIXL]
 """Those that `kv_peer_process` can catch within a block; at all other points: test_kv_fault_matrix."""
 
 
@@ -175,7 +176,22 @@ async def test_a_dropped_socket_of_a_living_process_proves_nothing(memory):
         assert receiver.num_live == 0
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@needs_nixl
+async def test_what_a_living_process_still_writes_over_nixl_goes_nowhere_once_its_link_has_ended(memory):
+    async with caught_in_the_middle(memory, "nixl", "rude") as (receiver, listener, peer, _):
+        assert bytes(memory.blocks[3].tolist()) == b"\xab" * 128 + bytes(128)
+        peer.tell()
+        assert await peer.line() == "dropped"
+        await listener.until("writer_stopped")
+        assert listener.calls == ["receiving", "failed", "writer_stopped"]
+        assert receiver.num_live == 0
+        memory.blocks[3] = 0x11  # another request's by now
+        peer.tell()
+        assert "push ended" in await peer.line()
+        assert bytes(memory.blocks[3].tolist()) == b"\x11" * 256
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])  # over nixl it may have ended the sender's access by then
 async def test_receiver_stop_does_not_claim_that_a_stopped_sender_let_go(memory, transport):
     async with caught_in_the_middle(memory, transport) as (receiver, listener, peer, _):
         peer.signal(signal.SIGSTOP)

@@ -218,12 +218,14 @@ async def _raw(offer: Offer, transport: str, hello: Hello | None = None) -> Asyn
     sock, lane = await way.dial(local, Endpoint.decode(offer.endpoint).reach[transport], None)
     connection = Connection(sock, QUICK)
     try:
+        await lane.secure(connection)
         connection.start()
         ours = hello or Hello.of(local, lane)
         connection.send(Frame(FrameType.HELLO, payload=ours.encode()))
         theirs = Hello.decode(expect(await lane.receive_hello(connection), FrameType.HELLO).payload)
         if hello is None:
             lane.attach(theirs, agreed_verify(ours, theirs))
+            await lane.prepare()
         yield RawSender(connection, lane, pool)
     finally:
         lane.close()

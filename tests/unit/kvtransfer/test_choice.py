@@ -7,6 +7,8 @@ import pytest
 
 from kvtransfer.base import Offer
 from kvtransfer.endpoint import Endpoint
+from kvtransfer.transport import TransportStatus
+from kvtransfer.transports.shm import ShmTransport
 from tandem.errors import PeerLost, TransferError
 
 
@@ -25,7 +27,8 @@ async def test_the_choice_and_what_spoke_against_better_ones_is_logged_once(pair
             await handoff.abort()
     (line,) = caplog.messages
     assert line.startswith("kv goes over tcp to incarnation ")
-    assert line.endswith("; not over shm: it is on another machine")
+    assert "; not over shm: it is on another machine" in line
+    assert "cuda_ipc" not in line, "neither side has it for a pool in host memory"
 
 
 async def test_a_transport_that_did_not_answer_is_among_the_reasons(paired, make_recorder, caplog):
@@ -66,7 +69,7 @@ async def test_a_forced_transport_is_tried_whatever_it_says_of_itself(paired, ma
 async def test_without_a_common_transport_each_is_named_with_its_reason(paired, make_recorder):
     async with paired("auto", offered=("shm",)) as pair:
         offer = pair.offer(make_recorder())
-        message = "the peer offers shm. shm: it belongs to another user;.* tcp: not offered by the peer"
+        message = "the peer offers shm. shm: it belongs to another user; .*tcp: not offered by the peer"
         with pytest.raises(TransferError, match=message):
             await pair.sender.open(offer.ticket, elsewhere(offer, uid="1"), 5.0)
 
@@ -76,3 +79,12 @@ async def test_the_loss_of_a_peer_stays_one(paired, make_recorder):
         offer = pair.offer(make_recorder())
         with pytest.raises(PeerLost, match="cannot connect over shm"):
             await pair.sender.open(offer.ticket, elsewhere(offer, unix_name="gone"), 5.0)
+
+
+async def test_a_transport_of_the_peer_that_does_not_work_here_is_named_with_the_reason(
+    paired, make_recorder, monkeypatch
+):
+    monkeypatch.setattr(ShmTransport, "probe", lambda *_: TransportStatus("shm", False, "needs Linux"))
+    async with paired("auto", offered=("shm",)) as pair:
+        with pytest.raises(TransferError, match=r"the peer offers shm\. shm: needs Linux; .*tcp: not offered"):
+            await pair.open(pair.offer(make_recorder()))

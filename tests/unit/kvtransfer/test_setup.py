@@ -16,13 +16,13 @@ from tests.manual_clock import ManualClock
 
 
 def test_transports_work_for_pools_in_host_memory():
-    assert usable("cpu") == ("shm", "tcp")
+    assert [name for name in usable("cpu") if name != "nixl"] == ["shm", "tcp"]  # which needs a package
     assert all(status.reason for status in available("cpu"))
 
 
 def test_pools_on_a_gpu_are_reached_through_host_memory():
     assert set(usable("cpu")) <= set(usable("cuda:0"))
-    statuses = [status for status in available("cuda:0") if status.name in usable("cpu")]
+    statuses = [status for status in available("cuda:0") if status.name in {"shm", "tcp"}]
     assert all("through host memory" in status.reason for status in statuses)
 
 

@@ -1,0 +1,126 @@
+"""All that only a GPU can show, in one command of less than ten minutes: `python -m bench.gpu`, or `make gpu`.
+
+Needs no network. Each part is a process of its own with a time limit; one that fails, hangs or lacks a library does not
+stop the others. Writes `bench/results/gpu.json` and renders the page; exits 1 if a part failed, or if there is no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from bench.kernels.gpu import describe_gpu
+from bench.record import write_record
+from kvtransfer.transports import available, usable
+
+DEVICE = "cuda:0"
+NOT_MEASURED = "not measured: no GPU"
+_PYTHON = (sys.executable, "-m")
+_LAST_WORDS_CHARS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One command, and the most time that it may take."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    gives_json: bool = False
+    """Whether its standard output is its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a part."""
+
+    name: str
+    command: str
+    succeeded: bool
+    seconds: float
+    last_words: str
+    """The end of what it printed: a summary, or why it failed."""
+    result: Any = None
+    """Its figures, if it gives any."""
+
+
+def parts(transports: Sequence[str]) -> tuple[Part, ...]:
+    """In the order of what is wanted first if time runs out; `transports` are those that work here."""
+    systems = [argument for name in (*transports, "colocated") for argument in ("--system", name)]
+    exactness = ("bench.exactness", "--model", "demo", "--device", "cuda", "--longest", "1024", *systems)
+    one_setting = ("--block-size", "16", "--chunk-tokens", "512")
+    return (
+        Part("tests", (*_PYTHON, "pytest", "-p", "no:cacheprovider", "-m", "gpu", "tests"), 150.0),
+        Part("transfer", (*_PYTHON, "bench.transfer", "--device", "cuda"), 60.0, gives_json=True),
+        Part("exactness", (*_PYTHON, *exactness, *one_setting), 140.0),
+        Part("served", (*_PYTHON, "bench.served", "--device", "cuda"), 60.0, gives_json=True),
+        Part("kernels", (*_PYTHON, "bench.kernels", "--device", "cuda"), 150.0),
+    )
+
+
+def run_parts(wanted: Iterable[Part]) -> list[Outcome]:
+    """One after the other, each outcome printed as it comes."""
+    outcomes: list[Outcome] = []
+    for part in wanted:
+        print(f"{part.name} (at most {part.limit_s:g} s) …", flush=True)
+        outcomes.append(run_part(part))
+        last = outcomes[-1]
+        print(f"  {'done' if last.succeeded else 'FAILED'} in {last.seconds:.0f} s: {last.last_words}", flush=True)
+    return outcomes
+
+
+def run_part(part: Part) -> Outcome:
+    """Runs it to its end or its limit; nothing of it runs on afterwards."""
+    began_s = time.monotonic()
+    process = subprocess.Popen(
+        part.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=part.limit_s)
+        ended = f"exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its children too, which hold its pipes
+        out, err = process.communicate()
+        ended = f"killed after {part.limit_s:g} s, its limit"
+    succeeded, result = process.returncode == 0, None
+    words = _last_words(out) if succeeded else f"{ended}; {_last_words(err) or _last_words(out)}"
+    if succeeded and part.gives_json:
+        try:
+            result, words = json.loads(out), "measured"
+        except ValueError:
+            succeeded, words = False, f"no figures: {words}"
+    return Outcome(part.name, " ".join(part.command[2:]), succeeded, time.monotonic() - began_s, words, result)
+
+
+def _last_words(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:_LAST_WORDS_CHARS] if lines else ""
+
+
+def main() -> int:
+    """Runs all parts on the first GPU and records them."""
+    if not torch.cuda.is_available():
+        print(NOT_MEASURED)
+        return 1
+    outcomes = run_parts(parts(usable(DEVICE)))
+    results = {
+        "gpu": describe_gpu(torch.device(DEVICE)),
+        "num_gpus": torch.cuda.device_count(),
+        "transports": [status._asdict() for status in available(DEVICE)],
+        "parts": [asdict(outcome) for outcome in outcomes],
+    }
+    write_record("gpu", results)
+    return 0 if all(outcome.succeeded for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

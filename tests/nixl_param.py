@@ -1,0 +1,16 @@
+"""The transport `nixl` as a parameter of tests: skipped where the package is not installed, unless `REQUIRE_PROGRAMS`
+names it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+_ABSENT = importlib.util.find_spec("nixl") is None and "nixl" not in os.environ.get("REQUIRE_PROGRAMS", "").split(",")
+
+WHY_NOT = "nixl is not installed: pip install 'tandem-server[nixl]'" if _ABSENT else None
+needs_nixl = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+NIXL = pytest.param("nixl", marks=needs_nixl)

@@ -1,0 +1,116 @@
+"""The orchestration of `make gpu`, with parts that need no GPU."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from bench import gpu, gpu_page, page
+from bench.gpu import Part, parts, run_part, run_parts
+from kvtransfer.transports import TRANSPORTS
+
+GPU = {"gpu": "Test GPU", "driver": "1.2"}
+
+
+def part(program: str, *, limit_s: float = 60.0, gives_json: bool = False) -> Part:
+    return Part("fake", (sys.executable, "-c", program), limit_s, gives_json)
+
+
+def test_a_part_that_ends_well_says_its_last_line() -> None:
+    outcome = run_part(part("print('first'); print('3 passed')"))
+    assert (outcome.succeeded, outcome.last_words, outcome.result) == (True, "3 passed", None)
+
+
+def test_a_part_that_gives_figures_gives_them_whole() -> None:
+    outcome = run_part(part("print('{\"a\": [1, 2]}')", gives_json=True))
+    assert (outcome.succeeded, outcome.result) == (True, {"a": [1, 2]})
+
+
+def test_a_part_without_the_figures_that_it_should_give_has_failed() -> None:
+    outcome = run_part(part("print('not measured: no GPU')", gives_json=True))
+    assert not outcome.succeeded
+    assert outcome.last_words == "no figures: not measured: no GPU"
+
+
+def test_a_part_that_fails_says_why() -> None:
+    outcome = run_part(part("import no_such_library"))
+    assert not outcome.succeeded
+    assert outcome.last_words == "exit code 1; ModuleNotFoundError: No module named 'no_such_library'"
+
+
+def test_a_part_that_hangs_is_ended_with_all_its_children() -> None:
+    child = f"import subprocess; subprocess.run(['{sys.executable}', '-c', 'import time; time.sleep(600)'])"
+    outcome = run_part(part(child, limit_s=0.5))  # returns only once nobody holds the pipes any more
+    assert not outcome.succeeded
+    assert "0.5 s, its limit" in outcome.last_words
+
+
+def test_a_part_that_fails_does_not_stop_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = run_parts([part("raise SystemExit(3)"), part("print('fine')")])
+    assert [outcome.succeeded for outcome in outcomes] == [False, True]
+    said = capsys.readouterr().out
+    assert "FAILED" in said
+    assert "fine" in said
+
+
+def test_all_parts_together_take_less_than_ten_minutes() -> None:
+    assert sum(each.limit_s for each in parts(["shm"])) < 600
+
+
+def test_exactness_is_checked_over_every_transport_that_works() -> None:
+    (exactness,) = (each for each in parts(["shm", "tcp"]) if each.name == "exactness")
+    assert [
+        name for flag, name in zip(exactness.command, exactness.command[1:], strict=False) if flag == "--system"
+    ] == [*("shm", "tcp", "colocated")]
+
+
+def test_without_a_gpu_it_says_so_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "write_record", lambda *_: pytest.fail("recorded"))
+    assert gpu.main() == 1
+    assert capsys.readouterr().out == "not measured: no GPU\n"
+
+
+def test_everything_is_recorded_even_if_a_part_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = run_main(monkeypatch, [part("raise SystemExit('broken')"), part("print('fine')")])
+    assert [each["succeeded"] for each in recorded["parts"]] == [False, True]
+    assert recorded["gpu"] == GPU
+    assert [each["name"] for each in recorded["transports"]] == [transport.name for transport in TRANSPORTS]
+    json.dumps(recorded)
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, fakes: list[Part]) -> dict[str, object]:
+    """What `main` records on a machine that says it has a GPU."""
+    records: dict[str, dict[str, object]] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(gpu, "describe_gpu", lambda _: GPU)
+    monkeypatch.setattr(gpu, "parts", lambda _: fakes)
+    monkeypatch.setattr(gpu, "write_record", records.__setitem__)
+    assert gpu.main() == 1
+    return records["gpu"]
+
+
+def test_the_page_shows_how_each_part_ended_and_the_figures_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer = {"results": [{"transport": "shm", "block_bytes": 16384, "median_gb_per_s": 4.5}]}
+    served = {
+        "options": {"concurrency": 16, "prompt_tokens": 512, "output_tokens": 64},
+        "rates_per_s": {"output_tokens": 123.4},
+        "latencies_s": {"ttft": {"mean": 0.1, "p50": 0.09, "p99": 0.2}, "tpot": None},
+    }
+    fakes = [
+        Part(name, (sys.executable, "-c", f"print({json.dumps(json.dumps(result))})"), 60.0, gives_json=True)
+        for name, result in {"transfer": transfer, "served": served}.items()
+    ]
+    text = "\n".join(gpu_page.section(run_main(monkeypatch, [*fakes, part("raise SystemExit('a | b')")])))
+    assert "| shm | 16 | 4.50 |" in text
+    assert "| ttft, ms | 100.0 | 90.0 | 200.0 |" in text
+    assert "| output tokens per s | 123 |" in text
+    assert "a \\| b" in text
+
+
+def test_without_a_record_the_page_says_that_nothing_was_measured() -> None:
+    assert "Not measured: no GPU" in page.render({})

@@ -1,0 +1,258 @@
+"""What only `nixl` does: its agents, its fence, and when it is chosen. All writes are real, over TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.digest import MIX64
+from kvtransfer.base import BlockRef, DeviceMemory, PoolMemory
+from kvtransfer.connection import Connection
+from kvtransfer.frame import Frame, FrameType
+from kvtransfer.local_pool import LocalPool, open_pool
+from kvtransfer.receiver import KvReceiver
+from kvtransfer.sender import KvSender
+from kvtransfer.timing import Timing
+from kvtransfer.transport import ListenOptions
+from kvtransfer.transports import nixl
+from tandem.errors import ConfigError, PeerLost, TransferError
+from tandem.types import BlockId
+from tests.manual_clock import ManualClock
+from tests.nixl_param import needs_nixl
+
+PATIENCE_S = 20.0
+TARGETS, SOURCES = (3, 1, 2), (9, 4, 5)
+SOMEWHERE = {"memory": "DRAM", "device": "0", "address": "4096"}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - threads and the kernel tell nobody
+            await asyncio.sleep(0.005)
+
+
+def kv_threads() -> int:
+    return sum(thread.name.startswith("kv-nixl") for thread in threading.enumerate())
+
+
+def held() -> tuple[int, int]:
+    """Descriptors, and threads of ours and of NIXL's."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+async def hand_over(pair: Any, listener: Any) -> None:
+    handoff = await pair.open(pair.offer(listener, TARGETS))
+    await handoff.push(0, SOURCES)
+    await handoff.commit(b"")
+    assert pair.landed(SOURCES, TARGETS)
+
+
+@pytest.fixture
+def pools(make_pool: Callable[..., Any], prints: Any) -> tuple[LocalPool, LocalPool]:
+    """A source and a target."""
+    source, target = (open_pool(make_pool().memory, prints) for _ in range(2))
+    return source, target
+
+
+@needs_nixl
+async def test_links_that_have_ended_leave_no_descriptor_and_no_thread(paired: Any, make_recorder: Any) -> None:
+    async with paired("nixl") as pair:  # what UCX keeps once it was used
+        await hand_over(pair, make_recorder())
+    await until(lambda: kv_threads() == 0)
+    before = held()
+    for _ in range(3):
+        async with paired("nixl") as pair:
+            await hand_over(pair, make_recorder())
+            assert kv_threads() == 2
+    await until(lambda: held() == before)
+
+
+@needs_nixl
+async def test_a_receiver_looks_for_bytes_only_while_a_transfer_is_open(
+    paired: Any, make_recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    expect = nixl._ReceivingLane.expect
+
+    def recorded(self: Any, num_transfers: int) -> None:
+        told.append(num_transfers)
+        expect(self, num_transfers)
+        assert (self._stop_taking is None) == (num_transfers == 0)
+
+    monkeypatch.setattr(nixl._ReceivingLane, "expect", recorded)
+    async with paired("nixl") as pair:
+        first = await pair.open(pair.offer(make_recorder(), (1,)))
+        second = await pair.open(pair.offer(make_recorder(), (2,)))
+        await first.push(0, (4,))
+        await first.commit(b"")
+        await second.abort()
+        await until(lambda: len(told) == 4)
+        assert told == [1, 2, 1, 0]
+        await hand_over(pair, make_recorder())
+
+
+@needs_nixl
+async def test_an_agent_that_has_ended_lets_nothing_in_that_was_on_its_way(pools: tuple[LocalPool, LocalPool]) -> None:
+    source, target = pools
+    receiving, sending = nixl._Agent(target), nixl._Agent(source)
+    metadata = await receiving.start(receiving.open)
+    await sending.start(sending.open)
+    await sending.start(partial(sending.join, metadata, receiving.region))
+    stop = threading.Event()
+    taking = receiving.start(partial(receiving.take_in, stop))
+    await sending.start(lambda: sending.write((0,), (0,), lambda: None, PATIENCE_S))  # the way is open
+    stop.set()
+    await taking
+    before = target.rows.copy()
+    posted = threading.Event()
+    writing = sending.start(lambda: sending.write(range(16), range(16), posted.set, PATIENCE_S))
+    await until(posted.is_set)  # it lies in the network: nobody takes it in
+    await receiving.end()
+    with pytest.raises(PeerLost):
+        await writing
+    assert (target.rows == before).all()
+    with pytest.raises(PeerLost, match="has ended"):
+        await sending.start(lambda: sending.write((0,), (0,), lambda: None, PATIENCE_S))
+    await sending.end()
+
+
+@needs_nixl
+async def test_a_write_that_stands_still_cuts_the_link_and_the_receiver_ends_the_access(
+    paired: Any, recorder: Any, make_recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[FrameType] = []
+    send, expect = Connection.send, nixl._ReceivingLane.expect
+
+    def recorded(self: Connection, frame: Frame, *args: Any, **kwargs: Any) -> Any:
+        if self._broken is None:
+            said.append(frame.type)
+        return send(self, frame, *args, **kwargs)
+
+    monkeypatch.setattr(Connection, "send", recorded)
+    monkeypatch.setattr(nixl._ReceivingLane, "expect", lambda self, num_transfers: None)
+    async with paired("nixl", Timing(lease_s=5.0, reply_s=0.3, stop_s=1.0)) as pair:
+        handoff = await pair.open(pair.offer(recorder, TARGETS))
+        with pytest.raises(PeerLost, match=r"ended as PROC after 0\.3 s"):
+            await handoff.push(0, SOURCES)
+        await handoff.abort()
+        await recorder.until("writer_stopped")
+        assert recorder.calls == ["receiving", "failed", "writer_stopped"]
+        assert not {FrameType.ABORT, FrameType.DRAINED, FrameType.BYE, FrameType.WRITE} & set(said)
+        monkeypatch.setattr(nixl._ReceivingLane, "expect", expect)
+        await hand_over(pair, make_recorder())  # over a new link
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    "details",
+    [
+        {},
+        {"agent": "!", **SOMEWHERE},
+        {"agent": "bm8=", **SOMEWHERE},
+        {"agent": "bm8=", **SOMEWHERE, "memory": "FILE"},
+    ],
+)
+async def test_a_receiver_whose_agent_cannot_be_joined_is_refused(
+    paired: Any, recorder: Any, monkeypatch: pytest.MonkeyPatch, details: dict[str, str]
+) -> None:
+    async def prepare(self: Any) -> None:
+        self.details = details
+
+    monkeypatch.setattr(nixl._ReceivingLane, "prepare", prepare)
+    async with paired("nixl") as pair:
+        with pytest.raises(TransferError, match=r"agent|nixl|VRAM"):
+            await pair.open(pair.offer(recorder, TARGETS))
+        assert recorder.calls == []
+
+
+@needs_nixl
+async def test_a_handshake_that_fails_leaves_no_agent(paired: Any, recorder: Any, make_pool: Any) -> None:
+    async with paired("nixl") as pair:
+        pair.sender._pool.fingerprints = type(pair.sender._pool.fingerprints)(
+            "another model", pair.sender._pool.fingerprints.layout
+        )
+        with pytest.raises(TransferError, match="model"):
+            await pair.open(pair.offer(recorder, TARGETS))
+    await until(lambda: kv_threads() == 0)
+
+
+@needs_nixl
+async def test_pools_on_a_device_are_written_and_verified_there_past_their_rows(
+    make_pool: Any, prints: Any, recorder: Any, quick: Timing
+) -> None:
+    """The device is host memory here; NIXL is told of it by the tensor."""
+    source, target, rows = make_pool(), make_pool(), torch.zeros(16, prints.layout.block_bytes, dtype=torch.uint8)
+    memories = [
+        PoolMemory(rows, None, pool.memory.incarnation, device=DeviceMemory(pool.blocks, None, pool.blocks.nbytes))
+        for pool in (source, target)
+    ]
+    clock = ManualClock()
+    receiver = KvReceiver(memories[1], prints, clock, ("nixl",), "127.0.0.1", timing=quick)
+    sender = KvSender(memories[0], prints, clock, "nixl", timing=quick)
+    await receiver.start()
+    try:
+        offer = receiver.offer(tuple(BlockRef(BlockId(i), 1) for i in TARGETS), recorder, 30.0)
+        handoff = await sender.open(offer.ticket, offer.endpoint, 5.0)
+        assert handoff._lane.verify == (MIX64,)
+        await handoff.push(0, SOURCES)
+        await handoff.commit(b"")
+        assert torch.equal(source.blocks[list(SOURCES)], target.blocks[list(TARGETS)])
+        assert not rows.any()
+    finally:
+        await sender.stop()
+        await receiver.stop()
+
+
+@needs_nixl
+def test_no_process_of_this_host_is_written_to_behind_its_back() -> None:
+    nixl.load()
+    off = set(os.environ["UCX_TLS"].removeprefix("^").split(","))
+    assert os.environ["UCX_TLS"].startswith("^")
+    assert {"cma", "knem", "xpmem", "cuda_ipc"} <= off
+
+
+@pytest.mark.parametrize(
+    ("here", "fields", "reason"),
+    [
+        (True, {"tls": "off", "rdma": "on"}, None),
+        (False, {"tls": "off", "rdma": "on"}, "RDMA device on both sides"),
+        (True, {"tls": "off", "rdma": "off"}, "RDMA device on both sides"),
+        (True, {"tls": "off"}, "RDMA device on both sides"),
+        (True, {"tls": "on", "rdma": "on"}, "outside TLS"),
+    ],
+)
+def test_auto_takes_it_only_over_rdma_and_where_no_tls_is_wanted(
+    pools: tuple[LocalPool, LocalPool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    here: bool,
+    fields: dict[str, str],
+    reason: str | None,
+) -> None:
+    if here:
+        (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(nixl, "_RDMA_DEVICES", tmp_path)
+    why_not = nixl.NixlTransport().unreachable(pools[0], fields)
+    assert why_not is None if reason is None else reason in str(why_not)
+
+
+def test_it_says_so_where_its_package_is_missing(
+    pools: tuple[LocalPool, LocalPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "load", nixl.load.__wrapped__)
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    status = nixl.NixlTransport().probe(torch.device("cpu"))
+    assert not status.usable
+    assert "needs the package nixl" in status.reason
+    with pytest.raises(ConfigError, match="nixl needs the package nixl"):
+        nixl.NixlTransport().listen(pools[0], ListenOptions("127.0.0.1", 0, "127.0.0.1", None))
