@@ -57,13 +57,14 @@ def parts(transports: Sequence[str]) -> tuple[Part, ...]:
     """In the order of what is wanted first if time runs out; `transports` are those that work here."""
     systems = [argument for name in (*transports, "colocated") for argument in ("--system", name)]
     exactness = ("bench.exactness", "--model", "demo", "--device", "cuda", "--longest", "1024", *systems)
+    transfer = ("bench.transfer", "--device", "cuda", "--block-kib", "368,4096", "--rounds", "5")
     one_setting = ("--block-size", "16", "--chunk-tokens", "512")
     return (
-        Part("tests", (*_PYTHON, "pytest", "-p", "no:cacheprovider", "-m", "gpu", "tests"), 150.0),
-        Part("transfer", (*_PYTHON, "bench.transfer", "--device", "cuda"), 60.0, gives_json=True),
-        Part("exactness", (*_PYTHON, *exactness, *one_setting), 140.0),
-        Part("served", (*_PYTHON, "bench.served", "--device", "cuda"), 60.0, gives_json=True),
-        Part("kernels", (*_PYTHON, "bench.kernels", "--device", "cuda"), 150.0),
+        Part("tests", (*_PYTHON, "pytest", "-p", "no:cacheprovider", "-m", "gpu", "tests"), 120.0),
+        *(Part("transfer", (*_PYTHON, *transfer, "--transports", name), 25.0, gives_json=True) for name in transports),
+        Part("exactness", (*_PYTHON, *exactness, *one_setting), 120.0),
+        Part("served", (*_PYTHON, "bench.served", "--device", "cuda"), 50.0, gives_json=True),
+        Part("kernels", (*_PYTHON, "bench.kernels", "--device", "cuda"), 140.0),
     )
 
 

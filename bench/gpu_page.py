@@ -15,7 +15,6 @@ ABSENT = [
 
 def section(results: dict[str, Any]) -> list[str]:
     """Parts and how they ended, then the figures of those that gave some."""
-    parts = {each["name"]: each for each in results["parts"]}
     gpu = ", ".join(f"{name} {value}" for name, value in results["gpu"].items())
     lines = [
         TITLE,
@@ -29,10 +28,10 @@ def section(results: dict[str, Any]) -> list[str]:
             [(each["name"], "yes" if each["usable"] else "no", each["reason"]) for each in results["transports"]],
         ),
     ]
-    if (transfer := parts.get("transfer", {}).get("result")) is not None:
-        lines.append(_transfer(transfer))
-    if (served := parts.get("served", {}).get("result")) is not None:
-        lines.append(_served(served))
+    transfers = _results(results, "transfer")
+    if transfers:
+        lines.append(_transfer(transfers))
+    lines += map(_served, _results(results, "served"))
     return lines
 
 
@@ -41,12 +40,21 @@ def _ended(part: dict[str, Any]) -> tuple[str, ...]:
     return f"`{part['command']}`", how, f"{part['seconds']:.0f}", part["last_words"].replace("|", "\\|")
 
 
-def _transfer(result: dict[str, Any]) -> str:
+def _results(results: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Figures of the parts of this name that gave some."""
+    return [each["result"] for each in results["parts"] if each["name"] == name and each["result"] is not None]
+
+
+def _transfer(transfers: list[dict[str, Any]]) -> str:
     rows = [
-        (each["transport"], f"{each['block_bytes'] / 1024:.0f}", f"{each['median_gb_per_s']:.2f}")
+        (
+            *(each["transport"], f"{each['block_bytes'] / 1024:.0f}", f"{each['median_gb_per_s']:.2f}"),
+            "–" if each["of_ceiling"] is None else f"{each['of_ceiling']:.2f}",
+        )
+        for result in transfers
         for each in result["results"]
     ]
-    return table(("transport, from GPU to GPU", "block, KiB", "median, GB/s"), rows)
+    return table(("from GPU to GPU", "block, KiB", "median, GB/s", "of its ceiling"), rows)
 
 
 def _served(result: dict[str, Any]) -> str:

@@ -22,16 +22,16 @@ import torch
 import uvloop
 
 from bench.record import write_record
-from bench.transfer_ceilings import CopyCeiling, SocketCeiling
+from bench.transfer_ceilings import CopyCeiling, DeviceCopyCeiling, SocketCeiling
 from bench.transfer_pair import Pair, Spec, Tls, pool_memory
-from kvtransfer.transports import SHM, TCP, usable
+from kvtransfer.transports import CUDA_IPC, SHM, TCP, usable
 
 MIB = 1024 * 1024
 FIXED_PER_ROUND = 5
 """Hand-offs of one block, and of none, in each round."""
 PLAIN_COPY = "plain copy"
 RAW_SOCKET = "raw socket"
-CEILINGS = {SHM: PLAIN_COPY, TCP: RAW_SOCKET}
+CEILINGS = {SHM: PLAIN_COPY, CUDA_IPC: PLAIN_COPY, TCP: RAW_SOCKET}
 """What each transport is held against."""
 
 
@@ -62,14 +62,22 @@ def _measurement(name: str, block_bytes: int, num_bytes: int, seconds: Sequence[
 class _Size:
     """All that is measured at one block size."""
 
-    def __init__(self, stack: ExitStack, transports: Sequence[str], block_bytes: int, num_bytes: int, tls: Tls | None):
+    def __init__(
+        self,
+        stack: ExitStack,
+        transports: Sequence[str],
+        block_bytes: int,
+        num_bytes: int,
+        tls: Tls | None,
+        devices: tuple[str, str],
+    ):
         num_blocks = max(1, num_bytes // block_bytes)
-        memory = stack.enter_context(pool_memory(num_blocks, block_bytes))
+        specs = [Spec(each, block_bytes, num_blocks, tls if each == TCP else None, *devices) for each in transports]
+        memory = stack.enter_context(pool_memory(specs[0]))
         self._num_bytes, self._block_bytes = num_blocks * block_bytes, block_bytes
-        self._pairs = [
-            Pair(Spec(each, block_bytes, num_blocks, tls if each == TCP else None), memory) for each in transports
-        ]
-        self._copies = CopyCeiling(memory.blocks.numpy())
+        self._pairs = [Pair(spec, memory) for spec in specs]
+        pool = memory.device
+        self._copies = CopyCeiling(memory.blocks.numpy()) if pool is None else DeviceCopyCeiling(pool.blocks)
         self._socket = SocketCeiling(self._num_bytes)
         self._seconds: dict[str, list[float]] = {}
         self._connect_s: dict[str, float] = {}
@@ -131,11 +139,16 @@ class _Size:
 
 
 async def measure(
-    transports: Sequence[str], sizes: Sequence[int], num_bytes: int, rounds: int, tls: Tls | None = None
+    transports: Sequence[str],
+    sizes: Sequence[int],
+    num_bytes: int,
+    rounds: int,
+    tls: Tls | None = None,
+    devices: tuple[str, str] = ("cpu", "cpu"),
 ) -> dict[str, Any]:
     """Hand-offs of `num_bytes` in blocks of each of `sizes` bytes, and the ceilings."""
     with ExitStack() as stack:
-        measured = [_Size(stack, transports, block_bytes, num_bytes, tls) for block_bytes in sizes]
+        measured = [_Size(stack, transports, block_bytes, num_bytes, tls, devices) for block_bytes in sizes]
         for size in measured:
             await size.warm_up()
         for _ in range(rounds):
@@ -152,7 +165,7 @@ async def measure(
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.transfer", description=__doc__)
-    parser.add_argument("--device", default="cpu", help="where the pools lie: cpu or cuda")
+    parser.add_argument("--device", default="cpu", help="where the pools lie: cpu or cuda (the first and the last GPU)")
     parser.add_argument("--transports", default="", help="comma-separated; default: all that work here")
     parser.add_argument("--block-kib", default="16,368,4096", help="block sizes in KiB, comma-separated")
     parser.add_argument("--mib", type=int, default=64, help="payload of one hand-off")
@@ -166,16 +179,16 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Measures and reports; exit code 0 also where there is nothing to measure."""
     arguments = _arguments(argv)
+    devices = ("cpu", "cpu")
     if arguments.device != "cpu":
-        reason = (
-            "no GPU" if not torch.cuda.is_available() else "transports move its mirror in host memory: see --device cpu"
-        )
-        print(f"not measured: {reason}")
-        return 0
+        if not torch.cuda.is_available():
+            print("not measured: no GPU")
+            return 0
+        devices = ("cuda:0", f"cuda:{torch.cuda.device_count() - 1}")
     transports = arguments.transports.split(",") if arguments.transports else usable(arguments.device)
     tls = None if arguments.tls is None else Tls(arguments.tls)
     sizes = [int(kib) * 1024 for kib in arguments.block_kib.split(",")]
-    results = uvloop.run(measure(transports, sizes, arguments.mib * MIB, arguments.rounds, tls))
+    results = uvloop.run(measure(transports, sizes, arguments.mib * MIB, arguments.rounds, tls, devices))
     if arguments.record:
         write_record("transfer", results)
     text = json.dumps({"device": arguments.device, **results}, indent=2)

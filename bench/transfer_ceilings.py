@@ -1,4 +1,4 @@
-"""What `bench.transfer` holds transports against: a plain copy, one with checksums, a raw socket."""
+"""What `bench.transfer` holds transports against: the same bytes by a plain copy, with checksums, by a raw socket."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import multiprocessing
 import os
 import socket
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xxhash
+
+from kernels.digest import digest_blocks
 
 _PIECE_BYTES = 4 * 1024 * 1024
 _TIMEOUT_S = 30.0
@@ -41,6 +45,35 @@ class CopyCeiling:
         for source, target in zip(self._source, self._target, strict=True):
             xxhash.xxh3_64_intdigest(source.data)
             np.copyto(target, source)
+        return time.perf_counter() - started_s
+
+
+class DeviceCopyCeiling:
+    """Copies within one GPU."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        """`source` is `[N, block_bytes]` uint8 on a GPU."""
+        self._source, self._target = source, torch.empty_like(source)
+
+    def plain(self) -> float:
+        """Seconds of one copy of everything."""
+        return self._timed(lambda: self._target.copy_(self._source))
+
+    def with_checksums(self) -> float:
+        """Seconds of a digest of each block and a copy."""
+        ids = torch.arange(len(self._source), device=self._source.device)
+
+        def work() -> None:
+            digest_blocks(self._source, ids)
+            self._target.copy_(self._source)
+
+        return self._timed(work)
+
+    def _timed(self, work: Callable[[], object]) -> float:
+        torch.cuda.synchronize(self._source.device)
+        started_s = time.perf_counter()
+        work()
+        torch.cuda.synchronize(self._source.device)
         return time.perf_counter() - started_s
 
 

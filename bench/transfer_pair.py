@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import multiprocessing
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,9 +18,12 @@ from pathlib import Path
 import torch
 import uvloop
 
-from kvtransfer.base import BlockRef, Fingerprints, PoolMemory
+from engine.kv_cache import KvCache
+from engine.memory import MIN_RING_ROWS
+from kvtransfer.base import BlockRef, DeviceMemory, Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
+from kvtransfer.transports import CUDA_IPC, usable
 from tandem.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.kv_layout import DType, KvLayout
@@ -28,6 +32,8 @@ from tandem.types import BlockId, new_incarnation
 
 _EXPIRES_IN_S = 60.0
 _TIMEOUT_S = 30.0
+_RING_BYTES = 64 * 1024 * 1024
+"""Of a pool on a GPU."""
 
 
 class _Quiet:
@@ -60,9 +66,39 @@ class Tls:
         return ClientTls(self._file("ca.crt"), self._file("tls.crt"), self._file("tls.key"))
 
 
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a pair is."""
+
+    transport: str
+    block_bytes: int
+    num_blocks: int
+    tls: Tls | None = None
+    device: str = "cpu"
+    """Where this process's pool lies."""
+    peer_device: str = "cpu"
+    """Where the child's does."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a hand-off of all blocks."""
+        return self.num_blocks * self.block_bytes
+
+    def prints(self) -> Fingerprints:
+        """Equal on both sides."""
+        return Fingerprints("bench", KvLayout(1, 1, self.block_bytes // 128, 32, DType.BFLOAT16))
+
+
 @contextmanager
-def pool_memory(num_blocks: int, block_bytes: int) -> Iterator[PoolMemory]:
-    """A pool in a memory file of which every page is there."""
+def pool_memory(spec: Spec) -> Iterator[PoolMemory]:
+    """A pool of which every page is there: in a memory file, or on a GPU with a ring in one."""
+    if spec.device != "cpu":
+        with contextlib.closing(_gpu_cache(spec)) as cache:
+            assert cache.allocation is not None
+            device = DeviceMemory(cache.blocks_view, cache.allocation.shared_fd, cache.allocation.size_bytes)
+            yield PoolMemory(cache.host_rows, cache.shared_fd, new_incarnation(), cache.staging, device)
+        return
+    num_blocks, block_bytes = spec.num_blocks, spec.block_bytes
     fd = os.memfd_create("tandem-bench")
     os.ftruncate(fd, num_blocks * block_bytes)
     mapping = mmap.mmap(fd, num_blocks * block_bytes)
@@ -74,23 +110,12 @@ def pool_memory(num_blocks: int, block_bytes: int) -> Iterator[PoolMemory]:
         os.close(fd)  # the mapping goes with its last tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """What a pair is."""
-
-    transport: str
-    block_bytes: int
-    num_blocks: int
-    tls: Tls | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Of a hand-off of all blocks."""
-        return self.num_blocks * self.block_bytes
-
-    def prints(self) -> Fingerprints:
-        """Equal on both sides."""
-        return Fingerprints("bench", KvLayout(1, 1, self.block_bytes // 128, 32, DType.BFLOAT16))
+def _gpu_cache(spec: Spec) -> KvCache:
+    """As a worker's; peers can map it unless the driver cannot share memory."""
+    layout, device = spec.prints().layout, torch.device(spec.device)
+    rows = min(spec.num_blocks, max(MIN_RING_ROWS, _RING_BYTES // spec.block_bytes))
+    can_share = CUDA_IPC in usable(device)
+    return KvCache.create(layout, spec.num_blocks, device, shared=True, ring_rows=rows, device_shared=can_share)
 
 
 class Pair:
@@ -128,7 +153,7 @@ class Pair:
 
 
 def _receive(pipe: Connection, spec: Spec) -> None:
-    with pool_memory(spec.num_blocks, spec.block_bytes) as memory:
+    with pool_memory(replace(spec, device=spec.peer_device)) as memory:
         uvloop.run(_serve_offers(pipe, memory, spec))
 
 

@@ -304,11 +304,11 @@ def test_a_kv_pool_of_a_given_size_leaves_room_in_its_container(name: str) -> No
 
 
 @pytest.mark.parametrize("name", [name for name in OVERLAYS if name.startswith("gpu")])
-def test_every_worker_on_a_gpu_has_one_for_itself_and_chooses_the_transport_itself(name: str) -> None:
+def test_every_worker_on_a_gpu_has_one_for_itself_and_the_transport_that_the_overlay_says(name: str) -> None:
     for each in containers(overlay(name)):
         workers = [config for config in each.configs() if isinstance(config, WorkerConfig)]
         assert int(each.spec["resources"]["limits"].get("nvidia.com/gpu", 0)) == len(workers)
-        assert {config.transport for config in workers} <= {"auto"}
+        assert {config.transport for config in workers} <= {"nixl" if name == "gpu-nixl" else "auto"}
 
 
 def test_both_workers_of_a_whole_server_are_in_one_container_each_on_a_gpu_of_its_own() -> None:
