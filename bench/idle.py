@@ -133,6 +133,9 @@ class Router:
     def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Nobody asks for them."""
 
+    def leaving(self, handle: Handle) -> None:
+        """Does not come: nothing drains."""
+
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
         """Does not come: nothing is handed over."""
 

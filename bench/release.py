@@ -27,7 +27,6 @@ from engine.step import SampledToken
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker
 from prefill_worker.worker import WorkerParts as PrefillParts
@@ -48,6 +47,7 @@ from tandem.types import (
     new_incarnation,
 )
 from tandem.validation import Validator
+from worker.outgoing_transfer import OutgoingPolicy
 
 BOUND_MS = 100.0
 CHUNK_TOKENS = 128
@@ -103,6 +103,9 @@ class Port:
 
     def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Nobody asks for them."""
+
+    def leaving(self, handle: Handle) -> None:
+        """Does not come: nothing drains."""
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
         """Attached."""

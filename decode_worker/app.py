@@ -1,6 +1,6 @@
 """The decode worker's composition root: builds the parts, serves, closes them in order.
 
-    load engine → listen for KV → serve and register (`worker.process`) → receiver stops → engine closes
+    load engine → listen for KV → serve and register (`worker.process`) → receiver, sender stop → engine closes
 
 Knows every part and decides nothing about requests (see `worker`).
 """
@@ -18,6 +18,7 @@ from engine.graphs import MAX_CAPTURED_SEQS
 from engine.guides import Guides
 from engine.loading import EngineOptions
 from kvtransfer.receiver import KvReceiver
+from kvtransfer.sender import KvSender
 from kvtransfer.ticket import MAX_BLOCKS
 from kvtransfer.timing import Timing
 from kvtransfer.transports import CUDA_IPC, SHM
@@ -68,8 +69,18 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
             tls=base.security.incoming.tls,
             timing=Timing(lease_s=config.lease_s),
         )
+        sender = KvSender(
+            base.pool_memory(engine),
+            base.fingerprints(engine),
+            base.clock,
+            config.transport,
+            tls=base.security.outgoing.tls,
+            timing=Timing(lease_s=config.lease_s),
+        )
         guides = Guides(GrammarCompiler.of(base.checkpoint))
-        parts = WorkerParts(engine.thread, engine.cache, receiver, base.validator, base.clock, base.observer, guides)
+        parts = WorkerParts(
+            engine.thread, engine.cache, receiver, base.validator, base.clock, base.observer, guides, sender
+        )
         limits = StepLimits(config.block_size, config.max_seqs, config.chunk_tokens)
         policy = WorkerPolicy(
             limits,
@@ -83,6 +94,7 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
             await base.serve(worker, info, stop, engine.cache)
         finally:
             guides.close()
+            await sender.stop()
             await receiver.stop()
 
 

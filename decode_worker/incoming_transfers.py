@@ -25,7 +25,7 @@ from engine.prefix_cache import PrefixCache
 from kvtransfer.base import BlockRef, Offer, Receiver
 from tandem.clock import Clock, Deadline
 from tandem.errors import FrameError, TandemError, TicketRefused, TransferError
-from tandem.first_tokens import FirstTokens, decode_first_tokens
+from tandem.first_tokens import FirstTokens, NextTokens, decode_first_tokens
 from tandem.lifecycle import TRANSFER_MOVES, BlockState, TransferState, advance
 from tandem.telemetry.logging import get_logger
 from tandem.types import BlockId
@@ -51,7 +51,7 @@ class TransferOwner(Protocol):
 
     def received(self, request: Request, block_ids: tuple[BlockId, ...], first_tokens: FirstTokens) -> None:
         """Verified: LIVE blocks that hold what the group lacked of its prefix, for the owner to release; and one token
-        per choice due, or the first candidates of a beam search.
+        per choice due, all that a single one has, or the first candidates of a beam search.
         """
 
     def transfer_failed(self, request: Request, error: TandemError) -> None:
@@ -207,12 +207,19 @@ class IncomingTransfer:
             self._all.owner.blocks_freed()
 
     def _first_tokens(self, payload: bytes) -> FirstTokens:
-        """Raises FrameError unless it brings one token of the vocabulary for each choice that is due, or candidates."""
+        """Raises FrameError unless it brings one token of the vocabulary for each choice that is due, all that a single
+        one has, or candidates.
+        """
         first = decode_first_tokens(payload)
         is_search = self._request.spec.sampling.beam_width > 0
-        if isinstance(first, Mapping) is is_search:
+        if isinstance(first, Mapping | NextTokens) is is_search:
             raise FrameError(f"first {'tokens' if is_search else 'candidates'}, which are not what is due")
-        if isinstance(first, Mapping):
+        highest: int
+        if isinstance(first, NextTokens):
+            if len(self._request.spec.choices) > 1:
+                raise FrameError("tokens of a single choice, where several are due")
+            highest = max(first.token_ids)
+        elif isinstance(first, Mapping):
             due = {choice.index for choice in self._request.group.prefix.drawers}
             if first.keys() != due:
                 raise FrameError(f"first tokens of choices {sorted(first)}, not of {sorted(due)}")

@@ -160,9 +160,15 @@ class RunningBatch:
     def leave(self, request: Request) -> None:
         """Takes it out and releases its blocks, the full ones to the cache. A no-op if it is not here."""
         if request in self._requests:
+            self.suspend(request)
             self._requests.remove(request)
-            (self._running if request in self._running else self._waiting).remove(request)
             self._give_back(request)
+
+    def suspend(self, request: Request) -> None:
+        """It takes part in no further step; it stays here, with its blocks. What steps in flight bring is applied."""
+        for line in (self._running, self._waiting):
+            if request in line:
+                line.remove(request)
 
     def choice_ended(self, request: Request, choice: Sequence) -> None:
         """As `leave`, for one of several choices."""

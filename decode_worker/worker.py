@@ -2,7 +2,8 @@
 
     Reserve ─▶ queue ─▶ Reserved ─▶ incoming transfer ─▶ batch ─▶ tokens … finish
                            └─ (prompt computed here) ──▶ batch ─▶ PrefillDone, tokens … finish
-               └────────────┴──────────────┴─────────────┴─▶ Failed | released
+                                                 ├──▶ Leaving ─▶ HandOver ─▶ HandoffDone   while it drains
+               └────────────┴──────────────┴─────┴──▶ Failed | released
 
 A request, with all its choices, ends once, at `_end`: finished, failed, out of time, released by its router, or its
 router lost. From there on nothing more is said about it. Its blocks are free at once, or when
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from decode_worker.growth import FIRST_GUESS_TOKENS, Growth
+from decode_worker.hand_overs import HandOvers
 from decode_worker.handoff_pace import HandoffPace
 from decode_worker.incoming_transfers import IncomingTransfers, TransferPolicy
 from decode_worker.reservations import MAX_OVERTAKES, MAX_QUEUED, ReservationQueue, Room
@@ -29,7 +31,7 @@ from decode_worker.step_loop import StepLoop
 from engine.beam_group import BeamGroup
 from engine.guides import Guides
 from engine.prefix_cache import PrefixCache
-from kvtransfer.base import Receiver
+from kvtransfer.base import Receiver, Sender
 from tandem.clock import Clock, Deadline
 from tandem.errors import (
     DeadlineExceeded,
@@ -72,6 +74,8 @@ class WorkerParts:
     observer: WorkerObserver = field(default_factory=WorkerObserver)
     guides: Guides | None = None
     """None = constraints are refused."""
+    sender: Sender | None = None
+    """Hands over what runs here when the worker drains; None = it ends here, or is replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,7 @@ class DecodeWorker:
             max_planning_share=policy.max_planning_share,
             guides=parts.guides,
         )
+        self._hand_overs = HandOvers(self._batch, parts.cache, parts.sender, self._end, self._admit_soon)
         self._requests: dict[tuple[RouterPort, Handle], Request] = {}
         self._num_arrived = 0
         self._draining = False
@@ -174,14 +179,27 @@ class DecodeWorker:
         """Refuses, which ends the stream: only who was asked to prefill is granted anything."""
         raise InvalidRequest("grant", "this is a decode worker")
 
+    def hand_over(
+        self, session: RouterPort, handle: Handle, num_output_tokens: int, ticket: bytes, kv_endpoint: bytes
+    ) -> None:
+        """Gives a running request to another decode worker; where that cannot be, it fails, to be replayed."""
+        request = self._requests.get((session, handle))
+        if request is not None:
+            try:
+                self._hand_overs.begin(request, num_output_tokens, ticket, kv_endpoint)
+            except TandemError as error:
+                self._end(request, error)
+
     def release(self, session: RouterPort, handle: Handle) -> None:
         """Nothing more is wanted of it. Idempotent."""
+        self._hand_overs.released(session, handle)
         request = self._requests.get((session, handle))
         if request is not None:
             self._end(request)
 
     def router_lost(self, session: RouterPort) -> None:
         """Releases all that this router had asked for."""
+        self._hand_overs.released(session)
         for request in [each for each in self._requests.values() if each.router is session]:
             self._end(request)
 
@@ -198,14 +216,18 @@ class DecodeWorker:
             self._end(request, DeadlineExceeded(f"request {request.spec.request_id} ran out of time"))
         self._transfers.expire()
         self._admit_soon()
+        if self._draining:
+            self._hand_overs.tell(self._requests.values())
 
     def report_waits(self) -> None:
-        """Tells each router which of its requests wait, and for what."""
+        """Tells each router which of its requests wait, and for what; while it drains, also which may leave."""
         report_waits(self.waits())
+        if self._draining:
+            self._hand_overs.tell(self._requests.values(), again=True)
 
     def waits(self) -> Iterator[Wait]:
         """Requests that get no tokens now. Those in a line are left out if nothing is under way that could move it."""
-        yield from ((request, WaitReason.HANDOFF) for request in self._transfers)
+        yield from ((request, WaitReason.HANDOFF) for request in (*self._transfers, *self._hand_overs))
         yield from self._batch.running_waits()
         yield from ((each, WaitReason.ROOM) for each in self._requests.values() if each.group.awaits_guides)
         if len(self._transfers) or self._batch.num_running:
@@ -213,8 +235,9 @@ class DecodeWorker:
             yield from self._batch.line_waits()
 
     def drain(self) -> None:
-        """Takes no new requests from now on. Idempotent."""
+        """Takes no new requests from now on, and offers those that run to other workers. Idempotent."""
         self._draining = True
+        self._hand_overs.tell(self._requests.values())
 
     async def drained(self) -> None:
         """Returns once no request is here and no step is in flight."""
@@ -223,7 +246,7 @@ class DecodeWorker:
     def check_idle(self) -> None:
         """Raises InternalError if anything is still held. For when idle and every writer has stopped."""
         held = (len(self._requests), len(self._queue), len(self._transfers), len(self._batch))
-        if any(held) or not self._batch.is_settled:
+        if any(held) or not (self._batch.is_settled and self._hand_overs.is_settled):
             raise InternalError("not idle: {} requests; {} queued, {} incoming, {} in the batch".format(*held))
         self._parts.cache.rest()
         self._pool.assert_idle()
@@ -304,6 +327,7 @@ class DecodeWorker:
     def _admit(self) -> None:
         """Admits queued requests as far as there is room, and wakes the step loop."""
         self._admission_pending = False
+        self._hand_overs.steps_ended()
         while len(self._queue) and (request := self._pop_admissible()) is not None:
             try:
                 if request.owes_prefill_done:
@@ -319,7 +343,7 @@ class DecodeWorker:
             except TandemError as error:
                 self._end(request, error)
         self._steps.wake()
-        if not self._requests and self._batch.is_settled:
+        if not self._requests and self._batch.is_settled and self._hand_overs.is_settled:
             self._idle.set()
 
     def _pop_admissible(self) -> Request | None:
@@ -350,6 +374,7 @@ class DecodeWorker:
             return
         self._queue.discard(request)
         self._transfers.withdraw(request)
+        self._hand_overs.forget(request)
         self._pace.forget(request)
         if request in self._batch:
             self._batch.leave(request)

@@ -21,7 +21,7 @@ from engine.group import Group
 from engine.sequence import BlockTable, Sequence
 from engine.step import SampledToken
 from tandem.errors import InternalError
-from tandem.first_tokens import FirstTokens
+from tandem.first_tokens import FirstTokens, NextTokens
 from tandem.types import BlockId, Candidates, ChoiceSpec, GroupSpec
 
 
@@ -82,7 +82,7 @@ class BeamGroup(Group):
 
         Raises InternalError if these are tokens; nothing has been taken over then.
         """
-        if isinstance(first_tokens, Mapping):
+        if isinstance(first_tokens, Mapping | NextTokens):
             raise InternalError("first tokens, not candidates, of a beam search")
         self.prefix.add_blocks(blocks)
         self.prefix.advance(self.prefix.num_remaining_tokens)

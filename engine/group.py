@@ -23,7 +23,7 @@ from engine.prompt_scores import PromptScores
 from engine.sequence import BlockTable, Sequence, new_token_array
 from engine.step import BlockCopy
 from tandem.errors import InternalError
-from tandem.first_tokens import FirstTokens
+from tandem.first_tokens import FirstTokens, NextTokens
 from tandem.types import BlockId, GroupSpec
 
 
@@ -162,18 +162,23 @@ class Group:
 
     def land(self, blocks: tuple[BlockId, ...], first_tokens: FirstTokens, pool: BlockPool) -> None:
         """Takes over blocks into which the rest of the prefix's KV was received, with the first token of each choice
-        that is not resumed among others; then forks.
+        that is not resumed among others, or all that a single one has; then forks.
 
         Raises InternalError if a token is missing or not asked for; nothing has been taken over then.
         """
         due = {each.index for each in self.prefix.drawers}
-        if not isinstance(first_tokens, Mapping) or set(first_tokens) != due:
+        if isinstance(first_tokens, NextTokens) and self._alone:
+            next_tokens = {self.prefix.index: first_tokens.token_ids}
+        elif isinstance(first_tokens, Mapping) and set(first_tokens) == due:
+            next_tokens = {index: (token_id,) for index, token_id in first_tokens.items()}
+        else:
             raise InternalError(f"not the first tokens of choices {sorted(due)}")
         self.prompt_scores = self.prefix.prompt_scores = None  # told by whoever computed the prompt
         self.prefix.add_blocks(blocks)
         self.prefix.advance(self.prefix.num_remaining_tokens)
         for each in self.prefix.drawers:
-            each.append_token(first_tokens[each.index])
+            for token_id in next_tokens[each.index]:
+                each.append_token(token_id)
         self.fork(pool)
 
     def fork(self, pool: BlockPool) -> None:

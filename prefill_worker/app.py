@@ -13,7 +13,6 @@ from engine.guides import Guides
 from engine.loading import EngineOptions
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
-from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker, WorkerParts
 from tandem.config import PrefillConfig
@@ -21,6 +20,7 @@ from tandem.grammar import GrammarCompiler
 from tandem.rpc.process import StopSignal
 from tandem.types import Role
 from worker.app import Foundation, run_worker
+from worker.outgoing_transfer import OutgoingPolicy
 
 
 def run(config: PrefillConfig) -> int:

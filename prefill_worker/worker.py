@@ -24,7 +24,6 @@ from engine.guides import Guides
 from engine.prefix_cache import PrefixCache
 from engine.step import SampledToken
 from kvtransfer.base import Sender, TransferReport
-from prefill_worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.step_loop import StepLoop
 from tandem.clock import Clock, Deadline
@@ -36,6 +35,7 @@ from tandem.telemetry.trace_context import trace_id_of
 from tandem.types import GroupSpec, Handle, WaitReason, WorkerLoad
 from tandem.validation import Validator
 from worker.constraints import begin_guides
+from worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
 from worker.ports import RouterPort, StepEngine
 from worker.request import Request
 from worker.ticker import ticking
@@ -127,6 +127,12 @@ class PrefillWorker:
         request = self._live.get((session, handle))
         if request is not None:
             self._transfers[request].grant(ticket, kv_endpoint)
+
+    def hand_over(
+        self, session: RouterPort, handle: Handle, num_output_tokens: int, ticket: bytes, kv_endpoint: bytes
+    ) -> None:
+        """Refuses, which ends the stream: what this worker holds, it hands over by `grant`."""
+        raise InvalidRequest("hand_over", "this is a prefill worker")
 
     def release(self, session: RouterPort, handle: Handle) -> None:
         """Nothing more is wanted of it. Idempotent."""
@@ -222,10 +228,10 @@ class PrefillWorker:
 
         Of a beam search there is nothing to tell yet: its first candidates go with the hand-off.
         """
-        drawers = request.group.prefix.drawers
+        drawers, num_blocks = request.group.prefix.drawers, len(request.group.prefix.block_table)
         request.prompt_computed(self._parts.clock.now_s())
         if request.spec.sampling.beam_width:
-            self._transfers[request].finish(encode_first_tokens(candidates_of(drawn[0])))
+            self._transfers[request].finish(num_blocks, encode_first_tokens(candidates_of(drawn[0])))
             return
         for choice, (token,) in zip(drawers, drawn, strict=True):
             request.take_token(choice, token)
@@ -233,7 +239,7 @@ class PrefillWorker:
             self._end(request)
         else:
             first_tokens = {choice.index: token.token_id for choice, (token,) in zip(drawers, drawn, strict=True)}
-            self._transfers[request].finish(encode_first_tokens(first_tokens))
+            self._transfers[request].finish(num_blocks, encode_first_tokens(first_tokens))
 
     def step_ended(self) -> None:
         """Blocks of ended requests are back."""

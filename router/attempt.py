@@ -3,10 +3,13 @@
     placed ──PrefillStarted──▶ prefilling ──prompt computed──▶ decoding ──last token──▶ ended
                     Reserve ──▶ Reserved ──▶ Grant ──▶ hand-off ┘
        └───────────────────────────┴───────────────────────────┴──▶ failed (by one worker, the culprit)
+                                                               └──Leaving──▶ `leaves`: another attempt may take it over
 
 The decode worker is asked for room when the prompt's turn has come, and not before: a prompt that waits in
 a line holds no blocks anywhere. With local prefill there is one worker, which decodes; where it was chosen for what
-its cache holds, it fails with PrefixNotHeld if that is gone. Tokens go straight to
+its cache holds, it fails with PrefixNotHeld if that is gone. An attempt that takes over from another one (`source`) has
+that one's decode worker in the place of a prefill worker: the KV is there, so Reserve goes out at once, and HandOver
+takes the place of Grant. Tokens go straight to
 the delivery, and Reserve and Grant out, from within the workers' streams; the attempt's own coroutine wakes
 only when the stage changes.
 
@@ -18,7 +21,8 @@ deadline. Each worker that holds it is heard for itself: that one speaks is no w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Sequence
 
 from router.delivery import Delivery
 from router.placement import Placement
@@ -49,11 +53,15 @@ class Attempt:
         arrived_s: float,
         silence_s: float,
         on_stage: Callable[[RequestState], None],
+        source: Attempt | None = None,
     ) -> None:
         """`arrived_s`: when the request came, on `clock`.
 
-        `silence_s`: longest silence before the request is tried elsewhere (see the module).
+        `silence_s`: longest silence before the request is tried elsewhere (see the module). `source` has the decode
+        worker that is this placement's `prefill`; `run` ends it.
         """
+        self.placement = placement
+        self._source = source
         self._workers = workers
         self._delivery = delivery
         self._observer = observer
@@ -75,15 +83,48 @@ class Attempt:
         self._attached = False
         """Whether the decode worker holds the KV."""
         self._awaited: dict[int, int] = {}
-        """Tokens that a choice had before, for each whose next one the prefill worker draws and tells."""
+        """Tokens that a choice had before, for each whose next ones the sender of the KV draws and tells."""
+        self._offered = False
+        """Whether the decode worker would hand the request over."""
+        self._moves = False
+        """Whether the decode worker of `source` was told to."""
         self._error: TandemError | None = None
         self.culprit: WorkerInfo | None = None
         """Whose failure ended the attempt."""
 
     async def run(self, spec: GroupSpec) -> None:
-        """Returns when all choices are finished. Raises what a worker failed with, Unavailable on silence."""
+        """Returns when all choices are finished, or when it `leaves`.
+
+        Raises what a worker failed with, Unavailable on silence.
+        """
+        await self._raising_cause(self._walk(spec))
+
+    async def stay(self) -> None:
+        """Goes on with a request that `leaves`, until that is said again. As `run`."""
+        self._offered = False
+        await self._raising_cause(self._decoded())
+
+    def give_back(self) -> Attempt | None:
+        """After a failure: the attempt that this one took over from, if the request runs on there as before."""
+        source, leg = self._source, self._prefill
+        if source is None or leg is None or leg.link is None or leg.handle is None or self._moves or not leg.is_open:
+            return None
+        if not leg.link.listen(leg.handle, source):
+            return None
+        source._decode, self._prefill = leg, None
+        self.release()
+        return source
+
+    @property
+    def leaves(self) -> bool:
+        """Whether its decode worker would hand the request over now, with the KV of all but its last token."""
+        is_single = len(self._group.choices) == 1 and not self._delivery.finished
+        has_token = is_single and self._delivery.num_tokens_of(self._group.choices[0].index) > 0
+        return self._offered and has_token and not self._prefill_is_open and self._error is None
+
+    async def _raising_cause(self, walk: Awaitable[None]) -> None:
         try:
-            await self._walk(spec)
+            await walk
         except TransferError as failure:
             cause = await self._cause_of(failure)
             if not self._delivery.finished:
@@ -92,19 +133,25 @@ class Attempt:
     def release(self) -> None:
         """Both workers free what they hold for it. Idempotent; no message arrives here afterwards."""
         for leg in filter(None, (self._decode, self._prefill)):
-            if leg.handle is not None and leg.link is not None:
-                leg.link.release(leg.handle)
-            leg.handle, leg.is_open = None, False
+            self._release(leg)
+
+    @staticmethod
+    def _release(leg: _Leg) -> None:
+        if leg.handle is not None and leg.link is not None:
+            leg.link.release(leg.handle)
+        leg.handle, leg.is_open = None, False
 
     async def _walk(self, spec: GroupSpec) -> None:
         self._group = group_to_proto(spec)
         self._awaited = {} if spec.sampling.beam_width else _drawn_first(spec)
         self._on_stage(RequestState.PLACED)
         self._sent_s = self._clock.now_s()
+        if self._source is not None:
+            self._take_over(self._source)
         link = self._link_of(self._decode)
         if link is not None:
             self._decode.handle = link.watch(self)  # its loss ends the wait in the prefill worker's line at once
-        if self._prefill is None:
+        if self._prefill is None or self._source is not None:
             self._reserve()
         elif self._error is None and (link := self._link_of(self._prefill)) is not None:
             self._open(self._prefill)
@@ -114,8 +161,22 @@ class Attempt:
         await self._until(lambda: self._delivery.finished or self._computed)
         if not self._delivery.finished:
             self._on_stage(RequestState.DECODING)
-            await self._until(lambda: self._delivery.finished)
-        await self._hear_of_handoff()
+        await self._decoded()
+
+    async def _decoded(self) -> None:
+        await self._until(lambda: self._delivery.finished or self.leaves)
+        if self._delivery.finished:
+            await self._hear_of_handoff()
+
+    def _take_over(self, source: Attempt) -> None:
+        """The decode worker of `source` tells this attempt from now on; its prefill worker is released."""
+        leg, self._prefill = source._decode, source._decode
+        source._decode = _Leg(leg.info, self._workers)
+        source.release()
+        self._started = self._computed = True
+        self._awaited = dict.fromkeys(self._awaited, sys.maxsize)  # more may follow until it says HandoffDone
+        if leg.handle is None or leg.link is None or not leg.link.listen(leg.handle, self):
+            self.failed(leg.info, Unavailable(f"worker {leg.info.worker_id} was lost", Reason.WORKER_LOST))
 
     def _reserve(self) -> None:
         """Asks the decode worker for room; its clock counts what is left by now of the request's time."""
@@ -208,7 +269,12 @@ class Attempt:
         if self._prefill is None:
             self._started = True
         elif self._prefill.handle is not None and self._prefill.link is not None:
-            self._prefill.link.grant(self._prefill.handle, ticket, kv_endpoint)
+            if self._source is None:
+                self._prefill.link.grant(self._prefill.handle, ticket, kv_endpoint)
+            else:
+                self._moves = True
+                num_output_tokens = len(self._group.choices[0].output_token_ids)
+                self._prefill.link.hand_over(self._prefill.handle, num_output_tokens, ticket, kv_endpoint)
         self._hear(sender, wake=True)
 
     def prompt_logprobs(self, sender: WorkerInfo, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
@@ -231,6 +297,9 @@ class Attempt:
         """The decode worker holds the KV; from the prefill worker nothing more is awaited."""
         if self._prefill is not None:
             self._prefill.is_open = False
+            if self._source is not None:
+                self._release(self._prefill)  # the worker that drains waits for this
+        self._awaited.clear()
         self._observer.handed_over(num_bytes, seconds)
         self._attached = True
         self._hear(sender, wake=True)
@@ -242,6 +311,11 @@ class Attempt:
         was_computed, self._computed = self._computed, True
         self._delivery.push(delta)
         self._hear(sender, wake=self._delivery.finished or not was_computed)
+
+    def leaving(self, sender: WorkerInfo) -> None:
+        """Its decode worker drains."""
+        self._offered = sender.incarnation == self._decode.info.incarnation
+        self._hear(sender, wake=True)
 
     def waiting(self, sender: WorkerInfo) -> None:
         """It is not forgotten there."""

@@ -2,7 +2,8 @@
 
 Owns what the request holds anywhere: whatever way it ends, it is released on every worker and the
 delivery told. A replay continues each unfinished choice at its next token: workers compute prompt and
-emitted tokens again, and sampling is a function of position, so nothing is lost or repeated.
+emitted tokens again, and sampling is a function of position, so nothing is lost or repeated. From a decode worker that
+drains, another one takes the request over with its KV, where there is one; where that fails, a replay follows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from router.admission import Admission
 from router.attempt import Attempt
 from router.delivery import ChoiceStream, Delivery
 from router.metrics import Timeline
-from router.placement import Demand
+from router.placement import Demand, Placement
 from router.prefix_map import Prefix
 from router.prompt_logprobs import PromptLogprobs
 from router.witness import Witness
@@ -185,21 +186,16 @@ class Generation:
         while True:
             choices = self.delivery.open_choices
             assignment = await self._place(choices, failure)
-            self._witness.begin(assignment)
-            placement = assignment.placement
-            self._observer.placed(placement.prefill, placement.decode, placement.prefix_at)
-            attempt = Attempt(
-                placement,
-                self._rooms.workers,
-                self.delivery,
-                self._observer,
-                self._rooms.clock,
-                self._timeline.arrived_s,
-                self._policy.silence_s,
-                self._move,
-            )
+            attempt = self._attempt(assignment)
             try:
                 await attempt.run(self._resumed(choices))
+                while not self.delivery.finished:
+                    before, successor = attempt, await self._successor(attempt)
+                    if successor is not None:
+                        attempt = successor  # whose failure is meant below
+                        attempt = await self._taken_over(successor)
+                    if attempt is before:
+                        await attempt.stay()
                 self._witness.finished()
                 return
             except PrefixNotHeld:
@@ -212,8 +208,8 @@ class Generation:
                 failure = error
                 self._local_if_held = True
                 self._count(choices, error)
-                culprit = attempt.culprit or placement.decode
-                self._blame(culprit, assignment, error)
+                culprit = attempt.culprit or attempt.placement.decode
+                self._blame(culprit, attempt.placement, error)
                 if self._breaks_workers(culprit, error):
                     raise
             finally:
@@ -222,6 +218,68 @@ class Generation:
                 self.delivery.forget_early()
             if isinstance(failure, Overloaded):
                 await asyncio.sleep(self._policy.overload_backoff_s * self._num_failed)
+
+    def _attempt(self, assignment: Assignment, source: Attempt | None = None) -> Attempt:
+        """One that is about to run where it was placed."""
+        placement = assignment.placement
+        if source is None:
+            self._witness.begin(assignment)
+        else:
+            self._witness.take_over(assignment)
+        self._observer.placed(placement.prefill, placement.decode, placement.prefix_at)
+        return Attempt(
+            placement,
+            self._rooms.workers,
+            self.delivery,
+            self._observer,
+            self._rooms.clock,
+            self._timeline.arrived_s,
+            self._policy.silence_s,
+            self._move,
+            source,
+        )
+
+    async def _successor(self, attempt: Attempt) -> Attempt | None:
+        """What is to take over from an attempt that leaves.
+
+        None if no other decode worker takes it now, or if the attempt leaves no more.
+        """
+        demand = replace(self._demand(self.delivery.open_choices), source=attempt.placement.decode)
+        try:
+            assignment = await self._rooms.workers.place(demand, 0.0)
+        except Unavailable:
+            return None
+        if not attempt.leaves:
+            self._rooms.workers.end(assignment, arrived=False)
+            return None
+        _log.info(
+            "request is handed over",
+            request_id=self._request.group.request_id,
+            trace_id=trace_id_of(self._observer.traceparent),
+            source=attempt.placement.decode.worker_id,
+            target=assignment.placement.decode.worker_id,
+        )
+        return self._attempt(assignment, attempt)
+
+    async def _taken_over(self, successor: Attempt) -> Attempt:
+        """Runs it with all tokens but the last; returns it, or the attempt before if that could not be left.
+
+        Raises what ended both.
+        """
+        known = tuple(replace(each, output_token_ids=each.output_token_ids[:-1]) for each in self.delivery.open_choices)
+        try:
+            await successor.run(self._resumed(known))
+        except TandemError as error:
+            source = successor.give_back()
+            if source is None:
+                raise
+            target = successor.placement.decode
+            self._disappointing.add(target.incarnation)
+            self._witness.failed(target, error)
+            self._witness.go_back()
+            _log.info("request stays", request_id=self._request.group.request_id, reason=error.reason)
+            return source
+        return successor
 
     def _count(self, choices: Sequence[ChoiceSpec], error: TandemError) -> None:
         if self._progress_since(choices) >= self._policy.progress_tokens:
@@ -260,16 +318,7 @@ class Generation:
 
         Raises Unavailable, or `failure` once there were too many and nobody is left who was not asked.
         """
-        group = self._request.group
-        demand = Demand(
-            num_tokens=group.num_prompt_tokens + sum(len(each.output_token_ids) for each in choices),
-            max_total_tokens=group.max_total_tokens,
-            num_prompt_tokens=group.num_prompt_tokens,
-            num_choices=group.sampling.beam_width or len(choices),
-            blamed=frozenset(self._disappointing),
-            prefix=self._prefix(choices),
-            local_if_held=self._local_if_held,
-        )
+        demand = self._demand(choices)
         is_extra = self._num_failed > self._policy.max_retries
         try:
             assignment = await self._rooms.workers.place(demand, 0.0 if is_extra else self._policy.patience_s)
@@ -284,6 +333,18 @@ class Generation:
             self._rooms.workers.end(assignment, arrived=assignment.placement.prefill is None)
             raise failure
         return assignment
+
+    def _demand(self, choices: Sequence[ChoiceSpec]) -> Demand:
+        group = self._request.group
+        return Demand(
+            num_tokens=group.num_prompt_tokens + sum(len(each.output_token_ids) for each in choices),
+            max_total_tokens=group.max_total_tokens,
+            num_prompt_tokens=group.num_prompt_tokens,
+            num_choices=group.sampling.beam_width or len(choices),
+            blamed=frozenset(self._disappointing),
+            prefix=self._prefix(choices),
+            local_if_held=self._local_if_held,
+        )
 
     def _prefix(self, choices: Sequence[ChoiceSpec]) -> Prefix | None:
         """What may be found in caches. Log-probabilities of the prompt are not there: it is computed for them, once."""
@@ -300,10 +361,10 @@ class Generation:
         incarnations = assignment.placement.incarnations
         return self._culprits.isdisjoint(incarnations) and not self._disappointing.issuperset(incarnations)
 
-    def _blame(self, culprit: WorkerInfo, assignment: Assignment, error: TandemError) -> None:
+    def _blame(self, culprit: WorkerInfo, placement: Placement, error: TandemError) -> None:
         # A hand-off that failed does not say which side was at fault; any other failure is its worker's own.
         if isinstance(error, TransferError):
-            self._disappointing.update(assignment.placement.incarnations)
+            self._disappointing.update(placement.incarnations)
         else:
             self._disappointing.add(culprit.incarnation)
             self._culprits.add(culprit.incarnation)

@@ -15,7 +15,7 @@ from tandem.telemetry import metric_names as names
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
 from tandem.telemetry.recent_latencies import RecentLatencies
-from tandem.types import FinishReason, PrefixAt, WorkerInfo
+from tandem.types import FinishReason, PrefixAt, Role, WorkerInfo
 
 
 class RouterMetrics(RouterObserver):
@@ -75,7 +75,8 @@ class _Request(RequestObserver):
         self._of.admission_s.observe(self._of.clock.now_s() - self._arrived_s)
 
     def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo, prefix_at: PrefixAt = PrefixAt.NOWHERE) -> None:
-        self._of.placements.add(1, "local" if prefill is None else "disaggregated")
+        is_taken_over = prefill is not None and prefill.role is Role.DECODE
+        self._of.placements.add(1, "local" if prefill is None else "handed_over" if is_taken_over else "disaggregated")
         self._of.prefix_placements.add(1, prefix_at)
 
     def prompt_computed(self, queue_s: float, prefill_s: float, cached_tokens: int) -> None:

@@ -128,6 +128,8 @@ class Demand:
     """Workers that failed this request: no more of them are taken than need be."""
     prefix: Prefix | None = None
     """Its tokens, to be looked for in caches; None = what is cached must not be used for it."""
+    source: WorkerInfo | None = None
+    """The decode worker that hands its KV over, in the place of a prefill worker; None = it is computed."""
     local_if_held: bool = True
     """Whether a decode worker that seems to hold nearly all of the prompt may be asked to compute the rest."""
 
@@ -139,7 +141,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request runs. `prefill` is None where the decode worker computes the prompt."""
+    """Where a request runs. `prefill`: who hands its KV over; None where the decode worker computes the prompt."""
 
     prefill: WorkerInfo | None
     decode: WorkerInfo
@@ -159,6 +161,9 @@ def place(
     """The pair for `demand`. `pair_burdens`: as `WorkerView.burden`. Raises Unavailable that says what is missing."""
     prefills = _candidates(Role.PREFILL, demand, workers)
     decodes = _candidates(Role.DECODE, demand, workers)
+    if demand.source is not None:
+        prefills = [view for view in workers if view.info.incarnation == demand.source.incarnation]
+        decodes = [view for view in decodes if view not in prefills]
     ranking = _Ranking(demand, prefills, pair_burdens)
     ranks = [(ranking.best_with(each), each) for each in decodes]
     best = min((rank for rank, _ in ranks if rank is not None), default=None)
@@ -330,13 +335,20 @@ def _choice_tokens(demand: Demand, view: WorkerView) -> int:
 
 def _is_local(demand: Demand, decode: WorkerView) -> bool:
     longest = decode.info.local_prefill_tokens
+    if demand.source is not None:
+        return False
     return longest is None or demand.num_tokens <= longest
 
 
 def _is_held(demand: Demand, decode: WorkerView) -> bool:
     """Whether it holds so much of the prompt that it may compute the rest by itself."""
     lacking = demand.num_prefix_tokens - decode.reported_tokens
-    return demand.local_if_held and decode.reported_tokens > 0 and lacking <= decode.max_local_tokens
+    return (
+        demand.source is None
+        and demand.local_if_held
+        and decode.reported_tokens > 0
+        and lacking <= decode.max_local_tokens
+    )
 
 
 def _partners(decode: WorkerView, prefills: Iterable[WorkerView]) -> list[WorkerView]:

@@ -17,7 +17,7 @@ from opentelemetry.trace import Span, Tracer, get_current_span, set_span_in_cont
 from tandem.errors import TandemError
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
 from tandem.telemetry.trace_context import CANCELLED, context_of, mark_failed, traceparent_of
-from tandem.types import PrefixAt, WorkerInfo
+from tandem.types import PrefixAt, Role, WorkerInfo
 
 
 def request_spans(tracer: Tracer | None, model: str) -> Sequence[RouterObserver]:
@@ -64,7 +64,8 @@ class _RequestSpan(RequestObserver):
     def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo, prefix_at: PrefixAt = PrefixAt.NOWHERE) -> None:
         workers = {"tandem.decode.worker_id": decode.worker_id}
         if prefill is not None:
-            workers["tandem.prefill.worker_id"] = prefill.worker_id
+            name = "tandem.prefill.worker_id" if prefill.role is Role.PREFILL else "tandem.source.worker_id"
+            workers[name] = prefill.worker_id
         self._span.add_event("placed", workers)
 
     def tokens(self, num_tokens: int, index: int = 0) -> None:

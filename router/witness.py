@@ -19,12 +19,14 @@ from tandem.types import WorkerInfo
 class Witness(RequestObserver):
     """Call `begin` and `end` for each pair; the rest it hears as other observers do."""
 
-    __slots__ = ("_arrived", "_assignment", "_decoded", "_suspects", "_workers")
+    __slots__ = ("_arrived", "_assignment", "_decoded", "_source", "_suspects", "_workers")
 
     def __init__(self, workers: Workers) -> None:
         super().__init__()
         self._workers = workers
         self._assignment: Assignment | None = None
+        self._source: Assignment | None = None
+        """Where it runs until it is handed over from there."""
         self._arrived = False
         """Whether the decode worker has the prompt's KV, or is to compute it."""
         self._decoded = False
@@ -37,11 +39,25 @@ class Witness(RequestObserver):
         self._arrived = assignment.placement.prefill is None
         self._decoded = False
 
+    def take_over(self, assignment: Assignment) -> None:
+        """It is about to be handed over from where it runs."""
+        self._source = self._assignment
+        self.begin(assignment)
+
+    def go_back(self) -> None:
+        """It runs on where it did."""
+        source, self._source = self._source, None
+        self.end()
+        self._assignment, self._arrived, self._decoded = source, True, True
+
     def handed_over(self, num_bytes: int, seconds: float) -> None:
         """The decode worker has it."""
         if self._assignment is None or self._arrived:
             return
         self._arrived = True
+        if self._source is not None:
+            self._workers.end(self._source, arrived=True)
+            self._source = None
         self._workers.arrive(self._assignment)
         placement = self._assignment.placement
         if placement.prefill is not None:
@@ -72,6 +88,9 @@ class Witness(RequestObserver):
 
     def end(self) -> None:
         """It no longer runs there. Idempotent."""
+        if self._source is not None:
+            self._workers.end(self._source, arrived=True)
+            self._source = None
         if self._assignment is not None:
             self._workers.end(self._assignment, arrived=self._arrived)
         self._assignment, self._arrived = None, False

@@ -54,7 +54,10 @@ class GroupListener(Protocol):
         """The prompt is computed, but for the first `cached_tokens`, whose KV the worker had; first tokens follow."""
 
     def handoff_done(self, sender: WorkerInfo, num_bytes: int, seconds: float) -> None:
-        """The decode worker has verified and attached the KV."""
+        """The decode worker that it was sent to has verified and attached the KV. Nothing follows from `sender`."""
+
+    def leaving(self, sender: WorkerInfo) -> None:
+        """The decode worker drains, and would hand it over to another one. It goes on meanwhile."""
 
     def tokens(self, sender: WorkerInfo, delta: TokenDelta) -> None:
         """New tokens of one choice."""
@@ -130,6 +133,24 @@ class WorkerLink:
         if handle in self._listeners:
             grant = worker_pb2.Grant(handle=handle, ticket=ticket, kv_endpoint=kv_endpoint)
             self._enqueue(worker_pb2.ConnectRequest(grant=grant))
+
+    def hand_over(self, handle: Handle, num_output_tokens: int, ticket: bytes, kv_endpoint: bytes) -> None:
+        """Tells a decode worker where the KV of a running request goes. A no-op if the request has ended there.
+
+        The other worker expects that of the prompt and `num_output_tokens` of the completion.
+        """
+        if handle in self._listeners:
+            hand_over = worker_pb2.HandOver(
+                handle=handle, output_tokens=num_output_tokens, ticket=ticket, kv_endpoint=kv_endpoint
+            )
+            self._enqueue(worker_pb2.ConnectRequest(hand_over=hand_over))
+
+    def listen(self, handle: Handle, listener: GroupListener) -> bool:
+        """From now on `listener` is told of this request; False if it has ended there."""
+        if handle not in self._listeners:
+            return False
+        self._listeners[handle] = listener
+        return True
 
     def release(self, handle: Handle) -> None:
         """Nothing more is wanted of it. Idempotent; its listener is told nothing from now on."""
@@ -208,7 +229,7 @@ class WorkerLink:
             for handle in response.waiting.handles:
                 if (listener := self._listeners.get(Handle(handle))) is not None:
                     listener.waiting(self._info)
-        elif kind in {"reserved", "prefill_started", "prompt_logprobs", "prefill_done", "handoff_done"}:
+        elif kind in {"reserved", "prefill_started", "prompt_logprobs", "prefill_done", "handoff_done", "leaving"}:
             self._tell(kind, getattr(response, kind))
 
     def _tell(self, kind: str, message: Any) -> None:
@@ -222,8 +243,8 @@ class WorkerLink:
                     listener.tokens(self._info, delta_from_proto(message))
                 case "reserved":
                     listener.reserved(self._info, message.ticket, message.kv_endpoint)
-                case "prefill_started":
-                    listener.prefill_started(self._info)
+                case "prefill_started" | "leaving":
+                    getattr(listener, kind)(self._info)
                 case "prompt_logprobs":
                     listener.prompt_logprobs(
                         self._info, message.offset, tuple(map(logprobs_from_proto, message.logprobs))

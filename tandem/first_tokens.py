@@ -3,8 +3,10 @@
     version u8 = 3 · kind u8 · count u16 · entries, big-endian
         kind 0   count × (choice index u16 · token id u32)     the first token of each choice that has one
         kind 1   count × (token id u32 · log-probability f32)  the candidates of a beam search, best first
+        kind 2   count × (token id u32)                        the tokens that a choice has behind what was handed over
 
-Written by the prefill worker, read by the decode worker, opaque to everything between. A choice that
+Written by the prefill worker (kind 2 by a decode worker that hands over what it runs), read by the decode worker,
+opaque to everything between. A choice that
 is resumed among others is not named: its tokens are known, and their KV is computed where it decodes.
 Candidates cost a few bytes each, so that no token of the prompt is computed twice.
 Version 2 had no kinds; version 1 was the four bytes of one token id.
@@ -14,24 +16,38 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from tandem.errors import FrameError
 from tandem.types import Candidates, TokenId
 
-FirstTokens: TypeAlias = Mapping[int, TokenId] | Candidates
-"""Tokens by choice index, or the first candidates of a beam search."""
+
+@dataclass(frozen=True, slots=True)
+class NextTokens:
+    """What the one choice of a running request has behind the tokens whose KV is handed over; at least one."""
+
+    token_ids: tuple[TokenId, ...]
+
+
+FirstTokens: TypeAlias = Mapping[int, TokenId] | Candidates | NextTokens
+"""Tokens by choice index, the first candidates of a beam search, or the tokens of a choice that ran elsewhere."""
 
 FIRST_TOKENS_VERSION = 3
-_TOKENS, _CANDIDATES = 0, 1
+_TOKENS, _CANDIDATES, _NEXT = 0, 1, 2
 _HEAD = struct.Struct("!BBH")
-_ENTRIES = {_TOKENS: struct.Struct("!HI"), _CANDIDATES: struct.Struct("!If")}
+_ENTRIES = {_TOKENS: struct.Struct("!HI"), _CANDIDATES: struct.Struct("!If"), _NEXT: struct.Struct("!I")}
 
 
 def encode_first_tokens(first: FirstTokens) -> bytes:
     """Raises FrameError if a number does not fit."""
-    kind, entries = (_TOKENS, first.items()) if isinstance(first, Mapping) else (_CANDIDATES, first)
+    kind: int
+    entries: Iterable[tuple[float, ...]]
+    if isinstance(first, NextTokens):
+        kind, entries = _NEXT, [(token_id,) for token_id in first.token_ids]
+    else:
+        kind, entries = (_TOKENS, first.items()) if isinstance(first, Mapping) else (_CANDIDATES, first)
     try:
         packed = [_ENTRIES[kind].pack(*entry) for entry in entries]
         return _HEAD.pack(FIRST_TOKENS_VERSION, kind, len(packed)) + b"".join(packed)
@@ -42,8 +58,8 @@ def encode_first_tokens(first: FirstTokens) -> bytes:
 def decode_first_tokens(payload: bytes) -> FirstTokens:
     """The reverse.
 
-    Raises FrameError on another version, an unknown kind, a wrong length, a choice or a candidate named twice, and
-    candidates that are none, out of order or without a finite log-probability.
+    Raises FrameError on another version, an unknown kind, a wrong length, a choice or a candidate named twice,
+    candidates that are none, out of order or without a finite log-probability, and no next token.
     """
     if len(payload) < _HEAD.size:
         raise FrameError(f"first-token payload of {len(payload)} bytes is too short")
@@ -56,6 +72,10 @@ def decode_first_tokens(payload: bytes) -> FirstTokens:
     if len(payload) != _HEAD.size + count * entry.size:
         raise FrameError(f"first-token payload of {len(payload)} bytes does not hold {count} entries")
     entries = tuple(entry.iter_unpack(payload[_HEAD.size :]))
+    if kind == _NEXT:
+        if not entries:
+            raise FrameError("no next token")
+        return NextTokens(tuple(token_id for (token_id,) in entries))
     if len({first for first, _ in entries}) != count:
         raise FrameError("first-token payload names a choice or a token twice")
     return dict(entries) if kind == _TOKENS else _checked(entries)

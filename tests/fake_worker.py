@@ -16,7 +16,6 @@ import grpc.aio
 
 from tandem.convert import (
     failed_to_proto,
-    finish_reason_to_proto,
     group_from_proto,
     info_to_proto,
     load_to_proto,
@@ -38,34 +37,10 @@ from tandem.types import (
 )
 from tandem.v1 import registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.fake_model import drawn_with_prompt, prompt_logprobs_of, token_at
+from tests.fake_stream import Stream
 
 BEAT_S = 0.05
 RETRY_S = 0.05
-
-
-def delta_to_proto(handle: Handle, delta: TokenDelta) -> worker_pb2.SequenceOutput:
-    """New tokens of the sequence that `handle` names."""
-    return worker_pb2.SequenceOutput(
-        handle=handle,
-        offset=delta.offset,
-        token_ids=delta.token_ids,
-        logprobs=[logprobs_to_proto(each) for each in delta.logprobs],
-        finish_reason=finish_reason_to_proto(delta.finish_reason),
-        index=delta.index,
-    )
-
-
-class Stream:
-    """One router's stream: what is said to it, in order."""
-
-    def __init__(self) -> None:
-        self.messages: asyncio.Queue[worker_pb2.ConnectResponse] = asyncio.Queue()
-
-    def say(self, **message: Any) -> None:
-        self.messages.put_nowait(worker_pb2.ConnectResponse(**message))
-
-    def tokens(self, handle: Handle, *deltas: TokenDelta) -> None:
-        self.say(step_outputs=worker_pb2.StepOutputs(outputs=[delta_to_proto(handle, each) for each in deltas]))
 
 
 Key = tuple[Stream, Handle]
@@ -86,7 +61,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     """A worker of either role. Stages that are held do not happen until let go.
 
     Stages: "prefill" (PrefillStarted), "reserve", "first" (PrefillDone and first tokens), "attach", "handoff_word",
-    "decode".
+    "decode", "hand_over".
     """
 
     def __init__(self, info: WorkerInfo, peers: dict[str, FakeWorker]) -> None:
@@ -99,6 +74,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.cached_tokens = 0
         """Of every prompt, as it is told."""
         self.load = WorkerLoad(0, 0, 0, 0, PoolCounts(64, 64, 0, 0, 0, 0, 16, 0), 0, draining=False)
+        self.hand_overs: list[worker_pb2.HandOver] = []
+        """What it was told to hand over."""
         self.local_limits: list[int] = []
         """Most tokens that it was to compute by itself for holding the rest, of each request of that kind."""
         self.forgets = False
@@ -210,6 +187,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         elif kind == "grant" and (running := self.sequences.get((stream, Handle(request.grant.handle)))) is not None:
             running.grant = request.grant
             self._notify()
+        elif kind == "hand_over":
+            self._spawn(self._give_away((stream, Handle(request.hand_over.handle)), request.hand_over))
         elif kind == "release":
             self.num_releases += 1
             self.sequences.pop((stream, Handle(request.release.handle)), None)
@@ -264,6 +243,28 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         """The prompt's KV is here: decodes from now on."""
         for key in [key for key in self.sequences if str(key[1]).encode() == ticket]:
             self._first_tokens(key)
+            self._spawn(self._decode(key))
+
+    def offer_all(self) -> None:
+        """It drains, and would hand over what it runs."""
+        for stream, handle in self.sequences:
+            stream.say(leaving=worker_pb2.Leaving(handle=handle))
+
+    async def _give_away(self, key: Key, wanted: worker_pb2.HandOver) -> None:
+        """Hands a running request over; decodes no further from the moment on that it is asked to."""
+        if key not in self.sequences:
+            return
+        running, stream = self.sequences[key], key[0]
+        self.hand_overs.append(wanted)
+        offsets, running.offsets = running.offsets, {}
+        if await self._passes("hand_over", key):
+            self._peers[wanted.kv_endpoint.decode()].take_over(wanted.ticket, offsets)
+            stream.say(handoff_done=worker_pb2.HandoffDone(handle=key[1], transfer_bytes=2048, transfer_seconds=0.0625))
+
+    def take_over(self, ticket: bytes, offsets: dict[int, int]) -> None:
+        """The KV of a request that ran elsewhere is here, with all its tokens: decodes from there on."""
+        for key in [key for key in self.sequences if str(key[1]).encode() == ticket]:
+            self.sequences[key].offsets = offsets
             self._spawn(self._decode(key))
 
     def _first_tokens(self, key: Key) -> list[TokenDelta]:

@@ -18,7 +18,6 @@ from engine.host_tier import HostTier
 from engine.prefix_cache import PrefixCache
 from engine.step import SampledToken
 from kvtransfer.base import BlockRef, HandoffListener, Offer, TransferReport
-from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker
 from prefill_worker.worker import WorkerParts as PrefillParts
@@ -51,6 +50,7 @@ from tests.fake_disk import LateDisk
 from tests.manual_clock import ManualClock
 from tests.registering import INFO
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine
+from worker.outgoing_transfer import OutgoingPolicy
 
 BLOCK_SIZE = 4
 SILENCE_S = 0.01
@@ -154,6 +154,9 @@ class CoreLink:
         self.waits: dict[WaitReason, Sequence[Handle]] = {}
         """Since they were last cleared."""
         self.failures: list[TandemError] = []
+        self.holds_words = False
+        """Whether ends of hand-offs are told by `tell_held` alone."""
+        self._held: list[tuple[Handle, int, float]] = []
 
     # --- from the attempt ---
 
@@ -174,6 +177,15 @@ class CoreLink:
 
     def grant(self, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
         self._core.grant(self, handle, ticket, kv_endpoint)
+
+    def hand_over(self, handle: Handle, num_output_tokens: int, ticket: bytes, kv_endpoint: bytes) -> None:
+        self._core.hand_over(self, handle, num_output_tokens, ticket, kv_endpoint)
+
+    def listen(self, handle: Handle, listener: GroupListener) -> bool:
+        if handle not in self._listeners:
+            return False
+        self._listeners[handle] = listener
+        return True
 
     def release(self, handle: Handle) -> None:
         if self._listeners.pop(handle, None) is not None:
@@ -216,7 +228,18 @@ class CoreLink:
         self._tell(handle, "tokens", TokenDelta(offset, (token.token_id,), (), finish_reason, index))
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
-        self._tell(handle, "handoff_done", num_bytes, seconds)
+        self._held.append((handle, num_bytes, seconds))
+        if not self.holds_words:
+            self.tell_held()
+
+    def tell_held(self) -> None:
+        """Of all hand-offs that have ended."""
+        held, self._held = self._held, []
+        for handle, num_bytes, seconds in held:
+            self._tell(handle, "handoff_done", num_bytes, seconds)
+
+    def leaving(self, handle: Handle) -> None:
+        self._tell(handle, "leaving")
 
     def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
         self.waits[reason] = handles

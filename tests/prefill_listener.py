@@ -47,6 +47,9 @@ class RecordingRouter:
         self.first_tokens[handle][index] = token.token_id
         self.arrivals.note()
 
+    def leaving(self, handle: Handle) -> None:
+        raise AssertionError("only a decode worker that drains says so")
+
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
         assert seconds > 0
         self.num_bytes[handle] = num_bytes

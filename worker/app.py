@@ -76,7 +76,7 @@ class Foundation:
         incarnation, clock = new_incarnation(), MonotonicClock()
         worker_id = WorkerId(config.worker_id or f"{role.value}-{incarnation[:8]}")
         metrics = Metrics(Process(role.value), checkpoint.name, worker_id)
-        observer = worker_observers([*sequence_spans(tracer, role), WorkerMetrics(metrics, role, clock)])
+        observer = worker_observers([*sequence_spans(tracer, role), WorkerMetrics(metrics, clock)])
         return cls(role, config, security, checkpoint, transports, incarnation, worker_id, metrics, observer, clock)
 
     @property

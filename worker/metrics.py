@@ -17,7 +17,7 @@ from tandem.types import GroupSpec, Role, WaitReason, WorkerLoad
 class WorkerMetrics(WorkerObserver):
     """Counts for one process."""
 
-    def __init__(self, metrics: Metrics, role: Role, clock: Clock) -> None:
+    def __init__(self, metrics: Metrics, clock: Clock) -> None:
         self.clock = clock
         self.sequences = metrics.counter(names.SEQUENCES)
         self.failures = metrics.counter(names.SEQUENCE_FAILURES)
@@ -26,7 +26,7 @@ class WorkerMetrics(WorkerObserver):
         self.transfers = metrics.counter(names.TRANSFERS)
         self.transfer_failures = metrics.counter(names.TRANSFER_FAILURES)
         self.transfer_s = metrics.histogram(names.TRANSFER_SECONDS)
-        self.transfer_bytes = metrics.counter(names.TRANSFER_BYTES) if role is Role.PREFILL else None
+        self.transfer_bytes = metrics.counter(names.TRANSFER_BYTES)
         self.cache_queries = metrics.counter(names.PREFIX_CACHE_QUERIES)
         self.cache_hits = metrics.counter(names.PREFIX_CACHE_HITS)
         self._computed_tokens = metrics.counter(names.COMPUTED_PROMPT_TOKENS)
@@ -79,8 +79,7 @@ class _Request(SequenceObserver):
         self._transferring = False
         of.transfers.add(1, "committed")
         of.transfer_s.observe(seconds)
-        if of.transfer_bytes is not None:
-            of.transfer_bytes.add(num_bytes)
+        of.transfer_bytes.add(num_bytes)
 
     def ended(self, error: TandemError | None, num_tokens: int) -> None:
         of = self._of

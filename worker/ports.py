@@ -54,7 +54,10 @@ class RouterPort(Protocol):
         """
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
-        """Prefill worker: every block is verified and attached."""
+        """Who handed the KV over: every block is verified and attached. Nothing follows."""
+
+    def leaving(self, handle: Handle) -> None:
+        """Decode worker: it drains, and would hand this running request over. Answered by `WorkerCore.hand_over`."""
 
     def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
         """All its requests that wait for this now. A later word with the same reason replaces one not yet taken."""
@@ -101,6 +104,14 @@ class WorkerCore(Protocol):
 
     def grant(self, session: RouterPort, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
         """Prefill worker: where its KV goes, both as minted by the decode worker. A no-op for an unknown handle."""
+
+    def hand_over(
+        self, session: RouterPort, handle: Handle, num_output_tokens: int, ticket: bytes, kv_endpoint: bytes
+    ) -> None:
+        """Decode worker: gives a running request to another one, as minted by that; a no-op for an unknown handle.
+
+        The other one expects the KV of the prompt and of `num_output_tokens`, which are fewer than have been told.
+        """
 
     def release(self, session: RouterPort, handle: Handle) -> None:
         """Nothing more is wanted of it. Idempotent; the handle may be unknown."""

@@ -1,7 +1,7 @@
 """One router's stream as a worker sees it: a `RouterPort` that writes what it is told into messages at once.
 
     reserved · prefill_started · prefill_done ─▶ answers ┐
-    prompt_logprobs                           ─▶ answers │
+    prompt_logprobs · leaving                 ─▶ answers │
     token                                     ─▶ outputs ├─ take ─▶ the stream's writer, in this order
     handoff_done · failed                     ─▶ ends    │
     waiting                                   ─▶ waits   │
@@ -93,6 +93,10 @@ class RouterSession:
         """See `worker.ports.RouterPort`."""
         message = worker_pb2.HandoffDone(handle=handle, transfer_bytes=num_bytes, transfer_seconds=seconds)
         self._add(self._ends, handle, worker_pb2.ConnectResponse(handoff_done=message))
+
+    def leaving(self, handle: Handle) -> None:
+        """See `worker.ports.RouterPort`."""
+        self._add(self._answers, handle, worker_pb2.ConnectResponse(leaving=worker_pb2.Leaving(handle=handle)))
 
     def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
         """See `worker.ports.RouterPort`."""

@@ -1,6 +1,6 @@
 """The worker's end of `WorkerService.Connect`: one stream per router, all its requests in it.
 
-Life of a stream: RouterHello → WorkerHello → any number of Reserve, Prefill, Grant, Release one way and
+Life of a stream: RouterHello → WorkerHello → any number of Reserve, Prefill, Grant, HandOver, Release one way and
 answers the other. However it ends, the core is told `router_lost` exactly once.
 """
 
@@ -95,6 +95,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 case "grant":
                     grant = request.grant
                     self._core.grant(session, Handle(grant.handle), grant.ticket, grant.kv_endpoint)
+                case "hand_over":
+                    over = request.hand_over
+                    self._core.hand_over(
+                        session, Handle(over.handle), over.output_tokens, over.ticket, over.kv_endpoint
+                    )
                 case "release":
                     handle = Handle(request.release.handle)
                     session.close_handle(handle)

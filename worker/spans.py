@@ -76,6 +76,13 @@ class _Spans(SequenceObserver):
         if span is not None:
             span.end(end_ns)
 
+    def _sent(self, num_bytes: int, seconds: float, transport: str | None) -> None:
+        span = self._open[TRANSFER]
+        span.set_attributes({"tandem.transfer.bytes": num_bytes, "tandem.transfer.busy_seconds": seconds})
+        if transport is not None:
+            span.set_attribute("tandem.transfer.transport", transport)
+        self._finish(TRANSFER)
+
     def _computes(self, name: str) -> None:
         spec = self._spec
         attributes: dict[str, str | int] = {
@@ -101,11 +108,7 @@ class _Prefilled(_Spans):
         self._begin(TRANSFER)
 
     def transferred(self, num_bytes: int, seconds: float, transport: str | None) -> None:
-        span = self._open[TRANSFER]
-        span.set_attributes({"tandem.transfer.bytes": num_bytes, "tandem.transfer.busy_seconds": seconds})
-        if transport is not None:
-            span.set_attribute("tandem.transfer.transport", transport)
-        self._finish(TRANSFER)
+        self._sent(num_bytes, seconds, transport)
 
     def ended(self, error: TandemError | None, num_tokens: int) -> None:
         if error is not None and not self._open:
@@ -120,11 +123,17 @@ class _Decoded(_Spans):
         self._reserved_ns = time.time_ns()
 
     def transfer_started(self) -> None:
-        self._receive().add_event("transfer_started")
+        if DECODE in self._open:
+            self._begin(TRANSFER)  # to another decode worker
+        else:
+            self._receive().add_event("transfer_started")
 
     def transferred(self, num_bytes: int, seconds: float, transport: str | None) -> None:
-        self._finish(RECEIVE)
-        self._computes(DECODE)
+        if TRANSFER in self._open:
+            self._sent(num_bytes, seconds, transport)
+        else:
+            self._finish(RECEIVE)
+            self._computes(DECODE)
 
     def started(self) -> None:
         if DECODE in self._open:

@@ -119,9 +119,10 @@ REQUESTS_REFUSED = Metric(
 )
 PLACEMENTS = Metric(
     "tandem_request_placements_total",
-    "Pairs of workers chosen; local = the decode worker computes the prompt too.",
+    "Pairs of workers chosen; local = the decode worker computes the prompt too; handed_over = another decode worker "
+    "takes over what runs, with its KV.",
     _ROUTER,
-    {"path": ("disaggregated", "local")},
+    {"path": ("disaggregated", "local", "handed_over")},
 )
 PREFIX_PLACEMENTS = Metric(
     "tandem_request_prefix_placements_total",
@@ -274,7 +275,7 @@ TRANSFERS = Metric(
 TRANSFER_FAILURES = Metric(
     "tandem_transfer_failures_total", "Hand-offs of KV that failed.", WORKERS, {"reason": _TRANSFER_FAILS}
 )
-TRANSFER_BYTES = Metric("tandem_transfer_bytes_total", "Bytes of KV handed over, counted by the sender.", _PREFILL)
+TRANSFER_BYTES = Metric("tandem_transfer_bytes_total", "Bytes of KV handed over, counted by the sender.", WORKERS)
 TRANSFER_SECONDS = Metric(
     "tandem_transfer_seconds",
     "One hand-off of KV: the sender's time spent on moving it, the receiver's from the ticket's showing on.",

@@ -150,6 +150,18 @@ class Grant(_message.Message):
     kv_endpoint: bytes
     def __init__(self, handle: _Optional[int] = ..., ticket: _Optional[bytes] = ..., kv_endpoint: _Optional[bytes] = ...) -> None: ...
 
+class HandOver(_message.Message):
+    __slots__ = ("handle", "output_tokens", "ticket", "kv_endpoint")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    KV_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    output_tokens: int
+    ticket: bytes
+    kv_endpoint: bytes
+    def __init__(self, handle: _Optional[int] = ..., output_tokens: _Optional[int] = ..., ticket: _Optional[bytes] = ..., kv_endpoint: _Optional[bytes] = ...) -> None: ...
+
 class Release(_message.Message):
     __slots__ = ("handle",)
     HANDLE_FIELD_NUMBER: _ClassVar[int]
@@ -157,18 +169,20 @@ class Release(_message.Message):
     def __init__(self, handle: _Optional[int] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("hello", "reserve", "prefill", "release", "grant")
+    __slots__ = ("hello", "reserve", "prefill", "release", "grant", "hand_over")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
+    HAND_OVER_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     reserve: Reserve
     prefill: Prefill
     release: Release
     grant: Grant
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ...) -> None: ...
+    hand_over: HandOver
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("incarnation",)
@@ -258,6 +272,12 @@ class CacheChanges(_message.Message):
     cleared: bool
     def __init__(self, stored: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ..., cleared: bool = ...) -> None: ...
 
+class Leaving(_message.Message):
+    __slots__ = ("handle",)
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    def __init__(self, handle: _Optional[int] = ...) -> None: ...
+
 class HandoffDone(_message.Message):
     __slots__ = ("handle", "transfer_bytes", "transfer_seconds")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
@@ -283,7 +303,7 @@ class Failed(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., retryable: bool = ..., field: _Optional[str] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
-    __slots__ = ("hello", "reserved", "prefill_done", "handoff_done", "step_outputs", "failed", "prefill_started", "waiting", "prompt_logprobs", "cache_changes")
+    __slots__ = ("hello", "reserved", "prefill_done", "handoff_done", "step_outputs", "failed", "prefill_started", "waiting", "prompt_logprobs", "cache_changes", "leaving")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_DONE_FIELD_NUMBER: _ClassVar[int]
@@ -294,6 +314,7 @@ class ConnectResponse(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHE_CHANGES_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     reserved: Reserved
     prefill_done: PrefillDone
@@ -304,4 +325,5 @@ class ConnectResponse(_message.Message):
     waiting: Waiting
     prompt_logprobs: PromptLogprobs
     cache_changes: CacheChanges
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., prefill_done: _Optional[_Union[PrefillDone, _Mapping]] = ..., handoff_done: _Optional[_Union[HandoffDone, _Mapping]] = ..., step_outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prefill_started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., cache_changes: _Optional[_Union[CacheChanges, _Mapping]] = ...) -> None: ...
+    leaving: Leaving
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., prefill_done: _Optional[_Union[PrefillDone, _Mapping]] = ..., handoff_done: _Optional[_Union[HandoffDone, _Mapping]] = ..., step_outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prefill_started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., cache_changes: _Optional[_Union[CacheChanges, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...

@@ -68,7 +68,7 @@ def needed(source: Pod, target: Pod, port_name: str, *, monitored: bool) -> bool
         case "grpc-prefill" | "grpc-decode":
             return from_router
         case "kv":
-            return "tandem/prefill" in source.labels
+            return "tandem/prefill" in source.labels or "tandem/decode" in source.labels
         case "picked":
             return "tandem/worker" in source.labels and "tandem/worker" in target.labels
         case "dns":

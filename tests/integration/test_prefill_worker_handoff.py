@@ -20,7 +20,6 @@ from engine.runner import Runner
 from engine.step import Step, StepResult
 from kvtransfer.base import Fingerprints, Offer, PoolMemory
 from kvtransfer.sender import KvSender
-from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker, WorkerParts
 from tandem.clock import MonotonicClock
@@ -40,6 +39,7 @@ from tandem.validation import Validator
 from tests.prefill_listener import RecordingRouter
 from tests.receiving_pool import NUM_BLOCKS, Arrivals, Target
 from tests.recording_observers import RecordingWorker
+from worker.outgoing_transfer import OutgoingPolicy
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, CHUNK_TOKENS = 16, 64

@@ -151,6 +151,7 @@ class Router:
     prompt_scores: dict[Handle, list[TokenLogprobs]] = field(default_factory=dict)
     prefilled: list[Handle] = field(default_factory=list)
     handed_over_bytes: dict[Handle, int] = field(default_factory=dict)
+    leaving_handles: set[Handle] = field(default_factory=set)
     errors: dict[Handle, TandemError] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -192,6 +193,10 @@ class Router:
         tokens.append(token.token_id)
         self.num_running[handle] -= finish_reason is not None
         self.most_live_blocks = max(self.most_live_blocks, self.pool.counts().live)
+        self._news.set()
+
+    def leaving(self, handle: Handle) -> None:
+        self.leaving_handles.add(handle)
         self._news.set()
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:

@@ -15,7 +15,6 @@ from bench.tiny_models import CONTEXT_TOKENS, VOCAB_SIZE
 from engine.loading import Engine
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.sender import KvSender
-from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker
 from prefill_worker.worker import WorkerParts as PrefillParts
@@ -25,6 +24,7 @@ from tandem.limits import Limits
 from tandem.telemetry.observers import WorkerObserver
 from tandem.types import GroupSpec, Handle, TokenId, new_incarnation
 from tandem.validation import Validator
+from worker.outgoing_transfer import OutgoingPolicy
 
 BLOCK_SIZE = 8
 LENGTHS = (1, 7, 8, 9, 24, 25, 100)

@@ -171,8 +171,11 @@ class FakeRouter:
             assert self.scores.setdefault(choice, score) == score
         self._news.set()
 
+    def leaving(self, handle: Handle) -> None:
+        raise AssertionError("this worker has no sender")
+
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
-        raise AssertionError("a decode worker hands nothing over")
+        raise AssertionError("this worker has no sender")
 
     def prompt_logprobs(self, handle: Handle, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:
         raise AssertionError("nobody asked for them")

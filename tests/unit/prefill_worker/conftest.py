@@ -17,7 +17,6 @@ from engine.step import (
     SampledToken,
 )
 from kvtransfer.base import TransferReport
-from prefill_worker.outgoing_transfer import OutgoingPolicy
 from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker, WorkerParts
 from tandem.errors import TandemError
@@ -40,6 +39,7 @@ from tandem.validation import Validator
 from tests.manual_clock import ManualClock
 from tests.prompt_engine import BLOCK_SIZE, DEADLINE_S, FakeEngine, Gate, token_at
 from tests.recording_observers import RecordingWorker
+from worker.outgoing_transfer import OutgoingPolicy
 
 
 class FakeHandoff:
@@ -152,6 +152,9 @@ class FakeRouter:
     ) -> None:
         assert index not in self.choices[handle]
         self.choices[handle][index] = TokenDelta(offset, (token.token_id,), finish_reason=finish_reason, index=index)
+
+    def leaving(self, handle: Handle) -> None:
+        raise AssertionError("only a decode worker that drains says so")
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
         assert handle in self.choices

@@ -274,3 +274,17 @@ def test_a_request_avoids_who_failed_it_before_who_failed_others(view: Any) -> N
     demand = Demand(10, 20, blamed=frozenset({Incarnation("failed it-life-1")}))
     assert set(names(workers, demand)) == {("p", "failed it")}  # as suspect, and not known to fail everybody
     assert set(names([*workers, view(D, "well")], demand)) == {("p", "well")}
+
+
+def test_what_is_handed_over_goes_to_another_decode_worker_and_is_never_computed_there(view: Any) -> None:
+    source = view(D, "source")
+    holder = replace(view(D, "holder"), reported_tokens=9, likely_tokens=9)
+    workers = [source, view(P, "p"), holder, view(D, "local", local_prefill_tokens=None)]
+    assert set(names(workers, replace(DEMAND, source=source.info))) <= {("source", "holder"), ("source", "local")}
+
+
+def test_what_is_handed_over_stays_where_no_other_decode_worker_fits(view: Any) -> None:
+    source = view(D, "source")
+    other = view(D, "other", layout_fingerprint="another")
+    with pytest.raises(Unavailable, match="layout_fingerprint"):
+        place(replace(DEMAND, source=source.info), [source, view(P, "p"), other], Random(1))

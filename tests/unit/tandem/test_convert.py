@@ -22,7 +22,7 @@ from tandem.types import (
     WorkerLoad,
 )
 from tandem.v1 import inference_pb2, registry_pb2, worker_pb2
-from tests.fake_worker import delta_to_proto
+from tests.fake_stream import delta_to_proto
 
 UINT32 = st.integers(0, 2**32 - 1)
 FLOAT32 = st.floats(width=32, allow_nan=False)

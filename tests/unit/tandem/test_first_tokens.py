@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.errors import FrameError
-from tandem.first_tokens import decode_first_tokens, encode_first_tokens
+from tandem.first_tokens import NextTokens, decode_first_tokens, encode_first_tokens
 from tandem.types import Candidates, TokenId
 
 TOKENS = st.dictionaries(st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1).map(TokenId), max_size=20)
@@ -31,7 +31,17 @@ def test_tokens_come_back_as_they_went(tokens: dict[int, TokenId]) -> None:
     assert decode_first_tokens(encode_first_tokens(tokens)) == tokens
 
 
+@given(st.lists(st.integers(0, 2**32 - 1).map(TokenId), min_size=1, max_size=20))
+def test_tokens_of_a_running_choice_come_back_in_order(token_ids: list[TokenId]) -> None:
+    next_tokens = NextTokens(tuple(token_ids))
+    assert decode_first_tokens(encode_first_tokens(next_tokens)) == next_tokens
+
+
 def test_the_payload_is_as_documented() -> None:
+    assert (
+        encode_first_tokens(NextTokens((TokenId(258), TokenId(3))))
+        == b"\x03\x02\x00\x02\x00\x00\x01\x02\x00\x00\x00\x03"
+    )
     assert encode_first_tokens({3: TokenId(258)}) == b"\x03\x00\x00\x01\x00\x03\x00\x00\x01\x02"
     assert encode_first_tokens(((TokenId(258), -0.5),)) == b"\x03\x01\x00\x01\x00\x00\x01\x02\xbf\x00\x00\x00"
 
@@ -55,7 +65,9 @@ def test_a_payload_that_is_cut_short_is_refused(tokens: dict[int, TokenId], leng
     [
         (b"\x00\x00\x00\x07", "version 0"),
         (b"\x02\x00\x00\x00", "version 2"),
-        (b"\x03\x02\x00\x00", "kind 2"),
+        (b"\x03\x03\x00\x00", "kind 3"),
+        (b"\x03\x02\x00\x00", "no next token"),
+        (b"\x03\x02\x00\x02\x00\x00\x00\x05", "does not hold"),
         (b"\x03\x00\x00\x00\x00", "does not hold"),
         (b"\x03\x00\x00\x02" + 2 * b"\x00\x01\x00\x00\x00\x05", "twice"),
         (b"\x03\x01\x00\x02" + 2 * (b"\x00\x00\x00\x05" + struct.pack("!f", -1.0)), "twice"),

@@ -1,4 +1,4 @@
-"""One prompt's KV blocks on their way to a decode worker: lends them to the sender and takes them back.
+"""One request's KV blocks on their way to a decode worker: lends them to the sender and takes them back.
 
     WAITING → OPENING → PUSHING → COMMITTING → COMMITTED
        └─────────┴─────────┴──────────┴─────→ FAILED | ABORTED
@@ -49,7 +49,7 @@ class OutgoingOwner(Protocol):
 
 
 class OutgoingTransfer:
-    """The transfer of one prompt."""
+    """The transfer of one prompt, or of a request that runs."""
 
     def __init__(
         self, request: Request, sender: Sender, pool: BlockPool, policy: OutgoingPolicy, owner: OutgoingOwner
@@ -106,10 +106,10 @@ class OutgoingTransfer:
         if self._policy.overlap and self._takes_blocks():
             self._lend_up_to(num_finished)
 
-    def finish(self, payload: bytes) -> None:
-        """Lends the rest of the prompt's blocks; commits with `payload` once all are pushed."""
+    def finish(self, num_blocks: int, payload: bytes) -> None:
+        """Lends the rest of its first `num_blocks` blocks; commits with `payload` once all are pushed."""
         if self._takes_blocks():
-            self._lend_up_to(len(self._request.group.prefix.block_table))
+            self._lend_up_to(num_blocks)
             self._payload = payload
             self._work.set()
 

@@ -1,0 +1,175 @@
+"""Running requests on their way to another decode worker, with their KV: what a worker that drains does with them.
+
+    running ──tell──▶ offered to its router, still running
+       └──begin──▶ suspended: no new step ──steps in flight have ended──▶ its blocks are pushed ──▶ committed: gone
+                                                                      └──▶ failed: its router is told, and replays it
+
+Only what a hand-off can carry may leave: one choice, no beam, its prompt computed, all its KV here. The blocks that
+are pushed hold what the other worker asked for; the tokens behind that go with the commit, and their KV is computed
+there. Tokens of steps that were in flight are told as ever, before the end of the hand-off is.
+
+The request stays in the batch, and holds its blocks, until the owner ends it. The worker stays until the router has
+released what it handed over: a worker that left sooner could take the last word on it, HandoffDone, with it.
+All on the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from decode_worker.running_batch import RunningBatch
+from engine.prefix_cache import PrefixCache
+from engine.sequence import Sequence
+from kvtransfer.base import Sender, TransferReport
+from tandem.errors import InvalidRequest, Reason, TandemError, Unavailable
+from tandem.first_tokens import NextTokens, encode_first_tokens
+from tandem.types import Handle
+from worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
+from worker.ports import RouterPort
+from worker.request import Request
+
+_POLICY = OutgoingPolicy(overlap=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the other decode worker asked for."""
+
+    num_output_tokens: int
+    ticket: bytes
+    kv_endpoint: bytes
+
+
+class HandOvers:
+    """Those of one worker. An `OutgoingOwner`."""
+
+    def __init__(
+        self,
+        batch: RunningBatch,
+        cache: PrefixCache,
+        sender: Sender | None,
+        end: Callable[[Request, TandemError | None], None],
+        on_returned: Callable[[], None],
+    ) -> None:
+        """`end` is called once for each that has left (None) or failed, unless it was forgotten before.
+
+        `on_returned`: blocks came back, and `is_settled` may have changed.
+        """
+        self._batch = batch
+        self._cache = cache
+        self._sender = sender
+        self._end = end
+        self._on_returned = on_returned
+        self._told: set[Request] = set()
+        """Who may leave, as their routers were told."""
+        self._suspended: dict[Request, _Wanted] = {}
+        """Who waits for the end of their steps."""
+        self._transfers: dict[Request, OutgoingTransfer] = {}
+        """Those under way, and of ended requests such whose blocks the sender still uses."""
+        self._unreleased: set[tuple[RouterPort, Handle]] = set()
+        """What was handed over, and its router may not know of yet."""
+
+    def __iter__(self) -> Iterator[Request]:
+        """Requests that are being handed over."""
+        yield from self._suspended
+        yield from (request for request in self._transfers if request in self._batch)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no block is lent to the sender, and every router knows what became of its requests."""
+        return not self._transfers and not self._unreleased
+
+    def tell(self, requests: Iterable[Request], *, again: bool = False) -> None:
+        """Tells the routers of those that may leave, once; `again`: also of those they were told of."""
+        if again:
+            self._told.clear()
+        for request in requests:
+            if request not in self._told and self._may_leave(request):
+                self._told.add(request)
+                request.router.leaving(request.handle)
+
+    def begin(self, request: Request, num_output_tokens: int, ticket: bytes, kv_endpoint: bytes) -> None:
+        """Suspends it; the rest follows. A no-op if it is suspended already.
+
+        Raises Unavailable if it cannot leave, InvalidRequest if there is no token behind `num_output_tokens`.
+        """
+        if request in self._suspended or request in self._transfers:
+            return
+        if not self._may_leave(request):
+            raise Unavailable("its KV is not here: it goes on elsewhere from its tokens", Reason.DRAINING)
+        if num_output_tokens >= _sequence(request).num_output_tokens:
+            raise InvalidRequest("hand_over.output_tokens", "there is no token behind them")
+        self._batch.suspend(request)
+        self._suspended[request] = _Wanted(num_output_tokens, ticket, kv_endpoint)
+        self.steps_ended()
+
+    def steps_ended(self) -> None:
+        """Steps may have: those that no step in flight computes any more are pushed."""
+        for request in [each for each in self._suspended if not _sequence(each).num_pending_tokens]:
+            self._push(request, self._suspended.pop(request))
+
+    def released(self, router: RouterPort, handle: Handle | None = None) -> None:
+        """The router knows what became of it; None = of all its requests, or it is gone. Idempotent."""
+        known = {each for each in self._unreleased if each[0] is router and handle in {None, each[1]}}
+        if known:
+            self._unreleased -= known
+            self._on_returned()
+
+    def forget(self, request: Request) -> None:
+        """It has ended. Idempotent; a transfer under way is given up."""
+        self._told.discard(request)
+        self._suspended.pop(request, None)
+        if request in self._transfers:
+            self._transfers[request].abort()
+
+    def _may_leave(self, request: Request) -> bool:
+        """Whether all KV but its last token's is here, or comes with the steps in flight."""
+        group = request.group
+        if self._sender is None or request not in self._batch:
+            return False
+        if len(group.sequences) > 1 or request.spec.sampling.beam_width:
+            return False
+        seq = group.sequences[0]
+        return group.is_forked and not seq.is_finished and seq.num_remaining_tokens == 1
+
+    def _push(self, request: Request, wanted: _Wanted) -> None:
+        """INVARIANT: nothing writes into its blocks from here on: it is in no step (test_hand_overs)."""
+        seq = _sequence(request)
+        num_tokens = request.spec.num_prompt_tokens + wanted.num_output_tokens
+        num_blocks = -(-num_tokens // self._cache.pool.block_size)
+        if self._cache.num_loaded(seq.block_table[:num_blocks]) < num_blocks:
+            self._end(request, Unavailable("its KV is not in place", Reason.DRAINING))
+            return
+        assert self._sender is not None  # else nothing may leave
+        transfer = OutgoingTransfer(request, self._sender, self._cache.pool, _POLICY, self)
+        self._transfers[request] = transfer
+        transfer.start()
+        transfer.grant(wanted.ticket, wanted.kv_endpoint)
+        transfer.finish(num_blocks, encode_first_tokens(NextTokens(seq.output_token_ids[wanted.num_output_tokens :])))
+
+    # --- from transfers (OutgoingOwner) ---
+
+    def transfer_committed(self, request: Request, report: TransferReport) -> None:
+        """The other worker has it."""
+        if request not in self._batch:
+            return  # it was released just now
+        self._unreleased.add((request.router, request.handle))
+        request.router.handoff_done(request.handle, report.num_bytes, report.seconds)
+        request.observer.transferred(report.num_bytes, report.seconds, report.transport)
+        self._end(request, None)
+
+    def request_failed(self, request: Request, error: TandemError) -> None:
+        """It is not there, and goes on elsewhere from its tokens."""
+        self._end(request, error)
+
+    def blocks_returned(self, request: Request) -> None:
+        """See `OutgoingOwner`."""
+        if self._transfers[request].has_ended:
+            del self._transfers[request]
+        self._on_returned()
+
+
+def _sequence(request: Request) -> Sequence:
+    (sequence,) = request.group.sequences
+    return sequence

@@ -1,0 +1,366 @@
+"""A decode worker that drains gives what it runs to another one: a router's attempts on two real cores."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from decode_worker.scheduler import StepLimits
+from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from engine.block_pool import BlockPool
+from engine.prefix_cache import PrefixCache
+from engine.step import Step
+from kvtransfer.base import BlockRef, HandoffListener, Offer
+from router.attempt import Attempt
+from router.delivery import ChoiceStream, Delivery
+from router.placement import Placement
+from tandem.errors import Reason, TandemError, TransferError
+from tandem.limits import Limits
+from tandem.telemetry.observers import RequestObserver, RequestStart
+from tandem.types import (
+    ChoiceSpec,
+    GroupSpec,
+    Incarnation,
+    RequestId,
+    SamplingParams,
+    TextParams,
+    TokenId,
+    WorkerId,
+    WorkerInfo,
+)
+from tandem.validation import Validator
+from tests.joined_cores import BLOCK_SIZE, CoreLink, Wire, WireHandoff
+from tests.manual_clock import ManualClock
+from tests.recording_observers import RecordedRequest, RecordingWorker
+from tests.registering import INFO
+from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, expected_tokens
+
+NUM_BLOCKS = 64
+START = RequestStart(RequestId("r"), 1, 3, 0, "", 0.0)
+
+
+def spec_of(num_prompt_tokens: int, max_tokens: int, salt: int = 0, num_choices: int = 1) -> GroupSpec:
+    prompt = tuple(TokenId((37 * salt + 11 * i) % VOCAB_SIZE) for i in range(num_prompt_tokens))
+    choices = tuple(ChoiceSpec(index) for index in range(num_choices))
+    return GroupSpec(RequestId(f"r{salt}"), prompt, SamplingParams(max_tokens=max_tokens), choices)
+
+
+class SlowWire(Wire):
+    """One that may be held before the first block, and broken."""
+
+    def __init__(self, source: FakeEngine, target: FakeEngine) -> None:
+        super().__init__(source, target)
+        self.open_now = asyncio.Event()
+        self.open_now.set()
+        self.num_opened = 0
+        self.error: TandemError | None = None
+
+    async def open(self, ticket: bytes, endpoint: bytes, timeout_s: float) -> WireHandoff:
+        self.num_opened += 1
+        await self.open_now.wait()
+        if self.error is not None:
+            raise self.error
+        return await super().open(ticket, endpoint, timeout_s)
+
+
+class NoOffers:
+    """The receiver of a worker that nothing is sent to."""
+
+    num_live = 0
+
+    def offer(
+        self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float, first_block: int = 0
+    ) -> Offer:
+        raise AssertionError("nothing is handed over to this worker")
+
+    def withdraw(self, transfer_id: str) -> None: ...
+
+    def reap(self) -> None: ...
+
+
+@dataclass
+class Stream:
+    """One request: its attempt on the first worker, then on the second."""
+
+    spec: GroupSpec
+    delivery: Delivery
+    ids: list[list[TokenId]]
+    observer: RecordedRequest
+    attempt: Attempt
+    task: asyncio.Task[None]
+
+    @property
+    def tokens(self) -> list[TokenId]:
+        return self.ids[0]
+
+
+class _Ids:
+    def __init__(self) -> None:
+        self.ids: list[TokenId] = []
+
+    def step(self, token_id: TokenId) -> str:
+        self.ids.append(token_id)
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+@dataclass
+class Decoder:
+    """One worker."""
+
+    info: WorkerInfo
+    engine: FakeEngine
+    cache: PrefixCache
+    core: DecodeWorker
+    link: CoreLink
+    observer: RecordingWorker = field(default_factory=RecordingWorker)
+
+
+class TwoDecoders:
+    """`old` sends to `new`. Leaving the context checks that both are idle."""
+
+    def __init__(self, num_blocks: int = NUM_BLOCKS, *, overlap_steps: bool = True) -> None:
+        self.clock = ManualClock()
+        engines = [FakeEngine(BlockPool(count, BLOCK_SIZE)) for count in (NUM_BLOCKS, num_blocks)]
+        self.wire = SlowWire(*engines)
+        receivers: list[Any] = [NoOffers(), self.wire]
+        senders: list[Any] = [self.wire, None]
+        self.old, self.new = (
+            self._decoder(name, engine, receiver, sender, overlap_steps=overlap_steps)
+            for name, engine, receiver, sender in zip(("old", "new"), engines, receivers, senders, strict=True)
+        )
+
+    def _decoder(self, name: str, engine: FakeEngine, receiver: Any, sender: Any, *, overlap_steps: bool) -> Decoder:
+        info = replace(INFO, worker_id=WorkerId(name), incarnation=Incarnation(name), max_sequence_tokens=4096)
+        cache, observer = PrefixCache(engine._pool), RecordingWorker()
+        parts = WorkerParts(
+            engine, cache, receiver, Validator(Limits(), VOCAB_SIZE, 4096), self.clock, observer, sender=sender
+        )
+        policy = WorkerPolicy(
+            StepLimits(BLOCK_SIZE, 8, chunk_tokens=16), 4096, first_guess_tokens=4, overlap_steps=overlap_steps
+        )
+        core = DecodeWorker(parts, policy)
+        return Decoder(info, engine, cache, core, CoreLink(info, core), observer)
+
+    async def __aenter__(self) -> TwoDecoders:
+        self._running = [asyncio.create_task(each.core.run()) for each in (self.old, self.new)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.wire.open_now.set()
+        for each in (self.old, self.new):
+            each.engine.let_go()
+            each.core.router_lost(each.link)
+            async with asyncio.timeout(WAIT_S):
+                await each.core.drained()
+            each.core.check_idle()
+            each.cache.check_invariants()
+            each.observer.check_all_ended()
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    def link(self, info: WorkerInfo) -> CoreLink:
+        """As `Workers` gives it."""
+        return self.old.link if info is self.old.info else self.new.link
+
+    def start(self, spec: GroupSpec) -> Stream:
+        """On the old one, which computes the prompt."""
+        detokenizers: list[Any] = [_Ids() for _ in spec.choices]
+        streams = [
+            ChoiceStream(each.index, detokenizer, TextParams(), lambda _: None)
+            for each, detokenizer in zip(spec.choices, detokenizers, strict=True)
+        ]
+        delivery, observer = Delivery(streams, RequestObserver()), RecordedRequest(START)
+        attempt = self._attempt(Placement(None, self.old.info), delivery, observer)
+        task = asyncio.create_task(attempt.run(spec))
+        return Stream(spec, delivery, [each.ids for each in detokenizers], observer, attempt, task)
+
+    async def move(self, stream: Stream) -> None:
+        """Once it leaves: the new one is asked to take it over."""
+        async with asyncio.timeout(WAIT_S):
+            await stream.task
+        assert stream.attempt.leaves
+        (choice,) = stream.delivery.open_choices
+        known = replace(stream.spec, choices=(replace(choice, output_token_ids=choice.output_token_ids[:-1]),))
+        placement = Placement(self.old.info, self.new.info)
+        stream.attempt = self._attempt(placement, stream.delivery, stream.observer, stream.attempt)
+        stream.task = asyncio.create_task(stream.attempt.run(known))
+
+    async def finish(self, *streams: Stream) -> None:
+        """All of them, each with exactly its tokens."""
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*(each.task for each in streams))
+        for each in streams:
+            each.attempt.release()
+            assert each.ids == [expected_tokens(each.spec, index) for index in range(len(each.spec.choices))]
+
+    async def step_until(self, condition: Callable[[], object]) -> None:
+        """Lets steps of the old one, which is held, end one by one."""
+        engine = self.old.engine
+        while not condition():
+            num_steps = engine.num_steps
+            engine.allow()
+            await self.until(lambda num_steps=num_steps: engine.num_steps > num_steps)
+            await asyncio.sleep(0.001)  # what it brought is told
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    def _attempt(
+        self, placement: Placement, delivery: Delivery, observer: RecordedRequest, source: Attempt | None = None
+    ) -> Attempt:
+        links: Any = self
+        return Attempt(placement, links, delivery, observer, self.clock, 0.0, 60.0, lambda _: None, source)
+
+
+def computed_tokens(steps: list[Step]) -> int:
+    return sum(len(seq.token_ids) for step in steps for seq in step.seqs)
+
+
+@asynccontextmanager
+async def drained_at(num_tokens: int, spec: GroupSpec, **options: Any) -> AsyncIterator[tuple[TwoDecoders, Stream]]:
+    """A request that has so many tokens when its worker begins to drain; no step ends from then on."""
+    async with TwoDecoders(**options) as cores:
+        cores.old.engine.hold()
+        stream = cores.start(spec)
+        await cores.step_until(lambda: len(stream.tokens) >= num_tokens)
+        cores.old.core.drain()
+        yield cores, stream
+
+
+@pytest.mark.parametrize("overlap_steps", [True, False])
+@pytest.mark.parametrize("num_prompt_tokens", range(9, 14))
+async def test_it_goes_on_where_it_was_with_its_kv(num_prompt_tokens: int, overlap_steps: bool) -> None:
+    spec = spec_of(num_prompt_tokens, 60)
+    async with drained_at(7, spec, overlap_steps=overlap_steps) as (cores, stream):
+        await cores.move(stream)
+        cores.old.engine.let_go()
+        await cores.finish(stream)
+        computed = computed_tokens(cores.new.engine.steps)
+        handed = [call for call in stream.observer.calls if call[0] == "handed_over"]
+        (moved,) = cores.old.observer.sequences
+    assert computed < 60, "what was handed over was computed again"
+    assert len(handed) == 1
+    assert "transferred" in moved.names
+
+
+async def test_the_old_one_stays_until_the_router_has_heard_of_the_end() -> None:
+    async with drained_at(5, spec_of(8, 40)) as (cores, stream):
+        cores.old.link.holds_words = True
+        await cores.move(stream)
+        cores.old.engine.let_go()
+        await cores.until(lambda: cores.new.engine.steps)
+        leaving = asyncio.create_task(cores.old.core.drained())
+        await cores.until(lambda: cores.new.engine.num_steps > 3)
+        assert not leaving.done()
+        cores.old.link.tell_held()
+        await cores.finish(stream)
+        async with asyncio.timeout(WAIT_S):
+            await leaving
+
+
+async def test_it_runs_on_while_it_waits_for_room() -> None:
+    async with drained_at(5, spec_of(8, 40)) as (cores, stream):
+        blocks = cores.new.cache.allocate(NUM_BLOCKS)
+        await cores.move(stream)
+        num_known = len(stream.tokens)
+        cores.old.engine.let_go()
+        await cores.until(lambda: len(stream.tokens) >= num_known + 10)
+        cores.new.cache.pool.release(blocks)
+        cores.new.core.tick()
+        await cores.finish(stream)
+        assert cores.new.engine.steps, "it ended where it was"
+
+
+async def test_all_that_runs_leaves_at_once() -> None:
+    rng = random.Random(5)
+    async with TwoDecoders() as cores:
+        cores.old.engine.hold()
+        streams = [cores.start(spec_of(rng.randrange(3, 20), 30, salt)) for salt in range(4)]
+        await cores.step_until(lambda: all(len(each.tokens) >= 4 for each in streams))
+        cores.old.core.drain()
+        await asyncio.gather(*map(cores.move, streams))
+        cores.old.engine.let_go()
+        await cores.finish(*streams)
+        async with asyncio.timeout(WAIT_S):
+            await cores.old.core.drained()
+
+
+async def test_one_that_ends_with_a_step_in_flight_ends_there() -> None:
+    async with drained_at(8, spec_of(8, 9)) as (cores, stream):
+        await cores.move(stream)
+        await cores.until(lambda: len(cores.new.link.handles))
+        cores.old.engine.let_go()
+        await cores.finish(stream)
+        assert not cores.new.engine.steps
+
+
+async def test_a_failed_transfer_ends_it_and_both_let_go() -> None:
+    async with drained_at(5, spec_of(8, 40)) as (cores, stream):
+        cores.wire.error = TransferError("the wire is cut")
+        await cores.move(stream)
+        cores.old.engine.let_go()
+        with pytest.raises(TransferError, match="the wire is cut"):
+            await stream.task
+        stream.attempt.release()
+        assert stream.tokens == expected_tokens(stream.spec)[: len(stream.tokens)]
+
+
+async def test_one_that_is_released_while_it_is_handed_over_gives_its_blocks_back() -> None:
+    async with drained_at(5, spec_of(8, 40)) as (cores, stream):
+        cores.wire.open_now.clear()
+        await cores.move(stream)
+        cores.old.engine.let_go()
+        await cores.until(lambda: cores.wire.num_opened)
+        stream.task.cancel()
+        stream.attempt.release()
+
+
+async def test_no_token_comes_from_the_old_one_once_its_blocks_are_pushed() -> None:
+    async with drained_at(5, spec_of(8, 40)) as (cores, stream):
+        cores.wire.open_now.clear()
+        await cores.move(stream)
+        cores.old.engine.let_go()
+        await cores.until(lambda: cores.wire.num_opened)
+        num_steps = len(cores.old.engine.steps)
+        cores.old.core.tick()
+        cores.old.core.report_waits()
+        await asyncio.sleep(0)
+        assert len(cores.old.engine.steps) == num_steps
+        cores.wire.open_now.set()
+        await cores.finish(stream)
+
+
+async def test_several_choices_stay_and_end_where_they_are() -> None:
+    async with drained_at(3, spec_of(8, 20, num_choices=2)) as (cores, stream):
+        cores.old.core.tick()
+        cores.old.core.report_waits()
+        cores.old.engine.let_go()
+        await cores.finish(stream)
+        assert not cores.new.link.handles
+
+
+async def test_what_has_no_kv_fails_to_be_replayed() -> None:
+    async with TwoDecoders() as cores:
+        cores.old.engine.hold()
+        stream = cores.start(spec_of(8, 20))
+        await cores.old.engine.until_launched(1)
+        (handle,) = cores.old.link.handles
+        cores.old.core.hand_over(cores.old.link, handle, 0, b"ticket", b"endpoint")
+        cores.old.engine.let_go()
+        with pytest.raises(TandemError) as failure:
+            await stream.task
+        stream.attempt.release()
+    assert failure.value.reason is Reason.DRAINING
+    assert failure.value.retryable
