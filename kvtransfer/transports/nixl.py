@@ -47,7 +47,7 @@ from kvtransfer.room import Room
 from kvtransfer.transport import Acceptor, Fields, ListenOptions, SendingLane, TransportStatus
 from kvtransfer.transports import tcp
 from kvtransfer.transports.device import DeviceWork
-from kvtransfer.transports.host import HostReceivingLane, HostSendingLane, host_status
+from kvtransfer.transports.host import XXH3, HostReceivingLane, HostSendingLane, host_status
 from tandem.config import keep_ucx_off_other_processes
 from tandem.errors import ConfigError, HandshakeMismatch, InternalError, PeerLost, TransferError
 from tandem.security.tls import ClientTls, ServerTls
@@ -111,12 +111,8 @@ class NixlTransport:
         if not _has_blocks(pool):
             raise ConfigError("transport", f"nixl {_WITHOUT_BLOCKS}")
         sock = tcp.listen(options.host)
-        fields = {
-            "host": options.advertise_host,
-            "port": str(sock.getsockname()[1]),
-            "tls": _on_off(options.tls is not None),
-            "rdma": _on_off(has_rdma()),
-        }
+        fields = {"host": options.advertise_host, "port": str(sock.getsockname()[1])}
+        fields |= {"tls": _on_off(options.tls is not None), "rdma": _on_off(has_rdma())}
         return Acceptor(sock, fields, lambda _: _ReceivingLane(pool, options.tls))
 
     def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
@@ -141,8 +137,7 @@ class NixlTransport:
 class _Region(NamedTuple):
     """Where a pool's blocks lie in its process, as NIXL counts memory."""
 
-    memory: str
-    """DRAM or VRAM."""
+    memory: str  # DRAM or VRAM
     device: int
     address: int
     """Of block 0."""
@@ -163,7 +158,7 @@ class _Agent:
         self._sides: list[Any] = []
         """Our blocks and the peer's, prepared: a piece is then two lists of block ids."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-nixl")
-        self._ending: asyncio.Future[None] | None = None
+        self.ending: asyncio.Future[None] | None = None  # then nothing more can be started
 
     @property
     def region(self) -> _Region:
@@ -171,21 +166,16 @@ class _Agent:
         device = self._blocks.get_device() if self._blocks.is_cuda else 0
         return _Region("VRAM" if self._blocks.is_cuda else "DRAM", device, self._blocks.data_ptr(), len(self._blocks))
 
-    @property
-    def is_ending(self) -> bool:
-        """Whether nothing more can be started."""
-        return self._ending is not None
-
     def start(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Runs `work`, which calls the methods below, after all that was started before. Raises TransferError."""
         return asyncio.get_running_loop().run_in_executor(self._thread, _without_frames, work)
 
     def end(self) -> asyncio.Future[None]:
         """Ends the agent after all that was started. Idempotent. When it is done, nobody writes the rows by it."""
-        if self._ending is None:
-            self._ending = self.start(self.drop)
+        if self.ending is None:
+            self.ending = self.start(self.drop)
             self._thread.shutdown(wait=False)
-        return self._ending
+        return self.ending
 
     def open(self) -> bytes:
         """Registers the blocks. Returns what a peer needs to write there."""
@@ -272,8 +262,7 @@ class _SendingLane(HostSendingLane):
         self._peer: tuple[bytes, _Region] | None = None
         """Its metadata, and where its blocks lie."""
         self._work = _device_work(pool)
-        if self._work is not None:
-            self.verify = (MIX64,)
+        self.verify = (XXH3,) if self._work is None else (MIX64,)
 
     async def secure(self, connection: Connection) -> None:
         self._connection = connection
@@ -328,8 +317,7 @@ class _ReceivingLane(HostReceivingLane):
         self._agent = _Agent(pool)
         self._stop_taking: threading.Event | None = None
         self._work = _device_work(pool)
-        if self._work is not None:
-            self.verify = (MIX64,)
+        self.verify = (XXH3,) if self._work is None else (MIX64,)
 
     async def secure(self, connection: Connection) -> None:
         if self._tls is not None:
@@ -350,7 +338,7 @@ class _ReceivingLane(HostReceivingLane):
         return await self._work.run(partial(self._work.digests, blocks))
 
     def expect(self, num_transfers: int) -> None:
-        if self._agent.is_ending:  # what was open then ends one by one
+        if self._agent.ending is not None:  # what was open then ends one by one
             return
         if num_transfers and self._stop_taking is None:
             self._stop_taking = threading.Event()

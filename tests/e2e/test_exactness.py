@@ -43,7 +43,7 @@ def test_served_tokens_are_those_of_transformers(model: str, ways: list[tuple[st
 @pytest.mark.timeout(240)
 def test_served_tokens_are_those_of_transformers_over_nixl_too(tmp_path: Path) -> None:
     folder = save_tiny_model(MODELS["qwen2"], tmp_path / "qwen2")
-    work = make_workload(folder, Reference(folder), longest=600, seed=4)
+    work = make_workload(folder, Reference(folder), longest=200, seed=4)
 
     assert check_system("nixl", folder, Settings(16, 64), work) == []
 

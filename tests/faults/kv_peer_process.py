@@ -68,7 +68,7 @@ class HalfLane:
 
     async def place(self, sources, targets, room):
         if self.name == "shm":
-            self._lane._rows[targets[0].block_id][:HALF] = 0xAB
+            self._lane._peer.spans((targets[0].block_id,))[0][:HALF] = bytes([0xAB]) * HALF
         if self.name == "nixl":
             await self._lane._agent.start(lambda: self._write_half(targets[0].block_id))
         if self.name != "tcp":

@@ -139,11 +139,11 @@ async def test_a_waiter_that_is_cancelled_after_it_was_served_gives_back() -> No
 @pytest.mark.parametrize("num_rows", [MIN_ROWS, 7, 16, 50, 4096])
 async def test_the_parts_of_a_ring_share_no_row(num_rows: int) -> None:
     ring = HostRing(np.zeros((num_rows, 8), np.uint8))
-    slices = [rows for _ in range(MAX_SLICES + 1) if (rows := ring.lend_slice()) is not None]
+    slices = [lent for _ in range(MAX_SLICES + 1) if (lent := ring.lend_slice()) is not None]
     assert 1 <= len(slices) <= MAX_SLICES
     assert ring.lend_slice() is None
     others = [await part.taken(1) for part in (ring.arriving, ring.leaving) for _ in range(part.num_free)]
-    rows = [row for rows in (*slices, *(room.rows for room in others)) for row in rows]
+    rows = [row for group in (*slices, *(room.rows for room in others)) for row in group]
     assert len(set(rows)) == len(rows)
     assert set(rows) <= set(range(num_rows))
     ring.return_slice(slices[0])
