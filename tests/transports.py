@@ -75,6 +75,8 @@ class Way:
 
     peer_writes: bool
     """Whether its sender writes into the pool by itself, so that it has to prove that it stopped."""
+    fences: bool = False
+    """Whether the receiver ends a lost sender's access by itself, so that this needs no proof of its end."""
     staged: bool = True
     """Whether it moves rows of host memory, so that those can stand for a pool elsewhere."""
     make_pool: Callable[..., TestPool] = SharedPool
@@ -101,7 +103,7 @@ def _nccl_pool(num_blocks: int = NUM_BLOCKS, block_bytes: int = LAYOUT.block_byt
 WAYS: Mapping[str, Way] = {
     "shm": Way(peer_writes=True),
     "tcp": Way(peer_writes=False),
-    "nixl": Way(peer_writes=True, staged=False, prepare=_load_nixl, why_not=nixl_param.WHY_NOT),
+    "nixl": Way(peer_writes=True, fences=True, staged=False, prepare=_load_nixl, why_not=nixl_param.WHY_NOT),
     "cuda_ipc": Way(True, staged=False, make_pool=_device_pool, why_not=obstacle()),
     "nccl": Way(False, staged=False, make_pool=_nccl_pool, why_not=obstacle()),
 }

@@ -27,6 +27,7 @@ from tests.transports import EVERY, PRINTS, WAYS, TestPool, make_pool
 DYING = Timing(lease_s=30.0, reply_s=30.0, stop_s=1.0)
 """No silence is noticed: a death is seen as such."""
 STANDING = Timing(lease_s=2.0, reply_s=2.0, stop_s=1.0)
+SETTLED_WITHIN = 2000
 NUM_BLOCKS = 32
 BESIDE = (BlockId(30), BlockId(31))
 """Blocks of the hand-off that nothing happens to."""
@@ -126,7 +127,12 @@ async def nothing_stays(transport: str) -> AsyncIterator[None]:
             pass
     before = held()
     yield
-    assert held() == before
+    for _ in range(SETTLED_WITHIN):  # libraries end their threads a moment later
+        if all(now <= then for now, then in zip(held(), before, strict=True)):
+            break
+        await asyncio.sleep(0.01)
+    else:
+        raise AssertionError(f"{held()} is held, {before} was")
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -181,7 +187,8 @@ async def test_a_sender_that_stands_still_at_any_point_is_lost_and_lets_go_when_
                 assert (home.pool.blocks[blocks] == FILL).all(), peer.point
             elif peer.point != "connected":
                 await listener.until("failed")
-                assert ("writer_stopped" in listener.calls) is not WAYS[transport].peer_writes, peer.point
+                if not WAYS[transport].fences:
+                    assert ("writer_stopped" in listener.calls) is not WAYS[transport].peer_writes, peer.point
         for peer, listener, _ in caught:
             peer.signal(signal.SIGCONT)
             peer.tell("go on")

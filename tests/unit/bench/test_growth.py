@@ -44,8 +44,8 @@ def test_growth_is_drawn_with_a_panel_for_each_size(tmp_path):
 
 def test_a_result_that_is_not_there_has_no_section():
     record = {"date": "2026-11-21", "machine": {"cores": "2"}, "results": RESULTS}
-    assert "## " not in render({})
+    always = render({}).count("## ")
     page = render({"growth": record, "unknown": record})
-    assert page.count("## ") == 1
+    assert page.count("## ") == always + 1
     assert "images/growth.svg" in page
     assert "Taken 2026-11-21 on cores 2." in page
