@@ -49,9 +49,9 @@ class GatedStaging:
     async def copy_in(self, source: HostRows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
         await self._to_the_end(source, rows, self._blocks, block_ids)
 
-    async def _to_the_end(self, source: HostRows, froms: Sequence[int], target: HostRows, tos: Sequence[int]) -> None:
+    async def _to_the_end(self, source: HostRows, sources: Sequence[int], target: HostRows, targets: Sequence[int]) -> None:
         self.begun.set()
-        copy = asyncio.ensure_future(self._copy(source, list(froms), target, list(tos)))
+        copy = asyncio.ensure_future(self._copy(source, list(sources), target, list(targets)))
         cancelled = False
         while not copy.done():
             try:
@@ -62,11 +62,11 @@ class GatedStaging:
             raise asyncio.CancelledError
         copy.result()
 
-    async def _copy(self, source: HostRows, froms: list[int], target: HostRows, tos: list[int]) -> None:
+    async def _copy(self, source: HostRows, sources: list[int], target: HostRows, targets: list[int]) -> None:
         await self.gate.wait()
         if self.error is not None:
             raise self.error
-        target.rows[tos] = source.rows[froms]
+        target.rows[targets] = source.rows[sources]
         self._clock.advance_s(self.copy_s)
 
 
