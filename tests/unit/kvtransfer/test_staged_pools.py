@@ -49,7 +49,9 @@ class GatedStaging:
     async def copy_in(self, source: HostRows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
         await self._to_the_end(source, rows, self._blocks, block_ids)
 
-    async def _to_the_end(self, source: HostRows, sources: Sequence[int], target: HostRows, targets: Sequence[int]) -> None:
+    async def _to_the_end(
+        self, source: HostRows, sources: Sequence[int], target: HostRows, targets: Sequence[int]
+    ) -> None:
         self.begun.set()
         copy = asyncio.ensure_future(self._copy(source, list(sources), target, list(targets)))
         cancelled = False
