@@ -18,11 +18,14 @@ import os
 import runpy
 import signal
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from tandem.config import show_gpus
 
 _PR_SET_PDEATHSIG = 1
+_AUTOGROUP_TRIES, _AUTOGROUP_PAUSE_S = 10, 0.11
 STANDS_BY_FOR = ("prefill_worker", "decode_worker")
 """Modules that a standby may become."""
 
@@ -79,8 +82,22 @@ def _settle(options: argparse.Namespace) -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
     os.nice(options.nice)
+    _nice_session(os.nice(0))
     if options.gpus is not None:
         show_gpus(options.gpus)
+
+
+def _nice_session(nice: int) -> None:
+    """Each child is a session of its own, and a kernel that schedules by session counts niceness within it only."""
+    for _ in range(_AUTOGROUP_TRIES):
+        try:
+            Path("/proc/self/autogroup").write_text(str(nice))
+        except BlockingIOError:  # the kernel takes ten a second from all who are not root
+            time.sleep(_AUTOGROUP_PAUSE_S)
+        except OSError:
+            return  # it does not schedule by session
+        else:
+            return
 
 
 def _stand_by() -> None:

@@ -75,6 +75,16 @@ async def test_a_launched_child_has_its_cores_and_priority(start: Any) -> None:
     assert await asyncio.wait_for(child.ready(), DEADLINE_S) == f"{cores} {os.getpriority(os.PRIO_PROCESS, 0) + 5}"
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/autogroup"), reason="the kernel does not schedule by session")
+async def test_a_launched_childs_priority_counts_beside_other_sessions(start: Any) -> None:
+    cores = sorted(os.sched_getaffinity(0))[:1]
+    program = "print('ready', open('/proc/self/autogroup').read())"
+    child = start(launch_command("timeit", ["-n1", "-r1", program], cores, 5))
+    told = await asyncio.wait_for(child.ready(), DEADLINE_S)
+    assert told is not None
+    assert told.endswith(f" nice {os.getpriority(os.PRIO_PROCESS, 0) + 5}")
+
+
 @LINUX
 async def test_a_launched_child_sees_its_own_gpu_first(start: Any) -> None:
     cores = sorted(os.sched_getaffinity(0))[:1]
