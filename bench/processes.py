@@ -46,6 +46,11 @@ def children(parent: int) -> dict[str, int]:
     return {name: pid for pid in _child_pids(parent) if (name := _name(pid)) is not None}
 
 
+def standbys(parent: int) -> list[int]:
+    """Process ids of the children of a `tandem serve` that wait to become a worker."""
+    return [pid for pid in _child_pids(parent) if "--standby" in _words(pid)]
+
+
 def _child_pids(parent: int) -> Iterator[int]:
     for entry in os.listdir(_PROC):
         if entry.isdigit():
@@ -55,12 +60,16 @@ def _child_pids(parent: int) -> Iterator[int]:
                     yield int(entry)
 
 
-def _name(pid: int) -> str | None:
-    """By its command line, `python -m MODULE OPTION…`, which a standby gives itself in one word; empty if it ended."""
+def _words(pid: int) -> list[str]:
+    """Of its command line, `python -m MODULE OPTION…`; none if it has ended; one that stood by has all in one."""
     try:
-        words = (_PROC / str(pid) / "cmdline").read_text(errors="replace").replace("\0", " ").split()
+        return (_PROC / str(pid) / "cmdline").read_text(errors="replace").replace("\0", " ").split()
     except OSError:
-        return None
+        return []
+
+
+def _name(pid: int) -> str | None:
+    words = _words(pid)
     if words[1:3] == ["-m", "router"]:
         return "router"
     if words[1:3] in (["-m", "prefill_worker"], ["-m", "decode_worker"]):

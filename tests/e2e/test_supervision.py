@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
 from bench.cluster import eventually, pid_of, serve
-from bench.processes import children
+from bench.processes import children, standbys
 from tandem.client import Client
 from tandem.errors import TandemError
 from tandem.types import Role
@@ -61,11 +60,6 @@ def test_a_standby_takes_the_place_of_a_worker_that_ends() -> None:
         assert eventually(lambda: pids(client).get(Role.DECODE) == standby, REPLACED_WITHIN_S)
         assert children(cluster.process.pid)["decode-0"] == standby
         assert client.complete("Once", max_tokens=2, timeout_s=30).choices[0].token_ids
-
-
-def standbys(pid: int) -> list[int]:
-    """Process ids of the children that wait to become a worker."""
-    return [each for each in children_of(pid) if b"--standby" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
 def children_of(pid: int) -> list[int]:
