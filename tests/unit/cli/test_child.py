@@ -76,7 +76,7 @@ async def test_a_launched_child_has_its_cores_and_priority(start: Any) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/autogroup"), reason="the kernel does not schedule by session")
-async def test_a_launched_childs_priority_counts_beside_other_sessions(start: Any) -> None:
+async def test_the_priority_of_a_launched_child_counts_beside_other_sessions(start: Any) -> None:
     cores = sorted(os.sched_getaffinity(0))[:1]
     program = "print('ready', open('/proc/self/autogroup').read())"
     child = start(launch_command("timeit", ["-n1", "-r1", program], cores, 5))
