@@ -30,10 +30,10 @@ def path_of(method: Any) -> str:
 async def error_of(cluster: Any, path: str, *messages: bytes) -> tuple[grpc.StatusCode, TandemError | None]:
     """The call's status; the error in its details, None without. The caller is done after these messages."""
     call = cluster.channel.stream_stream(path)(timeout=TIMEOUT_S)
-    for message in messages:
-        await call.write(message)
-    await call.done_writing()
     try:
+        for message in messages:  # it may be refused before
+            await call.write(message)
+        await call.done_writing()
         while await call.read() is not grpc.aio.EOF:
             pass
     except grpc.aio.AioRpcError as error:
