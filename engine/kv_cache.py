@@ -135,8 +135,10 @@ class KvCache:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """`[N, L, 2, Hkv, S, D]` of the layout's dtype; a view, valid until `close`."""
-        return self.blocks_view.view(torch_dtype(self.layout.dtype)).view(-1, *self.layout.block_shape)
+        """`[N, L, 2, Hkv, S, D]` of the layout's dtype, strided where scales lie between; a view, valid until `close`."""
+        *outer, block_size, head_dim = self.layout.block_shape
+        heads = self.blocks_view.view(torch_dtype(self.layout.dtype)).view(self.num_blocks, *outer, -1)
+        return heads[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim))
 
     @property
     def blocks_view(self) -> torch.Tensor:
@@ -157,8 +159,8 @@ class KvCache:
 
     def fill_poison(self) -> None:
         """Writes NaN everywhere, ring included, so that a test catches whoever reads a slot never written."""
-        self.tensor.fill_(torch.nan)
-        self.host_rows.view(torch_dtype(self.layout.dtype)).fill_(torch.nan)
+        for rows in (self.blocks_view, self.host_rows):
+            rows.fill_(0xFF)  # all bits set is NaN in every float format, so in scales too
 
     def close(self) -> None:
         """Gives memory and descriptor back, after copies under way. Idempotent."""

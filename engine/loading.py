@@ -30,7 +30,7 @@ from models.dtypes import torch_dtype
 from models.loading import LoadedModel, load_model
 from tandem.config import WorkerConfig
 from tandem.errors import ConfigError
-from tandem.kv_layout import DType, KvLayout
+from tandem.kv_layout import SCALE_BYTES, DType, KvLayout, QuantDType
 from tandem.telemetry.logging import get_logger
 from tandem.types import BlockId, SamplingParams, TokenId
 
@@ -56,6 +56,7 @@ class EngineOptions:
     model_path: Path
     device: str = AUTO
     dtype: str = AUTO
+    kv_dtype: str = AUTO
     block_size: int = 16
     kv_blocks: int | None = None
     """Blocks of the pool; None = by memory."""
@@ -95,6 +96,7 @@ class EngineOptions:
             model_path=model_path,
             device=config.device,
             dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
             block_size=config.block_size,
             kv_blocks=config.kv_blocks,
             kv_memory_bytes=config.kv_memory_bytes,
@@ -163,7 +165,7 @@ def load_engine(options: EngineOptions) -> Engine:
             executor.submit(torch.cuda.set_device, device).result()  # the thread's own: kernels launch on it
         kernels = select_kernels(options.attention_backend, device, _probe_dtype(options))
         model = executor.submit(load_model, options.model_path, options.dtype, device, kernels).result()
-        layout = model.kv_layout(options.block_size)
+        layout = _layout(options, model)
         num_blocks, ring_rows = _sizes(options, model, layout)
         kv_cache = KvCache.create(
             layout,
@@ -198,7 +200,8 @@ def load_engine(options: EngineOptions) -> Engine:
     _log.info(
         "engine loaded",
         device=device,
-        dtype=layout.dtype,
+        dtype=model.dtype,
+        kv_dtype=layout.dtype,
         attention=kernels.name,
         operations=kernels.operations.name,
         attention_asked=options.attention_backend,
@@ -263,6 +266,15 @@ def _capture_graphs(
     with torch.inference_mode():
         graphs.capture(CudaCapturer(model.device))
     return graphs
+
+
+def _layout(options: EngineOptions, model: LoadedModel) -> KvLayout:
+    """How KV lies in the pool. Raises ConfigError if scales would not lie at whole words."""
+    layout = model.kv_layout(options.block_size, None if options.kv_dtype == AUTO else QuantDType(options.kv_dtype))
+    if layout.block_size * layout.row_bytes % SCALE_BYTES:
+        heads = f"heads of {layout.head_dim} elements in blocks of {layout.block_size} tokens"
+        raise ConfigError("--kv-dtype", f"{options.kv_dtype} does not take {heads}: an even --block-size does")
+    return layout
 
 
 def _sizes(options: EngineOptions, model: LoadedModel, layout: KvLayout) -> tuple[int, int]:

@@ -30,6 +30,7 @@ import torch
 from kernels import triton
 from kernels.attention import AttentionBackend, AttentionMetadata, AttentionParams
 from kernels.operations import Kernels
+from kernels.quantized_kv import is_quantized
 from kernels.spec import check_attend
 
 PAGE_MULTIPLE = 256
@@ -117,7 +118,7 @@ class FlashAttention:
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         dims = check_attend(q, kv_layer, metadata)
-        if dims["D"] > MAX_HEAD_DIM or dims["D"] % HEAD_DIM_MULTIPLE:
+        if dims["D"] > MAX_HEAD_DIM or dims["D"] % HEAD_DIM_MULTIPLE or is_quantized(kv_layer):
             return self.other.attend(q, k, v, kv_layer, metadata, params)
         runs = plan_runs(metadata.query_lens_host, metadata.seq_lens_host, MIN_FRESH_TOKENS)
         if len(runs) == 1:

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.attention import AttentionMetadata, AttentionParams
+from kernels.quantized_kv import is_quantized, read_blocks
 from kernels.spec import check_attend
 
 _MAX_PADDING = 1.25
@@ -49,10 +50,10 @@ class ReferenceBackend:
             out[rows] = _attend_singles(q[rows], kv_layer, metadata, group, params)
         for i, query_len in enumerate(metadata.query_lens_host):
             span = slice(starts[i], starts[i] + query_len)
-            if query_len > 1 and metadata.seq_lens_host[i] == query_len:
+            if query_len > 1 and metadata.seq_lens_host[i] == query_len and not is_quantized(kv_layer):
                 out[span] = _attend_chunk(q[span], k[span].transpose(0, 1), v[span].transpose(0, 1), params)
             elif query_len > 1:
-                keys, values = _gather_seq(kv_layer, metadata.block_tables[i], metadata.seq_lens_host[i])
+                keys, values = _gather_seq(kv_layer, metadata.block_tables[i], metadata.seq_lens_host[i], q.dtype)
                 out[span] = _attend_chunk(q[span], keys, values, params)
         return out
 
@@ -85,7 +86,7 @@ def _attend_singles(
     lens = metadata.seq_lens if index is None else metadata.seq_lens[index]
     tables = tables[:, :max_blocks].clamp(min=0)  # padding reads block 0; its slots are cleared below
 
-    kv = kv_layer.index_select(0, tables.reshape(-1))  # [B * M, 2, Hkv, S, D]
+    kv = read_blocks(kv_layer, tables.reshape(-1), q.dtype)  # [B * M, 2, Hkv, S, D]
     kv = kv.view(num_seqs, max_blocks, 2, num_kv_heads, block_size, head_dim).permute(2, 0, 3, 1, 4, 5)
     kv = kv.reshape(2, num_seqs, num_kv_heads, max_blocks * block_size, head_dim)
     for i, seq_len in enumerate(lens_host):
@@ -102,11 +103,13 @@ def _attend_singles(
     return out.reshape(num_seqs, num_heads, head_dim)
 
 
-def _gather_seq(kv_layer: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of one seq from its blocks, each `[Hkv, seq_len, D]`."""
+def _gather_seq(
+    kv_layer: torch.Tensor, block_table: torch.Tensor, seq_len: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one seq from its blocks, each `[Hkv, seq_len, D]` of `dtype`."""
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     num_blocks = -(-seq_len // block_size)
-    kv = kv_layer.index_select(0, block_table[:num_blocks]).permute(1, 2, 0, 3, 4)  # [2, Hkv, M, S, D]
+    kv = read_blocks(kv_layer, block_table[:num_blocks], dtype).permute(1, 2, 0, 3, 4)  # [2, Hkv, M, S, D]
     kv = kv.reshape(2, num_kv_heads, num_blocks * block_size, head_dim)[:, :, :seq_len]
     return kv[0], kv[1]
 

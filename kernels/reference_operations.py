@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.operations import ActivatedLinear, LinearMap, PlainLinear, QkNorm, Rotation
+from kernels.quantized_kv import is_quantized, kv_scales, quantize_rows
 from kernels.spec import check_block_pairs, check_rotate_and_store
 
 
@@ -55,8 +56,15 @@ class ReferenceOperations:
         slots = rotation.slot_mapping[stored]
         where = (slots // block_size, slots % block_size)
         by_slot = kv_layer.permute(1, 0, 3, 2, 4)  # [2, N, S, Hkv, D], a view
-        by_slot[0].index_put_(where, k[stored])
-        by_slot[1].index_put_(where, v[stored])
+        if not is_quantized(kv_layer):
+            by_slot[0].index_put_(where, k[stored])
+            by_slot[1].index_put_(where, v[stored])
+            return
+        scales_by_slot = kv_scales(kv_layer).permute(1, 0, 3, 2)  # [2, N, S, Hkv], a view
+        for side, rows in enumerate((k[stored], v[stored])):
+            values, scales = quantize_rows(rows, kv_layer.dtype)
+            by_slot[side].view(torch.int8).index_put_(where, values.view(torch.int8))  # torch moves no e4m3
+            scales_by_slot[side].index_put_(where, scales)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `Operations.silu_mul`."""

@@ -11,7 +11,9 @@ import torch
 
 from kernels.attention import AttentionMetadata
 from kernels.operations import QkNorm, Rotation
+from kernels.quantized_kv import LARGEST
 from tandem.errors import InternalError
+from tandem.kv_layout import SCALE_BYTES
 
 
 class Dims:
@@ -83,8 +85,7 @@ def check_rotate_and_store(
 ) -> Dims:
     """Checks the arguments of `Operations.rotate_and_store`; returns the bound sizes."""
     dims = Dims(KV=2)
-    device, dtype = kv_layer.device, kv_layer.dtype
-    dims.check("kv_layer", kv_layer, ("N", "KV", "Hkv", "S", "D"), dtype, device)
+    device, dtype = kv_layer.device, _check_kv_layer(dims, kv_layer, qkv)
     dims.check("qkv", qkv, ("T", "H+2Hkv", "D"), dtype, device)
     dims.check("cos", rotation.cos, ("T", "D/2"), torch.float32, device)
     dims.check("sin", rotation.sin, ("T", "D/2"), torch.float32, device)
@@ -102,8 +103,7 @@ def check_rotate_and_store(
 def check_attend(q: torch.Tensor, kv_layer: torch.Tensor, metadata: AttentionMetadata) -> Dims:
     """Checks the arguments of `AttentionBackend.attend`; returns the bound sizes."""
     dims = Dims(KV=2)
-    device, dtype = kv_layer.device, kv_layer.dtype
-    dims.check("kv_layer", kv_layer, ("N", "KV", "Hkv", "S", "D"), dtype, device)
+    device, dtype = kv_layer.device, _check_kv_layer(dims, kv_layer, q)
     dims.check("q", q, ("T", "H", "D"), dtype, device)
     dims.check("seq_lens", metadata.seq_lens, ("B",), torch.int32, device)
     dims.check("cu_seqlens_q", metadata.cu_seqlens_q, ("B+1",), torch.int32, device)
@@ -113,6 +113,18 @@ def check_attend(q: torch.Tensor, kv_layer: torch.Tensor, metadata: AttentionMet
     if dims["H"] % dims["Hkv"]:
         raise InternalError(f"q: {dims['H']} heads do not divide into {dims['Hkv']} KV heads")
     return dims
+
+
+def _check_kv_layer(dims: Dims, kv_layer: torch.Tensor, computed: torch.Tensor) -> torch.dtype:
+    """Checks a layer of the pool; returns the dtype that belongs to it, of what is `computed` if it is quantized."""
+    dims.check("kv_layer", kv_layer, ("N", "KV", "Hkv", "S", "D"), kv_layer.dtype, kv_layer.device)
+    if kv_layer.dtype not in LARGEST:
+        return kv_layer.dtype
+    head, slot = kv_layer.stride()[2:4]
+    expected = dims["S"] * (dims["D"] + SCALE_BYTES) if dims["Hkv"] > 1 else head, dims["D"]
+    if (head, slot) != expected:
+        raise InternalError(f"kv_layer: heads and slots have strides {(head, slot)}, expected {expected}")
+    return computed.dtype
 
 
 def check_block_pairs(pool: torch.Tensor, pairs: torch.Tensor) -> Dims:

@@ -20,7 +20,7 @@ from models.tensor_names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_tensors
 from models.tensor_store import TensorStore
 from models.weight_files import find_weight_files
 from tandem.errors import ConfigError
-from tandem.kv_layout import DType, KvLayout
+from tandem.kv_layout import DType, KvLayout, QuantDType
 from tandem.progress import track
 
 AUTO = "auto"
@@ -42,10 +42,10 @@ class LoadedModel:
         """`dtype` as torch names it."""
         return torch_dtype(self.dtype)
 
-    def kv_layout(self, block_size: int) -> KvLayout:
-        """How this model's KV lies in blocks of `block_size` tokens."""
+    def kv_layout(self, block_size: int, kv_dtype: QuantDType | None = None) -> KvLayout:
+        """How this model's KV lies in blocks of `block_size` tokens; `kv_dtype` None stores it as it is computed."""
         config = self.config
-        return KvLayout(config.num_layers, config.num_kv_heads, block_size, config.head_dim, self.dtype)
+        return KvLayout(config.num_layers, config.num_kv_heads, block_size, config.head_dim, kv_dtype or self.dtype)
 
 
 def load_model(path: Path, dtype: str | None, device: torch.device, kernels: Kernels) -> LoadedModel:

@@ -158,6 +158,12 @@ class WorkerConfig:
     dtype: str = option(
         "dtype", "auto", "element type of weights and KV", one_of("auto", "float32", "bfloat16", "float16")
     )
+    kv_dtype: str = option(
+        "kv-dtype",
+        "auto",
+        "element type of stored KV; auto stores it as it is computed, int8 and fp8 take half the memory of bfloat16",
+        one_of("auto", "int8", "fp8"),
+    )
     block_size: int = option("block-size", 16, "tokens per KV block", integer(1, 256))
     kv_blocks: int | None = option("kv-blocks", None, "blocks of the KV pool", integer(1), none_word="auto")
     kv_memory_bytes: int | None = option(

@@ -1,7 +1,8 @@
 """How KV lies in memory: shape, bytes per block, fingerprint. Shared by engine and transfer.
 
 A pool is one tensor `[N, L, 2, Hkv, S, D]`; a block is one contiguous span of bytes across
-all layers: the unit of allocation, transfer and checksum.
+all layers: the unit of allocation, transfer and checksum. Quantised KV has a scale per token, head
+and side: behind the S * D elements of each head of a block lie its S scales, float32.
 """
 
 from __future__ import annotations
@@ -24,8 +25,22 @@ class DType(enum.StrEnum):
         return 4 if self is DType.FLOAT32 else 2
 
 
+class QuantDType(enum.StrEnum):
+    """Element types of KV that is stored with scales: value = element * scale."""
+
+    INT8 = "int8"
+    FP8 = "fp8"
+    """e4m3: 4 bits of exponent, 3 of mantissa, no infinities."""
+
+    @property
+    def itemsize_bytes(self) -> int:
+        """Bytes of one element, without its share of a scale."""
+        return 1
+
+
+SCALE_BYTES = 4
 LAYOUT_VERSION = 1
-"""1: `[N, L, 2, Hkv, S, D]`, row-major."""
+"""1: `[N, L, 2, Hkv, S, D]`, row-major; of quantised KV, S scales behind each `[S, D]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +51,7 @@ class KvLayout:
     num_kv_heads: int
     block_size: int
     head_dim: int
-    dtype: DType
+    dtype: DType | QuantDType
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
@@ -44,9 +59,15 @@ class KvLayout:
         return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's K or V in one head, its scale included."""
+        scale_bytes = SCALE_BYTES if isinstance(self.dtype, QuantDType) else 0
+        return self.head_dim * self.dtype.itemsize_bytes + scale_bytes
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of KV that one token takes across all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize_bytes
+        return 2 * self.num_layers * self.num_kv_heads * self.row_bytes
 
     @property
     def block_bytes(self) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.cpu.library import Library
-from kernels.cpu.operations import DTYPES
+from kernels.cpu.operations import NAMES
 from kernels.spec import check_attend
 from tandem.errors import InternalError
 
@@ -31,7 +31,8 @@ class CpuAttention:
     compute it; in seqs of two tokens or more, also wherever the prompt is cut into chunks. A decode
     step (one token) adds in another order than a chunk, so the two agree but for rounding. On
     bfloat16, the softmax's weights are rounded to bfloat16 where the processor multiplies those: in chunks,
-    and with AMX in decode steps too.
+    and with AMX in decode steps too. Quantized KV is multiplied by its scales in float32; but chunks on
+    bfloat16 round it to bfloat16 first, and decode steps there read int8 as integers (`src/attention_words.h`).
 
     Keeps the last step's metadata, which its layers share, to check it once. Scratch memory belongs to
     each computing thread, grows to what was needed (about a megabyte) and stays. For one thread.
@@ -43,7 +44,7 @@ class CpuAttention:
         pointers = (c_void_p, c_void_p, c_void_p, c_void_p)
         self._check = library.bind("attend_check", c_void_p, c_void_p, c_void_p)
         self._short, self._long = (
-            {dtype: library.bind(f"attend_{suffix}", *pointers, keeps_gil=keeps) for dtype, suffix in DTYPES.items()}
+            {name: library.bind(f"attend_{name}", *pointers, keeps_gil=keeps) for name in NAMES.values()}
             for keeps in (True, False)
         )
         self._step: _Step | None = None
@@ -68,7 +69,7 @@ class CpuAttention:
             step = self._step = self._open_step(q, kv_layer, metadata, params)
         out = torch.empty(step.q_shape, dtype=step.dtype)
         calls = self._short if step.is_short else self._long
-        calls[step.dtype](q.data_ptr(), kv_layer.data_ptr(), out.data_ptr(), step.address)
+        calls[step.name](q.data_ptr(), kv_layer.data_ptr(), out.data_ptr(), step.address)
         return out
 
     def _open_step(
@@ -76,7 +77,7 @@ class CpuAttention:
     ) -> _Step:
         """Checks all arguments; raises InternalError by name."""
         check_attend(q, kv_layer, metadata)
-        if q.dtype not in DTYPES or not q.is_cpu:
+        if (q.dtype, kv_layer.dtype) not in NAMES or not q.is_cpu:
             raise InternalError(f"q: {q.dtype} on {q.device}; the native kernels compute float32 and bfloat16 on CPUs")
         if q.shape[1] > 1 and q.stride(1) != q.shape[2]:
             raise InternalError(f"q: heads have stride {q.stride(1)}, expected {q.shape[2]}")
@@ -109,8 +110,8 @@ class _Step:
     """
 
     __slots__ = (
-        *("_kv_shape", "_kv_strides", "_metadata", "_params", "_q_strides", "_struct"),
-        *("address", "dtype", "is_short", "q_shape"),
+        *("_kv_dtype", "_kv_shape", "_kv_strides", "_metadata", "_params", "_q_strides", "_struct"),
+        *("address", "dtype", "is_short", "name", "q_shape"),
     )
 
     def __init__(
@@ -119,7 +120,8 @@ class _Step:
         self._metadata, self._params = metadata, params
         self._kv_shape, self._kv_strides = kv_layer.shape, kv_layer.stride()
         self.q_shape, self._q_strides = q.shape, q.stride()
-        self.dtype = q.dtype
+        self.dtype, self._kv_dtype = q.dtype, kv_layer.dtype
+        self.name = NAMES[q.dtype, kv_layer.dtype]
         lens = zip(metadata.query_lens_host, metadata.seq_lens_host, strict=True)
         self.is_short = sum(query_len * seq_len for query_len, seq_len in lens) <= _SHORT_PAIRS
         num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
@@ -145,5 +147,5 @@ class _Step:
             and q.dtype is self.dtype
             and kv_layer.shape == self._kv_shape
             and kv_layer.stride() == self._kv_strides
-            and kv_layer.dtype is self.dtype
+            and kv_layer.dtype is self._kv_dtype
         )

@@ -22,6 +22,13 @@ from tandem.errors import InternalError
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """What the native kernels compute in, and how their names call it."""
 
+NAMES = {
+    **{(dtype, dtype): name for dtype, name in DTYPES.items()},
+    **{(dtype, torch.int8): f"{name}_int8" for dtype, name in DTYPES.items()},
+    **{(dtype, torch.float8_e4m3fn): f"{name}_fp8" for dtype, name in DTYPES.items()},
+}
+"""The same for what they compute in and what the pool holds."""
+
 _SHORT_TOKENS = 16
 """Up to so many tokens a call keeps the GIL: it returns within tens of microseconds."""
 
@@ -39,7 +46,12 @@ class _Calls:
         self.rms_norm = bind("rms_norm", address, size, address, address, size, size, c_float)
         self.add_rms_norm = bind("add_rms_norm", address, size, address, size, address, address, size, size, c_float)
         self.silu_mul = bind("silu_mul", address, size, address, size, size)
-        self.rotate_and_store = bind("rotate_and_store", address, address, address, address, address, c_float)
+        self.rotate_and_store = {
+            kv_dtype: library.bind(f"rotate_and_store_{name}", *(address,) * 5, c_float, keeps_gil=keeps_gil)
+            for (dtype, kv_dtype), name in NAMES.items()
+            if DTYPES[dtype] == suffix
+        }
+        """By what the pool holds."""
 
 
 class CpuOperations:
@@ -106,18 +118,19 @@ class CpuOperations:
         step = self._step
         if step is None or not step.fits(qkv, rotation, kv_layer):
             check_rotate_and_store(qkv, rotation, None, kv_layer)
-            if qkv.dtype not in DTYPES or not qkv.is_cpu:
+            if (qkv.dtype, kv_layer.dtype) not in NAMES or not qkv.is_cpu:
                 raise _refusal(qkv=(qkv, ("T", "H+2Hkv", "D")))
             step = self._step = _RotateStep(qkv, rotation, kv_layer)
         calls = (self._short if step.num_tokens <= _SHORT_TOKENS else self._long)[step.dtype]
+        call = calls.rotate_and_store[step.kv_dtype]
         if qk_norm is None:
-            calls.rotate_and_store(qkv.data_ptr(), kv_layer.data_ptr(), step.address, None, None, 0.0)
+            call(qkv.data_ptr(), kv_layer.data_ptr(), step.address, None, None, 0.0)
             return
         q_weight, k_weight = qk_norm.q_weight, qk_norm.k_weight
         if not (_is_weight(q_weight, step.head_dim, step.dtype) and _is_weight(k_weight, step.head_dim, step.dtype)):
             check_rotate_and_store(qkv, rotation, qk_norm, kv_layer)
             raise _refusal(q_weight=(q_weight, ("D",)), k_weight=(k_weight, ("D",)))
-        calls.rotate_and_store(
+        call(
             *(qkv.data_ptr(), kv_layer.data_ptr(), step.address),
             *(q_weight.data_ptr(), k_weight.data_ptr(), qk_norm.eps),
         )
@@ -162,14 +175,14 @@ class _RotateStep:
 
     __slots__ = (
         *("_kv_shape", "_kv_strides", "_qkv_shape", "_qkv_strides", "_rotation", "_struct"),
-        *("address", "dtype", "head_dim", "num_tokens"),
+        *("address", "dtype", "head_dim", "kv_dtype", "num_tokens"),
     )
 
     def __init__(self, qkv: torch.Tensor, rotation: Rotation, kv_layer: torch.Tensor) -> None:
         self._rotation = rotation
         self._qkv_shape, self._qkv_strides = qkv.shape, qkv.stride()
         self._kv_shape, self._kv_strides = kv_layer.shape, kv_layer.stride()
-        self.dtype = qkv.dtype
+        self.dtype, self.kv_dtype = qkv.dtype, kv_layer.dtype
         self.num_tokens, self.head_dim = qkv.shape[0], qkv.shape[2]
         num_kv_heads, block_size = kv_layer.shape[2:4]
         num_heads = qkv.shape[1] - 2 * num_kv_heads
@@ -190,7 +203,7 @@ class _RotateStep:
             and qkv.dtype is self.dtype
             and kv_layer.stride() == self._kv_strides
             and kv_layer.shape == self._kv_shape
-            and kv_layer.dtype is self.dtype
+            and kv_layer.dtype is self.kv_dtype
         )
 
 

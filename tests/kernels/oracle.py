@@ -10,6 +10,8 @@ from itertools import accumulate
 import torch
 
 from kernels.attention import AttentionMetadata, AttentionParams
+from kernels.quantized_kv import kv_scales, quantize_rows
+from tandem.kv_layout import SCALE_BYTES
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Bound on the error of one output element, absolute and relative, of normal inputs."""
@@ -22,10 +24,24 @@ LENS = {
 }
 
 
-class Case:
-    """A batch over a shuffled pool; slots that hold no token are NaN, `-1` pads the tables."""
+QUANTIZED = [torch.int8, torch.float8_e4m3fn]
 
-    def __init__(self, lens, block_size, heads=(4, 2), head_dim=8, dtype=torch.float32, seed=0):
+
+def empty_pool(num_blocks, num_layers, num_kv_heads, block_size, head_dim, dtype):
+    """A pool `[N, L, 2, Hkv, S, D]` with scales where `dtype` is quantized; every bit is set: NaN, but for int8."""
+    element_bytes = torch.empty(0, dtype=dtype).element_size()
+    width = block_size * (head_dim * element_bytes + (SCALE_BYTES if dtype in QUANTIZED else 0))
+    pool = torch.full((num_blocks, num_layers, 2, num_kv_heads, width), 0xFF, dtype=torch.uint8).view(dtype)
+    return pool[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim))
+
+
+class Case:
+    """A batch over a shuffled pool; slots that hold no token are NaN, `-1` pads the tables.
+
+    Over quantized KV the truth is what the pool holds, and this step's own k and v are NaN: nobody may read them.
+    """
+
+    def __init__(self, lens, block_size, heads=(4, 2), head_dim=8, dtype=torch.float32, seed=0, kv_dtype=None):
         generator = torch.Generator().manual_seed(seed)
         num_heads, num_kv_heads = heads
         self.lens = lens
@@ -39,7 +55,7 @@ class Case:
             [torch.randn(n, num_kv_heads, head_dim, generator=generator, dtype=torch.float64) for n in seq_lens]
             for _ in range(2)
         )
-        pool = torch.full((sum(counts) + 3, 2, 2, num_kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
+        pool = empty_pool(sum(counts) + 3, 2, num_kv_heads, block_size, head_dim, kv_dtype or dtype)
         self.kv_layer = pool[:, 1]  # a strided view, as a layer of the pool is
         slots = [[table[p // block_size] * block_size + p % block_size for p in range(n)] for table, n in self._each()]
         self.k, self.v = (
@@ -57,8 +73,28 @@ class Case:
         )
         for side, tensors in enumerate((self.keys, self.values)):
             for (table, seq_len), tensor in zip(self._each(), tensors, strict=True):
-                for p in range(seq_len):
-                    self.kv_layer[table[p // block_size], side, :, p % block_size] = tensor[p].to(dtype)
+                self._store(side, table, tensor[:seq_len].to(dtype), kv_dtype)
+        self.keys, self.values = (
+            [self._stored(side, table, seq_len) for table, seq_len in self._each()] for side in range(2)
+        )
+        if kv_dtype is not None:
+            self.k, self.v = (torch.full_like(each, torch.nan) for each in (self.k, self.v))
+
+    def _store(self, side, table, rows, kv_dtype):
+        """Rows `[K, Hkv, D]` of one seq into its blocks."""
+        size = self.kv_layer.shape[3]
+        values, scales = (rows, None) if kv_dtype is None else quantize_rows(rows, kv_dtype)
+        for p in range(len(rows)):
+            self.kv_layer[table[p // size], side, :, p % size] = values[p]
+            if scales is not None:
+                kv_scales(self.kv_layer)[table[p // size], side, :, p % size] = scales[p]
+
+    def _stored(self, side, table, seq_len):
+        """What the pool holds of one seq, `[K, Hkv, D]` float64."""
+        blocks = self.kv_layer[:, side].double()[table]
+        if self.kv_layer.dtype in QUANTIZED:
+            blocks *= kv_scales(self.kv_layer)[:, side].double()[table][..., None]
+        return blocks.transpose(1, 2).flatten(0, 1)[:seq_len]
 
     def _each(self):
         return zip(self.tables, (seq_len for _, seq_len in self.lens), strict=True)
@@ -81,13 +117,13 @@ class Case:
         rows = iter(self.q.double().cpu())
         out = []
         for (query_len, seq_len), keys, values in zip(self.lens, self.keys, self.values, strict=True):
-            rounded = [side.to(self.q.dtype).double().repeat_interleave(group, 1) for side in (keys, values)]
+            wide = [side.repeat_interleave(group, 1) for side in (keys, values)]
             for position in range(seq_len - query_len, seq_len):
                 seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
-                scores = torch.einsum("hd,khd->hk", next(rows), rounded[0][seen]) / math.sqrt(self.q.shape[-1])
+                scores = torch.einsum("hd,khd->hk", next(rows), wide[0][seen]) / math.sqrt(self.q.shape[-1])
                 if soft_cap is not None:
                     scores = soft_cap * torch.tanh(scores / soft_cap)
-                out.append(torch.einsum("hk,khd->hd", scores.softmax(-1), rounded[1][seen]))
+                out.append(torch.einsum("hk,khd->hd", scores.softmax(-1), wide[1][seen]))
         return torch.stack(out)
 
     def check(self, backend, window=None, soft_cap=None):

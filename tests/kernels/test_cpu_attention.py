@@ -13,7 +13,7 @@ from kernels.attention import AttentionParams
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.library import Library, obstacle, usable_tiers
 from tandem.errors import InternalError
-from tests.kernels.oracle import LENS, Case
+from tests.kernels.oracle import LENS, QUANTIZED, Case
 
 pytestmark = pytest.mark.skipif(obstacle() is not None, reason=f"no native kernels: {obstacle()}")
 
@@ -89,6 +89,37 @@ def test_matches_the_oracle_on_any_batch(lens, block_size, heads, head_dim, wind
         case.check(CpuAttention(Library(tier)), window)
 
 
+@pytest.mark.parametrize("kv_dtype", QUANTIZED, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [20, 64, 80, 256])
+def test_quantized_kv_matches_the_oracle_at_every_head_dim(backend, head_dim, dtype, kv_dtype):
+    Case(EDGES + LENS["mixed"], 16, (6, 2), head_dim, dtype, kv_dtype=kv_dtype).check(backend)
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTIZED, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (3, 1), (5, 1), (9, 3), (16, 2)], ids=str)
+def test_quantized_kv_matches_the_oracle_at_every_group(backend, heads, dtype, kv_dtype):
+    case = Case([(1, 135), (9, 20), (1, 129), (5, 300)], 4, heads, 32, dtype, kv_dtype=kv_dtype)
+    case.check(backend)
+    case.check(backend, window=37, soft_cap=30.0)
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTIZED, ids=str)
+@pytest.mark.parametrize("block_size", [1, 3, 16, 256])
+def test_quantized_kv_matches_the_oracle_over_several_shares_and_blocks_of_keys(backend, block_size, kv_dtype):
+    for dtype in DTYPES:
+        Case([(1, 700), (5, 700), (1, 129)], block_size, (3, 1), 64, dtype, kv_dtype=kv_dtype).check(backend)
+
+
+def test_a_decode_step_over_int8_is_as_close_to_the_oracle_as_over_bfloat16(best):
+    errors = []
+    for kv_dtype in (torch.int8, None):
+        case = Case([(1, 900)] * 4, 16, (9, 3), 64, torch.bfloat16, kv_dtype=kv_dtype)
+        errors.append((case.attend(best).double() - case.oracle()).pow(2).mean().sqrt())
+    assert errors[0] <= 1.1 * errors[1]  # what is left is the rounding of the result
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_queries_may_be_strided_over_tokens(backend, dtype):
     case = Case(LENS["mixed"], 16, (6, 2), 32, dtype)
@@ -99,11 +130,12 @@ def test_queries_may_be_strided_over_tokens(backend, dtype):
     assert torch.equal(case.attend(backend), expected)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, *QUANTIZED], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 90])
-def test_a_seq_gets_the_same_bits_alone_as_in_a_crowd(backend, window, dtype):
+def test_a_seq_gets_the_same_bits_alone_as_in_a_crowd(backend, window, dtype, kv_dtype):
     lens = [(1, 700), (40, 300), (1, 9), (64, 64), (1, 129)]
-    crowd = Case(lens, 16, (6, 2), 64, dtype)
+    crowd = Case(lens, 16, (6, 2), 64, dtype, kv_dtype=kv_dtype)
     together = crowd.attend(backend, window)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
@@ -115,9 +147,10 @@ def test_a_seq_gets_the_same_bits_alone_as_in_a_crowd(backend, window, dtype):
         assert torch.equal(alone(crowd, i).attend(backend, window), rows)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, *QUANTIZED], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_prompt_gets_the_same_bits_wherever_it_is_cut_into_chunks(backend, dtype):
-    whole = Case([(300, 300)], 16, (6, 2), 64, dtype)
+def test_a_prompt_gets_the_same_bits_wherever_it_is_cut_into_chunks(backend, dtype, kv_dtype):
+    whole = Case([(300, 300)], 16, (6, 2), 64, dtype, kv_dtype=kv_dtype)
     expected = whole.attend(backend)
     for first, last in [(0, 2), (2, 45), (45, 256), (256, 300)]:
         assert torch.equal(chunk(whole, first, last).attend(backend), expected[first:last])

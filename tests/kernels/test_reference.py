@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernels.attention import AttentionMetadata
 from kernels.reference import ReferenceBackend
 from tandem.errors import InternalError
-from tests.kernels.oracle import LENS, TOLERANCES, Case
+from tests.kernels.oracle import LENS, QUANTIZED, TOLERANCES, Case
 
 BACKEND = ReferenceBackend()
 
@@ -19,6 +19,14 @@ BACKEND = ReferenceBackend()
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
 def test_each_kind_of_batch_is_exact_in_each_dtype(lens, dtype):
     Case(lens, 16, dtype=dtype).check(BACKEND)
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTIZED, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
+def test_quantized_kv_is_read_as_it_is_stored(lens, dtype, kv_dtype):
+    Case(lens, 16, dtype=dtype, kv_dtype=kv_dtype).check(BACKEND)
+    Case(lens, 3, dtype=dtype, kv_dtype=kv_dtype).check(BACKEND, window=5)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])

@@ -173,6 +173,17 @@ TANDEM_EXPORT(void, tandem_attend_bf16)(const void* q, const void* kv, void* out
   attend<Bf16>(AttendArgs{*shape, q, kv, out});
 }
 
+// Over quantized KV.
+#define TANDEM_ATTEND(suffix, T, K)                                                                             \
+  TANDEM_EXPORT(void, tandem_attend_##suffix)                                                                   \
+  (const void* q, const void* kv, void* out, const AttendShape* shape) {                                        \
+    attend<Quantized<T, K>>(AttendArgs{*shape, q, kv, out});                                                    \
+  }
+TANDEM_ATTEND(f32_int8, float, Int8)
+TANDEM_ATTEND(f32_fp8, float, Fp8)
+TANDEM_ATTEND(bf16_int8, Bf16, Int8)
+TANDEM_ATTEND(bf16_fp8, Bf16, Fp8)
+
 // What is wrong with a step's lengths and tables: *fault becomes 0 nothing, 1 starts, 2 seq_lens,
 // 3 block_tables; *seq the first seq that has it.
 TANDEM_EXPORT(void, tandem_attend_check)(const AttendShape* shape, int64_t* fault, int64_t* seq) {

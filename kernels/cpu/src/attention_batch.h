@@ -7,11 +7,12 @@
 
 #include <stdlib.h>
 
-#include "simd.h"
+#include "kv_elements.h"
 
 namespace {
 
 // What the layers of one step share; the same struct stands in kernels/cpu/attention.py. Strides count elements.
+// Of quantized KV, the scales of a head's slots lie behind its block_size * head_dim elements, of a byte each.
 struct AttendShape {
   int64_t num_seqs, num_tokens, num_heads, num_kv_heads, head_dim, block_size, num_blocks, max_blocks;
   int64_t q_stride, table_stride, block_stride, side_stride, head_stride, slot_stride;
@@ -25,7 +26,7 @@ struct AttendShape {
 
 struct AttendArgs : AttendShape {
   const void* q;   // [T, H, D], heads contiguous
-  const void* kv;  // [N, 2, Hkv, S, D], dims contiguous
+  const void* kv;  // [N, 2, Hkv, S, D], dims contiguous; as T or quantized
   void* out;       // [T, H, D], contiguous
 };
 
@@ -91,6 +92,18 @@ void key_rows(const AttendArgs& a, int64_t seq, int64_t first, int64_t count, co
   for (int64_t i = 0; i < count; ++block, slot = 0) {
     const T* row = kv + table[block] * a.block_stride + slot * a.slot_stride;
     for (; slot < a.block_size && i < count; ++slot, ++i, row += a.slot_stride) to[i] = row;
+  }
+}
+
+// Scales of the same positions, for the side and KV head whose elements begin at `offset` of a block's.
+inline void row_scales(const AttendArgs& a, int64_t seq, int64_t first, int64_t count, int64_t offset, float* to) {
+  const int32_t* table = a.block_tables + seq * a.table_stride;
+  const char* scales = static_cast<const char*>(a.kv) + offset + a.block_size * a.head_dim;
+  int64_t block = first / a.block_size, slot = first % a.block_size;
+  for (int64_t i = 0; i < count; ++block, slot = 0) {
+    const int64_t slots = least(count - i, a.block_size - slot);
+    memcpy(to + i, scales + table[block] * a.block_stride + slot * int64_t(sizeof(float)), slots * sizeof(float));
+    i += slots;
   }
 }
 

@@ -5,7 +5,8 @@
 // neither on the batch nor on the number of threads.
 //
 // Weights are kept as [tokens, kGroup]: kGroup query heads of one KV head, a power of two, in
-// neighbouring lanes. Maxima and totals then go lane by lane, and across lanes once per kTokens. With
+// neighbouring lanes. Maxima and totals then go lane by lane, and across lanes once per kTokens. Scores
+// of quantized keys are multiplied by their scales, and so are weights before they meet the values. With
 // AMX tiles (bfloat16, dims in 32s, up to 16 heads to a KV head) the lanes hold the heads of as many
 // KV heads as fit in 16, a set; and the weights are rounded to bfloat16 to meet the values on tiles.
 
@@ -13,6 +14,7 @@
 
 #include "attention_fetch.h"
 #include "attention_pairs.h"
+#include "attention_words.h"
 
 namespace {
 
@@ -21,9 +23,12 @@ constexpr int64_t kTokens = 64;
 // Keys in one share of a seq that sees `keys` keys: a quarter, but 128 to 512.
 inline int64_t share_of(int64_t keys) { return least(512, most(128, round_up((keys + 3) / 4, kTokens))); }
 
-template <typename T>
+template <typename Form>
 class Decode {
+  using T = typename KvForm<Form>::Computed;
+  using K = typename KvForm<Form>::Stored;
   static constexpr bool kExact = sizeof(T) == 4;
+  static constexpr bool kInteger = kHasWords<T, K>;  // products of integers, see attention_words.h
   static constexpr int kWide = kLanes == 16 ? 4 : 2;  // vectors of dims whose sums stay in registers at once
   static constexpr int64_t kStats = 2;
   static constexpr int64_t kPairRows = 48;  // two per lane, and as many as a tile may read past them
@@ -34,7 +39,9 @@ class Decode {
   int32_t* pending_;                    // [split seq, Hkv]: shares not yet finished
   const Unit *unit_ = nullptr, *fetched_ = nullptr;
   // Scratch.
-  const T** rows_;   // [kTokens] of K, KV head 0
+  const K** rows_;   // [kTokens] of K, KV head 0
+  float* scales_;    // quantized: [kTokens + kLanes] of one KV head and side
+  Words words_;
   Fetch fetch_;      // of the next kTokens, while these are used
   float* weights_;   // [kTokens, 4], of a set [kTokens + 16, 16]
   uint32_t* pairs_;  // of a set [kTokens / 16 + 1, kPairRows, 16 tokens]: see tile_values_of_heads
@@ -47,7 +54,9 @@ class Decode {
 
   char* carve(char* base) {
     Carver carver{base};
-    rows_ = carver.take<const T*>(kTokens);
+    rows_ = carver.take<const K*>(kTokens);
+    scales_ = carver.take<float>(kHasScales<K> ? kTokens + kLanes : 0);
+    words_.carve(carver, kInteger ? a_.num_heads : 0, width_, kTokens);
     fetch_.carve(carver, Fetch::most_pieces(a_, kTokens));
     weights_ = carver.take<float>((kTokens + 16) * 16);
     pairs_ = carver.take<uint32_t>(has_sets() ? (kTokens / 16 + 1) * kPairRows * 16 : 0);
@@ -64,13 +73,13 @@ class Decode {
   Decode(const AttendArgs& a, float* partials, int32_t* pending)
       : a_(a),
         dims_(a.head_dim),
-        width_(round_up(a.head_dim, kLanes)),
+        width_(width_of(a)),
         group_(a.num_heads / a.num_kv_heads),
         partials_(partials),
         pending_(pending) {}
 
   // Floats of one partial result.
-  static int64_t partial_size(const AttendArgs& a) { return a.num_heads * (round_up(a.head_dim, kLanes) + kStats); }
+  static int64_t partial_size(const AttendArgs& a) { return a.num_heads * (width_of(a) + kStats); }
 
   // Meanwhile fetches what `then`, the same thread's next unit, begins with; it may be null.
   void run(const Unit& unit, const Unit* then, Arena& arena) {
@@ -78,7 +87,7 @@ class Decode {
     carve(arena.reserve(carve(nullptr) - static_cast<char*>(nullptr)));
     int64_t count = count_from(unit, unit.begin);
     if (&unit != fetched_) {
-      fetch_.plan<T>(a_, unit, unit.begin, count);
+      fetch_.plan<K>(a_, unit, unit.begin, count);
       fetch_.rest();
     }
     if (has_sets()) memset(queries_, 0, a_.num_kv_heads * dims_ / 2 * 16 * sizeof(float));
@@ -86,13 +95,13 @@ class Decode {
     for (int64_t first = unit.begin; first < unit.end;) {
       key_rows(a_, unit.seq, first, count, rows_);
       const int64_t next = first + count, next_count = next < unit.end ? count_from(unit, next) : 0;
-      if (next_count) fetch_.plan<T>(a_, unit, next, next_count);
-      else if (then != nullptr) fetch_.plan<T>(a_, *then, then->begin, count_from(*then, then->begin));
+      if (next_count) fetch_.plan<K>(a_, unit, next, next_count);
+      else if (then != nullptr) fetch_.plan<K>(a_, *then, then->begin, count_from(*then, then->begin));
       if (has_sets())
         for (int64_t kv_head = unit.kv_head; kv_head < unit.kv_head_end; kv_head += set_size())
           update_set(kv_head, least(kv_head + set_size(), unit.kv_head_end), first, count);
       else
-        for (int64_t kv_head = unit.kv_head; kv_head < unit.kv_head_end; ++kv_head) update_group(kv_head, count);
+        for (int64_t kv_head = unit.kv_head; kv_head < unit.kv_head_end; ++kv_head) update_group(kv_head, first, count);
       fetch_.rest();
       first = next, count = next_count;
     }
@@ -104,8 +113,9 @@ class Decode {
   }
 
  private:
+  static int64_t width_of(const AttendArgs& a) { return round_up(a.head_dim, kInteger ? 2 * kLanes : kLanes); }
 #if defined(__AMX_BF16__)
-  bool has_sets() const { return sizeof(T) == 2 && dims_ % 32 == 0 && group_ <= 16; }
+  bool has_sets() const { return !kHasScales<K> && sizeof(T) == 2 && dims_ % 32 == 0 && group_ <= 16; }
 #else
   static constexpr bool has_sets() { return false; }
 #endif
@@ -125,9 +135,10 @@ class Decode {
   void start_head(int64_t head) {
     const T* query = static_cast<const T*>(a_.q) + a_.starts[unit_->seq] * a_.q_stride + head * dims_;
     for (int64_t d = 0; d < dims_; d += kLanes) {
-      if (!has_sets()) store(queries_ + head * width_ + d, load_n(query + d, int(least(kLanes, dims_ - d))));
+      if (!has_sets() && !kInteger) store(queries_ + head * width_ + d, load_n(query + d, int(least(kLanes, dims_ - d))));
       store(sums_ + head * width_ + d, F32{});
     }
+    if constexpr (kInteger) words_.start_head(head, query, dims_, width_);
     store(maxima_ + head * kLanes, splat(kHidden));
     store(totals_ + head * kLanes, F32{});
     if (has_sets()) {
@@ -152,23 +163,38 @@ class Decode {
   // Lanes of the run of heads that begins with number g of the group.
   int run_lanes(int64_t g) const { return group_ - g >= 3 ? 4 : group_ - g >= 2 ? 2 : 1; }
 
-  void update_group(int64_t kv_head, int64_t count) {
+  void update_group(int64_t kv_head, int64_t first, int64_t count) {
     for (int64_t g = 0; g < group_; g += run_lanes(g)) {
       const int64_t head = kv_head * group_ + g, left = group_ - g;
-      if (left >= 4) update_heads<4, 4>(kv_head, head, count);
-      else if (left == 3) update_heads<4, 3>(kv_head, head, count);
-      else if (left == 2) update_heads<2, 2>(kv_head, head, count);
-      else update_heads<1, 1>(kv_head, head, count);
+      if (left >= 4) update_heads<4, 4>(kv_head, head, first, count);
+      else if (left == 3) update_heads<4, 3>(kv_head, head, first, count);
+      else if (left == 2) update_heads<2, 2>(kv_head, head, first, count);
+      else update_heads<1, 1>(kv_head, head, first, count);
     }
   }
 
   // kHeads heads of one KV head, in kGroup lanes.
   template <int kGroup, int kHeads>
-  void update_heads(int64_t kv_head, int64_t head, int64_t count) {
-    score<kGroup, kHeads>(kv_head * a_.head_stride, head, count);
+  void update_heads(int64_t kv_head, int64_t head, int64_t first, int64_t count) {
+    const int64_t keys = kv_head * a_.head_stride, values = keys + a_.side_stride;
+    if constexpr (kInteger) words_.score<kGroup, kHeads>(rows_, keys, head, count, dims_, width_, weights_, fetch_);
+    else score<kGroup, kHeads>(keys, head, count);
+    if constexpr (kHasScales<K>) scale_weights<kGroup>(first, count, keys);
     float decay[kLanes];
     store(decay, softmax<kGroup>(weights_, head, count));
-    add_all_values<kGroup, kHeads>(weights_, kv_head, head, count, decay);
+    if constexpr (kHasScales<K>) scale_weights<kGroup>(first, count, values);
+    if constexpr (kInteger)
+      words_.add_values<kGroup, kHeads>(rows_, values, count, dims_, weights_, decay, sums_ + head * width_, width_, fetch_);
+    else add_all_values<kGroup, kHeads>(weights_, kv_head, head, count, decay);
+  }
+
+  // Multiplies scores or weights by the scales of the rows at `offset`; the buffer has room for whole vectors.
+  template <int kGroup>
+  void scale_weights(int64_t first, int64_t count, int64_t offset) {
+    row_scales(a_, unit_->seq, first, count, offset, scales_);
+    store(scales_ + count, F32{});
+    for (int64_t i = 0; i < count * kGroup; i += kLanes)
+      store(weights_ + i, load(weights_ + i) * spread<kGroup>(load(scales_ + i / kGroup)));
   }
 
   template <int kGroup, int kHeads>
@@ -176,7 +202,7 @@ class Decode {
     constexpr int kAtOnce = kLanes / kGroup;
     const float* queries = queries_ + head * width_;
     for (int64_t t = 0; t < count; t += kAtOnce) {
-      const T* rows[kAtOnce];
+      const K* rows[kAtOnce];
       for (int i = 0; i < kAtOnce; ++i) rows[i] = rows_[least(t + i, count - 1)] + offset;
       fetch_.some((kAtOnce + 1) / 2);
       F32 sum[kLanes] = {};
@@ -266,7 +292,7 @@ class Decode {
       for (int j = 0; j < kVectors; ++j) sum[g][j] = load(sums + g * width_ + j * kLanes) * decay[g];
     for (int64_t t = 0; t < count; ++t) {
       fetch_.some(t & 1);  // half of them here, the others between the scores
-      const T* row = rows_[t] + offset + a_.side_stride + d;
+      const K* row = rows_[t] + offset + a_.side_stride + d;
       F32 value[kVectors];
       for (int j = 0; j < kVectors; ++j) value[j] = kTail ? load_n(row, rest) : load(row + j * kLanes);
       for (int g = 0; g < kHeads; ++g) {
@@ -307,6 +333,7 @@ class Decode {
       }
       return;
     }
+    if constexpr (kInteger) Words::straighten(sums_ + head * width_, width_);
     for (int64_t d = 0; d < dims_; d += kLanes) store_n(to + d, load(sums + d) * share, int(least(kLanes, dims_ - d)));
   }
 

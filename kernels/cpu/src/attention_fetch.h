@@ -19,7 +19,7 @@ class Fetch {
 
  public:
   // Most pieces of `tokens` keys and values.
-  static int64_t most_pieces(const AttendArgs& a, int64_t tokens) { return tokens * a.num_kv_heads * 2; }
+  static int64_t most_pieces(const AttendArgs& a, int64_t tokens) { return tokens * a.num_kv_heads * 4; }
 
   // Takes its scratch; what was planned is forgotten.
   void carve(Carver& carver, int64_t pieces) {
@@ -28,20 +28,22 @@ class Fetch {
     at_ = end_ = nullptr;
   }
 
-  // Plans keys and values of `count` positions of the unit's seq, for its heads.
-  template <typename T>
+  // Plans keys and values of `count` positions of the unit's seq, for its heads; and their scales, if they have any.
+  template <typename K>
   void plan(const AttendArgs& a, const Unit& unit, int64_t first, int64_t count) {
     num_ = next_ = 0;
     const int32_t* table = a.block_tables + unit.seq * a.table_stride;
     const bool dense = a.slot_stride == a.head_dim;
     for (int64_t block = first / a.block_size, slot = first % a.block_size; count > 0; ++block, slot = 0) {
       const int64_t slots = least(count, a.block_size - slot);
-      const T* row = static_cast<const T*>(a.kv) + table[block] * a.block_stride + slot * a.slot_stride;
+      const K* row = static_cast<const K*>(a.kv) + table[block] * a.block_stride + slot * a.slot_stride;
       for (int64_t side = 0; side < 2; ++side)
         for (int64_t head = unit.kv_head; head < unit.kv_head_end; ++head) {
-          const T* from = row + side * a.side_stride + head * a.head_stride;
+          const K* from = row + side * a.side_stride + head * a.head_stride;
           const int64_t runs = dense ? 1 : slots, length = dense ? slots * a.head_dim : a.head_dim;
+          const char* scales = reinterpret_cast<const char*>(from) + (a.block_size - slot) * a.head_dim;
           for (int64_t i = 0; i < runs; ++i, from += a.slot_stride) add(from, from + length);
+          if constexpr (kHasScales<K>) add(scales + slot * 4, scales + (slot + slots) * 4);
         }
       count -= slots;
     }

@@ -62,12 +62,12 @@ TANDEM_INLINE F32 tanh_of(F32 x) {
 #define TANDEM_EACH_LANE(f) f(0), f(1), f(2), f(3)
 #endif
 
-template <int kStep>
-TANDEM_INLINE F32 low_halves(F32 a, F32 b) {
+template <int kStep, typename V>
+TANDEM_INLINE V low_halves(V a, V b) {
   return __builtin_shufflevector(a, b, TANDEM_EACH_LANE(TANDEM_LOW));
 }
-template <int kStep>
-TANDEM_INLINE F32 high_halves(F32 a, F32 b) {
+template <int kStep, typename V>
+TANDEM_INLINE V high_halves(V a, V b) {
   return __builtin_shufflevector(a, b, TANDEM_EACH_LANE(TANDEM_HIGH));
 }
 
@@ -86,8 +86,8 @@ TANDEM_INLINE void transpose_step(F32* rows) {
 // rows[i][j] and rows[j][i] change places; kLanes rows.
 TANDEM_INLINE void transpose(F32* rows) { transpose_step<1>(rows); }
 
-template <int kStep>
-TANDEM_INLINE void sum_step(F32* rows) {
+template <int kStep, typename V>
+TANDEM_INLINE void sum_step(V* rows) {
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; i += 2 * kStep)
     rows[i] = low_halves<kStep>(rows[i], rows[i + kStep]) + high_halves<kStep>(rows[i], rows[i + kStep]);
@@ -95,14 +95,22 @@ TANDEM_INLINE void sum_step(F32* rows) {
 }
 
 // Lane i of the result is the sum of rows[i], of kLanes rows; destroys them.
-TANDEM_INLINE F32 sums(F32* rows) {
+template <typename V>
+TANDEM_INLINE V sums(V* rows) {
   sum_step<1>(rows);
   return rows[0];
 }
 
-// In each lane the highest of all lanes whose numbers are equal to its own modulo kGroup.
+// Lane i of the result is lane i / kGroup of x.
+#define TANDEM_SPREAD(l) ((l) / kGroup)
 template <int kGroup>
-TANDEM_INLINE F32 highest_of_groups(F32 x) {
+TANDEM_INLINE F32 spread(F32 x) {
+  return __builtin_shufflevector(x, x, TANDEM_EACH_LANE(TANDEM_SPREAD));
+}
+
+// In each lane the highest of all lanes whose numbers are equal to its own modulo kGroup.
+template <int kGroup, typename V>
+TANDEM_INLINE V highest_of_groups(V x) {
   if constexpr (kGroup < kLanes) {
     x = highest_of_groups<kGroup * 2>(x);
     return max(low_halves<kGroup>(x, x), high_halves<kGroup>(x, x));

@@ -15,8 +15,10 @@ namespace {
 constexpr int64_t kKeys = 256;
 constexpr int64_t kTokenStep = 32;  // keys of a tile are padded to a multiple of this, and masked by it
 
-template <typename T>
+template <typename Kv>
 class Prefill {
+  using T = typename KvForm<Kv>::Computed;
+  using K = typename KvForm<Kv>::Stored;
   using Form = typename FormOf<T>::Form;
   using Element = typename Form::Element;
   using Word = typename Form::Word;
@@ -28,8 +30,9 @@ class Prefill {
   // Of the unit.
   int64_t seq_, head_, begin_, end_, context_;
   // Scratch.
-  const T** rows_;      // [kKeys] of K or V
-  T* zeros_;            // [D]
+  const K** rows_;      // [kKeys] of K or V
+  K* zeros_;            // [D]
+  float* scales_;       // quantized: [kKeys] of those rows
   Element* keys_;       // [kKeys, depth]
   Element* values_;     // pairs: [out_dims, kKeys], else [kKeys, out_dims]
   float* scores_;       // [kKeys, kTile], then the weights
@@ -51,8 +54,9 @@ class Prefill {
   char* carve(char* base, int64_t rows) {
     Carver carver{base};
     const int64_t tiles = (rows + kTile - 1) / kTile;
-    rows_ = carver.take<const T*>(kKeys);
-    zeros_ = carver.take<T>(dims_);
+    rows_ = carver.take<const K*>(kKeys);
+    zeros_ = carver.take<K>(dims_);
+    scales_ = carver.take<float>(kHasScales<K> ? kKeys : 0);
     keys_ = carver.take<Element>(kKeys * depth_);
     values_ = carver.take<Element>(kKeys * out_dims_);
     scores_ = carver.take<float>(kKeys * kTile);
@@ -83,7 +87,7 @@ class Prefill {
     seq_ = unit.seq, head_ = unit.kv_head, begin_ = unit.begin, end_ = unit.end;
     context_ = a_.seq_lens[seq_] - (a_.starts[seq_ + 1] - a_.starts[seq_]);
     carve(arena.reserve(carve(nullptr, end_ - begin_) - static_cast<char*>(nullptr)), end_ - begin_);
-    memset(static_cast<void*>(zeros_), 0, dims_ * sizeof(T));
+    memset(static_cast<void*>(zeros_), 0, dims_ * sizeof(K));
     for (int64_t tile = 0; tile < tiles(); ++tile) start_tile(tile);
     const int64_t keys_end = position(end_ - 1) + 1;
     for (int64_t first = first_key(position(begin_)) / kKeys * kKeys; first < keys_end; first += kKeys) {
@@ -132,8 +136,14 @@ class Prefill {
     }
   }
 
-  void copy_row(Element* to, const T* from) const {
-    if constexpr (sizeof(Element) == sizeof(T)) {
+  template <typename Row>
+  void copy_row(Element* to, const Row* from, float scale = 1) const {
+    if constexpr (kHasScales<Row>) {
+      for (int64_t d = 0; d < dims_; d += kLanes) {
+        const int n = int(least(kLanes, dims_ - d));
+        store_n(to + d, load_n(from + d, n) * scale, n);
+      }
+    } else if constexpr (sizeof(Element) == sizeof(T)) {
       memcpy(static_cast<void*>(to), from, dims_ * sizeof(T));
     } else {
       int64_t d = 0;
@@ -142,23 +152,42 @@ class Prefill {
     }
   }
 
-  void copy_padded(Element* to, const T* from, int64_t width) const {
-    copy_row(to, from);
+  // Row i of rows_.
+  void copy_padded(Element* to, int64_t i, int64_t width) const {
+    copy_row(to, rows_[i], kHasScales<K> ? scales_[i] : 1);
     if (width > dims_) memset(static_cast<void*>(to + dims_), 0, (width - dims_) * sizeof(Element));
   }
 
-  // Keys and values of `count` positions into scratch; zeros up to the next multiple of kTokenStep.
+  // Keys and values of `count` positions into scratch, quantized ones rounded to elements; zeros up to the next
+  // multiple of kTokenStep.
   void pack_block(int64_t first, int64_t count) {
     const int64_t padded = round_up(count, kTokenStep), head = head_ * a_.head_stride;
     const int64_t unseen = most(0, first_key(position(begin_)) - first);  // before the window: perhaps freed
     key_rows(a_, seq_, first + unseen, count - unseen, rows_ + unseen);
     for (int64_t i = 0; i < padded; ++i) rows_[i] = i >= unseen && i < count ? rows_[i] + head : zeros_;
-    for (int64_t i = 0; i < padded; ++i) copy_padded(keys_ + i * depth_, rows_[i], depth_);
+    read_scales(first, unseen, count, head);
+    for (int64_t i = 0; i < padded; ++i) copy_padded(keys_ + i * depth_, i, depth_);
     for (int64_t i = unseen; i < count; ++i) rows_[i] += a_.side_stride;
+    read_scales(first, unseen, count, head + a_.side_stride);
     if constexpr (Form::kPairs)
       transpose_values(padded);
     else
-      for (int64_t i = 0; i < padded; ++i) copy_padded(values_ + i * out_dims_, rows_[i], out_dims_);
+      for (int64_t i = 0; i < padded; ++i) copy_padded(values_ + i * out_dims_, i, out_dims_);
+  }
+
+  // Those of the zeros are zero.
+  void read_scales(int64_t first, int64_t unseen, int64_t count, int64_t offset) {
+    if constexpr (kHasScales<K>) {
+      memset(scales_, 0, kKeys * sizeof(float));
+      row_scales(a_, seq_, first + unseen, count - unseen, offset, scales_ + unseen);
+    }
+  }
+
+  // Dims d to d + n of row i, as an element that was widened.
+  F32 widened(int64_t i, int64_t d, int n) const {
+    const F32 x = load_n(rows_[i] + d, n);
+    if constexpr (kHasScales<K>) return rounded_to<T>(x * scales_[i]);
+    else return x;
   }
 
   // values_ [out_dims, kKeys] from rows_: words of two tokens each, then squares of words turned over.
@@ -168,8 +197,8 @@ class Prefill {
         const int count = int(most(0, least(kLanes, dims_ - d)));
         F32 square[kLanes];
         for (int i = 0; i < kLanes; ++i) {
-          const U32 even = bit_cast<U32>(load_n(rows_[t + 2 * i] + d, count)) >> 16;
-          square[i] = bit_cast<F32>(bit_cast<U32>(load_n(rows_[t + 2 * i + 1] + d, count)) | even);
+          const U32 even = bit_cast<U32>(widened(t + 2 * i, d, count)) >> 16;
+          square[i] = bit_cast<F32>(bit_cast<U32>(widened(t + 2 * i + 1, d, count)) | even);
         }
         transpose(square);
         for (int i = 0; i < kLanes; ++i) store(reinterpret_cast<float*>(values_ + (d + i) * kKeys + t), square[i]);

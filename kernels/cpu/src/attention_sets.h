@@ -11,8 +11,8 @@
 namespace {
 
 // The heads of KV heads kv_head … kv_head_end in 16 lanes.
-template <typename T>
-void Decode<T>::update_set(int64_t kv_head, int64_t kv_head_end, int64_t first, int64_t count) {
+template <typename Form>
+void Decode<Form>::update_set(int64_t kv_head, int64_t kv_head_end, int64_t first, int64_t count) {
   // Tiles begin at multiples of 16: so they stay within blocks whose size is one.
   const int64_t lead = a_.block_size % 16 == 0 ? first % 16 : 0, head = kv_head * group_;
   const uint32_t* queries = reinterpret_cast<const uint32_t*>(queries_) + kv_head * dims_ / 2 * 16;
@@ -40,8 +40,8 @@ void Decode<T>::update_set(int64_t kv_head, int64_t kv_head_end, int64_t first, 
 }
 
 // Scores of a set become weights, as pairs; returns the factor, lane by lane, for what was summed before.
-template <typename T>
-F32 Decode<T>::weigh_set(int64_t head, int64_t lead, int64_t count) {
+template <typename Form>
+F32 Decode<Form>::weigh_set(int64_t head, int64_t lead, int64_t count) {
   const int64_t tokens = round_up(lead + count, 16);
   for (int64_t t = 0; t < lead; ++t) store(weights_ + t * 16, splat(kHidden));
   for (int64_t t = lead + count; t < tokens; ++t) store(weights_ + t * 16, splat(kHidden));
@@ -70,8 +70,8 @@ F32 Decode<T>::weigh_set(int64_t head, int64_t lead, int64_t count) {
 }
 
 // What the heads of one KV head, in lanes from `lane` on, make of its values.
-template <typename T>
-void Decode<T>::add_set_values(int64_t kv_head, int64_t lane, int64_t lead, int64_t count, const float* decay) {
+template <typename Form>
+void Decode<Form>::add_set_values(int64_t kv_head, int64_t lane, int64_t lead, int64_t count, const float* decay) {
   const Bf16* values[kTokens / 16 + 1];
   int64_t row[kTokens / 16 + 1], num = 0;
   T* copies = copies_;
@@ -96,8 +96,9 @@ void Decode<T>::add_set_values(int64_t kv_head, int64_t lane, int64_t lead, int6
 
 // 16 rows of values from row t on. Where not all are present or they do not lie evenly, a copy with zeros
 // for the others: weights of zero would not hide what is no number.
-template <typename T>
-const Bf16* Decode<T>::whole_rows(int64_t t, int64_t count, int64_t kv_head, T** copies, int64_t* row) const {
+template <typename Form>
+const Bf16* Decode<Form>::whole_rows(int64_t t, int64_t count, int64_t kv_head, T** copies,
+                                       int64_t* row) const {
   const int64_t offset = kv_head * a_.head_stride + a_.side_stride;
   if (t >= 0 && t + 16 <= count && a_.block_size % 16 == 0) {
     *row = a_.slot_stride;
@@ -112,14 +113,14 @@ const Bf16* Decode<T>::whole_rows(int64_t t, int64_t count, int64_t kv_head, T**
 }
 
 // Row t of 16 evenly spaced ones, of which those before row 0 and past the last stand in the same block.
-template <typename T>
-const Bf16* Decode<T>::even_rows(int64_t t, int64_t kv_head) const {
+template <typename Form>
+const Bf16* Decode<Form>::even_rows(int64_t t, int64_t kv_head) const {
   const int64_t present = most(0, t);
   return reinterpret_cast<const Bf16*>(rows_[present] - (present - t) * a_.slot_stride + kv_head * a_.head_stride);
 }
 
-template <typename T>
-const Bf16* Decode<T>::copied_rows(int64_t t, int64_t count, int64_t kv_head, int64_t kv_head_end) {
+template <typename Form>
+const Bf16* Decode<Form>::copied_rows(int64_t t, int64_t count, int64_t kv_head, int64_t kv_head_end) {
   T* to = copies_;
   for (; kv_head < kv_head_end; ++kv_head)
     for (int64_t i = t; i < t + 16; ++i, to += dims_)

@@ -3,6 +3,7 @@
 // T tokens, E hidden, I intermediate, H query heads, Hkv KV heads, D head_dim, S block_size. Strides are in
 // elements. Element type: float or bfloat16, the same for all of a call's tensors except cos and sin.
 
+#include "kv_elements.h"
 #include "parallel.h"
 #include "silu.h"
 #include "simd.h"
@@ -102,7 +103,7 @@ void silu_mul(const T* gate_up, int64_t stride, T* out, int64_t tokens, int64_t 
   });
 }
 
-// Shapes and strides of one step's rotate_and_store; the same for every layer.
+// Shapes and strides of one step's rotate_and_store; the same for every layer. Quantized elements have a byte each.
 struct RotateShape {
   int64_t tokens, heads, kv_heads, head_dim, block_size;
   int64_t qkv_token, qkv_head;
@@ -156,11 +157,21 @@ void rotate_token(T* token, const RotateShape& shape, int64_t t, const T* q_weig
   }
 }
 
-template <typename T>
-void rotate_and_store(T* qkv, T* kv, const RotateShape* shape_at, const T* q_weight, const T* k_weight, float eps) {
+// Stores a row of one KV head as slot `slot` of the block whose elements of this side and head begin at `to`.
+template <typename T, typename K>
+TANDEM_INLINE void store_row(const T* row, K* to, int64_t slot, const RotateShape& shape) {
+  if constexpr (kHasScales<K>) {
+    const float scale = quantize_row(row, to + slot * shape.kv_slot, shape.head_dim);
+    memcpy(to + shape.block_size * shape.head_dim + slot * int64_t(sizeof scale), &scale, sizeof scale);
+  } else {
+    memcpy(to + slot * shape.kv_slot, row, size_t(shape.head_dim) * sizeof(T));
+  }
+}
+
+template <typename T, typename K>
+void rotate_and_store(T* qkv, K* kv, const RotateShape* shape_at, const T* q_weight, const T* k_weight, float eps) {
   const RotateShape shape = *shape_at;
-  const size_t head_bytes = size_t(shape.head_dim) * sizeof(T);
-  const int64_t row_bytes = (shape.heads + 2 * shape.kv_heads) * int64_t(head_bytes);
+  const int64_t row_bytes = (shape.heads + 2 * shape.kv_heads) * shape.head_dim * int64_t(sizeof(T));
   over_tokens(shape.tokens, shape.tokens * row_bytes * 3, [=](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
       T* token = qkv + t * shape.qkv_token;
@@ -170,18 +181,24 @@ void rotate_and_store(T* qkv, T* kv, const RotateShape* shape_at, const T* q_wei
         rotate_token<T, false>(token, shape, t, q_weight, k_weight, eps);
       const int64_t slot = shape.slots[t];
       if (slot < 0) continue;
-      T* to = kv + slot / shape.block_size * shape.kv_block + slot % shape.block_size * shape.kv_slot;
+      K* to = kv + slot / shape.block_size * shape.kv_block;
       const T* keys = token + shape.heads * shape.qkv_head;
       const T* values = keys + shape.kv_heads * shape.qkv_head;
       for (int64_t h = 0; h < shape.kv_heads; ++h) {
-        memcpy(to + h * shape.kv_head, keys + h * shape.qkv_head, head_bytes);
-        memcpy(to + h * shape.kv_head + shape.kv_side, values + h * shape.qkv_head, head_bytes);
+        store_row(keys + h * shape.qkv_head, to + h * shape.kv_head, slot % shape.block_size, shape);
+        store_row(values + h * shape.qkv_head, to + h * shape.kv_head + shape.kv_side, slot % shape.block_size, shape);
       }
     }
   });
 }
 
 }  // namespace
+
+#define TANDEM_ROTATE(suffix, T, K)                                                                               \
+  TANDEM_EXPORT(void, tandem_rotate_and_store_##suffix)                                                           \
+  (T * qkv, K * kv, const RotateShape* shape, const T* q_weight, const T* k_weight, float eps) {                  \
+    rotate_and_store(qkv, kv, shape, q_weight, k_weight, eps);                                                    \
+  }
 
 #define TANDEM_OPERATIONS(suffix, T)                                                                              \
   TANDEM_EXPORT(void, tandem_rms_norm_##suffix)                                                                   \
@@ -197,10 +214,9 @@ void rotate_and_store(T* qkv, T* kv, const RotateShape* shape_at, const T* q_wei
   (const T* gate_up, int64_t stride, T* out, int64_t tokens, int64_t width) {                                     \
     silu_mul(gate_up, stride, out, tokens, width);                                                                \
   }                                                                                                               \
-  TANDEM_EXPORT(void, tandem_rotate_and_store_##suffix)                                                           \
-  (T * qkv, T * kv, const RotateShape* shape, const T* q_weight, const T* k_weight, float eps) {                  \
-    rotate_and_store(qkv, kv, shape, q_weight, k_weight, eps);                                                    \
-  }
+  TANDEM_ROTATE(suffix, T, T)                                                                                     \
+  TANDEM_ROTATE(suffix##_int8, T, Int8)                                                                           \
+  TANDEM_ROTATE(suffix##_fp8, T, Fp8)
 
 TANDEM_OPERATIONS(f32, float)
 TANDEM_OPERATIONS(bf16, Bf16)

@@ -171,6 +171,7 @@ TANDEM_INLINE F32 fma(F32 a, F32 b, F32 c) {
 
 // b where either is NaN.
 TANDEM_INLINE F32 max(F32 a, F32 b) { return a > b ? a : b; }
+TANDEM_INLINE I32 max(I32 a, I32 b) { return a > b ? a : b; }
 
 TANDEM_INLINE float sum(F32 x) {
 #if defined(__AVX512F__)
