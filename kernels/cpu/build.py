@@ -31,7 +31,7 @@ _FLAGS = (
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
-_AVX512_BF16 = (*_AVX512, "-mavx512bf16")
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
 _X86_TIERS = {
     "avx2": _AVX2,
     "avx512": _AVX512,

@@ -102,7 +102,11 @@ inline void row_scales(const AttendArgs& a, int64_t seq, int64_t first, int64_t 
   int64_t block = first / a.block_size, slot = first % a.block_size;
   for (int64_t i = 0; i < count; ++block, slot = 0) {
     const int64_t slots = least(count - i, a.block_size - slot);
-    memcpy(to + i, scales + table[block] * a.block_stride + slot * int64_t(sizeof(float)), slots * sizeof(float));
+    const float* from = reinterpret_cast<const float*>(scales + table[block] * a.block_stride) + slot;
+    for (int64_t j = 0; j < slots; j += kLanes) {
+      const int n = int(least(kLanes, slots - j));
+      store_n(to + i + j, load_n(from + j, n), n);
+    }
     i += slots;
   }
 }

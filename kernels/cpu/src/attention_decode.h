@@ -113,7 +113,7 @@ class Decode {
   }
 
  private:
-  static int64_t width_of(const AttendArgs& a) { return round_up(a.head_dim, kInteger ? 2 * kLanes : kLanes); }
+  static int64_t width_of(const AttendArgs& a) { return round_up(a.head_dim, kInteger ? Words::kWidth : kLanes); }
 #if defined(__AMX_BF16__)
   bool has_sets() const { return !kHasScales<K> && sizeof(T) == 2 && dims_ % 32 == 0 && group_ <= 16; }
 #else
@@ -177,22 +177,32 @@ class Decode {
   template <int kGroup, int kHeads>
   void update_heads(int64_t kv_head, int64_t head, int64_t first, int64_t count) {
     const int64_t keys = kv_head * a_.head_stride, values = keys + a_.side_stride;
-    if constexpr (kInteger) words_.score<kGroup, kHeads>(rows_, keys, head, count, dims_, width_, weights_, fetch_);
+    read_scales(first, count, keys);
+    if constexpr (kInteger)
+      words_.score<kGroup, kHeads>(rows_, keys, scales_, head, count, dims_, width_, weights_, fetch_);
     else score<kGroup, kHeads>(keys, head, count);
-    if constexpr (kHasScales<K>) scale_weights<kGroup>(first, count, keys);
+    if constexpr (kHasScales<K> && !kInteger) scale_weights<kGroup>(count);
     float decay[kLanes];
     store(decay, softmax<kGroup>(weights_, head, count));
-    if constexpr (kHasScales<K>) scale_weights<kGroup>(first, count, values);
+    read_scales(first, count, values);
+    if constexpr (kHasScales<K> && !kInteger) scale_weights<kGroup>(count);
+    float* sums = sums_ + head * width_;
     if constexpr (kInteger)
-      words_.add_values<kGroup, kHeads>(rows_, values, count, dims_, weights_, decay, sums_ + head * width_, width_, fetch_);
+      words_.add_values<kGroup, kHeads>(rows_, values, scales_, count, dims_, weights_, decay, sums, width_, fetch_);
     else add_all_values<kGroup, kHeads>(weights_, kv_head, head, count, decay);
   }
 
-  // Multiplies scores or weights by the scales of the rows at `offset`; the buffer has room for whole vectors.
+  // Of the rows at `offset`, and zeros behind them.
+  void read_scales(int64_t first, int64_t count, int64_t offset) {
+    if constexpr (kHasScales<K>) {
+      row_scales(a_, unit_->seq, first, count, offset, scales_);
+      store(scales_ + count, F32{});
+    }
+  }
+
+  // Multiplies scores or weights by the scales; there is room for whole vectors.
   template <int kGroup>
-  void scale_weights(int64_t first, int64_t count, int64_t offset) {
-    row_scales(a_, unit_->seq, first, count, offset, scales_);
-    store(scales_ + count, F32{});
+  void scale_weights(int64_t count) {
     for (int64_t i = 0; i < count * kGroup; i += kLanes)
       store(weights_ + i, load(weights_ + i) * spread<kGroup>(load(scales_ + i / kGroup)));
   }

@@ -51,7 +51,10 @@ bool has_avx512(uint64_t states) {
   return (states & kAvx512State) == kAvx512State && all_bits(cpuid(7, 0).ebx, f_dq_bw_vl);
 }
 
-bool has_avx512_bf16() { return cpuid(7, 0).eax >= 1 && all_bits(cpuid(7, 1).eax, 1u << 5); }
+bool has_avx512_bf16() {
+  const uint32_t vnni = 1u << 11;
+  return cpuid(7, 0).eax >= 1 && all_bits(cpuid(7, 1).eax, 1u << 5) && all_bits(cpuid(7, 0).ecx, vnni);
+}
 
 // Linux gives tile data to a process that asks (arch_prctl 0x1023, feature 18); it holds for all its threads.
 bool may_use_amx(uint64_t states) {
