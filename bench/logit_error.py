@@ -1,10 +1,12 @@
-"""How far bfloat16 logits lie from the truth, ours and those of transformers.
+"""How far bfloat16 logits lie from the truth, ours and those of transformers: `python -m bench.logit_error DIR`.
 
-The truth is the model with the same bfloat16 weights computed in float64.
+The truth is the model with the same bfloat16 weights computed in float64. Run as a command it prints the error over
+KV as it is computed, and over quantized KV.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +20,13 @@ from engine.step import ScheduledSeq
 from kernels.dispatch import AUTO, select_kernels
 from models.config import load_model_config
 from models.loading import load_model
+from tandem.checkpoint import resolve_model
+from tandem.kv_layout import QuantDType
 from tandem.types import BlockId, TokenId
 
 MAX_RATIO = 1.2
+MAX_RATIOS_OF_KV = {QuantDType.INT8: 1.8, QuantDType.FP8: 7.0}
+"""Of quantized KV: a scale per token and head leaves int8 7 bits and e4m3 3."""
 _NUM_TOKENS = 256
 _BLOCK_SIZE = 16
 
@@ -38,8 +44,8 @@ class LogitError:
         return self.ours / self.theirs
 
 
-def measure_logit_error(folder: Path, seed: int) -> LogitError:
-    """Random tokens through all three."""
+def measure_logit_error(folder: Path, seed: int, kv_dtype: QuantDType | None = None) -> LogitError:
+    """Random tokens through all three; `kv_dtype` is how ours stores KV, None as it is computed."""
     config = load_model_config(folder)
     rng = random.Random(seed)
     token_ids = [rng.randrange(config.vocab_size) for _ in range(min(_NUM_TOKENS, config.context_tokens))]
@@ -47,14 +53,14 @@ def measure_logit_error(folder: Path, seed: int) -> LogitError:
     with torch.no_grad():
         their_logits = theirs(torch.tensor([token_ids])).logits[0]
         truth = theirs.double()(torch.tensor([token_ids])).logits[0]  # [T, V]
-    return LogitError(_rms(_our_logits(folder, token_ids) - truth), _rms(their_logits - truth))
+    return LogitError(_rms(_our_logits(folder, token_ids, kv_dtype) - truth), _rms(their_logits - truth))
 
 
-def _our_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
+def _our_logits(folder: Path, token_ids: list[int], kv_dtype: QuantDType | None) -> torch.Tensor:
     """Logits `[T, V]` of every position, the prompt in one step."""
     device = torch.device("cpu")
     model = load_model(folder, "bfloat16", device, select_kernels(AUTO, device, torch.bfloat16))
-    layout = model.kv_layout(_BLOCK_SIZE)
+    layout = model.kv_layout(_BLOCK_SIZE, kv_dtype)
     kv_cache = KvCache.create(layout, layout.blocks_for(len(token_ids)), device)
     try:
         table = tuple(BlockId(block) for block in range(kv_cache.num_blocks))
@@ -68,3 +74,18 @@ def _our_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
 
 def _rms(difference: torch.Tensor) -> float:
     return float(difference.double().pow(2).mean().sqrt())
+
+
+def main() -> None:
+    """Prints a line for each way to store KV."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="folder of a checkpoint, or demo")
+    folder = resolve_model(parser.parse_args().model)
+    for kv_dtype in (None, *QuantDType):
+        error = measure_logit_error(folder, 0, kv_dtype)
+        name = kv_dtype or "as computed"
+        print(f"KV {name}: error {error.ours:.3e}, transformers {error.theirs:.3e}, ratio {error.ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ import pytest
 from bench.exactness import check_system, make_workload
 from bench.exactness_reference import Reference
 from bench.exactness_system import Settings
-from bench.logit_error import MAX_RATIO, measure_logit_error
+from bench.logit_error import MAX_RATIO, MAX_RATIOS_OF_KV, measure_logit_error
 from bench.tiny_models import TINY_MODELS, save_tiny_model
 from tests.nixl_param import needs_nixl
 
@@ -53,3 +53,5 @@ def test_bfloat16_logits_lie_as_near_to_the_truth_as_those_of_transformers(model
     folder = save_tiny_model(MODELS[model], tmp_path / model)
 
     assert measure_logit_error(folder, seed=3).ratio <= MAX_RATIO
+    for kv_dtype, most in MAX_RATIOS_OF_KV.items():
+        assert measure_logit_error(folder, 3, kv_dtype).ratio <= most, kv_dtype

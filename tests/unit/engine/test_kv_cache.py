@@ -21,8 +21,9 @@ from engine.memory import (
     check_memory,
     ring_rows_for,
 )
+from kernels.quantized_kv import kv_scales
 from tandem.errors import ConfigError
-from tandem.kv_layout import DType, KvLayout
+from tandem.kv_layout import DType, KvLayout, QuantDType
 
 CPU = torch.device("cpu")
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, block_size=4, head_dim=8, dtype=DType.BFLOAT16)
@@ -41,6 +42,26 @@ def test_a_block_is_one_contiguous_span_of_bytes(dtype: DType, shared: bool) -> 
     cache.tensor[3] = 1.0
     assert [bool(row.any()) for row in cache.blocks_view] == [False, False, False, True, False]
     assert cache.num_blocks == 5
+    cache.close()
+
+
+@pytest.mark.parametrize("dtype", list(QuantDType))
+@pytest.mark.parametrize("num_kv_heads", [1, 3])
+def test_elements_and_scales_fill_a_block_between_them(dtype: QuantDType, num_kv_heads: int) -> None:
+    layout = KvLayout(2, num_kv_heads, 4, 8, dtype)
+    cache = KvCache.create(layout, 5, CPU)
+    assert cache.tensor.shape == (5, *layout.block_shape)
+    assert layout.block_bytes == 2 * 2 * num_kv_heads * 4 * (8 + 4)
+    cache.blocks_view.zero_()
+    cache.tensor[3].view(torch.int8).fill_(1)
+    for layer in cache.tensor.unbind(1):
+        kv_scales(layer)[3].view(torch.int8).fill_(2)
+    rows = cache.blocks_view.view(5, -1, 4 * (8 + 4))  # [N, heads of a block, bytes]
+    assert (rows[3, :, :32] == 1).all()
+    assert (rows[3, :, 32:] == 2).all()
+    assert not rows[[0, 1, 2, 4]].any()
+    cache.fill_poison()
+    assert all(kv_scales(layer).isnan().all() for layer in cache.tensor.unbind(1))
     cache.close()
 
 

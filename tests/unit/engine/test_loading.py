@@ -15,7 +15,7 @@ from engine.placement import ThreadPlacement
 from engine.sequence import Sequence
 from engine.step import Step
 from tandem.errors import CheckpointError, ConfigError
-from tandem.kv_layout import DType
+from tandem.kv_layout import DType, QuantDType
 
 NUM_NEW_TOKENS = 12
 TIERS = {"host_cache_bytes": 1 << 20, "disk_cache_bytes": 1 << 20}
@@ -76,6 +76,34 @@ async def test_the_engine_gives_the_tokens_of_transformers(
         engine.pool.assert_idle()
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("kv_dtype", list(QuantDType))
+async def test_over_quantized_kv_tokens_do_not_depend_on_blocks_and_chunks(
+    options: EngineOptions, make_seq: Callable[..., Sequence], kv_dtype: QuantDType
+) -> None:
+    prompt, tokens = tuple(range(3, 36)), []
+    for block_size, chunk_tokens, shared in [(1, 64, False), (4, 3, True), (16, 7, False)]:
+        engine = load_engine(replace(options, block_size=block_size, shared_kv=shared, kv_dtype=kv_dtype.value))
+        try:
+            assert engine.layout.dtype is kv_dtype
+            assert engine.model.dtype is DType.FLOAT32
+            engine.kv_cache.fill_poison()
+            tokens.append(await complete(engine, make_seq(prompt, max_tokens=NUM_NEW_TOKENS), chunk_tokens))
+            engine.pool.assert_idle()
+        finally:
+            engine.close()
+    assert tokens == [tokens[0]] * 3
+
+
+def test_quantized_kv_leaves_room_for_more_blocks(options: EngineOptions) -> None:
+    sizes = []
+    for kv_dtype in ("auto", "int8"):
+        engine = load_engine(replace(options, dtype="bfloat16", kv_memory_bytes=100_000, kv_dtype=kv_dtype))
+        sizes.append(engine.pool.num_blocks)
+        engine.close()
+    assert sizes[1] == 100_000 // (16 * 2 * 2 * 2 * (8 + 4))
+    assert sizes[1] > 1.3 * sizes[0]  # heads of 8 elements: the scale is a third
 
 
 async def test_an_engine_says_what_it_is_and_steps_on_its_thread(options, make_seq) -> None:

@@ -10,13 +10,13 @@ import xxhash
 from kvtransfer.base import Fingerprints
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.frame import FrameType
-from kvtransfer.handshake import Hello, fingerprint_fields
+from kvtransfer.handshake import Hello, compare, fingerprint_fields
 from kvtransfer.messages import Commit, Write, decode_error, digest_of
 from kvtransfer.sender import KvSender
 from kvtransfer.ticket import Ticket
 from kvtransfer.transports import tcp
 from tandem.errors import ChecksumMismatch, HandshakeMismatch, PeerLost, TicketRefused, TransferError
-from tandem.kv_layout import DType, KvLayout
+from tandem.kv_layout import DType, KvLayout, QuantDType
 from tests.manual_clock import ManualClock
 from tests.transports import EVERY, WAYS
 
@@ -261,6 +261,14 @@ async def test_both_sides_name_the_field_that_differs(paired, recorder, caplog, 
         await sender.stop()
         assert f"{field} differs" in caplog.text
         assert recorder.calls == []
+
+
+def test_pools_of_which_one_is_quantized_are_refused_by_the_dtype():
+    layouts = (KvLayout(2, 1, 4, 8, dtype) for dtype in (DType.BFLOAT16, QuantDType.INT8))
+    prints = (fingerprint_fields(Fingerprints("model-a", layout)) for layout in layouts)
+    ours, theirs = (Hello("ab" * 16, "tcp", 16, ("xxh3-64",), each) for each in prints)
+    with pytest.raises(HandshakeMismatch, match="dtype differs: ours bfloat16, theirs int8"):
+        compare(ours, theirs)
 
 
 async def test_a_field_that_only_one_side_knows_is_a_mismatch(paired, recorder, raw, prints, caplog):

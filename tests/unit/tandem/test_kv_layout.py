@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.kv_layout import DType, KvLayout
+from tandem.kv_layout import DType, KvLayout, QuantDType
 
 LAYOUT = KvLayout(num_layers=30, num_kv_heads=3, block_size=16, head_dim=64, dtype=DType.BFLOAT16)
 
@@ -15,6 +15,14 @@ def test_bytes_follow_from_the_shape() -> None:
     assert LAYOUT.block_shape == (30, 2, 3, 16, 64)
     assert LAYOUT.token_bytes == 30 * 2 * 3 * 64 * 2
     assert LAYOUT.block_bytes == LAYOUT.token_bytes * 16
+
+
+@pytest.mark.parametrize("dtype", list(QuantDType))
+def test_a_quantized_row_takes_half_of_bfloat16_and_a_scale(dtype: QuantDType) -> None:
+    layout = replace(LAYOUT, dtype=dtype)
+    assert layout.block_shape == LAYOUT.block_shape
+    assert layout.token_bytes == 30 * 2 * 3 * (64 + 4)
+    assert layout.fields()["dtype"] == dtype.value
 
 
 @given(st.integers(0, 10_000), st.integers(1, 256))
