@@ -43,10 +43,11 @@ def _cpu_s(calls: Sequence[Call], budget_s: float) -> float:
 
 
 def _cuda_s(calls: Sequence[Call], device: torch.device, budget_s: float) -> float:
-    """Median between events around each call. Before each, a large buffer is written, which evicts the L2, and the
-    device is kept busy while the host queues what follows: launches are hidden, host work between them is not timed.
+    """Median between events around each call. Before each, a large buffer is read, which evicts the L2 (written, it would
+    leave lines there that the timed call has to write back), and the device is kept busy while the host queues what
+    follows: launches are hidden, host work between them is not timed.
     """
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
+    flush = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.float32, device=device)
     turns = cycle(calls)
     measured_s: list[float] = []
     end_s = time.perf_counter() + budget_s
@@ -54,7 +55,7 @@ def _cuda_s(calls: Sequence[Call], device: torch.device, budget_s: float) -> flo
         pairs = []
         for _ in range(_MIN_RUNS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            flush.zero_()
+            flush.sum()
             torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
             start.record()
             next(turns)()

@@ -24,7 +24,7 @@ from tandem.gpus import find_gpus, plan_devices
 
 _LIBRARIES = (
     *("grpcio", "protobuf", "tokenizers", "uvloop", "opentelemetry-sdk"),
-    *("torch", "safetensors", "numpy", "xxhash", "transformers", "triton", "flash-attn"),
+    *("torch", "safetensors", "numpy", "xxhash", "transformers", "triton", "flash-attn", "flash_attn_3"),
 )
 _NEEDS_TORCH = "needs torch, which is not installed here: pip install 'tandem-server[worker]'"
 _GIB = 1024**3
@@ -91,7 +91,7 @@ def _compute_parts() -> dict[str, ConsoleRenderable]:
     try:
         import torch
     except ModuleNotFoundError:
-        return dict.fromkeys(("devices", "attention", "transports"), plain(_NEEDS_TORCH))
+        return dict.fromkeys(("devices", "attention", "quantised weights", "transports"), plain(_NEEDS_TORCH))
     from kernels import dispatch
     from kvtransfer import transports
 
@@ -103,10 +103,17 @@ def _compute_parts() -> dict[str, ConsoleRenderable]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
         for status in dispatch.available_backends(torch.device(device), dtype)
     ]
+    held = [
+        (device, name, str(form), ", ".join(str(size) if size else "by output" for size in groups) or "dequantised")
+        for device in devices
+        for name, forms in dispatch.held_forms(torch.device(device), torch.bfloat16).items()
+        for form, groups in forms.items()
+    ]
     moves = [(device, *_verdict(status)) for device in devices for status in transports.available(device)]
     return {
         "devices": table(("device", "what"), list(devices.items())),
         "attention": table(("device", "dtype", "back-end", "works", "why"), attention),
+        "quantised weights": table(("device", "back-end", "form", "scales by"), held),
         "transports": table(("KV pool on", "transport", "works", "why"), moves),
     }
 

@@ -97,6 +97,11 @@ class Device:
 
     def synchronize(self) -> None:
         """Returns once nothing runs on the device any more, even if it broke: that error is raised elsewhere."""
-        if self.is_asynchronous:
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.synchronize(self._device)
+        synchronize(self._device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Returns once nothing runs on `device` any more, even if it broke; to be called before its memory is given back."""
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(device)

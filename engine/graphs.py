@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.batch import Batch, Forward
+from engine.device import synchronize
 from kernels.attention import AttentionMetadata
 from tandem.progress import track
 from tandem.telemetry.logging import get_logger
@@ -120,12 +121,16 @@ class CudaCapturer:
         with torch.cuda.stream(current):  # set again at the end, whatever fails within
             # Compiles kernels and opens libraries, which a capture may not; those keep workspaces by stream.
             self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                work()
-            graph = torch.cuda.CUDAGraph()
-            # thread_local: what other threads ask of the device meanwhile is not recorded and does not disturb.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                work()
+            try:
+                with torch.cuda.stream(self._stream):
+                    work()
+                graph = torch.cuda.CUDAGraph()
+                # thread_local: what other threads ask of the device meanwhile is not recorded and does not disturb.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    work()
+            except BaseException:
+                synchronize(self._device)  # the first call may still run, on memory that is given back now
+                raise
         current.wait_stream(self._stream)
         return graph
 

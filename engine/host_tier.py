@@ -23,11 +23,11 @@ _MEASURED_BLOCKS = 16
 class HostTier:
     """`num_rows` rows of `block_bytes` bytes. `close` ends it."""
 
-    def __init__(self, num_rows: int, block_bytes: int, *, pinned: bool = False) -> None:
-        """`pinned` lets a GPU copy them while the host goes on. Raises RuntimeError (torch) if memory is exhausted."""
+    def __init__(self, num_rows: int, block_bytes: int, *, pinned_for: torch.device | None = None) -> None:
+        """`pinned_for` a GPU, it copies them while the host goes on. Raises RuntimeError (torch) if memory is exhausted."""
         self._memory = HostMemory.allocate(num_rows * block_bytes, shared=False)
-        if pinned:
-            self._memory.pin()
+        if pinned_for is not None:
+            self._memory.pin(pinned_for)
         self.num_rows: Final = num_rows
         """All rows, free or not."""
         self.block_s = 0.0

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from engine.device import synchronize
 from engine.memory import MIN_RING_ROWS
 from engine.pool_memory import PoolAllocation
 from engine.pool_staging import PoolStaging
@@ -37,7 +38,7 @@ class HostMemory:
         self._bytes: torch.Tensor | None = memory
         self.shared_fd = shared_fd
         """Descriptor of the memory file, owned here; None if it is private."""
-        self._is_pinned = False
+        self._pinned_for: torch.device | None = None
 
     @classmethod
     def allocate(cls, size_bytes: int, *, shared: bool) -> HostMemory:
@@ -58,27 +59,32 @@ class HostMemory:
             raise ValueError("the KV cache is closed")
         return self._bytes
 
-    def pin(self) -> bool:
-        """Locks the pages so that GPUs copy them directly; False where the driver refuses, and copies are slower.
+    def pin(self, device: torch.device) -> bool:
+        """Locks the pages so that `device` copies them directly; False where the driver refuses, and copies are slower.
 
-        Not torch's own pinned memory: that is rounded up to a power of two, and cannot be a memory file.
+        On that device alone: on another one the calling thread would begin a context, and take memory there. Not
+        torch's own pinned memory: that is rounded up to a power of two, and cannot be a memory file.
         """
-        status = _cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
-        self._is_pinned = int(status) == 0
-        if not self._is_pinned:
+        with torch.cuda.device(device):
+            status = _cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
+            if int(status) == 0:
+                self._pinned_for = device
+                return True
             with contextlib.suppress(RuntimeError):  # else the next launch would report the refusal as its own error
-                torch.zeros(1, device="cuda")
-        return self._is_pinned
+                torch.zeros(1, device=device)
+        return False
 
     def close(self) -> None:
-        """Gives memory and descriptor back; no copy may be running. Idempotent.
+        """Gives memory and descriptor back, once no copy of its device runs any more. Idempotent.
 
         The mapping goes with its last view: unmapping under a view that somebody still holds
         would turn a late read into a crash.
         """
-        if self._is_pinned:
-            _cudart().cudaHostUnregister(self.bytes.data_ptr())
-            self._is_pinned = False
+        if self._pinned_for is not None:
+            synchronize(self._pinned_for)
+            with torch.cuda.device(self._pinned_for):
+                _cudart().cudaHostUnregister(self.bytes.data_ptr())
+            self._pinned_for = None
         self._bytes = None
         if self.shared_fd is not None:
             os.close(self.shared_fd)
@@ -129,7 +135,7 @@ class KvCache:
             if pool is not None:
                 pool.close()
             raise ConfigError("--kv-memory", f"{size_bytes} bytes of KV on {device}: {error}") from error
-        if device.type == "cuda" and not host.pin():
+        if device.type == "cuda" and not host.pin(device):
             _log.warning("host ring is not pinned, hand-offs are slower", size_bytes=host_bytes)
         return cls(layout, host, pool)
 

@@ -25,6 +25,7 @@ from engine.prefix_cache import PrefixCache
 from engine.runner import Runner
 from engine.step import SampleSpec, ScheduledSeq, Step
 from kernels.dispatch import select_kernels
+from kernels.quantized import QuantForm
 from models.config import load_model_config
 from models.dtypes import torch_dtype
 from models.loading import LoadedModel, load_model
@@ -56,6 +57,8 @@ class EngineOptions:
     model_path: Path
     device: str = AUTO
     dtype: str = AUTO
+    quantize: str | None = None
+    """What the weights of a plain checkpoint are rounded to: a `QuantForm`; None = nothing."""
     kv_dtype: str = AUTO
     block_size: int = 16
     kv_blocks: int | None = None
@@ -75,6 +78,8 @@ class EngineOptions:
     max_seqs: int = 64
     """The default pool is never larger than so many full contexts."""
     attention_backend: str = AUTO
+    cpu_tier: str | None = None
+    """Instructions that the kernels of a CPU use; None = the best that it has."""
     shared_kv: bool = False
     """Puts the pool, or its ring, into shared memory, for the shm transport."""
     host_ring_bytes: int | None = None
@@ -96,6 +101,7 @@ class EngineOptions:
             model_path=model_path,
             device=config.device,
             dtype=config.dtype,
+            quantize=config.quantize,
             kv_dtype=config.kv_dtype,
             block_size=config.block_size,
             kv_blocks=config.kv_blocks,
@@ -108,6 +114,7 @@ class EngineOptions:
             disk_cache_bytes=config.disk_cache_bytes,
             max_seqs=config.max_seqs,
             attention_backend=config.attention_backend,
+            cpu_tier=config.cpu_tier,
             shared_kv=shared_kv,
             device_shared_kv=device_shared_kv,
             placement=ThreadPlacement(threads=config.threads),
@@ -163,8 +170,9 @@ def load_engine(options: EngineOptions) -> Engine:
     try:
         if device.type == "cuda":
             executor.submit(torch.cuda.set_device, device).result()  # the thread's own: kernels launch on it
-        kernels = select_kernels(options.attention_backend, device, _probe_dtype(options))
-        model = executor.submit(load_model, options.model_path, options.dtype, device, kernels).result()
+        kernels = select_kernels(options.attention_backend, device, _probe_dtype(options), options.cpu_tier)
+        form = None if options.quantize is None else QuantForm(options.quantize)
+        model = executor.submit(load_model, options.model_path, options.dtype, device, kernels, form).result()
         layout = _layout(options, model)
         num_blocks, ring_rows = _sizes(options, model, layout)
         kv_cache = KvCache.create(
@@ -304,7 +312,7 @@ def _host_tier(options: EngineOptions, kv_cache: KvCache, device: torch.device) 
     available = available_memory_bytes(torch.device("cpu"))
     if options.host_cache_bytes > available:
         raise ConfigError("--host-cache-memory", f"{options.host_cache_bytes} bytes; {available} are available")
-    return HostTier(num_rows, kv_cache.layout.block_bytes, pinned=device.type == "cuda")
+    return HostTier(num_rows, kv_cache.layout.block_bytes, pinned_for=device if device.type == "cuda" else None)
 
 
 def _disk_tier(options: EngineOptions, tier: HostTier | None, block_bytes: int) -> DiskTier | None:

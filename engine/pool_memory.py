@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from engine.device import synchronize
 from kernels.cuda_driver import CudaDriver, CudaError
 from kernels.cuda_memory import SharedAllocation
 
@@ -37,7 +38,8 @@ class PoolAllocation:
         return None if self._shared is None else self._shared.descriptor
 
     def close(self) -> None:
-        """Nothing on the device may use it any more. Idempotent."""
+        """Waits for whatever runs on the device: a step that failed may have left work behind. Idempotent."""
+        synchronize(self.bytes.device)
         self.bytes = torch.empty(0, dtype=torch.uint8)
         if self._shared is not None:
             with contextlib.suppress(CudaError):  # a lost device: the process's end gives it back

@@ -7,12 +7,14 @@ the way, and a loader that imports it only when it is chosen.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from kernels import cpu, flash, triton
 from kernels.operations import Kernels
+from kernels.quantized import QuantForm, zero_weight
 from tandem.errors import ConfigError
 from tandem.telemetry.logging import get_logger
 
@@ -22,6 +24,11 @@ AUTO = "auto"
 """The name that leaves the choice to `select_kernels`."""
 
 _OPTION = "--attention-backend"
+_TIER_OPTION = "--cpu-tier"
+_CPU = "cpu"
+
+TRIED_GROUPS = (0, 128, 64, 32, 16)
+_TRIED_SHAPE = (64, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +62,11 @@ def _load_reference() -> Kernels:
 
 
 _REGISTRY = (
-    _Entry("flash_attn", lambda: "the package flash-attn, with Triton for the rest", flash.obstacle, flash.load),
+    _Entry(
+        "flash_attn", lambda: "the package flash_attn_3 or flash-attn, Triton for the rest", flash.obstacle, flash.load
+    ),
     _Entry("triton", lambda: "compiled Triton kernels", triton.obstacle, triton.load),
-    _Entry("cpu", cpu.describe, cpu.obstacle, cpu.load),
+    _Entry(_CPU, cpu.describe, cpu.obstacle, cpu.load),
     _Entry("reference", lambda: "plain torch, any device", _reference_obstacle, _load_reference),
 )
 
@@ -68,11 +77,33 @@ def available_backends(device: torch.device, dtype: torch.dtype = torch.float32)
     return [BackendStatus(each.name, why is None, why or each.describe()) for each, why in obstacles]
 
 
-def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The kernels called `name`, or for `auto` the best usable one.
+def held_forms(device: torch.device, dtype: torch.dtype) -> dict[str, dict[QuantForm, tuple[int, ...]]]:
+    """By usable set and form the group sizes of quantised weights that it multiplies as they are.
 
-    Raises ConfigError, naming `--attention-backend`, if it is unknown or cannot run here.
+    `TRIED_GROUPS` are asked for; 0 is a scale per output. Whatever is not held is dequantised when it is loaded.
     """
+    held: dict[str, dict[QuantForm, tuple[int, ...]]] = {}
+    for entry in (entry for entry in _REGISTRY if entry.obstacle(device, dtype) is None):
+        keeps = entry.load().operations.keeps
+        for form in QuantForm:
+            tried = {group: zero_weight(form, _TRIED_SHAPE, group or _TRIED_SHAPE[1], dtype) for group in TRIED_GROUPS}
+            held.setdefault(entry.name, {})[form] = tuple(group for group, weight in tried.items() if keeps(weight))
+    return held
+
+
+def select_kernels(name: str, device: torch.device, dtype: torch.dtype, cpu_tier: str | None = None) -> Kernels:
+    """The kernels called `name`, or for `auto` the best usable one; with `cpu_tier`, `cpu` at that tier.
+
+    Raises ConfigError, naming the option, if it is unknown or cannot run here.
+    """
+    if cpu_tier is not None:
+        if name not in (AUTO, _CPU):
+            raise ConfigError(_TIER_OPTION, f"{cpu_tier} is a tier of the kernels cpu, not of {name}")
+        obstacle = cpu.obstacle(device, dtype) or cpu.tier_obstacle(cpu_tier)
+        if obstacle is not None:
+            raise ConfigError(_TIER_OPTION, f"{cpu_tier} cannot run on {device}: {obstacle}")
+        _log.info("kernels chosen", name=_CPU, what=f"native C++ kernels, tier {cpu_tier}, as {_TIER_OPTION} says")
+        return cpu.load(cpu_tier)
     passed_over: list[str] = []
     for entry in _REGISTRY:
         if name not in (AUTO, entry.name):
@@ -81,7 +112,8 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kerne
         if obstacle is None:
             if name == AUTO:
                 _log.info("kernels chosen", name=entry.name, what=entry.describe(), passed_over="; ".join(passed_over))
-            return entry.load()
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                return entry.load()
         if name != AUTO:
             raise ConfigError(_OPTION, f"{name} cannot run on {device}: {obstacle}")
         passed_over.append(f"{entry.name}: {obstacle}")

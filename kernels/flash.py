@@ -1,13 +1,14 @@
-"""The `flash_attn` back-end: FlashAttention-2's own kernels where the package is installed, Triton's for the rest.
+"""The `flash_attn` back-end: FlashAttention's own kernels where a package is installed, Triton's for the rest.
 
-Source: Dao, FlashAttention-2 (arXiv 2307.08691). A batch is cut into runs of neighbouring seqs:
+Sources: Dao, FlashAttention-2 (arXiv 2307.08691); Shah et al., FlashAttention-3 (arXiv 2407.08608), for Hopper.
+A batch is cut into runs of neighbouring seqs:
 
     FRESH   all keys are this step's own: read from the ragged k and v, no block table at all
     PAGED   the others, decode steps too: from the pool
 
-Stock flash-attn 2 takes blocks of 256 tokens and their multiples only ("Paged KV cache block
-size must be divisible by 256"), heads of up to 256 elements, and pads those that are no multiple
-of 8, which would copy the pool. What it does not take goes to the other back-end.
+Heads have up to 256 elements; those that are no multiple of 8 would be padded, which would copy the pool. flash-attn 2
+takes blocks of 256 tokens and their multiples only ("Paged KV cache block size must be divisible by 256"), version 3
+any. What the package does not take goes to the other back-end.
 
 torch has a copy of the same kernels (`torch.nn.attention.varlen`) without soft cap; it is not
 used, since Triton's kernels stand there already and nothing shows that it would beat them.
@@ -19,10 +20,11 @@ from __future__ import annotations
 
 import enum
 import importlib
-import importlib.metadata
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -32,15 +34,16 @@ from kernels.attention import AttentionBackend, AttentionMetadata, AttentionPara
 from kernels.operations import Kernels
 from kernels.quantized_kv import is_quantized
 from kernels.spec import check_attend
+from tandem.errors import InternalError
 
 PAGE_MULTIPLE = 256
-"""Block sizes that flash-attn's block tables take."""
+"""Block sizes that flash-attn 2's block tables take."""
 MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 256, 8
 MIN_FRESH_TOKENS = 256
 """A shorter fresh run beside paged ones joins them: one launch less per layer. Chosen, not measured."""
 _DTYPES = (torch.bfloat16, torch.float16)
-_MIN_VERSION, _END_VERSION = (2, 6), (3,)
-"""2.6 brought the soft cap; 3 is another interface."""
+_HOPPER = 9
+"""Major compute capability of the GPUs that version 3 is made for."""
 
 
 class Source(enum.Enum):
@@ -60,25 +63,149 @@ class Run:
 
 
 class FlashLibrary(Protocol):
-    """What is called of the package flash_attn."""
+    """One of the packages; what its calls have in common."""
 
-    def flash_attn_varlen_func(
+    def takes(self, block_size: int, *, is_decode: bool) -> bool:
+        """Whether `paged` serves such blocks."""
+
+    def fresh(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
+    ) -> torch.Tensor:
+        """Ragged q `[T, H, D]` over k, v `[T, Hkv, D]` of the same seqs."""
+
+    def paged(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        **options: Any,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
     ) -> torch.Tensor:
-        """Ragged q `[T, H, D]` over ragged or paged keys."""
+        """Ragged q `[T, H, D]` over blocks of keys and values `[N, S, Hkv, D]`, views of the pool."""
 
-    def flash_attn_with_kvcache(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, **options: Any
+
+@dataclass(frozen=True, slots=True)
+class Flash2:
+    """The package flash-attn."""
+
+    module: Any
+    decodes: bool
+    """Whether its call for one token per seq over blocks leaves the host alone: some versions wait for the device."""
+
+    def takes(self, block_size: int, *, is_decode: bool) -> bool:
+        """See `FlashLibrary`."""
+        return block_size % PAGE_MULTIPLE == 0 and (self.decodes or not is_decode)
+
+    def fresh(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
     ) -> torch.Tensor:
-        """Q `[B, Q, H, D]` over paged keys, split among more cores than B."""
+        """See `FlashLibrary`."""
+        return _fresh(self.module, q, k, v, metadata, params)
+
+    def paged(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """See `FlashLibrary`; a step of one token per seq is split among more cores than it has seqs."""
+        if _is_decode(q, metadata):
+            out: torch.Tensor = self.module.flash_attn_with_kvcache(
+                q[:, None],  # [B, 1, H, D]
+                keys,
+                values,
+                cache_seqlens=metadata.seq_lens,
+                block_table=metadata.block_tables,
+                **_options(params),
+            )
+            return out[:, 0]
+        cu_seqlens_k = torch.zeros_like(metadata.cu_seqlens_q)  # [B + 1]
+        torch.cumsum(metadata.seq_lens, 0, dtype=torch.int32, out=cu_seqlens_k[1:])
+        result: torch.Tensor = self.module.flash_attn_varlen_func(
+            q,
+            keys,
+            values,
+            metadata.cu_seqlens_q,
+            cu_seqlens_k,
+            metadata.max_query_len,
+            metadata.max_seq_len,
+            block_table=metadata.block_tables,
+            **_options(params),
+        )
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Flash3:
+    """The package flash_attn_3, whose module is flash_attn_interface: one call serves chunks and decode steps."""
+
+    module: Any
+
+    def takes(self, block_size: int, *, is_decode: bool) -> bool:
+        """See `FlashLibrary`."""
+        return True
+
+    def fresh(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
+    ) -> torch.Tensor:
+        """See `FlashLibrary`."""
+        return _fresh(self.module, q, k, v, metadata, params)
+
+    def paged(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """See `FlashLibrary`."""
+        out: torch.Tensor = self.module.flash_attn_with_kvcache(
+            q,
+            keys,
+            values,
+            cache_seqlens=metadata.seq_lens,
+            page_table=metadata.block_tables,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            max_seqlen_q=metadata.max_query_len,
+            **_options(params),
+        )
+        return out
+
+
+def _fresh(
+    module: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    metadata: AttentionMetadata,
+    params: AttentionParams,
+) -> torch.Tensor:
+    cu_seqlens, longest = metadata.cu_seqlens_q, metadata.max_query_len
+    out: torch.Tensor = module.flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, **_options(params)
+    )
+    return out
+
+
+def _is_decode(q: torch.Tensor, metadata: AttentionMetadata) -> bool:
+    return metadata.max_query_len == 1 and len(q) == len(metadata.query_lens_host)
+
+
+def _options(params: AttentionParams) -> dict[str, Any]:
+    """As flash-attn calls them; its window counts positions before and after the query's own, -1 = all.
+
+    Without a window both are -1, though nothing after the query is seen: else version 2 does not pack the heads of a
+    group into one tile when it decodes.
+    """
+    return {
+        "softmax_scale": params.scale,
+        "causal": True,
+        "window_size": (-1, -1) if params.sliding_window is None else (params.sliding_window - 1, 0),
+        "softcap": params.soft_cap or 0.0,
+    }
 
 
 def plan_runs(query_lens: Sequence[int], seq_lens: Sequence[int], min_fresh_tokens: int) -> list[Run]:
@@ -142,35 +269,11 @@ class FlashAttention:
         params: AttentionParams,
     ) -> torch.Tensor:
         if source is Source.FRESH:
-            cu_seqlens, longest = metadata.cu_seqlens_q, metadata.max_query_len
-            return self.library.flash_attn_varlen_func(
-                q, k, v, cu_seqlens, cu_seqlens, longest, longest, **_options(params)
-            )
-        if kv_layer.shape[3] % PAGE_MULTIPLE:
+            return self.library.fresh(q, k, v, metadata, params)
+        if not self.library.takes(kv_layer.shape[3], is_decode=_is_decode(q, metadata)):
             return self.other.attend(q, k, v, kv_layer, metadata, params)
         keys, values = kv_layer.transpose(2, 3).unbind(1)  # [N, S, Hkv, D] each, views of the pool
-        if metadata.max_query_len == 1 and len(q) == len(metadata.query_lens_host):
-            return self.library.flash_attn_with_kvcache(
-                q[:, None],  # [B, 1, H, D]
-                keys,
-                values,
-                cache_seqlens=metadata.seq_lens,
-                block_table=metadata.block_tables,
-                **_options(params),
-            )[:, 0]
-        cu_seqlens_k = torch.zeros_like(metadata.cu_seqlens_q)  # [B + 1]
-        torch.cumsum(metadata.seq_lens, 0, dtype=torch.int32, out=cu_seqlens_k[1:])
-        return self.library.flash_attn_varlen_func(
-            q,
-            keys,
-            values,
-            metadata.cu_seqlens_q,
-            cu_seqlens_k,
-            metadata.max_query_len,
-            metadata.max_seq_len,
-            block_table=metadata.block_tables,
-            **_options(params),
-        )
+        return self.library.paged(q, keys, values, metadata, params)
 
 
 def _part(metadata: AttentionMetadata, run: Run, rows: slice) -> AttentionMetadata:
@@ -187,17 +290,6 @@ def _part(metadata: AttentionMetadata, run: Run, rows: slice) -> AttentionMetada
     )
 
 
-def _options(params: AttentionParams) -> dict[str, Any]:
-    """As flash-attn calls them; its window counts the positions before the query's own, -1 = all."""
-    before = -1 if params.sliding_window is None else params.sliding_window - 1
-    return {
-        "softmax_scale": params.scale,
-        "causal": True,
-        "window_size": (before, 0),
-        "softcap": params.soft_cap or 0.0,
-    }
-
-
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why this back-end cannot run on `device` with `dtype`, or None."""
     if device.type != "cuda":
@@ -207,26 +299,56 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"needs Triton's kernels beside it: {needed}"
     if dtype not in _DTYPES:
         return f"computes bfloat16 and float16, not {dtype}"
-    return _package_obstacle()
+    found = _find(device)
+    return found if isinstance(found, str) else None
 
 
-def _package_obstacle() -> str | None:
+def _find(device: torch.device) -> ModuleType | str:
+    """The best package for `device`, or why none can be used: what it offers counts, not its number."""
+    if torch.cuda.get_device_capability(device)[0] == _HOPPER:
+        found = _module("flash_attn_interface", "cache_seqlens", "page_table", "cu_seqlens_q", "softcap", "window_size")
+        if not isinstance(found, str):
+            return found
+    return _module("flash_attn", "cache_seqlens", "block_table", "softcap", "window_size")
+
+
+def _module(name: str, *wanted: str) -> ModuleType | str:
+    """The package, or why it is of no use; its call over blocks must take the arguments `wanted`."""
     try:
-        version = importlib.metadata.version("flash-attn")
-    except importlib.metadata.PackageNotFoundError:
-        return "the package flash-attn is not installed"
-    if not _MIN_VERSION <= tuple(int(part) for part in version.split(".")[:2]) < _END_VERSION:
-        return f"needs flash-attn 2.6 or a later 2.x, this is {version}"
+        module = importlib.import_module(name)
+        missing = set(wanted) - inspect.signature(module.flash_attn_with_kvcache).parameters.keys()
+    except (ImportError, AttributeError) as error:  # not there, built for another torch, or another package
+        return f"the package {name} cannot be used: {error}"
+    return f"the package {name} is too old or too new: it takes no {', '.join(sorted(missing))}" if missing else module
+
+
+def waits_for_the_device(module: Any, device: torch.device) -> bool:
+    """Whether flash-attn 2's call for a decode step over blocks reads something back from the device."""
+    q, kv = (torch.zeros(1, size, 1, 64, dtype=torch.float16, device=device) for size in (1, PAGE_MULTIPLE))
+    ones, table = (
+        torch.full(shape, value, dtype=torch.int32, device=device) for shape, value in (((1,), 1), ((1, 1), 0))
+    )
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
     try:
-        importlib.import_module("flash_attn")
-    except ImportError as error:  # built for another torch
-        return f"flash-attn cannot be imported: {error}"
-    return None
+        module.flash_attn_with_kvcache(q, kv, kv, cache_seqlens=ones, block_table=table, causal=True)
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
 
 
 def load() -> Kernels:
-    """Imports the package and Triton; call it only where `obstacle` is None."""
-    import flash_attn
-
+    """For the current device. Imports the package and Triton; call it only where `obstacle` is None."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    module = _find(device)
+    if isinstance(module, str):
+        raise InternalError(module)
     fallback = triton.load()
-    return replace(fallback, attention=FlashAttention(flash_attn, fallback.attention))
+    library: FlashLibrary
+    if module.__name__ == "flash_attn":
+        library = Flash2(module, decodes=not waits_for_the_device(module, device))
+    else:
+        library = Flash3(module)
+    return replace(fallback, attention=FlashAttention(library, fallback.attention))

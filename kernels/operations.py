@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn import functional as F
 
 from kernels.attention import AttentionBackend
+from kernels.quantized import QuantizedWeight
 from kernels.sampling import RowMaximum, Sampler
+
+if TYPE_CHECKING:
+    from kernels.compiled_step import CompiledStep, DecoderParts
 
 
 class LinearMap(Protocol):
@@ -78,10 +82,13 @@ class Operations(Protocol):
     def name(self) -> str:
         """As the log and `tandem doctor` call it."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
+    def keeps(self, weight: QuantizedWeight) -> bool:
+        """Whether `linear` and `gated_linear` multiply `weight` as it is; else they dequantise it once."""
+
+    def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
         """Packs `weight` `[out, in]` once, for `x @ weight.T + bias`; `bias` `[out]`."""
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
+    def gated_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
         """Packs `weight` `[2 * I, E]` once, gate first, for `silu(gate) * up` of `linear`: `[T, E]` → `[T, I]`."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -118,6 +125,8 @@ class Kernels:
     """Draws tokens in kernels of its own; None leaves it to `engine.sampler`."""
     row_max: RowMaximum | None = None
     """Serves rows that only want their best token; None leaves them to `engine.row_scan`."""
+    compile_step: Callable[[DecoderParts], CompiledStep | None] | None = None
+    """Makes one call of a decoder's step; None, or what returns None, leaves it to the operations one by one."""
 
     @property
     def name(self) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.operations import ActivatedLinear, LinearMap, PlainLinear, QkNorm, Rotation
+from kernels.quantized import QuantizedWeight, dequantized
 from kernels.quantized_kv import is_quantized, kv_scales, quantize_rows
 from kernels.spec import check_block_pairs, check_rotate_and_store
 
@@ -19,11 +20,15 @@ class ReferenceOperations:
 
     name = "reference"
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
-        """See `Operations.linear`; keeps the weight as it is."""
-        return PlainLinear(weight, bias)
+    def keeps(self, weight: QuantizedWeight) -> bool:
+        """See `Operations.keeps`: no form."""
+        return False
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
+    def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
+        """See `Operations.linear`; keeps a plain weight as it is."""
+        return PlainLinear(dequantized(weight), bias)
+
+    def gated_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.gated_linear`; two operations, so gate and up are rounded too."""
         return ActivatedLinear(self.linear(weight, bias), self.silu_mul)
 

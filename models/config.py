@@ -85,8 +85,6 @@ def _read_family(config: ConfigJson) -> Family:
         raise config.error("model_type", f"{name!r} is not supported ({', '.join(FAMILIES)})")
     if config.has("architectures") and family.architecture not in config.texts("architectures"):
         raise config.error("architectures", f"{family.architecture} is the only one served of {name}")
-    if config.has("quantization_config"):
-        raise config.error("quantization_config", "quantized checkpoints are not supported")
     if config.text("hidden_act", "silu") not in {"silu", "swish"}:
         raise config.error("hidden_act", "only silu is supported")
     return family

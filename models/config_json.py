@@ -54,6 +54,10 @@ class ConfigJson:
             raise self.error(key, "is not an object")
         return ConfigJson(self._path, value, f"{self._prefix}{key}.")
 
+    def sections(self) -> tuple[ConfigJson, ...]:
+        """Every object directly within this one."""
+        return tuple(self.section(key) for key, value in self._items.items() if isinstance(value, dict))
+
     def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
         """An integer of at least `minimum`; required if there is no default."""
         value = self._value(key, default)
@@ -87,6 +91,13 @@ class ConfigJson:
         value = self._value(key, None)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(key, "is not a list of strings")
+        return tuple(value)
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of integers."""
+        value = self._value(key, None)
+        if not isinstance(value, list) or any(isinstance(item, bool) or not isinstance(item, int) for item in value):
+            raise self.error(key, "is not a list of integers")
         return tuple(value)
 
     def text_map(self, key: str) -> dict[str, str]:

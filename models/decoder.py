@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.attention import AttentionMetadata, AttentionParams
+from kernels.compiled_step import CompiledStep, DecoderParts, LayerParts
 from kernels.operations import Kernels, LinearMap, QkNorm, Rotation
 from models.layers import GatedMlp, RmsNorm
 from models.rope import RotaryEmbedding
@@ -84,6 +85,36 @@ class Decoder:
     norm: RmsNorm
     lm_head: LinearMap  # [V, E]
     rope: RotaryEmbedding
+    compiled: CompiledStep | None = None
+    """Computes whole steps where it serves the pool; else, and where it is None, one operation follows the other."""
+
+    def parts(self) -> DecoderParts:
+        """What `Kernels.compile_step` takes."""
+        heads = self.layers[0].attention.heads
+        layers = (
+            LayerParts(
+                attention_norm=layer.attention_norm.weight,
+                qkv=layer.attention.qkv,
+                qk_norm=layer.attention.qk_norm,
+                params=layer.attention.params,
+                output=layer.attention.output,
+                mlp_norm=layer.mlp_norm.weight,
+                gate_up=layer.mlp.gate_up,
+                down=layer.mlp.down,
+            )
+            for layer in self.layers
+        )
+        return DecoderParts(
+            embedding=self.embedding,
+            layers=tuple(layers),
+            norm=self.norm.weight,
+            lm_head=self.lm_head,
+            eps=self.norm.eps,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            intermediate_size=self.layers[0].mlp.intermediate_size,
+        )
 
     def forward(
         self,
@@ -94,7 +125,10 @@ class Decoder:
         sample_rows: torch.Tensor,
     ) -> torch.Tensor:
         """Computes one step of a ragged batch; returns logits `[R, V]`. Arguments as those of `hidden`."""
-        return self.project(self.hidden(token_ids, positions, kv_cache, metadata, sample_rows))
+        rotation = Rotation(*self.rope.cos_sin(positions), metadata.slot_mapping)
+        if self.compiled is not None and self.compiled.serves(kv_cache):
+            return self.compiled.logits(token_ids, rotation, kv_cache, metadata, sample_rows)
+        return self.project(self._hidden(token_ids, rotation, kv_cache, metadata, sample_rows))
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Last hidden states `[R, E]` → logits `[R, V]`."""
@@ -114,8 +148,21 @@ class Decoder:
         `metadata.slot_mapping`; `sample_rows` `[R]` int64, the rows that are wanted
         (R may be 0). All on the model's device.
         """
-        hidden = F.embedding(token_ids, self.embedding)  # [T, E]
         rotation = Rotation(*self.rope.cos_sin(positions), metadata.slot_mapping)
+        if self.compiled is not None and self.compiled.serves(kv_cache):
+            return self.compiled.hidden(token_ids, rotation, kv_cache, metadata, sample_rows)
+        return self._hidden(token_ids, rotation, kv_cache, metadata, sample_rows)
+
+    def _hidden(
+        self,
+        token_ids: torch.Tensor,
+        rotation: Rotation,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        sample_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """One operation after the other."""
+        hidden = F.embedding(token_ids, self.embedding)  # [T, E]
         delta: torch.Tensor | None = None  # what the previous layer has yet to add
         for layer, kv_layer in zip(self.layers[:-1], kv_cache.unbind(1), strict=False):
             normed = _add_norm(layer.attention_norm, delta, hidden)

@@ -35,6 +35,7 @@ class GatedMlp:
 
     gate_up: LinearMap  # [2 * I, E] and the activation
     down: LinearMap  # [E, I]
+    intermediate_size: int
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X `[T, E]` → `[T, E]`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -10,11 +11,14 @@ import torch
 
 from kernels.attention import AttentionParams
 from kernels.operations import Kernels, LinearMap, QkNorm
+from kernels.quantized import QuantForm, QuantizedWeight, dequantized, quantize, stack
 from models.config import CONFIG_FILE, ModelConfig, load_model_config
+from models.config_json import ConfigJson
 from models.decoder import Attention, Decoder, DecoderLayer, HeadShape
 from models.dtypes import torch_dtype
 from models.fingerprint import fingerprint_files
 from models.layers import GatedMlp, RmsNorm
+from models.quantization.config import Quantization, read_quantization
 from models.rope import RotaryEmbedding
 from models.tensor_names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_tensors, layer_prefix
 from models.tensor_store import TensorStore
@@ -22,6 +26,9 @@ from models.weight_files import find_weight_files
 from tandem.errors import ConfigError
 from tandem.kv_layout import DType, KvLayout, QuantDType
 from tandem.progress import track
+from tandem.telemetry.logging import get_logger
+
+_log = get_logger(__name__)
 
 AUTO = "auto"
 """The dtype that the checkpoint was saved as."""
@@ -29,7 +36,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder and what must be known of it; `fingerprint` covers config, weights and dtype."""
+    """A decoder and what must be known of it; `fingerprint` covers config, weights, their form and dtype."""
 
     config: ModelConfig
     decoder: Decoder
@@ -48,17 +55,25 @@ class LoadedModel:
         return KvLayout(config.num_layers, config.num_kv_heads, block_size, config.head_dim, kv_dtype or self.dtype)
 
 
-def load_model(path: Path, dtype: str | None, device: torch.device, kernels: Kernels) -> LoadedModel:
-    """Loads the folder `path` onto `device`, weights cast to `dtype` (None or `auto`: as saved).
+def load_model(
+    path: Path, dtype: str | None, device: torch.device, kernels: Kernels, form: QuantForm | None = None
+) -> LoadedModel:
+    """Loads the folder `path` onto `device` for activations of `dtype` (None or `auto`: as saved).
 
-    Raises CheckpointError naming the file, key or tensor at fault, ConfigError for a bad `dtype`.
+    Linear maps of a plain checkpoint are rounded to `form`, the output projection too, the embedding not.
+    Raises CheckpointError naming the file, key or tensor at fault, ConfigError for a bad `dtype` or `form`.
     """
     config = load_model_config(path)
+    quantization = read_quantization(ConfigJson.read(path / CONFIG_FILE))
+    if quantization is not None and form is not None:
+        raise ConfigError("--quantize", f"{path} is quantised already ({quantization.method})")
     files = find_weight_files(path)
-    with TensorStore(files, expected_tensors(config)) as store:
+    with TensorStore(files, expected_tensors(config), quantization) as store:
         chosen = _choose_dtype(dtype, config, store)
-        decoder = _DecoderBuilder(config, store, torch_dtype(chosen), device, kernels).build()
-    fingerprint = fingerprint_files((path / CONFIG_FILE, *files.paths), chosen)
+        builder = _DecoderBuilder(config, store, torch_dtype(chosen), device, kernels, form)
+        decoder = builder.build()
+    builder.tell(quantization)
+    fingerprint = fingerprint_files((path / CONFIG_FILE, *files.paths), chosen, form)
     return LoadedModel(config, decoder, chosen, device, fingerprint)
 
 
@@ -80,25 +95,40 @@ class _DecoderBuilder:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
+        form: QuantForm | None,
     ) -> None:
         self._config = config
         self._device = device
         self._kernels = kernels
         self._operations = kernels.operations
+        self._form = form
+        self._is_quantized = store.is_quantized
         self._read = partial(store.read, dtype=dtype, device=device)
-        self._read_stacked = partial(store.read_stacked, dtype=dtype, device=device)
+        self._read_weight = partial(store.read_weight, dtype=dtype, device=device)
+        self._forms = Counter[str]()
 
     def build(self) -> Decoder:
         """Reads everything."""
         config = self._config
         embedding = self._read(EMBEDDING)
-        return Decoder(
+        decoder = Decoder(
             embedding=embedding,
             layers=tuple(self._layer(index) for index in track(range(config.num_layers), "loading weights")),
             norm=self._norm(FINAL_NORM),
-            lm_head=self._operations.linear(embedding if config.tied else self._read(LM_HEAD), None),
+            lm_head=self._operations.linear(self._form_of((LM_HEAD,), embedding if config.tied else None), None),
             rope=RotaryEmbedding(config.rope, config.head_dim, self._device),
         )
+        compile_step = self._kernels.compile_step
+        return decoder if compile_step is None else replace(decoder, compiled=compile_step(decoder.parts()))
+
+    def tell(self, quantization: Quantization | None) -> None:
+        """Logs in which forms weights are held, if any was quantised."""
+        forms = ", ".join(f"{form}: {count}" for form, count in self._forms.items())
+        method = quantization.method if quantization else f"--quantize {self._form}"
+        if quantization or self._form:
+            _log.info("weights quantised", method=method, linear_maps=forms)
+        if quantization and quantization.rounds_activations:
+            _log.info("activations are multiplied as they are, not rounded to 8 bits as the checkpoint allows")
 
     def _layer(self, index: int) -> DecoderLayer:
         prefix = layer_prefix(index)
@@ -124,15 +154,28 @@ class _DecoderBuilder:
     def _mlp(self, prefix: str) -> GatedMlp:
         bias = self._config.mlp_bias
         gate_up = self._operations.gated_linear(*self._map((f"{prefix}gate_proj", f"{prefix}up_proj"), bias=bias))
-        return GatedMlp(gate_up, self._linear((f"{prefix}down_proj",), bias=bias))
+        return GatedMlp(gate_up, self._linear((f"{prefix}down_proj",), bias=bias), self._config.intermediate_size)
 
     def _linear(self, names: tuple[str, ...], *, bias: bool) -> LinearMap:
         return self._operations.linear(*self._map(names, bias=bias))
 
-    def _map(self, names: tuple[str, ...], *, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _map(self, names: tuple[str, ...], *, bias: bool) -> tuple[torch.Tensor | QuantizedWeight, torch.Tensor | None]:
         """Weight and bias of a linear map, those of all `names` stacked."""
-        weight = self._read_stacked(tuple(f"{name}.weight" for name in names))
-        return weight, self._read_stacked(tuple(f"{name}.bias" for name in names)) if bias else None
+        weight = self._form_of(tuple(f"{name}.weight" for name in names))
+        return weight, torch.cat([self._read(f"{name}.bias") for name in names]) if bias else None
+
+    def _form_of(self, names: tuple[str, ...], known: torch.Tensor | None = None) -> torch.Tensor | QuantizedWeight:
+        """The weights of `names` as one (`known`, if given), in the form that is asked for or in the checkpoint's."""
+        weight = _stack([self._read_weight(name) for name in names]) if known is None else known
+        if self._form is not None and isinstance(weight, torch.Tensor):
+            weight = quantize(weight, self._form)
+        if isinstance(weight, QuantizedWeight):
+            is_kept = self._operations.keeps(weight)
+            label = f"{weight.form} by {weight.group}" + ("" if is_kept else ", dequantised for these kernels")
+        else:
+            label = "plain" if known is not None or not any(map(self._is_quantized, names)) else "dequantised"
+        self._forms[label] += 1
+        return weight
 
     def _norm(self, name: str) -> RmsNorm:
         return RmsNorm(self._read(name), self._config.rms_norm_eps, self._operations)
@@ -140,3 +183,10 @@ class _DecoderBuilder:
     def _qk_norm(self, prefix: str) -> QkNorm:
         q_weight, k_weight = (self._read(f"{prefix}{name}.weight") for name in ("q_norm", "k_norm"))  # [D] each
         return QkNorm(q_weight, k_weight, self._config.rms_norm_eps)
+
+
+def _stack(weights: list[torch.Tensor | QuantizedWeight]) -> torch.Tensor | QuantizedWeight:
+    """Weights by rows as one, such as q, k and v of one layer; plain if no form holds them all."""
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    stacked = stack(quantized) if quantized and len(quantized) == len(weights) else None
+    return torch.cat([dequantized(weight) for weight in weights]) if stacked is None else stacked

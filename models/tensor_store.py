@@ -1,5 +1,7 @@
 """Strict reading of a checkpoint's tensors: exactly the expected ones, each of the expected shape.
 
+Where the checkpoint is quantised, a weight is expected as its scheme stores it (`models.quantization`).
+
 Owns the open files between `__enter__` and `__exit__`. Tensors that it returns are copies, so
 the files may go once it is closed.
 """
@@ -14,16 +16,23 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kernels.quantized import QuantizedWeight
+from models.quantization.config import Quantization
+from models.quantization.scheme import Header, Spec
 from models.tensor_names import EMBEDDING, LM_HEAD, Shape
 from models.weight_files import INDEX_FILE, WeightFiles
 from tandem.errors import CheckpointError
 from tandem.kv_layout import DType
 
 _DTYPES = {"F32": DType.FLOAT32, "BF16": DType.BFLOAT16, "F16": DType.FLOAT16}
-"""Element types that are read, by safetensors' names."""
+"""Element types of plain tensors, by safetensors' names."""
+
+_WEIGHT = ".weight"
 
 _DERIVED = ".rotary_emb.inv_freq"
 """Old checkpoints store these frequencies, which follow from config.json; they are not read."""
+_KV_SCALES = (".q_scale", ".k_scale", ".v_scale")
+"""Of a quantised checkpoint, for KV in 8 bits; they are not read either."""
 
 
 class TensorStore:
@@ -33,9 +42,15 @@ class TensorStore:
     of an unsupported type, or unreadable.
     """
 
-    def __init__(self, files: WeightFiles, expected: Mapping[str, Shape]) -> None:
+    def __init__(
+        self, files: WeightFiles, expected: Mapping[str, Shape], quantization: Quantization | None = None
+    ) -> None:
         self._weight_files = files
-        self._expected = expected
+        self._shapes = expected
+        self._quantization = quantization
+        self._expected: dict[str, Spec] = {}
+        self._parts: dict[str, tuple[str, ...]] = {}
+        """By the name of a weight what stands for it, if it is quantised."""
         self._stack = ExitStack()
         self._opened: dict[Path, Any] = {}
         self._path_of: dict[str, Path] = {}
@@ -45,6 +60,7 @@ class TensorStore:
             for path in self._weight_files.paths:
                 self._open(path)
             self._check_index()
+            self._expect()
             self._check_names()
             self._check_shapes()
         except BaseException:
@@ -60,16 +76,31 @@ class TensorStore:
         return _DTYPES[self._slice(EMBEDDING).get_dtype()]
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A copy of one tensor."""
+        """A copy of one tensor that is not quantised."""
+        return self._read(name).to(device=device, dtype=dtype, copy=True)
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether the weight `name` is stored as a quantised one."""
+        return name in self._parts
+
+    def read_weight(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor | QuantizedWeight:
+        """The weight of one linear map, for activations of `dtype`, in the form that the checkpoint has it in."""
+        if name not in self._parts:
+            return self.read(name, dtype, device)
+        assert self._quantization is not None
+        module = name.removesuffix(_WEIGHT)
+        parts = {part: self._read(f"{module}.{part}") for part in self._parts[name]}
+        try:
+            return self._quantization.scheme.decode(self._shapes[name], parts, dtype).to(device)
+        except ValueError as error:
+            raise CheckpointError(f"{module}: {error}") from error
+
+    def _read(self, name: str) -> torch.Tensor:
         try:
             tensor: torch.Tensor = self._opened[self._path_of[name]].get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{self._path_of[name]}: {name}: {error}") from error
-        return tensor.to(device=device, dtype=dtype, copy=True)
-
-    def read_stacked(self, names: tuple[str, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Tensors joined along their first dimension, such as q, k and v of one layer."""
-        return torch.cat([self.read(name, dtype, device) for name in names])
+        return tensor
 
     def _open(self, path: Path) -> None:
         try:
@@ -91,12 +122,31 @@ class TensorStore:
             if path is None or path.name != file_name:
                 raise CheckpointError(f"{name}: tensor is missing from {file_name}, where {INDEX_FILE} has it")
 
+    def _expect(self) -> None:
+        """What must be there, given how each weight is stored."""
+        headers: dict[str, dict[str, Header]] = {}
+        for name in self._path_of if self._quantization else ():
+            module, _, part = name.rpartition(".")
+            found = self._slice(name)
+            headers.setdefault(module, {})[part] = Header(tuple(found.get_shape()), found.get_dtype())
+        for name, shape in self._shapes.items():
+            specs = None
+            module = name.removesuffix(_WEIGHT)
+            if self._quantization and name.endswith(_WEIGHT) and name != EMBEDDING and len(shape) == 2:
+                specs = self._quantization.scheme.specs(shape, headers.get(module, {}))
+            if specs is None:
+                self._expected[name] = Spec((shape,))
+                continue
+            self._parts[name] = tuple(part for part in specs if f"{module}.{part}" in self._path_of)
+            self._expected = {f"{module}.{part}": spec for part, spec in specs.items()} | self._expected
+
     def _check_names(self) -> None:
-        missing = [name for name in self._expected if name not in self._path_of]
+        missing = [name for name, spec in self._expected.items() if spec.is_required and name not in self._path_of]
         if missing:
             folder = self._weight_files.paths[0].parent
             raise CheckpointError(f"{missing[0]}: tensor is missing from {folder}{_more(missing)}")
-        extra = [name for name in self._path_of if name not in self._expected and not name.endswith(_DERIVED)]
+        unread = (_DERIVED, *_KV_SCALES) if self._quantization else _DERIVED
+        extra = [name for name in self._path_of if name not in self._expected and not name.endswith(unread)]
         if LM_HEAD in extra and self._is_tied_copy():
             extra.remove(LM_HEAD)
         if extra:
@@ -104,14 +154,18 @@ class TensorStore:
             raise CheckpointError(f"{extra[0]}: tensor in {path} does not belong to this model{_more(extra)}")
 
     def _check_shapes(self) -> None:
-        for name, shape in self._expected.items():
+        for name, spec in self._expected.items():
+            if name not in self._path_of:
+                continue
             found = self._slice(name)
-            if tuple(found.get_shape()) != shape:
-                raise CheckpointError(
-                    f"{name}: tensor in {self._path_of[name]} has shape {list(found.get_shape())}, not {list(shape)}"
-                )
-            if found.get_dtype() not in _DTYPES:
-                raise CheckpointError(f"{name}: tensor in {self._path_of[name]} has type {found.get_dtype()}")
+            where = f"{name}: tensor in {self._path_of[name]}"
+            if tuple(found.get_shape()) not in spec.shapes:
+                wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(spec.shapes))
+                raise CheckpointError(f"{where} has shape {list(found.get_shape())}, not {wanted}")
+            if found.get_dtype() not in spec.dtypes:
+                raise CheckpointError(f"{where} has type {found.get_dtype()}")
+            if spec.is_zero and self._read(name).any():
+                raise CheckpointError(f"{where} does not belong to this model: it is not zero")
 
     def _is_tied_copy(self) -> bool:
         """Whether an output projection that a tied model needs not is at least the embedding's copy."""

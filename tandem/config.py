@@ -158,6 +158,13 @@ class WorkerConfig:
     dtype: str = option(
         "dtype", "auto", "element type of weights and KV", one_of("auto", "float32", "bfloat16", "float16")
     )
+    quantize: str | None = option(
+        "quantize",
+        None,
+        "round the weights of a plain checkpoint to int8, int4 or fp8 when they are loaded, all but the embedding",
+        one_of("int8", "int4", "fp8"),
+        none_word="none",
+    )
     kv_dtype: str = option(
         "kv-dtype",
         "auto",
@@ -237,6 +244,13 @@ class WorkerConfig:
     )
     attention_backend: str = option(
         "attention-backend", "auto", "attention kernels", one_of("auto", "flash_attn", "triton", "cpu", "reference")
+    )
+    cpu_tier: str | None = option(
+        "cpu-tier",
+        None,
+        "instructions that the kernels of a CPU use; auto takes the best that it has",
+        one_of("baseline", "avx2", "avx512", "avx512_bf16", "amx"),
+        none_word="auto",
     )
     threads: int | None = option("threads", None, "CPU threads of the engine", integer(1, 1024), none_word="auto")
     lease_s: float = _lease()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # not at run time: setup.py imports this package where torch is not installed
@@ -14,12 +14,12 @@ if TYPE_CHECKING:  # not at run time: setup.py imports this package where torch 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why these kernels cannot run on `device` with `dtype`, or None."""
     from kernels.cpu import library
-    from kernels.cpu.operations import DTYPES
+    from kernels.cpu.operations import COMPUTED, DTYPES
 
     if device.type != "cpu":
         return "native code for the CPU only"
     if dtype not in DTYPES:
-        return f"computes float32 and bfloat16, not {dtype}"
+        return f"computes {COMPUTED}, not {dtype}"
     reason = library.obstacle()
     if reason is not None:
         _warn_once(reason)
@@ -30,19 +30,34 @@ def describe() -> str:
     """What runs here; only where `obstacle` is None."""
     from kernels.cpu import library
 
-    return f"native C++ kernels, tier {library.usable_tiers()[-1]} of {', '.join(library.TIERS)}"
+    usable = library.usable_tiers()
+    return f"native C++ kernels, tier {usable[-1]} of {', '.join(usable)}"
 
 
-def load() -> Kernels:
-    """All of them at the highest tier that this machine runs. Raises InternalError if none does."""
+def tier_obstacle(tier: str) -> str | None:
+    """Why this tier cannot run in this process, or None."""
+    from kernels.cpu import library
+
+    usable = library.usable_tiers()
+    return None if tier in usable else library.obstacle() or f"this machine runs {', '.join(usable)}"
+
+
+def load(tier: str | None = None) -> Kernels:
+    """All of them at `tier`, without it at the highest that this machine runs. Raises InternalError if it does not."""
     from kernels.cpu.attention import CpuAttention
+    from kernels.cpu.decoder import compile_step
     from kernels.cpu.library import Library
     from kernels.cpu.operations import CpuOperations
     from kernels.cpu.row_max import RowMax
     from kernels.operations import Kernels
 
-    library = Library()
-    return Kernels(CpuAttention(library), CpuOperations(library), row_max=RowMax(library))
+    library = Library(tier)
+    return Kernels(
+        CpuAttention(library),
+        CpuOperations(library),
+        row_max=RowMax(library),
+        compile_step=partial(compile_step, library),
+    )
 
 
 @cache

@@ -7,13 +7,14 @@ tables are checked in full once per step. Knows nothing of how a batch is cut in
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import c_float, c_int64, c_void_p
 
 import torch
 
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.cpu.library import Library
-from kernels.cpu.operations import NAMES
+from kernels.cpu.operations import COMPUTED, NAMES
 from kernels.spec import check_attend
 from tandem.errors import InternalError
 
@@ -25,7 +26,7 @@ _FAULTS = {1: "cu_seqlens_q", 2: "seq_lens", 3: "block_tables"}
 
 
 class CpuAttention:
-    """Implements `kernels.attention.AttentionBackend` for float32 and bfloat16 on the CPU.
+    """Implements `kernels.attention.AttentionBackend` for float32, bfloat16 and float16 on the CPU.
 
     A seq's result is the same to the bit whatever else is in the batch and however many threads
     compute it; in seqs of two tokens or more, also wherever the prompt is cut into chunks. A decode
@@ -78,20 +79,17 @@ class CpuAttention:
         """Checks all arguments; raises InternalError by name."""
         check_attend(q, kv_layer, metadata)
         if (q.dtype, kv_layer.dtype) not in NAMES or not q.is_cpu:
-            raise InternalError(f"q: {q.dtype} on {q.device}; the native kernels compute float32 and bfloat16 on CPUs")
+            raise InternalError(f"q: {q.dtype} on {q.device}; the native kernels compute {COMPUTED} on CPUs")
         if q.shape[1] > 1 and q.stride(1) != q.shape[2]:
             raise InternalError(f"q: heads have stride {q.stride(1)}, expected {q.shape[2]}")
         if params.scale <= 0:
             raise InternalError(f"params: scale is {params.scale}, expected above 0")
         step = _Step(q, kv_layer, metadata, params)
-        fault, seq = c_int64(), c_int64()
-        self._check(step.address, ctypes.addressof(fault), ctypes.addressof(seq))
-        if fault.value:
-            raise InternalError(f"{_FAULTS[fault.value]}: wrong for seq {seq.value} of {len(metadata.seq_lens)}")
+        check_lengths(self._check, step.shape)
         return step
 
 
-class _AttendShape(ctypes.Structure):
+class AttendShape(ctypes.Structure):
     """`AttendShape` of `src/attention_batch.h`, field by field."""
 
     _fields_ = (
@@ -102,16 +100,45 @@ class _AttendShape(ctypes.Structure):
         *((name, c_float) for name in ("scale", "soft_cap")),
     )
 
+    @classmethod
+    def of(
+        cls,
+        num_tokens: int,
+        num_heads: int,
+        q_stride: int,
+        kv_layer: torch.Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> AttendShape:
+        """Of queries so many elements apart, over pools like `kv_layer`. Points into the metadata, which must outlive it."""
+        num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
+        tables = metadata.block_tables
+        return cls(
+            *(len(metadata.seq_lens), num_tokens, num_heads, num_kv_heads, head_dim),
+            *(block_size, num_blocks, tables.shape[1], q_stride, tables.stride(0)),
+            *(*kv_layer.stride()[:4], params.sliding_window or 0),
+            *(metadata.cu_seqlens_q.data_ptr(), metadata.seq_lens.data_ptr(), tables.data_ptr()),
+            *(params.scale, params.soft_cap or 0.0),
+        )
+
+
+def check_lengths(check: Callable[..., None], shape: AttendShape) -> None:
+    """Asks `tandem_attend_check` of any tier. Raises InternalError naming the first wrong length or table."""
+    fault, seq = c_int64(), c_int64()
+    check(ctypes.addressof(shape), ctypes.addressof(fault), ctypes.addressof(seq))
+    if fault.value:
+        raise InternalError(f"{_FAULTS[fault.value]}: wrong for seq {seq.value} of {shape.num_seqs}")
+
 
 class _Step:
     """Checked arguments of one step, and the struct made of them.
 
-    `address` points into `_struct`, whose pointers point into the metadata: all live as long as this does.
+    `address` points into `shape`, whose pointers point into the metadata: all live as long as this does.
     """
 
     __slots__ = (
-        *("_kv_dtype", "_kv_shape", "_kv_strides", "_metadata", "_params", "_q_strides", "_struct"),
-        *("address", "dtype", "is_short", "name", "q_shape"),
+        *("_kv_dtype", "_kv_shape", "_kv_strides", "_metadata", "_params", "_q_strides"),
+        *("address", "dtype", "is_short", "name", "q_shape", "shape"),
     )
 
     def __init__(
@@ -124,16 +151,8 @@ class _Step:
         self.name = NAMES[q.dtype, kv_layer.dtype]
         lens = zip(metadata.query_lens_host, metadata.seq_lens_host, strict=True)
         self.is_short = sum(query_len * seq_len for query_len, seq_len in lens) <= _SHORT_PAIRS
-        num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
-        tables = metadata.block_tables
-        self._struct = _AttendShape(
-            *(len(metadata.seq_lens), *q.shape[:2], num_kv_heads, head_dim),
-            *(block_size, num_blocks, tables.shape[1], q.stride(0), tables.stride(0)),
-            *(*kv_layer.stride()[:4], params.sliding_window or 0),
-            *(metadata.cu_seqlens_q.data_ptr(), metadata.seq_lens.data_ptr(), tables.data_ptr()),
-            *(params.scale, params.soft_cap or 0.0),
-        )
-        self.address = ctypes.addressof(self._struct)
+        self.shape = AttendShape.of(*q.shape[:2], q.stride(0), kv_layer, metadata, params)
+        self.address = ctypes.addressof(self.shape)
 
     def fits(
         self, q: torch.Tensor, kv_layer: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams

@@ -1,8 +1,6 @@
 """Compiles `src/` into one shared library with a copy of every kernel per instruction tier.
 
-Needs a C++17 compiler with GCC's vector types and OpenMP pragmas. The OpenMP runtime is not
-linked: `kernels.cpu.library` lends the one that torch brought. Knows nothing of torch, so that
-it runs at install time; `python -m kernels.cpu.build` builds in place.
+Needs a C++17 compiler with GCC's vector types. Knows nothing of torch, so that it runs at install time; `python -m kernels.cpu.build` builds in place.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ LIBRARY = _HERE / "_native.so"
 
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     # GCC 12 warns of its own intrinsics' undefined operands.
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
@@ -38,8 +36,8 @@ _X86_TIERS = {
     "avx512_bf16": _AVX512_BF16,
     "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
 }
-_ONCE = "machine.cpp"
-"""The file that looks at the machine; all others hold kernels and are compiled once per tier."""
+_ONCE = ("decoder.cpp", "machine.cpp", "team.cpp")
+"""Files that compute nothing; all others hold kernels and are compiled once per tier."""
 
 
 class BuildError(Exception):
@@ -92,10 +90,11 @@ def _compilations(compiler: str, tiers: dict[str, tuple[str, ...]], objects: Pat
     """One command per object; they end in: source, `-o`, object."""
     # The hash is in the object's name: with other sources it is another object.
     defines = (f'-DTANDEM_BUILT_TIERS="{" ".join(tiers)}"', f'-DTANDEM_SOURCES="{source_hash()}"')
-    machine = objects / f"machine-{source_hash()}.o"
-    yield [compiler, *_FLAGS, *defines, "-c", str(SOURCES / _ONCE), "-o", str(machine)]
+    for name in _ONCE:
+        target = objects / f"{Path(name).stem}-{source_hash()}.o"
+        yield [compiler, *_FLAGS, *defines, "-c", str(SOURCES / name), "-o", str(target)]
     for source in sorted(SOURCES.glob("*.cpp")):
-        if source.name != _ONCE:
+        if source.name not in _ONCE:
             for tier, flags in tiers.items():
                 target = objects / f"{source.stem}-{tier}.o"
                 yield [compiler, *_FLAGS, *flags, f"-DTANDEM_TIER={tier}", "-c", str(source), "-o", str(target)]

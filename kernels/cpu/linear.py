@@ -1,13 +1,15 @@
-"""Linear maps on the CPU: bfloat16 weights packed once, for our own tiles on AMX, else for oneDNN; float32 plain.
+"""Linear maps on the CPU: each weight packed once, in the order in which `src/product_panel.h` or AMX tiles read it.
 
-A packed weight takes the plain one's place; only its owner knows the layout. Float32 stays with plain torch: oneDNN's
-sums err up to three times as much, and tokens are to equal those of plain torch.
+A packed weight takes the plain one's place; only its owner knows the layout. A token's result is the same to the bit
+whatever tokens are with it and however many threads compute. Float32 sums are cut into parts of 64 inputs, so that
+they err no more than plain torch's: tokens are to equal those.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
-from dataclasses import dataclass
 
 import torch
 
@@ -17,31 +19,29 @@ from kernels.operations import LinearMap, PlainLinear
 from kernels.spec import Dims
 from tandem.errors import InternalError
 
-_TILED_TIER = "amx"
-_DEPTH = 32
-"""Inputs of one AMX tile: a weight's must be a multiple."""
-_TILE = 16
-"""Outputs of one AMX tile; a weight's are rounded up."""
-_MEMORY = PackedMemory()
-
-_ONEDNN_TOKENS = 512
-"""The batch that oneDNN lays weights out for. Measured: as fast as any other at 1 to 16 tokens, fastest from 64 on."""
+_FORMS = {torch.float32: (0, "f32"), torch.bfloat16: (1, "bf16"), torch.float16: (2, "f16")}
+"""Number of each plain form, as `product::Form` has it, and how the kernels' names call it."""
+MEMORY = PackedMemory()
+"""Of all packed weights."""
 
 _SHORT_TOKENS = 16
 _SHORT_BYTES = 1 << 22
 """Up to so many tokens and bytes of weights a call keeps the GIL: it returns within a fifth of a millisecond."""
 
 
+class Product(ctypes.Structure):
+    """`Product` of `src/product_weight.h`, field by field."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("form", "inputs", "outputs", "gated", "group")),
+        *((name, c_void_p) for name in ("packed", "scales", "offsets", "bias")),
+    )
+
+
 def open_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
     """The fastest map for `weight` `[out, in]` and `bias` `[out]`. Raises InternalError if they do not fit."""
-    dims = _check(weight, bias)
-    if _has_tiles(library, weight):
-        return _TiledLinear(library, weight, bias, gated=False)
-    if weight.dtype == torch.bfloat16:
-        packed = _pack_for_onednn(weight)
-        if packed is not None:
-            return _OneDnnLinear(packed, bias, dims["out"])
-    return PlainLinear(weight, bias)
+    _check(weight, bias)
+    return _open(library, weight, bias, gated=False) if weight.dtype in _FORMS else PlainLinear(weight, bias)
 
 
 def open_gated_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap | None:
@@ -51,7 +51,7 @@ def open_gated_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor
     """
     if _check(weight, bias)["out"] % 2:
         raise InternalError(f"weight: {len(weight)} rows are not as many of gate and up")
-    return _TiledLinear(library, weight, bias, gated=True) if _has_tiles(library, weight) else None
+    return _open(library, weight, bias, gated=True) if weight.dtype in _FORMS else None
 
 
 def _check(weight: torch.Tensor, bias: torch.Tensor | None) -> Dims:
@@ -62,33 +62,55 @@ def _check(weight: torch.Tensor, bias: torch.Tensor | None) -> Dims:
     return dims
 
 
-def _has_tiles(library: Library, weight: torch.Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 and library.tier == _TILED_TIER and weight.shape[1] % _DEPTH == 0
+def _open(library: Library, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> NativeLinear:
+    form, suffix = _FORMS[weight.dtype]
+    product = Product(form, weight.shape[1], weight.shape[0] // 2 if gated else weight.shape[0], int(gated))
+    address, num_bytes = ctypes.addressof(product), c_int64()
+    library.bind("packed_bytes", c_void_p, c_void_p)(address, ctypes.addressof(num_bytes))
+    packed = MEMORY.take(num_bytes.value)
+    product.packed = packed.data_ptr()
+    pack = library.bind(f"pack_{suffix}", c_void_p, c_void_p, c_int64, c_void_p)
+    pack(address, weight.data_ptr(), weight.stride(0), packed.data_ptr())
+    return NativeLinear(library, product, (packed,), bias, weight.dtype)
 
 
-class _TiledLinear:
-    """A weight in the order in which `src/linear.cpp` reads it. A token's result does not depend on the others."""
+class NativeLinear:
+    """A packed weight and what it needs. A token's result does not depend on the others."""
 
     __slots__ = (
-        *("_bias", "_bias_address", "_gated", "_long", "_num_inputs", "_num_outputs"),
-        *("_packed", "_packed_address", "_short", "_short_tokens"),
+        *("_bias", "_dtype", "_long", "_num_inputs", "_num_outputs", "_packed", "_product", "_short", "_short_tokens"),
+        "product_address",
     )
 
-    def __init__(self, library: Library, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> None:
-        rows, self._num_inputs = weight.shape
-        parts = 2 if gated else 1
-        self._gated = int(gated)
-        self._num_outputs = rows // parts
-        padded = -(-self._num_outputs // _TILE) * _TILE * parts
-        self._packed = _MEMORY.take(padded * self._num_inputs)
-        self._packed_address = self._packed.data_ptr()
-        pack = library.bind("pack_linear_bf16", c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64)
-        pack(weight.data_ptr(), weight.stride(0), self._packed_address, rows, self._num_inputs, self._gated)
-        self._bias = bias
-        self._bias_address = None if bias is None else bias.data_ptr()
-        argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64)
-        self._short, self._long = (library.bind("linear_bf16", *argtypes, keeps_gil=keeps) for keeps in (True, False))
-        self._short_tokens = _SHORT_TOKENS if 2 * weight.numel() <= _SHORT_BYTES else 0
+    def __init__(
+        self,
+        library: Library,
+        product: Product,
+        packed: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        """`product` points into `packed`, all of whose memory it reads; `dtype` of the activations and `bias`."""
+        self._num_inputs, self._num_outputs, self._dtype = product.inputs, product.outputs, dtype
+        self._product, self._packed = product, packed
+        self._bias = None if bias is None else bias.contiguous()
+        product.bias = None if self._bias is None else self._bias.data_ptr()
+        self.product_address = ctypes.addressof(product)
+        """Of the struct that native code multiplies by; lives as long as this does."""
+        argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_void_p)
+        name = f"linear_{_FORMS[dtype][1]}"
+        self._short, self._long = (library.bind(name, *argtypes, keeps_gil=keep) for keep in (True, False))
+        self._short_tokens = _SHORT_TOKENS if self.num_bytes <= _SHORT_BYTES else 0
+
+    @property
+    def num_inputs(self) -> int:
+        """Of a token."""
+        return self._num_inputs
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the packed weight, with its scales and offsets."""
+        return sum(each.nbytes for each in self._packed)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X `[T, in]`, rows contiguous → `[T, out]`. Sums in float32, rounded once. Raises InternalError by name."""
@@ -96,44 +118,14 @@ class _TiledLinear:
         if (
             len(shape) != 2
             or shape[1] != self._num_inputs
-            or x.dtype is not torch.bfloat16
+            or x.dtype is not self._dtype
             or x.stride()[1] != 1
             or not x.is_cpu
         ):
-            Dims(**{"in": self._num_inputs}).check("x", x, ("T", "in"), torch.bfloat16, torch.device("cpu"))
+            Dims(**{"in": self._num_inputs}).check("x", x, ("T", "in"), self._dtype, torch.device("cpu"))
             raise InternalError(f"x: {list(shape)} cannot be multiplied")
-        tokens, outputs = shape[0], self._num_outputs
-        out = torch.empty(tokens, outputs, dtype=torch.bfloat16)
+        tokens = shape[0]
+        out = torch.empty(tokens, self._num_outputs, dtype=self._dtype)
         call = self._short if tokens <= self._short_tokens else self._long
-        call(
-            *(x.data_ptr(), x.stride()[0], self._packed_address, self._bias_address, out.data_ptr()),
-            *(tokens, self._num_inputs, outputs, self._gated),
-        )
-        return out
-
-
-def _pack_for_onednn(weight: torch.Tensor) -> torch.Tensor | None:
-    """The weight in oneDNN's layout, or None where it has none: another processor or build of torch."""
-    try:
-        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return None
-        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ONEDNN_TOKENS)
-    except (AttributeError, RuntimeError):
-        return None
-    return packed
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _OneDnnLinear:
-    """A weight as oneDNN wants it."""
-
-    packed: torch.Tensor
-    bias: torch.Tensor | None
-    num_outputs: int
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """X `[T, in]` → `[T, out]`."""
-        if not len(x):
-            return x.new_empty(0, self.num_outputs)
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
+        call(self.product_address, x.data_ptr(), x.stride()[0], tokens, out.data_ptr())
         return out

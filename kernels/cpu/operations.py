@@ -15,12 +15,16 @@ import torch
 
 from kernels.cpu.library import Library
 from kernels.cpu.linear import open_gated_linear, open_linear
+from kernels.cpu.quantized import can_keep, open_quantized
 from kernels.operations import ActivatedLinear, LinearMap, QkNorm, Rotation
+from kernels.quantized import QuantizedWeight, dequantized
 from kernels.spec import Dims, check_block_pairs, check_rotate_and_store
 from tandem.errors import InternalError
 
-DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 """What the native kernels compute in, and how their names call it."""
+
+COMPUTED = "float32, bfloat16 and float16"
 
 NAMES = {
     **{(dtype, dtype): name for dtype, name in DTYPES.items()},
@@ -55,7 +59,7 @@ class _Calls:
 
 
 class CpuOperations:
-    """Implements `kernels.operations.Operations` for float32 and bfloat16 on the CPU.
+    """Implements `kernels.operations.Operations` for float32, bfloat16 and float16 on the CPU.
 
     Keeps the last step's rotation, which its layers share, to check it once. For one thread.
     """
@@ -73,14 +77,23 @@ class CpuOperations:
         """As the log calls it; tells the tier."""
         return f"cpu-{self._library.tier}"
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
-        """See `Operations.linear`; what is returned may hold a packed copy instead of `weight`."""
-        return open_linear(self._library, weight, bias)
+    def keeps(self, weight: QuantizedWeight) -> bool:
+        """See `Operations.keeps`: all but groups of odd sizes."""
+        return can_keep(weight)
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
-        """See `Operations.gated_linear`; rounded once where the weight is packed for tiles, else as two operations."""
-        fused = open_gated_linear(self._library, weight, bias)
-        return ActivatedLinear(self.linear(weight, bias), self.silu_mul) if fused is None else fused
+    def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
+        """See `Operations.linear`; what is returned may hold a packed copy instead of `weight`."""
+        if isinstance(weight, QuantizedWeight) and can_keep(weight):
+            return open_quantized(self._library, weight, bias, gated=False)
+        return open_linear(self._library, dequantized(weight), bias)
+
+    def gated_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
+        """See `Operations.gated_linear`; rounded once where the weight is packed, else as two operations."""
+        if isinstance(weight, QuantizedWeight) and can_keep(weight):
+            return open_quantized(self._library, weight, bias, gated=True)
+        plain = dequantized(weight)
+        fused = open_gated_linear(self._library, plain, bias)
+        return ActivatedLinear(self.linear(plain, bias), self.silu_mul) if fused is None else fused
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Operations.rms_norm`. Rounded once, at the end."""
@@ -156,8 +169,8 @@ class CpuOperations:
             rows[target] = rows[source]
 
 
-class _RotateShape(ctypes.Structure):
-    """`RotateShape` of `src/operations.cpp`, field by field."""
+class RotateShape(ctypes.Structure):
+    """`RotateShape` of `src/rotate_shape.h`, field by field."""
 
     _fields_ = (
         *((name, c_int64) for name in ("tokens", "heads", "kv_heads", "head_dim", "block_size")),
@@ -165,6 +178,19 @@ class _RotateShape(ctypes.Structure):
         *((name, c_int64) for name in ("kv_block", "kv_side", "kv_head", "kv_slot")),
         *((name, c_void_p) for name in ("cos", "sin", "slots")),
     )
+
+    @classmethod
+    def of(
+        cls, num_tokens: int, num_heads: int, strides: tuple[int, int], rotation: Rotation, kv_layer: torch.Tensor
+    ) -> RotateShape:
+        """Of `[T, num_heads, D]` with such strides, KV heads included. Points into the rotation, which must outlive it."""
+        num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
+        cos, sin, slots = rotation.cos, rotation.sin, rotation.slot_mapping
+        return cls(
+            *(num_tokens, num_heads - 2 * num_kv_heads, num_kv_heads, head_dim, block_size),
+            *(*strides, cos.stride(0), sin.stride(0), *kv_layer.stride()[:4]),
+            *(cos.data_ptr(), sin.data_ptr(), slots.data_ptr()),
+        )
 
 
 class _RotateStep:
@@ -184,14 +210,7 @@ class _RotateStep:
         self._kv_shape, self._kv_strides = kv_layer.shape, kv_layer.stride()
         self.dtype, self.kv_dtype = qkv.dtype, kv_layer.dtype
         self.num_tokens, self.head_dim = qkv.shape[0], qkv.shape[2]
-        num_kv_heads, block_size = kv_layer.shape[2:4]
-        num_heads = qkv.shape[1] - 2 * num_kv_heads
-        cos, sin, slots = rotation.cos, rotation.sin, rotation.slot_mapping
-        self._struct = _RotateShape(
-            *(self.num_tokens, num_heads, num_kv_heads, self.head_dim, block_size),
-            *(*qkv.stride()[:2], cos.stride(0), sin.stride(0), *kv_layer.stride()[:4]),
-            *(cos.data_ptr(), sin.data_ptr(), slots.data_ptr()),
-        )
+        self._struct = RotateShape.of(self.num_tokens, qkv.shape[1], qkv.stride()[:2], rotation, kv_layer)
         self.address = ctypes.addressof(self._struct)
 
     def fits(self, qkv: torch.Tensor, rotation: Rotation, kv_layer: torch.Tensor) -> bool:
@@ -225,4 +244,4 @@ def _refusal(**arguments: tuple[torch.Tensor, tuple[str, ...]]) -> InternalError
         dims.check(name, tensor, names, first.dtype, first.device)
     name = next(iter(arguments))
     what = f"{first.dtype} {list(first.shape)} on {first.device}"
-    return InternalError(f"{name}: {what}; the native kernels compute float32 and bfloat16 on the CPU, in even halves")
+    return InternalError(f"{name}: {what}; the native kernels compute {COMPUTED} on the CPU, in even halves")

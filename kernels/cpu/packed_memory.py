@@ -18,7 +18,7 @@ _LINE = 64
 
 
 class PackedMemory:
-    """Hands out bfloat16 vectors that begin on a cache line. For one thread."""
+    """Hands out vectors of bytes that begin on a cache line. For one thread."""
 
     __slots__ = ("_chunk", "_end", "_start")
 
@@ -26,14 +26,14 @@ class PackedMemory:
         self._chunk: weakref.ref[mmap.mmap] | None = None
         self._start = self._end = 0  # bytes of the chunk that are free
 
-    def take(self, count: int) -> torch.Tensor:
-        """`[count]` bfloat16, not yet written."""
-        num_bytes = -(-2 * count // _LINE) * _LINE
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """`[num_bytes]` uint8, not yet written."""
+        rounded = -(-num_bytes // _LINE) * _LINE
         chunk = self._chunk and self._chunk()
-        if chunk is None or self._end - self._start < num_bytes:
-            chunk = self._open(num_bytes)
-        taken = torch.frombuffer(chunk, dtype=torch.bfloat16, count=count, offset=self._start)
-        self._start += num_bytes
+        if chunk is None or self._end - self._start < rounded:
+            chunk = self._open(rounded)
+        taken = torch.frombuffer(chunk, dtype=torch.uint8, count=num_bytes, offset=self._start)
+        self._start += rounded
         return taken
 
     def _open(self, num_bytes: int) -> mmap.mmap:

@@ -1,4 +1,4 @@
-"""The greatest logit of each row and its token id, in C++ (`src/row_max.cpp`); bfloat16 without a detour."""
+"""The greatest logit of each row and its token id, in C++ (`src/row_max.cpp`); 16 bits without a detour."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from ctypes import c_int64, c_void_p
 import torch
 
 from kernels.cpu.library import Library
-from kernels.cpu.operations import DTYPES
+from kernels.cpu.operations import COMPUTED, DTYPES
 from kernels.spec import Dims
 from tandem.errors import InternalError
 
 
 class RowMax:
-    """Does what `engine.row_scan.first_max` does, for float32 and bfloat16 on the CPU."""
+    """Does what `engine.row_scan.first_max` does, for float32, bfloat16 and float16 on the CPU."""
 
     __slots__ = ("_calls",)
 
@@ -29,7 +29,7 @@ class RowMax:
         Dims().check("rows", rows, ("R", "V"), rows.dtype, torch.device("cpu"))
         call = self._calls.get(rows.dtype)
         if call is None or not rows.shape[1]:
-            raise InternalError(f"rows: {rows.dtype} {list(rows.shape)}; needs float32 or bfloat16, V at least 1")
+            raise InternalError(f"rows: {rows.dtype} {list(rows.shape)}; needs {COMPUTED}, V at least 1")
         values = torch.empty(len(rows), dtype=torch.float32)
         indices = torch.empty(len(rows), dtype=torch.int64)
         call(rows.data_ptr(), rows.stride(0), *rows.shape, values.data_ptr(), indices.data_ptr())

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.spec import check_silu_mul
-from kernels.triton.variant import POINTERS, Variant
+from kernels.triton.variant import POINTERS, Variant, launch_options
 
 _BLOCK = 1024
 _NUM_WARPS = 4
@@ -25,7 +25,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         grid = (num_tokens, triton.cdiv(width, _BLOCK))
-        _silu_mul[grid](gate_up, out, gate_up.stride(0), width, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+        _silu_mul[grid](gate_up, out, gate_up.stride(0), width, BLOCK=_BLOCK, **launch_options(_NUM_WARPS))
     return out
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.spec import check_block_pairs
-from kernels.triton.variant import Variant
+from kernels.triton.variant import Variant, launch_options
 from tandem.errors import InternalError
 
 _BLOCK = 1024
@@ -31,7 +31,8 @@ def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     width = words.shape[1]
     if len(pairs) and width:
         grid = (len(pairs), triton.cdiv(width, _BLOCK))
-        _copy_words[grid](words, pairs, words.stride(0), pairs.stride(0), width, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+        strides = words.stride(0), pairs.stride(0)
+        _copy_words[grid](words, pairs, *strides, width, BLOCK=_BLOCK, **launch_options(_NUM_WARPS))
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
@@ -46,7 +47,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pairs"])
 def _copy_words(pool, pairs, pool_stride, pair_stride, width, BLOCK: tl.constexpr):
     pair = pairs + tl.program_id(0).to(tl.int64) * pair_stride
     words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

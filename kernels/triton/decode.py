@@ -1,11 +1,15 @@
 """Attention of one token per seq over its paged keys, split over the keys (Flash-Decoding).
 
-A program owns one KV head of one seq and a run of its keys, a split; the query heads that share
-the KV head are the rows of one tile, so keys are read once for all of them. Where a seq has
-several splits, a second kernel merges their results by their log-sum-exp.
+A split is one KV head of one seq and a run of its keys; the query heads that share the KV head are the
+rows of one tile, so keys are read once for all of them. Where a seq has several splits, a second kernel
+merges their results by their log-sum-exp.
+
+The splits of all seqs, one after the other, are a list of work, which each program counts out by itself from
+the lengths on the device. There are as many programs as fill the device, and each takes every so manieth
+split: none is launched in vain, however far the lengths stay below what a captured graph allows.
 
 INVARIANT: how a seq is split depends on its own length alone, so its result does not depend on
-who shares the step. The host knows only bounds, so that a captured graph serves any lengths.
+who shares the step, nor on the number of programs.
 
 Seqs that compute more than one token are left to `kernels.triton.prefill`.
 """
@@ -13,6 +17,7 @@ Seqs that compute more than one token are left to `kernels.triton.prefill`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 import triton
@@ -21,6 +26,7 @@ import triton.language as tl
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.triton.configs import arch_of, attention_config
 from kernels.triton.tile import (
+    INDEX_TENSORS,
     UNSEEN,
     attention_variant,
     averaged,
@@ -32,15 +38,19 @@ from kernels.triton.tile import (
     score_factors,
     scores,
 )
-from kernels.triton.variant import FP_FUSION, POINTERS, Variant
+from kernels.triton.variant import POINTERS, Variant, launch_options
 
-MIN_SPLIT = 512
+MIN_SPLIT = 256
 """Keys of a split, unless the seq has more than MIN_SPLIT * MAX_SPLITS: then they get longer."""
-MAX_SPLITS = 32
+MAX_SPLITS = 64
 """Splits of a seq at most; bounds the workspace."""
 _SPLIT_STEP = 128
 """Splits start and grow by this: a multiple of every tile."""
 _SPLITTING = {"MIN_SPLIT": MIN_SPLIT, "MAX_SPLITS": MAX_SPLITS, "STEP": _SPLIT_STEP}
+_COUNTED = 128
+"""Seqs whose splits a program counts out together."""
+_PROGRAMS_PER_MULTIPROCESSOR = 4
+"""More than run at a time, since splits are not all of one length. Chosen, not measured."""
 _MERGE_WARPS = 4
 
 
@@ -57,29 +67,64 @@ def _splits_of(
     return begin, split_len, tl.maximum(tl.cdiv(seq_len - begin, split_len), 1)
 
 
-@triton.jit(do_not_specialize=["max_splits", "stride_table"])
+@triton.jit(do_not_specialize=["num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=INDEX_TENSORS)
 def decode_kernel(
     q, kv_layer, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
-    max_splits, num_kv_heads, group,
+    num_seqs, max_splits, num_kv_heads, group,
+    stride_qt, stride_qh, stride_block, stride_side, stride_head, stride_slot, stride_table,
+    window, cap_factor, factor,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    COUNTED: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Grid `[Hkv * ceil(G / BLOCK_M), P]`; a program takes splits `p`, `p + P`, `p + 2 * P`, … of all B seqs'.
+
+    Writes `out` where the seq has one split, else `partial_out` `[B, H, max_splits, D]` and
+    `partial_lse` `[B, H, max_splits]`, float32.
+    """
+    taken = tl.program_id(1)
+    counted = 0
+    for first_seq in range(0, num_seqs, COUNTED):
+        seqs = first_seq + tl.arange(0, COUNTED)
+        there = seqs < num_seqs
+        query_lens = tl.load(cu_seqlens_q + seqs + 1, mask=there, other=0) - tl.load(
+            cu_seqlens_q + seqs, mask=there, other=0
+        )
+        lens = tl.load(seq_lens + seqs, mask=there, other=0)
+        _, _, num_splits = _splits_of(lens, window, WINDOWED, MIN_SPLIT, MAX_SPLITS, STEP)
+        num_splits = tl.where(query_lens == 1, num_splits, 0)  # [COUNTED]
+        ends = counted + tl.cumsum(num_splits, 0)
+        end = counted + tl.sum(num_splits, 0)
+        while taken < end:
+            before = ends <= taken  # seqs whose splits all come before
+            seq = first_seq + tl.sum(before.to(tl.int32), 0)
+            split = taken - tl.max(tl.where(before, ends, counted), 0)
+            _attend_split(
+                q, kv_layer, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
+                seq, split, max_splits, num_kv_heads, group,
+                stride_qt, stride_qh, stride_block, stride_side, stride_head, stride_slot, stride_table,
+                window, cap_factor, factor,
+                WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_SIZE, MIN_SPLIT, MAX_SPLITS, STEP,
+            )  # fmt: skip
+            taken += tl.num_programs(1)
+        counted = end
+
+
+@triton.jit
+def _attend_split(
+    q, kv_layer, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
+    seq, split, max_splits, num_kv_heads, group,
     stride_qt, stride_qh, stride_block, stride_side, stride_head, stride_slot, stride_table,
     window, cap_factor, factor,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Grid `[Hkv * ceil(G / BLOCK_M), B, max_splits]`; a program beyond its seq's splits returns at once.
-
-    Writes `out` where the seq has one split, else `partial_out` `[B, H, max_splits, D]` and
-    `partial_lse` `[B, H, max_splits]`, float32.
-    """
+    """One split of one seq by the heads of this program's tile."""
     kv_head = tl.program_id(0) % num_kv_heads
-    seq = tl.program_id(1)
-    split = tl.program_id(2)
     token = tl.load(cu_seqlens_q + seq)
     seq_len = tl.load(seq_lens + seq)
     begin, split_len, num_splits = _splits_of(seq_len, window, WINDOWED, MIN_SPLIT, MAX_SPLITS, STEP)
-    if tl.load(cu_seqlens_q + seq + 1) - token != 1 or split >= num_splits:
-        return
     rows = tl.program_id(0) // num_kv_heads * BLOCK_M + tl.arange(0, BLOCK_M)
     heads = kv_head * group + rows  # [M]
     valid = rows < group
@@ -118,7 +163,7 @@ def decode_kernel(
         tl.store(partial_lse + partial_rows, largest + tl.log2(total), mask=valid)
 
 
-@triton.jit(do_not_specialize=["max_splits"])
+@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=INDEX_TENSORS)
 def merge_kernel(
     partial_out, partial_lse, out, cu_seqlens_q, seq_lens, max_splits, num_heads, window,
     WINDOWED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -150,6 +195,18 @@ def max_splits_for(max_seq_len: int, sliding_window: int | None) -> int:
     return min(MAX_SPLITS, max(1, -(-seen // MIN_SPLIT)))
 
 
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    """1 for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def num_programs(device: torch.device, num_tiles: int, most_splits: int) -> int:
+    """P: how many programs share the splits of each of `num_tiles` tiles of heads; `most_splits` is a bound."""
+    wanted = _PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(device)
+    return min(most_splits, -(-wanted // num_tiles))
+
+
 def decode(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
@@ -174,20 +231,21 @@ def decode(
     partial_lse = torch.empty(workspace, dtype=torch.float32, device=q.device)
     windowed, window = params.sliding_window is not None, params.sliding_window or 0
     cap_factor, factor = score_factors(params)
-    decode_kernel[(num_kv_heads * -(-group // config.block_m), num_seqs, max_splits)](
+    num_tiles = num_kv_heads * -(-group // config.block_m)
+    decode_kernel[(num_tiles, num_programs(q.device, num_tiles, num_seqs * max_splits))](
         q, kv_layer, out, partial_out, partial_lse, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables,
-        max_splits, num_kv_heads, group,
+        num_seqs, max_splits, num_kv_heads, group,
         q.stride(0), q.stride(1), *kv_layer.stride()[:4], metadata.block_tables.stride(0),
         window, cap_factor, factor,
         **constants(config, head_dim, block_size, windowed=windowed, capped=params.soft_cap is not None),
-        **_SPLITTING,
-        num_warps=config.num_warps, num_stages=config.num_stages, **FP_FUSION,
+        COUNTED=_COUNTED, **_SPLITTING,
+        **launch_options(config.num_warps, config.num_stages),
     )  # fmt: skip
     if merged:
         merge_kernel[(num_seqs, num_heads)](
             partial_out, partial_lse, out, metadata.cu_seqlens_q, metadata.seq_lens, max_splits, num_heads, window,
             WINDOWED=windowed, HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
-            **_SPLITTING, num_warps=_MERGE_WARPS, num_stages=1, **FP_FUSION,
+            **_SPLITTING, **launch_options(_MERGE_WARPS),
         )  # fmt: skip
 
 
@@ -206,7 +264,7 @@ def _decode_variant(arch: int, head_dim: int, dtype: torch.dtype, block_size: in
     """`edges`: with sliding window and soft cap."""
     config = attention_config("decode", head_dim, dtype, arch)
     constexprs = constants(config, head_dim, block_size, windowed=edges, capped=edges)
-    return attention_variant(decode_kernel, "decode", config, dtype, {**constexprs, **_SPLITTING})
+    return attention_variant(decode_kernel, "decode", config, dtype, {**constexprs, "COUNTED": _COUNTED, **_SPLITTING})
 
 
 def _merge_variant(head_dim: int) -> Variant:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.digest import GOLDEN, MIX_1, MIX_2, WORD_BYTES, check
-from kernels.triton.variant import FP_FUSION, Variant
+from kernels.triton.variant import Variant, launch_options
 from tandem.errors import InternalError
 
 _TILE = 4096
@@ -30,7 +30,7 @@ def digest_blocks(blocks: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor
     partial = torch.empty(len(block_ids), triton.cdiv(width, _TILE), dtype=torch.int64, device=blocks.device)
     if partial.numel():
         _digest_tiles[partial.shape](
-            words, block_ids, partial, words.stride(0), width, TILE=_TILE, num_warps=_NUM_WARPS, **FP_FUSION
+            words, block_ids, partial, words.stride(0), width, TILE=_TILE, **launch_options(_NUM_WARPS)
         )
     return partial.sum(1)  # integers wrap, so that the order does not matter
 
@@ -47,7 +47,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["block_ids"])
 def _digest_tiles(words, block_ids, partial, stride, width, TILE: tl.constexpr):
     block, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = words + tl.load(block_ids + block) * stride

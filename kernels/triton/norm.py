@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels.spec import check_rms_norm
-from kernels.triton.variant import POINTERS, Variant
+from kernels.triton.variant import POINTERS, Variant, launch_options
 from tandem.errors import InternalError
 
 MAX_WIDTH = 16384
@@ -44,7 +44,7 @@ def _normed(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
             *(x, added, weight, out, *strides, width, eps),
             BLOCK=block,
             HAS_RESIDUAL=residual is not None,
-            num_warps=num_warps,
+            **launch_options(num_warps),
         )
     return out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.operations import ActivatedLinear, LinearMap, PlainLinear
+from kernels.quantized import QuantizedWeight, dequantized
 from kernels.triton.activation import silu_mul
 from kernels.triton.blocks import copy_blocks
 from kernels.triton.norm import add_rms_norm, rms_norm
@@ -16,11 +17,15 @@ class TritonOperations:
 
     name = "triton"
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
-        """See `Operations.linear`; keeps the weight as it is, which is how cuBLAS reads it."""
-        return PlainLinear(weight, bias)
+    def keeps(self, weight: QuantizedWeight) -> bool:
+        """See `Operations.keeps`: no form."""
+        return False
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
+    def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
+        """See `Operations.linear`; keeps the weight as it is, which is how cuBLAS reads it."""
+        return PlainLinear(dequantized(weight), bias)
+
+    def gated_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.gated_linear`; two operations, so gate and up are rounded too."""
         return ActivatedLinear(self.linear(weight, bias), self.silu_mul)
 

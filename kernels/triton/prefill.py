@@ -19,6 +19,7 @@ import triton.language as tl
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.triton.configs import KernelConfig, arch_of, attention_config
 from kernels.triton.tile import (
+    INDEX_TENSORS,
     UNSEEN,
     attention_variant,
     averaged,
@@ -29,7 +30,7 @@ from kernels.triton.tile import (
     score_factors,
     scores,
 )
-from kernels.triton.variant import FP_FUSION, POINTERS, Variant
+from kernels.triton.variant import POINTERS, Variant, launch_options
 
 
 @triton.jit
@@ -125,7 +126,7 @@ def _sweep_edges_apart(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tiles", "stride_table"])
+@triton.jit(do_not_specialize=["num_seqs", "num_tiles", "stride_table"], do_not_specialize_on_alignment=INDEX_TENSORS)
 def prefill_kernel(
     q, k, v, kv_layer, out, cu_seqlens_q, seq_lens, block_tables,
     num_seqs, num_tiles, num_kv_heads, group,
@@ -214,7 +215,7 @@ def prefill(
         window, cap_factor, factor,
         **constants(config, head_dim, block_size, windowed=windowed, capped=params.soft_cap is not None),
         CONTEXT_N=_context_tile(config),
-        num_warps=config.num_warps, num_stages=config.num_stages, **FP_FUSION,
+        **launch_options(config.num_warps, config.num_stages),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kernels.operations import QkNorm, Rotation
 from kernels.spec import check_float, check_rotate_and_store
-from kernels.triton.variant import POINTERS, Variant
+from kernels.triton.variant import POINTERS, Variant, launch_options
 
 _TILE_PAIRS = 512
 _NUM_WARPS = 4
@@ -46,7 +46,7 @@ def rotate_and_store(qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | No
         PAIRS=pairs,
         HEADS=heads,
         HAS_NORM=qk_norm is not None,
-        num_warps=_NUM_WARPS,
+        **launch_options(_NUM_WARPS),
     )
 
 
@@ -82,7 +82,7 @@ def _tile(half: int, num_heads: int) -> tuple[int, int]:
     return pairs, min(triton.next_power_of_2(num_heads), max(1, _TILE_PAIRS // pairs))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _rotate_and_store(
     qkv, cos, sin, q_weight, k_weight, kv_layer, slot_mapping, qkv_stride, head_stride, cos_stride, sin_stride,
     block_stride, side_stride, kv_head_stride, slot_stride, block_size, num_heads, num_kv_heads, eps,

@@ -28,7 +28,7 @@ LAST_COST: tl.constexpr = tl.constexpr(32.0)
 _TYPES = {
     **dict.fromkeys(("logits", "best", "temperature", "min_p", "shortlist", "thresholds"), "*fp32"),
     **dict.fromkeys(("best_ids", "top_k", "histogram", "shortlist_lens"), "*i32"),
-    **dict.fromkeys(("masses", "seed", "choice_index", "output_index", "token_ids"), "*i64"),
+    **dict.fromkeys(("masses", "sure_masses", "seed", "choice_index", "output_index", "token_ids"), "*i64"),
     "top_p": "*fp64",
 }
 """Of the sampling kernels' arguments, which are named alike."""

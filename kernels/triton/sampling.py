@@ -46,7 +46,7 @@ from kernels.triton.truncation import (
     shortlist_kernel,
     threshold_kernel,
 )
-from kernels.triton.variant import Variant
+from kernels.triton.variant import Variant, launch_options
 from tandem.errors import InternalError
 
 _NUM_WARPS = 4
@@ -70,33 +70,39 @@ class TritonSampler:
         row = (logits.stride(0), vocab_size, num_chunks)
         tile = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(num_chunks)}
         filters = (params.temperature, params.top_k, params.top_p)
-        _best_kernel[grid](logits, scratch.best, scratch.best_ids, *row, CHUNK=CHUNK, num_warps=_NUM_WARPS)
+        options = launch_options(_NUM_WARPS)
+        _best_kernel[grid](logits, scratch.best, scratch.best_ids, *row, CHUNK=CHUNK, **options)
         _weigh_kernel[grid](
             *(logits, scratch.best, *filters, scratch.masses, scratch.histogram),
             *row,
             **tile,
             BINS=NUM_BINS,
-            num_warps=_NUM_WARPS,
+            **options,
         )
-        shortlisting = (scratch.masses, scratch.histogram, scratch.shortlist, scratch.shortlist_lens)
+        weighed = (scratch.masses, scratch.histogram, scratch.sure_masses, scratch.shortlist, scratch.shortlist_lens)
         shortlist_kernel[grid](
-            *(logits, scratch.best, *filters, *shortlisting), *row, **tile, BINS=NUM_BINS, num_warps=SHORTLIST_WARPS
+            *(logits, scratch.best, *filters, *weighed),
+            *row,
+            **tile,
+            BINS=NUM_BINS,
+            **launch_options(SHORTLIST_WARPS),
         )
         threshold_kernel[(rows,)](
-            *(scratch.shortlist, scratch.shortlist_lens, scratch.masses, *filters, params.min_p, scratch.thresholds),
+            *(*weighed, *filters, params.min_p, scratch.thresholds),
             *row[1:],
             BLOCK=THRESHOLD_BLOCK,
             CHUNKS=tile["CHUNKS"],
-            num_warps=THRESHOLD_WARPS,
+            BINS=NUM_BINS,
+            **launch_options(THRESHOLD_WARPS),
         )
         truncated = (scratch.best, params.temperature, scratch.thresholds, scratch.masses)
-        _truncate_kernel[grid](logits, *truncated, *row, **tile, num_warps=_NUM_WARPS)
+        _truncate_kernel[grid](logits, *truncated, *row, **tile, **options)
         counters = (params.seed, params.output_index)
         _pick_kernel[(rows,)](
             *(logits, scratch.best, scratch.best_ids, *truncated[1:], *counters, token_ids),
             *row,
             **tile,
-            num_warps=_NUM_WARPS,
+            **options,
         )
         return token_ids
 
@@ -110,10 +116,9 @@ class TritonSampler:
             best = torch.empty(rows, num_chunks, dtype=torch.float32, device=logits.device)
             best_ids = torch.empty(rows, num_chunks, dtype=torch.int32, device=logits.device)
             row = (logits.stride(0), vocab_size, num_chunks)
-            _best_kernel[(num_chunks, rows)](logits, best, best_ids, *row, CHUNK=CHUNK, num_warps=_NUM_WARPS)
-            _best_token_kernel[(rows,)](
-                best, best_ids, token_ids, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), num_warps=1
-            )
+            options, chunks = launch_options(_NUM_WARPS), triton.next_power_of_2(num_chunks)
+            _best_kernel[(num_chunks, rows)](logits, best, best_ids, *row, CHUNK=CHUNK, **options)
+            _best_token_kernel[(rows,)](best, best_ids, token_ids, num_chunks, CHUNKS=chunks, **launch_options(1))
         return token_ids
 
 
@@ -145,6 +150,7 @@ class _Scratch:
     masses: torch.Tensor  # [R, C] int64
     histogram: torch.Tensor  # [R, NUM_BINS] int32, starts at 0
     shortlist_lens: torch.Tensor  # [R] int32, starts at 0
+    sure_masses: torch.Tensor  # [R, C] int64
     shortlist: torch.Tensor  # [R, V] float32
     thresholds: torch.Tensor  # [R] float32
 
@@ -158,6 +164,7 @@ class _Scratch:
             masses=torch.empty(rows, num_chunks, dtype=torch.int64, device=device),
             histogram=zeros[: rows * NUM_BINS].view(rows, NUM_BINS),
             shortlist_lens=zeros[rows * NUM_BINS :],  # aligned whatever R is: one compilation serves all
+            sure_masses=torch.empty(rows, num_chunks, dtype=torch.int64, device=device),
             shortlist=torch.empty(rows, vocab_size, dtype=torch.float32, device=device),
             thresholds=torch.empty(rows, dtype=torch.float32, device=device),
         )

@@ -28,6 +28,11 @@ _EXACT = tl.constexpr("ieee")
 but hold so many registers that wide heads spill; float32 is served to compare, not to be fast."""
 
 
+INDEX_TENSORS = ("cu_seqlens_q", "seq_lens", "block_tables")
+"""Arguments of which a step may pass a slice, anywhere in memory: a kernel that relied on their alignment would be
+compiled again for the first slice that lacks it."""
+
+
 def padded_head_dim(head_dim: int) -> int:
     """Width of a tile: a power of 2, at least the 16 that a matrix product needs."""
     return max(16, 1 << (head_dim - 1).bit_length())

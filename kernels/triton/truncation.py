@@ -1,8 +1,11 @@
 """top-k and top-p as one threshold on the cost of each row, without a sort; min-p joins them for free.
 
-    shortlist   a histogram of costs tells a cost that the threshold does not exceed; the
-                costs up to it are gathered, in no order
+    shortlist   a histogram of costs tells between which two of its bins the threshold must lie; the costs of
+                those bins are gathered, in no order, and the masses of all better bins added up
     threshold   bisection over the gathered costs, snapped to costs that occur, until one is left
+
+A flat row has tens of thousands of tokens up to the threshold, but only about a thousand are gathered: those that
+weigh as much as the histogram's rounding, a 32nd of what is left out, and those of one bin.
 
 Semantics as in `engine.sampler.truncate`: tokens of equal cost stay or go together; top-k, then top-p
 over what it left, then min-p. Counts and masses are integers, so the order does not matter.
@@ -18,70 +21,94 @@ import triton.language as tl
 from kernels.triton.row_mass import CHUNK, LAST_COST, MASS_UNITS, chunk_costs, is_filtered, mass_of, row_variant
 from kernels.triton.variant import Variant
 
-NUM_BINS = 256
-"""Of the histogram, each 1/8 wide, up to `LAST_COST`."""
-THRESHOLD_BLOCK = 2048
+NUM_BINS = 1024
+"""Of the histogram, each 1/32 wide, up to `LAST_COST`."""
+THRESHOLD_BLOCK = 4096
 """Shortlisted costs looked at together."""
 SHORTLIST_WARPS = 4
 THRESHOLD_WARPS = 8
 
-_BINS_PER_UNIT: tl.constexpr = tl.constexpr(8.0)
-_TAIL_MARGIN: tl.constexpr = tl.constexpr(1.001)
-"""Covers float32 rounding of the bound on the tail's mass."""
+_BINS_PER_UNIT: tl.constexpr = tl.constexpr(32.0)
+_MARGIN: tl.constexpr = tl.constexpr(1.001)
+"""Covers float32 rounding of bounds on masses."""
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
     """For a vocabulary of up to 2^18 tokens; alike on every `arch`."""
     yield row_variant(shortlist_kernel, SHORTLIST_WARPS, CHUNK=CHUNK, CHUNKS=128, BINS=NUM_BINS)
-    yield row_variant(threshold_kernel, THRESHOLD_WARPS, BLOCK=THRESHOLD_BLOCK, CHUNKS=128)
+    yield row_variant(threshold_kernel, THRESHOLD_WARPS, BLOCK=THRESHOLD_BLOCK, CHUNKS=128, BINS=NUM_BINS)
 
 
 @triton.jit
 def bin_of(cost):
-    """Exact: a bin's edges are multiples of 1/8."""
+    """Exact: a bin's edges are multiples of 1/32."""
     return (cost * _BINS_PER_UNIT).to(tl.int32)
 
 
 @triton.jit
-def _cut(counts, total, top_k, top_p, BINS: tl.constexpr):
-    """How many bins, from the best token's on, surely hold all that is kept; `counts` `[BINS]`.
+def _bins_of_threshold(counts, total, top_k, top_p, vocab_size, BINS: tl.constexpr):
+    """`(first, end)`: the threshold lies in one of these bins, whatever they hold; `counts` `[BINS]`, `total` of all.
 
-    `top_k` is 0 if it takes no part; if it does, top-p keeps no more. Otherwise a bin is needed
-    unless it and all after it weigh, at their lower edges, less than top-p leaves out.
+    With top-k the last of them is the bin of the k-th cost, since top-p keeps no more. With top-p a bin is beyond the
+    threshold if it and all after it weigh, at their lower edges, less than top-p leaves out; and before it if those
+    after it weigh more than that at their upper edges, where a mass lacks less than one unit by its truncation.
     """
-    by_k = tl.sum((tl.cumsum(counts, 0) < top_k).to(tl.int32), 0) + 1
-    lower_edges = tl.arange(0, BINS).to(tl.float32) / _BINS_PER_UNIT
-    tail = tl.cumsum(counts.to(tl.float32) * tl.exp(-lower_edges), 0, reverse=True) * (MASS_UNITS * _TAIL_MARGIN)
-    by_p = tl.sum((tail > ((1.0 - top_p) * total.to(tl.float64)).to(tl.float32)).to(tl.int32), 0)
-    return tl.where(top_k > 0, by_k, tl.maximum(by_p, 1))
+    bins = tl.arange(0, BINS)
+    heavy = counts.to(tl.float32) * tl.exp(bins.to(tl.float32) / -_BINS_PER_UNIT) * (MASS_UNITS * _MARGIN)
+    end = BINS + 0
+    by_k = (top_k > 0) & (top_k < vocab_size)
+    if by_k:
+        end = tl.minimum(tl.sum((tl.cumsum(counts, 0) < top_k).to(tl.int32), 0) + 1, BINS)
+    first = end - 1
+    if top_p < 1.0:
+        kept = tl.where(by_k, tl.sum(tl.where(bins < end, heavy, 0.0), 0), total.to(tl.float32))
+        left_out = ((1.0 - top_p) * kept.to(tl.float64)).to(tl.float32)
+        if not by_k:
+            tail = tl.cumsum(heavy, 0, reverse=True)
+            end = tl.maximum(tl.sum((tail > left_out).to(tl.int32), 0), 1)
+        light = tl.where(bins < tl.where(by_k, end - 1, BINS), heavy, 0.0)
+        light *= tl.exp(tl.full((), -1.0, tl.float32) / _BINS_PER_UNIT) / (_MARGIN * _MARGIN)
+        after = tl.cumsum(light, 0, reverse=True) - light
+        first = tl.minimum(tl.sum((after - vocab_size > left_out * _MARGIN).to(tl.int32), 0), end - 1)
+    return first, end
 
 
 @triton.jit
 def shortlist_kernel(
-    logits, best, temperature, top_k, top_p, masses, histogram, shortlist, shortlist_lens, row_stride,
+    logits, best, temperature, top_k, top_p, masses, histogram, sure_masses, shortlist, shortlist_lens, row_stride,
     vocab_size, num_chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Appends one chunk's costs up to the cut to `shortlist` `[R, V]`, counted in `shortlist_lens` `[R]`."""
+    """Appends one chunk's costs in the threshold's bins to `shortlist` `[R, V]`, counted in `shortlist_lens` `[R]`.
+
+    `sure_masses` `[R, C]`: what the chunk's tokens in better bins weigh.
+    """
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     k, p = tl.load(top_k + row), tl.load(top_p + row)
     if is_filtered(k, p, vocab_size) & (tl.load(temperature + row) > 0):
-        chunks = tl.arange(0, CHUNKS)
-        total = tl.sum(tl.load(masses + row * num_chunks + chunks, mask=chunks < num_chunks, other=0), 0)
+        total = _sum_of_chunks(masses, row, num_chunks, CHUNKS)
         counts = tl.load(histogram + row * BINS + tl.arange(0, BINS))
-        num_bins = _cut(counts, total, tl.where(k < vocab_size, k, 0), p, BINS)
+        first, end = _bins_of_threshold(counts, total, k, p, vocab_size, BINS)
         cost = chunk_costs(logits, row_stride, best, temperature, row, chunk, vocab_size, num_chunks, CHUNK, CHUNKS)
-        listed = (cost < LAST_COST) & (bin_of(cost) < num_bins)
+        bins = bin_of(cost)
+        tl.store(sure_masses + row * num_chunks + chunk, tl.sum(tl.where(bins < first, mass_of(cost), 0), 0))
+        listed = (cost < LAST_COST) & (bins >= first) & (bins < end)
         rank = tl.cumsum(listed.to(tl.int32), 0)
         start = tl.atomic_add(shortlist_lens + row, tl.max(rank, 0))
         tl.store(shortlist + row * vocab_size + start + rank - 1, cost, mask=listed)
 
 
 @triton.jit
+def _sum_of_chunks(masses, row, num_chunks, CHUNKS: tl.constexpr):
+    chunks = tl.arange(0, CHUNKS)
+    return tl.sum(tl.load(masses + row * num_chunks + chunks, mask=chunks < num_chunks, other=0), 0)
+
+
+@triton.jit
 def _least_reaching(costs, num_costs, goal, BLOCK: tl.constexpr, BY_MASS: tl.constexpr):
     """The least of `costs` up to which they count (or weigh) `goal`; `LAST_COST` if all together do not.
 
-    `goal` is int64. The least cost must be 0.
+    `goal` is int64, and more than 0.
     """
     low = tl.zeros((), tl.float32)
     high = low + LAST_COST
@@ -119,8 +146,9 @@ def _mass_up_to(costs, num_costs, threshold, BLOCK: tl.constexpr):
 
 @triton.jit
 def threshold_kernel(
-    shortlist, shortlist_lens, masses, temperature, top_k, top_p, min_p, thresholds, vocab_size, num_chunks,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    masses, histogram, sure_masses, shortlist, shortlist_lens, temperature, top_k, top_p, min_p, thresholds,
+    vocab_size, num_chunks,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """`thresholds` `[R]`: the greatest cost that all filters of a row keep, `LAST_COST` if there are none."""
     row = tl.program_id(0).to(tl.int64)
@@ -129,13 +157,17 @@ def threshold_kernel(
     if is_filtered(k, p, vocab_size) & (tl.load(temperature + row) > 0):
         costs = shortlist + row * vocab_size
         num_costs = tl.load(shortlist_lens + row)
-        chunks = tl.arange(0, CHUNKS)
-        total = tl.sum(tl.load(masses + row * num_chunks + chunks, mask=chunks < num_chunks, other=0), 0)
+        total = _sum_of_chunks(masses, row, num_chunks, CHUNKS)
+        sure_mass = _sum_of_chunks(sure_masses, row, num_chunks, CHUNKS)
         if (k > 0) & (k < vocab_size):
-            threshold = _least_reaching(costs, num_costs, k.to(tl.int64), BLOCK, BY_MASS=False)
-            total = _mass_up_to(costs, num_costs, threshold, BLOCK)
+            bins = tl.arange(0, BINS)
+            counts = tl.load(histogram + row * BINS + bins)
+            first, _ = _bins_of_threshold(counts, total, k, p, vocab_size, BINS)
+            sure_count = tl.sum(tl.where(bins < first, counts, 0), 0)
+            threshold = _least_reaching(costs, num_costs, (k - sure_count).to(tl.int64), BLOCK, BY_MASS=False)
+            total = sure_mass + _mass_up_to(costs, num_costs, threshold, BLOCK)
         if p < 1.0:
-            goal = tl.ceil(p * total.to(tl.float64)).to(tl.int64)
+            goal = tl.ceil(p * total.to(tl.float64)).to(tl.int64) - sure_mass
             threshold = tl.minimum(threshold, _least_reaching(costs, num_costs, goal, BLOCK, BY_MASS=True))
     if least_p > 0.0:
         threshold = tl.minimum(threshold, -tl.log(least_p))  # the best token's weight is 1

@@ -16,8 +16,13 @@ from triton.compiler import ASTSource
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 """Triton's name of a pointer to each dtype that the kernels take."""
 
-FP_FUSION = {"enable_fp_fusion": True}
-"""Option of every launch: a * b + c in one rounding. Triton 3.9 warns where it is left to the default."""
+
+def launch_options(num_warps: int, num_stages: int = 1) -> dict[str, Any]:
+    """What every launch passes, and every build ahead of time: options left to a default are another binary.
+
+    `enable_fp_fusion`: a * b + c in one rounding; Triton 3.9 warns where it is not said.
+    """
+    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,8 @@ class Variant:
     """What a report calls it: `prefill bf16 D=128 64x64`."""
     num_stages: int = 1
     aligned: frozenset[str] = frozenset()
-    """Run-time integers that are multiples of 16 in every launch that matters; pointers always are."""
+    """Run-time integers that are multiples of 16 in every launch that matters; pointers always are, but for those that
+    the kernel does not specialize on."""
 
     def source(self) -> ASTSource:
         """For `triton.compile(source, target, options)`."""
@@ -43,13 +49,14 @@ class Variant:
         signature = {
             name: "constexpr" if name in self.constexprs else self.signature.get(name, "i32") for name in names
         }
+        sliced = self.kernel.do_not_specialize_on_alignment
         attrs = {
             (index,): [["tt.divisibility", 16]]
             for index, name in enumerate(names)
-            if name in self.aligned or signature[name].startswith("*")
+            if name in self.aligned or (signature[name].startswith("*") and name not in sliced)
         }
         return ASTSource(self.kernel, signature, dict(self.constexprs), attrs)
 
     def options(self) -> dict[str, object]:
         """Compile options, as a launch gives them."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **FP_FUSION}
+        return launch_options(self.num_warps, self.num_stages)

@@ -11,6 +11,7 @@ import torch
 
 from kernels.operations import QkNorm
 from kernels.operations import Rotation as SharedRotation
+from tests.kernels.oracle import moved
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Bound on the error of one output element, absolute and relative, of normal inputs, where an implementation
@@ -104,8 +105,8 @@ class Rotation:
         norm = self.qk_norm
         if norm is not None:
             norm = QkNorm(norm.q_weight.to(device), norm.k_weight.to(device), norm.eps)
-        moved = (tensor.to(device) for tensor in (self.qkv, self.cos, self.sin))
-        return Rotation(*moved, norm, self.pool.to(device), self.slot_mapping.to(device))
+        views = (moved(tensor, device) for tensor in (self.qkv, self.cos, self.sin))
+        return Rotation(*views, norm, self.pool.to(device), self.slot_mapping.to(device))
 
     def check(self, operations, tolerance: float) -> None:
         """Runs `rotate_and_store`; q, k, v and the pool are within `tolerance` of float64, all else is untouched."""

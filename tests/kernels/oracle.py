@@ -27,6 +27,13 @@ LENS = {
 QUANTIZED = [torch.int8, torch.float8_e4m3fn]
 
 
+def moved(view: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """`view` on `device` with all that lies around it, and the strides that it has here: `Tensor.to` would pack it."""
+    memory = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()).to(device)
+    there = torch.empty(0, dtype=view.dtype, device=device)
+    return there.set_(memory.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+
+
 def empty_pool(num_blocks, num_layers, num_kv_heads, block_size, head_dim, dtype):
     """A pool `[N, L, 2, Hkv, S, D]` with scales where `dtype` is quantized; every bit is set: NaN, but for int8."""
     element_bytes = torch.empty(0, dtype=dtype).element_size()
@@ -102,9 +109,8 @@ class Case:
     def to(self, device):
         """The same case on another device."""
         names = ("cu_seqlens_q", "seq_lens", "block_tables", "slot_mapping")
-        moved = {name: getattr(self.metadata, name).to(device) for name in names}
-        self.metadata = replace(self.metadata, **moved)
-        self.q, self.k, self.v, self.kv_layer = (x.to(device) for x in (self.q, self.k, self.v, self.kv_layer))
+        self.metadata = replace(self.metadata, **{name: getattr(self.metadata, name).to(device) for name in names})
+        self.q, self.k, self.v, self.kv_layer = (moved(x, device) for x in (self.q, self.k, self.v, self.kv_layer))
         return self
 
     def attend(self, backend, window=None, soft_cap=None):

@@ -17,7 +17,7 @@ from tests.kernels.oracle import LENS, QUANTIZED, Case
 
 pytestmark = pytest.mark.skipif(obstacle() is not None, reason=f"no native kernels: {obstacle()}")
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EDGES = [(1, 15), (1, 16), (17, 17), (0, 9), (16, 31), (1, 300)]
 TIERS = usable_tiers() or ("baseline",)
 

@@ -11,7 +11,7 @@ from tandem.errors import InternalError
 from tests.kernels import operations_oracle as oracle
 from tests.kernels.operations_oracle import TOLERANCES
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOKENS = (0, 1, 2, 15, 16, 17, 257)
 HEADS = [(1, 1), (2, 1), (9, 3), (8, 1), (16, 1)]
 EPS = 1e-5
@@ -101,7 +101,7 @@ def test_layers_of_one_step_and_steps_of_one_shape_are_told_apart(ops):
 
 X, WEIGHT = torch.zeros(3, 8), torch.ones(8)
 REFUSED = {
-    "another dtype": (X.half(), WEIGHT.half(), "x: torch.float16 .* float32 and bfloat16"),
+    "another dtype": (X.double(), WEIGHT.double(), "x: torch.float64 .* float32, bfloat16 and float16"),
     "a weight of another dtype": (X, WEIGHT.bfloat16(), "weight: dtype is torch.bfloat16, expected torch.float32"),
     "a weight of another width": (X, torch.ones(9), "weight: E is 9, elsewhere 8"),
     "a vector": (WEIGHT, WEIGHT, r"x: shape \[8\] does not have dimensions \[T, E\]"),
@@ -136,7 +136,7 @@ def test_an_activation_that_does_not_fit_is_refused_by_name(ops):
 ALTERED = {
     "cos": (lambda case: {"cos": case.cos.bfloat16()}, "cos: dtype"),
     "slots": (lambda case: {"slot_mapping": case.slot_mapping[:2]}, "slot_mapping: T is 2, elsewhere 5"),
-    "pool": (lambda case: {"pool": case.pool.half(), "qkv": case.qkv.half()}, "qkv: torch.float16"),
+    "pool": (lambda case: {"pool": case.pool.double(), "qkv": case.qkv.double()}, "qkv: torch.float64"),
     "heads": (lambda case: {"qkv": case.qkv[:, :7]}, "qkv: 7 heads do not divide"),
 }
 

@@ -15,7 +15,7 @@ def row_max(request):
     return RowMax(Library(request.param))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_it_is_the_first_of_the_greatest(row_max, dtype):
     for rows, width in ((0, 5), (1, 1), (3, 15), (2, 1024), (17, 1025), (5, 49152)):
         logits = torch.randn(rows, width + 3).to(dtype)[:, 1:-2]
@@ -27,7 +27,7 @@ def test_it_is_the_first_of_the_greatest(row_max, dtype):
         assert indices.tolist() == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("at", [0, 16, 1000, 1024, 3000])
 def test_nan_wins_over_all(row_max, at, dtype):
     logits = torch.zeros(1, 3001, dtype=dtype)

@@ -7,7 +7,9 @@ import torch
 
 from kernels.cpu import build, library
 from kernels.dispatch import available_backends, select_kernels
+from tandem.config import WorkerConfig
 from tandem.errors import ConfigError
+from tandem.options import options_of
 
 CPU = torch.device("cpu")
 
@@ -45,7 +47,8 @@ def test_auto_takes_the_reference_for_what_only_it_computes():
 def test_the_list_gives_each_backend_a_reason():
     backends = available_backends(CPU)
     assert [status.name for status in backends if status.usable] == ["cpu", "reference"]
-    assert f"tier {library.usable_tiers()[-1]} of baseline" in backends[2].reason
+    usable = library.usable_tiers()
+    assert f"tier {usable[-1]} of {', '.join(usable)}" in backends[2].reason
     assert all(status.reason for status in backends)
 
 
@@ -58,3 +61,33 @@ def test_an_unknown_name_is_a_bad_option_that_lists_the_known():
 def test_a_dtype_that_nothing_computes_is_a_bad_option(name):
     with pytest.raises(ConfigError, match="--attention-backend"):
         select_kernels(name, CPU, torch.int8)
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+def test_a_tier_can_be_forced(name):
+    for tier in library.usable_tiers():
+        assert select_kernels(name, CPU, torch.bfloat16, tier).operations.name == f"cpu-{tier}"
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "tier", "message"),
+    [
+        ("auto", "cpu", "avx9", "avx9 cannot run on cpu: this machine runs baseline"),
+        ("reference", "cpu", "baseline", "baseline is a tier of the kernels cpu, not of reference"),
+        ("auto", "cuda", "baseline", "baseline cannot run on cuda: native code for the CPU only"),
+    ],
+)
+def test_a_tier_that_cannot_run_is_refused_by_name(name, device, tier, message):
+    with pytest.raises(ConfigError, match=f"--cpu-tier: {message}"):
+        select_kernels(name, torch.device(device), torch.bfloat16, tier)
+
+
+def test_no_tier_can_be_forced_where_there_is_no_library(no_library):
+    with pytest.raises(ConfigError, match="--cpu-tier: baseline cannot run on cpu: not built"):
+        select_kernels("auto", CPU, torch.bfloat16, "baseline")
+
+
+def test_the_option_names_every_tier():
+    (option,) = (each for each in options_of(WorkerConfig) if each.flag == "--cpu-tier")
+    assert [option.value_of("--cpu-tier", tier) for tier in library.TIERS] == list(library.TIERS)
+    assert option.value_of("--cpu-tier", "auto") is None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import inspect
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from kernels import flash, triton
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.dispatch import available_backends
-from kernels.flash import FlashAttention, Run, Source, plan_runs
+from kernels.flash import Flash2, Flash3, FlashAttention, Run, Source, plan_runs, waits_for_the_device
 from kernels.reference import ReferenceBackend
 from tests.kernels.oracle import LENS, Case
 
@@ -60,7 +61,7 @@ class FakeFlash:
     def _attend(self, q, kv_layer, lens, block_table, options):
         before, after = options["window_size"]
         assert options["causal"]
-        assert after == 0
+        assert after == min(before, 0)  # -1 without a window, which lets it pack the heads of a group
         cu_q = torch.tensor([0, *lens[0]], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         seq_lens = torch.tensor(lens[1], dtype=torch.int32)
         slots = torch.zeros(len(q), dtype=torch.int64)
@@ -81,6 +82,19 @@ class FakeFlash:
             for side, rows in zip(sides, kv, strict=True):
                 side.append(rows)
         return [torch.cat(side) for side in sides]
+
+
+class FakeFlash3(FakeFlash):
+    """As `FakeFlash`; its call over blocks takes ragged queries, and blocks of any size."""
+
+    def flash_attn_with_kvcache(
+        self, q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, **options
+    ):
+        self.calls.append("paged")
+        query_lens = cu_seqlens_q.diff().tolist()
+        assert max(query_lens) == max_seqlen_q
+        kv_layer = torch.stack((k_cache, v_cache), 1).transpose(2, 3)
+        return self._attend(q, kv_layer, [query_lens, cache_seqlens.tolist()], page_table, options)
 
 
 class Noting(ReferenceBackend):
@@ -118,8 +132,9 @@ def test_seqs_go_where_their_keys_are(lens, runs):
 def test_the_parts_make_the_whole(monkeypatch, kind, block_size, window, soft_cap):
     monkeypatch.setattr(flash, "MIN_FRESH_TOKENS", 1)
     library, other = FakeFlash(), Noting()
-    Case(LENS[kind], block_size).check(FlashAttention(library, other), window, soft_cap)
+    Case(LENS[kind], block_size).check(FlashAttention(Flash2(library, decodes=True), other), window, soft_cap)
     assert bool(other.batches) == (kind != "fresh prompts" and block_size == 16)
+    Case(LENS[kind], block_size).check(FlashAttention(Flash3(FakeFlash3()), None), window, soft_cap)
 
 
 @pytest.mark.parametrize(
@@ -136,37 +151,98 @@ def test_the_parts_make_the_whole(monkeypatch, kind, block_size, window, soft_ca
 def test_each_run_is_one_call(monkeypatch, kind, block_size, calls, batches):
     monkeypatch.setattr(flash, "MIN_FRESH_TOKENS", 1)
     library, other = FakeFlash(), Noting()
-    Case(LENS[kind], block_size).attend(FlashAttention(library, other))
+    Case(LENS[kind], block_size).attend(FlashAttention(Flash2(library, decodes=True), other))
     assert (library.calls, other.batches) == (calls, batches)
+
+
+def test_decode_steps_go_elsewhere_if_the_package_waits_for_the_device_in_them(monkeypatch):
+    monkeypatch.setattr(flash, "MIN_FRESH_TOKENS", 1)
+    library, other = FakeFlash(), Noting()
+    backend = FlashAttention(Flash2(library, decodes=False), other)
+    Case(LENS["decode"], 256).check(backend)
+    Case(LENS["chunks"], 256).check(backend)
+    assert (library.calls, other.batches) == (["paged"], [5])
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_package_that_waits_for_the_device_is_found_by_asking_it(waits, monkeypatch):
+    modes = ["default"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    class Package(FakeFlash):
+        def flash_attn_with_kvcache(self, *args, **options):
+            assert modes[-1] == "error"
+            if waits:
+                raise RuntimeError("called a synchronizing CUDA operation")
+            return args[0]
+
+    assert waits_for_the_device(Package(), torch.device("cpu")) == waits
+    assert modes[-1] == 0
 
 
 def test_heads_that_flash_attn_would_pad_or_refuse_go_elsewhere():
     for head_dim in (12, 264):
         library, other = FakeFlash(), Noting()
-        Case(LENS["fresh prompts"], 16, head_dim=head_dim).check(FlashAttention(library, other))
+        Case(LENS["fresh prompts"], 16, head_dim=head_dim).check(FlashAttention(Flash2(library, decodes=True), other))
         assert (library.calls, other.batches) == ([], [3])
 
 
+def packages(monkeypatch, capability=(9, 0), **installed):
+    """What can be imported: a module of each name whose call over blocks takes these arguments; None = it is broken."""
+    monkeypatch.setattr(triton, "obstacle", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    for name in ("flash_attn", "flash_attn_interface"):
+        module = ModuleType(name)
+        if installed.get(name) is None:
+            module = None
+        else:
+            module.flash_attn_with_kvcache = taking(*installed[name].split())
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def taking(*names):
+    """A function with these arguments."""
+
+    def function(**_):
+        raise AssertionError
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    function.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    return function
+
+
+V2 = "cache_seqlens block_table softcap window_size"
+V3 = "cache_seqlens page_table cu_seqlens_q softcap window_size"
+
+
 @pytest.mark.parametrize(
-    ("dtype", "version", "reason"),
+    ("dtype", "installed", "reason"),
     [
-        (torch.float32, "2.8.3", "float32"),
-        (torch.bfloat16, None, "not installed"),
-        (torch.bfloat16, "2.5.9", "2.6"),
-        (torch.bfloat16, "3.0.0", "2.6"),
-        (torch.bfloat16, "2.8.3.post1", "cannot be imported"),
+        (torch.float32, {"flash_attn": V2}, "float32"),
+        (torch.bfloat16, {}, "flash_attn cannot be used"),
+        (torch.bfloat16, {"flash_attn": "cache_seqlens block_table window_size"}, "takes no softcap"),
     ],
 )
-def test_it_says_what_stands_in_the_way(monkeypatch, dtype, version, reason):
-    def find(_name):
-        if version is None:
-            raise importlib.metadata.PackageNotFoundError
-        return version
-
-    monkeypatch.setattr(importlib.metadata, "version", find)
-    monkeypatch.setattr(triton, "obstacle", lambda *_: None)
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
+def test_it_says_what_stands_in_the_way(monkeypatch, dtype, installed, reason):
+    packages(monkeypatch, **installed)
     assert reason in (flash.obstacle(torch.device("cuda", 0), dtype) or "")
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "taken"),
+    [
+        ((9, 0), {"flash_attn": V2, "flash_attn_interface": V3}, "flash_attn_interface"),
+        ((9, 0), {"flash_attn": V2, "flash_attn_interface": "cache_seqlens"}, "flash_attn"),
+        ((9, 0), {"flash_attn": V2}, "flash_attn"),
+        ((8, 0), {"flash_attn": V2, "flash_attn_interface": V3}, "flash_attn"),
+    ],
+)
+def test_version_3_serves_hopper_where_it_is_installed(monkeypatch, capability, installed, taken):
+    packages(monkeypatch, capability, **installed)
+    device = torch.device("cuda", 0)
+    assert flash.obstacle(device, torch.bfloat16) is None
+    assert flash._find(device).__name__ == taken
 
 
 def test_it_needs_what_triton_needs():

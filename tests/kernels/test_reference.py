@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kernels.attention import AttentionMetadata
 from kernels.reference import ReferenceBackend
 from tandem.errors import InternalError
+from tests.kernels.operations_oracle import Rotation
 from tests.kernels.oracle import LENS, QUANTIZED, TOLERANCES, Case
 
 BACKEND = ReferenceBackend()
@@ -103,3 +104,14 @@ def test_a_soft_cap_bends_the_scores(lens, window):
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_cuda_device_gives_the_same(lens, window):
     Case(lens, 16).to("cuda").check(BACKEND, window)
+
+
+def test_a_case_has_the_strides_of_the_pool_on_every_device():
+    case = Case(LENS["mixed"], 16)
+    here = case.kv_layer.stride()
+    assert not case.kv_layer.is_contiguous()
+    assert case.to("meta").kv_layer.stride() == here
+    rotation = Rotation.make(5, (4, 2), 8, 16, torch.float32)
+    assert not rotation.qkv.is_contiguous()
+    assert rotation.to("meta").qkv.stride() == rotation.qkv.stride()
+    assert rotation.to("meta").kv_layer.stride() == rotation.kv_layer.stride()

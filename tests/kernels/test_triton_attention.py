@@ -16,8 +16,9 @@ from tests.kernels.oracle import LENS, TOLERANCES, Case
 
 pytest.importorskip("triton")
 
+from kernels.triton import decode
 from kernels.triton.attention import TritonAttention
-from kernels.triton.decode import MAX_SPLITS, MIN_SPLIT
+from kernels.triton.decode import MAX_SPLITS, MIN_SPLIT, num_programs
 
 BACKEND = TritonAttention()
 HAS_GPU = torch.cuda.is_available()
@@ -124,6 +125,25 @@ def test_a_seq_is_computed_alike_whoever_shares_its_step(device):
         lonely.metadata, lonely.kv_layer = alone, together.kv_layer
         lonely.q, lonely.k, lonely.v = (x[row : row + 1] for x in (together.q, together.k, together.v))
         assert torch.equal(lonely.attend(BACKEND), shared[row : row + 1])
+
+
+@on_each_device
+@pytest.mark.parametrize("programs", [1, 5, 1000])
+def test_a_result_does_not_depend_on_how_many_programs_share_the_splits(programs, device, monkeypatch):
+    lens = [*[(1, 3)] * 130, (2, 9), (1, 5 * MIN_SPLIT + 1), (1, MIN_SPLIT)]  # more than are counted out together
+    case = Case(lens, 16, (2, 1), head_dim=64).to(device)
+    want = case.attend(BACKEND)
+    monkeypatch.setattr(decode, "num_programs", lambda *_: programs)
+    assert torch.equal(case.attend(BACKEND), want)
+    case.check(BACKEND)
+
+
+def test_programs_are_no_more_than_fill_the_device(monkeypatch):
+    monkeypatch.setattr(decode, "_num_multiprocessors", lambda _: 132)
+    device = torch.device("cuda", 0)
+    assert num_programs(device, num_tiles=8, most_splits=256 * MAX_SPLITS) * 8 == 4 * 132
+    assert num_programs(device, num_tiles=8, most_splits=3) == 3
+    assert num_programs(device, num_tiles=10_000, most_splits=3) == 1
 
 
 def with_empty_seqs(metadata: AttentionMetadata) -> AttentionMetadata:

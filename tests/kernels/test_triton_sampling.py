@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from kernels.triton import sampling
 from kernels.triton.row_mass import CHUNK, MAX_VOCAB_SIZE
 from kernels.triton.sampling import TritonSampler, uniform_share
 
@@ -293,3 +294,17 @@ def test_a_graph_captures_a_draw():
     logits.copy_(normal(8, WIDE, seed=6))
     graph.replay()
     assert torch.equal(got, TritonSampler().draw(logits, params))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("filters", [{"top_p": 0.95}, {"top_p": 0.4}, {"top_k": 8000}, {"top_k": 8000, "top_p": 0.9}])
+def test_of_a_flat_row_few_costs_are_gathered(filters, device, monkeypatch):
+    taken = []
+    allocate = sampling._Scratch.allocate
+    monkeypatch.setattr(sampling._Scratch, "allocate", lambda *sizes: taken.append(allocate(*sizes)) or taken[-1])
+    logits = normal(1, 20_000) / 3
+    each = spec(temperature=1.0, seed=5, **filters)
+    (token,) = tokens(logits, [each], device)
+    assert may_be_drawn(token, logits[0], each)
+    (scratch,) = taken
+    assert 0 < int(scratch.shortlist_lens[0]) < 20_000 / 8

@@ -1,18 +1,20 @@
-// Attention over a paged KV cache: cuts a ragged batch into units and runs them on all threads.
+// Attention over a paged KV cache: cuts a ragged batch into units and runs them on all members of a team.
 
 #include "attention_batch.h"
 #include "attention_decode.h"
 #include "attention_prefill.h"
 #include "attention_sets.h"
+#include "team.h"
 #include "tiles.h"
-
-extern "C" int omp_get_max_threads(void);
 
 namespace {
 
-// Of the calling thread: units and decode's partial results. Of each computing thread: scratch.
+// Of the calling thread: a call's plan. Of each computing thread: scratch.
 thread_local Arena plan_arena;
 thread_local Arena work_arena;
+// Of the calling thread: the plans of a step's layers, one for each window that they have.
+constexpr int kPlans = 2;
+thread_local Arena step_arenas[kPlans];
 
 constexpr int64_t kUnitsPerThread = 4;
 constexpr int64_t kFewestRows = 64;
@@ -26,10 +28,11 @@ struct Counts {
   int64_t prefill_units = 0, decode_units = 0, partials = 0, split_seqs = 0;
 };
 
+// Good for every call with the same shape: the calls of one step's layers.
 struct Plan {
   Unit* units;
   int64_t num_units;
-  int32_t* pending;
+  int32_t* pending;  // what `Decode` leaves as it was
   float* partials;
 };
 
@@ -101,21 +104,24 @@ int by_falling_cost(const void* a, const void* b) {
   return x > y ? -1 : x < y;
 }
 
-// Prefill units first, the longest ahead, so that the last to finish are short.
+// Prefill units first, the longest ahead, so that the last to finish are short. The plan lies at the arena's begin.
 template <typename T>
-Plan make_plan(const AttendArgs& a, int64_t threads) {
+Plan* make_plan(const AttendArgs& a, int64_t threads, Arena& arena) {
   const Cut cut = choose_cut<T>(a, threads);
   const Counts counts = count_units(a, cut);
   Plan plan;
   plan.num_units = counts.prefill_units + counts.decode_units;
   const auto carve = [&](char* base) {
     Carver carver{base};
+    Plan* self = carver.take<Plan>(1);
     plan.units = carver.take<Unit>(plan.num_units);
     plan.pending = carver.take<int32_t>(counts.split_seqs * a.num_kv_heads);
     plan.partials = carver.take<float>(counts.partials * Decode<T>::partial_size(a));
+    if (base != nullptr) *self = plan;
     return carver.at;
   };
-  carve(plan_arena.reserve(carve(nullptr) - static_cast<char*>(nullptr)));
+  char* base = arena.reserve(carve(nullptr) - static_cast<char*>(nullptr));
+  carve(base);
   Unit* to = plan.units;
   for (int64_t seq = 0; seq < a.num_seqs; ++seq)
     if (query_len(a, seq) > 1) to = add_prefill(a, cut, seq, to);
@@ -130,48 +136,86 @@ Plan make_plan(const AttendArgs& a, int64_t threads) {
       plan.pending[used.split_seqs * a.num_kv_heads + head] = int32_t(shares);
     used.partials += shares, ++used.split_seqs;
   }
-  return plan;
+  return reinterpret_cast<Plan*>(base);
+}
+
+// One member's part: takes units by `take()`, which returns null when none are left, and tells each by `finish()`.
+template <typename T, typename Take, typename Finish>
+void work(const AttendArgs& a, const Plan& plan, const Take& take, const Finish& finish) {
+  const Unit* unit = take();
+  if (unit == nullptr) return;
+  Prefill<T> prefill(a);
+  Decode<T> decode(a, plan.partials, plan.pending);
+  tile_configure();
+  while (unit != nullptr) {
+    if (unit->num_parts == 0) {
+      prefill.run(*unit, work_arena);
+      finish();
+      unit = take();
+      continue;
+    }
+    const Unit* then = take();  // early, to know what to fetch; decode units are short, and last in line
+    decode.run(*unit, then, work_arena);
+    finish();
+    unit = then;
+  }
+  tile_release();
+}
+
+// A phase of a team's job.
+template <typename T>
+void attend_phase(const AttendArgs& a, const Plan& plan, Phases phases) {
+  phases.begin();
+  const auto take = [&]() -> const Unit* {
+    int64_t first, last;
+    return phases.take(plan.num_units, 1, 1, &first, &last) ? plan.units + first : nullptr;
+  };
+  work<T>(a, plan, take, [&] { phases.finish(plan.num_units, 1); });
 }
 
 template <typename T>
 void attend(const AttendArgs& a) {
-  const int64_t threads = omp_get_max_threads();
-  const Plan plan = make_plan<T>(a, threads);
-  int64_t next = 0;
-  const auto work = [&] {
-    Prefill<T> prefill(a);
-    Decode<T> decode(a, plan.partials, plan.pending);
-    tile_configure();
-    const auto take = [&]() -> const Unit* {
-      const int64_t i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-      return i < plan.num_units ? plan.units + i : nullptr;
-    };
-    for (const Unit* unit = take(); unit != nullptr;) {
-      if (unit->num_parts == 0) {
-        prefill.run(*unit, work_arena);
-        unit = take();
-        continue;
-      }
-      const Unit* then = take();  // early, to know what to fetch; decode units are short, and last in line
-      decode.run(*unit, then, work_arena);
-      unit = then;
-    }
-    tile_release();
-  };
-  if (threads == 1 || plan.num_units <= 1) return work();
-#pragma omp parallel
-  work();
+  const Plan& plan = *make_plan<T>(a, tandem_threads(), plan_arena);
+  if (tandem_threads() == 1 || plan.num_units <= 1) {
+    int64_t next = 0;
+    return work<T>(
+        a, plan, [&] { return next < plan.num_units ? plan.units + next++ : nullptr; }, [] {});
+  }
+  struct Call {
+    const AttendArgs& args;
+    const Plan& plan;
+  } call = {a, plan};
+  tandem_team_run(
+      [](void* context, TandemTeam* team) {
+        const Call& its = *static_cast<const Call*>(context);
+        attend_phase<T>(its.args, its.plan, Phases(team));
+      },
+      &call);
 }
 
 }  // namespace
 
-// Out of q [T, H, D] and the blocks of one layer: out [T, H, D]. The shape has passed `tandem_attend_check`.
-TANDEM_EXPORT(void, tandem_attend_f32)(const void* q, const void* kv, void* out, const AttendShape* shape) {
-  attend<float>(AttendArgs{*shape, q, kv, out});
-}
-TANDEM_EXPORT(void, tandem_attend_bf16)(const void* q, const void* kv, void* out, const AttendShape* shape) {
-  attend<Bf16>(AttendArgs{*shape, q, kv, out});
-}
+// attend: out of q [T, H, D] and the blocks of one layer, out [T, H, D]. The shape has passed `tandem_attend_check`.
+// attend_plan: a plan for all calls with this shape, valid until the calling thread makes another one in the same
+// `slot` of kPlans.
+// attend_phase: `attend` as a phase of a team's job, with a plan for the shape; there must be tokens.
+#define TANDEM_ATTENTION(suffix, T)                                                                             \
+  TANDEM_EXPORT(void, tandem_attend_##suffix)                                                                   \
+  (const void* q, const void* kv, void* out, const AttendShape* shape) {                                        \
+    attend<T>(AttendArgs{*shape, q, kv, out});                                                                  \
+  }                                                                                                             \
+  TANDEM_EXPORT(const void*, tandem_attend_plan_##suffix)(const AttendShape* shape, int64_t slot) {             \
+    return make_plan<T>(AttendArgs{*shape, nullptr, nullptr, nullptr}, tandem_threads(), step_arenas[slot]);    \
+  }                                                                                                             \
+  TANDEM_EXPORT(void, tandem_attend_phase_##suffix)                                                             \
+  (const void* q, const void* kv, void* out, const AttendShape* shape, const void* plan, TandemTeam* team,      \
+   uint64_t phase) {                                                                                            \
+    attend_phase<T>(AttendArgs{*shape, q, kv, out}, *static_cast<const Plan*>(plan), Phases(team, phase));      \
+  }
+
+TANDEM_ATTENTION(f32, float)
+TANDEM_ATTENTION(bf16, Bf16)
+TANDEM_ATTENTION(f16, Half)
 
 // Over quantized KV.
 #define TANDEM_ATTEND(suffix, T, K)                                                                             \
@@ -183,6 +227,8 @@ TANDEM_ATTEND(f32_int8, float, Int8)
 TANDEM_ATTEND(f32_fp8, float, Fp8)
 TANDEM_ATTEND(bf16_int8, Bf16, Int8)
 TANDEM_ATTEND(bf16_fp8, Bf16, Fp8)
+TANDEM_ATTEND(f16_int8, Half, Int8)
+TANDEM_ATTEND(f16_fp8, Half, Fp8)
 
 // What is wrong with a step's lengths and tables: *fault becomes 0 nothing, 1 starts, 2 seq_lens,
 // 3 block_tables; *seq the first seq that has it.

@@ -5,8 +5,7 @@
 
 #pragma once
 
-#include <stdlib.h>
-
+#include "arena.h"
 #include "kv_elements.h"
 
 namespace {
@@ -44,44 +43,10 @@ struct Unit {
   int64_t cost;             // prefill: keys times rows
 };
 
-TANDEM_INLINE int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
-TANDEM_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-TANDEM_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 // The first key that the query at `position` sees.
 TANDEM_INLINE int64_t first_seen(const AttendShape& s, int64_t position) {
   return s.window ? most(0, position - s.window + 1) : 0;
 }
-
-// Grows only; lives as long as its thread. Contents are lost when it grows.
-struct Arena {
-  char* base = nullptr;
-  int64_t size = 0;
-
-  ~Arena() { free(base); }
-
-  char* reserve(int64_t bytes) {
-    if (bytes > size) {
-      free(base);
-      size = round_up(bytes, 1 << 16);
-      base = static_cast<char*>(aligned_alloc(4096, size_t(size)));
-      if (base == nullptr) abort();  // no exceptions here, and nothing sensible to return
-    }
-    return base;
-  }
-};
-
-// Takes 64-byte aligned arrays off a buffer; from null on it measures how much they need.
-struct Carver {
-  char* at;
-
-  template <typename T>
-  T* take(int64_t count) {
-    T* taken = reinterpret_cast<T*>(at);
-    at += round_up(count * int64_t(sizeof(T)), 64);
-    return taken;
-  }
-};
 
 // Keys of `count` positions from `first` on, of KV head 0: to[i] is a row [D].
 template <typename T>

@@ -27,7 +27,7 @@ template <typename Form>
 class Decode {
   using T = typename KvForm<Form>::Computed;
   using K = typename KvForm<Form>::Stored;
-  static constexpr bool kExact = sizeof(T) == 4;
+  static constexpr bool kExact = !kIsBf16<T>;
   static constexpr bool kInteger = kHasWords<T, K>;  // products of integers, see attention_words.h
   static constexpr int kWide = kLanes == 16 ? 4 : 2;  // vectors of dims whose sums stay in registers at once
   static constexpr int64_t kStats = 2;
@@ -36,7 +36,7 @@ class Decode {
   const AttendArgs& a_;
   const int64_t dims_, width_, group_;  // D; padded to whole vectors; G
   float* partials_;                     // [partial, H, width + kStats]: sums, maximum, total
-  int32_t* pending_;                    // [split seq, Hkv]: shares not yet finished
+  int32_t* pending_;                    // [split seq, Hkv]: shares not yet finished; all of them again at the end
   const Unit *unit_ = nullptr, *fetched_ = nullptr;
   // Scratch.
   const K** rows_;   // [kTokens] of K, KV head 0
@@ -115,7 +115,7 @@ class Decode {
  private:
   static int64_t width_of(const AttendArgs& a) { return round_up(a.head_dim, kInteger ? Words::kWidth : kLanes); }
 #if defined(__AMX_BF16__)
-  bool has_sets() const { return !kHasScales<K> && sizeof(T) == 2 && dims_ % 32 == 0 && group_ <= 16; }
+  bool has_sets() const { return !kHasScales<K> && kIsBf16<T> && dims_ % 32 == 0 && group_ <= 16; }
 #else
   static constexpr bool has_sets() { return false; }
 #endif
@@ -362,9 +362,12 @@ class Decode {
       memcpy(to, sums_ + head * width_, width_ * sizeof(float));
       read_stats(head, to + width_, to + width_ + 1);
     }
-    for (int64_t kv_head = unit_->kv_head; kv_head < unit_->kv_head_end; ++kv_head)
-      if (__atomic_sub_fetch(pending_ + unit_->split * a_.num_kv_heads + kv_head, 1, __ATOMIC_ACQ_REL) == 0)
-        for (int64_t g = 0; g < group_; ++g) merge_head(kv_head * group_ + g);
+    for (int64_t kv_head = unit_->kv_head; kv_head < unit_->kv_head_end; ++kv_head) {
+      int32_t* pending = pending_ + unit_->split * a_.num_kv_heads + kv_head;
+      if (__atomic_sub_fetch(pending, 1, __ATOMIC_ACQ_REL) != 0) continue;
+      *pending = unit_->num_parts;  // for the next layer
+      for (int64_t g = 0; g < group_; ++g) merge_head(kv_head * group_ + g);
+    }
   }
 
   // The shares' sums, brought to their common maximum, added in order.

@@ -22,7 +22,7 @@ class Prefill {
   using Form = typename FormOf<T>::Form;
   using Element = typename Form::Element;
   using Word = typename Form::Word;
-  static constexpr bool kExact = sizeof(T) == 4;
+  static constexpr bool kExact = !kIsBf16<T>;
   static constexpr int kTile = Form::kTile, kVectors = Form::kVectors;
 
   const AttendArgs& a_;

@@ -1,10 +1,11 @@
 // Norms, rotation with KV store, gated activation: each one pass over the tokens, in float32 inside.
 //
 // T tokens, E hidden, I intermediate, H query heads, Hkv KV heads, D head_dim, S block_size. Strides are in
-// elements. Element type: float or bfloat16, the same for all of a call's tensors except cos and sin.
+// elements. Element type: float, bfloat16 or float16, the same for all of a call's tensors except cos and sin.
 
 #include "kv_elements.h"
 #include "parallel.h"
+#include "rotate_shape.h"
 #include "silu.h"
 #include "simd.h"
 
@@ -102,17 +103,6 @@ void silu_mul(const T* gate_up, int64_t stride, T* out, int64_t tokens, int64_t 
     }
   });
 }
-
-// Shapes and strides of one step's rotate_and_store; the same for every layer. Quantized elements have a byte each.
-struct RotateShape {
-  int64_t tokens, heads, kv_heads, head_dim, block_size;
-  int64_t qkv_token, qkv_head;
-  int64_t cos_token, sin_token;
-  int64_t kv_block, kv_side, kv_head, kv_slot;
-  const float* cos;
-  const float* sin;
-  const int64_t* slots;
-};
 
 // One head, in place: (a, b) -> (a cos - b sin, b cos + a sin), a and b its two halves; `scaled` brings the
 // norm's factor and weight. Rounded once.
@@ -220,3 +210,4 @@ void rotate_and_store(T* qkv, K* kv, const RotateShape* shape_at, const T* q_wei
 
 TANDEM_OPERATIONS(f32, float)
 TANDEM_OPERATIONS(bf16, Bf16)
+TANDEM_OPERATIONS(f16, Half)

@@ -75,3 +75,8 @@ TANDEM_EXPORT(void, tandem_first_max_bf16)
 (const Bf16* rows, int64_t stride, int64_t count, int64_t width, float* values, int64_t* indices) {
   first_max(rows, stride, count, width, values, indices);
 }
+
+TANDEM_EXPORT(void, tandem_first_max_f16)
+(const Half* rows, int64_t stride, int64_t count, int64_t width, float* values, int64_t* indices) {
+  first_max(rows, stride, count, width, values, indices);
+}

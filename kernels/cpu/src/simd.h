@@ -1,4 +1,4 @@
-// One float32 vector type as wide as the tier's registers, over float and bfloat16 memory.
+// One float32 vector type as wide as the tier's registers, over float, bfloat16 and float16 memory.
 //
 // kLanes is 16 with AVX-512, 8 with AVX2, else 4 (SSE2, NEON). Arithmetic is the compiler's own on
 // vector types: a * b, a < b ? a : b. Loads and stores need no alignment. `_n` variants touch only the
@@ -36,6 +36,16 @@ typedef uint16_t U16 __attribute__((vector_size(TANDEM_LANES * 2)));
 struct Bf16 {
   uint16_t bits;
 };
+
+// A float16 as it lies in memory (IEEE 754 binary16).
+struct Half {
+  uint16_t bits;
+};
+
+template <typename T>
+constexpr bool kIsBf16 = false;
+template <>
+constexpr bool kIsBf16<Bf16> = true;
 
 TANDEM_INLINE F32 splat(float x) { return x - F32{}; }
 TANDEM_INLINE I32 splat_int(int32_t x) { return x - I32{}; }
@@ -88,7 +98,49 @@ TANDEM_INLINE U16 narrow(F32 x) {
 #endif
 }
 
-// x as it would be read back after a store to T: float stays, bfloat16 rounds.
+// ---- float16 vectors ----
+
+TANDEM_INLINE F32 widen_half(U16 x) {
+#if defined(__AVX512F__)
+  return bit_cast<F32>(_mm512_cvtph_ps(bit_cast<__m256i>(x)));
+#elif defined(__F16C__)
+  return bit_cast<F32>(_mm256_cvtph_ps(bit_cast<__m128i>(x)));
+#else
+  const U32 bits = __builtin_convertvector(x, U32);
+  // The product moves the exponent's bias from 15 to 127, of denormals too.
+  const F32 finite = bit_cast<F32>((bits & 0x7fff) << 13) * 0x1p112f;
+  const U32 magnitude = (bits & 0x7c00) == 0x7c00 ? (bits & 0x7fff) << 13 | 0x7f800000 : bit_cast<U32>(finite);
+  return bit_cast<F32>(magnitude | (bits & 0x8000) << 16);
+#endif
+}
+
+// Round to nearest, ties to even; infinite from 65520 on, NaN stays NaN.
+TANDEM_INLINE U16 narrow_half(F32 x) {
+#if defined(__AVX512F__)
+  return bit_cast<U16>(_mm512_cvtps_ph(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+  return bit_cast<U16>(_mm256_cvtps_ph(bit_cast<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
+#else
+  const U32 bits = bit_cast<U32>(x), magnitude = bits & 0x7fffffff;
+  const U32 normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  // 1/2 has a float32 step of 2^-24, as float16's denormals have.
+  const U32 denormal = bit_cast<U32>(bit_cast<F32>(magnitude) + 0.5f) - 0x3f000000;
+  U32 rounded = bit_cast<I32>(magnitude) < 0x38800000 ? denormal : normal;
+  rounded = bit_cast<I32>(magnitude) >= 0x47800000 ? U32{} + 0x7c00 : rounded;
+  rounded = x == x ? rounded : (magnitude >> 13 | 0x7e00) & 0x7fff;
+  return __builtin_convertvector(rounded | (bits >> 16 & 0x8000), U16);
+#endif
+}
+
+TANDEM_INLINE float widen(Half x) {
+  U16 all = {};
+  all[0] = x.bits;
+  return widen_half(all)[0];
+}
+
+TANDEM_INLINE void put(Half* to, float x) { *to = Half{narrow_half(splat(x))[0]}; }
+
+// x as it would be read back after a store to T: float stays, bfloat16 and float16 round.
 template <typename T>
 F32 rounded_to(F32 x);
 template <>
@@ -98,6 +150,10 @@ TANDEM_INLINE F32 rounded_to<float>(F32 x) {
 template <>
 TANDEM_INLINE F32 rounded_to<Bf16>(F32 x) {
   return widen(narrow(x));
+}
+template <>
+TANDEM_INLINE F32 rounded_to<Half>(F32 x) {
+  return widen_half(narrow_half(x));
 }
 
 // ---- memory ----
@@ -114,10 +170,21 @@ TANDEM_INLINE F32 load(const Bf16* from) {
   return widen(x);
 }
 
+TANDEM_INLINE F32 load(const Half* from) {
+  U16 x;
+  memcpy(&x, from, sizeof x);
+  return widen_half(x);
+}
+
 TANDEM_INLINE void store(float* to, F32 x) { memcpy(to, &x, sizeof x); }
 
 TANDEM_INLINE void store(Bf16* to, F32 x) {
   const U16 narrowed = narrow(x);
+  memcpy(to, &narrowed, sizeof narrowed);
+}
+
+TANDEM_INLINE void store(Half* to, F32 x) {
+  const U16 narrowed = narrow_half(x);
   memcpy(to, &narrowed, sizeof narrowed);
 }
 
@@ -141,6 +208,16 @@ TANDEM_INLINE F32 load_n(const Bf16* from, int n) {
 #endif
 }
 
+TANDEM_INLINE F32 load_n(const Half* from, int n) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  return widen_half(bit_cast<U16>(_mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), from)));
+#else
+  U16 x = {};
+  memcpy(&x, from, size_t(n) * 2);
+  return widen_half(x);
+#endif
+}
+
 TANDEM_INLINE void store_n(float* to, F32 x, int n) {
 #if defined(__AVX512F__)
   _mm512_mask_storeu_ps(to, __mmask16((1u << n) - 1), bit_cast<__m512>(x));
@@ -154,6 +231,15 @@ TANDEM_INLINE void store_n(Bf16* to, F32 x, int n) {
   _mm256_mask_storeu_epi16(to, __mmask16((1u << n) - 1), bit_cast<__m256i>(narrow(x)));
 #else
   for (int i = 0; i < n; ++i) put(to + i, x[i]);
+#endif
+}
+
+TANDEM_INLINE void store_n(Half* to, F32 x, int n) {
+  const U16 narrowed = narrow_half(x);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  _mm256_mask_storeu_epi16(to, __mmask16((1u << n) - 1), bit_cast<__m256i>(narrowed));
+#else
+  memcpy(to, &narrowed, size_t(n) * 2);
 #endif
 }
 

@@ -140,6 +140,7 @@ def test_a_small_pool_bounds_the_longest_sequence(options: EngineOptions) -> Non
         ({"device": "cuda:99"}, "--device"),
         ({"dtype": "float8"}, "--dtype"),
         ({"attention_backend": "abacus"}, "--attention-backend"),
+        ({"cpu_tier": "abacus"}, "--cpu-tier"),
         ({"disk_cache_folder": Path("/"), "disk_cache_bytes": 1 << 20}, "--disk-cache"),
         ({"disk_cache_folder": Path("/"), "host_cache_bytes": 1 << 20}, "--disk-cache-memory"),
         ({"disk_cache_bytes": 1 << 20, "host_cache_bytes": 1 << 20}, "--disk-cache-memory"),

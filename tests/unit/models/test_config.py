@@ -119,7 +119,6 @@ def test_windows_are_those_that_transformers_gives_each_layer(write, family, key
         (base("gemma3"), "model_type: 'gemma3' is not supported"),
         (base(model_type="absent"), "model_type: is missing"),
         (base(architectures=["LlamaForSequenceClassification"]), "architectures"),
-        (base(quantization_config={"quant_method": "awq"}), "quantization_config"),
         (base(hidden_act="gelu"), "hidden_act"),
         (base(vocab_size="absent"), "vocab_size: is missing"),
         (base(hidden_size="64"), "hidden_size"),

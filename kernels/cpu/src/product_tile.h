@@ -1,32 +1,20 @@
-// Tiles of a linear map in bfloat16 on AMX: 16 tokens by 16 outputs, summed in float32 over the whole input.
+// Tiles of a product in bfloat16 on AMX: 16 tokens by 16 outputs, summed in float32 over the whole input.
 //
-// Tokens are read as they lie. Weights are packed once, 32 outputs after the other: for each 32 inputs a tile
-// [16 pairs of inputs][16] of the first 16 outputs, then one of the others; the last 16 may stand alone. So they are
-// read in one forward stream. Each sum runs over the inputs in one order, whatever the number of tokens.
+// Tokens are read as they lie, weights as in product_weight.h. Each sum runs over the inputs in one order, whatever
+// the number of tokens.
 
 #pragma once
 
+#include "product_weight.h"
 #include "silu.h"
 #include "tiles.h"
 
 #if defined(__AMX_BF16__)
 
 namespace {
+namespace product {
 
 constexpr int kTile = 16;  // tokens, outputs, and pairs of inputs of one tile
-
-// weight [count <= 16, in] -> tiles, `step` words from one to the next; outputs beyond `count` are zero.
-TANDEM_INLINE void pack_outputs(const Bf16* weight, int64_t stride, int count, int64_t in, uint32_t* packed,
-                                int64_t step) {
-  for (int64_t k = 0; k < in; k += 2 * kTile) {
-    F32 rows[kTile];
-    for (int i = 0; i < kTile; ++i)
-      rows[i] = i < count ? load(reinterpret_cast<const float*>(weight + i * stride + k)) : F32{};
-    transpose(rows);
-    float* to = reinterpret_cast<float*>(packed + k / (2 * kTile) * step);
-    for (int i = 0; i < kTile; ++i) store(to + i * kTile, rows[i]);
-  }
-}
 
 // Memory that is wanted soon, fetched into the second cache a few lines at a time, as far as `end`.
 struct Fetch {
@@ -117,6 +105,7 @@ TANDEM_INLINE void put_gated(const float* sums, const Bf16* gate_bias, const Bf1
   }
 }
 
+}  // namespace product
 }  // namespace
 
 #endif  // __AMX_BF16__

@@ -1,0 +1,82 @@
+"""The door of a whole decoder step in one call: what a kernel set is given to build it, and what it gives back.
+
+Dimensions as in `kernels.attention`; R rows of logits. The parts hold weights as the set's own operations packed them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kernels.attention import AttentionMetadata, AttentionParams
+from kernels.operations import LinearMap, QkNorm, Rotation
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerParts:
+    """One decoder layer: attention and gated MLP, each with its norm before."""
+
+    attention_norm: torch.Tensor
+    """`[E]`, as `mlp_norm`."""
+    qkv: LinearMap
+    """E → (H + 2 * Hkv) * D."""
+    qk_norm: QkNorm | None
+    params: AttentionParams
+    output: LinearMap
+    """H * D → E."""
+    mlp_norm: torch.Tensor
+    gate_up: LinearMap
+    """E → I, activated."""
+    down: LinearMap
+    """I → E."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderParts:
+    """All weights of a decoder and its shape."""
+
+    embedding: torch.Tensor
+    """`[V, E]`."""
+    layers: tuple[LayerParts, ...]
+    norm: torch.Tensor
+    """`[E]`: the last one."""
+    lm_head: LinearMap
+    """E → V."""
+    eps: float
+    """Of every norm over E."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+
+
+class CompiledStep(Protocol):
+    """One decoder's steps over any pool; results as those of the operations one by one."""
+
+    def serves(self, kv_cache: torch.Tensor) -> bool:
+        """Whether it reads and writes such a pool `[N, L, 2, Hkv, S, D]`."""
+
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        rotation: Rotation,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Stores KV of `token_ids` `[T]` int64 and returns logits `[R, V]` of `rows` `[R]` int64, ascending, each once.
+
+        Raises InternalError if an id, row, slot, length or table is out of range; nothing has been computed then.
+        """
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        rotation: Rotation,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `logits`, but returns the last hidden states `[R, E]`."""

@@ -1,0 +1,210 @@
+"""A decoder step as one native call (`src/decoder.cpp`): the plan is made once, a step brings a few pointers.
+
+All that a step reads and writes is checked before the call. Which thread computes what is not known here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from ctypes import c_float, c_int64, c_void_p
+
+import torch
+
+from kernels.attention import AttentionMetadata
+from kernels.compiled_step import DecoderParts, LayerParts
+from kernels.cpu.attention import AttendShape, check_lengths
+from kernels.cpu.library import Library
+from kernels.cpu.operations import DTYPES, RotateShape
+from kernels.operations import LinearMap, Rotation
+from kernels.spec import Dims
+from tandem.errors import InternalError
+
+_MOST_SHAPES = 2
+"""Kinds of attention among the layers: with and without a window."""
+_CALLS = ("rms_norm", "add_rms_norm", "rotate_and_store", "attend_plan", "attend_phase", "multiply_units")
+"""Kernels of one dtype that a step calls by their addresses."""
+_FAULTS = {1: "token_ids", 2: "rows", 3: "slot_mapping"}
+
+
+def compile_step(library: Library, parts: DecoderParts) -> NativeStep | None:
+    """None if a weight is not packed for native products, or the layers attend in more ways than planned for."""
+    kinds = {layer.params for layer in parts.layers}
+    if parts.embedding.dtype not in DTYPES or len(kinds) > _MOST_SHAPES:
+        return None
+    addresses = [[_address(each) for each in _maps(layer)] for layer in parts.layers]
+    head = _address(parts.lm_head)
+    if head is None or any(address is None for layer in addresses for address in layer):
+        return None
+    return NativeStep(library, parts)
+
+
+class NativeStep:
+    """Implements `kernels.compiled_step.CompiledStep`: bit for bit what the native operations compute one by one.
+
+    Each token's result is independent of the others, of chunks as far as `CpuAttention` says, and of the number of
+    threads. To be called from one thread at a time; activations belong to it and grow to what was needed.
+    """
+
+    __slots__ = ("_call", "_check", "_dtype", "_keep", "_kinds", "_parts", "_plan", "_shape")
+
+    def __init__(self, library: Library, parts: DecoderParts) -> None:
+        self._parts = parts
+        self._dtype = parts.embedding.dtype
+        self._kinds = tuple(dict.fromkeys(layer.params for layer in parts.layers))
+        self._call = library.bind_common("decoder_step", c_void_p, c_void_p, c_void_p)
+        self._check = library.bind("attend_check", c_void_p, c_void_p, c_void_p)
+        suffix = DTYPES[self._dtype]
+        vocab_size, hidden_size = parts.embedding.shape
+        attended = parts.num_heads * parts.head_dim
+        layers = (_Layer * len(parts.layers))(*(self._layer(layer) for layer in parts.layers))
+        self._keep = layers
+        qk_norm = parts.layers[0].qk_norm
+        self._plan = _Decoder(
+            *(library.address(f"{name}_{suffix}") for name in _CALLS),
+            library.address("product_units"),
+            *(ctypes.addressof(layers), parts.embedding.data_ptr(), parts.norm.data_ptr(), _address(parts.lm_head)),
+            *(len(layers), vocab_size, hidden_size, attended + 2 * parts.num_kv_heads * parts.head_dim, attended),
+            *(parts.intermediate_size, parts.embedding.element_size()),
+            *(parts.eps, 0.0 if qk_norm is None else qk_norm.eps),
+        )
+
+    def serves(self, kv_cache: torch.Tensor) -> bool:
+        """See `CompiledStep.serves`: a pool of the model's own dtype."""
+        return kv_cache.dtype is self._dtype
+
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        rotation: Rotation,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `CompiledStep.logits`; in the model's dtype."""
+        logits = torch.empty(len(rows), self._plan.vocab, dtype=self._dtype)
+        self._run(token_ids, rotation, kv_cache, metadata, rows, logits=logits.data_ptr())
+        return logits
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        rotation: Rotation,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `CompiledStep.hidden`."""
+        hidden = torch.empty(len(rows), self._plan.hidden, dtype=self._dtype)
+        self._run(token_ids, rotation, kv_cache, metadata, rows, hidden=hidden.data_ptr())
+        return hidden
+
+    def _run(
+        self,
+        token_ids: torch.Tensor,
+        rotation: Rotation,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        rows: torch.Tensor,
+        *,
+        hidden: int | None = None,
+        logits: int | None = None,
+    ) -> None:
+        self._check_tensors(token_ids, rotation, kv_cache, metadata, rows)
+        if not len(token_ids):
+            return
+        parts = self._parts
+        kv_layer = kv_cache[:, 0]
+        shapes = [
+            AttendShape.of(len(token_ids), parts.num_heads, self._plan.qkv, kv_layer, metadata, kind)
+            for kind in self._kinds
+        ]
+        addresses = (c_void_p * len(shapes))(*map(ctypes.addressof, shapes))
+        for shape in shapes:
+            check_lengths(self._check, shape)
+        heads = parts.num_heads + 2 * parts.num_kv_heads
+        rotate = RotateShape.of(len(token_ids), heads, (self._plan.qkv, parts.head_dim), rotation, kv_layer)
+        step = _Step(
+            *(token_ids.data_ptr(), rows.data_ptr(), ctypes.addressof(addresses), ctypes.addressof(rotate)),
+            *(kv_cache.data_ptr(), hidden, logits, len(token_ids), len(rows)),
+            *(kv_cache.shape[0] * kv_cache.shape[4], len(shapes), kv_cache.stride(1) * kv_cache.element_size()),
+        )
+        fault = c_int64()
+        self._call(ctypes.addressof(self._plan), ctypes.addressof(step), ctypes.addressof(fault))
+        if fault.value:
+            raise InternalError(f"{_FAULTS[fault.value]}: out of range in a step of {len(token_ids)} tokens")
+
+    def _check_tensors(
+        self,
+        token_ids: torch.Tensor,
+        rotation: Rotation,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        rows: torch.Tensor,
+    ) -> None:
+        """Raises InternalError by name."""
+        parts, cpu = self._parts, torch.device("cpu")
+        dims = Dims(KV=2, L=len(parts.layers), Hkv=parts.num_kv_heads, D=parts.head_dim)
+        dims.check("kv_cache", kv_cache, ("N", "L", "KV", "Hkv", "S", "D"), self._dtype, cpu)
+        dims.check("token_ids", token_ids, ("T",), torch.int64, cpu)
+        dims.check("rows", rows, ("R",), torch.int64, cpu)
+        dims.check("cos", rotation.cos, ("T", "D/2"), torch.float32, cpu)
+        dims.check("sin", rotation.sin, ("T", "D/2"), torch.float32, cpu)
+        dims.check("slot_mapping", rotation.slot_mapping, ("T",), torch.int64, cpu)
+        dims.check("seq_lens", metadata.seq_lens, ("B",), torch.int32, cpu)
+        dims.check("cu_seqlens_q", metadata.cu_seqlens_q, ("B+1",), torch.int32, cpu)
+        dims.check("block_tables", metadata.block_tables, ("B", "max_blocks"), torch.int32, cpu)
+        if dims["B+1"] != dims["B"] + 1 or 2 * dims["D/2"] != dims["D"]:
+            raise InternalError(f"cu_seqlens_q: {dims['B+1']} entries for {dims['B']} seqs; cos: {dims['D/2']} columns")
+
+    def _layer(self, layer: LayerParts) -> _Layer:
+        q_norm = k_norm = None
+        if layer.qk_norm is not None:
+            q_norm, k_norm = layer.qk_norm.q_weight.data_ptr(), layer.qk_norm.k_weight.data_ptr()
+        qkv, output, gate_up, down = map(_address, _maps(layer))
+        return _Layer(
+            *(layer.attention_norm.data_ptr(), qkv, q_norm, k_norm, output),
+            *(layer.mlp_norm.data_ptr(), gate_up, down, self._kinds.index(layer.params)),
+        )
+
+
+def _maps(layer: LayerParts) -> Iterable[LinearMap]:
+    return layer.qkv, layer.output, layer.gate_up, layer.down
+
+
+def _address(linear: LinearMap) -> int | None:
+    """Of its `Product`, if it has one."""
+    address: int | None = getattr(linear, "product_address", None)
+    return address
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of `src/decoder.cpp`, field by field."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("attention_norm", "qkv", "q_norm", "k_norm", "output")),
+        *((name, c_void_p) for name in ("mlp_norm", "gate_up", "down")),
+        ("attend_slot", c_int64),
+    )
+
+
+class _Decoder(ctypes.Structure):
+    """`Decoder` of `src/decoder.cpp`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in (*_CALLS, "product_units")),
+        *((name, c_void_p) for name in ("layers", "embedding", "norm", "lm_head")),
+        *((name, c_int64) for name in ("num_layers", "vocab", "hidden", "qkv", "attended", "intermediate")),
+        ("element_bytes", c_int64),
+        *((name, c_float) for name in ("eps", "qk_eps")),
+    )
+
+
+class _Step(ctypes.Structure):
+    """`Step` of `src/decoder.cpp`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("token_ids", "rows", "attend_shapes", "rotate_shape")),
+        *((name, c_void_p) for name in ("kv", "hidden", "logits")),
+        *((name, c_int64) for name in ("num_tokens", "num_rows", "num_slots", "num_attend_shapes", "layer_bytes")),
+    )

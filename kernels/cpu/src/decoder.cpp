@@ -1,0 +1,266 @@
+// A step of a decoder as one job of a team: from token ids to logits. Compiled once; what computes belongs to a tier
+// and a dtype and is called by address.
+//
+// T tokens, R rows whose logits are wanted, E hidden, I intermediate, A = H * D. Activations are rows without gaps.
+// The structs stand in kernels/cpu/decoder.py too.
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "rotate_shape.h"
+#include "team.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+struct Product;
+struct AttendShape;
+
+// Exported functions of one tier and dtype.
+struct Calls {
+  void (*rms_norm)(const void* x, int64_t x_stride, const void* weight, void* out, int64_t tokens, int64_t width,
+                   float eps);
+  void (*add_rms_norm)(const void* x, int64_t x_stride, void* residual, int64_t residual_stride, const void* weight,
+                       void* out, int64_t tokens, int64_t width, float eps);
+  void (*rotate_and_store)(void* qkv, void* kv, const RotateShape* shape, const void* q_weight, const void* k_weight,
+                           float eps);
+  const void* (*attend_plan)(const AttendShape* shape, int64_t slot);
+  void (*attend_phase)(const void* q, const void* kv, void* out, const AttendShape* shape, const void* plan,
+                       TandemTeam* team, uint64_t phase);
+  void (*multiply_units)(const Product* product, const void* x, int64_t x_stride, int64_t tokens, void* out,
+                         int64_t out_stride, int64_t first, int64_t last);
+  void (*product_units)(const Product* product, int64_t* units);
+};
+
+struct Layer {
+  const void* attention_norm;
+  const Product* qkv;
+  const void *q_norm, *k_norm;  // null if heads are not normed
+  const Product* output;
+  const void* mlp_norm;
+  const Product *gate_up, *down;
+  int64_t attend_slot;  // which of the step's attention shapes is this layer's
+};
+
+struct Decoder {
+  Calls calls;
+  const Layer* layers;
+  const void* embedding;  // [V, E]
+  const void* norm;
+  const Product* lm_head;
+  int64_t num_layers, vocab, hidden, qkv, attended, intermediate;  // widths
+  int64_t element_bytes;
+  float eps, qk_eps;
+};
+
+struct Step {
+  const int64_t* token_ids;                  // [T]
+  const int64_t* rows;                       // [R], ascending
+  const AttendShape* const* attend_shapes;   // [kPlans at most]
+  const RotateShape* rotate_shape;
+  char* kv;                                  // layer 0 of the pool
+  void* hidden;                              // [R, E] out: last hidden states; null if logits are wanted
+  void* logits;                              // [R, V] out, or null
+  int64_t num_tokens, num_rows, num_slots, num_attend_shapes;
+  int64_t layer_bytes;                       // from one layer of the pool to the next
+};
+
+constexpr int64_t kFewTokens = 4;      // of one unit of row work, at least
+constexpr int64_t kTileTokens = 512;   // that pass by a stretch of weights at once
+constexpr int64_t kShapes = 2;
+
+// Activations. Of the calling thread; grows only.
+struct Workspace {
+  char* base = nullptr;
+  int64_t size = 0;
+
+  ~Workspace() { free(base); }
+
+  char* reserve(int64_t bytes) {
+    if (bytes > size) {
+      free(base);
+      base = static_cast<char*>(aligned_alloc(4096, size_t(bytes + 4095) / 4096 * 4096));
+      if (base == nullptr) abort();
+      size = bytes;
+    }
+    return base;
+  }
+};
+thread_local Workspace workspace;
+
+struct Rows {
+  char *residual, *normed, *qkv, *attended, *activated, *delta;
+};
+
+// One member's part of a step.
+class Work {
+  const Decoder& decoder_;
+  const Calls& calls_;
+  const Step& step_;
+  const void* const* plans_;
+  Phases phases_;
+  Rows at_, last_;  // of all tokens; of the wanted rows
+  int64_t tokens_;  // of the phases to come
+
+ public:
+  Work(const Decoder& decoder, const Step& step, const void* const* plans, const Rows& at, const Rows& last,
+       TandemTeam* team)
+      : decoder_(decoder),
+        calls_(decoder.calls),
+        step_(step),
+        plans_(plans),
+        phases_(team),
+        at_(at),
+        last_(last),
+        tokens_(step.num_tokens) {}
+
+  void run() {
+    embed();
+    for (int64_t i = 0; i < decoder_.num_layers; ++i) {
+      const Layer& layer = decoder_.layers[i];
+      if (i > 0) add_norm(layer.attention_norm, at_.normed);
+      multiply(layer.qkv, at_.normed, decoder_.hidden, at_.qkv, decoder_.qkv);
+      rotate(layer, kv_of(i));
+      const bool is_last = i + 1 == decoder_.num_layers;
+      if (is_last && step_.num_rows == 0) return;
+      attend(layer, kv_of(i));
+      if (is_last && step_.num_rows < tokens_) keep_rows();
+      multiply(layer.output, at_.attended, decoder_.attended, at_.delta, decoder_.hidden);
+      add_norm(layer.mlp_norm, at_.normed);
+      multiply(layer.gate_up, at_.normed, decoder_.hidden, at_.activated, decoder_.intermediate);
+      multiply(layer.down, at_.activated, decoder_.intermediate, at_.delta, decoder_.hidden);
+    }
+    char* hidden = step_.hidden ? static_cast<char*>(step_.hidden) : at_.normed;
+    add_norm(decoder_.norm, hidden);
+    if (step_.logits) multiply(decoder_.lm_head, hidden, decoder_.hidden, step_.logits, decoder_.vocab);
+  }
+
+ private:
+  char* kv_of(int64_t layer) const { return step_.kv + layer * step_.layer_bytes; }
+  int64_t hidden_bytes() const { return decoder_.hidden * decoder_.element_bytes; }
+
+  // body(first, last) for runs of `count` tokens.
+  template <typename Body>
+  void over_rows(int64_t count, const Body& body) {
+    phases_.each(count, kFewTokens, body);
+  }
+
+  void embed() {
+    const int64_t bytes = hidden_bytes();
+    over_rows(tokens_, [&](int64_t first, int64_t last) {
+      for (int64_t t = first; t < last; ++t)
+        memcpy(at_.residual + t * bytes, static_cast<const char*>(decoder_.embedding) + step_.token_ids[t] * bytes,
+               size_t(bytes));
+      calls_.rms_norm(at_.residual + first * bytes, decoder_.hidden, decoder_.layers[0].attention_norm,
+                      at_.normed + first * bytes, last - first, decoder_.hidden, decoder_.eps);
+    });
+  }
+
+  // Adds what the part before computed to the residual stream; out is the sum's norm.
+  void add_norm(const void* weight, char* out) {
+    const int64_t bytes = hidden_bytes();
+    over_rows(tokens_, [&](int64_t first, int64_t last) {
+      calls_.add_rms_norm(at_.delta + first * bytes, decoder_.hidden, at_.residual + first * bytes, decoder_.hidden,
+                          weight, out + first * bytes, last - first, decoder_.hidden, decoder_.eps);
+    });
+  }
+
+  void multiply(const Product* product, const void* x, int64_t in, void* out, int64_t width) {
+    int64_t units = 0;
+    calls_.product_units(product, &units);
+    const int64_t tiles = (tokens_ + kTileTokens - 1) / kTileTokens;
+    phases_.each(units * tiles, 1, [&](int64_t first, int64_t last) {
+      while (first < last) {
+        const int64_t tile = first / units, begin = first % units, token = tile * kTileTokens;
+        const int64_t end = begin + last - first < units ? begin + last - first : units;
+        const int64_t count = tokens_ - token < kTileTokens ? tokens_ - token : kTileTokens;
+        calls_.multiply_units(product, static_cast<const char*>(x) + token * in * decoder_.element_bytes, in, count,
+                              static_cast<char*>(out) + token * width * decoder_.element_bytes, width, begin, end);
+        first += end - begin;
+      }
+    });
+  }
+
+  void rotate(const Layer& layer, char* kv) {
+    const int64_t bytes = decoder_.qkv * decoder_.element_bytes;
+    over_rows(tokens_, [&](int64_t first, int64_t last) {
+      RotateShape shape = *step_.rotate_shape;
+      shape.tokens = last - first;
+      shape.cos += first * shape.cos_token, shape.sin += first * shape.sin_token, shape.slots += first;
+      calls_.rotate_and_store(at_.qkv + first * bytes, kv, &shape, layer.q_norm, layer.k_norm, decoder_.qk_eps);
+    });
+  }
+
+  void attend(const Layer& layer, const char* kv) {
+    const int64_t slot = layer.attend_slot;
+    calls_.attend_phase(at_.qkv, kv, at_.attended, step_.attend_shapes[slot], plans_[slot], phases_.team(),
+                        phases_.phase());
+    phases_.end();
+  }
+
+  // After the last layer's KV only the wanted rows matter.
+  void keep_rows() {
+    const int64_t bytes = hidden_bytes(), attended_bytes = decoder_.attended * decoder_.element_bytes;
+    over_rows(step_.num_rows, [&](int64_t first, int64_t last) {
+      for (int64_t r = first; r < last; ++r) {
+        memcpy(last_.residual + r * bytes, at_.residual + step_.rows[r] * bytes, size_t(bytes));
+        memcpy(last_.attended + r * attended_bytes, at_.attended + step_.rows[r] * attended_bytes,
+               size_t(attended_bytes));
+      }
+    });
+    at_.residual = last_.residual, at_.attended = last_.attended;
+    tokens_ = step_.num_rows;
+  }
+};
+
+// Rows of all tokens, and behind them what the wanted ones need of their own; the bytes of both.
+int64_t carve(const Decoder& d, const Step& step, char* base, Rows* at, Rows* last) {
+  char* to = base;
+  const auto take = [&](int64_t rows, int64_t width) {
+    char* taken = to;
+    to += (rows * width * d.element_bytes + 63) / 64 * 64;
+    return taken;
+  };
+  const int64_t tokens = step.num_tokens;
+  *at = Rows{take(tokens, d.hidden),   take(tokens, d.hidden),       take(tokens, d.qkv),
+             take(tokens, d.attended), take(tokens, d.intermediate), take(tokens, d.hidden)};
+  *last = *at;
+  last->residual = take(step.num_rows, d.hidden);
+  last->attended = take(step.num_rows, d.attended);
+  return to - base;
+}
+
+bool are_below(const int64_t* values, int64_t count, int64_t least, int64_t end) {
+  for (int64_t i = 0; i < count; ++i)
+    if (values[i] < least || values[i] >= end) return false;
+  return true;
+}
+
+}  // namespace
+
+// Computes a step of one token or more, whose lengths and tables have passed `tandem_attend_check`. *fault becomes 0, or
+// if nothing was computed, what is out of range: 1 token_ids, 2 rows, 3 the slots.
+EXPORT void tandem_decoder_step(const Decoder* decoder, const Step* step, int64_t* fault) {
+  *fault = 0;
+  if (!are_below(step->token_ids, step->num_tokens, 0, decoder->vocab)) *fault = 1;
+  else if (!are_below(step->rows, step->num_rows, 0, step->num_tokens)) *fault = 2;
+  else if (!are_below(step->rotate_shape->slots, step->num_tokens, INT64_MIN, step->num_slots)) *fault = 3;
+  if (*fault) return;
+  struct Job {
+    const Decoder& decoder;
+    const Step& step;
+    const void* plans[kShapes];
+    Rows at, last;
+  } job = {*decoder, *step, {}, {}, {}};
+  const int64_t bytes = carve(*decoder, *step, nullptr, &job.at, &job.last);
+  carve(*decoder, *step, workspace.reserve(bytes), &job.at, &job.last);
+  for (int64_t i = 0; i < step->num_attend_shapes; ++i)
+    job.plans[i] = decoder->calls.attend_plan(step->attend_shapes[i], i);
+  tandem_team_run(
+      [](void* context, TandemTeam* team) {
+        const Job& its = *static_cast<const Job*>(context);
+        Work(its.decoder, its.step, its.plans, its.at, its.last, team).run();
+      },
+      &job);
+}

@@ -1,0 +1,206 @@
+// Products of quantised weights in vector registers: some tokens by one or two blocks of outputs at a time.
+//
+// Values are exact in bfloat16 and float32, and activations stay as they are. A sum is made of the partial sums of some
+// inputs each, all of one scale, from zero and in the order of the inputs, times their scale; these are added in the
+// order of the inputs, to what the offsets give: each times the sum of its group of activations. So a result depends
+// neither on the number of tokens nor on how threads share the units.
+
+#pragma once
+
+#include "product_panel.h"
+#include "quantized_forms.h"
+
+namespace {
+namespace product {
+
+// Whether T is multiplied in pairs of bfloat16, else as float32.
+template <typename T>
+constexpr bool kInPairs = false;
+#if defined(__AVX512BF16__)
+template <>
+constexpr bool kInPairs<Bf16> = true;
+#endif
+
+constexpr int64_t kUnitOutputs = 2 * kBlock;
+constexpr int64_t kUnitRowBytes = 2 * kRowBytes;
+constexpr int64_t kPartBytes = 12 << 10;  // of a unit's weights at a time: they stay in the first cache for all tokens
+
+constexpr int kMostQuantized = kMostTokens < 8 ? kMostTokens : 8;  // tokens at a time; partial sums need registers, too
+constexpr int kTableTokens = 4;  // so many leave registers for tables, with which values are taken apart faster
+
+TANDEM_INLINE bool is_int4(const Product& p) { return (p.form & ~kHalfScales) == kInt4; }
+
+// Inputs of a partial sum. With more, a product of one token waits for its two sums; less cost several tokens more.
+TANDEM_INLINE int64_t stretch_inputs(const Product& p) {
+  if (p.group % 64 == 0 && !is_int4(p)) return 64;
+  return p.group % 32 ? 16 : 32;
+}
+
+TANDEM_INLINE int64_t unit_bytes(const Product& p) {
+  return p.in / (is_int4(p) ? Int4::kRowInputs : Int8::kRowInputs) * kUnitRowBytes;
+}
+
+// Some stretches of one unit: where their weights lie, [count][rows][two blocks], and the scales of the first,
+// [groups][kUnitOutputs].
+struct Stretches {
+  const char* weights;
+  const char* scales;
+  int64_t count, rows;
+  int64_t per_group, left;  // stretches with the first one's scales
+  bool has_half_scales;
+
+  TANDEM_INLINE F32 scale(int64_t output) const {
+    return has_half_scales ? load(reinterpret_cast<const Half*>(scales) + output)
+                           : load(reinterpret_cast<const float*>(scales) + output);
+  }
+  TANDEM_INLINE void step() {
+    if (--left) return;
+    left = per_group;
+    scales += kUnitOutputs * (has_half_scales ? 2 : 4);
+  }
+};
+
+// part [Tokens][Blocks] += a row of weights by x [words of a row][Tokens].
+template <typename Q, bool Pairs, int Tokens, int Blocks, typename Word>
+TANDEM_INLINE void add_row(const char* weights, const Word* x, F32 (&part)[Tokens][Blocks][kVectors]) {
+  constexpr int kSteps = Q::kRowInputs / (Pairs ? 2 : 1);
+#pragma GCC unroll 8
+  for (int k = 0; k < kSteps; ++k, x += Tokens) {
+    F32 weight[Blocks][kVectors];
+#pragma GCC unroll 2
+    for (int b = 0; b < Blocks; ++b)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        I32 words;
+        memcpy(static_cast<void*>(&words), weights + b * kRowBytes + v * kLanes * 4, sizeof words);
+        if constexpr (Pairs) weight[b][v] = Q::template pair<(Tokens <= kTableTokens)>(words, k);
+        else weight[b][v] = Q::value(words, k);
+      }
+#pragma GCC unroll 12
+    for (int i = 0; i < Tokens; ++i)
+#pragma GCC unroll 2
+      for (int b = 0; b < Blocks; ++b)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          F32& to = part[i][b][v];
+          if constexpr (Pairs) to = Dot<Bf16>::add(weight[b][v], x[i], to);
+          else to = fma(weight[b][v], splat(x[i]), to);
+        }
+  }
+}
+
+// sums [Tokens][kUnitOutputs] += the stretches' products by x [words][Tokens], for Blocks from block `first` on.
+template <typename Q, bool Pairs, int Tokens, int Blocks, typename Word>
+void add_stretches(Stretches at, int first, const Word* x, float* sums) {
+  constexpr int kRowWords = Q::kRowInputs / (Pairs ? 2 : 1);
+  F32 sum[Tokens][Blocks][kVectors];
+  const auto each = [&](const auto& visit) {
+#pragma GCC unroll 12
+    for (int i = 0; i < Tokens; ++i)
+#pragma GCC unroll 2
+      for (int b = 0; b < Blocks; ++b)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v)
+          visit(sum[i][b][v], sums + i * kUnitOutputs + (first + b) * kBlock + v * kLanes);
+  };
+  each([](F32& here, const float* there) { here = load(there); });
+  for (; at.count; --at.count, at.step()) {
+    F32 part[Tokens][Blocks][kVectors] = {};
+    for (int64_t row = 0; row < at.rows; ++row, at.weights += kUnitRowBytes, x += kRowWords * Tokens) {
+      for (int b = 0; b < Blocks; ++b) __builtin_prefetch(at.weights + (first + b) * kRowBytes + kAhead, 0, 2);
+      add_row<Q, Pairs, Tokens, Blocks>(at.weights + first * kRowBytes, x, part);
+    }
+#pragma GCC unroll 2
+    for (int b = 0; b < Blocks; ++b)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        const F32 scale = at.scale((first + b) * kBlock + v * kLanes) * Q::kUnit;
+#pragma GCC unroll 12
+        for (int i = 0; i < Tokens; ++i) sum[i][b][v] = fma(part[i][b][v], scale, sum[i][b][v]);
+      }
+  }
+  each([](const F32& here, float* there) { store(there, here); });
+}
+
+template <typename Q, bool Pairs, typename Word, int Tokens = kMostQuantized>
+TANDEM_INLINE void add_to_unit(int64_t tokens, const Stretches& at, const Word* x, float* sums) {
+  if (tokens == Tokens) {
+    constexpr int kAtOnce = 2 * Tokens * kVectors <= kMostSums ? 2 : 1;
+    for (int b = 0; b < 2; b += kAtOnce) add_stretches<Q, Pairs, Tokens, kAtOnce>(at, b, x, sums);
+  } else if constexpr (Tokens > 1) {
+    add_to_unit<Q, Pairs, Word, Tokens - 1>(tokens, at, x, sums);
+  }
+}
+
+template <typename T>
+class QuantizedPanels : TokenPanels<T> {
+  using Base = TokenPanels<T>;
+  using Base::begin_of, Base::extra_, Base::extra_sums_, Base::groups_, Base::p_, Base::sums_, Base::tokens_;
+  using Base::words_, Base::x_;
+
+  int64_t num_groups() const { return p_.in / p_.group; }
+
+  // extra_sums_ [tokens][groups] = the sums of the groups of x.
+  void sum_groups(const T* x, int64_t x_stride) {
+    for (int64_t t = 0; t < tokens_ && extra_; ++t)
+      for (int64_t g = 0; g < extra_; ++g) {
+        F32 all = {};
+        for (int64_t i = 0; i < p_.group; i += kLanes) all += load(x + t * x_stride + g * p_.group + i);
+        extra_sums_[t * extra_ + g] = sum(all);
+      }
+  }
+
+  // sums_ = what the offsets give.
+  void add_offsets(int64_t unit) {
+    memset(sums_, 0, size_t(tokens_) * kUnitOutputs * sizeof(float));
+    const float* offsets = p_.offsets + unit * extra_ * kUnitOutputs;
+    for (int64_t t = 0; t < tokens_; ++t)
+      for (int64_t g = 0; g < extra_; ++g)
+        for (int64_t output = 0; output < kUnitOutputs; output += kLanes) {
+          float* to = sums_ + t * kUnitOutputs + output;
+          const F32 offset = load(offsets + g * kUnitOutputs + output);
+          store(to, fma(offset, splat(extra_sums_[t * extra_ + g]), load(to)));
+        }
+  }
+
+  // sums_ of a unit.
+  template <typename Q>
+  void add_up(int64_t unit) {
+    add_offsets(unit);
+    const bool is_half = p_.form & kHalfScales;
+    const int64_t inputs = stretch_inputs(p_), count = p_.in / inputs, per_group = p_.group / inputs;
+    const int64_t rows = inputs / Q::kRowInputs, stretch_words = words_ / count;
+    const char* weights = static_cast<const char*>(p_.packed) + unit * unit_bytes(p_);
+    const char* scales = reinterpret_cast<const char*>(p_.scales);
+    const int64_t scale_bytes = is_half ? 2 : 4, at_once = most(kPartBytes / (rows * kUnitRowBytes), 1);
+    for (int64_t s = 0; s < count; s += at_once) {
+      const Stretches part = {weights + s * rows * kUnitRowBytes,
+                              scales + (unit * num_groups() + s / per_group) * kUnitOutputs * scale_bytes,
+                              least(at_once, count - s), rows, per_group, per_group - s % per_group, is_half};
+      for (int64_t group = 0; group < groups_; ++group) {
+        const int64_t begin = begin_of(group), tokens = begin_of(group + 1) - begin;
+        const auto* x = x_ + begin * words_ + s * stretch_words * tokens;
+        add_to_unit<Q, kInPairs<T>>(tokens, part, x, sums_ + begin * kUnitOutputs);
+      }
+    }
+  }
+
+ public:
+  explicit QuantizedPanels(const Product& p) : Base(p, p.in, p.offsets ? p.in / p.group : 0, kMostQuantized) {}
+
+  void multiply(const T* x, int64_t x_stride, int64_t tokens, T* out, int64_t out_stride, int64_t first, int64_t last,
+                Arena& scratch) {
+    const auto opened = [=](const T* from) { sum_groups(from, x_stride); };
+    const auto sum_unit = [this](int64_t unit) {
+      switch (p_.form & ~kHalfScales) {
+        case kInt8: return add_up<Int8>(unit);
+        case kInt4: return add_up<Int4>(unit);
+        default: return add_up<Fp8>(unit);
+      }
+    };
+    Base::multiply_by(x, x_stride, tokens, out, out_stride, first, last, scratch, opened, sum_unit);
+  }
+};
+
+}  // namespace product
+}  // namespace

@@ -1,0 +1,100 @@
+// A team of threads that work through one program of phases together.
+//
+// A job is a function that every member of the team runs. It consists of phases, each of so many units, and a phase
+// begins when all units of the one before are finished. Members take units as they come. Nobody waits for a member,
+// only for units: one that has lost its processor while it held none is not missed, and finds its way from phase to
+// phase when it is back. Whoever waits spins for some microseconds, then sleeps.
+
+#pragma once
+
+#include <stdint.h>
+
+// What the members of a team share. Plain data: kernels of every tier read it.
+struct TandemTeam {
+  alignas(64) uint64_t next;     // phase under way << kUnitBits | first unit of it that nobody has taken
+  alignas(64) uint64_t done;     // units of that phase that are finished
+  alignas(64) uint64_t gate;     // see team.cpp
+  alignas(64) uint32_t bell;     // changes when sleepers are woken
+  alignas(64) uint32_t sleepers;
+  alignas(64) void (*job)(void* context, TandemTeam* team);  // as the three below, written before a job begins
+  void* context;
+  uint64_t first_phase;
+  int64_t size;  // members, the owner of the team included
+};
+
+extern "C" {
+// Threads that work called from here would use: those of OpenMP's setting (torch's), 1 within a job.
+int64_t tandem_threads();
+// Runs job(context, team) on the calling thread and on the other members of its team, as many threads as
+// `tandem_threads` says; returns when all units are finished and no member is in it any more.
+void tandem_team_run(void (*job)(void* context, TandemTeam* team), void* context);
+// Returns when `phase` has begun.
+void tandem_team_wait(TandemTeam* team, uint64_t phase);
+// Wakes those who sleep.
+void tandem_team_ring(TandemTeam* team);
+}
+
+namespace {
+
+constexpr int kUnitBits = 24;
+constexpr int64_t kUnitMask = (int64_t{1} << kUnitBits) - 1;
+
+// One member's way through the phases of a job. All members name the same phases with the same units.
+class Phases {
+  TandemTeam* team_;
+  uint64_t phase_;
+
+ public:
+  explicit Phases(TandemTeam* team) : Phases(team, team->first_phase) {}
+  Phases(TandemTeam* team, uint64_t phase) : team_(team), phase_(phase) {}
+
+  TandemTeam* team() const { return team_; }
+  uint64_t phase() const { return phase_; }
+
+  // The next phase; its units are to be taken now. Phases without units must be left out.
+  void begin() {
+    if (__atomic_load_n(&team_->next, __ATOMIC_ACQUIRE) >> kUnitBits < phase_) tandem_team_wait(team_, phase_);
+  }
+
+  // Takes units *first … *last of `units`, from `least` to `most` while there are so many: long stretches first, so
+  // that the last ones to finish are short. False if none are left.
+  bool take(int64_t units, int64_t least, int64_t most, int64_t* first, int64_t* last) {
+    uint64_t next = __atomic_load_n(&team_->next, __ATOMIC_ACQUIRE);
+    for (;;) {
+      const int64_t at = int64_t(next & uint64_t(kUnitMask)), left = units - at;
+      if (next >> kUnitBits != phase_ || left <= 0) return false;
+      int64_t count = left / (4 * team_->size);
+      count = count < least ? least : count > most ? most : count;
+      count = count < left ? count : left;
+      if (__atomic_compare_exchange_n(&team_->next, &next, next + uint64_t(count), true, __ATOMIC_ACQ_REL,
+                                      __ATOMIC_ACQUIRE)) {
+        *first = at, *last = at + count;
+        return true;
+      }
+    }
+  }
+
+  // `count` taken units of the phase's `units` are finished. The last ones begin the next phase.
+  void finish(int64_t units, int64_t count) {
+    if (__atomic_add_fetch(&team_->done, uint64_t(count), __ATOMIC_ACQ_REL) != uint64_t(units)) return;
+    __atomic_store_n(&team_->done, uint64_t{0}, __ATOMIC_RELAXED);
+    __atomic_store_n(&team_->next, (phase_ + 1) << kUnitBits, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&team_->sleepers, __ATOMIC_SEQ_CST)) tandem_team_ring(team_);
+  }
+
+  void end() { ++phase_; }
+
+  // A whole phase: body(first, last) for stretches of 0 … units.
+  template <typename Body>
+  void each(int64_t units, int64_t minimum, const Body& body) {
+    if (units <= 0) return;
+    begin();
+    for (int64_t first, last; take(units, minimum, units, &first, &last);) {
+      body(first, last);
+      finish(units, last - first);
+    }
+    end();
+  }
+};
+
+}  // namespace

@@ -1,0 +1,123 @@
+"""What config.json says of how a checkpoint was quantised; what is not read is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from models.config_json import ConfigJson
+from models.quantization.gptq import AwqScheme, GptqScheme
+from models.quantization.scaled import ScaledScheme
+from models.quantization.scheme import Scheme
+
+_KEYS = ("quantization_config", "compression_config")
+_REMEDY = "take the checkpoint that it was made from, and --quantize"
+_PER_OUTPUT = -1
+_FORMATS = (
+    *("dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
+    "mixed-precision",
+)
+"""Of compressed-tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How the weights of one checkpoint are stored."""
+
+    method: str
+    """As config.json calls it."""
+    scheme: Scheme
+    rounds_activations: bool = False
+    """Whether it was made for activations in 8 bits too; here they stay as they are."""
+
+
+def read_quantization(config: ConfigJson) -> Quantization | None:
+    """What `config` says, or None of a plain checkpoint. Raises CheckpointError naming the key."""
+    key = next((key for key in _KEYS if config.has(key)), None)
+    if key is None:
+        return None
+    section = config.section(key)
+    method = section.text("quant_method", "")
+    reader = _READERS.get(method)
+    if reader is None:
+        raise section.error("quant_method", f"{method!r} is not read ({', '.join(_READERS)}): {_REMEDY}")
+    return reader(section)
+
+
+def _read_gptq(section: ConfigJson) -> Quantization:
+    key = "checkpoint_format" if section.has("checkpoint_format") else "format"
+    version = section.text(key, "gptq")
+    if version not in {"gptq", "gptq_v2"} or section.flag("is_marlin_format", default=False):
+        raise section.error(key, f"only gptq and gptq_v2 are read: {_REMEDY}")
+    variants = [section, *(section.section("dynamic").sections())]  # exceptions by module
+    bits = {_bits(each, "bits", (4, 8)) for each in variants if each is section or each.has("bits")}
+    groups = {_group(each) for each in variants if each is section or each.has("group_size")}
+    return Quantization("gptq", GptqScheme(tuple(sorted(bits)), tuple(sorted(groups)), version == "gptq"))
+
+
+def _read_awq(section: ConfigJson) -> Quantization:
+    key = "version" if section.has("version") else "format"
+    if section.text(key, "gemm").lower() != "gemm":
+        raise section.error(key, f"only gemm is read: {_REMEDY}")
+    if not section.flag("zero_point", default=True):
+        raise section.error("zero_point", f"AWQ without zero points is not read: {_REMEDY}")
+    _bits(section, "bits" if section.has("bits") else "w_bit", (4,))
+    return Quantization("awq", AwqScheme(_group(section)))
+
+
+def _read_fp8(section: ConfigJson) -> Quantization:
+    block = section.integers("weight_block_size") if section.has("weight_block_size") else ()
+    if block and (len(block) != 2 or min(block) < 1):
+        raise section.error("weight_block_size", f"is {list(block)}, not two positive integers")
+    scale = "weight_scale_inv" if block else "weight_scale"
+    return Quantization(
+        section.text("quant_method"), ScaledScheme(scale, block=(block[0], block[1]) if block else None), True
+    )
+
+
+def _read_compressed(section: ConfigJson) -> Quantization:
+    groups = section.section("config_groups").sections()
+    for each in (section, *groups):
+        written = each.text("format", "dense")
+        if written not in _FORMATS:
+            raise each.error("format", f"{written!r} is not read ({', '.join(_FORMATS)}): {_REMEDY}")
+    for key in ("transform_config", "sparsity_config"):
+        part = section.section(key)
+        if part.section("config_groups").sections() or part.text("format", "dense") != "dense":
+            raise section.error(key, f"is not read: {_REMEDY}")
+    bits, sizes, blocks = {8}, set[int](), set[tuple[int, ...]]()
+    for each in (group.section("weights") for group in groups if group.has("weights")):
+        bits.add(_bits(each, "num_bits", (8,) if each.text("type", "int") == "float" else (4, 8)))
+        if each.has("group_size"):
+            sizes.add(_group(each))
+        if each.has("block_structure"):
+            blocks.add(each.integers("block_structure"))
+    if len(blocks) > 1 or any(len(block) != 2 or min(block) < 1 for block in blocks):
+        raise section.error("config_groups", f"blocks {sorted(blocks)} are not one pair of positive integers")
+    block = next(((block[0], block[1]) for block in blocks), None)
+    scheme = ScaledScheme("weight_scale", tuple(sorted(bits)), tuple(sorted(sizes - {_PER_OUTPUT})), block)
+    return Quantization("compressed-tensors", scheme, any(group.has("input_activations") for group in groups))
+
+
+def _bits(section: ConfigJson, key: str, allowed: tuple[int, ...]) -> int:
+    bits = section.integer(key)
+    if bits not in allowed:
+        raise section.error(key, f"{bits} bits are not read ({', '.join(map(str, allowed))}): {_REMEDY}")
+    return bits
+
+
+def _group(section: ConfigJson) -> int:
+    key = "group_size" if section.has("group_size") else "q_group_size"
+    size = section.integer(key, 128, minimum=_PER_OUTPUT)
+    if size == 0:
+        raise section.error(key, "is 0")
+    return size
+
+
+_READERS: dict[str, Callable[[ConfigJson], Quantization]] = {
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+    "fp8": _read_fp8,
+    "fbgemm_fp8": _read_fp8,
+    "compressed-tensors": _read_compressed,
+}

@@ -1,0 +1,155 @@
+"""Products of quantised weights on the CPU against float64, at every tier that this machine runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.cpu.library import Library, usable_tiers
+from kernels.cpu.operations import CpuOperations
+from kernels.quantized import QuantForm, QuantizedWeight, pack_int4
+from tandem.errors import InternalError
+from tests.kernels.operations_oracle import TOLERANCES, silu_mul
+
+_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+_CASES = [
+    # form, [out, in], group, has_offsets, scales exact in 16 bits
+    (QuantForm.INT8, (1, 32), 32, False, False),
+    (QuantForm.INT8, (33, 576), 576, False, False),
+    (QuantForm.INT8, (50, 1536), 32, False, True),
+    (QuantForm.INT8, (70, 96), 96, True, False),
+    (QuantForm.INT8, (17, 80), 16, True, True),
+    (QuantForm.INT4, (17, 64), 32, False, True),
+    (QuantForm.INT4, (960, 576), 32, False, False),
+    (QuantForm.INT4, (34, 1536), 128, True, True),
+    (QuantForm.INT4, (8, 192), 64, True, False),
+    (QuantForm.FP8, (33, 576), 576, False, False),
+    (QuantForm.FP8, (70, 384), 128, False, True),
+    (QuantForm.FP8, (2, 32), 32, True, False),
+]
+_IDS = [f"{form}-{'x'.join(map(str, shape))}-{group}" for form, shape, group, *_ in _CASES]
+
+
+@pytest.fixture(params=usable_tiers(), scope="module")
+def operations(request):
+    return CpuOperations(Library(request.param))
+
+
+def _weight(form, shape, group, *, has_offsets, is_half, dtype, seed=0):
+    """Values of all sizes; every dequantised weight is about as large as 1 / sqrt(in)."""
+    generator = torch.Generator().manual_seed(seed)
+    outputs, inputs = shape
+    if form is QuantForm.FP8:
+        values = (torch.randn(shape, generator=generator) * 60).to(torch.float8_e4m3fn)
+        largest = 100
+    elif form is QuantForm.INT8:
+        values = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
+        largest = 128
+    else:
+        values = pack_int4(torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8))
+        largest = 8
+    scales = (torch.rand(outputs, inputs // group, generator=generator) + 0.5) / largest / inputs**0.5
+    scales = scales.half().float() if is_half else scales
+    offsets = -8 * scales if form is QuantForm.INT4 else None
+    if has_offsets:
+        offsets = (offsets if offsets is not None else 0) + torch.randn(scales.shape, generator=generator) * scales
+    return QuantizedWeight(form, values, scales, offsets, dtype)
+
+
+def _normal(*shape, dtype, seed=1):
+    """`shape`, with a row stride of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape[:-1], shape[-1] + 3, generator=generator).to(dtype)[..., 1:-2]
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+@pytest.mark.parametrize(("form", "shape", "group", "has_offsets", "is_half"), _CASES, ids=_IDS)
+def test_each_form_is_exact_for_any_number_of_tokens(operations, form, shape, group, has_offsets, is_half, dtype):
+    weight = _weight(form, shape, group, has_offsets=has_offsets, is_half=is_half, dtype=dtype)
+    assert operations.keeps(weight)
+    wide = weight.dequantize(torch.float64)
+    for bias in (None, _normal(1, shape[0], dtype=dtype)[0]):
+        linear = operations.linear(weight, bias)
+        for tokens in (0, 1, 2, 13, 70):
+            x = _normal(tokens, shape[1], dtype=dtype)
+            out = linear(x)
+            assert out.dtype == dtype
+            expected = x.double() @ wide.T + (0 if bias is None else bias.double())
+            # Sums in float32; the result is rounded once.
+            terms = x.double().abs() @ wide.abs().T
+            assert ((out.double() - expected).abs() <= 2**-20 * terms + torch.finfo(dtype).eps * expected.abs()).all()
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+@pytest.mark.parametrize(("form", "shape", "group", "has_offsets", "is_half"), _CASES[3::4], ids=_IDS[3::4])
+def test_a_gated_map_is_exact_for_any_number_of_tokens(operations, form, shape, group, has_offsets, is_half, dtype):
+    weight = _weight(form, (2 * shape[0], shape[1]), group, has_offsets=has_offsets, is_half=is_half, dtype=dtype)
+    bias = _normal(1, 2 * shape[0], dtype=dtype)[0]
+    for each in (None, bias):
+        linear = operations.gated_linear(weight, each)
+        for tokens in (0, 1, 33):
+            x = _normal(tokens, shape[1], dtype=dtype)
+            gate_up = x.double() @ weight.dequantize(torch.float64).T + (0 if each is None else each.double())
+            bound = TOLERANCES[dtype]
+            torch.testing.assert_close(linear(x).double(), silu_mul(gate_up), atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", QuantForm)
+def test_every_value_of_a_form_is_exact(operations, form, dtype):
+    if form is QuantForm.INT4:
+        values = pack_int4(torch.arange(16, dtype=torch.uint8).repeat(32, 2))
+    else:
+        codes = torch.arange(256, dtype=torch.uint8)
+        codes[torch.isnan(codes.view(torch.float8_e4m3fn).float())] = 0
+        values = (codes if form is QuantForm.FP8 else torch.arange(256, dtype=torch.uint8)).repeat(32, 1)
+        values = values.view(torch.float8_e4m3fn if form is QuantForm.FP8 else torch.int8)
+    offsets = torch.full((32, 1), -8.0) if form is QuantForm.INT4 else None
+    weight = QuantizedWeight(form, values, torch.ones(32, 1), offsets, dtype)
+    x = torch.eye(weight.num_inputs, dtype=dtype)
+    assert torch.equal(operations.linear(weight, None)(x), weight.dequantize(dtype).T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(("form", "shape", "group", "has_offsets", "is_half"), _CASES[2::3], ids=_IDS[2::3])
+def test_a_token_has_the_same_bits_in_any_batch_and_with_any_threads(
+    operations, form, shape, group, has_offsets, is_half, is_gated, dtype
+):
+    shape = (2 * shape[0], shape[1])
+    weight = _weight(form, shape, group, has_offsets=has_offsets, is_half=is_half, dtype=dtype)
+    linear = (operations.gated_linear if is_gated else operations.linear)(weight, None)
+    x = _normal(300, shape[1], dtype=dtype)
+    whole = linear(x)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            for first, last in ((0, 1), (5, 6), (0, 16), (17, 50), (10, 110), (0, 300)):
+                assert torch.equal(linear(x[first:last]), whole[first:last])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("form", "inputs", "group"), [(QuantForm.INT8, 40, 40), (QuantForm.INT4, 48, 16), (QuantForm.FP8, 48, 16)], ids=str
+)
+def test_a_weight_of_other_groups_is_multiplied_dequantised(operations, form, inputs, group):
+    weight = _weight(form, (20, inputs), group, has_offsets=False, is_half=True, dtype=torch.bfloat16)
+    assert not operations.keeps(weight)
+    x = _normal(5, inputs, dtype=torch.bfloat16)
+    assert torch.equal(operations.linear(weight, None)(x), operations.linear(weight.dequantize(), None)(x))
+
+
+def test_what_does_not_fit_is_refused_by_name(operations):
+    weight = _weight(QuantForm.INT8, (8, 32), 32, has_offsets=False, is_half=True, dtype=torch.bfloat16)
+    with pytest.raises(InternalError, match="bias: out is 7, elsewhere 8"):
+        operations.linear(weight, torch.zeros(7, dtype=torch.bfloat16))
+    linear = operations.linear(weight, None)
+    with pytest.raises(InternalError, match=r"x: dtype is torch.float32"):
+        linear(torch.zeros(2, 32))
+    with pytest.raises(InternalError, match="x: in is 64, elsewhere 32"):
+        linear(torch.zeros(2, 64, dtype=torch.bfloat16))
+    odd = _weight(QuantForm.INT8, (7, 32), 32, has_offsets=False, is_half=True, dtype=torch.bfloat16)
+    with pytest.raises(InternalError, match="weight: 7 rows"):
+        operations.gated_linear(odd, None)

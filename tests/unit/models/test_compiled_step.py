@@ -1,0 +1,114 @@
+"""A step as one native call: bit for bit what the operations compute one by one, at every tier, and as exact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench.tiny_models import TINY_MODELS
+from kernels import cpu
+from kernels.cpu.library import usable_tiers
+from models.loading import load_model
+from tandem.errors import InternalError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def _load(folder, dtype, tier=None):
+    """The model as one call, and as one operation after the other."""
+    model = load_model(folder, dtype, CPU, cpu.load(tier))
+    assert model.decoder.compiled is not None
+    return model, replace(model, decoder=replace(model.decoder, compiled=None))
+
+
+def _steps(tools, model, block_size):
+    """Logits of chunks, decode steps and both in one batch."""
+    driver = tools.driver(model, block_size, 16 + 400 // block_size)
+    first, second, third = (tools.seq(tools.random_prompt(length)) for length in (70, 9, 150))
+    yield driver.step([(first, 48)])
+    yield driver.step([(first, 21), (second, 8)])
+    yield driver.step([(first, 1), (second, 1), (third, 149)])
+    yield driver.step([(third, 1)])
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_logits_are_those_of_the_operations_one_by_one(tools, tiny_folder, dtype, block_size):
+    compiled, one_by_one = _load(tiny_folder, dtype)
+    pairs = zip(_steps(tools, compiled, block_size), _steps(tools, one_by_one, block_size), strict=True)
+    assert all(torch.equal(left, right) for left, right in pairs)
+
+
+@pytest.mark.parametrize("tier", usable_tiers())
+def test_each_tier_is_as_close_to_the_reference_as_its_dtype(tools, tiny_folder, tier):
+    reference = list(_steps(tools, tools.load(tiny_folder, "float32"), 16))
+    for got, expected in zip(_steps(tools, _load(tiny_folder, "float32", tier)[0], 16), reference, strict=True):
+        torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_the_number_of_threads_changes_no_bit(tools, tiny_folder, dtype, threads):
+    model, _ = _load(tiny_folder, dtype)
+    several = list(_steps(tools, model, 16))
+    torch.set_num_threads(2)
+    assert all(map(torch.equal, several, _steps(tools, model, 16)))
+
+
+def _one_step(tools, model):
+    """Arguments of a step of three tokens, over a pool that holds twenty."""
+    driver, seq = tools.driver(model, 16, 4), tools.seq(tools.random_prompt(23))
+    driver.step([(seq, 20)])
+    metadata = driver._metadata([(seq, 3)], [range(20, 23)])
+    return torch.tensor(seq.token_ids[20:]), torch.arange(20, 23), driver._kv_cache, metadata
+
+
+@pytest.mark.parametrize("rows", [[], [1], [0, 2], [0, 1, 2]], ids=str)
+def test_only_the_rows_asked_for_come_back(tools, tiny_folder, dtype, rows):
+    model, one_by_one = _load(tiny_folder, dtype)
+    for method in ("forward", "hidden"):
+        inputs = _one_step(tools, model)
+        whole = getattr(model.decoder, method)(*inputs, torch.arange(3))
+        stored = inputs[2].clone()
+        assert torch.equal(getattr(model.decoder, method)(*inputs, torch.tensor(rows, dtype=torch.int64)), whole[rows])
+        assert torch.equal(inputs[2].nan_to_num(), stored.nan_to_num())
+        assert torch.equal(getattr(one_by_one.decoder, method)(*inputs, torch.arange(3)), whole)
+
+
+def test_a_pool_of_another_dtype_is_left_to_the_operations(tools, tiny_folder):
+    model, _ = _load(tiny_folder, "bfloat16")
+    pool = torch.empty(1, *model.kv_layout(16).block_shape)
+    assert model.decoder.compiled.serves(pool.to(torch.bfloat16))
+    assert not model.decoder.compiled.serves(pool)
+
+
+@pytest.mark.parametrize(
+    ("what", "index", "value"), [("token_ids", 0, 320), ("token_ids", 0, -1), ("rows", 4, 3), ("rows", 4, -1)]
+)
+def test_what_is_out_of_range_is_refused_by_name(tools, checkpoint, what, index, value):
+    model, _ = _load(checkpoint(TINY_MODELS[0]), "float32")
+    inputs = [*_one_step(tools, model), torch.arange(3)]
+    inputs[index][1] = value
+    with pytest.raises(InternalError, match=what):
+        model.decoder.forward(*inputs)
+
+
+def test_slots_tables_and_lengths_out_of_range_are_refused_by_name(tools, checkpoint):
+    model, _ = _load(checkpoint(TINY_MODELS[0]), "float32")
+    for name, where, value in [("slot_mapping", 0, 64), ("block_tables", (0, 1), 4), ("seq_lens", 0, 2)]:
+        inputs = [*_one_step(tools, model), torch.arange(3)]
+        getattr(inputs[3], name)[where] = value
+        with pytest.raises(InternalError, match=name):
+            model.decoder.forward(*inputs)

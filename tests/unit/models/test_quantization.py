@@ -1,0 +1,204 @@
+"""Quantised checkpoints compute what their weights mean, or are refused by key and tensor."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.tiny_models import TinyModel
+from kernels.operations import Kernels
+from kernels.quantized import QuantForm
+from kernels.reference import ReferenceBackend
+from kernels.reference_operations import ReferenceOperations
+from models.loading import load_model
+from tandem.errors import CheckpointError, ConfigError
+from tests.quantized_checkpoints import FORMS, awq, gptq, packed, write
+
+TINY = TinyModel("llama", "llama")
+DOWN = "model.layers.1.mlp.down_proj"
+SCALED = next(form for form in FORMS if form.name == "fp8-blocks")
+
+
+class KeepingOperations(ReferenceOperations):
+    """Takes quantised weights as they are, and notes them."""
+
+    def __init__(self):
+        self.taken = []
+
+    def keeps(self, weight):
+        return True
+
+    def linear(self, weight, bias):
+        self.taken.append(weight)
+        return super().linear(weight, bias)
+
+
+@pytest.fixture
+def written(checkpoint, tmp_path):
+    return lambda form: write(form, checkpoint(TINY), tmp_path)
+
+
+def change(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= changes
+    path.write_text(json.dumps(config))
+
+
+def logits(tools, model):
+    return tools.driver(model, 16, 3).step([(tools.seq(tools.random_prompt(40)), 40)])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_a_quantised_checkpoint_computes_what_transformers_does_with_the_weights_that_it_means(tools, written, form):
+    quantized, meant = written(form)
+    ours = logits(tools, tools.load(quantized, "float32"))
+    with torch.no_grad():
+        theirs = tools.load_transformers(meant)(torch.tensor([tools.random_prompt(40)])).logits[0]
+    assert theirs.std() > 1
+    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+    assert torch.equal(ours.argmax(1), theirs.argmax(1))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_weights_reach_the_kernels_in_the_form_that_they_have(tools, written, form):
+    operations = KeepingOperations()
+    quantized, _ = written(form)
+    load_model(quantized, "float32", torch.device("cpu"), Kernels(ReferenceBackend(), operations))
+    maps = operations.taken[:-1]
+    assert len(maps) == 4 * 2
+    assert isinstance(operations.taken[-1], torch.Tensor)  # the output projection was left as it is
+    if "act-order" in form.name:
+        assert all(isinstance(weight, torch.Tensor) for weight in maps)
+        return
+    forms = {weight.form for weight in maps}
+    wanted = QuantForm.FP8 if "float8" in str(form.encode) or "fp8" in form.name else None
+    assert len(forms) == 1
+    assert wanted is None or forms == {wanted}
+
+
+def test_a_module_that_was_left_as_it_is_may_be_any(tools, written):
+    quantized, meant = written(gptq(4))
+    plain = load_file(meant / "model.safetensors")[f"{DOWN}.weight"]
+
+    def restore(tensors):
+        for part in ("qweight", "qzeros", "scales", "g_idx"):
+            tensors.pop(f"{DOWN}.{part}")
+        tensors[f"{DOWN}.weight"] = plain
+
+    before = logits(tools, tools.load(quantized, "float32"))
+    change(quantized, restore)
+    torch.testing.assert_close(logits(tools, tools.load(quantized, "float32")), before, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("form", "part"),
+    [
+        *((gptq(4), part) for part in ("qweight", "qzeros", "scales")),
+        *((awq(), part) for part in ("qweight", "qzeros", "scales")),
+        *((packed(4, group=32, symmetric=True), part) for part in ("weight_packed", "weight_scale", "weight_shape")),
+        *((SCALED, part) for part in ("weight", "weight_scale_inv")),
+    ],
+    ids=str,
+)
+def test_a_missing_or_misshapen_part_is_refused_by_name(tools, written, form, part):
+    quantized, _ = written(form)
+    name = f"{DOWN}.{part}"
+    intact = load_file(quantized / "model.safetensors")[name]
+    change(quantized, lambda tensors: tensors.update({name: torch.cat((intact, intact)).contiguous()}))
+    with pytest.raises(CheckpointError, match=rf"^{name}: .* has shape"):
+        tools.load(quantized)
+    change(quantized, lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=rf"^{name}: tensor is missing|^{DOWN}\.\w+: tensor"):
+        tools.load(quantized)
+
+
+def test_an_extra_part_is_refused_by_name(tools, written):
+    quantized, _ = written(SCALED)
+    change(quantized, lambda tensors: tensors.update({f"{DOWN}.qzeros": torch.zeros(1, dtype=torch.int32)}))
+    with pytest.raises(CheckpointError, match=rf"^{DOWN}\.qzeros: .* does not belong"):
+        tools.load(quantized)
+
+
+def test_a_bias_that_the_model_has_not_may_be_there_only_if_it_is_zero(tools, written):
+    quantized, _ = written(gptq(4, zero_bias=True))
+    change(quantized, lambda tensors: tensors[f"{DOWN}.bias"][3].fill_(1.0))
+    with pytest.raises(CheckpointError, match=rf"^{DOWN}\.bias: .* not zero"):
+        tools.load(quantized)
+
+
+def test_groups_beyond_the_scales_are_refused_by_name(tools, written):
+    quantized, _ = written(gptq(4))
+    change(quantized, lambda tensors: tensors[f"{DOWN}.g_idx"][3].fill_(9))
+    with pytest.raises(CheckpointError, match=rf"^{DOWN}: g_idx names groups beyond the 3"):
+        tools.load(quantized)
+
+
+def test_scales_of_kv_are_not_used(tools, written):
+    quantized, _ = written(SCALED)
+    change(quantized, lambda tensors: tensors.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}))
+    tools.load(quantized)
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "named"),
+    [
+        (gptq(4), {"quant_method": "bitsandbytes"}, "quant_method: 'bitsandbytes' is not read .*--quantize"),
+        (gptq(4), {"bits": 3}, "bits: 3 bits are not read"),
+        (gptq(4), {"checkpoint_format": "marlin"}, "checkpoint_format: only gptq and gptq_v2"),
+        (gptq(4), {"group_size": 0}, "group_size"),
+        (awq(), {"version": "gemv"}, "version: only gemm"),
+        (awq(), {"zero_point": False}, "zero_point"),
+        (SCALED, {"weight_block_size": [128]}, "weight_block_size"),
+        (packed(4, group=32, symmetric=True), {"format": "nvfp4-pack-quantized"}, "format: 'nvfp4"),
+        (packed(4, group=32, symmetric=True), {"transform_config": {"config_groups": {"a": {}}}}, "transform_config"),
+        (packed(4, group=32, symmetric=True), {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_not_read_is_refused_by_key(tools, written, form, changes, named):
+    quantized, _ = written(form)
+    change_config(quantized, **changes)
+    with pytest.raises(CheckpointError, match=rf"config\.json: quantization_config\.{named}"):
+        tools.load(quantized)
+
+
+@pytest.mark.parametrize("form", list(QuantForm))
+def test_a_plain_checkpoint_is_rounded_at_load_its_output_projection_too(tools, checkpoint, form):
+    operations = KeepingOperations()
+    model = load_model(checkpoint(TINY), "float32", torch.device("cpu"), Kernels(ReferenceBackend(), operations), form)
+    plain = tools.load(checkpoint(TINY), "float32")
+    assert [weight.form for weight in operations.taken] == [form] * 9
+    assert torch.equal(model.decoder.embedding, plain.decoder.embedding)
+    assert model.fingerprint != plain.fingerprint
+
+
+def test_forms_have_fingerprints_of_their_own(checkpoint):
+    kernels = Kernels(ReferenceBackend(), ReferenceOperations())
+    folder = checkpoint(TINY)
+    seen = {load_model(folder, None, torch.device("cpu"), kernels, form).fingerprint for form in (None, *QuantForm)}
+    assert len(seen) == 4
+
+
+def test_a_quantised_checkpoint_is_not_rounded_again(written):
+    quantized, _ = written(awq())
+    kernels = Kernels(ReferenceBackend(), ReferenceOperations())
+    with pytest.raises(ConfigError, match=r"--quantize.*already \(awq\)"):
+        load_model(quantized, None, torch.device("cpu"), kernels, QuantForm.INT8)
+
+
+def test_a_tied_model_keeps_its_embedding_and_rounds_the_projection(checkpoint):
+    operations = KeepingOperations()
+    folder = checkpoint(TinyModel("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}))
+    model = load_model(folder, None, torch.device("cpu"), Kernels(ReferenceBackend(), operations), QuantForm.INT8)
+    assert model.decoder.embedding.dtype is torch.float32
+    assert operations.taken[-1].form is QuantForm.INT8
