@@ -141,10 +141,11 @@ class KvCache:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """`[N, L, 2, Hkv, S, D]` of the layout's dtype, strided where scales lie between; a view, valid until `close`."""
+        """`[N, L, 2, Hkv, S, D]` of the layout's dtype, scales lying between heads; a view, valid until `close`."""
         *outer, block_size, head_dim = self.layout.block_shape
         heads = self.blocks_view.view(torch_dtype(self.layout.dtype)).view(self.num_blocks, *outer, -1)
-        return heads[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim))
+        strides = (*heads.stride()[:-1], head_dim, 1)
+        return heads.as_strided((*heads.shape[:-1], block_size, head_dim), strides)
 
     @property
     def blocks_view(self) -> torch.Tensor:

@@ -166,10 +166,7 @@ class WorkerConfig:
         none_word="none",
     )
     kv_dtype: str = option(
-        "kv-dtype",
-        "auto",
-        "element type of stored KV; auto stores it as it is computed, int8 and fp8 take half the memory of bfloat16",
-        one_of("auto", "int8", "fp8"),
+        "kv-dtype", "auto", "as what KV is stored; auto: as it is computed", one_of("auto", "int8", "fp8")
     )
     block_size: int = option("block-size", 16, "tokens per KV block", integer(1, 256))
     kv_blocks: int | None = option("kv-blocks", None, "blocks of the KV pool", integer(1), none_word="auto")

@@ -59,7 +59,6 @@ class Library:
         bound: Callable[..., None] = function
         return bound
 
-
     def bind_common(self, name: str, *argtypes: Any) -> Callable[..., None]:
         """The function `tandem_<name>` that all tiers share."""
         function = _open()[0][f"tandem_{name}"]
@@ -71,6 +70,7 @@ class Library:
     def address(self, name: str) -> int | None:
         """Of the tier's function, for native code that calls it. Raises InternalError if there is none."""
         return ctypes.cast(self.bind(name), ctypes.c_void_p).value  # type: ignore[arg-type]
+
 
 def obstacle() -> str | None:
     """Why no native kernel can run in this process, or None."""

@@ -27,6 +27,7 @@ from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.triton.configs import arch_of, attention_config
 from kernels.triton.tile import (
     INDEX_TENSORS,
+    QUANT,
     UNSEEN,
     attention_variant,
     averaged,
@@ -34,7 +35,9 @@ from kernels.triton.tile import (
     fold,
     load_tile,
     padded_head_dim,
+    pool_arguments,
     pool_rows,
+    row_scales,
     score_factors,
     scores,
 )
@@ -69,12 +72,12 @@ def _splits_of(
 
 @triton.jit(do_not_specialize=["num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=INDEX_TENSORS)
 def decode_kernel(
-    q, kv_layer, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
+    q, kv_layer, scales, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
     num_seqs, max_splits, num_kv_heads, group,
     stride_qt, stride_qh, stride_block, stride_side, stride_head, stride_slot, stride_table,
     window, cap_factor, factor,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr,
     COUNTED: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Grid `[Hkv * ceil(G / BLOCK_M), P]`; a program takes splits `p`, `p + P`, `p + 2 * P`, … of all B seqs'.
@@ -100,11 +103,11 @@ def decode_kernel(
             seq = first_seq + tl.sum(before.to(tl.int32), 0)
             split = taken - tl.max(tl.where(before, ends, counted), 0)
             _attend_split(
-                q, kv_layer, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
+                q, kv_layer, scales, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
                 seq, split, max_splits, num_kv_heads, group,
                 stride_qt, stride_qh, stride_block, stride_side, stride_head, stride_slot, stride_table,
                 window, cap_factor, factor,
-                WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_SIZE, MIN_SPLIT, MAX_SPLITS, STEP,
+                WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_SIZE, QUANT, MIN_SPLIT, MAX_SPLITS, STEP,
             )  # fmt: skip
             taken += tl.num_programs(1)
         counted = end
@@ -112,12 +115,12 @@ def decode_kernel(
 
 @triton.jit
 def _attend_split(
-    q, kv_layer, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
+    q, kv_layer, scales, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
     seq, split, max_splits, num_kv_heads, group,
     stride_qt, stride_qh, stride_block, stride_side, stride_head, stride_slot, stride_table,
     window, cap_factor, factor,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr,
     MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One split of one seq by the heads of this program's tile."""
@@ -135,6 +138,7 @@ def _attend_split(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     pool = kv_layer + tl.cast(kv_head, tl.int64) * stride_head
+    pool_scales = scales + tl.cast(kv_head, tl.int64) * (stride_head // 4)
     table = block_tables + tl.cast(seq, tl.int64) * stride_table
     begin += split * split_len
     for first in range(begin, tl.minimum(begin + split_len, seq_len), BLOCK_N):
@@ -145,9 +149,13 @@ def _attend_split(
             seen = stored & (keys_at >= seq_len - window)
         key_rows = pool_rows(table, keys_at, stored, stride_block, stride_slot, BLOCK_SIZE)
         keys = load_tile(pool, key_rows, stored, True, HEAD_DIM, BLOCK_D)
-        s = tl.where(seen[None, :], scores(q_tile, keys, cap_factor, CAPPED), UNSEEN)
+        key_scales = row_scales(pool_scales, table, keys_at, stored, stride_block, BLOCK_SIZE, QUANT)
+        s = tl.where(seen[None, :], scores(q_tile, keys, key_scales, cap_factor, CAPPED, QUANT), UNSEEN)
         values = load_tile(pool + stride_side, key_rows, stored, True, HEAD_DIM, BLOCK_D)
-        largest, total, acc = fold(s, values, factor, largest, total, acc)
+        value_scales = row_scales(
+            pool_scales + stride_side // 4, table, keys_at, stored, stride_block, BLOCK_SIZE, QUANT
+        )
+        largest, total, acc = fold(s, values, value_scales, factor, largest, total, acc, q_tile.dtype, QUANT)
 
     acc = averaged(total, acc)
     columns = tl.arange(0, BLOCK_D)
@@ -233,11 +241,15 @@ def decode(
     cap_factor, factor = score_factors(params)
     num_tiles = num_kv_heads * -(-group // config.block_m)
     decode_kernel[(num_tiles, num_programs(q.device, num_tiles, num_seqs * max_splits))](
-        q, kv_layer, out, partial_out, partial_lse, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables,
+        q, *pool_arguments(kv_layer), out, partial_out, partial_lse,
+        metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables,
         num_seqs, max_splits, num_kv_heads, group,
         q.stride(0), q.stride(1), *kv_layer.stride()[:4], metadata.block_tables.stride(0),
         window, cap_factor, factor,
-        **constants(config, head_dim, block_size, windowed=windowed, capped=params.soft_cap is not None),
+        **constants(
+            config, head_dim, block_size, windowed=windowed, capped=params.soft_cap is not None,
+            quant=QUANT.get(kv_layer.dtype, 0),
+        ),
         COUNTED=_COUNTED, **_SPLITTING,
         **launch_options(config.num_warps, config.num_stages),
     )  # fmt: skip
@@ -256,14 +268,18 @@ def compile_variants(arch: int) -> Iterator[Variant]:
             yield _decode_variant(arch, head_dim, dtype, block_size=16, edges=False)
     for head_dim, block_size in ((128, 1), (256, 256)):
         yield _decode_variant(arch, head_dim, torch.bfloat16, block_size, edges=True)
+    for quant in QUANT.values():
+        yield _decode_variant(arch, 128, torch.bfloat16, 16, edges=False, quant=quant)
     for head_dim in (64, 80, 128, 256):
         yield _merge_variant(head_dim)
 
 
-def _decode_variant(arch: int, head_dim: int, dtype: torch.dtype, block_size: int, *, edges: bool) -> Variant:
+def _decode_variant(
+    arch: int, head_dim: int, dtype: torch.dtype, block_size: int, *, edges: bool, quant: int = 0
+) -> Variant:
     """`edges`: with sliding window and soft cap."""
     config = attention_config("decode", head_dim, dtype, arch)
-    constexprs = constants(config, head_dim, block_size, windowed=edges, capped=edges)
+    constexprs = constants(config, head_dim, block_size, windowed=edges, capped=edges, quant=quant)
     return attention_variant(decode_kernel, "decode", config, dtype, {**constexprs, "COUNTED": _COUNTED, **_SPLITTING})
 
 

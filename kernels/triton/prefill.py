@@ -20,13 +20,16 @@ from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.triton.configs import KernelConfig, arch_of, attention_config
 from kernels.triton.tile import (
     INDEX_TENSORS,
+    QUANT,
     UNSEEN,
     attention_variant,
     averaged,
     constants,
     fold,
     load_tile,
+    pool_arguments,
     pool_rows,
+    row_scales,
     score_factors,
     scores,
 )
@@ -53,10 +56,10 @@ def _seq_of_tile(cu_seqlens_q, num_seqs, tile, group, BLOCK_M: tl.constexpr):
 @triton.jit
 def _sweep(
     largest, total, acc, q, k_base, v_base, stride_k, stride_v, block_table, stride_block,
-    begin, end, limit, rows_at, window, cap_factor, factor,
+    begin, end, limit, rows_at, window, cap_factor, factor, k_scales, v_scales,
     PAGED: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
     """Folds in keys `begin … end` of the `limit` that there are; `rows_at` `[M]` counts from the same origin.
 
@@ -81,23 +84,27 @@ def _sweep(
             v_rows = k_rows
             k_tile_base = k_base
             v_tile_base = v_base
-        s = scores(q, load_tile(k_tile_base, k_rows, stored, MASKED, HEAD_DIM, BLOCK_D), cap_factor, CAPPED)
+        keys = load_tile(k_tile_base, k_rows, stored, MASKED, HEAD_DIM, BLOCK_D)
+        key_scales = row_scales(k_scales, block_table, keys_at, stored, stride_block, BLOCK_SIZE, QUANT)
+        s = scores(q, keys, key_scales, cap_factor, CAPPED, QUANT)
         if MASKED:
             seen = (keys_at[None, :] <= rows_at[:, None]) & stored[None, :]
             if WINDOWED:
                 seen &= keys_at[None, :] > rows_at[:, None] - window
             s = tl.where(seen, s, UNSEEN)
         values = load_tile(v_tile_base, v_rows, stored, MASKED, HEAD_DIM, BLOCK_D)
-        largest, total, acc = fold(s, values, factor, largest, total, acc)
+        value_scales = row_scales(v_scales, block_table, keys_at, stored, stride_block, BLOCK_SIZE, QUANT)
+        largest, total, acc = fold(s, values, value_scales, factor, largest, total, acc, q.dtype, QUANT)
     return largest, total, acc
 
 
 @triton.jit
 def _sweep_edges_apart(
     largest, total, acc, q, k_base, v_base, stride_k, stride_v, block_table, stride_block,
-    first_row, last_row, limit, rows_at, window, cap_factor, factor,
+    first_row, last_row, limit, rows_at, window, cap_factor, factor, k_scales, v_scales,
     PAGED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    QUANT: tl.constexpr,
 ):  # fmt: skip
     """Folds in all keys that rows `first_row … last_row` see: the window's edge masked, a middle not, the end masked.
 
@@ -110,32 +117,32 @@ def _sweep_edges_apart(
         middle = tl.minimum(tl.cdiv(tl.maximum(last_row - window + 1, 0), BLOCK_N) * BLOCK_N, end)
         largest, total, acc = _sweep(
             largest, total, acc, q, k_base, v_base, stride_k, stride_v, block_table, stride_block,
-            begin, middle, limit, rows_at, window, cap_factor, factor,
-            PAGED, True, WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE,
+            begin, middle, limit, rows_at, window, cap_factor, factor, k_scales, v_scales,
+            PAGED, True, WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, QUANT,
         )  # fmt: skip
     middle_end = tl.maximum(tl.minimum(first_row + 1, limit) // BLOCK_N * BLOCK_N, middle)
     largest, total, acc = _sweep(
         largest, total, acc, q, k_base, v_base, stride_k, stride_v, block_table, stride_block,
-        middle, middle_end, limit, rows_at, window, cap_factor, factor,
-        PAGED, False, WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE,
+        middle, middle_end, limit, rows_at, window, cap_factor, factor, k_scales, v_scales,
+        PAGED, False, WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, QUANT,
     )  # fmt: skip
     return _sweep(
         largest, total, acc, q, k_base, v_base, stride_k, stride_v, block_table, stride_block,
-        middle_end, end, limit, rows_at, window, cap_factor, factor,
-        PAGED, True, WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE,
+        middle_end, end, limit, rows_at, window, cap_factor, factor, k_scales, v_scales,
+        PAGED, True, WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, QUANT,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tiles", "stride_table"], do_not_specialize_on_alignment=INDEX_TENSORS)
 def prefill_kernel(
-    q, k, v, kv_layer, out, cu_seqlens_q, seq_lens, block_tables,
+    q, k, v, kv_layer, scales, out, cu_seqlens_q, seq_lens, block_tables,
     num_seqs, num_tiles, num_kv_heads, group,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     stride_block, stride_side, stride_head, stride_slot, stride_table,
     window, cap_factor, factor,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CONTEXT_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
     """Grid `[num_tiles * Hkv]`; the last tiles of a seq see most keys and go first."""
     kv_head = tl.program_id(0) % num_kv_heads
@@ -161,18 +168,21 @@ def prefill_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     pool = kv_layer + tl.cast(kv_head, tl.int64) * stride_head
     table = block_tables + tl.cast(seq, tl.int64) * stride_table
+    k_scales = scales + tl.cast(kv_head, tl.int64) * (stride_head // 4)
+    paged_len = context_len + (query_len if QUANT else 0)  # all of quantized KV is read as it is stored
     largest, total, acc = _sweep_edges_apart(
         largest, total, acc, q_tile, pool, pool + stride_side, stride_slot, stride_slot, table, stride_block,
-        context_len + first_token, context_len + last_token, context_len, context_len + tokens,
-        window, cap_factor, factor,
-        True, WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, CONTEXT_N, BLOCK_SIZE,
+        context_len + first_token, context_len + last_token, paged_len, context_len + tokens,
+        window, cap_factor, factor, k_scales, k_scales + stride_side // 4,
+        True, WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, CONTEXT_N, BLOCK_SIZE, QUANT,
     )  # fmt: skip
-    largest, total, acc = _sweep_edges_apart(
-        largest, total, acc, q_tile, k + first_q * stride_kt + kv_head * stride_kh,
-        v + first_q * stride_vt + kv_head * stride_vh, stride_kt, stride_vt, table, stride_block,
-        first_token, last_token, query_len, tokens, window, cap_factor, factor,
-        False, WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE,
-    )  # fmt: skip
+    if not QUANT:
+        largest, total, acc = _sweep_edges_apart(
+            largest, total, acc, q_tile, k + first_q * stride_kt + kv_head * stride_kh,
+            v + first_q * stride_vt + kv_head * stride_vh, stride_kt, stride_vt, table, stride_block,
+            first_token, last_token, query_len, tokens, window, cap_factor, factor, k_scales, k_scales,
+            False, WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, QUANT,
+        )  # fmt: skip
 
     # Computed again, by other formulas than above: the compiler would otherwise hold the first results in
     # registers through all the loops, and spill.
@@ -208,12 +218,15 @@ def prefill(
     windowed, window = params.sliding_window is not None, params.sliding_window or 0
     cap_factor, factor = score_factors(params)
     prefill_kernel[(num_tiles * num_kv_heads,)](
-        q, k, v, kv_layer, out, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables,
+        q, k, v, *pool_arguments(kv_layer), out, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables,
         num_seqs, num_tiles, num_kv_heads, group,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *kv_layer.stride()[:4], metadata.block_tables.stride(0),
         window, cap_factor, factor,
-        **constants(config, head_dim, block_size, windowed=windowed, capped=params.soft_cap is not None),
+        **constants(
+            config, head_dim, block_size, windowed=windowed, capped=params.soft_cap is not None,
+            quant=QUANT.get(kv_layer.dtype, 0),
+        ),
         CONTEXT_N=_context_tile(config),
         **launch_options(config.num_warps, config.num_stages),
     )  # fmt: skip
@@ -231,11 +244,13 @@ def compile_variants(arch: int) -> Iterator[Variant]:
             yield _variant(arch, head_dim, dtype, block_size=16, edges=False)
     for head_dim, block_size in ((64, 16), (128, 1), (128, 256), (256, 256)):
         yield _variant(arch, head_dim, torch.bfloat16, block_size, edges=True)
+    for quant in QUANT.values():
+        yield _variant(arch, 128, torch.bfloat16, 16, edges=False, quant=quant)
 
 
-def _variant(arch: int, head_dim: int, dtype: torch.dtype, block_size: int, *, edges: bool) -> Variant:
+def _variant(arch: int, head_dim: int, dtype: torch.dtype, block_size: int, *, edges: bool, quant: int = 0) -> Variant:
     """`edges`: with sliding window and soft cap."""
     config = attention_config("prefill", head_dim, dtype, arch)
-    constexprs = constants(config, head_dim, block_size, windowed=edges, capped=edges)
+    constexprs = constants(config, head_dim, block_size, windowed=edges, capped=edges, quant=quant)
     constexprs["CONTEXT_N"] = _context_tile(config)
     return attention_variant(prefill_kernel, "prefill", config, dtype, constexprs)

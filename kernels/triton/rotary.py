@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 
 from kernels.operations import QkNorm, Rotation
+from kernels.quantized_kv import LARGEST, SMALLEST_ROW
 from kernels.spec import check_float, check_rotate_and_store
+from kernels.triton.tile import QUANT, QUANT_LABELS, pool_arguments
 from kernels.triton.variant import POINTERS, Variant, launch_options
 
 _TILE_PAIRS = 512
@@ -27,7 +29,7 @@ def rotate_and_store(qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | No
 
     Two tokens must not have the same slot, and no slot may lie beyond the pool: neither is looked for.
     """
-    check_float("kv_layer", kv_layer)
+    check_float("qkv", qkv)
     dims = check_rotate_and_store(qkv, rotation, qk_norm, kv_layer)
     num_tokens, num_heads, half = dims["T"], dims["H+2Hkv"], dims["D/2"]
     if not num_tokens:
@@ -37,7 +39,7 @@ def rotate_and_store(qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | No
         *(qkv, rotation.cos, rotation.sin),
         qkv if qk_norm is None else qk_norm.q_weight,
         qkv if qk_norm is None else qk_norm.k_weight,
-        *(kv_layer, rotation.slot_mapping),
+        *(*pool_arguments(kv_layer), rotation.slot_mapping),
         *(qkv.stride(0), qkv.stride(1), rotation.cos.stride(0), rotation.sin.stride(0)),
         *kv_layer.stride()[:4],
         *(dims["S"], num_heads, dims["Hkv"]),
@@ -46,32 +48,39 @@ def rotate_and_store(qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | No
         PAIRS=pairs,
         HEADS=heads,
         HAS_NORM=qk_norm is not None,
+        QUANT=QUANT.get(kv_layer.dtype, 0),
         **launch_options(_NUM_WARPS),
     )
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
     """Head sizes with and without padding, with and without norm; alike on every `arch`."""
-    for dtype, head_dim, has_norm in (
-        (torch.bfloat16, 64, False),
-        (torch.bfloat16, 80, False),
-        (torch.bfloat16, 128, True),
-        (torch.bfloat16, 256, True),
-        (torch.float32, 128, True),
+    for dtype, head_dim, has_norm, quant in (
+        (torch.bfloat16, 64, False, 0),
+        (torch.bfloat16, 80, False, 0),
+        (torch.bfloat16, 128, True, 0),
+        (torch.bfloat16, 256, True, 0),
+        (torch.float32, 128, True, 0),
+        (torch.bfloat16, 128, True, 1),
+        (torch.bfloat16, 128, False, 2),
     ):
+        pool = (
+            {"kv_layer": "*i8", "scales": "*fp32"} if quant else dict.fromkeys(("kv_layer", "scales"), POINTERS[dtype])
+        )
         pairs, heads = _tile(head_dim // 2, 48)
         kv_strides = ("block_stride", "side_stride", "kv_head_stride", "slot_stride")
         yield Variant(
             kernel=_rotate_and_store,
             signature={
-                **dict.fromkeys(("qkv", "q_weight", "k_weight", "kv_layer"), POINTERS[dtype]),
+                **dict.fromkeys(("qkv", "q_weight", "k_weight"), POINTERS[dtype]),
+                **pool,
                 **dict.fromkeys(("cos", "sin"), "*fp32"),
                 "slot_mapping": "*i64",
                 "eps": "fp32",
             },
-            constexprs={"HALF": head_dim // 2, "PAIRS": pairs, "HEADS": heads, "HAS_NORM": has_norm},
+            constexprs={"HALF": head_dim // 2, "PAIRS": pairs, "HEADS": heads, "HAS_NORM": has_norm, "QUANT": quant},
             num_warps=_NUM_WARPS,
-            label=f"rotate_and_store {POINTERS[dtype][1:]} D={head_dim}{' norm' if has_norm else ''}",
+            label=f"rotate_and_store {POINTERS[dtype][1:]} D={head_dim}{' norm' * has_norm}{QUANT_LABELS[quant]}",
             aligned=frozenset(("qkv_stride", "head_stride", *kv_strides)),
         )
 
@@ -82,11 +91,45 @@ def _tile(half: int, num_heads: int) -> tuple[int, int]:
     return pairs, min(triton.next_power_of_2(num_heads), max(1, _TILE_PAIRS // pairs))
 
 
+LARGEST_INT8, LARGEST_FP8 = tl.constexpr(LARGEST[torch.int8]), tl.constexpr(LARGEST[torch.float8_e4m3fn])
+_SMALLEST_ROW = tl.constexpr(SMALLEST_ROW)
+
+
+@triton.jit
+def _largest(x, y):
+    """Largest magnitude of each row of x, y `[HEADS, PAIRS]`; compared as integers, where NaN is the largest."""
+    row_x = tl.max(x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    row_y = tl.max(y.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    smallest = tl.full(row_x.shape, _SMALLEST_ROW, tl.float32).to(tl.int32, bitcast=True)
+    return tl.maximum(tl.maximum(row_x, row_y), smallest).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _narrowed(x, QUANT: tl.constexpr):
+    """Float32 as bytes of int8 or e4m3, to nearest, ties to even; |x| < 464."""
+    if QUANT == 1:
+        return _rounded(x).to(tl.int8)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+        denormal = _rounded(tl.abs(x) * 512.0)
+        code = tl.where(magnitude < (121 << 23), denormal, normal)
+        return (code | ((bits >> 24) & 0x80)).to(tl.int8)
+
+
+@triton.jit
+def _rounded(x):
+    """To the nearest integer, |x| < 2 ** 22: adding 1.5 * 2 ** 23 leaves it in the lowest bits."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+
+
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _rotate_and_store(
-    qkv, cos, sin, q_weight, k_weight, kv_layer, slot_mapping, qkv_stride, head_stride, cos_stride, sin_stride,
+    qkv, cos, sin, q_weight, k_weight, kv_layer, scales, slot_mapping, qkv_stride, head_stride, cos_stride, sin_stride,
     block_stride, side_stride, kv_head_stride, slot_stride, block_size, num_heads, num_kv_heads, eps,
     HALF: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
+    QUANT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS] of q, then k, then v
@@ -120,5 +163,18 @@ def _rotate_and_store(
         where = kv_layer + (slot // block_size) * block_stride + (slot % block_size) * slot_stride
         stored = where + (is_v * side_stride + kv_head * kv_head_stride)[:, None] + pair[None, :]
         is_kv = (head >= first_k)[:, None]
-        tl.store(stored, x, mask=inside & is_kv)
-        tl.store(stored + HALF, y, mask=inside & is_kv)
+        if QUANT:
+            largest = _largest(x, y)  # [HEADS]
+            top = tl.full([HEADS], LARGEST_INT8 if QUANT == 1 else LARGEST_FP8, tl.float32)
+            factor = tl.div_rn(top, largest)[:, None]
+            # Between product and sum, which would else become one operation of another rounding.
+            low = _narrowed(tl.minimum(x.to(tl.float32) * factor, top[:, None]), QUANT)
+            high = _narrowed(tl.minimum(y.to(tl.float32) * factor, top[:, None]), QUANT)
+            heads_scales = scales + slot // block_size * (block_stride // 4) + slot % block_size
+            at = heads_scales + (is_v * (side_stride // 4) + kv_head * (kv_head_stride // 4))
+            tl.store(at, tl.div_rn(largest, top), mask=(head >= first_k) & (head < num_heads))
+            tl.store(stored, low, mask=inside & is_kv)
+            tl.store(stored + HALF, high, mask=inside & is_kv)
+        else:
+            tl.store(stored, x, mask=inside & is_kv)
+            tl.store(stored + HALF, y, mask=inside & is_kv)

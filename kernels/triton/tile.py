@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention import AttentionParams
+from kernels.quantized_kv import is_quantized, kv_scales
 from kernels.triton.configs import KernelConfig
 from kernels.triton.variant import POINTERS, Variant
 
@@ -45,8 +46,19 @@ def score_factors(params: AttentionParams) -> tuple[float, float]:
     return 2 * params.scale / params.soft_cap * math.log2(math.e), params.soft_cap * math.log2(math.e)
 
 
+QUANT = {torch.int8: 1, torch.float8_e4m3fn: 2}
+QUANT_LABELS = ("", " int8", " fp8")
+"""How kernels and their variants call each kind of quantized KV; 0 is plain. e4m3 goes as bytes, which devices before
+sm_89 load too."""
+
+
+def pool_arguments(kv_layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(kv_layer, scales)` as kernels take them, the scales as floats; plain KV stands for those that it lacks."""
+    return (kv_layer.view(torch.int8), kv_scales(kv_layer)) if is_quantized(kv_layer) else (kv_layer, kv_layer)
+
+
 def constants(
-    config: KernelConfig, head_dim: int, block_size: int, *, windowed: bool, capped: bool
+    config: KernelConfig, head_dim: int, block_size: int, *, windowed: bool, capped: bool, quant: int = 0
 ) -> dict[str, int | bool]:
     """Compile-time arguments of both kernels."""
     return {
@@ -57,6 +69,7 @@ def constants(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_SIZE": block_size,
+        "QUANT": quant,
     }
 
 
@@ -71,10 +84,13 @@ def attention_variant(
 ) -> Variant:
     """One compilation of either kernel; their arguments are named alike."""
     edges = " windowed capped" if constexprs["WINDOWED"] else ""
+    quant = constexprs["QUANT"]
+    pool = {"kv_layer": "*i8", "scales": "*fp32"} if quant else dict.fromkeys(("kv_layer", "scales"), POINTERS[dtype])
     return Variant(
         kernel=kernel,
         signature={
-            **dict.fromkeys(("q", "k", "v", "kv_layer", "out"), POINTERS[dtype]),
+            **dict.fromkeys(("q", "k", "v", "out"), POINTERS[dtype]),
+            **pool,
             **dict.fromkeys(("partial_out", "partial_lse"), "*fp32"),
             **dict.fromkeys(("cu_seqlens_q", "seq_lens", "block_tables"), "*i32"),
             "stride_block": "i64",
@@ -82,7 +98,7 @@ def attention_variant(
         },
         constexprs=constexprs,
         num_warps=config.num_warps,
-        label=f"{name} {dtype} D={constexprs['HEAD_DIM']} S={constexprs['BLOCK_SIZE']}{edges}",
+        label=f"{name} {dtype} D={constexprs['HEAD_DIM']} S={constexprs['BLOCK_SIZE']}{edges}{QUANT_LABELS[quant]}",
         num_stages=config.num_stages,
         aligned=frozenset(_STRIDES),
     )
@@ -112,22 +128,48 @@ def load_tile(base, rows, stored, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, 
 
 
 @triton.jit
-def scores(q, keys, cap_factor, CAPPED: tl.constexpr):
+def widened(tile, dtype: tl.constexpr, QUANT: tl.constexpr):
+    """A tile of the pool as `dtype`, which holds all int8 and e4m3 exactly; scales are left to `scores` and `fold`."""
+    if QUANT == 1:
+        return tile.to(tl.float32).to(dtype)  # not at once: the interpreter takes bfloat16 for an integer
+    elif QUANT == 2:  # exponent and mantissa go where float32 has their lowest bits, 2 ** 120 makes up for it
+        bits = (tile.to(tl.int32) << 20) & -2014314496
+        return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)
+    else:
+        return tile
+
+
+@triton.jit
+def row_scales(scales, block_table, positions, stored, stride_block, BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr):
+    """Scales of a seq's positions `[N]`, of one side and head; `stride_block` counts bytes. Of plain KV nothing."""
+    if QUANT:
+        rows = pool_rows(block_table, positions, stored, stride_block // 4, 1, BLOCK_SIZE)
+        return tl.load(scales + rows, mask=stored, other=0.0)
+    else:
+        return 0.0
+
+
+@triton.jit
+def scores(q, keys, key_scales, cap_factor, CAPPED: tl.constexpr, QUANT: tl.constexpr):
     """Dot products `[M, N]`; with a soft cap their tanh, as 1 - 2 / (e ** 2x + 1)."""
-    s = tl.dot(q, tl.trans(keys), input_precision=_EXACT)
+    s = tl.dot(q, tl.trans(widened(keys, q.dtype, QUANT)), input_precision=_EXACT)
+    if QUANT:
+        s = s * key_scales[None, :]
     if CAPPED:
         s = 1.0 - 2.0 / (tl.exp2(s * cap_factor) + 1.0)
     return s
 
 
 @triton.jit
-def fold(s, values, factor, largest, total, acc):
+def fold(s, values, value_scales, factor, largest, total, acc, dtype: tl.constexpr, QUANT: tl.constexpr):
     """One step of the online softmax: scores `[M, N]`, values `[N, D]` → new `largest`, `total` `[M]`, `acc`."""
     now_largest = tl.maximum(largest, tl.max(s, 1) * factor)
     weights = tl.exp2(s * factor - now_largest[:, None])
     shrink = tl.exp2(largest - now_largest)
     total = total * shrink + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=_EXACT)
+    if QUANT:
+        weights = weights * value_scales[None, :]
+    acc = tl.dot(weights.to(dtype), widened(values, dtype, QUANT), acc * shrink[:, None], input_precision=_EXACT)
     return now_largest, total, acc
 
 

@@ -30,15 +30,15 @@ def said(completion: Completion) -> list[tuple[int, ...]]:
 
 def completions(kv_dtype: str, *way: str) -> list[list[tuple[int, ...]]]:
     """Every prompt in every way to choose tokens, each twice: computed, and found in the cache."""
-    with serve("demo", "--prefill", "1", "--decode", "1", "--kv-dtype", kv_dtype, *SIZE, *way) as cluster:
-        with Client(cluster.target) as client:
-            client.wait_ready(timeout_s=60)
-            calls = [{"token_ids": prompt_of(length), **how} for length in LENGTHS for how in (GREEDY, DRAWN, BEAMS)]
-            first, again = ([said(client.complete(**call)) for call in calls] for _ in range(2))
-            assert again == first
-            assert client.complete(token_ids=prompt_of(300), **GREEDY).usage.cached_tokens == 288
-            assert becomes_idle(client, 15), client.status()
-            return first
+    options = ("--prefill", "1", "--decode", "1", "--kv-dtype", kv_dtype, *SIZE, *way)
+    with serve("demo", *options) as cluster, Client(cluster.target) as client:
+        client.wait_ready(timeout_s=60)
+        calls = [{"token_ids": prompt_of(length), **how} for length in LENGTHS for how in (GREEDY, DRAWN, BEAMS)]
+        first, again = ([said(client.complete(**call)) for call in calls] for _ in range(2))
+        assert again == first
+        assert client.complete(token_ids=prompt_of(300), **GREEDY).usage.cached_tokens == 288
+        assert becomes_idle(client, 15), client.status()
+        return first
 
 
 @pytest.mark.timeout(240)

@@ -12,7 +12,7 @@ import torch
 
 from kernels.attention import AttentionMetadata
 from tandem.errors import InternalError
-from tests.kernels.oracle import LENS, TOLERANCES, Case
+from tests.kernels.oracle import LENS, QUANTIZED, TOLERANCES, Case
 
 pytest.importorskip("triton")
 
@@ -43,6 +43,16 @@ def test_each_kind_of_batch_is_exact_in_each_dtype(lens, dtype, device):
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
 def test_each_head_dim_is_exact(head_dim, dtype, device):
     Case(MIXED, 16, head_dim=head_dim, dtype=dtype).to(device).check(BACKEND)
+
+
+@on_each_device
+@pytest.mark.parametrize("kv_dtype", QUANTIZED, ids=str)
+@pytest.mark.parametrize(("block_size", "dtype"), zip((3, 16, 64), DTYPES, strict=True), ids=str)
+def test_quantized_kv_is_read_as_it_is_stored(block_size, dtype, kv_dtype, device):
+    lens = [*LENS["mixed"], (70, 75), (1, MIN_SPLIT + 1)]
+    case = Case(lens, block_size, (2, 1), head_dim=80, dtype=dtype, kv_dtype=kv_dtype).to(device)
+    case.check(BACKEND)
+    Case(LENS["mixed"], block_size, (2, 1), 16, dtype, kv_dtype=kv_dtype).to(device).check(BACKEND, 7, 30.0)
 
 
 @on_each_device
