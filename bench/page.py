@@ -183,6 +183,7 @@ def _sharing(results: dict[str, Any]) -> list[str]:
 
 def _small_pool(results: dict[str, Any]) -> list[str]:
     rows = [
+        ("block size", str(results["block_size"])),
         ("blocks wanted, nothing shared", f"{results['demand_blocks']:.0f}"),
         ("blocks of the pool", str(results["pool_blocks"])),
         *((f"requests served, {sort}", str(count)) for sort, count in results["served"].items()),

@@ -46,7 +46,6 @@ from tandem.errors import TandemError
 from tandem.types import Role
 
 NUM_KINDS = 80
-BLOCK_SIZE = 16
 DEMAND_SHARE = 1 / 4
 WASTE_BAR = 0.04
 READY_TIMEOUT_S = 120.0
@@ -101,19 +100,19 @@ def _only(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: options[name] for name in names if name in options}
 
 
-def blocks_of(kind: Kind, num_prompt_tokens: int) -> int:
+def blocks_of(kind: Kind, num_prompt_tokens: int, block_size: int) -> int:
     """What it holds at its end, with nothing shared; each beam as the longest of the choices."""
     lengths = [len(said.token_ids) for said in kind.answer.values()]
     lengths += [max(lengths)] * (kind.request.options.get("beam_width", 0) - len(lengths))
-    return sum(-(-(num_prompt_tokens + length) // BLOCK_SIZE) for length in lengths)
+    return sum(-(-(num_prompt_tokens + length) // block_size) for length in lengths)
 
 
-def largest_need(kind: Kind, num_prompt_tokens: int) -> int:
+def largest_need(kind: Kind, num_prompt_tokens: int, block_size: int) -> int:
     """Blocks without which a worker refuses it: the prompt once, all that each sequence may write besides."""
     options = kind.request.options
     num_seqs: int = options.get("beam_width", options.get("n", 1))
     max_tokens: int = options["max_tokens"]
-    return -(-num_prompt_tokens // BLOCK_SIZE) + num_seqs * (2 + max_tokens // BLOCK_SIZE)
+    return -(-num_prompt_tokens // block_size) + num_seqs * (2 + max_tokens // block_size)
 
 
 @dataclass(slots=True)
@@ -157,15 +156,19 @@ class Account:
             self.violations.append("shows none: no sequence was preempted")
 
 
-async def plan(target: str, callers: int, requests: Sequence[RandomRequest]) -> tuple[list[Kind], Account]:
+async def plan(
+    target: str, callers: int, block_size: int, requests: Sequence[RandomRequest]
+) -> tuple[list[Kind], Account]:
     """The right answers, and how large the small pool is to be."""
     async with AsyncClient(target) as client:
         await client.wait_ready(READY_TIMEOUT_S)
         kinds = await learn(client, requests)
         lengths = [await _num_prompt_tokens(client, kind.request) for kind in kinds]
     sizes = list(zip(kinds, lengths, strict=True))
-    demand = callers * statistics.fmean(blocks_of(*each) for each in sizes)
-    return kinds, Account(demand, max(round(demand * DEMAND_SHARE), *(largest_need(*each) for each in sizes)))
+    demand = callers * statistics.fmean(blocks_of(*each, block_size) for each in sizes)
+    return kinds, Account(
+        demand, max(round(demand * DEMAND_SHARE), *(largest_need(*each, block_size) for each in sizes))
+    )
 
 
 async def _num_prompt_tokens(client: AsyncClient, request: RandomRequest) -> int:
@@ -242,9 +245,9 @@ def _fetch(url: str) -> str:
 
 def run(args: argparse.Namespace) -> Account:
     """Quiet run, then the small pool."""
-    common = ("--block-size", str(BLOCK_SIZE), "--max-priority", str(MAX_PRIORITY))
+    common = ("--block-size", str(args.block_size), "--max-priority", str(MAX_PRIORITY))
     with serve("demo", *common, "--no-prefix-cache") as cluster:
-        kinds, account = uvloop.run(plan(cluster.target, args.callers, draw(NUM_KINDS, args.seed)))
+        kinds, account = uvloop.run(plan(cluster.target, args.callers, args.block_size, draw(NUM_KINDS, args.seed)))
     print(f"demand {account.demand_blocks:.0f} blocks, pool {account.pool_blocks}", file=sys.stderr, flush=True)
     small = ("--kv-blocks", str(account.pool_blocks), "--host-cache-memory", args.host_cache_memory)
     with serve("demo", *common, *small) as cluster:
@@ -261,11 +264,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=0.5)
     parser.add_argument("--callers", type=int, default=48)
+    parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
     parser.add_argument("--host-cache-memory", default="16MiB", help="of each worker")
     parser.add_argument("--record", action="store_true", help="write bench/results/small-pool.json and the page")
     args = parser.parse_args()
-    results = {"callers": args.callers, **run(args).document()}
+    results = {"callers": args.callers, "block_size": args.block_size, **run(args).document()}
     print(json.dumps(results, indent=2))
     if args.record:
         write_record("small-pool", results)

@@ -173,6 +173,8 @@ def load_engine(options: EngineOptions) -> Engine:
         kernels = select_kernels(options.attention_backend, device, _probe_dtype(options), options.cpu_tier)
         form = None if options.quantize is None else QuantForm(options.quantize)
         model = executor.submit(load_model, options.model_path, options.dtype, device, kernels, form).result()
+        if model.decoder.compiled is not None:
+            executor.submit(model.decoder.compiled.take_thread).result()
         layout = _layout(options, model)
         num_blocks, ring_rows = _sizes(options, model, layout)
         kv_cache = KvCache.create(

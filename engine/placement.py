@@ -2,7 +2,7 @@
 
 Measured (tandem/cores.py): two workers whose threads share cores at equal priority stall each
 other for up to a second, so this is part of the design. All three settings belong to the
-calling thread and to the OpenMP threads that it will start, not to the process.
+calling thread and to those that it will start (OpenMP's, the native kernels' team), not to the process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ThreadPlacement:
     def apply(self) -> None:
         """Sets them for the calling thread. Raises OSError if the system refuses."""
         if self.cpus is not None and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, self.cpus)  # before any OpenMP thread inherits it
+            os.sched_setaffinity(0, self.cpus)  # before any thread inherits it
         if self.nice is not None and hasattr(os, "setpriority"):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self.nice)
         if self.threads is not None:
@@ -41,7 +41,7 @@ class ThreadPlacement:
 def open_engine_executor(placement: ThreadPlacement) -> ThreadPoolExecutor:
     """Starts the one thread that models are loaded and stepped on. The caller shuts it down.
 
-    Loading there too keeps the whole process at one OpenMP pool. Raises ConfigError if the system refuses.
+    Loading there too keeps the whole process at one pool of threads. Raises ConfigError if the system refuses.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tandem-engine")
     try:

@@ -76,15 +76,20 @@ class QuantizedWeight:
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether the offsets follow from the scales: none, or INT4's -8."""
-        if self.offsets is None or self.form is not QuantForm.INT4:
+        """Whether a value and its opposite are alike: no offsets, or for INT4 `-8 * scales`."""
+        if self.form is not QuantForm.INT4:
             return self.offsets is None
-        return torch.equal(self.offsets, -_INT4_ZERO * self.scales)
+        return self.offsets is not None and torch.equal(self.offsets, -_INT4_ZERO * self.scales)
 
     def to(self, device: torch.device) -> QuantizedWeight:
         """The same weight on `device`."""
         offsets = None if self.offsets is None else self.offsets.to(device)
         return replace(self, values=self.values.to(device), scales=self.scales.to(device), offsets=offsets)
+
+    def rows(self, index: torch.Tensor) -> QuantizedWeight:
+        """The outputs `index` `[n]`, in its order."""
+        offsets = None if self.offsets is None else self.offsets[index]
+        return replace(self, values=self.values[index], scales=self.scales[index], offsets=offsets)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The weight `[out, in]` in `dtype` (None: its own); rounded once, from float32 or, for it, in float64."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from models.config_json import ConfigJson
 from models.family import FAMILIES, Bias, Family, Windows
 from models.rope_config import RopeConfig, read_rope, stretched_context
+from tandem.gguf import find_gguf, read_gguf
 from tandem.kv_layout import DType
 
 CONFIG_FILE = "config.json"
@@ -49,8 +50,9 @@ class ModelConfig:
 
 
 def load_model_config(path: Path) -> ModelConfig:
-    """Reads `path/config.json`. Raises CheckpointError naming the file and the key."""
-    config = ConfigJson.read(path / CONFIG_FILE)
+    """Reads `path/config.json`, or what a GGUF file says. Raises CheckpointError naming the file and the key."""
+    gguf = find_gguf(path)
+    config = ConfigJson.read(path / CONFIG_FILE) if gguf is None else ConfigJson(gguf, read_gguf(gguf).config())
     family = _read_family(config)
     num_layers = config.integer("num_hidden_layers")
     max_position_embeddings = config.integer("max_position_embeddings")

@@ -17,18 +17,23 @@ from models.config_json import ConfigJson
 from models.decoder import Attention, Decoder, DecoderLayer, HeadShape
 from models.dtypes import torch_dtype
 from models.fingerprint import fingerprint_files
+from models.gguf_store import GgufStore
 from models.layers import GatedMlp, RmsNorm
-from models.quantization.config import Quantization, read_quantization
+from models.quantization.config import read_quantization
 from models.rope import RotaryEmbedding
 from models.tensor_names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_tensors, layer_prefix
 from models.tensor_store import TensorStore
 from models.weight_files import find_weight_files
 from tandem.errors import ConfigError
+from tandem.gguf import find_gguf, read_gguf
 from tandem.kv_layout import DType, KvLayout, QuantDType
 from tandem.progress import track
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
+
+Store = TensorStore | GgufStore
+"""Where weights come from."""
 
 AUTO = "auto"
 """The dtype that the checkpoint was saved as."""
@@ -58,26 +63,32 @@ class LoadedModel:
 def load_model(
     path: Path, dtype: str | None, device: torch.device, kernels: Kernels, form: QuantForm | None = None
 ) -> LoadedModel:
-    """Loads the folder `path` onto `device` for activations of `dtype` (None or `auto`: as saved).
+    """Loads the folder or GGUF file `path` onto `device` for activations of `dtype` (None or `auto`: as saved).
 
     Linear maps of a plain checkpoint are rounded to `form`, the output projection too, the embedding not.
     Raises CheckpointError naming the file, key or tensor at fault, ConfigError for a bad `dtype` or `form`.
     """
     config = load_model_config(path)
-    quantization = read_quantization(ConfigJson.read(path / CONFIG_FILE))
-    if quantization is not None and form is not None:
-        raise ConfigError("--quantize", f"{path} is quantised already ({quantization.method})")
-    files = find_weight_files(path)
-    with TensorStore(files, expected_tensors(config), quantization) as store:
+    gguf = find_gguf(path)
+    store: Store
+    if gguf is None:
+        files = find_weight_files(path)
+        hashed = (path / CONFIG_FILE, *files.paths)
+        store = TensorStore(files, expected_tensors(config), read_quantization(ConfigJson.read(path / CONFIG_FILE)))
+    else:
+        hashed = (gguf,)
+        store = GgufStore(read_gguf(gguf), config)
+    if store.method is not None and form is not None:
+        raise ConfigError("--quantize", f"{path} is quantised already ({store.method})")
+    with store:
         chosen = _choose_dtype(dtype, config, store)
         builder = _DecoderBuilder(config, store, torch_dtype(chosen), device, kernels, form)
         decoder = builder.build()
-    builder.tell(quantization)
-    fingerprint = fingerprint_files((path / CONFIG_FILE, *files.paths), chosen, form)
-    return LoadedModel(config, decoder, chosen, device, fingerprint)
+    builder.tell()
+    return LoadedModel(config, decoder, chosen, device, fingerprint_files(hashed, chosen, form))
 
 
-def _choose_dtype(name: str | None, config: ModelConfig, store: TensorStore) -> DType:
+def _choose_dtype(name: str | None, config: ModelConfig, store: Store) -> DType:
     if name is None or name == AUTO:
         return config.dtype or store.saved_dtype()
     if name not in set(DType):
@@ -91,7 +102,7 @@ class _DecoderBuilder:
     def __init__(
         self,
         config: ModelConfig,
-        store: TensorStore,
+        store: Store,
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
@@ -102,7 +113,7 @@ class _DecoderBuilder:
         self._kernels = kernels
         self._operations = kernels.operations
         self._form = form
-        self._is_quantized = store.is_quantized
+        self._store = store
         self._read = partial(store.read, dtype=dtype, device=device)
         self._read_weight = partial(store.read_weight, dtype=dtype, device=device)
         self._forms = Counter[str]()
@@ -115,19 +126,25 @@ class _DecoderBuilder:
             embedding=embedding,
             layers=tuple(self._layer(index) for index in track(range(config.num_layers), "loading weights")),
             norm=self._norm(FINAL_NORM),
-            lm_head=self._operations.linear(self._form_of((LM_HEAD,), embedding if config.tied else None), None),
+            lm_head=self._operations.linear(self._head(embedding), None),
             rope=RotaryEmbedding(config.rope, config.head_dim, self._device),
         )
         compile_step = self._kernels.compile_step
         return decoder if compile_step is None else replace(decoder, compiled=compile_step(decoder.parts()))
 
-    def tell(self, quantization: Quantization | None) -> None:
+    def _head(self, embedding: torch.Tensor) -> torch.Tensor | QuantizedWeight:
+        """The output projection; that of a tied model is the embedding as it is stored."""
+        if not self._config.tied:
+            return self._form_of((LM_HEAD,))
+        return self._form_of((EMBEDDING,), None if self._store.is_quantized(EMBEDDING) else embedding)
+
+    def tell(self) -> None:
         """Logs in which forms weights are held, if any was quantised."""
-        forms = ", ".join(f"{form}: {count}" for form, count in self._forms.items())
-        method = quantization.method if quantization else f"--quantize {self._form}"
-        if quantization or self._form:
+        method = self._store.method or (self._form and f"--quantize {self._form}")
+        if method:
+            forms = ", ".join(f"{form}: {count}" for form, count in self._forms.items())
             _log.info("weights quantised", method=method, linear_maps=forms)
-        if quantization and quantization.rounds_activations:
+        if self._store.rounds_activations:
             _log.info("activations are multiplied as they are, not rounded to 8 bits as the checkpoint allows")
 
     def _layer(self, index: int) -> DecoderLayer:
@@ -173,7 +190,7 @@ class _DecoderBuilder:
             is_kept = self._operations.keeps(weight)
             label = f"{weight.form} by {weight.group}" + ("" if is_kept else ", dequantised for these kernels")
         else:
-            label = "plain" if known is not None or not any(map(self._is_quantized, names)) else "dequantised"
+            label = "plain" if known is not None or not any(map(self._store.is_quantized, names)) else "dequantised"
         self._forms[label] += 1
         return weight
 

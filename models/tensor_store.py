@@ -71,6 +71,16 @@ class TensorStore:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    @property
+    def method(self) -> str | None:
+        """How weights are stored, or None if they are plain."""
+        return self._quantization.method if self._quantization else None
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether the checkpoint was made for activations in 8 bits."""
+        return self._quantization is not None and self._quantization.rounds_activations
+
     def saved_dtype(self) -> DType:
         """What the embedding was saved as."""
         return _DTYPES[self._slice(EMBEDDING).get_dtype()]

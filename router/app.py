@@ -74,7 +74,7 @@ class Router:
         self.metrics, self.recent = Metrics(Process.ROUTER, checkpoint.name), RecentLatencies(self.clock)
         counting = RouterMetrics(self.metrics, self.recent, self.clock)
         observers = router_observers([*request_spans(tracer, checkpoint.name), counting, *filter(None, [observer])])
-        self.tokenization = Tokenization.load(checkpoint.path)
+        self.tokenization = Tokenization.load(checkpoint.folder)
         self.workers = Workers(
             checkpoint.name,
             checkpoint.config_fingerprint,

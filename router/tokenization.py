@@ -65,7 +65,9 @@ class Tokenization:
         """Reads a checkpoint folder. Raises CheckpointError that names the file."""
         file = path / "tokenizer.json"
         if not file.exists():
-            raise CheckpointError(f"{file}: no such file")
+            raise CheckpointError(
+                f"{file}: no such file; a GGUF file needs that of the model it was made from beside it"
+            )
         try:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exceptions

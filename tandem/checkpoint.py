@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tandem.errors import CheckpointError
+from tandem.gguf import SUFFIX, find_gguf, read_gguf
 from tandem.types import TokenId
 
 DEMO = "demo"
@@ -47,6 +48,9 @@ class CheckpointInfo:
 
     name: str
     path: Path
+    """A folder, or a GGUF file."""
+    config: Mapping[str, Any]
+    """config.json, or what a GGUF file says in its place."""
     family: str
     """config.json's `model_type`."""
     vocab_size: int
@@ -57,30 +61,38 @@ class CheckpointInfo:
     config_fingerprint: str
     """Hash of config, generation config, tokenizer and chat template files."""
 
+    @property
+    def folder(self) -> Path:
+        """Where tokenizer and chat template lie."""
+        return self.path if self.path.is_dir() else self.path.parent
+
 
 def resolve_model(model: str) -> Path:
-    """The checkpoint folder that `--model` names. Raises CheckpointError."""
+    """The checkpoint folder or GGUF file that `--model` names. Raises CheckpointError."""
     path = _DEMO_PATH if model == DEMO else Path(model)
-    if not path.is_dir():
+    if find_gguf(path) is None and not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
     return path
 
 
 def read_checkpoint(model: str) -> CheckpointInfo:
-    """Reads the folder that `--model` names. Raises CheckpointError with file and key."""
+    """Reads the folder or file that `--model` names. Raises CheckpointError with file and key."""
     path = resolve_model(model)
-    config = _Document.read(path / "config.json")
-    generation = _Document.read(path / "generation_config.json", optional=True)
+    gguf = find_gguf(path)
+    folder = path if path.is_dir() else path.parent
+    config = _Document.read(path / "config.json") if gguf is None else _Document(gguf, read_gguf(gguf).config())
+    generation = _Document.read(folder / "generation_config.json", optional=True)
     vocab_size = config.integer("vocab_size", low=1)
     return CheckpointInfo(
         name=DEMO if model == DEMO else path.resolve().name,
         path=path,
+        config=MappingProxyType(dict(config.values)),
         family=config.string("model_type"),
         vocab_size=vocab_size,
         context_tokens=_context_tokens(config),
         eos_token_ids=_eos_token_ids(generation, vocab_size) or _eos_token_ids(config, vocab_size),
         generation_defaults=_generation_defaults(generation),
-        config_fingerprint=_fingerprint(path),
+        config_fingerprint=_fingerprint(folder, config),
     )
 
 
@@ -164,10 +176,12 @@ def _generation_defaults(generation: _Document) -> Mapping[str, float | int]:
     return MappingProxyType(found)
 
 
-def _fingerprint(path: Path) -> str:
+def _fingerprint(folder: Path, config: _Document) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name in _FINGERPRINTED:
-        file = path / name
+        file = folder / name
         content = file.read_bytes() if file.exists() else b""
+        if config.path.suffix == SUFFIX and name == "config.json":
+            content = json.dumps(config.values, sort_keys=True).encode()
         digest.update(f"{name}:{len(content)}:".encode() + content)
     return digest.hexdigest()

@@ -46,7 +46,7 @@ Ports: TypeAlias = tuple[tuple[str, str | None], ...]
 
 
 _model = partial(
-    option, "model", "demo", "checkpoint folder in Hugging Face layout, or 'demo'", text(r".+", "a folder")
+    option, "model", "demo", "checkpoint folder in Hugging Face layout, GGUF file, or 'demo'", text(r".+", "a path")
 )
 _log_format = partial(option, "log-format", "text", "text or json", one_of("text", "json"))
 _log_level = partial(
@@ -243,11 +243,7 @@ class WorkerConfig:
         "attention-backend", "auto", "attention kernels", one_of("auto", "flash_attn", "triton", "cpu", "reference")
     )
     cpu_tier: str | None = option(
-        "cpu-tier",
-        None,
-        "instructions that the kernels of a CPU use; auto takes the best that it has",
-        one_of("baseline", "avx2", "avx512", "avx512_bf16", "amx"),
-        none_word="auto",
+        "cpu-tier", None, "instructions of a CPU's kernels: docs/kernels.md", text(r"\w+", "a tier"), none_word="auto"
     )
     threads: int | None = option("threads", None, "CPU threads of the engine", integer(1, 1024), none_word="auto")
     lease_s: float = _lease()

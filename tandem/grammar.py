@@ -60,7 +60,7 @@ class GrammarCompiler:
     @classmethod
     def of(cls, checkpoint: CheckpointInfo) -> GrammarCompiler:
         """That of a checkpoint."""
-        return cls(checkpoint.path, checkpoint.vocab_size, checkpoint.eos_token_ids)
+        return cls(checkpoint.folder, checkpoint.vocab_size, checkpoint.eos_token_ids)
 
     @property
     def num_mask_words(self) -> int:

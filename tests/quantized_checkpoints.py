@@ -197,6 +197,23 @@ def float8_by_block(name: str, size: int) -> Callable[[torch.Tensor], Encoded]:
     return encode
 
 
+def torchao(kind: str, encode: Callable[[torch.Tensor], Encoded], **told: Any) -> Form:
+    def named(weight: torch.Tensor) -> Encoded:
+        parts, meant = encode(weight)
+        renamed = {"weight": "_weight_qdata", "weight_scale": "_weight_scale", "zeros": "_weight_zero_point"}
+        return {renamed[name]: each for name, each in parts.items()}, meant
+
+    config = {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_version": 2, "_data": told}}}
+    return Form(f"torchao-{kind}", config, named)
+
+
+def int8_by_group(weight: torch.Tensor) -> Encoded:
+    groups = in_order(weight.shape[1], 32)
+    codes, zeros, scales, meant = rounded(weight, 8, groups)
+    values, signed = ((torch.from_numpy(each).to(torch.int16) - 128).to(torch.int8) for each in (codes, zeros))
+    return {"weight": values, "weight_scale": scales, "zeros": signed}, meant
+
+
 INT8, FP8 = {"num_bits": 8, "type": "int", "symmetric": True}, {"num_bits": 8, "type": "float", "symmetric": True}
 DYNAMIC = {"input_activations": {"num_bits": 8, "dynamic": True}}
 
@@ -222,4 +239,7 @@ FORMS = (
         float8_by_block("weight_scale_inv", 40),
     ),
     Form("fp8", {"quant_method": "fp8", "activation_scheme": "static"}, float8_of_all),
+    torchao("Int8WeightOnlyConfig", int8_by_output),
+    torchao("IntxWeightOnlyConfig", int8_by_group, granularity={"_type": "PerGroup", "_data": {"group_size": 32}}),
+    torchao("Float8WeightOnlyConfig", float8_by_output),
 )

@@ -2,7 +2,8 @@
 
 Prints tables and writes `bench/results/kernels-<device>.json`. All that is compared is measured in
 the same run: our kernel sets that run here, torch's attention, flash-attn where it is installed,
-matrix products and copies. `--device cuda` on a machine without a GPU says so and writes nothing.
+matrix products and copies; on a CPU also oneDNN's products and those of every other tier of ours.
+`--device cuda` on a machine without a GPU says so and writes nothing.
 What fails is named in the record and fails the command; the rest is measured all the same.
 """
 
@@ -27,6 +28,7 @@ from bench.kernels.gpu import describe_gpu
 from bench.kernels.launch_gaps import measure_gaps
 from bench.kernels.measurement import HEADER, Measurement
 from bench.kernels.operation_calls import linear_calls, small_calls
+from bench.kernels.product_peers import MakesLinear, OneDnn, other_tiers
 from bench.kernels.shapes import CPU_ATTENTION, CUDA_ATTENTION, SHAPE_8B, SHAPE_135M, AttentionShape
 from bench.record import write_record
 from bench.timing import captured_s, time_s
@@ -35,7 +37,9 @@ from kernels.operations import Kernels
 
 _MAX_DIFFERENCE = 0.05
 """Of one element of attention's result between two back-ends in bfloat16."""
-_CPU_TOKENS = (1, 16, 64, 512)
+_CPU_TOKENS = (1, 4, 16, 64, 256, 512, 2048)
+_OTHER_TIERS_TOKENS = 64
+"""Up to so many tokens the tiers that are not in use are measured too."""
 _CUDA_TOKENS = (1, 32, 256, 4096)
 _STEPS = ((1, 2048), (32, 2048), (128, 1024), (256, 1024))
 """`(batch, context)` of the decode steps that are taken apart on a GPU."""
@@ -49,12 +53,12 @@ _Result = TypeVar("_Result")
 class Run:
     """One run on one device: what was measured, and what failed."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, cpu_tier: str | None = None) -> None:
+        self.device, self.cpu_tier = device, cpu_tier
         self.rows: list[Measurement] = []
         self.shares: list[StepShares] = []
         self.failures: list[str] = []
-        self.sets = kernel_sets(device)
+        self.sets = kernel_sets(device, cpu_tier)
 
     @property
     def on_gpu(self) -> bool:
@@ -72,6 +76,8 @@ class Run:
             self._try(f"attention at {shape}", partial(self._measure_attention, shape, ceilings))
         for tokens in _CUDA_TOKENS if self.on_gpu else _CPU_TOKENS:
             self._try(f"operations at {tokens}", partial(self._measure_operations, tokens, ceilings))
+            if not self.on_gpu:
+                self._try(f"products at {tokens}", partial(self._measure_product_peers, tokens, ceilings))
         results: dict[str, Any] = {
             **machine,
             "ceilings": asdict(ceilings),
@@ -120,6 +126,18 @@ class Run:
                     shape = f"{layer.name}, T {tokens}"
                     self._add(Measurement(each.name, shape, operations.name, took_s, each.cost), ceilings)
 
+    def _measure_product_peers(self, tokens: int, ceilings: Ceilings) -> None:
+        """The same linear maps by oneDNN, and by our other tiers if none is forced."""
+        peers: list[MakesLinear] = [OneDnn()]
+        if "cpu" in self.sets and self.cpu_tier is None and tokens <= _OTHER_TIERS_TOKENS:
+            peers += other_tiers(self.sets["cpu"].operations.name)
+        for peer in peers:
+            for each in linear_calls(peer, SHAPE_135M, tokens, _DTYPE, self.device):
+                took_s = time_s(each.calls, self.device, _BUDGET_S)
+                self._add(
+                    Measurement(each.name, f"{SHAPE_135M.name}, T {tokens}", peer.name, took_s, each.cost), ceilings
+                )
+
     def _measure_steps(self, ceilings: Ceilings) -> dict[str, Any]:
         """What decode steps are made of, launch gaps, and all aims."""
         for batch, context in _STEPS:
@@ -154,12 +172,12 @@ class Run:
         print(f"FAILED {what}", file=sys.stderr, flush=True)
 
 
-def kernel_sets(device: torch.device) -> dict[str, Kernels]:
+def kernel_sets(device: torch.device, cpu_tier: str | None = None) -> dict[str, Kernels]:
     """Ours that run here. The reference gathers all KV: on a GPU it is only there to be right."""
     names = [status.name for status in available_backends(device, _DTYPE) if status.usable]
     if device.type == "cuda":
         names = [name for name in names if name != "reference"]
-    return {name: select_kernels(name, device, _DTYPE) for name in names}
+    return {name: select_kernels(name, device, _DTYPE, cpu_tier if name == "cpu" else None) for name in names}
 
 
 def main() -> int:
@@ -167,6 +185,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, help="compute threads of a CPU; without it, as many as torch takes")
+    parser.add_argument("--cpu-tier", help="instructions of our kernels of a CPU; without it, the best that it has")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         print("not measured: no GPU")
@@ -174,7 +193,7 @@ def main() -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     with torch.inference_mode():
-        results = Run(torch.device(args.device)).measure()
+        results = Run(torch.device(args.device), args.cpu_tier).measure()
     write_record(f"kernels-{args.device}", results)
     return 1 if results["failures"] else 0
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from bench.kernels.product_peers import MakesLinear
 from bench.kernels.shapes import LayerShape
 from bench.roofline import (
     Cost,
@@ -40,7 +41,7 @@ class OperationCalls:
 
 
 def linear_calls(
-    operations: Operations, layer: LayerShape, tokens: int, dtype: torch.dtype, device: torch.device
+    operations: MakesLinear, layer: LayerShape, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[OperationCalls]:
     """Every linear map of a layer and the output projection, each packed by `operations`."""
     for name, (in_features, out_features) in {**layer.linears, "lm_head": (layer.hidden, layer.vocab_size)}.items():

@@ -110,7 +110,7 @@ class AttendShape(ctypes.Structure):
         metadata: AttentionMetadata,
         params: AttentionParams,
     ) -> AttendShape:
-        """Of queries so many elements apart, over pools like `kv_layer`. Points into the metadata, which must outlive it."""
+        """Of queries so many elements apart, over pools like `kv_layer`. The metadata must outlive it."""
         num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
         tables = metadata.block_tables
         return cls(
@@ -151,7 +151,7 @@ class _Step:
         self.name = NAMES[q.dtype, kv_layer.dtype]
         lens = zip(metadata.query_lens_host, metadata.seq_lens_host, strict=True)
         self.is_short = sum(query_len * seq_len for query_len, seq_len in lens) <= _SHORT_PAIRS
-        self.shape = AttendShape.of(*q.shape[:2], q.stride(0), kv_layer, metadata, params)
+        self.shape = AttendShape.of(q.shape[0], q.shape[1], q.stride(0), kv_layer, metadata, params)
         self.address = ctypes.addressof(self.shape)
 
     def fits(

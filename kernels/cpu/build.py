@@ -1,6 +1,7 @@
 """Compiles `src/` into one shared library with a copy of every kernel per instruction tier.
 
-Needs a C++17 compiler with GCC's vector types. Knows nothing of torch, so that it runs at install time; `python -m kernels.cpu.build` builds in place.
+Needs a C++17 compiler with GCC's vector types. Knows nothing of torch, so that it runs at install time;
+`python -m kernels.cpu.build` builds in place.
 """
 
 from __future__ import annotations

@@ -14,16 +14,17 @@ import torch
 from kernels.attention import AttentionMetadata
 from kernels.compiled_step import DecoderParts, LayerParts
 from kernels.cpu.attention import AttendShape, check_lengths
-from kernels.cpu.library import Library
-from kernels.cpu.operations import DTYPES, RotateShape
+from kernels.cpu.library import Library, take_threads
+from kernels.cpu.operations import DTYPES, NAMES, RotateShape
 from kernels.operations import LinearMap, Rotation
 from kernels.spec import Dims
 from tandem.errors import InternalError
 
 _MOST_SHAPES = 2
 """Kinds of attention among the layers: with and without a window."""
-_CALLS = ("rms_norm", "add_rms_norm", "rotate_and_store", "attend_plan", "attend_phase", "multiply_units")
-"""Kernels of one dtype that a step calls by their addresses."""
+_CALLS = ("rms_norm", "add_rms_norm", "multiply_units")
+_KV_CALLS = ("rotate_and_store", "attend_plan", "attend_phase")
+"""Kernels that a step calls by their addresses: of the model's dtype, and of that and the pool's."""
 _FAULTS = {1: "token_ids", 2: "rows", 3: "slot_mapping"}
 
 
@@ -46,7 +47,7 @@ class NativeStep:
     threads. To be called from one thread at a time; activations belong to it and grow to what was needed.
     """
 
-    __slots__ = ("_call", "_check", "_dtype", "_keep", "_kinds", "_parts", "_plan", "_shape")
+    __slots__ = ("_call", "_check", "_dtype", "_kinds", "_layers", "_parts", "_plans")
 
     def __init__(self, library: Library, parts: DecoderParts) -> None:
         self._parts = parts
@@ -54,24 +55,34 @@ class NativeStep:
         self._kinds = tuple(dict.fromkeys(layer.params for layer in parts.layers))
         self._call = library.bind_common("decoder_step", c_void_p, c_void_p, c_void_p)
         self._check = library.bind("attend_check", c_void_p, c_void_p, c_void_p)
-        suffix = DTYPES[self._dtype]
+        self._layers = (_Layer * len(parts.layers))(*map(self._layer, parts.layers))
+        kv_dtypes = (kv_dtype for dtype, kv_dtype in NAMES if dtype == self._dtype)
+        self._plans = {kv_dtype: self._plan(library, kv_dtype) for kv_dtype in kv_dtypes}
+
+    def _plan(self, library: Library, kv_dtype: torch.dtype) -> _Decoder:
+        """For pools of that dtype. Points into the weights and `_layers`."""
+        parts, name, kv_name = self._parts, DTYPES[self._dtype], NAMES[self._dtype, kv_dtype]
+        qk_norm = parts.layers[0].qk_norm
         vocab_size, hidden_size = parts.embedding.shape
         attended = parts.num_heads * parts.head_dim
-        layers = (_Layer * len(parts.layers))(*(self._layer(layer) for layer in parts.layers))
-        self._keep = layers
-        qk_norm = parts.layers[0].qk_norm
-        self._plan = _Decoder(
-            *(library.address(f"{name}_{suffix}") for name in _CALLS),
+        return _Decoder(
+            *(library.address(f"{call}_{name}") for call in _CALLS),
+            *(library.address(f"{call}_{kv_name}") for call in _KV_CALLS),
             library.address("product_units"),
-            *(ctypes.addressof(layers), parts.embedding.data_ptr(), parts.norm.data_ptr(), _address(parts.lm_head)),
-            *(len(layers), vocab_size, hidden_size, attended + 2 * parts.num_kv_heads * parts.head_dim, attended),
+            *(ctypes.addressof(self._layers), parts.embedding.data_ptr(), parts.norm.data_ptr()),
+            *(_address(parts.lm_head), len(parts.layers), vocab_size, hidden_size),
+            *(attended + 2 * parts.num_kv_heads * parts.head_dim, attended),
             *(parts.intermediate_size, parts.embedding.element_size()),
             *(parts.eps, 0.0 if qk_norm is None else qk_norm.eps),
         )
 
     def serves(self, kv_cache: torch.Tensor) -> bool:
-        """See `CompiledStep.serves`: a pool of the model's own dtype."""
-        return kv_cache.dtype is self._dtype
+        """See `CompiledStep.serves`: a pool of the model's own dtype, or quantised."""
+        return kv_cache.dtype in self._plans
+
+    def take_thread(self) -> None:
+        """See `CompiledStep.take_thread`."""
+        take_threads()
 
     def logits(
         self,
@@ -82,7 +93,7 @@ class NativeStep:
         rows: torch.Tensor,
     ) -> torch.Tensor:
         """See `CompiledStep.logits`; in the model's dtype."""
-        logits = torch.empty(len(rows), self._plan.vocab, dtype=self._dtype)
+        logits = torch.empty(len(rows), len(self._parts.embedding), dtype=self._dtype)
         self._run(token_ids, rotation, kv_cache, metadata, rows, logits=logits.data_ptr())
         return logits
 
@@ -95,7 +106,7 @@ class NativeStep:
         rows: torch.Tensor,
     ) -> torch.Tensor:
         """See `CompiledStep.hidden`."""
-        hidden = torch.empty(len(rows), self._plan.hidden, dtype=self._dtype)
+        hidden = torch.empty(len(rows), self._parts.embedding.shape[1], dtype=self._dtype)
         self._run(token_ids, rotation, kv_cache, metadata, rows, hidden=hidden.data_ptr())
         return hidden
 
@@ -113,24 +124,23 @@ class NativeStep:
         self._check_tensors(token_ids, rotation, kv_cache, metadata, rows)
         if not len(token_ids):
             return
-        parts = self._parts
+        parts, plan = self._parts, self._plans[kv_cache.dtype]
         kv_layer = kv_cache[:, 0]
         shapes = [
-            AttendShape.of(len(token_ids), parts.num_heads, self._plan.qkv, kv_layer, metadata, kind)
-            for kind in self._kinds
+            AttendShape.of(len(token_ids), parts.num_heads, plan.qkv, kv_layer, metadata, kind) for kind in self._kinds
         ]
         addresses = (c_void_p * len(shapes))(*map(ctypes.addressof, shapes))
         for shape in shapes:
             check_lengths(self._check, shape)
         heads = parts.num_heads + 2 * parts.num_kv_heads
-        rotate = RotateShape.of(len(token_ids), heads, (self._plan.qkv, parts.head_dim), rotation, kv_layer)
+        rotate = RotateShape.of(len(token_ids), heads, (plan.qkv, parts.head_dim), rotation, kv_layer)
         step = _Step(
             *(token_ids.data_ptr(), rows.data_ptr(), ctypes.addressof(addresses), ctypes.addressof(rotate)),
             *(kv_cache.data_ptr(), hidden, logits, len(token_ids), len(rows)),
             *(kv_cache.shape[0] * kv_cache.shape[4], len(shapes), kv_cache.stride(1) * kv_cache.element_size()),
         )
         fault = c_int64()
-        self._call(ctypes.addressof(self._plan), ctypes.addressof(step), ctypes.addressof(fault))
+        self._call(ctypes.addressof(plan), ctypes.addressof(step), ctypes.addressof(fault))
         if fault.value:
             raise InternalError(f"{_FAULTS[fault.value]}: out of range in a step of {len(token_ids)} tokens")
 
@@ -145,7 +155,7 @@ class NativeStep:
         """Raises InternalError by name."""
         parts, cpu = self._parts, torch.device("cpu")
         dims = Dims(KV=2, L=len(parts.layers), Hkv=parts.num_kv_heads, D=parts.head_dim)
-        dims.check("kv_cache", kv_cache, ("N", "L", "KV", "Hkv", "S", "D"), self._dtype, cpu)
+        dims.check("kv_cache", kv_cache, ("N", "L", "KV", "Hkv", "S", "D"), kv_cache.dtype, cpu)
         dims.check("token_ids", token_ids, ("T",), torch.int64, cpu)
         dims.check("rows", rows, ("R",), torch.int64, cpu)
         dims.check("cos", rotation.cos, ("T", "D/2"), torch.float32, cpu)
@@ -192,7 +202,7 @@ class _Decoder(ctypes.Structure):
     """`Decoder` of `src/decoder.cpp`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in (*_CALLS, "product_units")),
+        *((name, c_void_p) for name in (*_CALLS, *_KV_CALLS, "product_units")),
         *((name, c_void_p) for name in ("layers", "embedding", "norm", "lm_head")),
         *((name, c_int64) for name in ("num_layers", "vocab", "hidden", "qkv", "attended", "intermediate")),
         ("element_bytes", c_int64),

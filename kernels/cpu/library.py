@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401 - maps its OpenMP runtime
+import torch  # maps its OpenMP runtime
 
 from kernels.cpu import build
 from tandem.errors import InternalError
@@ -95,6 +95,15 @@ def usable_tiers() -> tuple[str, ...]:
 def max_threads() -> int:
     """Threads that a kernel called from this thread would use: what torch set for it."""
     return int(_open()[0].tandem_max_threads())
+
+
+def take_threads() -> None:
+    """Kernels called from this thread use the threads that torch has now, and torch on this thread only this one.
+
+    Torch's own threads spin when they have nothing to do, on cores that the kernels need. Idempotent.
+    """
+    torch.get_num_threads()  # it sets its threads at the first call on a thread, and must not later
+    _open()[0].tandem_take_threads()
 
 
 def openmp_runtimes() -> tuple[str, ...]:

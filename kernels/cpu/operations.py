@@ -183,7 +183,7 @@ class RotateShape(ctypes.Structure):
     def of(
         cls, num_tokens: int, num_heads: int, strides: tuple[int, int], rotation: Rotation, kv_layer: torch.Tensor
     ) -> RotateShape:
-        """Of `[T, num_heads, D]` with such strides, KV heads included. Points into the rotation, which must outlive it."""
+        """Of `[T, num_heads, D]` with such strides, KV heads included. The rotation must outlive it."""
         num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
         cos, sin, slots = rotation.cos, rotation.sin, rotation.slot_mapping
         return cls(
@@ -210,7 +210,7 @@ class _RotateStep:
         self._kv_shape, self._kv_strides = kv_layer.shape, kv_layer.stride()
         self.dtype, self.kv_dtype = qkv.dtype, kv_layer.dtype
         self.num_tokens, self.head_dim = qkv.shape[0], qkv.shape[2]
-        self._struct = RotateShape.of(self.num_tokens, qkv.shape[1], qkv.stride()[:2], rotation, kv_layer)
+        self._struct = RotateShape.of(self.num_tokens, qkv.shape[1], (qkv.stride(0), qkv.stride(1)), rotation, kv_layer)
         self.address = ctypes.addressof(self._struct)
 
     def fits(self, qkv: torch.Tensor, rotation: Rotation, kv_layer: torch.Tensor) -> bool:

@@ -1,4 +1,7 @@
-"""The `triton` operations: fused kernels for norms, rotation with KV store and activation; linear maps by cuBLAS."""
+"""The `triton` operations: fused kernels for norms, rotation with KV store, activation and quantised linear maps.
+
+Plain linear maps are left to cuBLAS.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from kernels.quantized import QuantizedWeight, dequantized
 from kernels.triton.activation import silu_mul
 from kernels.triton.blocks import copy_blocks
 from kernels.triton.norm import add_rms_norm, rms_norm
+from kernels.triton.quantized import QuantizedLinear, can_keep
 from kernels.triton.rotary import rotate_and_store
 
 
@@ -18,11 +22,13 @@ class TritonOperations:
     name = "triton"
 
     def keeps(self, weight: QuantizedWeight) -> bool:
-        """See `Operations.keeps`: no form."""
-        return False
+        """See `Operations.keeps`: all but groups of odd sizes."""
+        return can_keep(weight)
 
     def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
-        """See `Operations.linear`; keeps the weight as it is, which is how cuBLAS reads it."""
+        """See `Operations.linear`; keeps a plain weight as it is, which is how cuBLAS reads it."""
+        if isinstance(weight, QuantizedWeight) and can_keep(weight):
+            return QuantizedLinear.of(weight, bias)
         return PlainLinear(dequantized(weight), bias)
 
     def gated_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:

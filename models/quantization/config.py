@@ -18,6 +18,11 @@ _FORMATS = (
     "mixed-precision",
 )
 """Of compressed-tensors."""
+_TORCHAO = (
+    *("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "IntxWeightOnlyConfig"),
+    *("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"),
+)
+"""What torchao writes as plain values with scales; its 4-bit forms are laid out for one processor each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +75,8 @@ def _read_fp8(section: ConfigJson) -> Quantization:
     if block and (len(block) != 2 or min(block) < 1):
         raise section.error("weight_block_size", f"is {list(block)}, not two positive integers")
     scale = "weight_scale_inv" if block else "weight_scale"
-    return Quantization(
-        section.text("quant_method"), ScaledScheme(scale, block=(block[0], block[1]) if block else None), True
-    )
+    scheme = ScaledScheme(scale=scale, block=(block[0], block[1]) if block else None)
+    return Quantization(section.text("quant_method"), scheme, rounds_activations=True)
 
 
 def _read_compressed(section: ConfigJson) -> Quantization:
@@ -95,8 +99,22 @@ def _read_compressed(section: ConfigJson) -> Quantization:
     if len(blocks) > 1 or any(len(block) != 2 or min(block) < 1 for block in blocks):
         raise section.error("config_groups", f"blocks {sorted(blocks)} are not one pair of positive integers")
     block = next(((block[0], block[1]) for block in blocks), None)
-    scheme = ScaledScheme("weight_scale", tuple(sorted(bits)), tuple(sorted(sizes - {_PER_OUTPUT})), block)
+    scheme = ScaledScheme(bits=tuple(sorted(bits)), groups=tuple(sorted(sizes - {_PER_OUTPUT})), block=block)
     return Quantization("compressed-tensors", scheme, any(group.has("input_activations") for group in groups))
+
+
+def _read_torchao(section: ConfigJson) -> Quantization:
+    kind = section.section("quant_type").section("default")
+    name = kind.text("_type")
+    if name not in _TORCHAO:
+        raise section.error("quant_type", f"{name!r} is not read ({', '.join(_TORCHAO)}): {_REMEDY}")
+    told = kind.section("_data")
+    places = (told, told.section("granularity"), told.section("granularity").section("_data"))
+    sizes = {_group(each) for each in places if each.has("group_size")} - {_PER_OUTPUT}
+    scheme = ScaledScheme(
+        scale="_weight_scale", values="_weight_qdata", zeros="_weight_zero_point", groups=tuple(sizes)
+    )
+    return Quantization("torchao", scheme, "DynamicActivation" in name)
 
 
 def _bits(section: ConfigJson, key: str, allowed: tuple[int, ...]) -> int:
@@ -120,4 +138,5 @@ _READERS: dict[str, Callable[[ConfigJson], Quantization]] = {
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_fp8,
     "compressed-tensors": _read_compressed,
+    "torchao": _read_torchao,
 }

@@ -1,9 +1,11 @@
-"""Weights with scales beside them: FP8 of DeepSeek and Qwen, and what compressed-tensors writes.
+"""Weights with scales beside them: FP8 of DeepSeek and Qwen, what compressed-tensors and torchao write.
 
     weight           [out, in]   float8_e4m3fn, or int8
     weight_packed    [out, in * bits / 32]   int32, codes less 2 ** (bits - 1) are the values; the lowest bits first
     scale            of all, of each output, of each group of inputs, or of each block of outputs and inputs
     zero point       as the scale; of packed weights packed too, along the outputs
+
+Names differ: torchao has `_weight_qdata`, `_weight_scale` and `_weight_zero_point`.
 
 Scales of activations may be there and are not used: activations are multiplied as they are.
 """
@@ -40,12 +42,14 @@ _UNUSED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledScheme:
     """Values with scales, as config.json describes them."""
 
     scale: str = "weight_scale"
-    """What follows a module's name in that of its scales."""
+    """What follows a module's name in that of its scales; likewise the next two."""
+    values: str = "weight"
+    zeros: str = "weight_zero_point"
     bits: tuple[int, ...] = (8,)
     """Of packed values."""
     groups: tuple[int, ...] = ()
@@ -55,12 +59,8 @@ class ScaledScheme:
 
     def specs(self, shape: Shape, found: Mapping[str, Header]) -> dict[str, Spec] | None:
         """See `Scheme.specs`."""
-        packed = "weight_packed" in found
-        if (
-            not packed
-            and not ("weight" in found and found["weight"].dtype in {_FP8, _INT8})
-            and self.scale not in found
-        ):
+        packed, kind = "weight_packed" in found, found[self.values].dtype if self.values in found else ""
+        if not packed and kind not in {_FP8, _INT8} and self.scale not in found:
             return None
         num_outputs, num_inputs = shape
         counts = [-(-num_inputs // group) for group in self.groups]
@@ -70,14 +70,14 @@ class ScaledScheme:
         specs = {self.scale: Spec(tuple(scales), _SCALES)}
         specs |= {name: Spec(((), (1,), (num_inputs,)), FLOATS | {_INT8}, is_required=False) for name in _UNUSED}
         if not packed:
-            zeros = Spec(tuple(scales), frozenset((_INT8,)), is_required=False)
-            return specs | {"weight": Spec((shape,), frozenset((_FP8, _INT8))), "weight_zero_point": zeros}
+            zeros = Spec(tuple(scales), INTS | {_INT8}, is_required=False)
+            return specs | {self.values: Spec((shape,), frozenset((_FP8, _INT8))), self.zeros: zeros}
         words = [(num_outputs, -(-num_inputs * bits // 32)) for bits in self.bits]
         zeros = tuple((-(-num_outputs * bits // 32), n) for bits in self.bits for n in (1, *counts))
         return specs | {
             "weight_packed": Spec(tuple(words), INTS),
             "weight_shape": Spec(((2,),), INTS),
-            "weight_zero_point": Spec((*zeros, *scales), INTS | {_INT8}, is_required=False),
+            self.zeros: Spec((*zeros, *scales), INTS | {_INT8}, is_required=False),
             "weight_g_idx": Spec(((num_inputs,),), INTS, is_required=False),
         }
 
@@ -86,7 +86,7 @@ class ScaledScheme:
         scales, group = self._spread(parts[self.scale], shape)
         if "weight_packed" in parts:
             return self._decode_packed(shape, parts, scales, group, dtype)
-        values, zeros = parts["weight"], parts.get("weight_zero_point")
+        values, zeros = parts[self.values], parts.get(self.zeros)
         offsets = None
         if zeros is not None and zeros.any():
             offsets = cut_groups(-self._spread(zeros, shape)[0] * scales, group, shape[1])
@@ -103,7 +103,7 @@ class ScaledScheme:
         bits = next(bits for bits in self.bits if packed.shape[1] == -(-num_inputs * bits // 32))
         middle = 1 << (bits - 1)
         codes = unpack_words(packed, bits)[:, :num_inputs]
-        zeros, given = torch.full_like(scales, middle), parts.get("weight_zero_point")
+        zeros, given = torch.full_like(scales, middle), parts.get(self.zeros)
         if given is not None and given.dtype is torch.int8:
             zeros = self._spread(given, shape)[0] + middle
         elif given is not None:

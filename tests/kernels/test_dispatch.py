@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from kernels.cpu import build, library
-from kernels.dispatch import available_backends, select_kernels
-from tandem.config import WorkerConfig
+from kernels.dispatch import available_backends, held_forms, select_kernels
+from kernels.quantized import QuantForm
 from tandem.errors import ConfigError
-from tandem.options import options_of
 
 CPU = torch.device("cpu")
 
@@ -87,7 +86,8 @@ def test_no_tier_can_be_forced_where_there_is_no_library(no_library):
         select_kernels("auto", CPU, torch.bfloat16, "baseline")
 
 
-def test_the_option_names_every_tier():
-    (option,) = (each for each in options_of(WorkerConfig) if each.flag == "--cpu-tier")
-    assert [option.value_of("--cpu-tier", tier) for tier in library.TIERS] == list(library.TIERS)
-    assert option.value_of("--cpu-tier", "auto") is None
+def test_a_set_says_which_quantised_weights_it_holds():
+    held = held_forms(torch.device("cpu"), torch.bfloat16)
+    assert held["reference"] == dict.fromkeys(QuantForm, ())
+    for forms in (held[name] for name in held if name != "reference"):
+        assert all({0, 32, 128} <= set(groups) for groups in forms.values())

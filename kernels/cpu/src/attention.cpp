@@ -63,9 +63,9 @@ template <typename T>
 Cut choose_cut(const AttendArgs& a, int64_t threads) {
   Cut cut{Prefill<T>::most_rows(a), a.num_kv_heads};
   if (threads == 1) return cut;
-  while (cut.rows > kFewestRows && count_units(a, cut).prefill_units < kUnitsPerThread * threads)
-    cut.rows = round_up(cut.rows / 2, 32);
-  while (cut.kv_heads > 1 && count_units(a, cut).decode_units < threads) cut.kv_heads = (cut.kv_heads + 1) / 2;
+  const int64_t wanted = kUnitsPerThread * threads;
+  while (cut.rows > kFewestRows && count_units(a, cut).prefill_units < wanted) cut.rows = round_up(cut.rows / 2, 32);
+  while (cut.kv_heads > 1 && count_units(a, cut).decode_units < wanted) cut.kv_heads = (cut.kv_heads + 1) / 2;
   return cut;
 }
 
@@ -199,18 +199,20 @@ void attend(const AttendArgs& a) {
 // attend_plan: a plan for all calls with this shape, valid until the calling thread makes another one in the same
 // `slot` of kPlans.
 // attend_phase: `attend` as a phase of a team's job, with a plan for the shape; there must be tokens.
-#define TANDEM_ATTENTION(suffix, T)                                                                             \
+#define TANDEM_ATTENTION(suffix, ...)                                                                           \
   TANDEM_EXPORT(void, tandem_attend_##suffix)                                                                   \
   (const void* q, const void* kv, void* out, const AttendShape* shape) {                                        \
-    attend<T>(AttendArgs{*shape, q, kv, out});                                                                  \
+    attend<__VA_ARGS__>(AttendArgs{*shape, q, kv, out});                                                        \
   }                                                                                                             \
   TANDEM_EXPORT(const void*, tandem_attend_plan_##suffix)(const AttendShape* shape, int64_t slot) {             \
-    return make_plan<T>(AttendArgs{*shape, nullptr, nullptr, nullptr}, tandem_threads(), step_arenas[slot]);    \
+    const AttendArgs args{*shape, nullptr, nullptr, nullptr};                                                   \
+    return make_plan<__VA_ARGS__>(args, tandem_threads(), step_arenas[slot]);                                   \
   }                                                                                                             \
   TANDEM_EXPORT(void, tandem_attend_phase_##suffix)                                                             \
   (const void* q, const void* kv, void* out, const AttendShape* shape, const void* plan, TandemTeam* team,      \
    uint64_t phase) {                                                                                            \
-    attend_phase<T>(AttendArgs{*shape, q, kv, out}, *static_cast<const Plan*>(plan), Phases(team, phase));      \
+    const AttendArgs args{*shape, q, kv, out};                                                                  \
+    attend_phase<__VA_ARGS__>(args, *static_cast<const Plan*>(plan), Phases(team, phase));                      \
   }
 
 TANDEM_ATTENTION(f32, float)
@@ -218,17 +220,12 @@ TANDEM_ATTENTION(bf16, Bf16)
 TANDEM_ATTENTION(f16, Half)
 
 // Over quantized KV.
-#define TANDEM_ATTEND(suffix, T, K)                                                                             \
-  TANDEM_EXPORT(void, tandem_attend_##suffix)                                                                   \
-  (const void* q, const void* kv, void* out, const AttendShape* shape) {                                        \
-    attend<Quantized<T, K>>(AttendArgs{*shape, q, kv, out});                                                    \
-  }
-TANDEM_ATTEND(f32_int8, float, Int8)
-TANDEM_ATTEND(f32_fp8, float, Fp8)
-TANDEM_ATTEND(bf16_int8, Bf16, Int8)
-TANDEM_ATTEND(bf16_fp8, Bf16, Fp8)
-TANDEM_ATTEND(f16_int8, Half, Int8)
-TANDEM_ATTEND(f16_fp8, Half, Fp8)
+TANDEM_ATTENTION(f32_int8, Quantized<float, Int8>)
+TANDEM_ATTENTION(f32_fp8, Quantized<float, Fp8>)
+TANDEM_ATTENTION(bf16_int8, Quantized<Bf16, Int8>)
+TANDEM_ATTENTION(bf16_fp8, Quantized<Bf16, Fp8>)
+TANDEM_ATTENTION(f16_int8, Quantized<Half, Int8>)
+TANDEM_ATTENTION(f16_fp8, Quantized<Half, Fp8>)
 
 // What is wrong with a step's lengths and tables: *fault becomes 0 nothing, 1 starts, 2 seq_lens,
 // 3 block_tables; *seq the first seq that has it.

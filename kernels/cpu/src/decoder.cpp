@@ -23,14 +23,14 @@ struct Calls {
                    float eps);
   void (*add_rms_norm)(const void* x, int64_t x_stride, void* residual, int64_t residual_stride, const void* weight,
                        void* out, int64_t tokens, int64_t width, float eps);
+  void (*multiply_units)(const Product* product, const void* x, int64_t x_stride, int64_t tokens, void* out,
+                         int64_t out_stride, int64_t first, int64_t last, int64_t same_x);
   void (*rotate_and_store)(void* qkv, void* kv, const RotateShape* shape, const void* q_weight, const void* k_weight,
                            float eps);
   const void* (*attend_plan)(const AttendShape* shape, int64_t slot);
   void (*attend_phase)(const void* q, const void* kv, void* out, const AttendShape* shape, const void* plan,
                        TandemTeam* team, uint64_t phase);
-  void (*multiply_units)(const Product* product, const void* x, int64_t x_stride, int64_t tokens, void* out,
-                         int64_t out_stride, int64_t first, int64_t last);
-  void (*product_units)(const Product* product, int64_t* units);
+  void (*product_units)(const Product* product, int64_t* units, int64_t* tokens);
 };
 
 struct Layer {
@@ -66,8 +66,7 @@ struct Step {
   int64_t layer_bytes;                       // from one layer of the pool to the next
 };
 
-constexpr int64_t kFewTokens = 4;      // of one unit of row work, at least
-constexpr int64_t kTileTokens = 512;   // that pass by a stretch of weights at once
+constexpr int64_t kFewTokens = 4;  // of one unit of row work, at least
 constexpr int64_t kShapes = 2;
 
 // Activations. Of the calling thread; grows only.
@@ -167,16 +166,19 @@ class Work {
   }
 
   void multiply(const Product* product, const void* x, int64_t in, void* out, int64_t width) {
-    int64_t units = 0;
-    calls_.product_units(product, &units);
-    const int64_t tiles = (tokens_ + kTileTokens - 1) / kTileTokens;
+    int64_t units = 0, tile_tokens = 0;
+    calls_.product_units(product, &units, &tile_tokens);
+    const int64_t tiles = (tokens_ + tile_tokens - 1) / tile_tokens;
+    int64_t packed = -1;  // the tile whose tokens this thread multiplied last
     phases_.each(units * tiles, 1, [&](int64_t first, int64_t last) {
       while (first < last) {
-        const int64_t tile = first / units, begin = first % units, token = tile * kTileTokens;
+        const int64_t tile = first / units, begin = first % units, token = tile * tile_tokens;
         const int64_t end = begin + last - first < units ? begin + last - first : units;
-        const int64_t count = tokens_ - token < kTileTokens ? tokens_ - token : kTileTokens;
+        const int64_t count = tokens_ - token < tile_tokens ? tokens_ - token : tile_tokens;
         calls_.multiply_units(product, static_cast<const char*>(x) + token * in * decoder_.element_bytes, in, count,
-                              static_cast<char*>(out) + token * width * decoder_.element_bytes, width, begin, end);
+                              static_cast<char*>(out) + token * width * decoder_.element_bytes, width, begin, end,
+                              tile == packed);
+        packed = tile;
         first += end - begin;
       }
     });

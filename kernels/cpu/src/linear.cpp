@@ -63,8 +63,10 @@ TANDEM_EXPORT(void, tandem_packed_bytes)(const Product* p, int64_t* bytes) {
   *bytes = product::num_blocks(*p) * tiles * product::kPackedTileBytes;
 }
 
-// Pieces of its outputs that may be shared out.
-TANDEM_EXPORT(void, tandem_product_units)(const Product* p, int64_t* units) { *units = product_units(*p); }
+// Pieces of its outputs that may be shared out, and how many tokens to multiply at a time.
+TANDEM_EXPORT(void, tandem_product_units)(const Product* p, int64_t* units, int64_t* tokens) {
+  *units = product_units(*p), *tokens = kTokens;
+}
 
 // tandem_pack_<type>: weight [out, or twice that if gated, in], rows `stride` apart -> packed.
 // tandem_linear_<type>: x [tokens, in], rows x_stride apart -> out [tokens, out], on all threads.
@@ -79,8 +81,8 @@ TANDEM_EXPORT(void, tandem_product_units)(const Product* p, int64_t* units) { *u
   }                                                                                                               \
   TANDEM_EXPORT(void, tandem_multiply_units_##suffix)                                                             \
   (const Product* p, const T* x, int64_t x_stride, int64_t tokens, T* out, int64_t out_stride, int64_t first,     \
-   int64_t last) {                                                                                                \
-    multiply_units(*p, x, x_stride, tokens, out, out_stride, first, last, arena);                                 \
+   int64_t last, int64_t same_x) {                                                                                \
+    multiply_units(*p, x, x_stride, tokens, out, out_stride, first, last, arena, -1, same_x != 0);                \
   }
 
 TANDEM_LINEAR(f32, float)

@@ -90,7 +90,3 @@ EXPORT int tandem_machine_tier() {
   return 0;
 #endif
 }
-
-// Threads that the OpenMP runtime would start now.
-extern "C" int omp_get_max_threads(void);
-EXPORT int tandem_max_threads() { return omp_get_max_threads(); }

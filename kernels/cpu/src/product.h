@@ -22,18 +22,21 @@ TANDEM_INLINE int64_t product_unit_bytes(const Product& p) {
 
 // x [tokens, in] -> the columns of units first … last of out [tokens, out], rows so far apart. T is float, Bf16 or
 // Half, and a plain weight's type. Meanwhile may fetch the weights of as many units from
-// `soon` on, without it from `last` on.
+// `soon` on, without it from `last` on. With `same_x`, the scratch is as a call with the same weight, x and tokens left
+// it: x need not be packed again.
 template <typename T>
 void multiply_units(const Product& p, const T* x, int64_t x_stride, int64_t tokens, T* out, int64_t out_stride,
-                    int64_t first, int64_t last, Arena& scratch, [[maybe_unused]] int64_t soon = -1) {
+                    int64_t first, int64_t last, Arena& scratch, [[maybe_unused]] int64_t soon = -1,
+                    bool same_x = false) {
   if (product::is_quantized(p))
-    return product::QuantizedPanels<T>(p).multiply(x, x_stride, tokens, out, out_stride, first, last, scratch);
+    return product::QuantizedPanels<T>(p).multiply(x, x_stride, tokens, out, out_stride, first, last, scratch,
+                                                   same_x);
 #if defined(__AMX_BF16__)
   if constexpr (sizeof(T) == 2 && product::kForm<T> == product::kBfloat16)
     return product::multiply_tiles(p, x, x_stride, tokens, out, out_stride, first, last, scratch,
                                    soon < 0 ? last : soon);
 #endif
-  product::Panels<T>(p).multiply(x, x_stride, tokens, out, out_stride, first, last, scratch);
+  product::Panels<T>(p).multiply(x, x_stride, tokens, out, out_stride, first, last, scratch, same_x);
 }
 
 }  // namespace

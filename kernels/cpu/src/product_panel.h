@@ -25,7 +25,7 @@ constexpr int kMostTokens = 2, kMostSums = 8;
 
 // Bytes of weights that are fetched ahead, into the second cache: measured best from 1 to 64 tokens.
 constexpr int64_t kAhead = 8192;
-constexpr int64_t kXBytes = 384 << 10;  // of packed activations at a time: they stay in the second cache
+constexpr int64_t kXBytes = 640 << 10;  // of packed activations at a time: they stay in the second cache
 
 // How T is multiplied: as float32, one input at a time; bfloat16 in pairs where the processor has that.
 template <typename T>
@@ -66,10 +66,10 @@ struct Dot<Bf16> {
 #endif
 
 // Adds to sums [Tokens] rows of [Blocks][kBlock], `row` apart: weights of `tiles` tiles, `step` bytes from each to the
-// next, by x [words][Tokens].
+// next, by x [words][Tokens]. Fetches ahead, up to `end`.
 template <typename T, int Tokens, int Blocks>
-void add_panel(const char* weights, int64_t step, int64_t tiles, const typename Dot<T>::Word* x, float* sums,
-               int64_t row) {
+void add_panel(const char* weights, int64_t step, int64_t tiles, const char* end, const typename Dot<T>::Word* x,
+               float* sums, int64_t row) {
   using D = Dot<T>;
   F32 sum[Tokens][Blocks][kVectors] = {};
   // Lines in the order of their addresses: else the processor does not fetch ahead, and memory is half as fast.
@@ -79,7 +79,7 @@ void add_panel(const char* weights, int64_t step, int64_t tiles, const typename 
 #pragma GCC unroll 1
       for (int k = 0; k < kTileRows; ++k) {
         const char* at = weights + b * kPackedTileBytes + k * kRowBytes;
-        __builtin_prefetch(at + kAhead, 0, 2);
+        __builtin_prefetch(at + kAhead < end ? at + kAhead : at, 0, 2);
 #pragma GCC unroll 2
         for (int part = 0; part < D::kParts; ++part) {
           F32 weight[kVectors];
@@ -104,15 +104,15 @@ void add_panel(const char* weights, int64_t step, int64_t tiles, const typename 
 }
 
 template <typename T, int Blocks, int Tokens = kMostTokens>
-TANDEM_INLINE void add_panels(int64_t tokens, const char* weights, int64_t tiles, const typename Dot<T>::Word* x,
-                              float* sums) {
+TANDEM_INLINE void add_panels(int64_t tokens, const char* weights, int64_t tiles, const char* end,
+                              const typename Dot<T>::Word* x, float* sums) {
   if (tokens == Tokens) {
     constexpr int kAtOnce = Blocks * Tokens * kVectors <= kMostSums ? Blocks : 1;
     for (int b = 0; b < Blocks; b += kAtOnce)
-      add_panel<T, Tokens, kAtOnce>(weights + b * kPackedTileBytes, Blocks * kPackedTileBytes, tiles, x,
+      add_panel<T, Tokens, kAtOnce>(weights + b * kPackedTileBytes, Blocks * kPackedTileBytes, tiles, end, x,
                                     sums + b * kBlock, 2 * kBlock);
   } else if constexpr (Tokens > 1) {
-    add_panels<T, Blocks, Tokens - 1>(tokens, weights, tiles, x, sums);
+    add_panels<T, Blocks, Tokens - 1>(tokens, weights, tiles, end, x, sums);
   }
 }
 
@@ -123,7 +123,7 @@ class TokenPanels {
   using Word = typename Dot<T>::Word;
 
   const Product& p_;
-  const int64_t words_, extra_;  // of a token: words of all inputs with what fills them up, floats of the form's own
+  const int64_t words_, extra_;  // of a token: packed words, none if it is read as it lies; floats of the form's own
   const int64_t most_;           // tokens of a group
   int64_t tokens_ = 0, groups_ = 0;
   Word* x_ = nullptr;            // per group of tokens [words][tokens of it]
@@ -135,7 +135,7 @@ class TokenPanels {
 
   int64_t begin_of(int64_t group) const { return tokens_ * group / groups_; }
 
-  void open(const T* x, int64_t x_stride, int64_t tokens, Arena& scratch) {
+  void open(const T* x, int64_t x_stride, int64_t tokens, Arena& scratch, bool is_packed) {
     tokens_ = tokens, groups_ = (tokens + most_ - 1) / most_;
     const auto carve = [&](char* base) {
       Carver carver{base};
@@ -145,7 +145,7 @@ class TokenPanels {
       return carver.at;
     };
     carve(scratch.reserve(carve(nullptr) - static_cast<char*>(nullptr)));
-    for (int64_t group = 0; group < groups_; ++group) {
+    for (int64_t group = 0; group < groups_ && words_ && !is_packed; ++group) {
       const int64_t begin = begin_of(group);
       pack(x + begin * x_stride, x_stride, begin_of(group + 1) - begin, x_ + begin * words_);
     }
@@ -202,14 +202,15 @@ class TokenPanels {
     }
   }
 
-  // Calls opened(x) for some tokens at a time, and sum(unit) for each unit, which fills sums_.
+  // Calls opened(x, is_packed) for some tokens at a time, and sum(unit) for each unit, which fills sums_.
   template <typename Opened, typename Sum>
   void multiply_by(const T* x, int64_t x_stride, int64_t tokens, T* out, int64_t out_stride, int64_t first,
-                   int64_t last, Arena& scratch, const Opened& opened, const Sum& sum) {
-    const int64_t most_tokens = most(kXBytes / (words_ * int64_t(sizeof(Word))) / most_, 4) * most_;
+                   int64_t last, Arena& scratch, bool same_x, const Opened& opened, const Sum& sum) {
+    const int64_t most_tokens = most(kXBytes / (most(words_, 1) * int64_t(sizeof(Word))) / most_, 4) * most_;
+    const bool is_packed = same_x && tokens <= most_tokens;
     for (int64_t token = 0; token < tokens; token += most_tokens) {
-      open(x + token * x_stride, x_stride, least(most_tokens, tokens - token), scratch);
-      opened(x + token * x_stride);
+      open(x + token * x_stride, x_stride, least(most_tokens, tokens - token), scratch, is_packed);
+      opened(x + token * x_stride, is_packed);
       for (int64_t unit = first; unit < last; ++unit) {
         sum(unit);
         put(unit, out + token * out_stride, out_stride);
@@ -223,6 +224,7 @@ class Panels : TokenPanels<T> {
   using Base = TokenPanels<T>;
   using Base::begin_of, Base::groups_, Base::p_, Base::sums_, Base::tokens_, Base::words_, Base::x_;
   const int64_t tiles_;
+  const char* end_ = nullptr;  // of this call's weights: what follows is another thread's
 
   // Sums of a unit of one or two blocks.
   template <int Blocks>
@@ -232,7 +234,7 @@ class Panels : TokenPanels<T> {
       for (int64_t group = 0; group < groups_; ++group) {
         const int64_t begin = begin_of(group), tokens = begin_of(group + 1) - begin;
         const auto* x = x_ + begin * words_ + t * kTileRows * Dot<T>::kParts * tokens;
-        add_panels<T, Blocks>(tokens, weights + t * Blocks * kPackedTileBytes, least(Dot<T>::kChunk, tiles_ - t), x,
+        add_panels<T, Blocks>(tokens, weights + t * Blocks * kPackedTileBytes, least(Dot<T>::kChunk, tiles_ - t), end_, x,
                               sums_ + begin * 2 * kBlock);
       }
   }
@@ -242,12 +244,14 @@ class Panels : TokenPanels<T> {
       : Base(p, num_tiles<T>(p) * kTileInputs<T>, 0, kMostTokens), tiles_(num_tiles<T>(p)) {}
 
   void multiply(const T* x, int64_t x_stride, int64_t tokens, T* out, int64_t out_stride, int64_t first, int64_t last,
-                Arena& scratch) {
+                Arena& scratch, bool same_x) {
+    end_ = stream_of<T>(p_, last);
     const auto sum_unit = [this](int64_t unit) {
       if (unit * 2 + 1 < num_blocks(p_)) sum<2>(stream_of<T>(p_, unit));
       else sum<1>(stream_of<T>(p_, unit));
     };
-    Base::multiply_by(x, x_stride, tokens, out, out_stride, first, last, scratch, [](const T*) {}, sum_unit);
+    Base::multiply_by(x, x_stride, tokens, out, out_stride, first, last, scratch, same_x, [](const T*, bool) {},
+                      sum_unit);
   }
 };
 

@@ -8,7 +8,8 @@
 #pragma once
 
 #include "product_panel.h"
-#include "quantized_forms.h"
+#include "quantized_stretches.h"
+#include "quantized_tiles.h"
 
 namespace {
 namespace product {
@@ -21,44 +22,31 @@ template <>
 constexpr bool kInPairs<Bf16> = true;
 #endif
 
-constexpr int64_t kUnitOutputs = 2 * kBlock;
-constexpr int64_t kUnitRowBytes = 2 * kRowBytes;
-constexpr int64_t kPartBytes = 12 << 10;  // of a unit's weights at a time: they stay in the first cache for all tokens
-
-constexpr int kMostQuantized = kMostTokens < 8 ? kMostTokens : 8;  // tokens at a time; partial sums need registers, too
+constexpr int64_t kPartBytes = 20 << 10;  // of a unit's weights at a time: they stay in the first cache for all tokens
+constexpr int64_t kManyInputs = 64;  // of a partial sum: registers of sums may wait in memory
+constexpr int64_t kMostShort = 8;    // tokens at a time if there are fewer
 constexpr int kTableTokens = 4;  // so many leave registers for tables, with which values are taken apart faster
 
-TANDEM_INLINE bool is_int4(const Product& p) { return (p.form & ~kHalfScales) == kInt4; }
+// Whether T is multiplied in tiles, of 32 inputs.
+template <typename T>
+TANDEM_INLINE bool is_tiled([[maybe_unused]] const Product& p) {
+#if defined(__AMX_BF16__)
+  return kInPairs<T> && p.group % 32 == 0;
+#else
+  return false;
+#endif
+}
 
-// Inputs of a partial sum. With more, a product of one token waits for its two sums; less cost several tokens more.
+// Inputs of a partial sum. Few cost many tokens more; with many, one token's product in vector registers waits for its
+// two sums, which takes longer than to take values apart in INT4 alone.
+template <typename T>
 TANDEM_INLINE int64_t stretch_inputs(const Product& p) {
-  if (p.group % 64 == 0 && !is_int4(p)) return 64;
-  return p.group % 32 ? 16 : 32;
+  if (is_int4(p) && !is_tiled<T>(p)) return 32;
+  const int64_t sizes[] = {192, 128, 64, 32};
+  for (int64_t inputs : sizes)
+    if (p.group % inputs == 0) return inputs;
+  return 16;
 }
-
-TANDEM_INLINE int64_t unit_bytes(const Product& p) {
-  return p.in / (is_int4(p) ? Int4::kRowInputs : Int8::kRowInputs) * kUnitRowBytes;
-}
-
-// Some stretches of one unit: where their weights lie, [count][rows][two blocks], and the scales of the first,
-// [groups][kUnitOutputs].
-struct Stretches {
-  const char* weights;
-  const char* scales;
-  int64_t count, rows;
-  int64_t per_group, left;  // stretches with the first one's scales
-  bool has_half_scales;
-
-  TANDEM_INLINE F32 scale(int64_t output) const {
-    return has_half_scales ? load(reinterpret_cast<const Half*>(scales) + output)
-                           : load(reinterpret_cast<const float*>(scales) + output);
-  }
-  TANDEM_INLINE void step() {
-    if (--left) return;
-    left = per_group;
-    scales += kUnitOutputs * (has_half_scales ? 2 : 4);
-  }
-};
 
 // part [Tokens][Blocks] += a row of weights by x [words of a row][Tokens].
 template <typename Q, bool Pairs, int Tokens, int Blocks, typename Word>
@@ -122,7 +110,7 @@ void add_stretches(Stretches at, int first, const Word* x, float* sums) {
   each([](const F32& here, float* there) { store(there, here); });
 }
 
-template <typename Q, bool Pairs, typename Word, int Tokens = kMostQuantized>
+template <typename Q, bool Pairs, typename Word, int Tokens = kMostTokens>
 TANDEM_INLINE void add_to_unit(int64_t tokens, const Stretches& at, const Word* x, float* sums) {
   if (tokens == Tokens) {
     constexpr int kAtOnce = 2 * Tokens * kVectors <= kMostSums ? 2 : 1;
@@ -138,14 +126,15 @@ class QuantizedPanels : TokenPanels<T> {
   using Base::begin_of, Base::extra_, Base::extra_sums_, Base::groups_, Base::p_, Base::sums_, Base::tokens_;
   using Base::words_, Base::x_;
 
-  int64_t num_groups() const { return p_.in / p_.group; }
+  const T* rows_ = nullptr;  // of the tokens under way, as they lie
+  int64_t stride_ = 0;
 
   // extra_sums_ [tokens][groups] = the sums of the groups of x.
-  void sum_groups(const T* x, int64_t x_stride) {
+  void sum_groups() {
     for (int64_t t = 0; t < tokens_ && extra_; ++t)
       for (int64_t g = 0; g < extra_; ++g) {
         F32 all = {};
-        for (int64_t i = 0; i < p_.group; i += kLanes) all += load(x + t * x_stride + g * p_.group + i);
+        for (int64_t i = 0; i < p_.group; i += kLanes) all += load(rows_ + t * stride_ + g * p_.group + i);
         extra_sums_[t * extra_ + g] = sum(all);
       }
   }
@@ -163,20 +152,30 @@ class QuantizedPanels : TokenPanels<T> {
         }
   }
 
+  // Stretches s … s + count of a unit, of so many inputs each.
+  template <typename Q>
+  Stretches stretches_of(int64_t unit, int64_t inputs, int64_t s, int64_t count) const {
+    const bool is_half = p_.form & kHalfScales;
+    const int64_t per_group = p_.group / inputs, rows = inputs / Q::kRowInputs;
+    const int64_t scale = (unit * (p_.in / p_.group) + s / per_group) * kUnitOutputs;
+    const char* weights = static_cast<const char*>(p_.packed) + unit * unit_bytes(p_) + s * rows * kUnitRowBytes;
+    const char* scales = reinterpret_cast<const char*>(p_.scales) + scale * (is_half ? 2 : 4);
+    return {weights, scales, count, rows, per_group, per_group - s % per_group, is_half};
+  }
+
   // sums_ of a unit.
   template <typename Q>
   void add_up(int64_t unit) {
     add_offsets(unit);
-    const bool is_half = p_.form & kHalfScales;
-    const int64_t inputs = stretch_inputs(p_), count = p_.in / inputs, per_group = p_.group / inputs;
-    const int64_t rows = inputs / Q::kRowInputs, stretch_words = words_ / count;
-    const char* weights = static_cast<const char*>(p_.packed) + unit * unit_bytes(p_);
-    const char* scales = reinterpret_cast<const char*>(p_.scales);
-    const int64_t scale_bytes = is_half ? 2 : 4, at_once = most(kPartBytes / (rows * kUnitRowBytes), 1);
+    const int64_t inputs = stretch_inputs<T>(p_), count = p_.in / inputs;
+#if defined(__AMX_BF16__)
+    if constexpr (kInPairs<T>)
+      if (is_tiled<T>(p_)) return add_tiles<Q>(stretches_of<Q>(unit, inputs, 0, count), rows_, stride_, tokens_, sums_);
+#endif
+    const int64_t row_bytes = inputs / Q::kRowInputs * kUnitRowBytes, stretch_words = words_ / count;
+    const int64_t at_once = most(kPartBytes / row_bytes, 1);
     for (int64_t s = 0; s < count; s += at_once) {
-      const Stretches part = {weights + s * rows * kUnitRowBytes,
-                              scales + (unit * num_groups() + s / per_group) * kUnitOutputs * scale_bytes,
-                              least(at_once, count - s), rows, per_group, per_group - s % per_group, is_half};
+      const Stretches part = stretches_of<Q>(unit, inputs, s, least(at_once, count - s));
       for (int64_t group = 0; group < groups_; ++group) {
         const int64_t begin = begin_of(group), tokens = begin_of(group + 1) - begin;
         const auto* x = x_ + begin * words_ + s * stretch_words * tokens;
@@ -186,11 +185,16 @@ class QuantizedPanels : TokenPanels<T> {
   }
 
  public:
-  explicit QuantizedPanels(const Product& p) : Base(p, p.in, p.offsets ? p.in / p.group : 0, kMostQuantized) {}
+  explicit QuantizedPanels(const Product& p)
+      : Base(p, is_tiled<T>(p) ? 0 : p.in, p.offsets ? p.in / p.group : 0,
+             stretch_inputs<T>(p) < kManyInputs ? least(kMostShort, kMostTokens) : kMostTokens) {}
 
   void multiply(const T* x, int64_t x_stride, int64_t tokens, T* out, int64_t out_stride, int64_t first, int64_t last,
-                Arena& scratch) {
-    const auto opened = [=](const T* from) { sum_groups(from, x_stride); };
+                Arena& scratch, bool same_x) {
+    const auto opened = [=](const T* from, bool has_sums) {
+      rows_ = from, stride_ = x_stride;
+      if (!has_sums) sum_groups();
+    };
     const auto sum_unit = [this](int64_t unit) {
       switch (p_.form & ~kHalfScales) {
         case kInt8: return add_up<Int8>(unit);
@@ -198,7 +202,7 @@ class QuantizedPanels : TokenPanels<T> {
         default: return add_up<Fp8>(unit);
       }
     };
-    Base::multiply_by(x, x_stride, tokens, out, out_stride, first, last, scratch, opened, sum_unit);
+    Base::multiply_by(x, x_stride, tokens, out, out_stride, first, last, scratch, same_x, opened, sum_unit);
   }
 };
 

@@ -19,7 +19,10 @@
 #include <sched.h>
 #endif
 
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
 extern "C" int omp_get_max_threads(void);
+extern "C" void omp_set_num_threads(int);
 
 namespace {
 
@@ -32,6 +35,7 @@ constexpr int64_t kMostPatience_ns = 50000;
 constexpr int64_t kLeastPatience_ns = 2000;
 
 thread_local bool is_inside = false;
+thread_local int64_t taken_threads = 0;  // by tandem_take_threads
 thread_local int64_t patience_ns = kMostPatience_ns;
 
 int64_t now_ns() {
@@ -171,7 +175,15 @@ pthread_once_t forks = PTHREAD_ONCE_INIT;
 
 }  // namespace
 
-int64_t tandem_threads() { return is_inside ? 1 : omp_get_max_threads(); }
+int64_t tandem_threads() { return is_inside ? 1 : taken_threads ? taken_threads : omp_get_max_threads(); }
+
+// From now on work called from here uses the threads that OpenMP would have used, and OpenMP none but this one: its
+// threads spin when they have nothing to do, on processors that the team needs.
+EXPORT void tandem_take_threads() {
+  if (taken_threads) return;
+  taken_threads = omp_get_max_threads();
+  omp_set_num_threads(1);
+}
 
 void tandem_team_ring(TandemTeam* team) {
   __atomic_add_fetch(&team->bell, 1u, __ATOMIC_SEQ_CST);
@@ -194,3 +206,5 @@ void tandem_team_run(void (*job)(void*, TandemTeam*), void* context) {
   __atomic_and_fetch(&team->gate, ~kOpen, __ATOMIC_SEQ_CST);
   wait_until(team, [=] { return (__atomic_load_n(&team->gate, __ATOMIC_SEQ_CST) & kInside) == 0; });
 }
+
+EXPORT int tandem_max_threads() { return int(tandem_threads()); }

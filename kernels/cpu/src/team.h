@@ -23,7 +23,8 @@ struct TandemTeam {
 };
 
 extern "C" {
-// Threads that work called from here would use: those of OpenMP's setting (torch's), 1 within a job.
+// Threads that work called from here would use: those of OpenMP's setting (torch's) or what was taken of them, 1 within
+// a job.
 int64_t tandem_threads();
 // Runs job(context, team) on the calling thread and on the other members of its team, as many threads as
 // `tandem_threads` says; returns when all units are finished and no member is in it any more.

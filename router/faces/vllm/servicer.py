@@ -61,8 +61,6 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._status = status
         self._aborts = Aborts()
         self._last_request_s = 0.0
-        self._model_config: dict[str, Any] = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
-        """With what `CheckpointInfo` leaves out because Tandem itself does not need it."""
         self._tokenizer = b""
         """As an archive, made when it is first asked for."""
         self._archiving = asyncio.Lock()
@@ -103,7 +101,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             served_model_name=info.name,
             tokenizer_path=info.name,
             model_type=info.family,
-            architectures=[str(each) for each in self._model_config.get("architectures") or ()],
+            architectures=[str(each) for each in self._checkpoint.config.get("architectures") or ()],
             eos_token_ids=sorted(info.eos_token_ids),
             pad_token_id=self._token_id("pad_token_id"),
             bos_token_id=self._token_id("bos_token_id"),
@@ -140,7 +138,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """The tokenizer's files."""
         async with self._archiving:
             if not self._tokenizer:
-                self._tokenizer = await asyncio.to_thread(archive, self._checkpoint.path)
+                self._tokenizer = await asyncio.to_thread(archive, self._checkpoint.folder)
         for chunk in chunks(self._tokenizer):
             await context.write(chunk)
 
@@ -162,7 +160,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     def _token_id(self, key: str) -> int:
-        value = self._model_config.get(key)
+        value = self._checkpoint.config.get(key)
         return value if isinstance(value, int) and 0 <= value <= _MAX_INT32 else 0
 
 

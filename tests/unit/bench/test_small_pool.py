@@ -56,8 +56,8 @@ def test_demand_counts_each_sequence_whole(options: dict[str, Any], lengths: lis
     answer = {index: Said((0,) * length) for index, length in enumerate(lengths)}
     kind = Kind(RandomRequest("k", options, streams=True), answer)
 
-    assert blocks_of(kind, num_prompt_tokens=16) == blocks
-    assert largest_need(kind, num_prompt_tokens=16) == need
+    assert blocks_of(kind, num_prompt_tokens=16, block_size=16) == blocks
+    assert largest_need(kind, num_prompt_tokens=16, block_size=16) == need
 
 
 async def test_a_right_answer_is_served_and_counts_its_sequences() -> None:

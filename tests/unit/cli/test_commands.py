@@ -151,6 +151,7 @@ def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert "reference" in output
     assert "shm" in output
     assert "cores usable" in output
+    assert "quantised weights" in output
 
 
 def test_doctor_works_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

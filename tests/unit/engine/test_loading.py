@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from engine.loading import Engine, EngineOptions, load_engine, resolve_device
 from engine.placement import ThreadPlacement
 from engine.sequence import Sequence
 from engine.step import Step
+from kernels.cpu.library import max_threads
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kv_layout import DType, QuantDType
 
@@ -54,6 +57,38 @@ async def complete(engine: Engine, seq: Sequence, chunk_tokens: int) -> list[int
             seq.append_token(token.token_id)
     engine.pool.release(seq.take_blocks())
     return list(seq.output_token_ids)
+
+
+def _team_members() -> int:
+    """Threads of this process that compute for an engine's."""
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has ended meanwhile
+            names.append(path.read_text())
+    return names.count("tandem-team\n")
+
+
+async def test_native_steps_have_their_threads_to_themselves_and_end_them_with_the_engine(
+    options: EngineOptions, make_seq: Callable[..., Sequence]
+) -> None:
+    before = _team_members()
+    engine = load_engine(replace(options, attention_backend="cpu", placement=ThreadPlacement(threads=3)))
+    executor = engine.thread._executor
+    try:
+        await complete(engine, make_seq(tuple(range(3, 36)), max_tokens=3), 64)
+        assert executor.submit(torch.get_num_threads).result() == 1
+        assert executor.submit(max_threads).result() == 3
+        _wait_for(lambda: _team_members() == before + 2)
+    finally:
+        engine.close()
+    _wait_for(lambda: _team_members() == before)
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize(("block_size", "chunk_tokens", "shared"), [(1, 64, False), (4, 3, True), (16, 7, False)])

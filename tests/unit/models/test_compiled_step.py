@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 import torch
 
 from bench.tiny_models import TINY_MODELS
+from engine.kv_cache import KvCache
 from kernels import cpu
 from kernels.cpu.library import usable_tiers
 from models.loading import load_model
 from tandem.errors import InternalError
+from tandem.kv_layout import QuantDType
 
 CPU = torch.device("cpu")
 
@@ -36,9 +39,11 @@ def _load(folder, dtype, tier=None):
     return model, replace(model, decoder=replace(model.decoder, compiled=None))
 
 
-def _steps(tools, model, block_size):
-    """Logits of chunks, decode steps and both in one batch."""
+def _steps(tools, model, block_size, pool=None):
+    """Logits of chunks, decode steps and both in one batch; over `pool`, if it is not to be the driver's own."""
     driver = tools.driver(model, block_size, 16 + 400 // block_size)
+    if pool is not None:
+        driver._kv_cache = pool
     first, second, third = (tools.seq(tools.random_prompt(length)) for length in (70, 9, 150))
     yield driver.step([(first, 48)])
     yield driver.step([(first, 21), (second, 8)])
@@ -112,3 +117,15 @@ def test_slots_tables_and_lengths_out_of_range_are_refused_by_name(tools, checkp
         getattr(inputs[3], name)[where] = value
         with pytest.raises(InternalError, match=name):
             model.decoder.forward(*inputs)
+
+
+@pytest.mark.parametrize("kv_dtype", list(QuantDType))
+def test_a_quantised_pool_gives_the_bits_of_the_operations_one_by_one(tools, checkpoint, dtype, kv_dtype):
+    pools, logits = [], []
+    for model in _load(checkpoint(TINY_MODELS[0]), dtype):
+        with closing(KvCache.create(model.kv_layout(16, kv_dtype), 41, CPU)) as kv_cache:
+            kv_cache.blocks_view.zero_()
+            logits.append(list(_steps(tools, model, 16, kv_cache.tensor)))
+            pools.append(kv_cache.blocks_view.clone())
+    assert all(map(torch.equal, *logits))
+    assert torch.equal(*pools)

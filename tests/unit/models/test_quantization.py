@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.tiny_models import TinyModel
+from kernels.dispatch import available_backends, select_kernels
 from kernels.operations import Kernels
 from kernels.quantized import QuantForm
 from kernels.reference import ReferenceBackend
@@ -19,6 +20,7 @@ from tests.quantized_checkpoints import FORMS, awq, gptq, packed, write
 
 TINY = TinyModel("llama", "llama")
 DOWN = "model.layers.1.mlp.down_proj"
+TORCHAO = next(form for form in FORMS if form.name.startswith("torchao-Intx"))
 SCALED = next(form for form in FORMS if form.name == "fp8-blocks")
 
 
@@ -58,15 +60,31 @@ def logits(tools, model):
     return tools.driver(model, 16, 3).step([(tools.seq(tools.random_prompt(40)), 40)])
 
 
+def kernels_of(name):
+    device, dtype = torch.device("cpu"), torch.float32
+    if not next(status for status in available_backends(device, dtype) if status.name == name).usable:
+        pytest.skip(f"no {name} kernels here")
+    return select_kernels(name, device, dtype)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_a_quantised_checkpoint_computes_what_transformers_does_with_the_weights_that_it_means(tools, written, form):
+def test_a_quantised_checkpoint_computes_what_transformers_does_with_the_weights_that_it_means(
+    tools, written, form, kernels
+):
     quantized, meant = written(form)
-    ours = logits(tools, tools.load(quantized, "float32"))
+    ours = logits(tools, load_model(quantized, "float32", torch.device("cpu"), kernels_of(kernels)))
     with torch.no_grad():
         theirs = tools.load_transformers(meant)(torch.tensor([tools.random_prompt(40)])).logits[0]
     assert theirs.std() > 1
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
     assert torch.equal(ours.argmax(1), theirs.argmax(1))
+
+
+def held_form(name):
+    if any(part in name.lower() for part in ("fp8", "float", "naive")):
+        return QuantForm.FP8
+    return QuantForm.INT4 if name.startswith(("gptq-4", "awq", "pack-quantized-4")) else QuantForm.INT8
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
@@ -80,10 +98,7 @@ def test_weights_reach_the_kernels_in_the_form_that_they_have(tools, written, fo
     if "act-order" in form.name:
         assert all(isinstance(weight, torch.Tensor) for weight in maps)
         return
-    forms = {weight.form for weight in maps}
-    wanted = QuantForm.FP8 if "float8" in str(form.encode) or "fp8" in form.name else None
-    assert len(forms) == 1
-    assert wanted is None or forms == {wanted}
+    assert {weight.form for weight in maps} == {held_form(form.name)}
 
 
 def test_a_module_that_was_left_as_it_is_may_be_any(tools, written):
@@ -107,8 +122,9 @@ def test_a_module_that_was_left_as_it_is_may_be_any(tools, written):
         *((awq(), part) for part in ("qweight", "qzeros", "scales")),
         *((packed(4, group=32, symmetric=True), part) for part in ("weight_packed", "weight_scale", "weight_shape")),
         *((SCALED, part) for part in ("weight", "weight_scale_inv")),
+        *((TORCHAO, part) for part in ("_weight_qdata", "_weight_scale")),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_a_missing_or_misshapen_part_is_refused_by_name(tools, written, form, part):
     quantized, _ = written(form)
@@ -159,6 +175,7 @@ def test_scales_of_kv_are_not_used(tools, written):
         (awq(), {"version": "gemv"}, "version: only gemm"),
         (awq(), {"zero_point": False}, "zero_point"),
         (SCALED, {"weight_block_size": [128]}, "weight_block_size"),
+        (TORCHAO, {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}, "quant_type: 'Int4WeightOnlyConfig'"),
         (packed(4, group=32, symmetric=True), {"format": "nvfp4-pack-quantized"}, "format: 'nvfp4"),
         (packed(4, group=32, symmetric=True), {"transform_config": {"config_groups": {"a": {}}}}, "transform_config"),
         (packed(4, group=32, symmetric=True), {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),

@@ -1,0 +1,105 @@
+"""Quantised linear maps in Triton against float64 products of the weight that they mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.quantized import QuantForm, QuantizedWeight, pack_int4, quantize
+from tandem.errors import InternalError
+
+pytest.importorskip("triton")
+
+from kernels.triton.operations import TritonOperations
+
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the same tests")),
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+]
+OPERATIONS = TritonOperations()
+ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-20}
+"""The interpreter truncates to bfloat16, so twice a rounding."""
+
+
+def make(form: QuantForm, num_outputs: int, num_inputs: int, group: int, dtype: torch.dtype, *, offsets: bool):
+    generator = torch.Generator().manual_seed(num_inputs + group)
+    codes = torch.randint(0, 256, (num_outputs, num_inputs), generator=generator)
+    if form is QuantForm.INT4:
+        values = pack_int4((codes & 15).to(torch.uint8))
+    elif form is QuantForm.INT8:
+        values = (codes - 128).to(torch.int8)
+    else:  # every finite value, subnormal ones too
+        values = torch.where(codes & 127 == 127, 0, codes).to(torch.uint8).view(torch.float8_e4m3fn)
+    scales = (torch.rand(num_outputs, num_inputs // group, generator=generator) + 0.1) / 100
+    shifts = torch.randn(scales.shape, generator=generator) / 10 if offsets else None
+    return QuantizedWeight(form, values, scales, shifts, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+@pytest.mark.parametrize(
+    ("form", "group", "offsets"),
+    [
+        (QuantForm.INT8, 192, False),
+        (QuantForm.INT8, 16, True),
+        (QuantForm.INT4, 32, True),
+        (QuantForm.INT4, 64, False),
+        (QuantForm.FP8, 64, False),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 19])
+def test_a_product_is_that_of_the_weight_that_is_meant(form, group, offsets, dtype, device, tokens):
+    weight = make(form, 72, 192, group, dtype, offsets=offsets).to(torch.device(device))
+    wide = torch.full((tokens, 200), torch.nan, dtype=dtype, device=device)
+    x = wide[:, 4:196]
+    x.copy_(torch.randn(tokens, 192, generator=torch.Generator().manual_seed(tokens)))
+    bias = torch.randn(72, generator=torch.Generator().manual_seed(1)).to(dtype=dtype, device=device)
+    assert OPERATIONS.keeps(weight)
+    got = OPERATIONS.linear(weight, bias)(x)
+    meant = weight.dequantize(torch.float64)
+    want = x.double() @ meant.T + bias.double()
+    size = x.double().abs() @ meant.abs().T
+    assert got.dtype is dtype
+    assert ((got.double() - want).abs() <= ROUNDING[dtype] * want.abs() + 2**-17 * size).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_token_is_the_same_whatever_is_with_it(device):
+    weight = make(QuantForm.INT4, 72, 192, 32, torch.float32, offsets=True).to(torch.device(device))
+    linear = OPERATIONS.linear(weight, None)
+    x = torch.randn(20, 192, generator=torch.Generator().manual_seed(0)).to(device)
+    torch.testing.assert_close(linear(x)[3:4], linear(x[3:4]), rtol=1e-6, atol=1e-6)
+    assert linear(x[:0]).shape == (0, 72)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_symmetric_int4_weight_needs_no_offsets(device):
+    plain = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    weight = quantize(plain, QuantForm.INT4)
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).to(device)
+    linear = OPERATIONS.linear(weight, None)
+    assert linear.offsets is None
+    torch.testing.assert_close(linear(x), x @ weight.dequantize().T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gated_map_is_silu_of_the_gates_times_the_ups(device):
+    weight = make(QuantForm.INT8, 64, 64, 64, torch.float32, offsets=False).to(torch.device(device))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).to(device)
+    gate, up = (x @ weight.dequantize().T).chunk(2, dim=1)
+    want = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(OPERATIONS.gated_linear(weight, None)(x), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_group_that_does_not_fit_a_tile_is_dequantised():
+    weight = make(QuantForm.INT8, 16, 48, 8, torch.float32, offsets=False)
+    assert not OPERATIONS.keeps(weight)
+    x = torch.randn(2, 48)
+    torch.testing.assert_close(OPERATIONS.linear(weight, None)(x), x @ weight.dequantize().T)
+
+
+def test_another_width_or_dtype_is_refused_by_name():
+    weight = make(QuantForm.INT8, 16, 64, 64, torch.float32, offsets=False)
+    for x in (torch.randn(2, 32), torch.randn(2, 64).half()):
+        with pytest.raises(InternalError, match=r"^x: "):
+            OPERATIONS.linear(weight, None)(x)
