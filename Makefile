@@ -60,9 +60,12 @@ bench: install
 
 .PHONY: peers peers-venv
 VLLM_VENV ?= ../vllm-venv
+ZENTORCH ?= ../vllm-zentorch
+LLAMA_VENV ?= ../llama-venv
+PEERS ?=  # more options, such as --quick
 
-## peers-venv   vLLM's CPU build in an environment of its own, beside the repository (VLLM_VENV=…): 3.5 GB
-peers-venv: $(VLLM_VENV)/.installed
+## peers-venv   the peers in environments of their own, beside the repository (VLLM_VENV, ZENTORCH, LLAMA_VENV): 4 GB
+peers-venv: $(VLLM_VENV)/.installed $(ZENTORCH)/.installed $(LLAMA_VENV)/.installed
 
 # With its dependencies torch alone: a CPU build where pip offers one. All else is pinned, and no more than is needed.
 $(VLLM_VENV)/.installed: bench/vllm-requirements.txt
@@ -71,9 +74,23 @@ $(VLLM_VENV)/.installed: bench/vllm-requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r bench/vllm-requirements.txt
 	touch $@
 
-## peers     Tandem on a CPU against transformers and vLLM in one run (ten minutes): records, renders the page
+# AMD's kernels for vLLM, which takes them wherever it can import them: in a folder, so that it runs without them too.
+$(ZENTORCH)/.installed: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $(ZENTORCH) \
+		zentorch==2.13.0.1 deprecated==1.3.1 wrapt==2.5.2
+	touch $@
+
+# From source, for this processor alone: half an hour of compiling on one core.
+$(LLAMA_VENV)/.installed: bench/llama-requirements.txt
+	test -x $(LLAMA_VENV)/bin/python || $(PYTHON) -m venv $(LLAMA_VENV)
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" $(LLAMA_VENV)/bin/python -m pip install -q \
+		--disable-pip-version-check --no-binary llama-cpp-python -r bench/llama-requirements.txt
+	touch $@
+
+## peers     Tandem on a CPU against vLLM, llama.cpp and transformers in one run: records, renders the page
 peers: install peers-venv
-	$(BIN)/python -m bench.peers --vllm-python $(abspath $(VLLM_VENV))/bin/python
+	$(BIN)/python -m bench.peers --vllm-python $(abspath $(VLLM_VENV))/bin/python --zentorch $(abspath $(ZENTORCH)) \
+		--llama-python $(abspath $(LLAMA_VENV))/bin/python $(PEERS)
 
 ## exact     token ids against transformers: every family, transport, block size and chunk budget (half an hour)
 exact: install

@@ -1,4 +1,4 @@
-"""What a figure was taken on: processor, cores, versions, date."""
+"""What a figure was taken on: processor, tier of our kernels, cores, versions, date."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from kernels.cpu import library
 
 _PACKAGES = ("torch", "triton", "transformers", "grpcio", "protobuf", "uvloop")
 _FEATURES = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
@@ -19,10 +21,16 @@ def describe_machine() -> dict[str, str]:
     return {
         "processor": facts.get("model name", platform.processor()),
         "vectors": next((feature for feature in _FEATURES if feature in flags), "unknown"),
+        "tier": cpu_tier(),
         "cores": str(len(os.sched_getaffinity(0))),
         "python": platform.python_version(),
         **{name: found for name in _PACKAGES if (found := _version(name)) is not None},
     }
+
+
+def cpu_tier() -> str:
+    """The highest tier of the native kernels that runs here; `reference` where none does."""
+    return (library.usable_tiers() or ("reference",))[-1]
 
 
 def today() -> str:

@@ -5,6 +5,7 @@ One section per result file; a file that is not there has no section. Pure but f
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import sys
 from collections.abc import Callable
@@ -34,10 +35,11 @@ def render(records: dict[str, Record]) -> str:
         "Absolute times drift from run to run and from machine to machine; ratios within one section hold.",
         "What was tried and did not help is in [bench/LOG.md](../bench/LOG.md).\n",
     ]
-    for stem, section in SECTIONS.items():
-        if stem not in records:
-            parts += ABSENT.get(stem, [])
-        else:
+    for pattern, section in SECTIONS.items():
+        stems = fnmatch.filter(records, pattern)
+        if not stems:
+            parts += ABSENT.get(pattern, [])
+        for stem in stems:
             record = records[stem]
             machine = ", ".join(f"{key} {value}" for key, value in record["machine"].items())
             parts += [*section(record["results"]), f"Taken {record['date']} on {machine}.\n"]
@@ -95,15 +97,26 @@ def _growth(results: dict[str, Any]) -> list[str]:
 
 def _profile(results: dict[str, Any]) -> list[str]:
     profiles = results["profiles"]
-    names = list(dict.fromkeys(name for each in profiles for name in each["spent_ms"]))
+    names = list(dict.fromkeys(name for each in profiles for name in each["phases"]))
     rows = [("whole step", *(f"{each['total_ms']:.2f}" for each in profiles))]
-    rows += [(name, *(f"{each['spent_ms'].get(name, 0.0):.2f}" for each in profiles)) for name in names]
+    rows += [(name, *(_phase(each["phases"].get(name)) for each in profiles)) for name in names]
+    rows += [("rest", *(f"{each['rest_ms']:.2f}" for each in profiles))]
     return [
         "## Where a step's time goes (`python -m bench.step_profile`)\n",
-        f"The 135M shape, bfloat16, kernels `{results['kernels']}`, {results['threads']} threads; milliseconds of each "
-        "kernel over all layers. The rest is sampling, batch building and Python.\n",
+        f"The 135M shape, bfloat16, tier {results['tier']}, {results['threads']} threads; milliseconds of each kind of "
+        "phase over all layers: at work on the thread that calls, + waiting for the others to finish. GB/s are of "
+        f"weights and KV; this machine read {results['read_gb_s']:.1f} in the same run. The rest is sampling, batch "
+        "building and Python.\n",
         table(("", *(each["step"] for each in profiles)), rows),
     ]
+
+
+def _phase(spent: dict[str, Any] | None) -> str:
+    if spent is None:
+        return "–"
+    gb_s = spent["num_bytes"] / (spent["work_ms"] + spent["wait_ms"]) / 1e6
+    rate = f", {gb_s:.0f} GB/s" if gb_s >= 1 else ""
+    return f"{spent['work_ms']:.2f} + {spent['wait_ms']:.2f}{rate}"
 
 
 def _scaling(results: dict[str, Any]) -> list[str]:
@@ -231,13 +244,13 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "tracing": _tracing,
     "growth": _growth,
     "profile": _profile,
-    "peers": peers_section,
-    "peers-0.6b": peers_section,
+    "peers-135m-*": peers_section,
+    "peers-0.6b-*": peers_section,
     "kernels-cpu": kernels_section,
     "gpu": gpu_page.section,
     "kernels-cuda": kernels_section,
 }
-"""By the stem of the result file, in the order of the page."""
+"""By the stem of the result file, or a pattern of stems, in the order of the page."""
 ABSENT: dict[str, list[str]] = {"gpu": gpu_page.ABSENT}
 """What stands where there is no such file, if anything."""
 

@@ -147,6 +147,21 @@ def step_costs(config: ModelConfig, lens: Lens, dtype: torch.dtype) -> dict[str,
     }
 
 
+def phase_bytes(config: ModelConfig, lens: Lens, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of weights or KV that each kind of phase of a native step reads over all layers, by its name there."""
+    hidden, layers, itemsize = config.hidden_size, config.num_layers, dtype.itemsize
+    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    keys = sum(_visible_keys(*each, window) for window in config.windows for each in lens)
+    return {
+        "qkv": layers * hidden * (query_size + 2 * kv_size) * itemsize,
+        "attend": 2 * kv_size * keys * itemsize,
+        "output": layers * query_size * hidden * itemsize,
+        "gate_up": layers * 2 * hidden * config.intermediate_size * itemsize,
+        "down": layers * hidden * config.intermediate_size * itemsize,
+        "lm_head": config.vocab_size * hidden * itemsize,
+    }
+
+
 def decode_step_costs(config: ModelConfig, batch: int, context: int, dtype: torch.dtype) -> dict[str, Cost]:
     """One decode step of `batch` seqs with `context` tokens of KV each, the new token included."""
     return step_costs(config, [(1, context)] * batch, dtype)

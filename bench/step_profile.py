@@ -1,7 +1,9 @@
-"""Where a step's time goes, kernel by kernel: `python -m bench.step_profile`.
+"""Where a step's time goes, phase by phase: `python -m bench.step_profile`.
 
-Wraps every operation of a set of kernels in a clock and takes steps of the 135M shape with random
-weights; writes `bench/results/profile.json`. What is in no kernel is sampling, batch building and Python.
+Takes steps of a peers' shape with random weights and keeps the native step on its clock (`kernels.cpu.decoder`). Of
+each kind of phase: milliseconds at work on the thread that called, and waiting for the others to finish theirs; bytes
+of weights or KV that it must read, and so GB/s, to be held against the machine's own reads. What is in no phase is
+sampling, batch building and Python. Writes `bench/results/profile.json`, unless it is not the 135m shape as it is.
 """
 
 from __future__ import annotations
@@ -9,113 +11,122 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
+from bench.ceilings import measure_read_gb_s
+from bench.machine import cpu_tier
 from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.record import write_record
+from bench.roofline import phase_bytes
 from bench.step_timer import StepTimer
 from engine.loading import keep_freed_memory
-from kernels.attention import AttentionBackend
+from kernels.cpu.decoder import NativeStep, PhaseClock
+from kernels.cpu.library import TIERS
 from kernels.dispatch import AUTO, select_kernels
-from kernels.operations import Kernels, LinearMap, Operations
+from kernels.quantized import QuantForm
+from models.config import ModelConfig
 from models.loading import load_model
 
 STEPS = (("decode", 1, 256, 1), ("decode", 16, 256, 1), ("decode", 64, 256, 1), ("decode", 8, 2048, 1))
 PROMPTS = (("prefill", 8, 0, 256), ("prefill", 1, 0, 2048))
 """(phase, seqs, context, tokens computed of each)."""
-_REPEATS = 8
-_LINEAR = ("linear", "gated_linear")
+_REPEATS = {"decode": 16, "prefill": 2}
+_BLOCK_SIZE = 16
+_READ_BYTES = 512 << 20
 
 
-class Clock:
-    """Seconds spent in each kernel since the last `take`."""
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """One kind of phase in one step; milliseconds, means."""
 
-    def __init__(self) -> None:
-        self._spent_s: dict[str, float] = defaultdict(float)
-
-    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, on this clock."""
-
-        def run(*arguments: Any) -> Any:
-            began_s = time.perf_counter()
-            result = call(*arguments)
-            self._spent_s[name] += time.perf_counter() - began_s
-            return result
-
-        return run
-
-    def take(self) -> dict[str, float]:
-        """What was spent, longest first; starts again at nothing."""
-        spent = dict(sorted(self._spent_s.items(), key=lambda pair: -pair[1]))
-        self._spent_s.clear()
-        return spent
+    work_ms: float
+    wait_ms: float
+    num_bytes: int
+    """Of bfloat16 weights or KV; 0 where it reads neither."""
 
 
-class _Timed:
-    """Stands before a set's attention or operations."""
-
-    def __init__(self, wrapped: Any, clock: Clock) -> None:
-        self._wrapped = wrapped
-        self._clock = clock
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._wrapped, name)
-        if name in _LINEAR:
-            return lambda weight, bias: self._map(name, weight, found(weight, bias))
-        return self._clock.timed(name, found) if callable(found) else found
-
-    def _map(self, name: str, weight: torch.Tensor, packed: LinearMap) -> Callable[..., Any]:
-        return self._clock.timed(f"{name} {weight.shape[0]}×{weight.shape[1]}", packed)
+def spent_by_phase(clock: PhaseClock, steps: int, num_bytes: dict[str, int]) -> dict[str, Spent]:
+    """Of each of `steps` steps since the clock's last `take`, longest first; phases that took no time are left out."""
+    found = {
+        kind: Spent(work_s / steps * 1e3, wait_s / steps * 1e3, num_bytes.get(kind, 0))
+        for kind, (work_s, wait_s) in clock.take().items()
+        if work_s
+    }
+    return dict(sorted(found.items(), key=lambda pair: -(pair[1].work_ms + pair[1].wait_ms)))
 
 
-def measure(folder: Path, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of each kernel in each step, means."""
-    kernels, clock = select_kernels(AUTO, device, torch.bfloat16), Clock()
-    timed = Kernels(
-        cast(AttentionBackend, _Timed(kernels.attention, clock)), cast(Operations, _Timed(kernels.operations, clock))
-    )
-    model = load_model(folder, "bfloat16", device, timed)
-    timer = StepTimer(
-        model,
-        16,
-        max(seqs * (context + query + 16) for _, seqs, context, query in (*STEPS, *PROMPTS)),
-        kernels,
-    )
+def profile(timer: StepTimer, clock: PhaseClock, config: ModelConfig) -> list[dict[str, Any]]:
+    """One document per step."""
     profiles = []
     for phase, seqs, context, query in (*STEPS, *PROMPTS):
-        timer.prefill(seqs, context, query, 1)
+        repeats = _REPEATS[phase]
+        step = timer.step(seqs, context, query)
+        timer.run(step)  # warm
         clock.take()
-        began_s = time.perf_counter()
-        timer.prefill(seqs, context, query, _REPEATS)
-        runs = _REPEATS + 1  # the timer warms up once more
-        total_ms = (time.perf_counter() - began_s) / runs * 1e3
-        spent_ms = {name: seconds / runs * 1e3 for name, seconds in clock.take().items()}
-        spent_ms["rest"] = total_ms - sum(spent_ms.values())
-        profiles.append({"step": f"{phase} {seqs} × {context or query}", "total_ms": total_ms, "spent_ms": spent_ms})
-        print(profiles[-1]["step"], f"{total_ms:.2f} ms:", ", ".join(f"{k} {v:.2f}" for k, v in spent_ms.items()))
+        total_ms = sum(timer.run(step) for _ in range(repeats)) / repeats * 1e3
+        lens = [(query, context + query)] * seqs
+        spent = spent_by_phase(clock, repeats, phase_bytes(config, lens, torch.bfloat16))
+        rest_ms = total_ms - sum(each.work_ms + each.wait_ms for each in spent.values())
+        profiles.append(
+            {
+                "step": f"{phase} {seqs} × {context or query}",
+                "total_ms": total_ms,
+                "rest_ms": rest_ms,
+                "phases": {name: asdict(each) for name, each in spent.items()},
+            }
+        )
+        print(_line(profiles[-1]))
+    return profiles
+
+
+def measure(folder: Path, form: QuantForm | None, tier: str | None) -> dict[str, Any]:
+    """Of the model in `folder`. Exits if it has no native step."""
+    device = torch.device("cpu")
+    kernels = select_kernels(AUTO, device, torch.bfloat16, tier)
+    model = load_model(folder, "bfloat16", device, kernels, form)
+    step = model.decoder.compiled
+    if not isinstance(step, NativeStep):
+        sys.exit(f"the kernels {kernels.name} have no native step here")
+    step.clock = PhaseClock()
+    num_tokens = max(seqs * (context + query + _BLOCK_SIZE) for _, seqs, context, query in (*STEPS, *PROMPTS))
+    timer = StepTimer(model, _BLOCK_SIZE, num_tokens, kernels)
+    profiles = profile(timer, step.clock, model.config)
     timer.close()
-    return {"kernels": kernels.operations.name, "threads": torch.get_num_threads(), "profiles": profiles}
+    return {
+        "tier": tier or cpu_tier(),
+        "threads": torch.get_num_threads(),
+        "read_gb_s": measure_read_gb_s(device, _READ_BYTES),
+        "profiles": profiles,
+    }
+
+
+def _line(document: dict[str, Any]) -> str:
+    phases = (f"{name} {each['work_ms']:.2f} + {each['wait_ms']:.2f}" for name, each in document["phases"].items())
+    return f"{document['step']} {document['total_ms']:.2f} ms: {', '.join(phases)}, rest {document['rest_ms']:.2f}"
 
 
 def main() -> int:
     """Measures and records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(PEER_SHAPES), default="135m")
     parser.add_argument("--threads", type=int, help="compute threads; without it, as many as torch takes")
+    parser.add_argument("--quantize", choices=list(QuantForm), help="the form of the weights; without it, bfloat16")
+    parser.add_argument("--cpu-tier", choices=TIERS, help="instructions of the kernels; without it, the highest")
     parser.add_argument("--no-record", action="store_true")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     keep_freed_memory()
+    form = None if arguments.quantize is None else QuantForm(arguments.quantize)
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(PEER_SHAPES["135m"], Path(folder))
-        results = measure(Path(folder), torch.device("cpu"))
-    if not arguments.no_record:
+        write_checkpoint(PEER_SHAPES[arguments.shape], Path(folder))
+        results = measure(Path(folder), form, arguments.cpu_tier)
+    is_plain = arguments.shape == "135m" and form is None and arguments.cpu_tier is None
+    if is_plain and not arguments.no_record:
         write_record("profile", results)
     return 0
 

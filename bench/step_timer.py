@@ -42,21 +42,22 @@ class StepTimer:
 
     def decode(self, batch: int, context: int, repeats: int = 9) -> Timing:
         """One token for each of `batch` seqs that have `context` tokens already."""
-        return self._time(self._seqs(batch, context, 1), repeats)
+        return self._time(self.step(batch, context, 1), repeats)
 
     def prefill(self, batch: int, context: int, query: int, repeats: int = 3) -> Timing:
         """A chunk of `query` tokens for each of `batch` seqs that have `context` tokens already."""
-        return self._time(self._seqs(batch, context, query), repeats)
+        return self._time(self.step(batch, context, query), repeats)
 
     def close(self) -> None:
         """Gives the pool back."""
         self._kv.close()
 
-    def _seqs(self, batch: int, context: int, query: int) -> list[ScheduledSeq]:
+    def step(self, batch: int, context: int, query: int) -> Step:
+        """`query` tokens for each of `batch` seqs that have `context` tokens already, and a greedy draw each."""
         each = -(-(context + query) // self._block_size)
         order = random.Random(0).sample(range(self._kv.num_blocks), batch * each)
         tokens = [random.Random(1).randrange(self._vocab_size) for _ in range(query)]
-        return [
+        seqs = (
             ScheduledSeq(
                 token_ids=tuple(TokenId(token) for token in tokens),
                 context_len=context,
@@ -64,15 +65,16 @@ class StepTimer:
                 samples=(_GREEDY,),
             )
             for seq in range(batch)
-        ]
+        )
+        return Step(tuple(seqs))
 
-    def _time(self, seqs: list[ScheduledSeq], repeats: int) -> Timing:
-        step = Step(tuple(seqs))
-        self._run(step)
-        times = [self._run(step) for _ in range(repeats)]
-        return Timing(statistics.median(times), min(times))
-
-    def _run(self, step: Step) -> float:
+    def run(self, step: Step) -> float:
+        """Seconds that it takes."""
         began_s = time.perf_counter()
         self._runner.run(step)
         return time.perf_counter() - began_s
+
+    def _time(self, step: Step, repeats: int) -> Timing:
+        self.run(step)
+        times = [self.run(step) for _ in range(repeats)]
+        return Timing(statistics.median(times), min(times))

@@ -8,27 +8,43 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from bench.ceilings import Ceilings
 from bench.interference import DISAGGREGATED, Interference
-from bench.peers.engines import BUDGETS, Measured, Results, Workload
-from bench.peers.served import TANDEM_SERVERS, VLLM_SERVER, Served
+from bench.peers.busy import BusyResults
+from bench.peers.contenders import (
+    CONTENDERS,
+    LLAMA,
+    LLAMA_Q4_0,
+    LLAMA_Q4_K,
+    LLAMA_Q8_0,
+    OURS,
+    OURS_INT4,
+    OURS_INT8,
+    OURS_INT8_KV,
+    VLLM,
+)
+from bench.peers.engines import Measured, Results, Workload
+from bench.peers.served import COLOCATED, VLLM_SERVER, Served
 from bench.roofline import Cost, decode_step_cost, prefill_cost
 from models.config import ModelConfig
 
-OURS = "tandem"
-VLLM = "vllm"
-
 DECODE_BAR = 0.6
-PREFILL_BAR = 1.15
-MEMORY_LIMIT_BAR = 1.4
-SERVED_BAR = 1.3
+LLAMA_BAR, LLAMA_ALONE_BAR = 1.0, 1.1
+ROOFLINE_BAR, ROOFLINE_ALONE_BAR = 1.7, 1.5
+"""The second of each pair: of one seq."""
+BUSY_BAR = 2.5
+PREFILL_BAR = 1.25
+INT8_BAR, INT4_BAR, INT8_KV_BAR = 1.6, 2.3, 1.4
+SERVED_BAR = 1.6
 INTERFERENCE_BAR = 2.0
 TTFT_BAR = 1.0
+
+_POSSESSIVE = {VLLM: "vLLM's", LLAMA: "llama.cpp's"}
 
 Document = dict[str, Any]
 
@@ -57,14 +73,32 @@ class Bar:
 
 
 def decode_documents(workloads: Sequence[Workload], results: Results, roof: Roof) -> list[Document]:
-    """One per workload: each engine's step in ms, and the roofline of Tandem's."""
-    documents = []
-    for workload in workloads:
-        engines = {name: _step_ms(each) for name, each in results.get(workload.name, {}).items() if each.step_s}
-        cost = roof.decode(workload)
-        took_s = engines[OURS]["median"] / 1e3 if OURS in engines else None
-        documents.append({"workload": workload.name, "step_ms": engines, "roofline": roof.document(cost, took_s)})
+    """Those of `step_documents`, each with the roofline of Tandem's step."""
+    documents = step_documents(workloads, results)
+    for workload, document in zip(workloads, documents, strict=True):
+        ours = document["step_ms"].get(OURS)
+        took_s = None if ours is None else ours["median"] / 1e3
+        document["roofline"] = roof.document(roof.decode(workload), took_s)
     return documents
+
+
+def step_documents(workloads: Sequence[Workload], results: Results) -> list[Document]:
+    """One per workload: each engine's step in ms."""
+    return [
+        {
+            "workload": workload.name,
+            "step_ms": {name: _step_ms(each) for name, each in results.get(workload.name, {}).items() if each.step_s},
+        }
+        for workload in workloads
+    ]
+
+
+def busy_documents(results: BusyResults) -> list[Document]:
+    """One per workload: our own step in ms, `quiet` and `busy`."""
+    return [
+        {"workload": name, "step_ms": {state: _step_ms(each) for state, each in states.items()}}
+        for name, states in results.items()
+    ]
 
 
 def prefill_documents(workloads: Sequence[Workload], results: Results, roof: Roof) -> list[Document]:
@@ -130,43 +164,92 @@ class Roof:
         }
 
 
-def bars(decode: Sequence[Document], prefill: Sequence[Document], served: Document, burst: Document) -> list[Bar]:
-    """All of them, in order, from the documents above."""
-    alone = decode[0]
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """What a run found, part by part; a part that was left out is empty."""
+
+    decode: Sequence[Document] = ()
+    prefill: Sequence[Document] = ()
+    quantized: Sequence[Document] = ()
+    busy: Sequence[Document] = ()
+    served: Document = field(default_factory=dict)
+    interference: Document = field(default_factory=dict)
+
+
+def bars(found: Documents) -> list[Bar]:
+    """All of them, in order."""
     return [
-        *(_decode_bar(each) for each in decode),
+        *(_decode_bar(each, VLLM, DECODE_BAR) for each in found.decode),
+        *(_roofline_bar(each, _of(each, ROOFLINE_ALONE_BAR, ROOFLINE_BAR)) for each in found.decode),
+        *(_decode_bar(each, LLAMA, _of(each, LLAMA_ALONE_BAR, LLAMA_BAR)) for each in found.decode),
+        *(_busy_bar(each) for each in found.busy),
+        *(_prefill_bar(each) for each in found.prefill),
+        *_quantized_bars(found.quantized),
         _bar(
-            f"decode step {alone['workload']}, times the memory limit",
-            MEMORY_LIMIT_BAR,
-            alone["step_ms"].get(OURS),
-            {"median": alone["roofline"]["memory_ms"], "best": alone["roofline"]["memory_ms"]},
-        ),
-        *(_prefill_bar(each) for each in prefill),
-        _bar(
-            "served tokens/s, times vLLM's",
+            "served tokens/s, colocated, times vLLM's",
             SERVED_BAR,
-            _best_of_ours(served),
-            served.get(VLLM_SERVER, {}).get("tokens_per_s"),
+            found.served.get(COLOCATED, {}).get("tokens_per_s"),
+            found.served.get(VLLM_SERVER, {}).get("tokens_per_s"),
             is_upper=False,
         ),
-        _interference_bar(burst),
+        _interference_bar(found.interference),
         _bar(
             "long prompts' time to first token, times vLLM's",
             TTFT_BAR,
-            burst.get(DISAGGREGATED, {}).get("ttft_ms"),
-            burst.get(VLLM_SERVER, {}).get("ttft_ms"),
+            found.interference.get(DISAGGREGATED, {}).get("ttft_ms"),
+            found.interference.get(VLLM_SERVER, {}).get("ttft_ms"),
         ),
     ]
 
 
-def _decode_bar(document: Document) -> Bar:
+def _of(document: Document, alone: float, several: float) -> float:
+    return alone if document["workload"].startswith("1 ") else several
+
+
+def _decode_bar(document: Document, peer: str, limit: float) -> Bar:
     steps = document["step_ms"]
-    return _bar(f"decode step {document['workload']}, times vLLM's", DECODE_BAR, steps.get(OURS), steps.get(VLLM))
+    return _bar(
+        f"decode step {document['workload']}, times {_POSSESSIVE[peer]}", limit, steps.get(OURS), steps.get(peer)
+    )
+
+
+def _roofline_bar(document: Document, limit: float) -> Bar:
+    limit_ms = max(document["roofline"]["memory_ms"], document["roofline"]["compute_ms"])
+    roofline = {"median": limit_ms, "best": limit_ms}
+    name = f"decode step {document['workload']}, times the roofline"
+    return _bar(name, limit, document["step_ms"].get(OURS), roofline)
+
+
+def _busy_bar(document: Document) -> Bar:
+    steps = document["step_ms"]
+    name = f"decode step {document['workload']} beside a busy process, times quiet"
+    return _bar(name, BUSY_BAR, steps.get("busy"), steps.get("quiet"))
+
+
+def _quantized_bars(documents: Sequence[Document]) -> list[Bar]:
+    """How many times as fast: our own forms against bfloat16, and against llama.cpp's."""
+    if not documents:
+        return []
+    alone, long = documents[0], documents[-1]
+    return [
+        _speed_bar(alone, OURS_INT8, OURS, INT8_BAR),
+        _speed_bar(alone, OURS_INT8, LLAMA_Q8_0, 1.0),
+        _speed_bar(alone, OURS_INT4, OURS, INT4_BAR),
+        _speed_bar(alone, OURS_INT4, LLAMA_Q4_0, 1.0),
+        _speed_bar(alone, OURS_INT4, LLAMA_Q4_K, 1.0),
+        _speed_bar(long, OURS_INT8_KV, OURS, INT8_KV_BAR),
+    ]
+
+
+def _speed_bar(document: Document, fast: str, slow: str, limit: float) -> Bar:
+    steps = document["step_ms"]
+    name = f"decode {document['workload']}, {fast}, times as fast as {slow}"
+    return _bar(name, limit, steps.get(slow), steps.get(fast), is_upper=False)
 
 
 def _prefill_bar(document: Document) -> Bar:
     rates = document["tokens_per_s"]
-    name = f"prefill {document['workload']}, times vLLM's"
+    name = f"prefill {document['workload']}, times {_POSSESSIVE[VLLM]}"
     return _bar(name, PREFILL_BAR, rates.get(OURS), rates.get(VLLM), is_upper=False)
 
 
@@ -180,11 +263,6 @@ def _bar(name: str, limit: float, ours: Document | None, theirs: Document | None
     if not ours or not theirs:
         return Bar(name, limit, is_upper, None, None)
     return Bar(name, limit, is_upper, ours["median"] / theirs["median"], ours["best"] / theirs["best"])
-
-
-def _best_of_ours(served: Document) -> Document | None:
-    ours = [served[name]["tokens_per_s"] for name in TANDEM_SERVERS if name in served]
-    return max(ours, key=lambda rates: rates["median"], default=None)
 
 
 def _step_ms(measured: Measured) -> Document:
@@ -204,7 +282,7 @@ def _prefill(name: str, measured: Measured, num_tokens: int) -> Document:
     return {
         **by_budget[measured.best_budget],
         "best_budget": measured.best_budget,
-        "default_budget": BUDGETS[name][0],
+        "default_budget": CONTENDERS[name].budgets[0],
         "by_budget": {str(budget or "all at once"): figures for budget, figures in by_budget.items()},
     }
 

@@ -8,10 +8,20 @@ compared, a job runs at several step budgets, the engine's own default among the
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from bench.peers.contenders import (
+    CONTENDERS,
+    LLAMA_Q4_0,
+    LLAMA_Q4_K,
+    LLAMA_Q8_0,
+    OURS_INT4,
+    OURS_INT8,
+    OURS_INT8_KV,
+    TRANSFORMERS,
+)
 from bench.peers.job import Job, JobTimes
 from bench.peers.process import PeerError
 
@@ -41,15 +51,16 @@ class Workload:
 WORKLOADS = (
     Workload(1, 256, 48),
     Workload(16, 256, 32, compares_prefill=True),
-    Workload(64, 256, 16, left_out=frozenset({"transformers"})),
+    Workload(64, 256, 16, left_out=frozenset({TRANSFORMERS})),
     Workload(8, 2048, 24, compares_prefill=True),
 )
-BUDGETS: Mapping[str, tuple[int | None, ...]] = {
-    "tandem": (512, 2048),
-    "vllm": (4096, 16384),
-    "transformers": (None,),
-}
-"""Most prompt tokens of a step: each engine's default first (vLLM's is that of its in-process class), then a larger."""
+"""Of the same bfloat16 weights."""
+QUANTIZED_WORKLOADS = (
+    Workload(1, 256, 48, left_out=frozenset({OURS_INT8_KV})),
+    Workload(16, 256, 32, left_out=frozenset({OURS_INT8_KV})),
+    Workload(8, 2048, 24, left_out=frozenset({OURS_INT8, OURS_INT4, LLAMA_Q8_0, LLAMA_Q4_0, LLAMA_Q4_K})),
+)
+"""Few tokens, where weights are what is read, and many, where it is KV."""
 _WARM_UP = Job(num_seqs=4, prompt_tokens=192, decode_steps=4, budget_tokens=512, seed=0)
 
 
@@ -58,7 +69,7 @@ class JobEngine(Protocol):
 
     @property
     def name(self) -> str:
-        """One of `BUDGETS`."""
+        """One of `CONTENDERS`."""
         ...
 
     def run(self, job: Job) -> JobTimes:
@@ -103,14 +114,14 @@ def run_round(
             if engine.name not in workload.left_out:
                 measured = results.setdefault(workload.name, {}).setdefault(engine.name, Measured())
                 try:
-                    _run_workload(engine, workload, number * len(workloads) + index, measured)
+                    run_workload(engine, workload, number * len(workloads) + index, measured)
                 except PeerError as error:
                     lose(engine, error)
 
 
-def _run_workload(engine: JobEngine, workload: Workload, seed: int, measured: Measured) -> None:
-    """All budgets where prefill is compared, otherwise only the largest; decodes once, after the last."""
-    budgets = BUDGETS[engine.name] if workload.compares_prefill else BUDGETS[engine.name][-1:]
+def run_workload(engine: JobEngine, workload: Workload, seed: int, measured: Measured) -> None:
+    """Adds to `measured`: all budgets where prefill is compared, else the largest; decodes once, after the last."""
+    budgets = CONTENDERS[engine.name].budgets[0 if workload.compares_prefill else -1 :]
     for number, budget in enumerate(budgets):
         decode_steps = workload.decode_steps if number == len(budgets) - 1 else 0
         # A seed of its own for every job: a prefix cache must not know the prompts. The last is alike for all engines.

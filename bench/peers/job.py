@@ -61,14 +61,16 @@ class OpenedEngine:
     """Versions and settings, to be recorded."""
 
 
-def serve_jobs(open_engine: Callable[[Path, int], OpenedEngine]) -> None:
-    """The main of an engine's process, called as `… MODEL_DIR THREADS`: jobs on stdin until it ends, answers on stdout.
+def serve_jobs(open_engine: Callable[..., OpenedEngine]) -> None:
+    """The main of an engine's process, called as `… MODEL_DIR THREADS [OPTIONS]`: jobs on stdin, answers on stdout.
 
-    Whatever else writes to stdout is sent to stderr.
+    `open_engine(model, threads, **options)`; OPTIONS are JSON. Ends with its input. Whatever else writes to stdout is
+    sent to stderr.
     """
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
-        engine = open_engine(Path(sys.argv[1]), int(sys.argv[2]))
+        model, threads, *options = sys.argv[1:]
+        engine = open_engine(Path(model), int(threads), **json.loads(options[0] if options else "{}"))
         _answer(answers, engine.facts)
         for line in sys.stdin:
             _answer(answers, asdict(engine.run(Job(**json.loads(line)))))

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.markdown import table
+from bench.peers.contenders import OURS, PLAIN, QUANTIZED, VLLM
 
 Document = Mapping[str, Any]
 Reasons = Mapping[str, str]
 """Why an engine or a server was not measured, by its name."""
 _MISSING = "–"
-_ENGINES = ("tandem", "vllm", "transformers")
+_WITH_DEFAULTS = (OURS, VLLM)
+"""Engines that are shown at their default step budgets too."""
 _STATES = ("quiet_ms", "burst_ms")
 
 
@@ -19,11 +21,12 @@ def section(results: Document) -> list[str]:
     """Parts of the page; `results` as `bench.peers` writes them."""
     settings = results["settings"]
     return [
-        f"## Against the peers, the {settings['shape']} shape (`make peers`, `python -m bench.peers --help`)\n",
+        f"## Against the peers, the {settings['shape']} shape, tier {settings['tier']} "
+        "(`make peers`, `python -m bench.peers --help`)\n",
         f"Random bfloat16 weights, {settings['threads']} threads for each engine on the same cores, greedy, "
         f"end-of-text ignored; engines take turns, rounds: {settings['rounds']}. Medians over all rounds, the best in "
         "brackets; the limit is the roofline of this machine, measured in the same run. `make peers-venv` installs "
-        "vLLM's CPU build in an environment beside the repository.\n",
+        "the peers beside the repository.\n",
         *(f"{_facts(name, facts)}\n" for name, facts in results["engines"].items()),
         *(f"{name}: not measured: {reason}\n" for name, reason in results["not_measured"].items()),
         *(
@@ -32,13 +35,9 @@ def section(results: Document) -> list[str]:
         ),
         "### The bars\n",
         bars_table(results["bars"]),
-        "### Decode step, ms\n",
-        _decode_table(results["decode"], results["not_measured"]),
-        "### Prefill, tokens/s\n",
-        _prefill_table(results["prefill"], results["not_measured"]),
-        "### Roofline of Tandem's phases\n",
-        _ceilings(results["ceilings"]),
-        _roofline_table(results),
+        *_engines(results),
+        *_quantized(results),
+        *_busy(results),
         *_served(results),
         *_interference(results),
     ]
@@ -55,28 +54,72 @@ def _bar_row(bar: Document) -> tuple[str, ...]:
     return (bar["name"], f"{sign} {bar['limit']:g}", _number(bar["by_median"]), _number(bar["by_best"]), verdict)
 
 
-def _decode_table(documents: Sequence[Document], missing: Reasons) -> str:
-    header = ("seqs × context", *_ENGINES, "limit")
-    rows = [
-        (
-            each["workload"],
-            *(_pair(each["step_ms"].get(name), 2, _why(name, missing)) for name in _ENGINES),
-            f"{_limit_ms(each['roofline']):.2f}",
-        )
-        for each in documents
+def _engines(results: Document) -> list[str]:
+    if not results["decode"]:
+        return []
+    names = [name for name in PLAIN if name in results["engines"] or name in results["not_measured"]]
+    return [
+        "### Decode step, ms\n",
+        _decode_table(results["decode"], names, results["not_measured"]),
+        "### Prefill, tokens/s\n",
+        _prefill_table(results["prefill"], names, results["not_measured"]),
+        "### Roofline of Tandem's phases\n",
+        _ceilings(results["ceilings"]),
+        _roofline_table(results),
     ]
+
+
+def _decode_table(documents: Sequence[Document], names: Sequence[str], missing: Reasons) -> str:
+    header = ("seqs × context", *names, "limit")
+    rows = [(*_steps(each, names, missing), f"{_limit_ms(each['roofline']):.2f}") for each in documents]
     return table(header, rows)
 
 
-def _prefill_table(documents: Sequence[Document], missing: Reasons) -> str:
-    header = ("prompts × tokens", *_ENGINES, "Tandem, vLLM at their default step budgets", "limit")
+def _steps(document: Document, names: Sequence[str], missing: Reasons) -> tuple[str, ...]:
+    """Workload and step of each engine."""
+    steps = document["step_ms"]
+    return (document["workload"], *(_pair(steps.get(name), 2, _why(name, missing)) for name in names))
+
+
+def _quantized(results: Document) -> list[str]:
+    """Older records have none."""
+    if not results.get("quantized"):
+        return []
+    rows = [_steps(each, QUANTIZED, results["not_measured"]) for each in results["quantized"]]
+    facts = results["engines"]
+    memory = ("memory, MB", *(facts.get(name, {}).get("resident_mb", _MISSING) for name in QUANTIZED))
+    return [
+        "### Decode step of quantised weights and KV, ms\n",
+        "The first column is the bfloat16 checkpoint itself. Memory: what the engine's process holds once it has done "
+        "a small job, with its libraries and without the KV of larger ones.\n",
+        table(("seqs × context", *QUANTIZED), [*rows, memory]),
+    ]
+
+
+def _busy(results: Document) -> list[str]:
+    """Older records have none."""
+    if not results.get("busy"):
+        return []
+    rows = [
+        (each["workload"], *(_pair(each["step_ms"][state], 2) for state in ("quiet", "busy")))
+        for each in results["busy"]
+    ]
+    return [
+        "### Tandem's decode step beside a busy process, ms\n",
+        "A process that spins on every core at the engine's own priority.\n",
+        table(("seqs × context", "quiet", "beside the busy process"), rows),
+    ]
+
+
+def _prefill_table(documents: Sequence[Document], names: Sequence[str], missing: Reasons) -> str:
+    header = ("prompts × tokens", *names, "Tandem, vLLM at their default step budgets", "limit")
     rows = []
     for each in documents:
         rates = each["tokens_per_s"]
         num_tokens = _tokens_of(each["workload"])
-        defaults = ", ".join(_default_rate(rates.get(name)) for name in _ENGINES[:2])
+        defaults = ", ".join(_default_rate(rates.get(name)) for name in _WITH_DEFAULTS)
         limit = num_tokens / _limit_ms(each["roofline"]) * 1e3
-        cells = (_rate(rates.get(name), _why(name, missing)) for name in _ENGINES)
+        cells = (_rate(rates.get(name), _why(name, missing)) for name in names)
         rows.append((each["workload"], *cells, defaults, f"{limit:,.0f}"))
     return table(header, rows)
 
@@ -177,7 +220,8 @@ def _default_rate(figures: Document | None) -> str:
     if figures is None:
         return _MISSING
     budget = figures["default_budget"]
-    return f"{figures['by_budget'][str(budget)]['median']:,.0f} at {budget}"
+    found = figures["by_budget"].get(str(budget))
+    return _MISSING if found is None else f"{found['median']:,.0f} at {budget}"
 
 
 def _limit_ms(roofline: Document) -> float:

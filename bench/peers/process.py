@@ -19,13 +19,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+from bench.peers.contenders import ZENTORCH, Contender, Environments
 from bench.peers.job import Job, JobTimes
+from bench.processes import usage
 
 ROOT = Path(__file__).parents[2]
 OPEN_TIMEOUT_S = 240.0
 JOB_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
 _LOG_TAIL = 2000
+_CAUSE_LENGTH = 200
 
 
 def open_log() -> IO[bytes]:
@@ -35,6 +38,12 @@ def open_log() -> IO[bytes]:
 
 class PeerError(Exception):
     """A peer did not start, did not answer in time, or died; the message ends with the end of its log."""
+
+    @property
+    def cause(self) -> str:
+        """What happened and the log's last line, which names the exception if there was one: for tables."""
+        first, *log = str(self).strip().split("\n")
+        return f"{first} {log[-1].strip()[:_CAUSE_LENGTH]}" if log else first
 
 
 class PeerProcess:
@@ -148,6 +157,12 @@ class EngineProcess:
         answer: dict[str, Any] = json.loads(self._process.receive(JOB_TIMEOUT_S))
         return JobTimes(**answer)
 
+    @property
+    def resident_bytes(self) -> int:
+        """Memory that it holds now, the program's own and files that it maps included; 0 where nothing tells."""
+        found = usage(self._process.pid)
+        return 0 if found is None else found.rss_bytes
+
     def close(self) -> None:
         """Ends the process."""
         self._process.close()
@@ -191,16 +206,43 @@ def end_in_order() -> None:
         signal.signal(each, leave)
 
 
-def engine_process(name: str, model: Path, cores: Sequence[int], vllm_python: Path | None) -> EngineProcess:
-    """Starts `tandem`, `transformers` or `vllm` on `model`, one thread a core."""
-    arguments = (str(model), str(len(cores)))
-    if name != "vllm":
-        return EngineProcess(PeerProcess(name, (sys.executable, "-m", f"bench.peers.{name}_engine", *arguments)))
-    if vllm_python is None:
-        raise PeerError("vllm: not measured: no vLLM venv given")
-    environment = vllm_environment(vllm_python, cores) | engine_in_process_environment(cores)
-    command = (str(vllm_python), "-P", str(ROOT / "bench" / "peers" / "vllm_engine.py"), *arguments)
-    return EngineProcess(PeerProcess(name, command, environment))
+def engine_process(
+    contender: Contender, model: Path, cores: Sequence[int], environments: Environments
+) -> EngineProcess:
+    """Starts a contender that has an environment on `model`, one thread a core."""
+    module = f"{contender.program}_engine"
+    arguments = (str(model), str(len(cores)), json.dumps(dict(contender.options)))
+    python, environment = _where(contender, cores, environments)
+    if python is None:
+        return EngineProcess(PeerProcess(contender.name, (sys.executable, "-m", f"bench.peers.{module}", *arguments)))
+    command = (str(python), "-P", str(ROOT / "bench" / "peers" / f"{module}.py"), *arguments)
+    return EngineProcess(PeerProcess(contender.name, command, environment))
+
+
+def _where(
+    contender: Contender, cores: Sequence[int], environments: Environments
+) -> tuple[Path | None, dict[str, str]]:
+    """A contender's python, None for this one, and what is set for it."""
+    if contender.program == "llama":
+        return environments.llama_python, {}
+    if contender.program != "vllm" or environments.vllm_python is None:
+        return None, {}
+    environment = vllm_environment(environments.vllm_python, cores) | engine_in_process_environment(cores)
+    zentorch = {"PYTHONPATH": str(environments.zentorch)} if contender.name == ZENTORCH else {}
+    return environments.vllm_python, environment | zentorch
+
+
+def write_gguf_files(model: Path, environments: Environments, file_types: Sequence[str]) -> None:
+    """Those that llama.cpp reads, in `model`. Raises PeerError if that fails, or takes too long."""
+    if environments.llama_python is None or not file_types:
+        return
+    script = ROOT / "bench" / "peers" / "gguf_files.py"
+    command = (str(environments.llama_python), "-P", str(script), str(model), *file_types)
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=OPEN_TIMEOUT_S)
+    except (subprocess.SubprocessError, OSError) as error:
+        log = getattr(error, "stderr", None) or b""
+        raise PeerError(f"no GGUF files ({error}):\n{log.decode(errors='replace')[-_LOG_TAIL:]}") from error
 
 
 @contextlib.contextmanager

@@ -22,9 +22,10 @@ from bench.peers.model import CONTEXT_TOKENS
 from bench.peers.streams import StreamClient, TandemStreams, fresh_prompts, tokens_per_s
 from tandem.client import AsyncClient
 
+COLOCATED = "tandem colocated"
 TANDEM_SERVERS: Mapping[str, tuple[str, ...]] = {
     "tandem disaggregated": ("--prefill", "1", "--decode", "1"),
-    "tandem colocated": ("--prefill", "0", "--decode", "1", "--local-prefill-tokens", "unlimited"),
+    COLOCATED: ("--prefill", "0", "--decode", "1", "--local-prefill-tokens", "unlimited"),
 }
 """Options of `tandem serve`, by the name in the tables."""
 VLLM_SERVER = "vllm"

@@ -1,10 +1,13 @@
-"""Tandem's engine under `bench.peers`: `python -m bench.peers.tandem_engine MODEL_DIR THREADS`. No router, no gRPC."""
+"""Tandem's engine under `bench.peers`: `python -m bench.peers.tandem_engine MODEL_DIR THREADS [OPTIONS]`. No router."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bench.inprocess import run_batch
+from bench.machine import cpu_tier
 from bench.peers.job import Job, JobTimes, OpenedEngine, serve_jobs
 from engine.loading import EngineOptions, load_engine
 from engine.placement import ThreadPlacement
@@ -14,12 +17,12 @@ _KV_BLOCKS = 1536
 """Of 16 tokens: enough for the largest job, and few enough to be all in use, not fresh from the system, soon."""
 
 
-def open_engine(model: Path, threads: int) -> OpenedEngine:
-    """Loads it with the kernels that it chooses by itself."""
+def open_engine(model: Path, threads: int, **changes: Any) -> OpenedEngine:
+    """Loads it with the kernels that it chooses by itself; `changes` are fields of EngineOptions."""
     options = EngineOptions(
         model_path=model, device="cpu", kv_blocks=_KV_BLOCKS, placement=ThreadPlacement(threads=threads)
     )
-    engine = load_engine(options)
+    engine = load_engine(replace(options, **changes))
     vocab_size = engine.model.config.vocab_size
 
     def run(job: Job) -> JobTimes:
@@ -32,6 +35,7 @@ def open_engine(model: Path, threads: int) -> OpenedEngine:
         "tandem": __version__,
         "threads": str(threads),
         "attention": engine.backend_name,
+        "tier": str(changes.get("cpu_tier", cpu_tier())),
         "block_size": str(engine.layout.block_size),
         "dtype": engine.layout.dtype.value,
     }

@@ -25,6 +25,11 @@ _MOST_SHAPES = 2
 _CALLS = ("rms_norm", "add_rms_norm", "multiply_units")
 _KV_CALLS = ("rotate_and_store", "attend_plan", "attend_phase")
 """Kernels that a step calls by their addresses: of the model's dtype, and of that and the pool's."""
+PHASE_KINDS = (
+    *("embed", "norm", "qkv", "rotate", "attend"),
+    *("output", "gate_up", "down", "lm_head", "keep_rows"),
+)
+"""`PhaseKind` of `src/decoder.cpp`, in order."""
 _FAULTS = {1: "token_ids", 2: "rows", 3: "slot_mapping"}
 
 
@@ -40,6 +45,24 @@ def compile_step(library: Library, parts: DecoderParts) -> NativeStep | None:
     return NativeStep(library, parts)
 
 
+class PhaseClock:
+    """What the calling thread spent in phases of each kind, over all steps since the last `take`."""
+
+    def __init__(self) -> None:
+        self._spent_ns = (c_int64 * (2 * len(PHASE_KINDS)))()
+
+    @property
+    def address(self) -> int:
+        """Where steps add to it."""
+        return ctypes.addressof(self._spent_ns)
+
+    def take(self) -> dict[str, tuple[float, float]]:
+        """Seconds at work, and waiting for other threads to finish the phase, by its kind; starts again at nothing."""
+        spent_s = [each / 1e9 for each in self._spent_ns]
+        self._spent_ns = type(self._spent_ns)()
+        return dict(zip(PHASE_KINDS, zip(spent_s[::2], spent_s[1::2], strict=True), strict=True))
+
+
 class NativeStep:
     """Implements `kernels.compiled_step.CompiledStep`: bit for bit what the native operations compute one by one.
 
@@ -47,9 +70,11 @@ class NativeStep:
     threads. To be called from one thread at a time; activations belong to it and grow to what was needed.
     """
 
-    __slots__ = ("_call", "_check", "_dtype", "_kinds", "_layers", "_parts", "_plans")
+    __slots__ = ("_call", "_check", "_dtype", "_kinds", "_layers", "_parts", "_plans", "clock")
 
     def __init__(self, library: Library, parts: DecoderParts) -> None:
+        self.clock: PhaseClock | None = None
+        """Set to have every step on it."""
         self._parts = parts
         self._dtype = parts.embedding.dtype
         self._kinds = tuple(dict.fromkeys(layer.params for layer in parts.layers))
@@ -138,6 +163,7 @@ class NativeStep:
             *(token_ids.data_ptr(), rows.data_ptr(), ctypes.addressof(addresses), ctypes.addressof(rotate)),
             *(kv_cache.data_ptr(), hidden, logits, len(token_ids), len(rows)),
             *(kv_cache.shape[0] * kv_cache.shape[4], len(shapes), kv_cache.stride(1) * kv_cache.element_size()),
+            None if self.clock is None else self.clock.address,
         )
         fault = c_int64()
         self._call(ctypes.addressof(plan), ctypes.addressof(step), ctypes.addressof(fault))
@@ -217,4 +243,5 @@ class _Step(ctypes.Structure):
         *((name, c_void_p) for name in ("token_ids", "rows", "attend_shapes", "rotate_shape")),
         *((name, c_void_p) for name in ("kv", "hidden", "logits")),
         *((name, c_int64) for name in ("num_tokens", "num_rows", "num_slots", "num_attend_shapes", "layer_bytes")),
+        ("spent_ns", c_void_p),
     )

@@ -6,6 +6,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "rotate_shape.h"
 #include "team.h"
@@ -64,7 +65,42 @@ struct Step {
   void* logits;                              // [R, V] out, or null
   int64_t num_tokens, num_rows, num_slots, num_attend_shapes;
   int64_t layer_bytes;                       // from one layer of the pool to the next
+  int64_t* spent_ns;                         // null, or [kPhaseKinds][2]: what the calling thread takes is added
 };
+
+enum PhaseKind { kEmbed, kNorm, kQkv, kRotate, kAttend, kOutput, kGateUp, kDown, kHead, kKeepRows };
+
+// Of the thread that called for the step; elsewhere it is off. At work in a phase: from its begin until no unit is left
+// to take. Waiting for it: from there until the next one begins.
+class Clock {
+  int64_t* spent_ns_;
+  int64_t since_ns_ = 0;
+  PhaseKind kind_ = kEmbed;
+
+  void note(int64_t is_waiting) {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    const int64_t now_ns = int64_t{now.tv_sec} * 1000000000 + now.tv_nsec;
+    if (since_ns_) spent_ns_[2 * kind_ + is_waiting] += now_ns - since_ns_;
+    since_ns_ = now_ns;
+  }
+
+ public:
+  explicit Clock(int64_t* spent_ns) : spent_ns_(spent_ns) {}
+
+  // The next phase is of this kind. Waits for its begin.
+  void begin(PhaseKind kind, Phases* phases) {
+    if (spent_ns_ == nullptr) return;
+    phases->begin();
+    note(1);
+    kind_ = kind;
+  }
+
+  void end() {
+    if (spent_ns_) note(0);
+  }
+};
+thread_local bool is_caller = false;  // of the step under way
 
 constexpr int64_t kFewTokens = 4;  // of one unit of row work, at least
 constexpr int64_t kShapes = 2;
@@ -99,6 +135,7 @@ class Work {
   const Step& step_;
   const void* const* plans_;
   Phases phases_;
+  Clock clock_;
   Rows at_, last_;  // of all tokens; of the wanted rows
   int64_t tokens_;  // of the phases to come
 
@@ -110,6 +147,7 @@ class Work {
         step_(step),
         plans_(plans),
         phases_(team),
+        clock_(is_caller ? step.spent_ns : nullptr),
         at_(at),
         last_(last),
         tokens_(step.num_tokens) {}
@@ -119,35 +157,37 @@ class Work {
     for (int64_t i = 0; i < decoder_.num_layers; ++i) {
       const Layer& layer = decoder_.layers[i];
       if (i > 0) add_norm(layer.attention_norm, at_.normed);
-      multiply(layer.qkv, at_.normed, decoder_.hidden, at_.qkv, decoder_.qkv);
+      multiply(kQkv, layer.qkv, at_.normed, decoder_.hidden, at_.qkv, decoder_.qkv);
       rotate(layer, kv_of(i));
       const bool is_last = i + 1 == decoder_.num_layers;
       if (is_last && step_.num_rows == 0) return;
       attend(layer, kv_of(i));
       if (is_last && step_.num_rows < tokens_) keep_rows();
-      multiply(layer.output, at_.attended, decoder_.attended, at_.delta, decoder_.hidden);
+      multiply(kOutput, layer.output, at_.attended, decoder_.attended, at_.delta, decoder_.hidden);
       add_norm(layer.mlp_norm, at_.normed);
-      multiply(layer.gate_up, at_.normed, decoder_.hidden, at_.activated, decoder_.intermediate);
-      multiply(layer.down, at_.activated, decoder_.intermediate, at_.delta, decoder_.hidden);
+      multiply(kGateUp, layer.gate_up, at_.normed, decoder_.hidden, at_.activated, decoder_.intermediate);
+      multiply(kDown, layer.down, at_.activated, decoder_.intermediate, at_.delta, decoder_.hidden);
     }
     char* hidden = step_.hidden ? static_cast<char*>(step_.hidden) : at_.normed;
     add_norm(decoder_.norm, hidden);
-    if (step_.logits) multiply(decoder_.lm_head, hidden, decoder_.hidden, step_.logits, decoder_.vocab);
+    if (step_.logits) multiply(kHead, decoder_.lm_head, hidden, decoder_.hidden, step_.logits, decoder_.vocab);
   }
 
  private:
   char* kv_of(int64_t layer) const { return step_.kv + layer * step_.layer_bytes; }
   int64_t hidden_bytes() const { return decoder_.hidden * decoder_.element_bytes; }
 
-  // body(first, last) for runs of `count` tokens.
+  // A phase: body(first, last) for runs of its units.
   template <typename Body>
-  void over_rows(int64_t count, const Body& body) {
-    phases_.each(count, kFewTokens, body);
+  void over(PhaseKind kind, int64_t units, int64_t minimum, const Body& body) {
+    clock_.begin(kind, &phases_);
+    phases_.each(units, minimum, body);
+    clock_.end();
   }
 
   void embed() {
     const int64_t bytes = hidden_bytes();
-    over_rows(tokens_, [&](int64_t first, int64_t last) {
+    over(kEmbed, tokens_, kFewTokens, [&](int64_t first, int64_t last) {
       for (int64_t t = first; t < last; ++t)
         memcpy(at_.residual + t * bytes, static_cast<const char*>(decoder_.embedding) + step_.token_ids[t] * bytes,
                size_t(bytes));
@@ -159,18 +199,18 @@ class Work {
   // Adds what the part before computed to the residual stream; out is the sum's norm.
   void add_norm(const void* weight, char* out) {
     const int64_t bytes = hidden_bytes();
-    over_rows(tokens_, [&](int64_t first, int64_t last) {
+    over(kNorm, tokens_, kFewTokens, [&](int64_t first, int64_t last) {
       calls_.add_rms_norm(at_.delta + first * bytes, decoder_.hidden, at_.residual + first * bytes, decoder_.hidden,
                           weight, out + first * bytes, last - first, decoder_.hidden, decoder_.eps);
     });
   }
 
-  void multiply(const Product* product, const void* x, int64_t in, void* out, int64_t width) {
+  void multiply(PhaseKind kind, const Product* product, const void* x, int64_t in, void* out, int64_t width) {
     int64_t units = 0, tile_tokens = 0;
     calls_.product_units(product, &units, &tile_tokens);
     const int64_t tiles = (tokens_ + tile_tokens - 1) / tile_tokens;
     int64_t packed = -1;  // the tile whose tokens this thread multiplied last
-    phases_.each(units * tiles, 1, [&](int64_t first, int64_t last) {
+    over(kind, units * tiles, 1, [&](int64_t first, int64_t last) {
       while (first < last) {
         const int64_t tile = first / units, begin = first % units, token = tile * tile_tokens;
         const int64_t end = begin + last - first < units ? begin + last - first : units;
@@ -186,7 +226,7 @@ class Work {
 
   void rotate(const Layer& layer, char* kv) {
     const int64_t bytes = decoder_.qkv * decoder_.element_bytes;
-    over_rows(tokens_, [&](int64_t first, int64_t last) {
+    over(kRotate, tokens_, kFewTokens, [&](int64_t first, int64_t last) {
       RotateShape shape = *step_.rotate_shape;
       shape.tokens = last - first;
       shape.cos += first * shape.cos_token, shape.sin += first * shape.sin_token, shape.slots += first;
@@ -196,15 +236,17 @@ class Work {
 
   void attend(const Layer& layer, const char* kv) {
     const int64_t slot = layer.attend_slot;
+    clock_.begin(kAttend, &phases_);
     calls_.attend_phase(at_.qkv, kv, at_.attended, step_.attend_shapes[slot], plans_[slot], phases_.team(),
                         phases_.phase());
     phases_.end();
+    clock_.end();
   }
 
   // After the last layer's KV only the wanted rows matter.
   void keep_rows() {
     const int64_t bytes = hidden_bytes(), attended_bytes = decoder_.attended * decoder_.element_bytes;
-    over_rows(step_.num_rows, [&](int64_t first, int64_t last) {
+    over(kKeepRows, step_.num_rows, kFewTokens, [&](int64_t first, int64_t last) {
       for (int64_t r = first; r < last; ++r) {
         memcpy(last_.residual + r * bytes, at_.residual + step_.rows[r] * bytes, size_t(bytes));
         memcpy(last_.attended + r * attended_bytes, at_.attended + step_.rows[r] * attended_bytes,
@@ -259,10 +301,12 @@ EXPORT void tandem_decoder_step(const Decoder* decoder, const Step* step, int64_
   carve(*decoder, *step, workspace.reserve(bytes), &job.at, &job.last);
   for (int64_t i = 0; i < step->num_attend_shapes; ++i)
     job.plans[i] = decoder->calls.attend_plan(step->attend_shapes[i], i);
+  is_caller = true;
   tandem_team_run(
       [](void* context, TandemTeam* team) {
         const Job& its = *static_cast<const Job*>(context);
         Work(its.decoder, its.step, its.plans, its.at, its.last, team).run();
       },
       &job);
+  is_caller = false;
 }

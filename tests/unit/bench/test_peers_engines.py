@@ -2,7 +2,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from bench.peers.engines import BUDGETS, JobEngine, Measured, Results, Workload, agreement, run_round
+from bench.peers.contenders import CONTENDERS
+from bench.peers.engines import JobEngine, Measured, Results, Workload, agreement, run_round
 from bench.peers.job import Job, JobTimes
 from bench.peers.process import PeerError
 
@@ -54,7 +55,7 @@ def test_all_engines_decode_the_same_prompts_in_a_round_and_others_in_the_next()
 def test_every_budget_is_tried_with_prompts_of_its_own_but_decode_only_once() -> None:
     log, results = ran(LONG)
     ours = [job for name, job in log if name == "tandem"]
-    assert [job.budget_tokens for job in ours] == list(BUDGETS["tandem"])
+    assert [job.budget_tokens for job in ours] == list(CONTENDERS["tandem"].budgets)
     assert [job.decode_steps for job in ours] == [0, 2]
     assert ours[0].prompts(100) != ours[1].prompts(100)
     assert len(results[LONG.name]["tandem"].step_s) == 2

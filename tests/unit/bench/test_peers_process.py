@@ -20,12 +20,12 @@ STUBBORN = (
 )
 ENGINE = """
 import sys
-sys.argv = ["engine", "model", "2"]
+sys.argv = ["engine", "model", "2", '{"form": "int8"}']
 from bench.peers.job import JobTimes, OpenedEngine, serve_jobs
 def run(job):
     print("noise on stdout")
     return JobTimes(0.5, [0.1] * job.decode_steps, job.prompts(10)[0][:1])
-serve_jobs(lambda model, threads: OpenedEngine(run, {"model": str(model), "threads": str(threads)}))
+serve_jobs(lambda model, threads, form: OpenedEngine(run, {"model": str(model), "threads": str(threads), "form": form}))
 """
 
 
@@ -57,6 +57,13 @@ def test_a_process_that_ends_is_named_with_its_log() -> None:
         process.receive(10.0)
 
 
+def test_the_cause_in_a_table_is_what_happened_and_the_last_line_of_the_log() -> None:
+    assert PeerError("fake ended:\nTraceback\n  …\nTypeError: no such option\n").cause == (
+        "fake ended: TypeError: no such option"
+    )
+    assert PeerError("fake is not here").cause == "fake is not here"
+
+
 def test_silence_has_a_deadline() -> None:
     with running(ECHO) as process, pytest.raises(PeerError, match="said nothing"):
         process.receive(0.01)
@@ -77,6 +84,7 @@ def test_an_engine_process_answers_jobs_whatever_it_prints() -> None:
         engine.wait_open()
         job = Job(2, 4, 3, None, 7)
         times = engine.run(job)
-    assert engine.facts == {"model": "model", "threads": "2"}
+        assert engine.resident_bytes > 1_000_000
+    assert engine.facts == {"model": "model", "threads": "2", "form": "int8"}
     assert (times.prefill_s, times.step_s, times.first_tokens) == (0.5, [0.1] * 3, job.prompts(10)[0][:1])
     assert json.dumps(times.first_tokens)

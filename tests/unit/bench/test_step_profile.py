@@ -1,22 +1,58 @@
-"""A clock before every kernel changes nothing but tells where the time goes."""
+"""A clock on the native step says what each kind of phase took, and changes nothing else."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 
-from bench.step_profile import Clock, _Timed
+from bench.peers.model import PEER_SHAPES, write_checkpoint
+from bench.roofline import phase_bytes, step_costs
+from bench.step_profile import spent_by_phase
+from bench.step_timer import StepTimer
+from kernels.cpu import library
+from kernels.cpu.decoder import PHASE_KINDS, NativeStep, PhaseClock
 from kernels.dispatch import select_kernels
+from models.config import load_model_config
+from models.loading import load_model
+
+CPU = torch.device("cpu")
 
 
-def test_each_kernel_is_on_the_clock_by_its_name_and_shape():
-    operations = select_kernels("reference", torch.device("cpu"), torch.float32).operations
-    clock = Clock()
-    timed = _Timed(operations, clock)
-    x, weight = torch.randn(2, 8), torch.randn(6, 8)
-    assert torch.equal(timed.linear(weight, None)(x), operations.linear(weight, None)(x))
-    assert torch.equal(timed.rms_norm(x, x[0], 1e-6), operations.rms_norm(x, x[0], 1e-6))
-    assert timed.name == "reference"
-    spent = clock.take()
-    assert set(spent) == {"linear 6×8", "rms_norm"}
-    assert all(seconds > 0 for seconds in spent.values())
-    assert clock.take() == {}
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("smoke")
+    write_checkpoint(PEER_SHAPES["smoke"], folder)
+    return folder
+
+
+def test_the_bytes_of_the_phases_are_those_of_the_roofline(checkpoint: Path) -> None:
+    config, lens = load_model_config(checkpoint), [(1, 257)] * 3
+    found = phase_bytes(config, lens, torch.bfloat16)
+    costs = step_costs(config, lens, torch.bfloat16)
+    assert set(found) <= set(PHASE_KINDS)
+    assert found["lm_head"] == costs["lm_head"].num_bytes
+    assert sum(found[each] for each in ("qkv", "output", "gate_up", "down")) == costs["linear"].num_bytes
+    written = 2 * len(lens) * config.num_kv_heads * config.head_dim * config.num_layers * 2
+    assert found["attend"] == costs["attention"].num_bytes - written
+
+
+@pytest.mark.skipif(library.obstacle() is not None, reason="no native kernels here")
+def test_every_kind_of_phase_of_a_step_is_on_the_clock(checkpoint: Path) -> None:
+    kernels = select_kernels("cpu", CPU, torch.bfloat16)
+    model = load_model(checkpoint, "bfloat16", CPU, kernels)
+    step = model.decoder.compiled
+    assert isinstance(step, NativeStep)
+    timer = StepTimer(model, 16, 256, kernels)
+    timer.decode(2, 16, repeats=1)  # on no clock
+    step.clock = PhaseClock()
+    timer.decode(2, 16, repeats=3)
+    spent = spent_by_phase(step.clock, 4, {"down": 7})
+    assert set(spent) == set(PHASE_KINDS) - {"keep_rows"}  # of a decode step all rows are kept
+    assert all(each.work_ms > 0 and each.wait_ms >= 0 for each in spent.values())
+    assert (spent["down"].num_bytes, spent["embed"].num_bytes) == (7, 0)
+    assert spent_by_phase(step.clock, 1, {}) == {}
+    timer.prefill(1, 0, 16, repeats=1)
+    assert "keep_rows" in spent_by_phase(step.clock, 2, {})
+    timer.close()
