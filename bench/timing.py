@@ -43,7 +43,7 @@ def _cpu_s(calls: Sequence[Call], budget_s: float) -> float:
 
 
 def _cuda_s(calls: Sequence[Call], device: torch.device, budget_s: float) -> float:
-    """Median between events around each call. Before each, a large buffer is read, which evicts the L2 (written, it would
+    """Median between events around each call. Before each, a large buffer is read, which evicts the L2 (writing would
     leave lines there that the timed call has to write back), and the device is kept busy while the host queues what
     follows: launches are hidden, host work between them is not timed.
     """

@@ -74,14 +74,21 @@ def variants_of_row(kernel: AttentionKernel, row: ShapeClass, config: KernelConf
 
 
 def sound_candidates(kernel: AttentionKernel, row: ShapeClass, arch: int, jobs: int) -> list[KernelConfig]:
-    """Those whose plainest variant passes the compile check for `arch`."""
+    """Those whose plainest variant passes the compile check for `arch`, each machine code once.
+
+    Where Triton finds nothing to pipeline, candidates that differ in stages alone are one kernel.
+    """
     tried = candidates(kernel)
     plainest = [
         next(each for each in variants_of_row(kernel, row, config, arch) if each.constexprs["HEAD_DIM"] == row.head_dim)
         for config in tried
     ]
     built = build_all([(arch, variant) for variant in plainest], jobs)
-    return [config for config, build in zip(tried, built, strict=True) if not build.faults]
+    sound: dict[str, KernelConfig] = {}
+    for config, made in zip(tried, built, strict=True):
+        if not made.faults:
+            sound.setdefault(made.code, config)
+    return list(sound.values())
 
 
 def is_sound(kernel: AttentionKernel, row: ShapeClass, config: KernelConfig, arch: int, jobs: int) -> bool:

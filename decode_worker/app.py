@@ -81,7 +81,7 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
         parts = WorkerParts(
             engine.thread, engine.cache, receiver, base.validator, base.clock, base.observer, guides, sender
         )
-        limits = StepLimits(config.block_size, config.max_seqs, config.chunk_tokens)
+        limits = StepLimits(config.block_size, config.max_seqs, engine.chunk_tokens)
         policy = WorkerPolicy(
             limits,
             info.max_sequence_tokens,

@@ -9,6 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+CPU_CHUNK_TOKENS = 512
+GPU_CHUNK_TOKENS = 2048
+"""Where others decode in the same step; fewer tokens do not fill a GPU."""
+GPU_PREFILL_CHUNK_TOKENS = 4096
+"""Where nobody does: launches are hidden behind more work, and a prompt in line waits for one such step at most."""
+
+
+def chunk_tokens_of(asked: int, device: torch.device, on_gpu: int) -> int:
+    """Tokens of prompts in one step: as many as were asked for, or for 0 by the device."""
+    return asked or (on_gpu if device.type == "cuda" else CPU_CHUNK_TOKENS)
+
 
 def plan_chunks(remaining_tokens: Sequence[int], budget_tokens: int, max_seqs: int) -> list[int]:
     """Returns one chunk length per waiting seq, in the order given; 0 = not in this step.

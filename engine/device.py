@@ -1,7 +1,8 @@
 """The device as a step sees it: work is queued in order, and a mark tells when all before it has ended.
 
     upload stream    ─ inputs of step k+1 ─┐
-    compute stream   ─ step k ─────────────┴─ step k+1 ─▶
+    compute stream   ─ step k ──┬──────────┴─ step k+1 ─▶
+    download stream             └─ tokens of step k ─▶
 
 On a CPU each call has done its work when it returns, and marks are points in time.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -63,13 +65,14 @@ class Mark:
 
 
 class Device:
-    """Where steps compute: on a GPU on the launching thread's current stream, with uploads on one beside it."""
+    """Where steps compute: on a GPU on the launching thread's current stream, with copies on two beside it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.is_asynchronous = device.type == "cuda"
         """Whether work goes on after the call that queued it."""
         self._uploads = torch.cuda.Stream(device) if self.is_asynchronous else None  # type: ignore[no-untyped-call]
+        self._downloads = torch.cuda.Stream(device) if self.is_asynchronous else None  # type: ignore[no-untyped-call]
 
     def uploading(self) -> AbstractContextManager[None]:
         """Copies to the device made within it do not wait for steps; `mark` within it marks them."""
@@ -88,10 +91,24 @@ class Device:
         if mark.event is not None:
             torch.cuda.current_stream(self._device).wait_event(mark.event)
 
+    def downloading(self) -> AbstractContextManager[None]:
+        """Copies to the host made within it wait for what is queued so far, and what is queued later not for them.
+
+        `mark` within it marks them, and so all that was queued before.
+        """
+        return nullcontext() if self._downloads is None else self._download(self._downloads)
+
+    @contextlib.contextmanager
+    def _download(self, downloads: torch.cuda.Stream) -> Iterator[None]:
+        downloads.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(downloads):
+            yield
+
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its copy on the host, to be read once a mark made after this call was waited for."""
-        if not self.is_asynchronous:
+        """Its copy on the host, made within `downloading`; to be read once a mark made after this was waited for."""
+        if self._downloads is None:
             return tensor
+        tensor.record_stream(self._downloads)  # its memory is not given to a later step before it has been read
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # pinned, so that the copy is queued too
         return host.copy_(tensor, non_blocking=True)
 
@@ -101,7 +118,7 @@ class Device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Returns once nothing runs on `device` any more, even if it broke; to be called before its memory is given back."""
+    """Returns once nothing runs on `device`, even if it broke: called before memory that it uses is freed."""
     if device.type == "cuda":
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one launch instead of hundreds, at batch sizes padded to those captured.
 
     capture   at start, for each shape (num_seqs, max_seq_len), largest first, into one memory pool
-    run       copies a step's inputs into the static ones, fills the rest with empty rows, replays
+    run       puts a step's inputs into the static ones, fills the rest with empty rows, replays
 
 An empty row has seq_len 0 and slot -1: it reads no block and writes none. Lengths on the host
 are those of the shape, a bound; kernels take each seq's own from the device, so only kernels
@@ -19,6 +19,7 @@ import torch
 from engine.batch import Batch, Forward
 from engine.device import synchronize
 from kernels.attention import AttentionMetadata
+from kernels.step_inputs import DecodeRows, load_rows
 from tandem.progress import track
 from tandem.telemetry.logging import get_logger
 
@@ -63,37 +64,21 @@ class StaticInputs:
 
     def __init__(self, num_seqs: int, max_blocks: int, device: torch.device) -> None:
         """For up to B = `num_seqs` seqs of up to `max_blocks` blocks."""
-        self.token_ids = torch.zeros(num_seqs, dtype=torch.int64, device=device)  # [B]
-        self.positions = torch.zeros(num_seqs, dtype=torch.int64, device=device)  # [B]
+        self.rows = DecodeRows.empty(num_seqs, max_blocks, device)
         self.sample_rows = torch.arange(num_seqs, device=device)  # [B], never changes
         self._cu_seqlens_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)  # [B + 1], never changes
-        self._seq_lens = torch.zeros(num_seqs, dtype=torch.int32, device=device)  # [B]
-        self._slot_mapping = torch.full((num_seqs,), -1, dtype=torch.int64, device=device)  # [B]
-        self._block_tables = torch.full((num_seqs, max_blocks), -1, dtype=torch.int32, device=device)  # [B, M]
 
     def metadata(self, shape: GraphShape, block_size: int) -> AttentionMetadata:
         """Of the first rows, as the kernels see them under capture."""
         rows, width = shape.num_seqs, -(-shape.max_seq_len // block_size)
         return AttentionMetadata(
             cu_seqlens_q=self._cu_seqlens_q[: rows + 1],
-            seq_lens=self._seq_lens[:rows],
-            block_tables=self._block_tables[:rows, :width],
-            slot_mapping=self._slot_mapping[:rows],
+            seq_lens=self.rows.seq_lens[:rows],
+            block_tables=self.rows.block_tables[:rows, :width],
+            slot_mapping=self.rows.slot_mapping[:rows],
             query_lens_host=(1,) * rows,
             seq_lens_host=(shape.max_seq_len,) * rows,
         )
-
-    def load(self, batch: Batch, num_rows: int) -> None:
-        """Puts a decode step into the first rows and empties the others up to `num_rows`."""
-        metadata, used = batch.metadata, len(batch.token_ids)
-        self.token_ids[:used].copy_(batch.token_ids)
-        self.positions[:used].copy_(batch.positions)
-        self._seq_lens[:used].copy_(metadata.seq_lens)
-        self._slot_mapping[:used].copy_(metadata.slot_mapping)
-        self._block_tables[:used, : metadata.block_tables.shape[1]].copy_(metadata.block_tables)
-        if used < num_rows:  # their tokens, positions and tables are old, but valid and not looked at
-            self._seq_lens[used:num_rows].zero_()
-            self._slot_mapping[used:num_rows].fill_(-1)
 
 
 class CudaCapturer:
@@ -164,6 +149,8 @@ class DecodeGraphs:
     def capture(self, capturer: CudaCapturer) -> None:
         """Records every shape. Those that do not fit into memory are left to ordinary steps, like all if one breaks."""
         started_s, num_refused = time.monotonic(), 0
+        rows = self._inputs.rows
+        self._load(rows.token_ids[:0], rows.seq_lens[:0], rows.block_tables[:0], self._sizes[-1])  # compiles it
         shapes = [GraphShape(size, bound) for size in reversed(self._sizes) for bound in reversed(self._bounds)]
         for shape in track(shapes, "capturing decode graphs"):
             try:
@@ -199,9 +186,12 @@ class DecodeGraphs:
         graph = self._graphs.get(shape)
         if graph is None:
             return None
-        self._inputs.load(batch, shape.num_seqs)
+        self._load(batch.token_ids, batch.metadata.seq_lens, batch.metadata.block_tables, shape.num_seqs)
         graph.replay()
         return self._logits[:num_seqs]
+
+    def _load(self, token_ids: torch.Tensor, seq_lens: torch.Tensor, block_tables: torch.Tensor, num_rows: int) -> None:
+        load_rows(self._inputs.rows, token_ids, seq_lens, block_tables, num_rows, self._block_size)
 
     def _record(self, capturer: CudaCapturer, shape: GraphShape) -> torch.cuda.CUDAGraph:
         inputs, rows = self._inputs, shape.num_seqs
@@ -209,7 +199,11 @@ class DecodeGraphs:
 
         def step() -> None:
             logits = self._decoder.forward(
-                inputs.token_ids[:rows], inputs.positions[:rows], self._kv, metadata, inputs.sample_rows[:rows]
+                inputs.rows.token_ids[:rows],
+                inputs.rows.positions[:rows],
+                self._kv,
+                metadata,
+                inputs.sample_rows[:rows],
             )
             self._logits[:rows].copy_(logits)  # so that the graph's own logits are free for the next capture
 

@@ -24,7 +24,7 @@ class HostTier:
     """`num_rows` rows of `block_bytes` bytes. `close` ends it."""
 
     def __init__(self, num_rows: int, block_bytes: int, *, pinned_for: torch.device | None = None) -> None:
-        """`pinned_for` a GPU, it copies them while the host goes on. Raises RuntimeError (torch) if memory is exhausted."""
+        """`pinned_for` a GPU: it copies them while the host goes on. Raises RuntimeError (torch) if memory runs out."""
         self._memory = HostMemory.allocate(num_rows * block_bytes, shared=False)
         if pinned_for is not None:
             self._memory.pin(pinned_for)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.block_pool import BlockPool
+from engine.chunking import GPU_CHUNK_TOKENS, chunk_tokens_of
 from engine.disk_tier import DiskTier
 from engine.engine_thread import EngineThread
 from engine.graphs import CAPTURABLE, CudaCapturer, DecodeGraphs, batch_sizes, context_bounds
@@ -23,8 +24,9 @@ from engine.memory import Sharing, available_memory_bytes, blocks_that_fit, chec
 from engine.placement import ThreadPlacement, open_engine_executor
 from engine.prefix_cache import PrefixCache
 from engine.runner import Runner
-from engine.step import SampleSpec, ScheduledSeq, Step
-from kernels.dispatch import select_kernels
+from engine.warm_up import StepSizes, warm_up
+from kernels.dispatch import select_kernels, watch_compilations
+from kernels.operations import Kernels
 from kernels.quantized import QuantForm
 from models.config import load_model_config
 from models.dtypes import torch_dtype
@@ -33,7 +35,6 @@ from tandem.config import WorkerConfig
 from tandem.errors import ConfigError
 from tandem.kv_layout import SCALE_BYTES, DType, KvLayout, QuantDType
 from tandem.telemetry.logging import get_logger
-from tandem.types import BlockId, SamplingParams, TokenId
 
 _log = get_logger(__name__)
 
@@ -44,10 +45,6 @@ _MALLOC_SETTINGS = (
     (-2, 64 << 20),  # M_TOP_PAD
 )
 """Parameters of mallopt by their numbers in malloc.h, and values in bytes."""
-_GREEDY = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), output_index=0)
-_DRAWN = SampleSpec(SamplingParams(max_tokens=1, temperature=1.0, top_k=2), output_index=0)
-_WARM_UP_STEPS = ((33, ()), (17, (_GREEDY,)), (1, (_GREEDY,)), (1, (_DRAWN,)))
-"""Tokens and draws of each: a fresh prompt, a chunk behind it, decode steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +73,11 @@ class EngineOptions:
     disk_cache_bytes: int = 0
     """Size of that file; it holds whole blocks."""
     max_seqs: int = 64
-    """The default pool is never larger than so many full contexts."""
+    """Seqs of a step; the default pool is never larger than so many full contexts."""
+    chunk_tokens: int = 0
+    """Tokens of prompts in a step; 0 = by the device."""
+    gpu_chunk_tokens: int = GPU_CHUNK_TOKENS
+    """So many on a GPU then."""
     attention_backend: str = AUTO
     cpu_tier: str | None = None
     """Instructions that the kernels of a CPU use; None = the best that it has."""
@@ -113,6 +114,7 @@ class EngineOptions:
             disk_cache_folder=None if config.disk_cache is None else Path(config.disk_cache),
             disk_cache_bytes=config.disk_cache_bytes,
             max_seqs=config.max_seqs,
+            chunk_tokens=config.chunk_tokens,
             attention_backend=config.attention_backend,
             cpu_tier=config.cpu_tier,
             shared_kv=shared_kv,
@@ -135,6 +137,8 @@ class Engine:
     """Where `cache` puts what `tier` has no room for."""
     thread: EngineThread
     backend_name: str
+    chunk_tokens: int
+    """Tokens of prompts in a step, at most."""
 
     @property
     def pool(self) -> BlockPool:
@@ -167,6 +171,7 @@ def load_engine(options: EngineOptions) -> Engine:
     keep_freed_memory()
     device = resolve_device(options.device)
     executor = open_engine_executor(options.placement)
+    owned: list[KvCache | HostTier] = []
     try:
         if device.type == "cuda":
             executor.submit(torch.cuda.set_device, device).result()  # the thread's own: kernels launch on it
@@ -176,26 +181,23 @@ def load_engine(options: EngineOptions) -> Engine:
         if model.decoder.compiled is not None:
             executor.submit(model.decoder.compiled.take_thread).result()
         layout = _layout(options, model)
-        num_blocks, ring_rows = _sizes(options, model, layout)
-        kv_cache = KvCache.create(
-            layout,
-            num_blocks,
-            device,
-            shared=options.shared_kv,
-            ring_rows=ring_rows,
-            device_shared=options.device_shared_kv,
-        )
+        chunk_tokens = chunk_tokens_of(options.chunk_tokens, device, options.gpu_chunk_tokens)
+        step_bytes = executor.submit(_warm_up, options, model, kernels, layout, chunk_tokens).result()
+        kv_cache = _create_pool(options, model, layout, step_bytes)
+        owned.append(kv_cache)
         graphs = executor.submit(_capture_graphs, options, model, kv_cache, kernels.name).result()
         tier = _host_tier(options, kv_cache, device)
         if tier is not None:
+            owned.append(tier)
             executor.submit(tier.measure, kv_cache.blocks_view).result()
         runner = Runner(model.decoder, kv_cache, kernels, graphs, tier)
-        if device.type == "cuda":
-            executor.submit(warm_up, runner, num_blocks, options.block_size).result()
         disk = _disk_tier(options, tier, layout.block_bytes)
     except BaseException:
         executor.shutdown()
+        for each in reversed(owned):
+            each.close()
         raise
+    watch_compilations(device)
     pool = BlockPool(kv_cache.num_blocks, options.block_size)
     engine = Engine(
         model=model,
@@ -206,6 +208,7 @@ def load_engine(options: EngineOptions) -> Engine:
         disk=disk,
         thread=EngineThread(runner, executor),
         backend_name=kernels.name,
+        chunk_tokens=chunk_tokens,
     )
     _log.info(
         "engine loaded",
@@ -287,18 +290,40 @@ def _layout(options: EngineOptions, model: LoadedModel) -> KvLayout:
     return layout
 
 
-def _sizes(options: EngineOptions, model: LoadedModel, layout: KvLayout) -> tuple[int, int]:
-    """Blocks of the pool, and rows of its ring if it has one. Raises ConfigError if there is not so much memory."""
+def _warm_up(options: EngineOptions, model: LoadedModel, kernels: Kernels, layout: KvLayout, chunk_tokens: int) -> int:
+    """On the engine thread. Returns how many bytes of the device steps take beside the pool; not known on a CPU: 0."""
+    if model.device.type != "cuda":
+        return 0
+    return warm_up(model, kernels, layout, StepSizes(chunk_tokens, options.max_seqs, model.config.context_tokens))
+
+
+def _create_pool(options: EngineOptions, model: LoadedModel, layout: KvLayout, step_bytes: int) -> KvCache:
+    num_blocks, ring_rows = _sizes(options, model, layout, step_bytes)
+    return KvCache.create(
+        layout,
+        num_blocks,
+        model.device,
+        shared=options.shared_kv,
+        ring_rows=ring_rows,
+        device_shared=options.device_shared_kv,
+    )
+
+
+def _sizes(options: EngineOptions, model: LoadedModel, layout: KvLayout, step_bytes: int) -> tuple[int, int]:
+    """Blocks of the pool, and rows of its ring if it has one, beside `step_bytes` of the device for its steps.
+
+    Raises ConfigError if there is not so much memory.
+    """
     if options.kv_blocks is not None and options.kv_memory_bytes is not None:
         raise ConfigError("--kv-blocks", "and --kv-memory exclude each other")
     max_tokens = options.max_seqs * model.config.context_tokens
     num_blocks = options.kv_blocks or blocks_that_fit(
-        layout, options.kv_memory_bytes, model.device, max_tokens, options.sharing
+        layout, options.kv_memory_bytes, model.device, max_tokens, options.sharing, step_bytes=step_bytes
     )
     ring_rows = 0
     if options.staged_kv or model.device.type != "cpu":
         ring_rows = ring_rows_for(layout, num_blocks, options.host_ring_bytes, options.sharing)
-    check_memory(layout, num_blocks, model.device, ring_rows)
+    check_memory(layout, num_blocks, model.device, ring_rows, step_bytes)
     return num_blocks, ring_rows
 
 
@@ -333,18 +358,3 @@ def _disk_tier(options: EngineOptions, tier: HostTier | None, block_bytes: int) 
     except OSError as error:
         wanted = f"{num_slots * block_bytes} bytes in {folder}"
         raise ConfigError("--disk-cache", f"cannot have {wanted}: {error.strerror}") from error
-
-
-def warm_up(runner: Runner, num_blocks: int, block_size: int) -> None:
-    """Runs a step of every kind, so that no request waits for Triton to compile a kernel at its first launch (seconds).
-
-    On the engine thread, as many steps as the pool holds; they write into blocks that nobody holds yet.
-    """
-    began_s, context = time.monotonic(), 0
-    for num_tokens, samples in _WARM_UP_STEPS:
-        if context + num_tokens > num_blocks * block_size:
-            break
-        context += num_tokens
-        blocks = tuple(BlockId(block) for block in range(-(-context // block_size)))
-        runner.run(Step((ScheduledSeq((TokenId(0),) * num_tokens, context - num_tokens, blocks, samples),)))
-    _log.info("kernels warm", seconds=round(time.monotonic() - began_s, 2))

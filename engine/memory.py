@@ -25,8 +25,8 @@ RING_SHARE, MIN_RING_BYTES, MAX_RING_BYTES = 1 / 16, GIB // 4, GIB
 _HOST = torch.device("cpu")
 HOST_SHARE, CPU_CAP_BYTES = 0.5, 4 * GIB
 """Of host memory all workers of the machine take half by default, and one on a CPU never more than the cap."""
-GPU_SHARE = 0.8
-"""Of a GPU all its workers take so much: activations and CUDA graphs need the rest."""
+GPU_SHARE = 0.9
+"""Of a GPU all its workers take so much, their steps included: CUDA graphs and transports need the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +57,22 @@ def blocks_that_fit(
     max_tokens: int,
     sharing: Sharing = _WITH_A_PEER,
     root: Path = Path("/"),
+    *,
+    step_bytes: int = 0,
 ) -> int:
-    """Blocks for a KV cache of `memory_bytes`; None = the default share. `root`: see `available_memory_bytes`.
+    """Blocks for a KV cache of `memory_bytes`; None = the default share, less `step_bytes` that steps take beside it.
 
     The default never takes more than `max_tokens` tokens need, so that a tiny model does not
-    fill the machine. Raises ConfigError if not even one block fits.
+    fill the machine. `root`: see `available_memory_bytes`. Raises ConfigError if not even one block fits.
     """
     if memory_bytes is not None:
         num_blocks = memory_bytes // layout.block_bytes
     else:
         if device.type == "cuda":
-            share_bytes = available_memory_bytes(device) * GPU_SHARE / sharing.device_workers
+            share_bytes = available_memory_bytes(device) * GPU_SHARE / sharing.device_workers - step_bytes
         else:
             share_bytes = min(_host_share_bytes(sharing.host_workers or 2, root), CPU_CAP_BYTES)
-        num_blocks = min(int(share_bytes) // layout.block_bytes, layout.blocks_for(max_tokens))
+        num_blocks = min(int(max(share_bytes, 0)) // layout.block_bytes, layout.blocks_for(max_tokens))
     if num_blocks < 1:
         raise ConfigError("--kv-memory", f"holds no KV block of {layout.block_bytes} bytes")
     return num_blocks
@@ -99,17 +101,19 @@ def ring_rows_for(
     return max(MIN_RING_ROWS, int(min(wanted_bytes, share_bytes)) // layout.block_bytes)
 
 
-def check_memory(layout: KvLayout, num_blocks: int, device: torch.device, ring_rows: int = 0) -> None:
-    """Raises ConfigError if that many blocks, and rows of a ring, cannot lie in what is available.
+def check_memory(
+    layout: KvLayout, num_blocks: int, device: torch.device, ring_rows: int = 0, step_bytes: int = 0
+) -> None:
+    """Raises ConfigError if that many blocks, and rows of a ring, cannot lie in what is available beside `step_bytes`.
 
     Shared memory is handed out lazily: without this check the worker would be killed much
     later, when the pool fills.
     """
-    for option, what, count, where in (
-        ("--kv-memory", "KV blocks", num_blocks, device),
-        ("--host-ring-memory", "rows of the host ring", ring_rows, _HOST),
+    for option, what, count, where, kept_bytes in (
+        ("--kv-memory", "KV blocks", num_blocks, device, step_bytes),
+        ("--host-ring-memory", "rows of the host ring", ring_rows, _HOST, 0),
     ):
-        wanted, available = count * layout.block_bytes, available_memory_bytes(where)
+        wanted, available = count * layout.block_bytes, available_memory_bytes(where) - kept_bytes
         if wanted > available:
             raise ConfigError(option, f"{count} {what} take {wanted} bytes of {where}; {available} are available")
 

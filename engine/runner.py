@@ -152,15 +152,15 @@ class Runner:
         logits, scores = self._compute(batch)
         fed_ids = None if previous is None else previous.drawn_ids
         drawn = None if plan is None else draw(logits, plan, batch.draw_rows, fed_ids)
-        fetched = None if drawn is None else drawn.fetch(self._device.to_host)
-        return Launched(
-            prepared=prepared,
-            drawn_ids=batch.sample_rows[:0] if drawn is None else drawn.token_ids,
-            fetched=fetched,
-            scores=None if scores is None else scores.fetch(self._device.to_host),
-            began=began,
-            ended=self._device.mark(),
-        )
+        with self._device.downloading():
+            return Launched(
+                prepared=prepared,
+                drawn_ids=batch.sample_rows[:0] if drawn is None else drawn.token_ids,
+                fetched=None if drawn is None else drawn.fetch(self._device.to_host),
+                scores=None if scores is None else scores.fetch(self._device.to_host),
+                began=began,
+                ended=self._device.mark(),
+            )
 
     def _compute(self, batch: Batch) -> tuple[torch.Tensor, BestTokens | None]:
         """KV of the step; returns logits `[R, V]` of its draws, and what known tokens score."""

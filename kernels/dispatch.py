@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
@@ -89,6 +90,14 @@ def held_forms(device: torch.device, dtype: torch.dtype) -> dict[str, dict[Quant
             tried = {group: zero_weight(form, _TRIED_SHAPE, group or _TRIED_SHAPE[1], dtype) for group in TRIED_GROUPS}
             held.setdefault(entry.name, {})[form] = tuple(group for group, weight in tried.items() if keeps(weight))
     return held
+
+
+def watch_compilations(device: torch.device) -> None:
+    """From now on the log says so if a kernel is compiled for `device`: to be called once its engine is warm."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from kernels.triton.compilations import warn_from_now_on
+
+        warn_from_now_on()
 
 
 def select_kernels(name: str, device: torch.device, dtype: torch.dtype, cpu_tier: str | None = None) -> Kernels:

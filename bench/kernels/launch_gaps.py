@@ -28,6 +28,8 @@ from tandem.types import BlockId, SamplingParams, TokenId
 
 _MODEL, _BATCH, _CONTEXT, _BLOCK_SIZE = "135m", 32, 1024, 16
 _STEPS = 30
+CAPTURED, OVERLAPPED = "captured", "captured, engine with two steps in flight"
+"""What the device should hardly be idle in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,24 @@ def _measure_all(model: LoadedModel, kv_cache: KvCache, kernels: Kernels) -> lis
     runner = Runner(model.decoder, kv_cache, kernels, graphs)
     return [
         measure_gap("launched one by one", lambda: _forward(model, kv_cache, batch)),
-        measure_gap("captured", lambda: graphs.run(batch)),
+        measure_gap(CAPTURED, lambda: graphs.run(batch)),
         measure_gap("captured, whole engine step", lambda: runner.run(step)),
+        measure_gap(OVERLAPPED, two_in_flight(runner, step)),
     ]
+
+
+def two_in_flight(runner: Runner, step: Step) -> Call:
+    """Launches a step that the one before it feeds, then waits for that one, as a decode worker does."""
+    fed = Step(tuple(seq._replace(token_ids=(TokenId(0),), feed=number) for number, seq in enumerate(step.seqs)))
+    before = runner.launch(runner.prepare(step), None)
+
+    def call() -> None:
+        nonlocal before
+        launched = runner.launch(runner.prepare(fed), before)
+        runner.collect(before)
+        before = launched
+
+    return call
 
 
 def _forward(model: LoadedModel, kv_cache: KvCache, batch: Batch) -> torch.Tensor:

@@ -9,6 +9,7 @@ compile, and on a kernel that has no variant.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import multiprocessing
 import os
@@ -54,6 +55,8 @@ class Build:
     spilled_bytes: int = 0
     """Of one thread, in local memory."""
     num_warps: int = 0
+    code: str = ""
+    """A hash of the machine code."""
     error: str = ""
 
     @property
@@ -113,8 +116,10 @@ def build(variant: Variant, arch: int) -> Build:
         compiled = triton.compile(variant.source(), GPUTarget("cuda", arch, _WARP_THREADS), variant.options())
     except Exception as error:  # noqa: BLE001 - a build's root: the compiler's errors have no common base
         return Build(variant.label, arch, error=(str(error).strip() or repr(error)).splitlines()[-1])
-    registers, spilled_bytes = _read_resources(compiled.asm["cubin"])
-    return Build(variant.label, arch, registers, compiled.metadata.shared, spilled_bytes, compiled.metadata.num_warps)
+    cubin = compiled.asm["cubin"]
+    registers, spilled_bytes = _read_resources(cubin)
+    resources = (registers, compiled.metadata.shared, spilled_bytes, compiled.metadata.num_warps)
+    return Build(variant.label, arch, *resources, hashlib.sha256(cubin).hexdigest())
 
 
 def build_all(variants: Sequence[tuple[int, Variant]], jobs: int) -> Iterator[Build]:

@@ -16,13 +16,13 @@ from triton.compiler import ASTSource
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 """Triton's name of a pointer to each dtype that the kernels take."""
 
+FP_FUSION = {"enable_fp_fusion": True}
+"""a * b + c in one rounding; Triton 3.9 warns where it is not said."""
+
 
 def launch_options(num_warps: int, num_stages: int = 1) -> dict[str, Any]:
-    """What every launch passes, and every build ahead of time: options left to a default are another binary.
-
-    `enable_fp_fusion`: a * b + c in one rounding; Triton 3.9 warns where it is not said.
-    """
-    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    """What every launch passes, and every build ahead of time: options left to a default are another binary."""
+    return {"num_warps": num_warps, "num_stages": num_stages, **FP_FUSION}
 
 
 @dataclass(frozen=True, slots=True)

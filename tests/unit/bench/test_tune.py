@@ -34,11 +34,23 @@ def test_a_row_is_tried_with_every_variant_that_it_decides(kernel):
 def test_a_candidate_is_built_plain_first_and_dropped_if_faulty(monkeypatch):
     def build_all(variants, jobs):
         assert not any(each.constexprs["WINDOWED"] for _, each in variants)
-        return [Build("", arch, spilled_bytes=8 * (each.constexprs["BLOCK_N"] == 128)) for arch, each in variants]
+        return [
+            Build("", arch, spilled_bytes=8 * (each.constexprs["BLOCK_N"] == 128), code=str(number))
+            for number, (arch, each) in enumerate(variants)
+        ]
 
     monkeypatch.setattr(tune, "build_all", build_all)
     sound = tune.sound_candidates("decode", ShapeClass(64, 2), 90, jobs=1)
-    assert {config.block_n for config in sound} == {16, 32, 64}
+    assert sound == [config for config in tune.candidates("decode") if config.block_n != 128]
+
+
+def test_candidates_that_differ_in_stages_alone_are_timed_once_if_they_are_one_kernel(monkeypatch):
+    def build_all(variants, jobs):
+        return [Build("", arch, code=f"{each.num_warps} {each.constexprs['BLOCK_N']}") for arch, each in variants]
+
+    monkeypatch.setattr(tune, "build_all", build_all)
+    sound = tune.sound_candidates("decode", ShapeClass(64, 2), 90, jobs=1)
+    assert sound == [config for config in tune.candidates("decode") if config.num_stages == 2]
 
 
 def test_one_faulty_variant_makes_a_candidate_unsound(monkeypatch):

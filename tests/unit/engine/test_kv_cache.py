@@ -6,12 +6,15 @@ import fcntl
 import mmap
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.kv_cache import KvCache
+from engine import kv_cache
+from engine.kv_cache import HostMemory, KvCache
 from engine.memory import (
     GIB,
     MIN_RING_ROWS,
@@ -188,7 +191,7 @@ def test_a_pool_on_a_gpu_is_not_limited_by_host_memory(tmp_path: Path, monkeypat
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
     root = make_root(tmp_path, None)
     num_blocks = blocks_that_fit(LAYOUT, None, torch.device("cuda", 0), max_tokens=10**12, root=root)
-    assert num_blocks == int((1 << 40) * 0.4) // LAYOUT.block_bytes
+    assert num_blocks == int((1 << 40) * 0.45) // LAYOUT.block_bytes
 
 
 @pytest.mark.parametrize(
@@ -212,7 +215,7 @@ def test_a_ring_is_never_smaller_than_what_hand_offs_need_to_share_it() -> None:
         check_memory(LAYOUT, 1, CPU, 1 << 50)
 
 
-@pytest.mark.parametrize(("workers", "share"), [(1, 0.8), (2, 0.4), (4, 0.2)])
+@pytest.mark.parametrize(("workers", "share"), [(1, 0.9), (2, 0.45), (4, 0.225)])
 def test_workers_on_one_gpu_take_a_share_each_that_leaves_room_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, share: float
 ) -> None:
@@ -230,3 +233,31 @@ def test_workers_of_one_machine_take_at_most_half_of_its_memory(tmp_path: Path) 
     for workers in (1, 2, 8):
         num_blocks = blocks_that_fit(LAYOUT, None, CPU, 10**9, Sharing(host_workers=workers), root)
         assert num_blocks == 5_120_000 // 2 // workers // LAYOUT.block_bytes
+
+
+def test_host_memory_is_registered_on_its_gpu_alone_and_freed_once_that_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+
+    class Cudart:
+        def cudaHostRegister(self, *_: int) -> int:  # noqa: N802 - the driver's names
+            log.append("register")
+            return 0
+
+        def cudaHostUnregister(self, _: int) -> None:  # noqa: N802
+            log.append("unregister")
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        log.append(f"on {device}")
+        yield
+
+    monkeypatch.setattr(kv_cache, "_cudart", Cudart)
+    monkeypatch.setattr(kv_cache, "synchronize", lambda device: log.append(f"{device} is idle"))
+    monkeypatch.setattr(torch.cuda, "device", on)
+    host = HostMemory.allocate(64, shared=False)
+    assert host.pin(torch.device("cuda", 1))
+    host.close()
+    host.close()
+    assert log == ["on cuda:1", "register", "cuda:1 is idle", "on cuda:1", "unregister"]

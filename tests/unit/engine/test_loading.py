@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine.kv_cache import KvCache
 from engine.loading import Engine, EngineOptions, load_engine, resolve_device
 from engine.placement import ThreadPlacement
 from engine.sequence import Sequence
@@ -189,6 +190,17 @@ def test_a_bad_option_is_refused_by_name(options: EngineOptions, changes: dict[s
     with pytest.raises(ConfigError) as caught:
         load_engine(replace(options, **changes))
     assert caught.value.option == option
+
+
+def test_what_was_made_is_given_back_if_the_rest_cannot_be(options: EngineOptions, monkeypatch) -> None:
+    made: list[KvCache] = []
+    create = KvCache.create
+    monkeypatch.setattr(KvCache, "create", lambda *args, **kwargs: made.append(create(*args, **kwargs)) or made[-1])
+    with pytest.raises(ConfigError):
+        load_engine(replace(options, disk_cache_folder=Path("/no"), **TIERS))
+    (cache,) = made
+    with pytest.raises(ValueError, match="closed"):
+        cache.blocks_view.numel()
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(options: EngineOptions, tmp_path: Path) -> None:

@@ -6,9 +6,13 @@ one before is looked at. Seqs that turn out to have finished cost one discarded 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
+from bench.kernels.launch_gaps import two_in_flight
 from engine.block_pool import BlockPool
 from engine.device import Mark
 from engine.kv_cache import KvCache
@@ -138,6 +142,12 @@ class LoggingDevice:
     def __exit__(self, *_: object) -> None:
         self.log.append("uploaded")
 
+    @contextmanager
+    def downloading(self) -> Iterator[None]:
+        self.log.append(f"downloads after {self._num_marks}")
+        yield
+        self.log.append(f"{self._num_marks} marks downloads")
+
     def mark(self) -> LoggingMark:
         self._num_marks += 1
         return LoggingMark(self, self._num_marks)
@@ -182,10 +192,12 @@ def test_a_launch_waits_for_nothing_even_where_a_penalty_must_see_what_is_fed(ma
         first = device_runner.launch(device_runner.prepare(Step((seq.schedule(2),))), None)
         device_runner.launch(device_runner.prepare(Step((seq.schedule(1, feed=0),))), first)
     assert device.log == [
-        *("uploads", "uploaded", "queue waits for 1", "to host"),  # marks 1 uploaded, 2 began, 3 ended
-        *("uploads", "uploaded", "queue waits for 4", "to host"),
-        *("uploads", "uploaded", "queue waits for 7", "to host"),
-        *("uploads", "uploaded", "queue waits for 10", "to host"),
+        line
+        for uploaded in (1, 4, 7, 10)  # then `uploaded + 1` at its begin, `uploaded + 2` at its end
+        for line in (
+            *("uploads", "uploaded", f"queue waits for {uploaded}"),
+            *(f"downloads after {uploaded + 1}", "to host", f"{uploaded + 2} marks downloads"),
+        )
     ]
 
 
@@ -203,3 +215,14 @@ def test_a_step_that_fails_synchronizes_the_device_before_it_says_so(make_seq, d
     with pytest.raises(AssertionError, match="fed by one that failed"):
         device_runner.launch(fed, None)
     assert device.log[-1] == "synchronized"
+
+
+def test_the_bench_of_idle_time_launches_a_step_before_it_waits_for_the_one_before(make_seq, device_runner, device):
+    seq = make_seq((1, 2))
+    seq.add_blocks((BlockId(0),))
+    call = two_in_flight(device_runner, Step((seq.schedule(2)._replace(token_ids=(TokenId(2),), context_len=1),)))
+    device.log.clear()
+    call()
+    call()
+    waits = [line for line in device.log if line.startswith(("host", "queue"))]
+    assert waits == ["queue waits for 4", "host waits for 3", "queue waits for 7", "host waits for 6"]

@@ -1,36 +1,78 @@
-"""Warm-up takes a step of every kind, within any pool."""
+"""Warm-up takes a step of every kind, as large as steps become, within the context and over a pool of its own."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
-from engine.loading import warm_up
+from engine.chunking import chunk_tokens_of
+from engine.memory import blocks_that_fit, check_memory
+from engine.warm_up import StepSizes, warm_up, warm_up_steps
+from kernels.operations import Kernels
+from kernels.reference import ReferenceBackend
+from kernels.reference_operations import ReferenceOperations
+from tandem.errors import ConfigError
+from tandem.kv_layout import DType, KvLayout
 
-
-class Recorder:
-    def __init__(self):
-        self.steps = []
-
-    def run(self, step):
-        self.steps += [(len(seq.token_ids), seq.context_len, len(seq.block_table), seq.samples) for seq in step.seqs]
-
-
-def test_every_kind_of_step_is_taken_once():
-    runner = Recorder()
-    warm_up(runner, num_blocks=100, block_size=16)
-    assert [step[:3] for step in runner.steps] == [(33, 0, 3), (17, 33, 4), (1, 50, 4), (1, 51, 4)]
-    temperatures = [[sample.params.temperature for sample in samples] for *_, samples in runner.steps]
-    assert temperatures == [[], [0.0], [0.0], [1.0]]
+LAYOUT = KvLayout(1, 1, 4, 2, DType.FLOAT32)
+KERNELS = Kernels(ReferenceBackend(), ReferenceOperations())
+GPU = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("num_blocks", [1, 2, 3, 4])
-def test_a_small_pool_is_not_overrun(num_blocks):
-    runner = Recorder()
-    warm_up(runner, num_blocks=num_blocks, block_size=16)
-    assert all(blocks <= num_blocks for _, _, blocks, _ in runner.steps)
+def test_steps_are_as_large_as_they_become():
+    _, steps = warm_up_steps(StepSizes(chunk_tokens=64, max_seqs=4, context_tokens=1000), block_size=16)
+    kinds = [(len(step.seqs), len(step.seqs[0].token_ids), step.seqs[0].context_len) for step in steps]
+    assert kinds == [(1, 64, 0), (4, 16, 64), (4, 1, 80), (4, 1, 80), (1, 1, 80)]
+    draws = [[sample.params.temperature for sample in step.seqs[0].samples] for step in steps]
+    assert draws == [[], [0.0], [0.0], [1.0], [1.0]]
+    assert sum(len(step.copies) for step in steps) == 1
 
 
-def test_a_runner_takes_the_steps(decoder, kv_cache):
-    from engine.runner import Runner
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+@pytest.mark.parametrize("context_tokens", [4, 5, 16, 100, 5000])
+@pytest.mark.parametrize(("chunk_tokens", "max_seqs"), [(1, 64), (16, 64), (2048, 1), (512, 64)])
+def test_no_step_goes_beyond_the_context_or_its_blocks(chunk_tokens, max_seqs, context_tokens, block_size):
+    num_blocks, steps = warm_up_steps(StepSizes(chunk_tokens, max_seqs, context_tokens), block_size)
+    for seq in (seq for step in steps for seq in step.seqs):
+        length = seq.context_len + len(seq.token_ids)
+        assert length <= context_tokens
+        assert length <= len(seq.block_table) * block_size
+        assert max(seq.block_table) < num_blocks - 1  # the last one is for the copy
 
-    warm_up(Runner(decoder, kv_cache), kv_cache.num_blocks, kv_cache.layout.block_size)
+
+def test_a_runner_takes_the_steps(decoder):
+    model = SimpleNamespace(decoder=decoder, device=torch.device("cpu"))
+    assert warm_up(model, KERNELS, LAYOUT, StepSizes(chunk_tokens=8, max_seqs=2, context_tokens=64)) == 0
+
+
+def test_a_chunk_that_does_not_fit_into_the_device_is_refused_by_its_option():
+    class Full:
+        def forward(self, *_):
+            raise torch.OutOfMemoryError("out of memory")
+
+    model = SimpleNamespace(decoder=Full(), device=torch.device("cpu"))
+    with pytest.raises(ConfigError) as caught:
+        warm_up(model, KERNELS, LAYOUT, StepSizes(chunk_tokens=8, max_seqs=2, context_tokens=64))
+    assert caught.value.option == "--chunk-tokens"
+
+
+def test_the_pool_leaves_what_steps_take(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1_000_000, 2_000_000))
+    blocks = 1_000_000 * 0.9 / 2
+    assert blocks_that_fit(LAYOUT, None, GPU, 1 << 30) == blocks // LAYOUT.block_bytes
+    assert blocks_that_fit(LAYOUT, None, GPU, 1 << 30, step_bytes=200_000) == (blocks - 200_000) // LAYOUT.block_bytes
+    with pytest.raises(ConfigError):
+        blocks_that_fit(LAYOUT, None, GPU, 1 << 30, step_bytes=900_000)
+    wanted = 900_000 // LAYOUT.block_bytes
+    check_memory(LAYOUT, wanted, GPU, step_bytes=100_000)
+    with pytest.raises(ConfigError):
+        check_memory(LAYOUT, wanted, GPU, step_bytes=200_000)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "tokens"), [(0, "cpu", 512), (0, "cuda", 4096), (100, "cpu", 100), (100, "cuda", 100)]
+)
+def test_chunks_are_longer_on_a_gpu_unless_a_length_was_asked_for(asked, device, tokens):
+    assert chunk_tokens_of(asked, torch.device(device), on_gpu=4096) == tokens

@@ -1,0 +1,105 @@
+"""Steps that a worker on a GPU takes before its pool is made: every kernel compiles, and what steps need shows.
+
+They go as far as served ones do: full chunks, chunks behind a context, the largest decode batch, every kind of draw, a
+copy, a digest. A kernel is compiled once for each combination of its arguments' types and alignments, and those depend
+on the model alone: tests/kernels/test_triton_launches.py compares what serving launches with what is launched here.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from engine.kv_cache import KvCache
+from engine.runner import Runner
+from engine.step import BlockCopy, SampleSpec, ScheduledSeq, Step
+from kernels.digest import digest_blocks
+from kernels.operations import Kernels
+from models.loading import LoadedModel
+from tandem.errors import ConfigError
+from tandem.kv_layout import KvLayout
+from tandem.telemetry.logging import get_logger
+from tandem.types import BlockId, SamplingParams, TokenId
+
+_log = get_logger(__name__)
+
+_GREEDY = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), output_index=0)
+_DRAWN = SampleSpec(
+    SamplingParams(
+        max_tokens=1, temperature=1.0, top_k=2, top_p=0.9, min_p=0.1, logprobs=1, logit_bias={TokenId(0): 1.0}
+    ),
+    output_index=0,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """How large steps become."""
+
+    chunk_tokens: int
+    """Tokens of prompts in one step."""
+    max_seqs: int
+    context_tokens: int
+    """Longest sequence."""
+
+
+def warm_up_steps(sizes: StepSizes, block_size: int) -> tuple[int, tuple[Step, ...]]:
+    """Returns how many blocks the steps use, and the steps, in order.
+
+    Seqs of one step share blocks: with the same tokens at the same positions they write the same into them.
+    """
+    fresh = max(1, min(sizes.chunk_tokens, sizes.context_tokens // 2))
+    chunk = max(1, min(max(2, sizes.chunk_tokens // sizes.max_seqs), sizes.context_tokens - fresh - 1))
+    num_blocks = (fresh + chunk) // block_size + 2  # the last of them is copied to
+    table = tuple(BlockId(block) for block in range(num_blocks - 1))
+
+    def seqs(count: int, num_tokens: int, context: int, *samples: SampleSpec) -> tuple[ScheduledSeq, ...]:
+        return (ScheduledSeq((TokenId(0),) * num_tokens, context, table, samples),) * count
+
+    num_chunks = min(sizes.max_seqs, max(1, sizes.chunk_tokens // chunk))
+    copy = BlockCopy(BlockId(0), BlockId(num_blocks - 1))
+    return num_blocks, (
+        Step(seqs(1, fresh, 0)),
+        Step(seqs(num_chunks, chunk, fresh, _GREEDY)),
+        Step(seqs(sizes.max_seqs, 1, fresh + chunk, _GREEDY)),
+        Step(seqs(sizes.max_seqs, 1, fresh + chunk, _DRAWN), copies=(copy,)),
+        Step(seqs(1, 1, fresh + chunk, _DRAWN)),
+    )
+
+
+def warm_up(model: LoadedModel, kernels: Kernels, layout: KvLayout, sizes: StepSizes) -> int:
+    """On the engine thread, over a pool that is given back. Returns what steps take of the device beside it, in bytes.
+
+    Raises ConfigError if such steps do not fit into the device.
+    """
+    began_s, device = time.monotonic(), model.device
+    num_blocks, steps = warm_up_steps(sizes, layout.block_size)
+    try:
+        kv_cache = KvCache.create(layout, num_blocks, device)
+        try:
+            before_bytes = _allocated_bytes(device)
+            runner = Runner(model.decoder, kv_cache, kernels)
+            for step in steps:
+                runner.run(step)
+            digest_blocks(kv_cache.blocks_view, torch.zeros(1, dtype=torch.int64, device=device))
+            step_bytes = _allocated_bytes(device, peak=True) - before_bytes
+        finally:
+            kv_cache.close()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError("--chunk-tokens", f"{sizes.chunk_tokens}: a step does not fit into {device}") from error
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps of it is the pool's
+    _log.info("kernels warm", seconds=round(time.monotonic() - began_s, 2), step_bytes=step_bytes)
+    return step_bytes
+
+
+def _allocated_bytes(device: torch.device, *, peak: bool = False) -> int:
+    """Of torch's allocator, now, which is where the peak starts again, or at the most since; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    if peak:
+        return torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
