@@ -28,6 +28,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import torch
+import uvloop
 
 from bench.fuzz_bytes import DECODERS, near, near_decoder, near_fields, near_frame
 from bench.processes import usage
@@ -336,7 +337,7 @@ async def fuzz(
 def run(transport: str, seed: int, cases: Iterable[int]) -> list[str]:
     """Fuzzes, prints what came of it. Returns what was violated."""
     before = usage(os.getpid())
-    outcomes, violations = asyncio.run(fuzz(transport, seed, cases))
+    outcomes, violations = uvloop.run(fuzz(transport, seed, cases))  # as workers do; asyncio's own accept can break
     after = usage(os.getpid())
     assert before is not None
     assert after is not None

@@ -46,9 +46,9 @@ def children(parent: int) -> dict[str, int]:
     return {name: pid for pid in _child_pids(parent) if (name := _name(pid)) is not None}
 
 
-def standbys(parent: int) -> list[int]:
-    """Process ids of the children of a `tandem serve` that wait to become a worker."""
-    return [pid for pid in _child_pids(parent) if "--standby" in _words(pid)]
+def fork_server(parent: int) -> int | None:
+    """Process id of the child of a `tandem serve` that forks its workers; None if it has none."""
+    return next((pid for pid in _child_pids(parent) if "--fork-server" in _words(pid)), None)
 
 
 def _child_pids(parent: int) -> Iterator[int]:
@@ -61,7 +61,7 @@ def _child_pids(parent: int) -> Iterator[int]:
 
 
 def _words(pid: int) -> list[str]:
-    """Of its command line, `python -m MODULE OPTION…`; none if it has ended; one that stood by has all in one."""
+    """Of its command line, `python -m MODULE OPTION…`; none if it has ended; one that was forked has all in one."""
     try:
         return (_PROC / str(pid) / "cmdline").read_text(errors="replace").replace("\0", " ").split()
     except OSError:

@@ -73,11 +73,36 @@ def soak_section(results: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def restarts_section(results: Mapping[str, Any]) -> str:
+    """One row per survivor of each half: what it held before, and after."""
+    header = (
+        *("transport", "killed", "times", "calls", "failed", "wrong, left over", "survivor"),
+        *("descriptors", "threads", "shared mappings", "MiB"),
+    )
+    rows = []
+    for transport, halves in results.items():
+        for half in halves:
+            failed = ", ".join(f"{count} × {what}" for what, count in half["failed"].items()) or "0"
+            violations = "; ".join(half["violations"]) or "nothing"
+            counts = (transport, half["victim"], str(half["rounds"]), str(half["calls"]), failed, violations)
+            rows += [(*counts, name, *_growth(then, half["after"][name])) for name, then in half["before"].items()]
+    return table(header, rows)
+
+
+def _growth(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    held = [f"{before[what]} → {after[what]}" for what in ("descriptors", "threads", "shared_mappings")]
+    return [*held, f"{before['rss_bytes'] / 2**20:.0f} → {after['rss_bytes'] / 2**20:.0f}"]
+
+
 def _seconds(value: float | None) -> str:
     return "never" if value is None else f"{value:.1f} s"
 
 
-SECTIONS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"faults": faults_section, "soak": soak_section}
+SECTIONS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "faults": faults_section,
+    "soak": soak_section,
+    "restarts": restarts_section,
+}
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -21,8 +22,10 @@ from dataclasses import asdict, dataclass
 
 import uvloop
 
+from bench import reliability_page
 from bench.cluster import Cluster, becomes_idle, serve
 from bench.fault_load import READY_TIMEOUT_S, Load, Question
+from bench.page import RESULTS
 from bench.processes import Usage, children, usage
 from bench.record import write_record
 from bench.soak_round import leaks, survivors
@@ -114,11 +117,9 @@ class Restarts:
 
     async def _round(self, operator: AsyncClient, victim: str) -> None:
         """Raises TimeoutError if the victim does not come back."""
-        pid = children(self._cluster.process.pid)[victim]
+        pid = await _serving(operator, victim, 0)  # where all stands still, `serve` may have killed it by itself
         os.kill(pid, signal.SIGKILL)
-        async with asyncio.timeout(BACK_WITHIN_S):
-            while not await _serves_anew(operator, victim, pid):  # noqa: ASYNC110  a status tells nobody that it changed
-                await asyncio.sleep(_POLL_S)
+        await _serving(operator, victim, pid)
         await self._load.ended(len(self._load.calls) + CALLS_EACH_ROUND)
 
     async def _look_at_rest(self, violations: list[str]) -> dict[str, Usage]:
@@ -129,12 +130,15 @@ class Restarts:
         return {name: found for name, pid in pids.items() if (found := usage(pid)) is not None}
 
 
-async def _serves_anew(operator: AsyncClient, worker: str, old_pid: int) -> bool:
-    with contextlib.suppress(TandemError):
-        for each in (await operator.status()).workers:
-            if each.info.worker_id == worker and each.info.pid != old_pid and each.state == "serving":
-                return True
-    return False
+async def _serving(operator: AsyncClient, worker: str, old_pid: int) -> int:
+    """The worker's process id, once it serves as another process than the old one. Raises TimeoutError."""
+    async with asyncio.timeout(BACK_WITHIN_S):
+        while True:
+            with contextlib.suppress(TandemError):
+                for each in (await operator.status()).workers:
+                    if each.info.worker_id == worker and each.info.pid != old_pid and each.state == "serving":
+                        return each.info.pid
+            await asyncio.sleep(_POLL_S)  # a status tells nobody that it changed
 
 
 def run(transport: str, rounds: int) -> list[Half]:
@@ -153,10 +157,8 @@ def main() -> int:
     )
     parser.add_argument("--transport", default="", help="default: each that works here, one after the other")
     parser.add_argument("--rounds", type=int, default=100, help="of each transport")
-    parser.add_argument("--record", action="store_true", help="write bench/results/restarts.json")
+    parser.add_argument("--record", action="store_true", help="in bench/results/restarts.json, and on the page")
     options = parser.parse_args()
-    if options.record and options.transport:
-        parser.error("--record is for all transports: leave out --transport")
     names = [options.transport] if options.transport else usable(resolve_device("auto"))
     results = {name: run(name, (options.rounds + 1) // 2) for name in names}
     violations = []
@@ -168,7 +170,10 @@ def main() -> int:
             violations += [f"{name}, {half.victim}: {what}" for what in half.violations]
     print(*violations, sep="\n")
     if options.record:
-        write_record("restarts", {name: [asdict(half) for half in halves] for name, halves in results.items()})
+        path = RESULTS / "restarts.json"
+        known = json.loads(path.read_text())["results"] if path.exists() else {}  # of other transports
+        write_record("restarts", known | {name: [asdict(half) for half in halves] for name, halves in results.items()})
+        reliability_page.main()
     return 1 if violations else 0
 
 

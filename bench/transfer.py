@@ -2,8 +2,8 @@
 
 A receiving process of its own, a sending pool here. In each round, in turn: a hand-off of a fixed number of bytes per
 transport and block size, with checksums on both sides, from `open` to COMMITTED over an open connection; the same bytes
-by a plain copy, by a copy with checksums on one thread, and by a raw socket; and what a hand-off costs that moves one
-block, or none. Ratios are medians of the rounds' own ratios. With `--tls DIR`, tcp is inside mutual TLS.
+by a plain copy, by a copy with checksums on one thread, by a raw socket, and by NIXL alone; and what a hand-off costs
+that moves one block, or none. Ratios are medians of the rounds' own ratios. With `--tls DIR`, tcp is inside mutual TLS.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ import torch
 import uvloop
 
 from bench.record import write_record
-from bench.transfer_ceilings import CopyCeiling, DeviceCopyCeiling, SocketCeiling
+from bench.transfer_ceilings import CopyCeiling, DeviceCopyCeiling, NixlCeiling, SocketCeiling
 from bench.transfer_pair import Pair, Spec, Tls, pool_memory
-from kvtransfer.transports import CUDA_IPC, SHM, TCP, usable
+from kvtransfer.transports import CUDA_IPC, NIXL, SHM, TCP, usable
 
 MIB = 1024 * 1024
 FIXED_PER_ROUND = 5
 """Hand-offs of one block, and of none, in each round."""
 PLAIN_COPY = "plain copy"
 RAW_SOCKET = "raw socket"
-CEILINGS = {SHM: PLAIN_COPY, CUDA_IPC: PLAIN_COPY, TCP: RAW_SOCKET}
+RAW_NIXL = "raw nixl"
+CEILINGS = {SHM: PLAIN_COPY, CUDA_IPC: PLAIN_COPY, TCP: RAW_SOCKET, NIXL: RAW_NIXL}
 """What each transport is held against."""
 
 
@@ -47,7 +48,7 @@ class Measurement:
     median_gb_per_s: float
     best_gb_per_s: float
     of_ceiling: float | None = None
-    """Of the plain copy's (shm) or the raw socket's (tcp) rate."""
+    """Of the rate of its ceiling."""
     connect_ms: float | None = None
     """The first hand-off: dials, maps, and touches each page of the mapping for the first time."""
     one_block_ms: float | None = None
@@ -79,6 +80,7 @@ class _Size:
         pool = memory.device
         self._copies = CopyCeiling(memory.blocks.numpy()) if pool is None else DeviceCopyCeiling(pool.blocks)
         self._socket = SocketCeiling(self._num_bytes)
+        self._nixl = NixlCeiling(memory.blocks) if NIXL in transports and pool is None else None
         self._seconds: dict[str, list[float]] = {}
         self._connect_s: dict[str, float] = {}
 
@@ -88,6 +90,8 @@ class _Size:
             self._connect_s[pair.spec.transport] = await pair.hand_over(pair.spec.num_blocks)
         self._copies.plain()
         self._socket.move()
+        if self._nixl is not None:
+            self._nixl.move()
 
     async def round(self) -> None:
         """Each once, in turn."""
@@ -100,6 +104,8 @@ class _Size:
         self._add(PLAIN_COPY, self._copies.plain())
         self._add("copy + xxh3", self._copies.with_checksums())
         self._add(RAW_SOCKET, self._socket.move())
+        if self._nixl is not None:
+            self._add(RAW_NIXL, self._nixl.move())
 
     def _add(self, name: str, seconds: float) -> None:
         self._seconds.setdefault(name, []).append(seconds)
@@ -109,11 +115,17 @@ class _Size:
         for pair in self._pairs:
             await pair.stop()
         self._socket.stop()
+        if self._nixl is not None:
+            self._nixl.stop()
 
     def ceilings(self) -> list[Measurement]:
         """Of this size."""
-        names = (PLAIN_COPY, "copy + xxh3", RAW_SOCKET)
-        return [_measurement(name, self._block_bytes, self._num_bytes, self._seconds[name]) for name in names]
+        names = (PLAIN_COPY, "copy + xxh3", RAW_SOCKET, RAW_NIXL)
+        return [
+            _measurement(name, self._block_bytes, self._num_bytes, self._seconds[name])
+            for name in names
+            if name in self._seconds
+        ]
 
     def results(self) -> list[Measurement]:
         """Of this size, one per transport."""
@@ -121,9 +133,9 @@ class _Size:
 
     def _result(self, spec: Spec) -> Measurement:
         name = spec.transport
-        ceiling = CEILINGS.get(name)
+        ceiling = CEILINGS.get(name, "")
         ratio = None
-        if ceiling is not None and spec.tls is None:
+        if ceiling in self._seconds and spec.tls is None:
             pairs = zip(self._seconds[ceiling], self._seconds[name], strict=True)
             ratio = statistics.median(least / took for least, took in pairs)
         return _measurement(

@@ -1,14 +1,17 @@
-"""What `bench.transfer` holds transports against: the same bytes by a plain copy, with checksums, by a raw socket."""
+"""What `bench.transfer` holds transports against: the same bytes a copy, with checksums, a socket, NIXL alone."""
 
 from __future__ import annotations
 
 import mmap
 import multiprocessing
 import os
+import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +19,7 @@ import torch
 import xxhash
 
 from kernels.digest import digest_blocks
+from kvtransfer.transports import nixl
 
 _PIECE_BYTES = 4 * 1024 * 1024
 _TIMEOUT_S = 30.0
@@ -75,6 +79,64 @@ class DeviceCopyCeiling:
         work()
         torch.cuda.synchronize(self._source.device)
         return time.perf_counter() - started_s
+
+
+class NixlCeiling:
+    """NIXL's own write of the same blocks to a child process that takes them in; neither sleeps. `stop` ends it."""
+
+    def __init__(self, blocks: torch.Tensor) -> None:
+        """`blocks` `[N, block_bytes]` uint8 in host memory, which outlive this."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._child: BaseProcess = context.Process(target=_take_in_all, args=(theirs, tuple(blocks.shape)), daemon=True)
+        self._child.start()
+        self._agent = _registered(blocks)
+        metadata, address = self._pipe.recv()
+        peer = self._agent.add_remote_agent(metadata)
+        self._ids = np.arange(len(blocks), dtype=np.int32)
+        self._ours = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", _strided(blocks.data_ptr(), blocks.shape), "DRAM")
+        self._theirs = self._agent.prep_xfer_dlist(peer, _strided(address, blocks.shape), "DRAM")
+
+    def move(self) -> float:
+        """Seconds until all blocks lie in the other side's memory."""
+        transfer = self._agent.make_prepped_xfer("WRITE", self._ours, self._ids, self._theirs, self._ids)
+        started_s = time.perf_counter()
+        state = self._agent.transfer(transfer)
+        while state == "PROC":
+            state = self._agent.check_xfer_state(transfer)
+        seconds = time.perf_counter() - started_s
+        transfer.release()
+        if state != "DONE":
+            raise RuntimeError(f"a write of NIXL's ended as {state}")
+        return seconds
+
+    def stop(self) -> None:
+        """Ends the child."""
+        self._pipe.send(None)
+        self._child.join(_TIMEOUT_S)
+
+
+def _take_in_all(pipe: Connection, shape: tuple[int, int]) -> None:
+    blocks = torch.ones(shape, dtype=torch.uint8)
+    agent = _registered(blocks)
+    pipe.send((agent.get_agent_metadata(), blocks.data_ptr()))
+    while not pipe.poll():
+        agent.get_new_notifs()
+
+
+def _registered(blocks: torch.Tensor) -> Any:
+    """An agent that knows the blocks."""
+    api = nixl.load()
+    config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+    agent = api.nixl_agent(secrets.token_hex(8), config)
+    agent.register_memory([(blocks.data_ptr(), blocks.nbytes, 0, "")], "DRAM")
+    return agent
+
+
+def _strided(address: int, shape: Sequence[int]) -> Any:
+    """The blocks as NIXL lists them."""
+    num_blocks, size = shape
+    return np.array([(address, size, 0, size, num_blocks)], np.uint64)
 
 
 class SocketCeiling:

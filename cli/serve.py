@@ -1,7 +1,7 @@
 """`tandem serve`: a router and its workers as supervised child processes.
 
 start   router → its address → workers → health SERVING → `ready HOST:PORT` on stdout
-keep    a child that ends, whatever its code, or stands still is replaced; a worker by a standby, once there is one
+keep    a child that ends, whatever its code, or stands still is replaced
 stop    router (NOT_SERVING at once, finishes what runs) → workers → exit 0
 second signal, or this process killed: every child ends at once
 """
@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from cli.command import Subparsers, add_command
-from cli.launch import STANDS_BY_FOR, launch_command
-from cli.standby import Standby
+from cli.fork_server import ForkServer
+from cli.launch import FORKED, launch_command
 from cli.supervisor import START_TIMEOUT_S, Child, RestartPolicy, Supervisor, open_process
 from tandem import progress
 from tandem.client import AsyncClient
@@ -36,8 +36,6 @@ _log = get_logger(__name__)
 
 STOP_MARGIN_S = 5.0
 """On top of a child's own drain grace, before it is killed."""
-STANDBY_PAUSE_S = 5.0
-"""From the cluster's being ready to the start of a standby, or of the next one: its imports would slow what begins."""
 _ADMIN_LISTEN = "127.0.0.1:0"
 """Of workers, unless the router is to have no admin port either."""
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
@@ -89,15 +87,17 @@ class _Server:
         self._router: Supervisor | None = None
         self._router_listen = config.router.listen
         self._workers: list[Supervisor] = []
-        self._standby = Standby()
-        self._preparing: asyncio.Task[None] | None = None
+        self._fork_server = ForkServer()
 
     async def start(self) -> None:
         """Returns once the ready line is printed; a child's failure ends the task group instead."""
         with progress.steps("starting", 1 + self._config.num_prefill + self._config.num_decode) as started:
+            self._fork_server.start()  # it imports while the router starts
             self._router = self._supervise(self._router_spec(), lambda: self._start_child(self._router_spec()))
             self._router_listen = await self._router.address()  # a restart must have the same port
             started()
+            if not await self._fork_server.ready():
+                _log.warning("there is no fork server: each worker imports everything by itself")
             address = local_address(self._router_listen)
             for spec in worker_specs(self._config, self._cores, address, self._devices):
                 self._workers.append(self._supervise(spec, partial(self._start_child, spec)))
@@ -107,18 +107,17 @@ class _Server:
             for each in counting:  # one that left before it was ready is not waited for
                 each.cancel()
         print(f"ready {self._router_listen}", flush=True)
-        self._preparing = self._tasks.create_task(self._keep_standby(), name="keep-standby")
 
     async def stop(self) -> None:
         """Router first, so that what runs can finish on the workers."""
-        self._end_standby()
+        self._fork_server.close()
         if self._router is not None:
             await self._router.stop()
         await asyncio.gather(*(worker.stop() for worker in self._workers))
 
     def kill(self) -> None:
         """Ends every child at once."""
-        self._end_standby()
+        self._fork_server.close()
         for supervisor in (self._router, *self._workers):
             if supervisor is not None:
                 supervisor.kill()
@@ -135,21 +134,9 @@ class _Server:
     def _router_spec(self) -> ChildSpec:
         return router_spec(self._config, self._cores, self._router_listen)
 
-    def _end_standby(self) -> None:
-        if self._preparing is not None:
-            self._preparing.cancel()
-        self._standby.close()
-
-    async def _keep_standby(self) -> None:
-        lives = True
-        while lives:
-            await asyncio.sleep(STANDBY_PAUSE_S)
-            lives = self._standby.prepare()
-        _log.warning("the standby has ended: from now on successors of workers start from nothing")
-
     def _start_child(self, spec: ChildSpec) -> Child:
         command = launch_command(spec.module, spec.arguments, spec.cores, spec.nice, spec.gpus)
-        process = self._standby.become(command) if spec.module in STANDS_BY_FOR else None
+        process = self._fork_server.fork(command) if spec.module in FORKED else None
         prefix = "" if self._config.router.log_format == "json" else f"{spec.name:<9} | "
         return Child(process or open_process(command), lambda line: write_line(f"{prefix}{line}"))
 

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, Protocol
 
 from cli.liveness import CHECK_S, FROZEN_GRACE_S, HealthClient, Sign, sign_of_life, until_frozen
 from tandem.clock import Clock
@@ -31,22 +31,43 @@ _LINE_LIMIT_BYTES = 1024 * 1024
 _READY = "ready "
 
 
-def open_process(command: Sequence[str], stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+class Process(Protocol):
+    """What `subprocess.Popen` does for a `Child`."""
+
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    def wait(self) -> int:
+        """The exit code, once it has ended; negative = a signal."""
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+
+    def kill(self) -> None:
+        """SIGKILL."""
+
+
+def open_process(command: Sequence[str]) -> subprocess.Popen[bytes]:
     """Starts a child, in a session of its own: a terminal's ctrl-C is not for it.
 
     By Popen rather than by the loop: it uses vfork, which a process with gRPC's threads survives
     unharmed; uvloop's fork runs gRPC's handlers, which complain on stderr.
     """
     return subprocess.Popen(
-        command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
     )
 
 
 class Child:
     """One life of one child. stderr goes to `sink` line by line; stdout is read for the ready line only."""
 
-    def __init__(self, process: subprocess.Popen[bytes], sink: Callable[[str], None]) -> None:
-        """Takes over what `open_process` started, inside a running loop."""
+    def __init__(self, process: Process, sink: Callable[[str], None]) -> None:
+        """Takes over what was started, inside a running loop."""
         self._process = process
         self._sink = sink
         self.last_words = ""

@@ -6,6 +6,7 @@ See `base.Receiver` for the contract. Everything runs on the loop that called `s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Callable, Sequence
@@ -130,17 +131,17 @@ class KvReceiver:
             await self._begin_session(sock, acceptor, transport)
 
     async def _begin_session(self, sock: socket.socket, acceptor: Acceptor, transport: str) -> None:
-        try:
-            self._check_room()
-            lane = await self._lane(sock, acceptor, transport)
-            session = Session(Connection(sock, self._timing), lane, self._pool, self._table, self._timing.lease_s)
-        except (TransferError, OSError) as error:
-            _log.warning("refused a kv connection: %s", error)
-            sock.close()
-            return
-        except asyncio.CancelledError:
-            sock.close()
-            raise
+        with contextlib.ExitStack() as unless_begun:
+            unless_begun.callback(sock.close)
+            try:
+                self._check_room()
+                lane = await self._lane(sock, acceptor, transport)
+                unless_begun.callback(lane.close)
+                session = Session(Connection(sock, self._timing), lane, self._pool, self._table, self._timing.lease_s)
+            except (TransferError, OSError) as error:
+                _log.warning("refused a kv connection: %s", error)
+                return
+            unless_begun.pop_all()
         task = asyncio.get_running_loop().create_task(session.run(), name="kv-session")
         self._sessions[task] = session
         task.add_done_callback(self._session_ended)

@@ -155,8 +155,8 @@ class Session:
         number, write = frame.transfer, Write.decode(frame.payload)
         num_bytes = len(write.checksums) * self._pool.block_bytes
         blocks = self._table.claim(number, frame.seq, write) if number in self._open else None
-        if blocks is None:  # late, or wrong: its payload has to leave the connection
-            await self._lane.receive(self._connection, (), num_bytes, lambda: False)
+        if blocks is None:  # late, or wrong
+            await self._drop_payload(write)
             return
         self._taking = number
         try:
@@ -168,6 +168,11 @@ class Session:
                 self._table.writer_stopped(number)
         if self._table.is_receiving(number):
             self._connection.send(Frame(FrameType.WRITE_OK, number, frame.seq))
+
+    async def _drop_payload(self, write: Write) -> None:
+        """What follows the WRITE has to leave the connection, for the next frame to be one."""
+        num_bytes = len(write.checksums) * self._pool.block_bytes
+        await self._lane.receive(self._connection, (), num_bytes, lambda: False)
 
     async def _judge(self, number: int, write: Write, blocks: tuple[BlockId, ...]) -> None:
         """Verifies what was received and brings it into the pool, or fails the offer."""
@@ -233,6 +238,8 @@ class Session:
             while (frame := await self._connection.receive()).type is not FrameType.BYE:
                 if frame.type in {FrameType.ABORT, FrameType.DRAINED}:
                     self._writer_stopped(frame.transfer)
+                elif frame.type is FrameType.WRITE:
+                    await self._drop_payload(Write.decode(frame.payload))
         except TransferError:
             return False
         return True

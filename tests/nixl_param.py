@@ -9,7 +9,10 @@ import os
 
 import pytest
 
-_ABSENT = importlib.util.find_spec("nixl") is None and "nixl" not in os.environ.get("REQUIRE_PROGRAMS", "").split(",")
+from kvtransfer.transports.nixl import package
+
+_REQUIRED = "nixl" in os.environ.get("REQUIRE_PROGRAMS", "").split(",")
+_ABSENT = not _REQUIRED and importlib.util.find_spec(package()) is None
 
 WHY_NOT = "nixl is not installed: pip install 'tandem-server[nixl]'" if _ABSENT else None
 needs_nixl = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))

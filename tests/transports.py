@@ -10,17 +10,19 @@ import gc
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import pytest
 import torch
 
 from kvtransfer.base import Fingerprints, PoolMemory
+from kvtransfer.host_rows import HostRows
+from kvtransfer.row_copy import copy_rows
 from kvtransfer.transports import nixl
 from tandem.kv_layout import DType, KvLayout
-from tandem.types import Incarnation
+from tandem.types import BlockId, Incarnation
 from tests import nixl_param
 from tests.standins.build import obstacle
 from tests.standins.cuda import DevicePool
@@ -29,6 +31,8 @@ from tests.standins.nccl import NcclPool
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, block_size=4, head_dim=8, dtype=DType.BFLOAT16)
 PRINTS = Fingerprints(model="model-a", layout=LAYOUT)
 NUM_BLOCKS = 16
+RING_ROWS = 64
+"""Enough for 16 senders that write by themselves."""
 
 
 class TestPool(Protocol):
@@ -65,6 +69,33 @@ class SharedPool:
         os.close(self.fd)
 
 
+class CopiedStaging:
+    """A pool beside the rows that its blocks pass through."""
+
+    def __init__(self, blocks: torch.Tensor) -> None:
+        self.num_blocks = len(blocks)
+        self._blocks = HostRows(blocks.numpy())
+
+    async def copy_out(self, block_ids: Sequence[BlockId], into: HostRows, rows: Sequence[int]) -> None:
+        copy_rows(self._blocks.rows, block_ids, into.rows, rows)
+
+    async def copy_in(self, source: HostRows, rows: Sequence[int], block_ids: Sequence[BlockId]) -> None:
+        copy_rows(source.rows, rows, self._blocks.rows, block_ids)
+
+
+class StagedPool:
+    """In this process's own memory, behind a ring in a memfd."""
+
+    def __init__(self, num_blocks: int = NUM_BLOCKS, block_bytes: int = LAYOUT.block_bytes) -> None:
+        self._ring = SharedPool(RING_ROWS, block_bytes)
+        self.blocks = torch.randint(0, 256, (num_blocks, block_bytes), dtype=torch.uint8)
+        self.memory = replace(self._ring.memory, staging=CopiedStaging(self.blocks))
+
+    def close(self) -> None:
+        del self.memory
+        self._ring.close()
+
+
 def _is_ready() -> None:
     """Nothing to prepare."""
 
@@ -79,6 +110,8 @@ class Way:
     """Whether the receiver ends a lost sender's access by itself, so that this needs no proof of its end."""
     staged: bool = True
     """Whether it moves rows of host memory, so that those can stand for a pool elsewhere."""
+    transport: str = ""
+    """Its name, where that is not the way's own."""
     make_pool: Callable[..., TestPool] = SharedPool
     """`(num_blocks, block_bytes)`, both with defaults."""
     prepare: Callable[[], None] = _is_ready
@@ -108,6 +141,12 @@ WAYS: Mapping[str, Way] = {
     "nccl": Way(False, staged=False, make_pool=_nccl_pool, why_not=obstacle()),
 }
 """By name; each is one of `kvtransfer.transports.TRANSPORTS`."""
+RINGS: Mapping[str, Way] = {
+    f"{name} through rings": replace(way, staged=False, transport=name, make_pool=StagedPool)
+    for name, way in WAYS.items()
+    if way.staged
+}
+"""The same transports between pools that they do not reach."""
 
 
 def _listed(names: Mapping[str, Way]) -> list[Any]:
@@ -119,6 +158,8 @@ def _listed(names: Mapping[str, Way]) -> list[Any]:
 
 EVERY = _listed(WAYS)
 """For `@pytest.mark.parametrize("transport", EVERY)`."""
+EVERY_AND_RINGS = [*EVERY, *_listed(RINGS)]
+"""For tests that take the way of `way_of`."""
 PEER_WRITES = _listed({name: way for name, way in WAYS.items() if way.peer_writes})
 """Those whose sender writes into the pool by itself."""
 STAGED = _listed({name: way for name, way in WAYS.items() if way.staged})
@@ -127,6 +168,16 @@ STAGED = _listed({name: way for name, way in WAYS.items() if way.staged})
 
 def make_pool(transport: str, *args: int) -> TestPool:
     """A pool for this transport (`auto`: for any on one host)."""
-    way = WAYS.get(transport, WAYS["shm"])
+    way = way_of(transport) if transport != "auto" else WAYS["shm"]
     way.prepare()
     return way.make_pool(*args)
+
+
+def way_of(name: str) -> Way:
+    """Of `WAYS` and `RINGS`."""
+    return WAYS.get(name) or RINGS[name]
+
+
+def transport_of(name: str) -> str:
+    """What `--transport` calls it."""
+    return way_of(name).transport or name

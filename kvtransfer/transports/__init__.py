@@ -13,6 +13,7 @@ from tandem.errors import ConfigError
 AUTO = "auto"
 CUDA_IPC = cuda_ipc.NAME
 NCCL = nccl.NAME
+NIXL = nixl.NAME
 SHM = shm.NAME
 TCP = tcp.NAME
 

@@ -96,7 +96,7 @@ class NcclTransport:
         fields = {
             "host": options.advertise_host,
             "port": str(sock.getsockname()[1]),
-            "tls": _on_off(options.tls is not None),
+            "tls": tcp.on_off(options.tls is not None),
             "boot_id": boot_id(),
             **self._own(memory),
         }
@@ -121,7 +121,7 @@ class NcclTransport:
         if pool.device is None:
             raise TransferError("this side's pool is not on a GPU")
         host, port = required(fields, "host"), required_int(fields, "port", 2**16 - 1)
-        ours, theirs = _on_off(tls is not None), required(fields, "tls")
+        ours, theirs = tcp.on_off(tls is not None), required(fields, "tls")
         if ours != theirs:
             raise HandshakeMismatch("tls", ours, theirs)
         if tls is not None and fields.get("boot_id") != (boot_id() or None):
@@ -295,7 +295,3 @@ def _unique_id(theirs: Hello) -> bytes:
     if len(unique_id) != UNIQUE_ID_BYTES:
         raise FrameError(f"the sender's unique id has {len(unique_id)} bytes, not {UNIQUE_ID_BYTES}")
     return unique_id
-
-
-def _on_off(tls: bool) -> str:
-    return "on" if tls else "off"

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import importlib
+import importlib.util
 import logging
 import secrets
 import socket
@@ -54,6 +54,8 @@ from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
 
 NAME = "nixl"
+PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
+"""Any one of them will do; the first only chooses among the others, by torch's CUDA."""
 _BACKEND = "UCX"
 _POLL_S = 0.0003
 """Between two looks at a transfer. Over TCP rare looks are no slower than incessant ones: each takes in more."""
@@ -66,6 +68,11 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
+def package() -> str:
+    """The one that is installed."""
+    return next(filter(importlib.util.find_spec, PACKAGES), PACKAGES[0])
+
+
 @cache
 def load() -> Any:
     """NIXL's Python module, once UCX was seen to start: the first link of a process should not wait for that.
@@ -74,7 +81,7 @@ def load() -> Any:
     """
     keep_ucx_off_other_processes()
     raise_exceptions = logging.raiseExceptions
-    module = importlib.import_module("nixl._api")
+    module = importlib.import_module(f"{package()}._api")
     logging.raiseExceptions = raise_exceptions  # the import sets it
     logging.getLogger("nixl").setLevel(logging.WARNING)
     _without_frames(lambda: _made(module))
@@ -112,7 +119,7 @@ class NixlTransport:
             raise ConfigError("transport", f"nixl {_WITHOUT_BLOCKS}")
         sock = tcp.listen(options.host)
         fields = {"host": options.advertise_host, "port": str(sock.getsockname()[1])}
-        fields |= {"tls": _on_off(options.tls is not None), "rdma": _on_off(has_rdma())}
+        fields |= {"tls": tcp.on_off(options.tls is not None), "rdma": tcp.on_off(has_rdma())}
         return Acceptor(sock, fields, lambda _: _ReceivingLane(pool, options.tls))
 
     def unreachable(self, pool: LocalPool, fields: Fields) -> str | None:
@@ -128,7 +135,7 @@ class NixlTransport:
         if not _has_blocks(pool):
             raise TransferError(f"nixl {_WITHOUT_BLOCKS}")
         host, port = required(fields, "host"), required_int(fields, "port", 2**16 - 1)
-        ours, theirs = _on_off(tls is not None), required(fields, "tls")
+        ours, theirs = tcp.on_off(tls is not None), required(fields, "tls")
         if ours != theirs:
             raise HandshakeMismatch("tls", ours, theirs)
         return await tcp.dial(host, port), _SendingLane(pool, host, tls)
@@ -390,7 +397,3 @@ def _log_failure(work: asyncio.Future[Any]) -> None:
     """A link whose agent broke stands still, which both sides notice by their deadlines."""
     if not work.cancelled() and (error := work.exception()) is not None:
         _log.warning("the agent of a kv link broke: %s", error)
-
-
-def _on_off(is_on: bool) -> str:
-    return "on" if is_on else "off"

@@ -26,7 +26,15 @@ from kvtransfer.host_rows import HostRows
 from kvtransfer.local_pool import LocalPool
 from kvtransfer.room import FreeRows, Room, unbounded
 from kvtransfer.row_copy import copy_rows
-from kvtransfer.transport import Acceptor, Fields, FrameSink, ListenOptions, SendingLane, TransportStatus
+from kvtransfer.transport import (
+    Acceptor,
+    Fields,
+    FrameSink,
+    ListenOptions,
+    SendingLane,
+    TransportFull,
+    TransportStatus,
+)
 from kvtransfer.transports.host import HostSendingLane, host_status
 from kvtransfer.transports.same_host import (
     SharingLane,
@@ -167,7 +175,7 @@ class _ReceivingLane(SharingLane):
             self._slice = pool.ring.lend_slice()
             if self._slice is None:
                 self.close()
-                raise TransferError("all slices of the host ring are lent to other senders")
+                raise TransportFull("all slices of the host ring are lent to other senders")
             self.details = {_ROWS: f"{self._slice.start}:{len(self._slice)}"}
 
     async def receive(

@@ -68,7 +68,7 @@ class TcpTransport:
         fields = {
             "host": options.advertise_host,
             "port": str(sock.getsockname()[1]),
-            "tls": _on_off(options.tls is not None),
+            "tls": on_off(options.tls is not None),
         }
         return Acceptor(sock, fields, lambda _: _ReceivingLane(pool, options.tls))
 
@@ -79,7 +79,7 @@ class TcpTransport:
     async def dial(self, pool: LocalPool, fields: Fields, tls: ClientTls | None) -> tuple[socket.socket, SendingLane]:
         """See `Transport`. One side that was told to use TLS never speaks in clear: HandshakeMismatch."""
         host, port = required(fields, "host"), required_int(fields, "port", 2**16 - 1)
-        ours, theirs = _on_off(tls is not None), required(fields, "tls")
+        ours, theirs = on_off(tls is not None), required(fields, "tls")
         if ours != theirs:
             raise HandshakeMismatch("tls", ours, theirs)
         return await dial(host, port), _SendingLane(pool, host, tls)
@@ -206,5 +206,6 @@ async def _fill(connection: Connection, spans: Sequence[memoryview], wanted: Cal
     return num_bytes
 
 
-def _on_off(tls: bool) -> str:
-    return "on" if tls else "off"
+def on_off(is_on: bool) -> str:
+    """As endpoints say it."""
+    return "on" if is_on else "off"

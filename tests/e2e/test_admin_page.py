@@ -17,7 +17,7 @@ import grpc.aio
 import pytest
 
 from bench.cluster import Cluster, eventually, run_command, serve
-from bench.processes import standbys
+from bench.processes import fork_server
 from tandem.checkpoint import read_checkpoint
 from tandem.client import AsyncClient, Client, ClusterStatus
 from tandem.convert import info_to_proto, load_to_proto
@@ -183,7 +183,9 @@ async def test_a_workers_death_shows_and_so_does_its_successor(cluster: Cluster)
     status = status_of(cluster)
     (victim,) = [worker.info for worker in status.workers if worker.info.worker_id == "prefill-1"]
     async with page_of(status.admin_address) as page:
-        for pid in (*standbys(cluster.process.pid), victim.pid):  # a standby would be there before the page looks
+        forking = fork_server(cluster.process.pid)
+        assert forking is not None
+        for pid in (forking, victim.pid):  # what it forks would be there before the page looks
             os.kill(pid, signal.SIGKILL)
         await page.until(f"{card('prefill-1')}.querySelector('.state').textContent === 'gone'")
         await page.until("document.getElementById('event-list').textContent.includes('prefill-1 is gone')")

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from bench.cluster import eventually, pid_of, serve
-from bench.processes import children, standbys
+from bench.cluster import Cluster, eventually, pid_of, serve
+from bench.processes import children, fork_server
 from tandem.client import Client
 from tandem.errors import TandemError
 from tandem.types import Role
 
 REPLACED_WITHIN_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Whatever a test ends of it, it becomes whole again."""
+    with serve("demo") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[Client]:
+    """Of the cluster, which is whole."""
+    with Client(cluster.target) as client:
+        client.wait_ready(timeout_s=60)
+        assert eventually(lambda: len(pids(client)) == 2, REPLACED_WITHIN_S)
+        yield client
 
 
 def pids(client: Client) -> dict[Role, int]:
@@ -28,44 +46,43 @@ def pids(client: Client) -> dict[Role, int]:
 @pytest.mark.parametrize(
     ("role", "signum"), [(Role.PREFILL, signal.SIGTERM), (Role.DECODE, signal.SIGTERM), (Role.DECODE, signal.SIGSTOP)]
 )
-def test_a_worker_that_was_stopped_from_outside_or_is_frozen_is_replaced(role: Role, signum: signal.Signals) -> None:
-    with serve("demo") as cluster, Client(cluster.target) as client:
-        client.wait_ready(timeout_s=30)
-        before = pids(client)
-        os.kill(before[role], signum)
-        assert eventually(lambda: pids(client).get(role, before[role]) != before[role], REPLACED_WITHIN_S)
-        assert client.complete("Once", max_tokens=2, timeout_s=30).choices[0].token_ids
+def test_a_worker_that_was_stopped_from_outside_or_is_frozen_is_replaced(
+    client: Client, role: Role, signum: signal.Signals
+) -> None:
+    before = pids(client)
+    os.kill(before[role], signum)
+    assert eventually(lambda: pids(client).get(role, before[role]) != before[role], REPLACED_WITHIN_S)
+    assert client.complete("Once", max_tokens=2, timeout_s=30).choices[0].token_ids
 
 
-def test_a_router_that_was_stopped_from_outside_is_replaced_at_its_address() -> None:
-    with serve("demo") as cluster, Client(cluster.target) as client:
-        client.wait_ready(timeout_s=30)
-        pid = next(pid for pid in children_of(cluster.process.pid) if pid not in pids(client).values())
-        os.kill(pid, signal.SIGTERM)
-        assert eventually(
-            lambda: sum("child ready child=router" in line for line in cluster.log) == 2, REPLACED_WITHIN_S
-        )
-        client.wait_ready(timeout_s=30)
-        assert client.complete("Once", max_tokens=2, timeout_s=30).choices[0].token_ids
-        assert cluster.process.poll() is None
+def test_a_router_that_was_stopped_from_outside_is_replaced_at_its_address(cluster: Cluster, client: Client) -> None:
+    os.kill(children(cluster.process.pid)["router"], signal.SIGTERM)
+    assert eventually(lambda: sum("child ready child=router" in line for line in cluster.log) == 2, REPLACED_WITHIN_S)
+    client.wait_ready(timeout_s=30)
+    assert client.complete("Once", max_tokens=2, timeout_s=30).choices[0].token_ids
+    assert cluster.process.poll() is None
 
 
-def test_a_standby_takes_the_place_of_a_worker_that_ends() -> None:
-    with serve("demo") as cluster, Client(cluster.target) as client:
-        client.wait_ready(timeout_s=30)
-        before = pids(client)
-        assert eventually(lambda: standbys(cluster.process.pid), REPLACED_WITHIN_S)
-        (standby,) = standbys(cluster.process.pid)
-        os.kill(before[Role.DECODE], signal.SIGKILL)
-        assert eventually(lambda: pids(client).get(Role.DECODE) == standby, REPLACED_WITHIN_S)
-        assert children(cluster.process.pid)["decode-0"] == standby
-        assert client.complete("Once", max_tokens=2, timeout_s=30).choices[0].token_ids
+def test_workers_are_forked_from_what_is_imported_once_and_started_without_it_where_it_has_ended(
+    cluster: Cluster, client: Client
+) -> None:
+    before, server = pids(client), fork_server(cluster.process.pid)
+    assert server is not None
+    assert {torch_lies_at(pid) for pid in before.values()} == {torch_lies_at(server)}
+    os.kill(server, signal.SIGKILL)
+    os.kill(before[Role.DECODE], signal.SIGKILL)
+    assert eventually(lambda: pids(client).get(Role.DECODE, before[Role.DECODE]) != before[Role.DECODE], 60)
+    successor = pids(client)[Role.DECODE]
+    known = children(cluster.process.pid)
+    assert (known["prefill-0"], known["decode-0"]) == (before[Role.PREFILL], successor)
+    assert torch_lies_at(successor) != torch_lies_at(before[Role.PREFILL])
+    assert client.complete("Once", max_tokens=2, timeout_s=30).choices[0].token_ids
 
 
-def children_of(pid: int) -> list[int]:
-    """Process ids."""
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(each) for each in file.read().split()]
+def torch_lies_at(pid: int) -> str:
+    """Where a process has torch's library: at the same place only in those that one was forked from the other."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return next(line.partition("-")[0] for line in maps if "libtorch_cpu" in line)
 
 
 def test_a_frozen_worker_does_not_hold_up_the_stop() -> None:

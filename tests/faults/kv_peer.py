@@ -29,7 +29,7 @@ from kvtransfer.wire import readable
 from tandem.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.types import BlockId
-from tests.transports import PRINTS, make_pool
+from tests.transports import PRINTS, make_pool, transport_of
 
 PATIENCE_S = 60.0
 PAYLOAD = b"\x2a"
@@ -95,7 +95,7 @@ async def _send(pipe: Pipe, transport: str, stand: Stand, timing: Timing) -> Non
     _patch_link(stand)
     pool = make_pool(transport)
     pool.blocks.fill_(FILL)
-    sender = KvSender(pool.memory, PRINTS, MonotonicClock(), transport, timing=timing)
+    sender = KvSender(pool.memory, PRINTS, MonotonicClock(), transport_of(transport), timing=timing)
     ticket, endpoint = await heard(pipe)
     error = ""
     try:
@@ -171,7 +171,7 @@ async def _receive(pipe: Pipe, transport: str, stand: Stand, timing: Timing) -> 
 
     receiver_module.Session = make  # type: ignore[assignment,misc]
     pool = make_pool(transport)
-    receiver = KvReceiver(pool.memory, PRINTS, MonotonicClock(), (transport,), "127.0.0.1", timing=timing)
+    receiver = KvReceiver(pool.memory, PRINTS, MonotonicClock(), (transport_of(transport),), "127.0.0.1", timing=timing)
     await receiver.start()
     listener = _Listener(stand)
     pipe.send(receiver.offer(tuple(BlockRef(block, 7) for block in TARGETS), listener, PATIENCE_S))

@@ -22,7 +22,7 @@ from tandem.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.types import BlockId
 from tests.faults.kv_peer import FILL, PATIENCE_S, PAYLOAD, RECEIVER_POINTS, SENDER_POINTS, TARGETS, Peer, peers
-from tests.transports import EVERY, PRINTS, WAYS, TestPool, make_pool
+from tests.transports import EVERY_AND_RINGS, PRINTS, TestPool, make_pool, transport_of, way_of
 
 DYING = Timing(lease_s=30.0, reply_s=30.0, stop_s=1.0)
 """No silence is noticed: a death is seen as such."""
@@ -91,8 +91,8 @@ async def at_home(transport: str, timing: Timing) -> AsyncIterator[Home]:
     """A hand-off within this process is open all the while, and ends well."""
     pool, source = make_pool(transport, NUM_BLOCKS), make_pool(transport, NUM_BLOCKS)
     clock = MonotonicClock()
-    receiver = KvReceiver(pool.memory, PRINTS, clock, (transport,), "127.0.0.1", timing=timing)
-    sender = KvSender(source.memory, PRINTS, clock, transport, timing=timing)
+    receiver = KvReceiver(pool.memory, PRINTS, clock, (transport_of(transport),), "127.0.0.1", timing=timing)
+    sender = KvSender(source.memory, PRINTS, clock, transport_of(transport), timing=timing)
     await receiver.start()
     try:
         home = Home(pool, source, receiver, sender)
@@ -159,7 +159,7 @@ async def senders(home: Home, transport: str, timing: Timing) -> AsyncIterator[l
 
 
 @pytest.mark.usefixtures("nothing_stays")
-@pytest.mark.parametrize("transport", EVERY)
+@pytest.mark.parametrize("transport", EVERY_AND_RINGS)
 async def test_a_sender_that_dies_at_any_point_frees_its_blocks_and_harms_nobody(transport: str) -> None:
     async with at_home(transport, DYING) as home, senders(home, transport, DYING) as caught:
         for peer, listener, _ in caught:
@@ -176,7 +176,7 @@ async def test_a_sender_that_dies_at_any_point_frees_its_blocks_and_harms_nobody
 
 
 @pytest.mark.usefixtures("nothing_stays")
-@pytest.mark.parametrize("transport", EVERY)
+@pytest.mark.parametrize("transport", EVERY_AND_RINGS)
 async def test_a_sender_that_stands_still_at_any_point_is_lost_and_lets_go_when_it_wakes(transport: str) -> None:
     async with at_home(transport, STANDING) as home, senders(home, transport, STANDING) as caught:
         for peer, *_ in caught:
@@ -187,8 +187,8 @@ async def test_a_sender_that_stands_still_at_any_point_is_lost_and_lets_go_when_
                 assert (home.pool.blocks[blocks] == FILL).all(), peer.point
             elif peer.point != "connected":
                 await listener.until("failed")
-                if not WAYS[transport].fences:
-                    assert ("writer_stopped" in listener.calls) is not WAYS[transport].peer_writes, peer.point
+                if not way_of(transport).fences:
+                    assert ("writer_stopped" in listener.calls) is not way_of(transport).peer_writes, peer.point
         for peer, listener, _ in caught:
             peer.signal(signal.SIGCONT)
             peer.tell("go on")
@@ -234,7 +234,7 @@ async def ends(handing_over: asyncio.Task[str]) -> str:
 
 
 @pytest.mark.usefixtures("nothing_stays")
-@pytest.mark.parametrize("transport", EVERY)
+@pytest.mark.parametrize("transport", EVERY_AND_RINGS)
 async def test_a_receiver_that_dies_at_any_point_fails_its_own_hand_off_and_its_successor_is_served(
     transport: str,
 ) -> None:
@@ -251,7 +251,7 @@ async def test_a_receiver_that_dies_at_any_point_fails_its_own_hand_off_and_its_
 
 
 @pytest.mark.usefixtures("nothing_stays")
-@pytest.mark.parametrize("transport", EVERY)
+@pytest.mark.parametrize("transport", EVERY_AND_RINGS)
 async def test_a_receiver_that_stands_still_at_any_point_fails_its_hand_off_in_time_and_keeps_no_block(
     transport: str,
 ) -> None:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from functools import cache
 
+import torch
+
 from kvtransfer.base import DeviceMemory
 from kvtransfer.nccl_communicator import Limits, Rules, end_process
 from kvtransfer.nccl_library import NcclLibrary
@@ -76,6 +78,13 @@ def standin_nccl() -> StandInNccl:
             transport._driver, transport._library = lambda: nccl.cuda.driver, lambda: nccl.library
             transport._rules = Rules(_ROOMY, end_process)
     return nccl
+
+
+def communicators_begin_here() -> None:
+    """From now on nccl works for this process's engines, whose pools lie on the stand-in's GPU."""
+    standin_nccl()
+    probe = NcclTransport.probe
+    NcclTransport.probe = lambda self, _: probe(self, torch.device("cuda", 0))  # type: ignore[method-assign]
 
 
 class NcclPool(DevicePool):

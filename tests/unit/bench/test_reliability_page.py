@@ -33,6 +33,18 @@ SOAK = {
 }
 
 
+USAGE = {"pid": 7, "descriptors": 40, "threads": 9, "rss_bytes": 3 << 20, "shared_mappings": 1}
+HALF = {
+    "victim": "prefill-0",
+    "rounds": 25,
+    "calls": 300,
+    "failed": {"WORKER_LOST": 2},
+    "before": {"router": USAGE},
+    "after": {"router": USAGE | {"descriptors": 41}},
+    "violations": [],
+}
+
+
 def record(results: dict[str, Any]) -> dict[str, Any]:
     return {"date": "2030-01-02", "machine": {"cores": "2"}, "results": results}
 
@@ -59,3 +71,10 @@ def test_words_stay_and_so_do_figures_without_a_record() -> None:
     assert page.startswith("before\n")
     assert page.endswith("between\n<!-- figures: soak -->\nold\n<!-- end -->\nafter\n")
     assert render(page, {"faults": record(FAULTS)}) == page
+
+
+def test_restarts_tell_what_each_survivor_held_before_and_after() -> None:
+    page = render("<!-- figures: restarts -->\n<!-- end -->\n", {"restarts": record({"shm": [HALF]})})
+
+    row = "| shm | prefill-0 | 25 | 300 | 2 × WORKER_LOST | nothing | router | 40 → 41 | 9 → 9 | 1 → 1 | 3 → 3 |\n"
+    assert row in page

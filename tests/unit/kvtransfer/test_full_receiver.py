@@ -8,6 +8,7 @@ import pytest
 import kvtransfer.receiver as receiver_module
 from kvtransfer.frame import FrameType
 from kvtransfer.sender import KvSender
+from kvtransfer.transports import shm
 from tandem.errors import PeerLost, TransferError
 from tests.manual_clock import ManualClock
 
@@ -90,3 +91,19 @@ async def test_open_transfers_are_never_cut_short_for_a_newcomer(paired, raw, ne
         await handoff.push(0, (0, 1, 2))
         await handoff.commit(b"")
         assert running.calls == ["receiving", "committed"]
+
+
+async def test_a_connection_that_cannot_be_set_up_leaves_nothing_of_its_lane(paired, make_recorder, monkeypatch):
+    def fail(*_):
+        raise OSError("no memory")
+
+    async with paired("shm") as pair:
+        closed = []
+        close = shm._ReceivingLane.close
+        monkeypatch.setattr(shm._ReceivingLane, "close", lambda lane: (closed.append(lane), close(lane)))
+        with monkeypatch.context() as patched:
+            patched.setattr(receiver_module, "Connection", fail)
+            with pytest.raises(TransferError):
+                await _hand_over(pair, pair.sender, make_recorder())
+        assert len(closed) == 1
+        await _hand_over(pair, pair.sender, make_recorder(), (7, 8, 9))

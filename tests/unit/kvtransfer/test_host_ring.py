@@ -234,3 +234,29 @@ async def test_without_a_slice_a_sender_takes_the_next_transport(nodes: Callable
         assert torch.equal(other.staging.pool[2], one.staging.pool[1])
         for rows in lent:
             ring.return_slice(rows)
+
+
+async def test_one_sender_more_than_there_are_slices_takes_that_of_the_one_that_was_idle_longest(
+    nodes: Callable[..., Any], make_recorder: Any
+) -> None:
+    async with nodes("shm", 10) as (other, *senders):
+        for number, one in enumerate(senders):
+            assert await one.send(other, make_recorder(), [1], [number]) == "shm"
+        assert len(other.receiver._sessions) == 8
+        assert await senders[0].send(other, make_recorder(), [2], [9]) == "shm"
+        assert torch.equal(
+            other.staging.pool[[8, 9]], torch.stack([senders[8].staging.pool[1], senders[0].staging.pool[2]])
+        )
+
+
+async def test_while_hand_offs_are_open_on_all_slices_none_is_cut_short(
+    nodes: Callable[..., Any], make_recorder: Any
+) -> None:
+    async with nodes("shm", 10) as (other, *senders):
+        handoffs = [await one.open(other, make_recorder(), [number]) for number, one in enumerate(senders[:8])]
+        with pytest.raises(TransferError):
+            await senders[8].open(other, make_recorder(), [9])
+        for number, handoff in enumerate(handoffs):
+            await handoff.push(0, (BlockId(1),))
+            await handoff.commit(b"")
+            assert torch.equal(other.staging.pool[number], senders[number].staging.pool[1])

@@ -249,10 +249,21 @@ def test_it_says_so_where_its_package_is_missing(
     pools: tuple[LocalPool, LocalPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl, "load", nixl.load.__wrapped__)
-    monkeypatch.setitem(sys.modules, "nixl", None)
-    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    for package in nixl.PACKAGES:
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.setitem(sys.modules, f"{package}._api", None)
     status = nixl.NixlTransport().probe(torch.device("cpu"))
     assert not status.usable
     assert "needs the package nixl" in status.reason
     with pytest.raises(ConfigError, match="nixl needs the package nixl"):
         nixl.NixlTransport().listen(pools[0], ListenOptions("127.0.0.1", 0, "127.0.0.1", None))
+
+
+@pytest.mark.parametrize("package", nixl.PACKAGES)
+def test_any_one_of_its_packages_alone_is_enough(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in nixl.PACKAGES:
+        monkeypatch.delitem(sys.modules, each, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert nixl.package() == "nixl"
+    (tmp_path / f"{package}.py").touch()
+    assert nixl.package() == package
