@@ -62,7 +62,7 @@ def _measure_products(operations: Operations, args: argparse.Namespace) -> None:
 def _measure_steps(kernels: Kernels, args: argparse.Namespace) -> None:
     keep_freed_memory()
     most = max(args.tokens)
-    timers = {}
+    timers: dict[str, StepTimer] = {}
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(PEER_SHAPES["135m"], Path(folder))
         for form in args.forms:
@@ -70,7 +70,9 @@ def _measure_steps(kernels: Kernels, args: argparse.Namespace) -> None:
             model = load_model(Path(folder), _PLAIN, _CPU, kernels, chosen)
             timers[form] = StepTimer(model, _BLOCK_SIZE, most * (_CONTEXT + _BLOCK_SIZE), kernels)
     for batch in args.tokens:
-        steps = {form: partial(timer.decode, batch, _CONTEXT, 3) for form, timer in timers.items()}
+        steps: dict[str, Callable[[], Timing | float]] = {
+            form: partial(timer.decode, batch, _CONTEXT, 3) for form, timer in timers.items()
+        }
         _print_fastest(f"{batch} seqs", steps, args.rounds)
 
 

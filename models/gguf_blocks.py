@@ -92,7 +92,7 @@ def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _k_codes(codes: torch.Tensor) -> torch.Tensor:
     """Of Q4_K and Q5_K: 32 bytes hold two groups, one in the low halves; `[out, blocks, 128]` → `[…, 8, 32]`."""
-    return _halves(codes.unflatten(-1, (4, _GROUP))).unflatten(-1, (2, _GROUP)).flatten(2, 3)
+    return _halves(codes.reshape(*codes.shape[:2], 4, _GROUP)).view(*codes.shape[:2], 8, _GROUP)
 
 
 def _q4_k(blocks: torch.Tensor, dtype: torch.dtype) -> QuantizedWeight:
@@ -106,10 +106,11 @@ def _q5_k(blocks: torch.Tensor, dtype: torch.dtype) -> QuantizedWeight:
 
 
 def _q6_k(blocks: torch.Tensor, dtype: torch.dtype) -> QuantizedWeight:
-    low = blocks[..., :128].unflatten(-1, (2, 64))  # [out, blocks, halves of 128 inputs, bytes]
-    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32))
+    shape = blocks.shape[:2]
+    low = blocks[..., :128].reshape(*shape, 2, 64)  # [out, blocks, halves of 128 inputs, bytes]
+    high = blocks[..., 128:192].reshape(*shape, 2, 1, 32)
     places = torch.tensor((0, 2, 4, 6), dtype=torch.uint8)[:, None]
-    codes = _halves(low).unflatten(-1, (4, 32)) | ((high >> places & 3) << 4)  # [out, blocks, 2, 4, 32]
+    codes = _halves(low).view(*shape, 2, 4, 32) | ((high >> places & 3) << 4)
     scales = _float16(blocks, 208) * blocks[..., 192:208].contiguous().view(torch.int8)  # [out, blocks, 16]
     return _int8(codes.to(torch.int16) - 32, scales, None, dtype)
 

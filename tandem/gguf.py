@@ -19,7 +19,7 @@ from tandem.errors import CheckpointError
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+_SCALARS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?"))) | {10: "Q", 11: "q", 12: "d"}
 """By the number of a value's type, as `struct` calls it."""
 _STRING, _ARRAY = 8, 9
 _MAX_COUNT = 1 << 24

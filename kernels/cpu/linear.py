@@ -91,7 +91,8 @@ class NativeLinear:
         dtype: torch.dtype,
     ) -> None:
         """`product` points into `packed`, all of whose memory it reads; `dtype` of the activations and `bias`."""
-        self._num_inputs, self._num_outputs, self._dtype = product.inputs, product.outputs, dtype
+        self._num_inputs, self._num_outputs = int(product.inputs), int(product.outputs)
+        self._dtype = dtype
         self._product, self._packed = product, packed
         self._bias = None if bias is None else bias.contiguous()
         product.bias = None if self._bias is None else self._bias.data_ptr()

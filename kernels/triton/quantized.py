@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kernels.quantized import QuantForm, QuantizedWeight
 from kernels.spec import Dims
-from kernels.triton.variant import FP_FUSION, POINTERS, Variant
+from kernels.triton.variant import POINTERS, Variant, launch_options
 
 _BLOCK_OUTPUTS = 64
 _DEPTHS = (64, 32, 16)
@@ -76,9 +76,7 @@ class QuantizedLinear:
             HAS_OFFSETS=self.offsets is not None,
             HAS_BIAS=self.bias is not None,
             **tile,
-            num_warps=_num_warps(tile),
-            num_stages=_NUM_STAGES,
-            **FP_FUSION,
+            **launch_options(_num_warps(tile), _NUM_STAGES),
         )
         return out
 
@@ -135,7 +133,7 @@ def _float8(codes):
     return moved.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _quantized_linear(
     x, values, scales, offsets, bias, out,
     num_tokens, num_outputs, num_inputs, x_stride, num_groups, group,

@@ -70,8 +70,8 @@ class ScaledScheme:
         specs = {self.scale: Spec(tuple(scales), _SCALES)}
         specs |= {name: Spec(((), (1,), (num_inputs,)), FLOATS | {_INT8}, is_required=False) for name in _UNUSED}
         if not packed:
-            zeros = Spec(tuple(scales), INTS | {_INT8}, is_required=False)
-            return specs | {self.values: Spec((shape,), frozenset((_FP8, _INT8))), self.zeros: zeros}
+            values = Spec((shape,), frozenset((_FP8, _INT8)))
+            return specs | {self.values: values, self.zeros: Spec(tuple(scales), INTS | {_INT8}, is_required=False)}
         words = [(num_outputs, -(-num_inputs * bits // 32)) for bits in self.bits]
         zeros = tuple((-(-num_outputs * bits // 32), n) for bits in self.bits for n in (1, *counts))
         return specs | {

@@ -47,7 +47,7 @@ def test_each_head_dim_is_exact(head_dim, dtype, device):
 
 @on_each_device
 @pytest.mark.parametrize("kv_dtype", QUANTIZED, ids=str)
-@pytest.mark.parametrize(("block_size", "dtype"), zip((3, 16, 64), DTYPES, strict=True), ids=str)
+@pytest.mark.parametrize(("block_size", "dtype"), list(zip((3, 16, 64), DTYPES, strict=True)), ids=str)
 def test_quantized_kv_is_read_as_it_is_stored(block_size, dtype, kv_dtype, device):
     lens = [*LENS["mixed"], (70, 75), (1, MIN_SPLIT + 1)]
     case = Case(lens, block_size, (2, 1), head_dim=80, dtype=dtype, kv_dtype=kv_dtype).to(device)

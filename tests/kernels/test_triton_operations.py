@@ -160,7 +160,7 @@ def test_wrong_arguments_are_refused_by_name():
 
 def test_rotation_refuses_float64_by_name():
     case = oracle.Rotation.make(3, (4, 2), 8, 16, torch.float64)
-    with pytest.raises(InternalError, match=r"^kv_layer: dtype is torch.float64"):
+    with pytest.raises(InternalError, match=r"^qkv: dtype is torch.float64"):
         case.check(OPERATIONS, 0)
 
 

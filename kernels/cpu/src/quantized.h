@@ -23,8 +23,7 @@ constexpr bool kInPairs<Bf16> = true;
 #endif
 
 constexpr int64_t kPartBytes = 20 << 10;  // of a unit's weights at a time: they stay in the first cache for all tokens
-constexpr int64_t kManyInputs = 64;  // of a partial sum: registers of sums may wait in memory
-constexpr int64_t kMostShort = 8;    // tokens at a time if there are fewer
+constexpr int kMostQuantized = kMostTokens < 8 ? kMostTokens : 8;  // tokens at a time; partial sums need registers, too
 constexpr int kTableTokens = 4;  // so many leave registers for tables, with which values are taken apart faster
 
 // Whether T is multiplied in tiles, of 32 inputs.
@@ -110,7 +109,7 @@ void add_stretches(Stretches at, int first, const Word* x, float* sums) {
   each([](const F32& here, float* there) { store(there, here); });
 }
 
-template <typename Q, bool Pairs, typename Word, int Tokens = kMostTokens>
+template <typename Q, bool Pairs, typename Word, int Tokens = kMostQuantized>
 TANDEM_INLINE void add_to_unit(int64_t tokens, const Stretches& at, const Word* x, float* sums) {
   if (tokens == Tokens) {
     constexpr int kAtOnce = 2 * Tokens * kVectors <= kMostSums ? 2 : 1;
@@ -186,8 +185,7 @@ class QuantizedPanels : TokenPanels<T> {
 
  public:
   explicit QuantizedPanels(const Product& p)
-      : Base(p, is_tiled<T>(p) ? 0 : p.in, p.offsets ? p.in / p.group : 0,
-             stretch_inputs<T>(p) < kManyInputs ? least(kMostShort, kMostTokens) : kMostTokens) {}
+      : Base(p, is_tiled<T>(p) ? 0 : p.in, p.offsets ? p.in / p.group : 0, kMostQuantized) {}
 
   void multiply(const T* x, int64_t x_stride, int64_t tokens, T* out, int64_t out_stride, int64_t first, int64_t last,
                 Arena& scratch, bool same_x) {

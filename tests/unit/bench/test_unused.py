@@ -43,7 +43,7 @@ def test_both_records_have_a_section() -> None:
     account.served["beams"] = 3
     cost = {"streams": 1, "on_ms": 2.0, "off_ms": 1.0, "ratio": 2.0, "lowest": None, "highest": None}
     results = {
-        "small-pool": {"callers": 4, **account.document()},
+        "small-pool": {"callers": 4, "block_size": 16, **account.document()},
         "unused": {"model": "smoke", "rounds": 1, "output_tokens": 8, "bar": 1.02, "costs": [cost]},
     }
 
