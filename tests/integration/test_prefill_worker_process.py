@@ -84,7 +84,7 @@ async def test_it_serves_answers_and_leaves_with_code_0_on_sigterm(model: Path) 
 
 
 @pytest.mark.parametrize(
-    ("options", "named"), [(("--chunk-tokens", "0"), "chunk-tokens"), (("--transport", "nccl"), "transport")]
+    ("options", "named"), [(("--chunk-tokens", "-1"), "chunk-tokens"), (("--transport", "nccl"), "transport")]
 )
 async def test_a_bad_option_ends_with_code_2_and_its_name(model: Path, options: tuple[str, ...], named: str) -> None:
     async with process(model, *options) as child:
