@@ -31,8 +31,8 @@ class CpuAttention:
     A seq's result is the same to the bit whatever else is in the batch and however many threads
     compute it; in seqs of two tokens or more, also wherever the prompt is cut into chunks. A decode
     step (one token) adds in another order than a chunk, so the two agree but for rounding. On
-    bfloat16, the softmax's weights are rounded to bfloat16 where the processor multiplies those: in chunks,
-    and with AMX in decode steps too. Quantized KV is multiplied by its scales in float32; but chunks on
+    bfloat16, the softmax's weights are rounded to bfloat16 where the processor multiplies those, in chunks
+    and, over bfloat16 KV, in decode steps. Quantized KV is multiplied by its scales in float32; but chunks on
     bfloat16 round it to bfloat16 first, and decode steps there read int8 as integers (`src/attention_words.h`).
 
     Keeps the last step's metadata, which its layers share, to check it once. Scratch memory belongs to

@@ -12,9 +12,8 @@
 
 #pragma once
 
-#include "attention_fetch.h"
+#include "attention_decode_pairs.h"
 #include "attention_pairs.h"
-#include "attention_words.h"
 
 namespace {
 
@@ -29,6 +28,7 @@ class Decode {
   using K = typename KvForm<Form>::Stored;
   static constexpr bool kExact = !kIsBf16<T>;
   static constexpr bool kInteger = kHasWords<T, K>;  // products of integers, see attention_words.h
+  static constexpr bool kPaired = kHasPairs<T, K>;   // without sets, products of pairs, see attention_decode_pairs.h
   static constexpr int kWide = kLanes == 16 ? 4 : 2;  // vectors of dims whose sums stay in registers at once
   static constexpr int64_t kStats = 2;
   static constexpr int64_t kPairRows = 48;  // two per lane, and as many as a tile may read past them
@@ -46,7 +46,7 @@ class Decode {
   float* weights_;   // [kTokens, 4], of a set [kTokens + 16, 16]
   uint32_t* pairs_;  // of a set [kTokens / 16 + 1, kPairRows, 16 tokens]: see tile_values_of_heads
   float* products_;  // of a set [D / 32, 16, 16]
-  float* queries_;   // [H, width], of sets per KV head [D / 32 tiles of words]
+  float* queries_;   // [H, width], as pairs bfloat16; of sets per KV head [D / 32 tiles of words]
   T* copies_;        // [Hkv, but at least kTokens / 16 + 1, 16, D]: a set's rows that do not lie evenly
   float* sums_;      // [H, width]; of sets, each 32 dims as 16 even and 16 odd ones
   float* maxima_;    // [H, kLanes]: of a run of heads at the first one's place, repeating every kGroup lanes
@@ -113,7 +113,9 @@ class Decode {
   }
 
  private:
-  static int64_t width_of(const AttendArgs& a) { return round_up(a.head_dim, kInteger ? Words::kWidth : kLanes); }
+  static constexpr int kWidth = kInteger ? Words::kWidth : kPaired ? kRowWords : kLanes;
+  static int64_t width_of(const AttendArgs& a) { return round_up(a.head_dim, kWidth); }
+  T* paired_queries() const { return reinterpret_cast<T*>(queries_); }
 #if defined(__AMX_BF16__)
   bool has_sets() const { return !kHasScales<K> && kIsBf16<T> && dims_ % 32 == 0 && group_ <= 16; }
 #else
@@ -134,11 +136,13 @@ class Decode {
 
   void start_head(int64_t head) {
     const T* query = static_cast<const T*>(a_.q) + a_.starts[unit_->seq] * a_.q_stride + head * dims_;
-    for (int64_t d = 0; d < dims_; d += kLanes) {
-      if (!has_sets() && !kInteger) store(queries_ + head * width_ + d, load_n(query + d, int(least(kLanes, dims_ - d))));
+    for (int64_t d = 0; d < width_; d += kLanes) {
+      const F32 some = load_n(query + d, int(most(0, least(kLanes, dims_ - d))));
+      if constexpr (!kInteger && !kPaired) store(queries_ + head * width_ + d, some);
       store(sums_ + head * width_ + d, F32{});
     }
     if constexpr (kInteger) words_.start_head(head, query, dims_, width_);
+    if (kPaired && !has_sets()) start_pairs(query, dims_, width_, paired_queries() + head * width_);
     store(maxima_ + head * kLanes, splat(kHidden));
     store(totals_ + head * kLanes, F32{});
     if (has_sets()) {
@@ -180,6 +184,8 @@ class Decode {
     read_scales(first, count, keys);
     if constexpr (kInteger)
       words_.score<kGroup, kHeads>(rows_, keys, scales_, head, count, dims_, width_, weights_, fetch_);
+    else if constexpr (kPaired)
+      score_pairs<kGroup, kHeads>(rows_, keys, paired_queries() + head * width_, count, dims_, width_, weights_, fetch_);
     else score<kGroup, kHeads>(keys, head, count);
     if constexpr (kHasScales<K> && !kInteger) scale_weights<kGroup>(count);
     float decay[kLanes];
@@ -189,6 +195,8 @@ class Decode {
     float* sums = sums_ + head * width_;
     if constexpr (kInteger)
       words_.add_values<kGroup, kHeads>(rows_, values, scales_, count, dims_, weights_, decay, sums, width_, fetch_);
+    else if constexpr (kPaired)
+      add_value_pairs<kGroup, kHeads>(rows_, values, count, dims_, weights_, decay, sums, width_, fetch_);
     else add_all_values<kGroup, kHeads>(weights_, kv_head, head, count, decay);
   }
 
@@ -343,7 +351,7 @@ class Decode {
       }
       return;
     }
-    if constexpr (kInteger) Words::straighten(sums_ + head * width_, width_);
+    if constexpr (kInteger || kPaired) Words::straighten(sums_ + head * width_, width_);
     for (int64_t d = 0; d < dims_; d += kLanes) store_n(to + d, load(sums + d) * share, int(least(kLanes, dims_ - d)));
   }
 
