@@ -44,7 +44,7 @@ class HostMemory:
     def allocate(cls, size_bytes: int, *, shared: bool) -> HostMemory:
         """Raises OSError or RuntimeError (torch) where there is not so much."""
         if not shared:
-            return cls(torch.empty(size_bytes, dtype=torch.uint8), None)
+            return cls(_private_memory(size_bytes), None)
         fd = _open_memory_file(size_bytes)
         try:
             return cls(torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8), fd)  # it keeps the mapping alive
@@ -181,6 +181,15 @@ class KvCache:
 
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _private_memory(size_bytes: int) -> torch.Tensor:
+    """In huge pages where the system has them: attention reads blocks from all over a pool."""
+    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system built without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)  # it keeps the mapping alive
 
 
 def _open_memory_file(size_bytes: int) -> int:
