@@ -28,7 +28,8 @@ from engine.warm_up import StepSizes, warm_up
 from kernels.dispatch import select_kernels, watch_compilations
 from kernels.operations import Kernels
 from kernels.quantized import QuantForm
-from models.config import load_model_config
+from models.config import read_config, read_dtype
+from models.decoder import Decoder
 from models.dtypes import torch_dtype
 from models.loading import LoadedModel, load_model
 from tandem.config import WorkerConfig
@@ -54,6 +55,8 @@ class EngineOptions:
     model_path: Path
     device: str = AUTO
     dtype: str = AUTO
+    model_impl: str = AUTO
+    """Whose code computes it: `models.loading.load_model`'s implementation."""
     quantize: str | None = None
     """What the weights of a plain checkpoint are rounded to: a `QuantForm`; None = nothing."""
     kv_dtype: str = AUTO
@@ -102,6 +105,7 @@ class EngineOptions:
             model_path=model_path,
             device=config.device,
             dtype=config.dtype,
+            model_impl=config.model_impl,
             quantize=config.quantize,
             kv_dtype=config.kv_dtype,
             block_size=config.block_size,
@@ -177,7 +181,8 @@ def load_engine(options: EngineOptions) -> Engine:
             executor.submit(torch.cuda.set_device, device).result()  # the thread's own: kernels launch on it
         kernels = select_kernels(options.attention_backend, device, _probe_dtype(options), options.cpu_tier)
         form = None if options.quantize is None else QuantForm(options.quantize)
-        model = executor.submit(load_model, options.model_path, options.dtype, device, kernels, form).result()
+        loading = (options.model_path, options.dtype, device, kernels, form, options.model_impl)
+        model = executor.submit(load_model, *loading).result()
         if model.decoder.compiled is not None:
             executor.submit(model.decoder.compiled.take_thread).result()
         layout = _layout(options, model)
@@ -264,14 +269,16 @@ def _probe_dtype(options: EngineOptions) -> torch.dtype:
     """The dtype that attention will run in, as far as the config tells before weights are read."""
     if options.dtype in set(DType):
         return torch_dtype(DType(options.dtype))
-    return torch_dtype(load_model_config(options.model_path).dtype or DType.FLOAT32)
+    return torch_dtype(read_dtype(read_config(options.model_path)) or DType.FLOAT32)
 
 
 def _capture_graphs(
     options: EngineOptions, model: LoadedModel, kv_cache: KvCache, kernels_name: str
 ) -> DecodeGraphs | None:
-    """On the engine thread; None where there is nothing to capture."""
+    """On the engine thread; None where there is nothing to capture: of transformers' code nobody knows if it may be."""
     if model.device.type != "cuda" or kernels_name not in CAPTURABLE or not options.graph_seqs:
+        return None
+    if not isinstance(model.decoder, Decoder):
         return None
     max_seq_len = min(model.config.context_tokens, kv_cache.num_blocks * kv_cache.layout.block_size)
     shapes = (batch_sizes(options.graph_seqs), context_bounds(max_seq_len))

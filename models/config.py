@@ -21,21 +21,29 @@ _ABSENT_WINDOW = 4096
 _ABSENT_MAX_WINDOW_LAYERS = 28
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """One decoder: E hidden_size, L num_layers, H num_heads, Hkv num_kv_heads, D head_dim, V vocab_size."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What is known of any decoder: L num_layers, Hkv num_kv_heads, D head_dim, V vocab_size."""
 
     family: str
     vocab_size: int
-    hidden_size: int
     num_layers: int
-    num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
     context_tokens: int
     """Longest sequence, as far as rope scaling stretches it."""
+    dtype: DType | None
+    """What the weights were saved as, if config.json says so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(ModelShape):
+    """A decoder of `models.decoder`: E hidden_size, H num_heads."""
+
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    rms_norm_eps: float
     rope: RopeConfig
     tied: bool
     """The output projection is the embedding."""
@@ -45,14 +53,11 @@ class ModelConfig:
     qk_norm: bool
     windows: tuple[int | None, ...]
     """Sliding window of each layer in tokens, the query itself included; None sees all."""
-    dtype: DType | None
-    """What the weights were saved as, if config.json says so."""
 
 
 def load_model_config(path: Path) -> ModelConfig:
     """Reads `path/config.json`, or what a GGUF file says. Raises CheckpointError naming the file and the key."""
-    gguf = find_gguf(path)
-    config = ConfigJson.read(path / CONFIG_FILE) if gguf is None else ConfigJson(gguf, read_gguf(gguf).config())
+    config = read_config(path)
     family = _read_family(config)
     num_layers = config.integer("num_hidden_layers")
     max_position_embeddings = config.integer("max_position_embeddings")
@@ -76,8 +81,14 @@ def load_model_config(path: Path) -> ModelConfig:
         mlp_bias=_read_bias(config, family.mlp_bias, "mlp_bias"),
         qk_norm=family.qk_norm,
         windows=_read_windows(config, family, num_layers),
-        dtype=_read_dtype(config),
+        dtype=read_dtype(config),
     )
+
+
+def read_config(path: Path) -> ConfigJson:
+    """`path/config.json`, or what a GGUF file says in its place."""
+    gguf = find_gguf(path)
+    return ConfigJson.read(path / CONFIG_FILE) if gguf is None else ConfigJson(gguf, read_gguf(gguf).config())
 
 
 def _read_family(config: ConfigJson) -> Family:
@@ -148,7 +159,8 @@ def _read_layer_windows(config: ConfigJson, num_layers: int, window: int | None)
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
-def _read_dtype(config: ConfigJson) -> DType | None:
+def read_dtype(config: ConfigJson) -> DType | None:
+    """What the weights were saved as, if the file says so."""
     key = "dtype" if config.has("dtype") else "torch_dtype"
     if not config.has(key):
         return None

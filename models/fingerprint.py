@@ -15,13 +15,13 @@ from tandem.progress import track
 _SLICE_BYTES = 64 << 20
 
 
-def fingerprint_files(paths: Collection[Path], dtype: DType, quantized_to: str | None = None) -> str:
-    """32 hex digits over name, size and bytes of each file, in the given order, `dtype`, and what weights became.
+def fingerprint_files(paths: Collection[Path], dtype: DType, *computed: str | None) -> str:
+    """32 hex digits over name, size and bytes of each file, in the given order, `dtype`, and how it is `computed`.
 
     Reads the files through the page cache, so it costs one pass over memory after loading.
     Raises CheckpointError naming a file that cannot be read.
     """
-    digest = xxhash.xxh3_128(f"{dtype.value} {quantized_to}".encode() if quantized_to else dtype.value.encode())
+    digest = xxhash.xxh3_128(" ".join((dtype.value, *filter(None, computed))).encode())
     for path in track(paths, "hashing weights"):
         try:
             size_bytes = path.stat().st_size

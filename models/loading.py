@@ -6,16 +6,18 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from kernels.attention import AttentionParams
 from kernels.operations import Kernels, LinearMap, QkNorm
 from kernels.quantized import QuantForm, QuantizedWeight, dequantized, quantize, stack
-from models.config import CONFIG_FILE, ModelConfig, load_model_config
+from models.config import CONFIG_FILE, ModelConfig, ModelShape, load_model_config, read_config, read_dtype
 from models.config_json import ConfigJson
 from models.decoder import Attention, Decoder, DecoderLayer, HeadShape
 from models.dtypes import torch_dtype
+from models.family import FAMILIES
 from models.fingerprint import fingerprint_files
 from models.gguf_store import GgufStore
 from models.layers import GatedMlp, RmsNorm
@@ -24,11 +26,14 @@ from models.rope import RotaryEmbedding
 from models.tensor_names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_tensors, layer_prefix
 from models.tensor_store import TensorStore
 from models.weight_files import find_weight_files
-from tandem.errors import ConfigError
+from tandem.errors import CheckpointError, ConfigError
 from tandem.gguf import find_gguf, read_gguf
 from tandem.kv_layout import DType, KvLayout, QuantDType
 from tandem.progress import track
 from tandem.telemetry.logging import get_logger
+
+if TYPE_CHECKING:
+    from models.transformers_decoder import TransformersDecoder
 
 _log = get_logger(__name__)
 
@@ -36,15 +41,17 @@ Store = TensorStore | GgufStore
 """Where weights come from."""
 
 AUTO = "auto"
-"""The dtype that the checkpoint was saved as."""
+"""The dtype that the checkpoint was saved as; the implementation that serves its family best."""
+NATIVE, TRANSFORMERS = "native", "transformers"
+"""Implementations: our own decoder, and transformers' with our attention and linear maps."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A decoder and what must be known of it; `fingerprint` covers config, weights, their form and dtype."""
 
-    config: ModelConfig
-    decoder: Decoder
+    config: ModelShape
+    decoder: Decoder | TransformersDecoder
     dtype: DType
     device: torch.device
     fingerprint: str
@@ -61,13 +68,23 @@ class LoadedModel:
 
 
 def load_model(
-    path: Path, dtype: str | None, device: torch.device, kernels: Kernels, form: QuantForm | None = None
+    path: Path,
+    dtype: str | None,
+    device: torch.device,
+    kernels: Kernels,
+    form: QuantForm | None = None,
+    implementation: str = AUTO,
 ) -> LoadedModel:
     """Loads the folder or GGUF file `path` onto `device` for activations of `dtype` (None or `auto`: as saved).
 
     Linear maps of a plain checkpoint are rounded to `form`, the output projection too, the embedding not.
+    `implementation`: `auto` is `native` for the families that it has, `transformers` for all others.
     Raises CheckpointError naming the file, key or tensor at fault, ConfigError for a bad `dtype` or `form`.
     """
+    if implementation == AUTO:
+        implementation = NATIVE if read_config(path).text("model_type") in FAMILIES else TRANSFORMERS
+    if implementation == TRANSFORMERS:
+        return _load_with_transformers(path, dtype, device, kernels, form)
     config = load_model_config(path)
     gguf = find_gguf(path)
     store: Store
@@ -81,16 +98,31 @@ def load_model(
     if store.method is not None and form is not None:
         raise ConfigError("--quantize", f"{path} is quantised already ({store.method})")
     with store:
-        chosen = _choose_dtype(dtype, config, store)
+        chosen = _choose_dtype(dtype, config.dtype or store.saved_dtype())
         builder = _DecoderBuilder(config, store, torch_dtype(chosen), device, kernels, form)
         decoder = builder.build()
     builder.tell()
     return LoadedModel(config, decoder, chosen, device, fingerprint_files(hashed, chosen, form))
 
 
-def _choose_dtype(name: str | None, config: ModelConfig, store: Store) -> DType:
+def _load_with_transformers(
+    path: Path, dtype: str | None, device: torch.device, kernels: Kernels, form: QuantForm | None
+) -> LoadedModel:
+    from models.transformers_loading import load_decoder  # imports transformers, which takes seconds
+
+    if find_gguf(path) is not None:
+        raise CheckpointError(f"{path}: GGUF is read for native families only ({', '.join(FAMILIES)})")
+    hashed = (path / CONFIG_FILE, *find_weight_files(path).paths)
+    chosen = _choose_dtype(dtype, read_dtype(read_config(path)) or DType.FLOAT32)
+    decoder, shape = load_decoder(path, chosen, device, kernels, form)
+    _log.info("transformers runs this model, with our attention and linear maps", family=shape.family)
+    fingerprint = fingerprint_files(hashed, chosen, form, TRANSFORMERS)  # its KV differs from ours in the last bits
+    return LoadedModel(shape, decoder, chosen, device, fingerprint)
+
+
+def _choose_dtype(name: str | None, saved: DType) -> DType:
     if name is None or name == AUTO:
-        return config.dtype or store.saved_dtype()
+        return saved
     if name not in set(DType):
         raise ConfigError("--dtype", f"{name!r} is not one of {', '.join((AUTO, *DType))}")
     return DType(name)

@@ -158,6 +158,12 @@ class WorkerConfig:
     dtype: str = option(
         "dtype", "auto", "element type of weights and KV", one_of("auto", "float32", "bfloat16", "float16")
     )
+    model_impl: str = option(
+        "model-impl",
+        "auto",
+        "whose code computes the model: native, transformers' with our kernels, or native where it knows the family",
+        one_of("auto", "native", "transformers"),
+    )
     quantize: str | None = option(
         "quantize",
         None,

@@ -1,0 +1,120 @@
+"""From a checkpoint folder to a decoder that transformers runs with our parts (`models.transformers_decoder`).
+
+Only families whose exactness is tested are served (`FAMILIES`). transformers reads the weights, from safetensors alone;
+no code of a checkpoint is ever run.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from kernels.operations import Kernels, LinearMap, Operations
+from kernels.quantized import QuantForm, quantize
+from models.config import ModelShape
+from models.dtypes import torch_dtype
+from models.transformers_decoder import IMPLEMENTATION, TransformersDecoder, UnsupportedModel, build
+from tandem.checkpoint import read_checkpoint
+from tandem.errors import CheckpointError
+from tandem.kv_layout import DType
+
+FAMILIES = frozenset(
+    (
+        *("llama", "mistral", "ministral", "qwen2", "qwen3"),
+        *(
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "phi",
+            "phi3",
+            "olmo",
+            "olmo2",
+            "olmo3",
+            "granite",
+            "smollm3",
+            "glm",
+            "glm4",
+        ),
+        *("starcoder2", "stablelm", "cohere", "cohere2", "nemotron", "helium", "seed_oss", "arcee", "ernie4_5"),
+        *("hunyuan_v1_dense", "gpt_neox", "exaone4", "apertus"),
+        *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "granitemoe", "olmoe", "phimoe", "ernie4_5_moe"),
+    )
+)
+"""By `model_type`; each has its test of exactness."""
+_BATCH_ROPES = frozenset({"dynamic", "longrope"})
+"""Whose frequencies transformers takes from the longest sequence of a batch: a token would depend on its neighbours."""
+
+
+def load_decoder(
+    path: Path, dtype: DType, device: torch.device, kernels: Kernels, form: QuantForm | None
+) -> tuple[TransformersDecoder, ModelShape]:
+    """Loads the folder `path` for activations of `dtype`; linear maps are rounded to `form`.
+
+    Raises CheckpointError that names what is not supported.
+    """
+    config = _read_config(path)
+    causal_lm: Any = AutoModelForCausalLM
+    try:
+        model, report = causal_lm.from_pretrained(
+            path,
+            config=config,
+            dtype=torch_dtype(dtype),
+            attn_implementation=IMPLEMENTATION,
+            experts_implementation=IMPLEMENTATION,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: transformers cannot load it: {error}") from error
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if report.get(what):
+            first = min(map(str, report[what]))
+            raise CheckpointError(f"{path}: {what.replace('_', ' ')} in its weights, such as {first}")
+    model.requires_grad_(requires_grad=False).to(device).train(mode=False)
+    try:
+        with torch.inference_mode():
+            decoder, kv_shapes = build(model, kernels, partial(_pack, kernels.operations, form))
+    except UnsupportedModel as error:
+        raise CheckpointError(f"{path}: {config.model_type} is not supported: {error}") from error
+    if len(kv_shapes) != 1:
+        raise CheckpointError(f"{path}: {config.model_type} is not supported: layers with KV of different shapes")
+    num_kv_heads, head_dim = kv_shapes.pop()
+    known = read_checkpoint(str(path))
+    shape = ModelShape(
+        family=known.family,
+        vocab_size=known.vocab_size,
+        num_layers=config.get_text_config(decoder=True).num_hidden_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        context_tokens=known.context_tokens,
+        dtype=dtype,
+    )
+    return decoder, shape
+
+
+def _read_config(path: Path) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: transformers cannot read its config.json: {error}") from error
+    if config.model_type not in FAMILIES:
+        raise CheckpointError(
+            f"{path}: model_type {config.model_type!r} is not supported ({', '.join(sorted(FAMILIES))})"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise CheckpointError(f"{path}: quantised checkpoints are read for native families only")
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
+        if rope.get("rope_type") in _BATCH_ROPES:
+            raise CheckpointError(f"{path}: rope_type {rope['rope_type']!r} is read for native families only")
+    return config
+
+
+def _pack(operations: Operations, form: QuantForm | None, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
+    return operations.linear(weight if form is None else quantize(weight, form), bias)

@@ -1,0 +1,133 @@
+"""Models that transformers computes with our parts: the tokens are transformers' own; what would differ is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bench.tiny_models import TinyModel
+from bench.tiny_transformers import TINY_TRANSFORMERS
+from kernels.dispatch import select_kernels
+from kernels.quantized import QuantForm
+from models.loading import load_model
+from tandem.errors import CheckpointError
+
+CPU = torch.device("cpu")
+BY_NAME = {tiny.name: tiny for tiny in TINY_TRANSFORMERS}
+
+
+def load(folder, dtype="float32", form=None):
+    kernels = select_kernels("auto", CPU, getattr(torch, dtype))
+    return load_model(folder, dtype, CPU, kernels, form, "transformers")
+
+
+def generated(tools, model, prompts, block_size, chunk_tokens, max_tokens=12):
+    with torch.inference_mode():
+        return tools.driver(model, block_size, 800).generate(prompts, max_tokens, chunk_tokens)
+
+
+@pytest.mark.parametrize("tiny", TINY_TRANSFORMERS, ids=lambda tiny: tiny.name)
+def test_greedy_tokens_are_those_of_transformers(tools, checkpoint, tiny):
+    folder = checkpoint(tiny)
+    reference = tools.load_transformers(folder)
+    prompts = [tools.random_prompt(length) for length in (1, 17, 129)]
+    expected = [tools.reference_tokens(reference, prompt, 12) for prompt in prompts]
+    assert generated(tools, load(folder), prompts, 16, 64) == expected
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize(("block_size", "chunk_tokens"), [(1, 64), (64, 512)])
+def test_blocks_and_chunks_change_no_token(tools, checkpoint, name, block_size, chunk_tokens):
+    model = load(checkpoint(BY_NAME[name]))
+    prompts = [tools.random_prompt(length) for length in (15, 64, 130)]
+    assert generated(tools, model, prompts, block_size, chunk_tokens) == generated(tools, model, prompts, 16, 33)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+def test_a_token_has_the_same_bits_alone_and_beside_others(tools, checkpoint, name):
+    model = load(checkpoint(BY_NAME[name]), "bfloat16")
+    prompt, others = tools.random_prompt(40), [tools.random_prompt(n) for n in (3, 60, 17)]
+
+    def logits(beside):
+        driver = tools.driver(model, 16, 40)
+        work = [(tools.seq(list(each)), len(each)) for each in (prompt, *beside)]
+        with torch.inference_mode():
+            return driver.step(work)[: len(prompt)]
+
+    assert torch.equal(logits([]), logits(others))
+
+
+def test_linear_maps_may_be_quantised(tools, checkpoint):
+    folder = checkpoint(BY_NAME["qwen3_moe"])
+    plain, rounded = (load(folder, form=form) for form in (None, QuantForm.INT8))
+    prompts = [tools.random_prompt(20)]
+    assert generated(tools, plain, prompts, 16, 64)
+    assert generated(tools, rounded, prompts, 16, 64)
+    assert plain.fingerprint != rounded.fingerprint
+
+
+def test_auto_takes_native_where_there_is_one(tools, checkpoint):
+    kernels = select_kernels("auto", CPU, torch.float32)
+    llama, gemma = (checkpoint(BY_NAME[name]) for name in ("llama", "gemma"))
+    native, foreign = (load_model(folder, "float32", CPU, kernels) for folder in (llama, gemma))
+    assert native.fingerprint != load(llama).fingerprint  # their KV differs in the last bits: no pair
+    assert foreign.fingerprint == load(gemma).fingerprint
+
+
+def edited(folder, tmp_path, **keys):
+    copy = shutil.copytree(folder, tmp_path / "edited")
+    path = copy / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"model_type": "mamba"}, "'mamba' is not supported"),
+        ({"model_type": "nobody-knows"}, "nobody-knows"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type 'dynamic'",
+        ),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(checkpoint, tmp_path, keys, words):
+    with pytest.raises(CheckpointError, match=words):
+        load(edited(checkpoint(BY_NAME["gemma"]), tmp_path, **keys))
+
+
+def test_missing_and_surplus_tensors_are_refused(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint(BY_NAME["olmo2"]), tmp_path / "broken")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    taken = tensors.pop("model.layers.0.mlp.down_proj.weight")
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"missing keys.*down_proj"):
+        load(folder)
+    save_file(
+        tensors | {"model.layers.0.mlp.down_proj.weight": taken, "stranger": taken.clone()}, path, {"format": "pt"}
+    )
+    with pytest.raises(CheckpointError, match=r"unexpected keys.*stranger"):
+        load(folder)
+
+
+def test_code_of_a_checkpoint_is_never_run(checkpoint, tmp_path):
+    folder = edited(checkpoint(BY_NAME["gemma"]), tmp_path, auto_map={"AutoModelForCausalLM": "evil.Model"})
+    (folder / "evil.py").write_text("raise SystemExit('it was run')\n")
+    load(folder)
+
+
+def test_layers_that_do_not_attend_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("models.transformers_loading.FAMILIES", frozenset({"minimax"}))
+    tiny = TinyModel("minimax", "minimax", {"num_local_experts": 2, "head_dim": 16})
+    AutoModelForCausalLM.from_config(tiny.config()).save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).model_type == "minimax"
+    with pytest.raises(CheckpointError, match="minimax is not supported"):
+        load(tmp_path)
