@@ -4,7 +4,7 @@ Greedy, float32, prompts that sit on and beside every block and chunk border, 16
 each block size and chunk budget, by the engine alone, disaggregated over each transport, and
 colocated (real processes): token ids must be equal. Then bfloat16: the error of the
 logits against float64 may be at most 1.2 times that of transformers. Exits 1 if any differ.
-`--families` makes the random checkpoints of `bench.tiny_models` and checks them all.
+`--families` makes the random checkpoints of `bench.tiny_models` and `bench.tiny_transformers` and checks them all.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from bench.exactness_served import SERVED_SYSTEMS, served_on
 from bench.exactness_system import ENGINE_SYSTEMS, Settings
 from bench.logit_error import MAX_RATIO, measure_logit_error
 from bench.tiny_models import TINY_MODELS, save_tiny_model
-from models.config import load_model_config
-from tandem.checkpoint import resolve_model
+from bench.tiny_transformers import TINY_TRANSFORMERS
+from models.family import FAMILIES
+from tandem.checkpoint import read_checkpoint, resolve_model
 
 SYSTEMS = {**ENGINE_SYSTEMS, **SERVED_SYSTEMS}
 BLOCK_SIZES = (1, 16, 64)
@@ -56,7 +57,7 @@ def border_lengths(longest: int) -> list[int]:
 
 def make_workload(folder: Path, reference: Reference, longest: int, seed: int) -> Workload:
     """Random prompts of every border length that the model's context admits."""
-    config = load_model_config(folder)
+    config = read_checkpoint(str(folder))
     rng = random.Random(seed)
     lengths = border_lengths(min(longest, config.context_tokens - MAX_TOKENS))
     rng.shuffle(lengths)  # so that each batch mixes long and short
@@ -114,7 +115,8 @@ def _checkpoints(model: str | None) -> Iterator[list[tuple[str, Path]]]:
         yield [(model, resolve_model(model))]
         return
     with tempfile.TemporaryDirectory() as folder:
-        yield [(tiny.name, save_tiny_model(tiny, Path(folder) / tiny.name)) for tiny in TINY_MODELS]
+        others = (tiny for tiny in TINY_TRANSFORMERS if tiny.family not in FAMILIES)
+        yield [(tiny.name, save_tiny_model(tiny, Path(folder) / tiny.name)) for tiny in (*TINY_MODELS, *others)]
 
 
 def main() -> int:
@@ -122,7 +124,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="checkpoint folder, or demo")
-    which.add_argument("--families", action="store_true", help="random checkpoints of all four families")
+    which.add_argument("--families", action="store_true", help="random checkpoints of all families")
     parser.add_argument("--system", action="append", choices=sorted(SYSTEMS), help="what to check; default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where served systems compute")
     parser.add_argument("--block-size", type=int, action="append", help=f"default: {BLOCK_SIZES}")

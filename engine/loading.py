@@ -183,8 +183,8 @@ def load_engine(options: EngineOptions) -> Engine:
         form = None if options.quantize is None else QuantForm(options.quantize)
         loading = (options.model_path, options.dtype, device, kernels, form, options.model_impl)
         model = executor.submit(load_model, *loading).result()
-        if model.decoder.compiled is not None:
-            executor.submit(model.decoder.compiled.take_thread).result()
+        if kernels.take_thread is not None:
+            executor.submit(kernels.take_thread).result()
         layout = _layout(options, model)
         chunk_tokens = chunk_tokens_of(options.chunk_tokens, device, options.gpu_chunk_tokens)
         step_bytes = executor.submit(_warm_up, options, model, kernels, layout, chunk_tokens).result()

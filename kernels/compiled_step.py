@@ -58,9 +58,6 @@ class CompiledStep(Protocol):
     def serves(self, kv_cache: torch.Tensor) -> bool:
         """Whether it reads and writes such a pool `[N, L, 2, Hkv, S, D]`."""
 
-    def take_thread(self) -> None:
-        """Makes the calling thread the one that steps: torch computes alone on it, its other threads rest."""
-
     def logits(
         self,
         token_ids: torch.Tensor,

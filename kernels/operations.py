@@ -125,6 +125,8 @@ class Kernels:
     """Draws tokens in kernels of its own; None leaves it to `engine.sampler`."""
     row_max: RowMaximum | None = None
     """Serves rows that only want their best token; None leaves them to `engine.row_scan`."""
+    take_thread: Callable[[], None] | None = None
+    """Makes the calling thread the one that steps: torch computes alone on it, and its other threads rest."""
     compile_step: Callable[[DecoderParts], CompiledStep | None] | None = None
     """Makes one call of a decoder's step; None, or what returns None, leaves it to the operations one by one."""
 

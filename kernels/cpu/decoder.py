@@ -14,7 +14,7 @@ import torch
 from kernels.attention import AttentionMetadata
 from kernels.compiled_step import DecoderParts, LayerParts
 from kernels.cpu.attention import AttendShape, check_lengths
-from kernels.cpu.library import Library, take_threads
+from kernels.cpu.library import Library
 from kernels.cpu.operations import DTYPES, NAMES, RotateShape
 from kernels.operations import LinearMap, Rotation
 from kernels.spec import Dims
@@ -104,10 +104,6 @@ class NativeStep:
     def serves(self, kv_cache: torch.Tensor) -> bool:
         """See `CompiledStep.serves`: a pool of the model's own dtype, or quantised."""
         return kv_cache.dtype in self._plans
-
-    def take_thread(self) -> None:
-        """See `CompiledStep.take_thread`."""
-        take_threads()
 
     def logits(
         self,

@@ -1,4 +1,4 @@
-"""Four families through real processes: the reference's tokens, whatever the settings.
+"""Families through real processes: the reference's tokens, whatever the settings.
 
 A cover of (family, way, block size, chunk budget); `python -m bench.exactness --families` runs the
 whole grid.
@@ -15,9 +15,10 @@ from bench.exactness_reference import Reference
 from bench.exactness_system import Settings
 from bench.logit_error import MAX_RATIO, MAX_RATIOS_OF_KV, measure_logit_error
 from bench.tiny_models import TINY_MODELS, save_tiny_model
+from bench.tiny_transformers import TINY_TRANSFORMERS
 from tests.nixl_param import needs_nixl
 
-MODELS = {tiny.name: tiny for tiny in TINY_MODELS}
+MODELS = {tiny.name: tiny for tiny in (*TINY_TRANSFORMERS, *TINY_MODELS)}  # of one name, ours counts
 
 
 @pytest.mark.timeout(240)
@@ -37,6 +38,21 @@ def test_served_tokens_are_those_of_transformers(model: str, ways: list[tuple[st
     for way, block_size, chunk_tokens in ways:
         differing = check_system(way, folder, Settings(block_size, chunk_tokens), work)
         assert differing == [], (way, block_size, chunk_tokens)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("model", "ways"),
+    [("gemma3_text", [("shm", 16, 64)]), ("qwen3_moe", [("tcp", 1, 512)])],
+)
+def test_what_transformers_computes_for_us_is_served_exactly(
+    model: str, ways: list[tuple[str, int, int]], tmp_path: Path
+) -> None:
+    folder = save_tiny_model(MODELS[model], tmp_path / model)
+    work = make_workload(folder, Reference(folder), longest=200, seed=5)
+
+    for way, block_size, chunk_tokens in ways:
+        assert check_system(way, folder, Settings(block_size, chunk_tokens), work) == [], (way, block_size)
 
 
 @needs_nixl
