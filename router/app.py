@@ -70,13 +70,14 @@ class Router:
         """
         self.config, self.clock = config, clock or MonotonicClock()
         self._security = Security.load(config.security, config.ports)
-        checkpoint = read_checkpoint(config.model)
+        read = read_checkpoint(config.model)
+        checkpoint = read.called(config.served_model_names)
         self.metrics, self.recent = Metrics(Process.ROUTER, checkpoint.name), RecentLatencies(self.clock)
         counting = RouterMetrics(self.metrics, self.recent, self.clock)
         observers = router_observers([*request_spans(tracer, checkpoint.name), counting, *filter(None, [observer])])
         self.tokenization = Tokenization.load(checkpoint.folder)
         self.workers = Workers(
-            checkpoint.name,
+            read.name,
             checkpoint.config_fingerprint,
             self.clock,
             config.lease_s,
@@ -135,7 +136,7 @@ class Router:
             Service(INFERENCE_SERVICE, partial(add_InferenceServiceServicer_to_server, inference), writers=WRITERS),
             Service(CLUSTER_SERVICE, partial(add_ClusterServiceServicer_to_server, cluster)),
             Service(REGISTRY_SERVICE, partial(add_RegistryServiceServicer_to_server, registry), long_lived=True),
-            kserve_service(KserveServicer(checkpoint.name, entrance, status, self.clock, config.limits)),
+            kserve_service(KserveServicer(checkpoint, entrance, status, self.clock, config.limits)),
             vllm_service(VllmServicer(checkpoint, config, entrance, status)),
         )
 

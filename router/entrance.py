@@ -155,7 +155,7 @@ class Entrance:
 
     def check_model(self, name: str) -> None:
         """Empty means the served one. Raises ModelNotFound for another."""
-        if name and name != self._checkpoint.name:
+        if not self._checkpoint.answers_to(name):
             raise ModelNotFound(f"this router serves {self._checkpoint.name}, not the model asked for")
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt) -> tuple[TokenId, ...]:

@@ -19,7 +19,8 @@ from router.chat_template import ChatTemplate, load_chat_template
 from router.lane import Lane
 from router.text import Detokenizer
 from router.text_pieces import can_be_cut, pieces
-from tandem.errors import CheckpointError, InvalidRequest, Overloaded
+from tandem.errors import InvalidRequest, Overloaded
+from tandem.tokenizer_file import read_tokenizer
 from tandem.types import TokenId
 
 _INLINE_BYTES = 2048
@@ -63,16 +64,7 @@ class Tokenization:
     @classmethod
     def load(cls, path: Path) -> Tokenization:
         """Reads a checkpoint folder. Raises CheckpointError that names the file."""
-        file = path / "tokenizer.json"
-        if not file.exists():
-            raise CheckpointError(
-                f"{file}: no such file; a GGUF file needs that of the model it was made from beside it"
-            )
-        try:
-            tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exceptions
-            raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
-        return cls(tokenizer, load_chat_template(path))
+        return cls(read_tokenizer(path), load_chat_template(path))
 
     @property
     def has_chat_template(self) -> bool:

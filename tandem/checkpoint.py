@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -60,6 +61,16 @@ class CheckpointInfo:
     """Of temperature, top_p, top_k, min_p, repetition_penalty those that the checkpoint sets."""
     config_fingerprint: str
     """Hash of config, generation config, tokenizer and chat template files."""
+    other_names: tuple[str, ...] = ()
+    """By which clients may ask for it too."""
+
+    def called(self, names: tuple[str, ...]) -> CheckpointInfo:
+        """The same, known to clients by these names instead, if there are any; the first is its own."""
+        return replace(self, name=names[0], other_names=names[1:]) if names else self
+
+    def answers_to(self, name: str) -> bool:
+        """Whether it is what a client means; empty means whatever is served."""
+        return not name or name in (self.name, *self.other_names)
 
     @property
     def folder(self) -> Path:
@@ -84,7 +95,7 @@ def read_checkpoint(model: str) -> CheckpointInfo:
     generation = _Document.read(folder / "generation_config.json", optional=True)
     vocab_size = config.integer("vocab_size", low=1)
     return CheckpointInfo(
-        name=DEMO if model == DEMO else path.resolve().name,
+        name=DEMO if model == DEMO else Path(os.path.abspath(path)).name,  # that of a link, not of what it leads to
         path=path,
         config=MappingProxyType(dict(config.values)),
         family=config.string("model_type"),
@@ -171,7 +182,9 @@ def _generation_defaults(generation: _Document) -> Mapping[str, float | int]:
         found["temperature"] = 0.0  # an explicit no; where the key is missing, temperature decides
     for key, value in found.items():
         low, high = _SAMPLING_DEFAULTS[key]
-        if not low <= value <= high or (key == "top_k" and value != int(value)):
+        if key == "top_k" and value == -1:
+            found[key] = 0  # as vLLM writes "all"
+        elif not low <= value <= high or (key == "top_k" and value != int(value)):
             raise generation.error(key, f"{value} is not in [{low:g}, {high:g}]")
     return MappingProxyType(found)
 

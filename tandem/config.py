@@ -75,6 +75,12 @@ class RouterConfig:
     """`tandem router`."""
 
     model: str = _model()
+    served_model_names: tuple[str, ...] = option(
+        "served-model-name",
+        (),
+        "what clients call the model, the first is told them; none: the name of its folder",
+        text(r"\S{1,256}", "1 to 256 characters without spaces"),
+    )
     listen: str = option("listen", DEFAULT_ADDRESS, "address to serve on", host_port(port_zero=True))
     max_queued_requests: int = option(
         "max-queued-requests", 1024, "requests that may wait for admission", integer(0, 1_000_000)

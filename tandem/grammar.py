@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from tandem.checkpoint import CheckpointInfo
 from tandem.errors import CheckpointError, InvalidRequest
+from tandem.tokenizer_file import read_tokenizer
 from tandem.types import Constraint, Language, TokenId
 
 _LIMITS = LLParserLimits(
@@ -51,7 +52,7 @@ class GrammarCompiler:
 
     def __init__(self, path: Path, vocab_size: int, eos_token_ids: Iterable[TokenId]) -> None:
         """`path`: of the checkpoint. `vocab_size`: of the logits; ids that its tokenizer lacks are not allowed."""
-        self._file = path / "tokenizer.json"
+        self._folder = path
         self._vocab_size = vocab_size
         self._eos_token_ids: list[int] = sorted(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
@@ -84,10 +85,10 @@ class GrammarCompiler:
         with self._loading:
             if self._tokenizer is None:
                 try:
-                    text = self._file.read_text(encoding="utf-8")
+                    text = read_tokenizer(self._folder).to_str()
                     self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
-                except (OSError, ValueError) as error:
-                    raise CheckpointError(f"{self._file}: no grammar can use it ({type(error).__name__})") from error
+                except ValueError as error:
+                    raise CheckpointError(f"{self._folder}: no grammar can use it ({type(error).__name__})") from error
             return self._tokenizer
 
 

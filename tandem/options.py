@@ -8,6 +8,7 @@ name in several groups are one option on the command line. Knows no option by na
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias, TypeVar
@@ -16,6 +17,8 @@ from tandem.errors import ConfigError
 from tandem.option_values import Parser, boolean, text
 
 ENV_PREFIX = "TANDEM_"
+
+_SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?$")
 
 T = TypeVar("T")
 
@@ -166,8 +169,11 @@ def _shown_default(each: Option) -> str:
 
 
 def check_known(environ: Mapping[str, str], known: Iterable[type[Any]]) -> None:
-    """Raises ConfigError for a `TANDEM_` variable that no option of `known` reads."""
+    """Raises ConfigError for a `TANDEM_` variable that no option of `known` reads.
+
+    Kubernetes sets some of every service of a namespace, such as of one that is called `tandem-router`: they pass.
+    """
     names = {each.variable for cls in known for each in options_of(cls)}
     for name in sorted(environ):
-        if name.startswith(ENV_PREFIX) and name not in names:
+        if name.startswith(ENV_PREFIX) and name not in names and not _SERVICE_LINK.search(name):
             raise ConfigError(name, "no option of this name")

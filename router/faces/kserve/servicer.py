@@ -19,6 +19,7 @@ from router.faces.refused_methods import partial_service
 from router.request import Caller
 from router.status import RouterStatus
 from tandem import __version__
+from tandem.checkpoint import CheckpointInfo
 from tandem.clock import Clock
 from tandem.errors import InvalidRequest
 from tandem.foreign import kserve_pb2 as pb
@@ -46,8 +47,11 @@ _REFUSED = {
 class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     """Serves one model."""
 
-    def __init__(self, model: str, entrance: Entrance, status: RouterStatus, clock: Clock, limits: Limits) -> None:
-        self._model = model
+    def __init__(
+        self, checkpoint: CheckpointInfo, entrance: Entrance, status: RouterStatus, clock: Clock, limits: Limits
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._model = checkpoint.name
         self._entrance = entrance
         self._status = status
         self._limits = limits
@@ -63,7 +67,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
         """False, and no error, for a model that is not here: so Triton does it."""
-        known = request.name == self._model and request.version in {"", VERSION}
+        known = request.name != "" and self._checkpoint.answers_to(request.name) and request.version in {"", VERSION}
         return pb.ModelReadyResponse(ready=known and self._status.obstacle() is None)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:

@@ -54,6 +54,15 @@ async def test_a_bad_request_names_its_field_and_harms_nobody(
     assert await cluster.read_tokens(cluster.generate(*PROMPT)) == cluster.completion(PROMPT, 8)
 
 
+async def test_a_model_is_found_by_each_of_its_names(launch: Any) -> None:
+    cluster = await launch(served_model_names=("big", "small"))
+    await cluster.add_pair()
+    for name in ("", "big", "small"):
+        request = pb.GenerateRequest(token_ids={"ids": PROMPT}, model=name, sampling={"max_tokens": 8})
+        assert await cluster.read_tokens(cluster.inference.Generate(request)) == cluster.completion(PROMPT, 8)
+    assert (await cluster.inference.GetModel(pb.GetModelRequest())).model == "big"
+
+
 async def test_another_model_is_not_found(cluster: Any) -> None:
     call = cluster.inference.Generate(pb.GenerateRequest(text="hi", model="other"))
     error, code, _ = await cluster.error_of(call)

@@ -19,6 +19,16 @@ def test_a_checkpoint_is_described(write_checkpoint: Callable[..., Path]) -> Non
     assert len(info.config_fingerprint) == 32
 
 
+def test_a_model_has_the_name_that_it_was_given(write_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "current").symlink_to(write_checkpoint(), target_is_directory=True)
+    info = read_checkpoint(f"{tmp_path}/current/")
+    assert info.name == "current"
+    served = info.called(("big", "small"))
+    assert served.name == "big"
+    assert [name for name in ("", "big", "small", "current") if served.answers_to(name)] == ["", "big", "small"]
+    assert info.called(()) == info
+
+
 def test_the_demo_model_lies_beside_the_source() -> None:
     assert resolve_model(DEMO).parts[-3:] == ("models", "demo", "checkpoint")
 
@@ -37,6 +47,7 @@ def test_a_model_without_end_of_text_is_served(write_checkpoint: Callable[..., P
         ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
         ({"temperature": 0.7}, {"temperature": 0.7}),
         ({"min_p": None, "num_beams": 4}, {}),
+        ({"top_k": -1}, {"top_k": 0}),
     ],
 )
 def test_only_an_explicit_no_makes_a_model_greedy(
@@ -72,7 +83,7 @@ def test_the_context_follows_rope_scaling(
         ({"eos_token_id": 100}, None, "config.json: eos_token_id"),
         ({}, {"temperature": "hot"}, "generation_config.json: temperature"),
         ({}, {"top_p": float("nan")}, "generation_config.json: top_p"),
-        ({}, {"top_k": -1}, "generation_config.json: top_k"),
+        ({}, {"top_k": -2}, "generation_config.json: top_k"),
         ({}, {"top_k": 1.5}, "generation_config.json: top_k"),
     ],
 )

@@ -111,6 +111,16 @@ def test_an_unknown_key_in_the_environment_is_named() -> None:
         read(DecodeConfig, TANDEM_BLOCK_SIZES="16")
 
 
+def test_what_kubernetes_sets_of_services_passes() -> None:
+    links = {
+        "TANDEM_ROUTER_SERVICE_HOST": "10.0.0.1",
+        "TANDEM_ROUTER_SERVICE_PORT_GRPC": "50051",
+        "TANDEM_ROUTER_PORT": "tcp://10.0.0.1:50051",
+        "TANDEM_ROUTER_PORT_50051_TCP_ADDR": "10.0.0.1",
+    }
+    assert read(DecodeConfig, **links) == DecodeConfig()
+
+
 def test_another_commands_key_and_other_programs_keys_are_fine() -> None:
     assert read(ClientConfig, TANDEM_MAX_QUEUED_REQUESTS="3", PATH="/bin") == ClientConfig()
 

@@ -1,0 +1,48 @@
+"""A checkpoint's tokenizer: tokenizer.json, and the tokens that only tokenizer_config.json adds.
+
+Such tokens (`added_tokens_decoder`) are what fine-tunes often add; without them a prompt is split in another way.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from tandem.errors import CheckpointError
+
+_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Reads both files. Raises CheckpointError that names the file at fault."""
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        raise CheckpointError(f"{file}: no such file; a GGUF file needs that of the model it was made from beside it")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exceptions
+        raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
+    config = folder / "tokenizer_config.json"
+    if config.exists():
+        for token_id, token in _added_tokens(config):
+            if tokenizer.token_to_id(token.content) is None:
+                tokenizer.add_tokens([token])
+            if tokenizer.token_to_id(token.content) != token_id:
+                raise CheckpointError(f"{config}: added_tokens_decoder: {token.content!r} cannot have id {token_id}")
+    return tokenizer
+
+
+def _added_tokens(config: Path) -> list[tuple[int, AddedToken]]:
+    """By ascending id, as they must be added to get it."""
+    try:
+        added: dict[str, dict[str, Any]] = json.loads(config.read_text(encoding="utf-8")).get("added_tokens_decoder")
+        tokens = [
+            (int(token_id), AddedToken(str(token["content"]), **{flag: bool(token.get(flag)) for flag in _FLAGS}))
+            for token_id, token in (added or {}).items()
+        ]
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise CheckpointError(f"{config}: added_tokens_decoder cannot be read: {error!r}") from error
+    return sorted(tokens, key=lambda each: each[0])
