@@ -37,6 +37,14 @@ _MAX_ORDER_BYTES = 1 << 17
 _ADOPTED_WITHIN_S, _ADOPTED_POLL_S = 5.0, 0.0005
 
 
+def run_module() -> str:
+    """Python's flag that runs a module: without the working directory on its path, where a user may have a models.py.
+
+    With it only if that is where our own packages lie, as in a clone.
+    """
+    return "-m" if Path.cwd() == Path(__file__).resolve().parent.parent else "-Pm"
+
+
 def launch_command(
     module: str, arguments: Sequence[str], cores: Sequence[int], nice: int, gpus: Sequence[str] = ()
 ) -> list[str]:
@@ -51,7 +59,7 @@ def launch_command(
 
 def fork_server_command() -> list[str]:
     """The command line of a child of this process that forks others."""
-    return [sys.executable, "-m", "cli.launch", "--parent", str(os.getpid()), "--fork-server"]
+    return [sys.executable, run_module(), "cli.launch", "--parent", str(os.getpid()), "--fork-server"]
 
 
 def orders(command: Sequence[str]) -> bytes:
@@ -67,7 +75,7 @@ def main() -> None:
         _serve_forks()
         return
     _settle(options)
-    os.execv(sys.executable, [sys.executable, "-m", options.module, *options.arguments])
+    os.execv(sys.executable, [sys.executable, run_module(), options.module, *options.arguments])
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:

@@ -1,5 +1,6 @@
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -47,6 +48,14 @@ def read(child: ForkedProcess) -> tuple[bytes, bytes]:
 
 def parent_of(child: ForkedProcess) -> int:
     return int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_file_in_the_working_directory_is_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "calendar.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    assert (
+        subprocess.run(command("calendar", "2026", "11"), capture_output=True, timeout=60, check=False).returncode == 0
+    )
 
 
 async def test_children_run_their_modules_and_are_this_process_own(server: ForkServer) -> None:
