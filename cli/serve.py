@@ -1,8 +1,8 @@
 """`tandem serve`: a router and its workers as supervised child processes.
 
-start   router → its address → workers → health SERVING → `ready HOST:PORT` on stdout
+start   router → its address → workers → health SERVING → HTTP door, if any → `ready HOST:PORT` on stdout
 keep    a child that ends, whatever its code, or stands still is replaced
-stop    router (NOT_SERVING at once, finishes what runs) → workers → exit 0
+stop    door → router (NOT_SERVING at once, finishes what runs) → workers → exit 0
 second signal, or this process killed: every child ends at once
 """
 
@@ -16,8 +16,9 @@ from functools import partial
 
 from cli.command import Subparsers, add_command
 from cli.fork_server import ForkServer
+from cli.http_door import HttpHealth, check_http
 from cli.launch import FORKED, launch_command
-from cli.supervisor import START_TIMEOUT_S, Child, RestartPolicy, Supervisor, open_process
+from cli.supervisor import START_TIMEOUT_S, Child, Connect, RestartPolicy, Supervisor, open_process
 from tandem import progress
 from tandem.client import AsyncClient
 from tandem.clock import MonotonicClock
@@ -59,6 +60,7 @@ def run(namespace: argparse.Namespace) -> int:
     """Serves until told to stop; returns the exit code. Raises ConfigError."""
     config = load(ServeConfig, namespace)
     check_fleet(config)
+    check_http(config)
     Security.load(config.router.security, config.router.ports)  # before children start: each would find the same fault
     configure_logging("serve", config.router.log_format, config.router.log_level)
     devices = fleet_devices(config, find_gpus(environment().get("CUDA_VISIBLE_DEVICES")))
@@ -85,6 +87,7 @@ class _Server:
         self._cores = usable_cores()
         self._devices = devices
         self._router: Supervisor | None = None
+        self._http: Supervisor | None = None
         self._router_listen = config.router.listen
         self._workers: list[Supervisor] = []
         self._fork_server = ForkServer()
@@ -106,11 +109,17 @@ class _Server:
                 await client.wait_ready(START_TIMEOUT_S)
             for each in counting:  # one that left before it was ready is not waited for
                 each.cancel()
+        if self._config.http is not None:
+            spec = http_spec(self._config.http, address, self._cores)
+            self._http = self._supervise(spec, partial(self._start_child, spec), HttpHealth)
+            await self._http.address()
         print(f"ready {self._router_listen}", flush=True)
 
     async def stop(self) -> None:
         """Router first, so that what runs can finish on the workers."""
         self._fork_server.close()
+        if self._http is not None:
+            await self._http.stop()
         if self._router is not None:
             await self._router.stop()
         await asyncio.gather(*(worker.stop() for worker in self._workers))
@@ -118,13 +127,13 @@ class _Server:
     def kill(self) -> None:
         """Ends every child at once."""
         self._fork_server.close()
-        for supervisor in (self._router, *self._workers):
+        for supervisor in (self._http, self._router, *self._workers):
             if supervisor is not None:
                 supervisor.kill()
 
-    def _supervise(self, spec: ChildSpec, start: Callable[[], Child]) -> Supervisor:
+    def _supervise(self, spec: ChildSpec, start: Callable[[], Child], connect: Connect | None = None) -> Supervisor:
         policy = RestartPolicy(MonotonicClock())
-        supervisor = Supervisor(spec.name, start, self._connect, policy, spec.stop_grace_s)
+        supervisor = Supervisor(spec.name, start, connect or self._connect, policy, spec.stop_grace_s)
         self._tasks.create_task(supervisor.run(), name=f"keep-{spec.name}")
         return supervisor
 
@@ -171,6 +180,12 @@ def router_spec(config: ServeConfig, cores: Sequence[int], listen: str) -> Child
     router = replace(config.router, listen=listen)
     grace_s = router.drain_grace_s + STOP_MARGIN_S
     return ChildSpec("router", "router", tuple(argv_of(router)), tuple(cores), 0, grace_s)
+
+
+def http_spec(listen: str, router: str, cores: Sequence[int]) -> ChildSpec:
+    """The HTTP door in front of the router at `router`."""
+    arguments = ("--listen", listen, "--router", router)
+    return ChildSpec("http", "cli.http_door", arguments, tuple(cores), 0, STOP_MARGIN_S)
 
 
 def local_address(address: str) -> str:

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import IO, Protocol
+from typing import IO, Protocol, TypeAlias
 
 from cli.liveness import CHECK_S, FROZEN_GRACE_S, HealthClient, Sign, sign_of_life, until_frozen
 from tandem.clock import Clock
@@ -29,6 +29,7 @@ START_TIMEOUT_S = 600.0
 """A large checkpoint on a slow disk takes minutes."""
 _LINE_LIMIT_BYTES = 1024 * 1024
 _READY = "ready "
+Connect: TypeAlias = Callable[[str], AbstractAsyncContextManager[HealthClient]]
 
 
 class Process(Protocol):
@@ -158,7 +159,7 @@ class Supervisor:
         self,
         name: str,
         start: Callable[[], Child],
-        connect: Callable[[str], AbstractAsyncContextManager[HealthClient]],
+        connect: Connect,
         policy: RestartPolicy,
         stop_grace_s: float,
         *,

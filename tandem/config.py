@@ -354,6 +354,13 @@ class ServeConfig:
     num_decode: int = option("decode", 1, "decode workers", integer(1, 64))
     prefill_devices: tuple[str, ...] = _devices("prefill-devices", "prefill workers compute")
     decode_devices: tuple[str, ...] = _devices("decode-devices", "decode workers compute")
+    http: str | None = option(
+        "http",
+        None,
+        "address at which the gateway smg serves OpenAI's and Anthropic's APIs over HTTP",
+        host_port(port_zero=True),
+        none_word="none",
+    )
     router: RouterConfig = grouped(RouterConfig)
     prefill_worker: PrefillConfig = grouped(PrefillConfig, own=_SET_BY_SERVE)
     decode_worker: DecodeConfig = grouped(DecodeConfig, own=_SET_BY_SERVE)

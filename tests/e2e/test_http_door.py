@@ -1,0 +1,154 @@
+"""OpenAI's and Anthropic's own clients, unmodified, over `tandem serve --http`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from bench.cluster import Cluster, becomes_idle, eventually, serve
+from tandem.client import Client
+
+CHAT = [{"role": "user", "content": "Tell me a story."}]
+GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0}
+GREEDY_MESSAGES: dict[str, Any] = {"model": "demo", "extra_body": {"temperature": 0}}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with serve("demo", "--prefill", "1", "--decode", "1", "--http", "127.0.0.1:0") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def base_url(cluster: Cluster) -> str:
+    def told() -> list[str]:
+        return re.findall(r"child ready child=http address=(\S+)", "\n".join(cluster.log))
+
+    assert eventually(told)
+    return f"http://{told()[0]}"
+
+
+@pytest.fixture
+def client(base_url: str, cluster: Cluster) -> Iterator[openai.OpenAI]:
+    """Afterwards every block must be free again."""
+    with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+    with Client(cluster.target) as direct:
+        assert becomes_idle(direct), direct.status()
+
+
+@pytest.fixture
+def messages(base_url: str) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client.messages
+
+
+def test_a_completion_is_tandems_own(client: openai.OpenAI, cluster: Cluster) -> None:
+    prompt = "Once upon a time"
+    answer = client.completions.create(prompt=prompt, max_tokens=24, **GREEDY)
+    with Client(cluster.target) as direct:
+        expected = direct.complete(prompt, max_tokens=24, temperature=0.0)
+    assert answer.choices[0].text == expected.choices[0].text
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+        expected.usage.prompt_tokens,
+        expected.usage.completion_tokens,
+    )
+
+
+def test_a_streamed_chat_is_the_whole_one_in_pieces(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(messages=CHAT, max_tokens=16, **GREEDY)
+    chunks = list(
+        client.chat.completions.create(
+            messages=CHAT, max_tokens=16, stream=True, stream_options={"include_usage": True}, **GREEDY
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+    assert sum(bool(chunk.choices and chunk.choices[0].delta.content) for chunk in chunks) > 4
+
+
+def test_several_choices_log_probabilities_and_stop_strings(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="demo", messages=CHAT, max_tokens=8, n=3, seed=1, logprobs=True, top_logprobs=2
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content or [])
+    stopped = client.completions.create(prompt="Once upon a time", max_tokens=30, stop=["small"], **GREEDY)
+    assert stopped.choices[0].finish_reason == "stop"
+    assert "small" not in stopped.choices[0].text
+
+
+def test_json_by_schema(client: openai.OpenAI) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "where", "schema": CITY, "strict": True}}
+    answer = client.chat.completions.create(messages=CHAT, max_tokens=200, response_format=schema, **GREEDY)
+    assert json.loads(answer.choices[0].message.content or "")["city"] in {"Paris", "Rome"}
+
+
+def test_a_required_tool_is_called(client: openai.OpenAI, messages: Any) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY}}
+    answer = client.chat.completions.create(
+        messages=CHAT, max_tokens=800, tools=[tool], tool_choice="required", **GREEDY
+    )
+    assert answer.choices[0].message.tool_calls, answer.choices[0].message.content
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in {"Paris", "Rome"}
+    tools = [{"name": "weather", "description": "of a city", "input_schema": CITY}]
+    said = messages.create(messages=CHAT, max_tokens=800, tools=tools, tool_choice={"type": "any"}, **GREEDY_MESSAGES)
+    (used,) = [block for block in said.content if block.type == "tool_use"]
+    assert used.name == "weather"
+
+
+def test_anthropics_messages(messages: Any, client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(messages=CHAT, max_tokens=16, **GREEDY).choices[0].message.content
+    assert messages.create(messages=CHAT, max_tokens=16, **GREEDY_MESSAGES).content[0].text == whole
+    with messages.stream(messages=CHAT, max_tokens=16, **GREEDY_MESSAGES) as stream:
+        assert "".join(stream.text_stream) == whole
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [({"model": "nobody"}, openai.NotFoundError), ({"temperature": -1}, openai.BadRequestError)],
+)
+def test_errors_are_openais(client: openai.OpenAI, wrong: dict[str, Any], kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught:
+        client.chat.completions.create(messages=CHAT, max_tokens=4, **(GREEDY | wrong))
+    assert "message" in caught.value.body  # type: ignore[attr-defined]
+
+
+def test_a_caller_that_leaves_cancels(client: openai.OpenAI, cluster: Cluster) -> None:
+    stream = client.completions.create(prompt="Once", max_tokens=900, stream=True, **GREEDY)
+    next(iter(stream))
+    stream.close()
+    with Client(cluster.target) as direct:
+        assert becomes_idle(direct)
+
+
+def test_many_at_once(client: openai.OpenAI) -> None:
+    def one(number: int) -> str:
+        return (
+            client.completions.create(prompt="Once upon a time", max_tokens=20, seed=number % 4, model="demo")
+            .choices[0]
+            .text
+        )
+
+    with ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(one, range(32)))
+    assert all(texts[number] == texts[number % 4] for number in range(32))
