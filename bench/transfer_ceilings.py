@@ -1,7 +1,11 @@
-"""What `bench.transfer` holds transports against: the same bytes a copy, with checksums, a socket, NIXL alone."""
+"""What `bench.transfer` holds transports against: the same bytes by a copy, a socket, NIXL alone.
+
+Each also with what verification needs at least: every byte hashed on both sides, without protocol, threads or loops.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import multiprocessing
 import os
@@ -16,17 +20,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
 from kernels.digest import digest_blocks
-from kvtransfer.transports import nixl
+from kvtransfer import nixl_agent
+from kvtransfer.handoff import PIECE_BYTES
+from kvtransfer.row_copy import copy_rows, row_checksums
 
-_PIECE_BYTES = 4 * 1024 * 1024
 _TIMEOUT_S = 30.0
 
 
 class CopyCeiling:
-    """Copies into another mapping of shared memory, of which every page was written before. One thread."""
+    """Copies into another mapping of shared memory, of which every page was written before. `stop` ends its child."""
 
     def __init__(self, source: npt.NDArray[np.uint8]) -> None:
         """`source` is `[N, block_bytes]` uint8."""
@@ -34,8 +38,15 @@ class CopyCeiling:
         fd = os.memfd_create("tandem-bench")
         os.ftruncate(fd, source.nbytes)
         self._target = np.frombuffer(mmap.mmap(fd, source.nbytes), np.uint8).reshape(source.shape)
-        os.close(fd)
         self._target.fill(1)
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        self._child: BaseProcess = context.Process(target=_hash_all, args=(theirs, path, source.shape), daemon=True)
+        self._child.start()
+        theirs.close()
+        self._pipe.recv()
+        os.close(fd)
 
     def plain(self) -> float:
         """Seconds of one copy of everything."""
@@ -44,12 +55,32 @@ class CopyCeiling:
         return time.perf_counter() - started_s
 
     def with_checksums(self) -> float:
-        """Seconds of a copy block by block, each hashed where it is read."""
+        """Seconds of a copy in pieces, hashed here as it is read and by a child as it was written."""
         started_s = time.perf_counter()
-        for source, target in zip(self._source, self._target, strict=True):
-            xxhash.xxh3_64_intdigest(source.data)
-            np.copyto(target, source)
+        num_rows = max(1, PIECE_BYTES // self._source.shape[1])
+        for first in range(0, len(self._source), num_rows):
+            ids = range(first, min(first + num_rows, len(self._source)))
+            copy_rows(self._source, ids, self._target, ids)
+            self._pipe.send(ids)
+        self._pipe.send(None)
+        self._pipe.recv()
         return time.perf_counter() - started_s
+
+    def stop(self) -> None:
+        """Ends the child."""
+        self._pipe.close()
+        self._child.join(_TIMEOUT_S)
+
+
+def _hash_all(pipe: Connection, path: str, shape: tuple[int, ...]) -> None:
+    with open(path, "r+b") as file:
+        rows = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8).reshape(shape)
+    pipe.send(None)
+    with contextlib.suppress(EOFError):
+        while True:
+            while (ids := pipe.recv()) is not None:
+                row_checksums(rows, ids)
+            pipe.send(None)
 
 
 class DeviceCopyCeiling:
@@ -73,6 +104,9 @@ class DeviceCopyCeiling:
 
         return self._timed(work)
 
+    def stop(self) -> None:
+        """Nothing to end."""
+
     def _timed(self, work: Callable[[], object]) -> float:
         torch.cuda.synchronize(self._source.device)
         started_s = time.perf_counter()
@@ -90,7 +124,7 @@ class NixlCeiling:
         self._pipe, theirs = context.Pipe()
         self._child: BaseProcess = context.Process(target=_take_in_all, args=(theirs, tuple(blocks.shape)), daemon=True)
         self._child.start()
-        self._agent = _registered(blocks)
+        self._agent, self._rows = _registered(blocks), blocks.numpy()
         metadata, address = self._pipe.recv()
         peer = self._agent.add_remote_agent(metadata)
         self._ids = np.arange(len(blocks), dtype=np.int32)
@@ -110,9 +144,20 @@ class NixlCeiling:
             raise RuntimeError(f"a write of NIXL's ended as {state}")
         return seconds
 
+    def with_checksums(self) -> float:
+        """Seconds of a hash of all blocks, the same, and a hash by the other side."""
+        started_s = time.perf_counter()
+        row_checksums(self._rows, self._ids.tolist())
+        hashed_s = time.perf_counter() - started_s
+        moved_s = self.move()
+        started_s = time.perf_counter()
+        self._pipe.send("hash")
+        self._pipe.recv()
+        return hashed_s + moved_s + time.perf_counter() - started_s
+
     def stop(self) -> None:
         """Ends the child."""
-        self._pipe.send(None)
+        self._pipe.send("end")
         self._child.join(_TIMEOUT_S)
 
 
@@ -120,13 +165,18 @@ def _take_in_all(pipe: Connection, shape: tuple[int, int]) -> None:
     blocks = torch.ones(shape, dtype=torch.uint8)
     agent = _registered(blocks)
     pipe.send((agent.get_agent_metadata(), blocks.data_ptr()))
-    while not pipe.poll():
-        agent.get_new_notifs()
+    rows, ids = blocks.numpy(), range(shape[0])
+    while True:
+        while not pipe.poll():
+            agent.get_new_notifs()
+        if pipe.recv() == "end":
+            return
+        pipe.send(len(row_checksums(rows, ids)))
 
 
 def _registered(blocks: torch.Tensor) -> Any:
     """An agent that knows the blocks."""
-    api = nixl.load()
+    api = nixl_agent.load()
     config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
     agent = api.nixl_agent(secrets.token_hex(8), config)
     agent.register_memory([(blocks.data_ptr(), blocks.nbytes, 0, "")], "DRAM")
@@ -140,14 +190,14 @@ def _strided(address: int, shape: Sequence[int]) -> Any:
 
 
 class SocketCeiling:
-    """A TCP connection on the loopback to a child process that only receives; `stop` ends it."""
+    """A TCP connection on the loopback to a child process that only receives, and hashes if told so. `stop` ends it."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self._payload = memoryview(bytearray(b"1") * num_bytes)
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self._rows = np.ones((num_blocks, block_bytes), np.uint8)
         listener = socket.create_server(("127.0.0.1", 0))
         context = multiprocessing.get_context("spawn")
         self._child: BaseProcess = context.Process(
-            target=_receive_all, args=(listener.getsockname()[1], num_bytes), daemon=True
+            target=_receive_all, args=(listener.getsockname()[1], (num_blocks, block_bytes)), daemon=True
         )
         self._child.start()
         self._sock, _ = listener.accept()
@@ -156,9 +206,21 @@ class SocketCeiling:
 
     def move(self) -> float:
         """Seconds until the other side has received everything."""
+        return self._move(hashed=False)
+
+    def with_checksums(self) -> float:
+        """The same, each piece hashed before it is sent and each block when it has come."""
+        return self._move(hashed=True)
+
+    def _move(self, *, hashed: bool) -> float:
         started_s = time.perf_counter()
-        for start in range(0, len(self._payload), _PIECE_BYTES):
-            self._sock.sendall(self._payload[start : start + _PIECE_BYTES])
+        self._sock.sendall(bytes([hashed]))
+        num_rows = max(1, PIECE_BYTES // self._rows.shape[1])
+        for first in range(0, len(self._rows), num_rows):
+            piece = self._rows[first : first + num_rows]
+            if hashed:
+                row_checksums(piece, range(len(piece)))
+            self._sock.sendall(piece.data)
         self._sock.recv(1)
         return time.perf_counter() - started_s
 
@@ -168,14 +230,18 @@ class SocketCeiling:
         self._child.join(_TIMEOUT_S)
 
 
-def _receive_all(port: int, num_bytes: int) -> None:
-    memory = memoryview(bytearray(b"1") * num_bytes)
+def _receive_all(port: int, shape: tuple[int, ...]) -> None:
+    rows = np.ones(shape, np.uint8)
+    memory, row_bytes = rows.reshape(-1).data, shape[1]
     with socket.create_connection(("127.0.0.1", port)) as sock:
-        while True:
-            filled = 0
-            while filled < num_bytes:
+        while hashed := sock.recv(1):
+            filled, found = 0, 0
+            while filled < len(memory):
                 count = sock.recv_into(memory[filled:])
                 if not count:
                     return
                 filled += count
+                if hashed[0] and filled // row_bytes > found:
+                    row_checksums(rows, range(found, filled // row_bytes))
+                    found = filled // row_bytes
             sock.sendall(b"1")

@@ -32,9 +32,10 @@ def transfer_section(results: dict[str, Any]) -> list[str]:
         "## Moving blocks between two processes (`python -m bench.transfer`)\n",
         f"Hand-offs of {megabytes:.0f} MB from `open` to COMMITTED, each block hashed on both sides; the ceilings are "
         f"taken in turn with them, {results['rounds']} rounds. The ceiling of shm is the plain copy, of tcp the raw "
-        "socket, of nixl its own write without hashes; ratios are medians of the rounds' own. Then what a hand-off of "
-        "one block, and of none, costs over an open connection, and the first one: it connects, and touches each page "
-        "of the receiver's memory first.\n",
+        "socket, of nixl its own write, all without hashes; what remains of each with hashes on both sides, and "
+        "nothing else that a hand-off does, is in its second row. Ratios are medians of the rounds' own. Then what a "
+        "hand-off of one block, and of none, costs over an open connection, and the first one: it connects, and "
+        "touches each page of the receiver's memory first.\n",
         table(header, rows),
     ]
 

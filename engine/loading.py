@@ -44,8 +44,9 @@ _MALLOC_SETTINGS = (
     (-3, 32 << 20),  # M_MMAP_THRESHOLD, the most that glibc takes; larger chunks are still mapped one by one
     (-1, 1 << 30),  # M_TRIM_THRESHOLD
     (-2, 64 << 20),  # M_TOP_PAD
+    (-8, 4),  # M_ARENA_MAX: threads of links come and go, and a new arena for each would keep what it once held
 )
-"""Parameters of mallopt by their numbers in malloc.h, and values in bytes."""
+"""Parameters of mallopt by their numbers in malloc.h; all but the last are bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

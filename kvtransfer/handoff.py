@@ -20,7 +20,15 @@ from typing import Any, NamedTuple, TypeVar
 from kvtransfer.base import TransferReport
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.local_pool import LocalPool
-from kvtransfer.messages import MAX_BLOCKS_PER_WRITE, Commit, Write, decode_error, decode_window, digest_of
+from kvtransfer.messages import (
+    MAX_BLOCKS_PER_WRITE,
+    OUT_OF_MEMORY,
+    Commit,
+    Write,
+    decode_error,
+    decode_window,
+    digest_of,
+)
 from kvtransfer.room import Room, give_up
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
@@ -29,7 +37,7 @@ from tandem.clock import Clock
 from tandem.errors import FrameError, PeerLost, TransferError
 from tandem.types import BlockId
 
-PIECE_BYTES = 4 * 1024 * 1024
+PIECE_BYTES = 8 * 1024 * 1024
 """Most payload of one WRITE (at least one block), so that several hand-offs share a connection fairly."""
 PIECES_AHEAD = 2
 """Pieces of one hand-off that are placed at a time: its thread has the next one at hand while a WRITE is on its way."""
@@ -289,6 +297,9 @@ class OutgoingHandoff:
 
 
 async def _result(work: asyncio.Future[T]) -> T:
-    """A cancelled caller leaves the work running."""
+    """A cancelled caller leaves the work running. Work that found no memory fails its own hand-off."""
     await asyncio.wait({work})
-    return work.result()
+    try:
+        return work.result()
+    except MemoryError as error:
+        raise TransferError(OUT_OF_MEMORY) from error

@@ -20,6 +20,7 @@ from tandem.errors import (
 
 MAX_BLOCKS_PER_WRITE = 4096
 """Positions of one WRITE frame."""
+OUT_OF_MEMORY = "this host has no memory left for the hand-off"
 _MAX_ERROR_BYTES = 4096
 _WRITE = struct.Struct("<II")
 _COMMIT = struct.Struct("<IQ")

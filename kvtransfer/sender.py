@@ -199,7 +199,7 @@ def _failed(name: str, error: OSError | TransferError, reason: str | None) -> Tr
     """What a caller is told of a dial that failed, as the same class; `reason` spoke against it from the start."""
     failure = error
     if not isinstance(failure, TransferError):
-        failure = PeerLost(f"cannot connect over {name}: {failure.strerror or failure or 'no answer'}")
+        failure = PeerLost(f"cannot connect over {name}: {failure.strerror or str(failure) or 'no answer in time'}")
     return failure if reason is None else type(failure)(f"{failure}; {reason}")
 
 

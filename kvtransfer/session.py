@@ -15,7 +15,7 @@ from kvtransfer.connection import Connection, expect
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.handshake import Hello, agreed_verify, compare
 from kvtransfer.local_pool import LocalPool
-from kvtransfer.messages import Commit, Write, encode_error, encode_window
+from kvtransfer.messages import OUT_OF_MEMORY, Commit, Write, encode_error, encode_window
 from kvtransfer.offers import OfferTable
 from kvtransfer.transport import ReceivingLane
 from tandem.errors import FrameError, HandshakeMismatch, PeerLost, TransferError
@@ -183,6 +183,8 @@ class Session:
                 await self._lane.settle(blocks)
         except TransferError as error:
             self._table.fail(number, error)
+        except MemoryError:
+            self._table.fail(number, TransferError(OUT_OF_MEMORY))
 
     def _commit(self, frame: Frame) -> None:
         number, commit = frame.transfer, Commit.decode(frame.payload)

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from kvtransfer.transports.nixl import package
+from kvtransfer.nixl_agent import package
 
 _REQUIRED = "nixl" in os.environ.get("REQUIRE_PROGRAMS", "").split(",")
 _ABSENT = not _REQUIRED and importlib.util.find_spec(package()) is None

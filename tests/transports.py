@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import pytest
 import torch
 
+from kvtransfer import nixl_agent
 from kvtransfer.base import Fingerprints, PoolMemory
 from kvtransfer.host_rows import HostRows
 from kvtransfer.row_copy import copy_rows
-from kvtransfer.transports import nixl
 from tandem.kv_layout import DType, KvLayout
 from tandem.types import BlockId, Incarnation
 from tests import nixl_param
@@ -122,7 +122,7 @@ class Way:
 
 def _load_nixl() -> None:
     """Before a peer waits for it, as in a worker."""
-    nixl.load()
+    nixl_agent.load()
 
 
 def _device_pool(num_blocks: int = NUM_BLOCKS, block_bytes: int = LAYOUT.block_bytes) -> TestPool:

@@ -21,20 +21,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import importlib.util
 import logging
-import secrets
 import socket
 import threading
-import time
-import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 
 from kernels.digest import MIX64
@@ -43,49 +37,22 @@ from kvtransfer.connection import Connection
 from kvtransfer.fields import required, required_int
 from kvtransfer.handshake import Hello
 from kvtransfer.local_pool import LocalPool
+from kvtransfer.nixl_agent import Agent, Region, load
 from kvtransfer.room import Room
 from kvtransfer.transport import Acceptor, Fields, ListenOptions, SendingLane, TransportStatus
 from kvtransfer.transports import tcp
 from kvtransfer.transports.device import DeviceWork
 from kvtransfer.transports.host import XXH3, HostReceivingLane, HostSendingLane, host_status
-from tandem.config import keep_ucx_off_other_processes
-from tandem.errors import ConfigError, HandshakeMismatch, InternalError, PeerLost, TransferError
+from tandem.errors import ConfigError, HandshakeMismatch, InternalError, TransferError
 from tandem.security.tls import ClientTls, ServerTls
 from tandem.types import BlockId
 
 NAME = "nixl"
-PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
-"""Any one of them will do; the first only chooses among the others, by torch's CUDA."""
-_BACKEND = "UCX"
-_POLL_S = 0.0003
-"""Between two looks at a transfer. Over TCP rare looks are no slower than incessant ones: each takes in more."""
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 _WITHOUT_BLOCKS = "needs a pool whose blocks lie in host memory or on a GPU that it can name"
-_DONE, _UNDER_WAY = "DONE", "PROC"
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
-
-
-def package() -> str:
-    """The one that is installed."""
-    return next(filter(importlib.util.find_spec, PACKAGES), PACKAGES[0])
-
-
-@cache
-def load() -> Any:
-    """NIXL's Python module, once UCX was seen to start: the first link of a process should not wait for that.
-
-    Raises ImportError if it is not installed, or what it needs is missing; TransferError if UCX does not start.
-    """
-    keep_ucx_off_other_processes()
-    raise_exceptions = logging.raiseExceptions
-    module = importlib.import_module(f"{package()}._api")
-    logging.raiseExceptions = raise_exceptions  # the import sets it
-    logging.getLogger("nixl").setLevel(logging.WARNING)
-    _without_frames(lambda: _made(module))
-    return module
 
 
 def has_rdma() -> bool:
@@ -141,121 +108,8 @@ class NixlTransport:
         return await tcp.dial(host, port), _SendingLane(pool, host, tls)
 
 
-class _Region(NamedTuple):
-    """Where a pool's blocks lie in its process, as NIXL counts memory."""
-
-    memory: str  # DRAM or VRAM
-    device: int
-    address: int
-    """Of block 0."""
-    num_blocks: int
-
-
-class _Agent:
-    """One end of a link in NIXL, on a thread of its own: `open`, then what `start` is given, then `end`.
-
-    No exception of NIXL's leaves it: the frames that come with one would keep the agent alive.
-    """
-
-    def __init__(self, pool: LocalPool) -> None:
-        blocks = torch.from_numpy(pool.rows) if pool.device is None else pool.device.blocks
-        self._blocks = blocks  # held, so that the memory outlives the agent
-        self._nixl: Any = None
-        self._region: Any = None
-        self._sides: list[Any] = []
-        """Our blocks and the peer's, prepared: a piece is then two lists of block ids."""
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-nixl")
-        self.ending: asyncio.Future[None] | None = None  # then nothing more can be started
-
-    @property
-    def region(self) -> _Region:
-        """Where the blocks lie."""
-        device = self._blocks.get_device() if self._blocks.is_cuda else 0
-        return _Region("VRAM" if self._blocks.is_cuda else "DRAM", device, self._blocks.data_ptr(), len(self._blocks))
-
-    def start(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Runs `work`, which calls the methods below, after all that was started before. Raises TransferError."""
-        return asyncio.get_running_loop().run_in_executor(self._thread, _without_frames, work)
-
-    def end(self) -> asyncio.Future[None]:
-        """Ends the agent after all that was started. Idempotent. When it is done, nobody writes the rows by it."""
-        if self.ending is None:
-            self.ending = self.start(self.drop)
-            self._thread.shutdown(wait=False)
-        return self.ending
-
-    def open(self) -> bytes:
-        """Registers the blocks. Returns what a peer needs to write there."""
-        self._nixl = _made(load())
-        region = self.region
-        self._region = self._nixl.register_memory(
-            [(region.address, self._blocks.nbytes, region.device, "")], region.memory
-        )
-        metadata: bytes = self._nixl.get_agent_metadata()
-        return metadata
-
-    def join(self, metadata: bytes, theirs: _Region) -> None:
-        """Makes the blocks of a peer a target for `write`."""
-        peer = self._nixl.add_remote_agent(metadata)
-        for agent, region in (("NIXL_INIT_AGENT", self.region), (peer, theirs)):
-            size = self._blocks.shape[1]
-            strided = np.array([(region.address, size, region.device, size, region.num_blocks)], np.uint64)
-            self._sides.append(self._nixl.prep_xfer_dlist(agent, strided, region.memory))
-
-    def write(self, sources: Sequence[int], targets: Sequence[int], meanwhile: Callable[[], T], patience_s: float) -> T:
-        """Writes blocks into the peer's, does `meanwhile`, and returns what that gave once they have arrived.
-
-        Whatever it raises, some bytes may still be on their way, but none of the sources is read any more.
-        """
-        try:
-            return _without_frames(partial(self._write, sources, targets, meanwhile, patience_s))
-        except TransferError:
-            self.drop()
-            raise
-
-    def take_in(self, stop: threading.Event) -> None:
-        """Lets peers write, where that takes doing, until it is stopped."""
-        while not stop.wait(_POLL_S):
-            self._nixl.get_new_notifs()
-
-    def drop(self) -> None:
-        """Releases everything that is NIXL's, at once. Idempotent. Raises InternalError if somebody still holds it."""
-        if self._nixl is None:
-            return
-        while self._sides:
-            self._sides.pop().release()
-        if self._region is not None:
-            self._nixl.deregister_memory(self._region)
-        agent = weakref.ref(self._nixl.agent)
-        self._nixl = None
-        if agent() is not None:
-            raise InternalError("an agent of NIXL outlives its link")
-
-    def _write(
-        self, sources: Sequence[int], targets: Sequence[int], meanwhile: Callable[[], T], patience_s: float
-    ) -> T:
-        if not self._sides:
-            raise PeerLost("the link to the peer's agent has ended")
-        ours, theirs = self._sides
-        transfer = self._nixl.make_prepped_xfer(
-            "WRITE", ours, np.array(sources, np.int32), theirs, np.array(targets, np.int32)
-        )
-        try:
-            state = self._nixl.transfer(transfer)
-            result = meanwhile()
-            gives_up_s = time.monotonic() + patience_s
-            while state == _UNDER_WAY and time.monotonic() < gives_up_s:
-                time.sleep(_POLL_S)
-                state = self._nixl.check_xfer_state(transfer)
-        finally:
-            transfer.release()
-        if state != _DONE:
-            raise PeerLost(f"a write into the peer's blocks ended as {state} after {patience_s:g} s at most")
-        return result
-
-
 class _SendingLane(HostSendingLane):
-    """Writes one piece at a time into the peer's blocks."""
+    """Writes pieces into the peer's blocks."""
 
     name = NAME
 
@@ -263,10 +117,10 @@ class _SendingLane(HostSendingLane):
         super().__init__(pool)
         self._host = host
         self._tls = tls
-        self._agent = _Agent(pool)
+        self._agent = Agent(pool)
         self._connection: Connection | None = None
         self._opening: asyncio.Future[bytes] | None = None
-        self._peer: tuple[bytes, _Region] | None = None
+        self._peer: tuple[bytes, Region] | None = None
         """Its metadata, and where its blocks lie."""
         self._work = _device_work(pool)
         self.verify = (XXH3,) if self._work is None else (MIX64,)
@@ -287,7 +141,7 @@ class _SendingLane(HostSendingLane):
         address = required_int(theirs.details, "address", 2**64 - 1)
         if memory not in {"DRAM", "VRAM"}:
             raise TransferError("the peer's blocks are neither in DRAM nor in VRAM")
-        self._peer = metadata, _Region(memory, device, address, theirs.num_blocks)
+        self._peer = metadata, Region(memory, device, address, theirs.num_blocks)
 
     async def prepare(self) -> None:
         if self._opening is None or self._peer is None:
@@ -300,9 +154,8 @@ class _SendingLane(HostSendingLane):
         if connection is None:
             raise InternalError("a lane places blocks before it is secured")
         into = [target.block_id for target in targets]
-        write = partial(self._agent.write, sources, into, partial(digests, sources), connection.timing.reply_s)
         try:
-            return await self._agent.start(write)
+            return await self._agent.write(sources, into, partial(digests, sources), connection.timing.reply_s)
         except TransferError as error:
             connection.cut(error)
             raise
@@ -321,7 +174,7 @@ class _ReceivingLane(HostReceivingLane):
     def __init__(self, pool: LocalPool, tls: ServerTls | None) -> None:
         super().__init__(pool)
         self._tls = tls
-        self._agent = _Agent(pool)
+        self._agent = Agent(pool)
         self._stop_taking: threading.Event | None = None
         self._work = _device_work(pool)
         self.verify = (XXH3,) if self._work is None else (MIX64,)
@@ -375,22 +228,6 @@ def _has_blocks(pool: LocalPool) -> bool:
 def _device_work(pool: LocalPool) -> DeviceWork | None:
     """For digests of blocks on a GPU, where they lie."""
     return None if pool.device is None else DeviceWork(pool.device.blocks)
-
-
-def _made(api: Any) -> Any:
-    """An agent without a thread of NIXL's: that one never sleeps."""
-    return api.nixl_agent(secrets.token_hex(8), api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND]))
-
-
-def _without_frames(work: Callable[[], T]) -> T:
-    """What `work` returns. Any exception of NIXL's becomes a TransferError that refers to nothing of NIXL's."""
-    try:
-        return work()
-    except InternalError:
-        raise
-    except Exception as error:  # noqa: BLE001 - NIXL's have no common class
-        failure = PeerLost(error.message if isinstance(error, TransferError) else f"nixl: {error}")
-    raise failure
 
 
 def _log_failure(work: asyncio.Future[Any]) -> None:

@@ -40,6 +40,19 @@ def test_a_copy_is_whole_and_touches_no_other_row(row_digest, row_bytes):
     assert not targets[[1, 2, 3, 4, 6]].any()
 
 
+@pytest.mark.parametrize("row_bytes", [131_072, 262_144, 300_032])
+@pytest.mark.parametrize("shift", [0, 16])
+def test_a_copy_past_the_caches_is_whole_and_touches_no_other_row(row_digest, row_bytes, shift):
+    """Rows of stripes alone, into targets on a line of the cache, or not."""
+    rows, memory = _rows(row_bytes), np.zeros(4 * row_bytes + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + shift
+    targets = memory[start:][: 4 * row_bytes].reshape(4, row_bytes)
+    assert row_digest.copy(rows, (4, 1), targets, (0, 2)) == row_digest.digests(rows, (4, 1))
+    assert np.array_equal(targets[[0, 2]], rows[[4, 1]])
+    assert not targets[[1, 3]].any()
+    assert not memory[:start].any()
+
+
 @pytest.mark.parametrize("ids", [(5,), (-1,), (0, 2**40)])
 def test_ids_outside_of_the_rows_are_refused_by_name(row_digest, ids):
     rows = _rows(512)

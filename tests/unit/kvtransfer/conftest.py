@@ -26,7 +26,7 @@ from tandem.errors import TransferError
 from tandem.types import BlockId
 from tests.manual_clock import ManualClock
 from tests.standins.cuda import StandInCuda, fresh
-from tests.transports import PRINTS, WAYS, SharedPool, TestPool
+from tests.transports import PRINTS, WAYS, SharedPool, TestPool, transport_of
 from tests.transports import make_pool as pool_for
 
 QUICK = Timing(lease_s=1.5, reply_s=2.0, stop_s=1.0)
@@ -109,9 +109,10 @@ async def _paired(
 ) -> AsyncIterator[Pair]:
     clock = ManualClock()
     source, target = pool_for(transport), pool_for(transport)
-    names = offered or (("shm", "tcp") if transport == "auto" else (transport,))
+    spoken = transport if transport == "auto" else transport_of(transport)
+    names = offered or (("shm", "tcp") if transport == "auto" else (spoken,))
     receiver = KvReceiver(target.memory, PRINTS, clock, names, "127.0.0.1", timing=timing)
-    sender = KvSender(source.memory, PRINTS, clock, transport, timing=timing)
+    sender = KvSender(source.memory, PRINTS, clock, spoken, timing=timing)
     await receiver.start()
     try:
         yield Pair(source, target, receiver, sender, clock)

@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from kernels.digest import MIX64
+from kvtransfer import nixl_agent
 from kvtransfer.base import BlockRef, DeviceMemory, PoolMemory
 from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.local_pool import LocalPool, open_pool
+from kvtransfer.nixl_agent import PACKAGES, Agent, load
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
@@ -103,25 +105,30 @@ async def test_a_receiver_looks_for_bytes_only_while_a_transfer_is_open(
 @needs_nixl
 async def test_an_agent_that_has_ended_lets_nothing_in_that_was_on_its_way(pools: tuple[LocalPool, LocalPool]) -> None:
     source, target = pools
-    receiving, sending = nixl._Agent(target), nixl._Agent(source)
+    receiving, sending = Agent(target), Agent(source)
     metadata = await receiving.start(receiving.open)
     await sending.start(sending.open)
     await sending.start(partial(sending.join, metadata, receiving.region))
     stop = threading.Event()
     taking = receiving.start(partial(receiving.take_in, stop))
-    await sending.start(lambda: sending.write((0,), (0,), lambda: None, PATIENCE_S))  # the way is open
+    await sending.write((0,), (0,), tuple, PATIENCE_S)  # the way is open
     stop.set()
     await taking
     before = target.rows.copy()
     posted = threading.Event()
-    writing = sending.start(lambda: sending.write(range(16), range(16), posted.set, PATIENCE_S))
+
+    def digests() -> tuple[int, ...]:
+        posted.set()
+        return ()
+
+    writing = sending.write(range(16), range(16), digests, PATIENCE_S)
     await until(posted.is_set)  # it lies in the network: nobody takes it in
     await receiving.end()
     with pytest.raises(PeerLost):
         await writing
     assert (target.rows == before).all()
     with pytest.raises(PeerLost, match="has ended"):
-        await sending.start(lambda: sending.write((0,), (0,), lambda: None, PATIENCE_S))
+        await sending.write((0,), (0,), tuple, PATIENCE_S)
     await sending.end()
 
 
@@ -214,7 +221,7 @@ async def test_pools_on_a_device_are_written_and_verified_there_past_their_rows(
 
 @needs_nixl
 def test_no_process_of_this_host_is_written_to_behind_its_back() -> None:
-    nixl.load()
+    load()
     off = set(os.environ["UCX_TLS"].removeprefix("^").split(","))
     assert os.environ["UCX_TLS"].startswith("^")
     assert {"cma", "knem", "xpmem", "cuda_ipc"} <= off
@@ -248,8 +255,8 @@ def test_auto_takes_it_only_over_rdma_and_where_no_tls_is_wanted(
 def test_it_says_so_where_its_package_is_missing(
     pools: tuple[LocalPool, LocalPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl, "load", nixl.load.__wrapped__)
-    for package in nixl.PACKAGES:
+    monkeypatch.setattr(nixl, "load", load.__wrapped__)
+    for package in PACKAGES:
         monkeypatch.setitem(sys.modules, package, None)
         monkeypatch.setitem(sys.modules, f"{package}._api", None)
     status = nixl.NixlTransport().probe(torch.device("cpu"))
@@ -259,11 +266,11 @@ def test_it_says_so_where_its_package_is_missing(
         nixl.NixlTransport().listen(pools[0], ListenOptions("127.0.0.1", 0, "127.0.0.1", None))
 
 
-@pytest.mark.parametrize("package", nixl.PACKAGES)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_any_one_of_its_packages_alone_is_enough(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for each in nixl.PACKAGES:
+    for each in PACKAGES:
         monkeypatch.delitem(sys.modules, each, raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert nixl.package() == "nixl"
+    assert nixl_agent.package() == "nixl"
     (tmp_path / f"{package}.py").touch()
-    assert nixl.package() == package
+    assert nixl_agent.package() == package

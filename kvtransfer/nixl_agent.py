@@ -1,0 +1,235 @@
+"""One end of a link in NIXL: an agent on a thread of its own, which moves bytes and sleeps in between."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import secrets
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from kvtransfer.local_pool import LocalPool
+from tandem.config import keep_ucx_off_other_processes
+from tandem.errors import InternalError, PeerLost, TransferError
+
+PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
+"""Any one of them will do; the first only chooses among the others, by torch's CUDA."""
+_BACKEND = "UCX"
+_POLL_S = 0.0003
+"""Between two looks at a transfer. Over TCP rare looks are no slower than incessant ones: each takes in more."""
+_DONE, _UNDER_WAY = "DONE", "PROC"
+
+T = TypeVar("T")
+
+
+def package() -> str:
+    """The one that is installed."""
+    return next(filter(importlib.util.find_spec, PACKAGES), PACKAGES[0])
+
+
+@cache
+def load() -> Any:
+    """NIXL's Python module, once UCX was seen to start: the first link of a process should not wait for that.
+
+    Raises ImportError if it is not installed, or what it needs is missing; TransferError if UCX does not start.
+    """
+    keep_ucx_off_other_processes()
+    raise_exceptions = logging.raiseExceptions
+    module = importlib.import_module(f"{package()}._api")
+    logging.raiseExceptions = raise_exceptions  # the import sets it
+    logging.getLogger("nixl").setLevel(logging.WARNING)
+    _without_frames(lambda: _made(module))
+    return module
+
+
+class Region(NamedTuple):
+    """Where a pool's blocks lie in its process, as NIXL counts memory."""
+
+    memory: str  # DRAM or VRAM
+    device: int
+    address: int
+    """Of block 0."""
+    num_blocks: int
+
+
+class _Piece:
+    """One write into the peer's blocks."""
+
+    def __init__(self, sources: Sequence[int], targets: Sequence[int], digests: Callable[[], tuple[int, ...]]) -> None:
+        self.sources = sources
+        self.targets = targets
+        self.digests = digests
+        """Of the sources; called while they are on their way."""
+        self.checksums: tuple[int, ...] = ()
+        self.transfer: Any = None
+        """NIXL's, once it has begun; `state` is what NIXL said of it last."""
+        self.state = _UNDER_WAY
+        self.arrived = False
+
+    def release(self) -> None:
+        """Gives NIXL's transfer back, which would keep the agent alive."""
+        self.transfer.release()
+        self.transfer = None
+
+
+class Agent:
+    """One end of a link in NIXL, on a thread of its own: `open`, then what `start` is given, then `end`.
+
+    No exception of NIXL's leaves it: the frames that come with one would keep the agent alive.
+    """
+
+    def __init__(self, pool: LocalPool) -> None:
+        blocks = torch.from_numpy(pool.rows) if pool.device is None else pool.device.blocks
+        self._blocks = blocks  # held, so that the memory outlives the agent
+        self._nixl: Any = None
+        self._region: Any = None
+        self._sides: list[Any] = []
+        """Our blocks and the peer's, prepared: a piece is then two lists of block ids."""
+        self._due: deque[_Piece] = deque()
+        self._under_way: list[_Piece] = []
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-nixl")
+        self.ending: asyncio.Future[None] | None = None  # then nothing more can be started
+
+    @property
+    def region(self) -> Region:
+        """Where the blocks lie."""
+        device = self._blocks.get_device() if self._blocks.is_cuda else 0
+        return Region("VRAM" if self._blocks.is_cuda else "DRAM", device, self._blocks.data_ptr(), len(self._blocks))
+
+    def start(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Runs `work`, which calls the methods below, after all that was started before. Raises TransferError."""
+        return asyncio.get_running_loop().run_in_executor(self._thread, _without_frames, work)
+
+    def end(self) -> asyncio.Future[None]:
+        """Ends the agent after all that was started. Idempotent. When it is done, nobody writes the rows by it."""
+        if self.ending is None:
+            self.ending = self.start(self.drop)
+            self._thread.shutdown(wait=False)
+        return self.ending
+
+    def open(self) -> bytes:
+        """Registers the blocks. Returns what a peer needs to write there."""
+        self._nixl = _made(load())
+        region = self.region
+        self._region = self._nixl.register_memory(
+            [(region.address, self._blocks.nbytes, region.device, "")], region.memory
+        )
+        metadata: bytes = self._nixl.get_agent_metadata()
+        return metadata
+
+    def join(self, metadata: bytes, theirs: Region) -> None:
+        """Makes the blocks of a peer a target for `write`."""
+        peer = self._nixl.add_remote_agent(metadata)
+        for agent, region in (("NIXL_INIT_AGENT", self.region), (peer, theirs)):
+            size = self._blocks.shape[1]
+            strided = np.array([(region.address, size, region.device, size, region.num_blocks)], np.uint64)
+            self._sides.append(self._nixl.prep_xfer_dlist(agent, strided, region.memory))
+
+    def write(
+        self, sources: Sequence[int], targets: Sequence[int], digests: Callable[[], tuple[int, ...]], patience_s: float
+    ) -> asyncio.Future[tuple[int, ...]]:
+        """Writes blocks into the peer's, beside other writes; called on the loop. Returns `digests()`, once they have
+        arrived. The future carries PeerLost if nothing arrived for `patience_s`.
+
+        Whatever it carries, some bytes may still be on their way, but none of the sources is read any more.
+        """
+        piece = _Piece(sources, targets, digests)
+        self._due.append(piece)
+        return self.start(partial(self._finish, piece, patience_s))
+
+    def take_in(self, stop: threading.Event) -> None:
+        """Lets peers write, where that takes doing, until it is stopped."""
+        while not stop.wait(_POLL_S):
+            self._nixl.get_new_notifs()
+
+    def drop(self) -> None:
+        """Releases everything that is NIXL's, at once. Idempotent. Raises InternalError if somebody still holds it."""
+        if self._nixl is None:
+            return
+        while self._under_way:
+            self._under_way.pop().release()
+        while self._sides:
+            self._sides.pop().release()
+        if self._region is not None:
+            self._nixl.deregister_memory(self._region)
+        agent = weakref.ref(self._nixl.agent)
+        self._nixl = None
+        if agent() is not None:
+            raise InternalError("an agent of NIXL outlives its link")
+
+    def _finish(self, piece: _Piece, patience_s: float) -> tuple[int, ...]:
+        try:
+            return _without_frames(partial(self._drive, piece, patience_s))
+        except TransferError:
+            self.drop()
+            raise
+
+    def _drive(self, piece: _Piece, patience_s: float) -> tuple[int, ...]:
+        """Until the piece has arrived; begins those behind it meanwhile, so that the wire always has work."""
+        gives_up_s = time.monotonic() + patience_s
+        while True:
+            while self._due:
+                self._begin(self._due.popleft())
+            if self._settled():
+                gives_up_s = time.monotonic() + patience_s
+            if piece.arrived:
+                return piece.checksums
+            if not self._sides:
+                raise PeerLost("the link to the peer's agent has ended")
+            if time.monotonic() >= gives_up_s:
+                raise PeerLost(
+                    f"a write into the peer's blocks ended as {piece.state} after {patience_s:g} s without any progress"
+                )
+            time.sleep(_POLL_S)
+
+    def _begin(self, piece: _Piece) -> None:
+        if not self._sides:
+            raise PeerLost("the link to the peer's agent has ended")
+        ours, theirs = self._sides
+        piece.transfer = self._nixl.make_prepped_xfer(
+            "WRITE", ours, np.array(piece.sources, np.int32), theirs, np.array(piece.targets, np.int32)
+        )
+        self._under_way.append(piece)
+        piece.state = self._nixl.transfer(piece.transfer)
+        piece.checksums = piece.digests()
+
+    def _settled(self) -> bool:
+        """Whether any write has ended since the last look."""
+        under_way = self._under_way
+        for piece in under_way:
+            if piece.state == _UNDER_WAY:
+                piece.state = self._nixl.check_xfer_state(piece.transfer)
+        ended = [piece for piece in under_way if piece.state != _UNDER_WAY]
+        for piece in ended:
+            under_way.remove(piece)
+            piece.release()
+            if piece.state != _DONE:
+                raise PeerLost(f"a write into the peer's blocks ended as {piece.state}")
+            piece.arrived = True
+        return bool(ended)
+
+
+def _made(api: Any) -> Any:
+    """An agent without a thread of NIXL's: that one never sleeps."""
+    return api.nixl_agent(secrets.token_hex(8), api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND]))
+
+
+def _without_frames(work: Callable[[], T]) -> T:
+    """What `work` returns. Any exception of NIXL's becomes a TransferError that refers to nothing of NIXL's."""
+    try:
+        return work()
+    except InternalError:
+        raise
+    except Exception as error:  # noqa: BLE001 - NIXL's have no common class
+        failure = PeerLost(error.message if isinstance(error, TransferError) else f"nixl: {error}")
+    raise failure
