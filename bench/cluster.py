@@ -22,6 +22,9 @@ POLL_S = 0.02
 _LAST_WORDS = 40
 """Lines of the log that go with an error."""
 
+_FLEET = ("--roles", "--workers", "--prefill", "--decode")
+"""Options that say which workers there are."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -44,8 +47,9 @@ class Cluster:
 
 
 def serve(model: str, *options: str) -> contextlib.AbstractContextManager[Cluster]:
-    """`tandem serve` on a free loopback port, until the block ends."""
-    return run_command("serve", "--model", model, "--listen", "127.0.0.1:0", *options)
+    """`tandem serve` on a free loopback port, until the block ends; one prefill and one decode worker by default."""
+    fleet = () if any(each.split("=")[0] in _FLEET for each in options) else ("--prefill", "1", "--decode", "1")
+    return run_command("serve", "--model", model, "--listen", "127.0.0.1:0", *fleet, *options)
 
 
 @contextlib.contextmanager

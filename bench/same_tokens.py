@@ -3,7 +3,7 @@
 Random requests over every sampling parameter (`bench.random_requests`) go to `tandem serve` on the demo
 model, many at a time: one half to a cluster that hands KV over through shared memory, the other half
 through TCP. A part of both goes once more to one worker that computes prompts itself, in a pool so small
-that sequences are preempted: its tokens must be those of the other clusters.
+that sequences are preempted, and another part to two elastic workers: tokens must be those of the other clusters.
 
 `--compare` sends the same requests to this checkout and exits with 1 if anything differs but
 log-probabilities by less than `LOGPROB_TOLERANCE`; it names every request that differs.
@@ -57,6 +57,7 @@ class Deployment:
 
 
 _PAIR = ("--prefill", "1", "--decode", "1")
+_ELASTIC = ("--roles", "auto", "--workers", "2", "--chunk-tokens", "64")
 _ALONE = ("--prefill", "0", "--decode", "1", "--local-prefill-tokens", "unlimited")
 DEPLOYMENTS = (
     Deployment("shm", (*_PAIR, "--transport", "shm"), 0, 2),
@@ -67,6 +68,7 @@ DEPLOYMENTS = (
         0,
         _CHECKED_AGAIN,
     ),
+    Deployment("elastic", _ELASTIC, 1, _CHECKED_AGAIN),
 )
 
 
@@ -86,13 +88,13 @@ def ask_all(requests: Sequence[RandomRequest]) -> Run:
         chosen = requests[deployment.first :: deployment.stride]
         print(f"{deployment.name}: {len(chosen)} requests …", file=sys.stderr, flush=True)
         with serve(MODEL, *deployment.options, "--max-priority", str(MAX_PRIORITY)) as cluster:
-            answers, preemptions = asyncio.run(_ask_cluster(cluster.target, chosen))
+            answers, preemptions = asyncio.run(ask_cluster(cluster.target, chosen))
         run.answers |= {f"{deployment.name}/{name}": answer for name, answer in answers.items()}
         run.num_preemptions += preemptions
     return run
 
 
-async def _ask_cluster(target: str, requests: Sequence[RandomRequest]) -> tuple[Answers, int]:
+async def ask_cluster(target: str, requests: Sequence[RandomRequest]) -> tuple[Answers, int]:
     """Answers by request name, and how often the cluster preempted."""
     answers: Answers = {}
     left = deque(requests)

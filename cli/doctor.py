@@ -60,14 +60,19 @@ def _machine() -> Iterator[str]:
     prefill, decode = (",".join(map(str, shares[0].cores)) for shares in (plan.prefill, plan.decode))
     yield f"tandem {tandem.__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield f"cores usable: {len(cores)} of {os.cpu_count()}"
-    yield (f"`tandem serve` would give its prefill worker cores {prefill} and its decode worker cores {decode}")
+    yield (
+        f"`tandem serve --prefill 1 --decode 1` would give its prefill worker cores {prefill} and its decode worker "
+        f"cores {decode}"
+    )
     yield f"memory: {_memory()}"
     gpus = find_gpus(environment().get("CUDA_VISIBLE_DEVICES"))
     yield f"GPUs usable: {', '.join(gpus) or 'none'}"
     if gpus:
         shares = plan_devices(gpus, 1, 1)
         own = (shares.prefill[0].gpus[0], shares.decode[0].gpus[0])
-        yield "`tandem serve` would give its prefill worker {} and its decode worker {}".format(*own)
+        yield "`tandem serve --prefill 1 --decode 1` would give its prefill worker {} and its decode worker {}".format(
+            *own
+        )
 
 
 def _memory() -> str:

@@ -15,7 +15,7 @@ from functools import partial
 import tandem
 from cli import bench, chat, doctor, generate, health, serve, status
 from cli.command import Subparsers, add_command
-from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, add_arguments, load
+from tandem.config import DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, add_arguments, load
 from tandem.errors import CheckpointError, ConfigError, TandemError
 from tandem.progress import show_on_terminal
 from tandem.rpc.process import EXIT_BAD_CONFIG, EXIT_FAILED, hold_standard_streams
@@ -56,22 +56,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_processes(subparsers: Subparsers) -> None:
-    """`tandem router`, `prefill` and `decode`: the same as `python -m router` and its like."""
-    for name, config, what, details in (
+    """`tandem router`, `prefill`, `decode` and `worker`: the same as `python -m router` and its like."""
+    for name, config, package, what, details in (
         (
-            *("router", RouterConfig, "router"),
+            *("router", RouterConfig, "router", "router"),
             "Accepts requests, places them on the workers that register with it, streams their tokens.",
         ),
         (
-            *("prefill", PrefillConfig, "prefill worker"),
+            *("prefill", PrefillConfig, "prefill_worker", "prefill worker"),
             "Computes prompts and pushes their KV blocks to decode workers. Registers with every --router.",
         ),
         (
-            *("decode", DecodeConfig, "decode worker"),
+            *("decode", DecodeConfig, "decode_worker", "decode worker"),
             "Owns a paged KV pool and decodes in it by continuous batching. Registers with every --router.",
         ),
+        (
+            *("worker", ElasticConfig, "decode_worker", "elastic worker"),
+            "A decode worker that also computes prompts, for itself and for others, in chunks beside its decodes. "
+            "Registers with every --router.",
+        ),
     ):
-        run = partial(_run_process, what.replace(" ", "_"), config)
+        run = partial(_run_process, package, config)
         description = f"{details} Prints `ready HOST:PORT` on stdout once it listens."
         add_arguments(add_command(subparsers, name, run, f"one {what} process", description), config)
 

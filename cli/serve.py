@@ -39,6 +39,9 @@ STOP_MARGIN_S = 5.0
 """On top of a child's own drain grace, before it is killed."""
 _ADMIN_LISTEN = "127.0.0.1:0"
 """Of workers, unless the router is to have no admin port either."""
+DEFAULT_CPU_WORKERS = 2
+"""Measured on two cores: a core each, they compute 17 % more prompt tokens than one worker on both, and only then can
+prompts go where nobody decodes (bench/LOG.md)."""
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
@@ -94,7 +97,8 @@ class _Server:
 
     async def start(self) -> None:
         """Returns once the ready line is printed; a child's failure ends the task group instead."""
-        with progress.steps("starting", 1 + self._config.num_prefill + self._config.num_decode) as started:
+        num_workers = len(self._devices.prefill) + len(self._devices.decode)
+        with progress.steps("starting", 1 + num_workers) as started:
             self._fork_server.start()  # it imports while the router starts
             self._router = self._supervise(self._router_spec(), lambda: self._start_child(self._router_spec()))
             self._router_listen = await self._router.address()  # a restart must have the same port
@@ -156,7 +160,13 @@ async def _call_when_ready(worker: Supervisor, started: progress.Step) -> None:
 
 
 def check_fleet(config: ServeConfig) -> None:
-    """Raises ConfigError if these workers together could never serve."""
+    """Raises ConfigError if these workers together could never serve, or an option is of the other kind of fleet."""
+    if not config.is_static:
+        for flag in config.of_static:
+            raise ConfigError(flag, "is of --roles static; with --roles auto say --workers")
+        return
+    if config.num_workers is not None:
+        raise ConfigError("--workers", "is of --roles auto; with --roles static say --prefill and --decode")
     if config.num_prefill == 0 and config.decode_worker.local_prefill_tokens is not None:
         raise ConfigError("--prefill", "0 prefill workers need --local-prefill-tokens unlimited")
 
@@ -196,7 +206,7 @@ def local_address(address: str) -> str:
 
 def fleet_devices(config: ServeConfig, gpus: Sequence[str]) -> DevicePlan:
     """What each worker computes on, of `gpus`; without any, as `--device` says. Raises ConfigError."""
-    counts, device = (config.num_prefill, config.num_decode), config.decode_worker.device
+    counts, device = _counts(config, gpus), config.decode_worker.device
     lists = (config.prefill_devices, config.decode_devices)
     if any(lists):
         if device != "auto":
@@ -208,6 +218,14 @@ def fleet_devices(config: ServeConfig, gpus: Sequence[str]) -> DevicePlan:
         return plan_devices(gpus, *counts)
     own = (find_gpu("--device", device, gpus),)
     return plan_devices(gpus, *counts, *(own if count else () for count in counts))
+
+
+def _counts(config: ServeConfig, gpus: Sequence[str]) -> tuple[int, int]:
+    """Prefill workers and those that decode, which with elastic roles are all."""
+    if config.is_static:
+        return 1 if config.num_prefill is None else config.num_prefill, config.num_decode or 1
+    on_gpus = len(gpus) if config.decode_worker.device in ("auto", "cuda") else 0
+    return 0, config.num_workers or on_gpus or DEFAULT_CPU_WORKERS
 
 
 def check_host_memory(config: ServeConfig, devices: DevicePlan, available_bytes: int | None) -> None:
@@ -229,16 +247,21 @@ def check_host_memory(config: ServeConfig, devices: DevicePlan, available_bytes:
 
 def worker_specs(config: ServeConfig, cores: Sequence[int], router: str, devices: DevicePlan) -> list[ChildSpec]:
     """All workers, registered with the router at HOST:PORT `router`; on loopback, as only it calls them."""
+    counts = len(devices.prefill), len(devices.decode)
     split = share_all_cores if devices.on_gpus else plan_cores
-    plan = split(cores, config.num_prefill, config.num_decode, config.decode_worker.threads)
-    roles = (
-        ("prefill", config.prefill_worker, zip(plan.prefill, devices.prefill, strict=True)),
-        ("decode", config.decode_worker, zip(plan.decode, devices.decode, strict=True)),
+    plan = split(cores, *counts, config.decode_worker.threads)
+    decoding = replace(config.decode_worker, elastic=not config.is_static)
+    kinds = (
+        ("prefill", "prefill_worker", config.prefill_worker, zip(plan.prefill, devices.prefill, strict=True)),
+        (
+            *("decode" if config.is_static else "worker", "decode_worker", decoding),
+            zip(plan.decode, devices.decode, strict=True),
+        ),
     )
     specs: list[ChildSpec] = []
-    for role, worker, shares in roles:
+    for kind, module, worker, shares in kinds:
         for index, (share, device) in enumerate(shares):
-            name = f"{role}-{index}"
+            name = f"{kind}-{index}"
             own = replace(
                 worker,
                 router=(router,),
@@ -247,9 +270,9 @@ def worker_specs(config: ServeConfig, cores: Sequence[int], router: str, devices
                 admin_listen=None if config.router.admin_listen is None else _ADMIN_LISTEN,
                 device=device.device,
                 device_workers=device.num_workers,
-                host_workers=config.num_prefill + config.num_decode,
+                host_workers=sum(counts),
             )
             grace_s = worker.drain_grace_s + STOP_MARGIN_S
             arguments = tuple(argv_of(own))
-            specs.append(ChildSpec(name, f"{role}_worker", arguments, share.cores, share.nice, grace_s, device.gpus))
+            specs.append(ChildSpec(name, module, arguments, share.cores, share.nice, grace_s, device.gpus))
     return specs

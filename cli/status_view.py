@@ -52,6 +52,15 @@ _POOL: _Columns = {
         for name in "total free cached reserved receiving live quarantined block_size unused_slots".split()
     },
 }
+_PACE: _Columns = {
+    "pace": lambda worker: worker.info.worker_id,
+    "prompts": lambda worker: _measured(worker.load.prompt_tokens_per_s, lambda rate: f"{rate:.0f} tokens/s"),
+    "decode step": lambda worker: _measured(worker.load.step_s, duration),
+    "step objective": lambda worker: _measured(
+        worker.load.step_objective_s, lambda s: f"at most {duration(s)}", "none"
+    ),
+}
+"""How fast a worker is now: placement goes by it."""
 _LIVE: _Columns = {
     **{name: _WORKER[name] for name in ("worker", "state", "heartbeat", "running", "waiting", "transfers")},
     "used": lambda worker: _used(worker.load.pool),
@@ -67,6 +76,8 @@ def view(status: ClusterStatus) -> Iterator[ConsoleRenderable]:
         yield _table(_WORKER, status.workers)
         yield Text()
         yield _table(_POOL, status.workers)
+        yield Text()
+        yield _table(_PACE, status.workers)
 
 
 def live_view(status: ClusterStatus) -> Iterator[ConsoleRenderable]:
@@ -110,6 +121,9 @@ def _summary(status: ClusterStatus) -> Iterator[ConsoleRenderable]:
             f"since start: {recent.total_requests} requests, {recent.total_tokens} tokens; over the last"
             f" {recent.window_s:.0f} s: {recent.requests_per_s:.3g} requests/s, {recent.tokens_per_s:.3g} tokens/s"
         )
+    if recent.placements:
+        counts = ", ".join(f"{each.reason.replace('_', ' ')} {each.count}" for each in recent.placements)
+        yield plain(f"prompts placed since start: {counts}")
     if status.version:
         page = f", page at {status.admin_address}" if status.admin_address else ""
         yield plain(f"router: version {status.version}, up {span(status.uptime_s)}{page}")
@@ -137,6 +151,10 @@ def _latencies(recent: RecentActivity) -> Table:
 def _table(columns: _Columns, workers: Sequence[WorkerStatus]) -> Table:
     ordered = sorted(workers, key=lambda worker: (worker.info.role, worker.info.worker_id))
     return table(tuple(columns), [tuple(value(worker) for value in columns.values()) for worker in ordered])
+
+
+def _measured(value: float, text: Callable[[float], str], otherwise: str = "not measured") -> str:
+    return text(value) if value else otherwise
 
 
 def _used(pool: PoolCounts) -> str:

@@ -35,12 +35,14 @@ MAX_PLANNING_SHARE_ON_CPU = 0.1
 
 def run(config: DecodeConfig) -> int:
     """Runs the process until it is told to stop; returns its exit code."""
-    return run_worker(Role.DECODE, config, serve)
+    return run_worker(_role(config), config, serve)
 
 
 async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -> None:
     """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
-    base = Foundation.lay(Role.DECODE, config, tracer)
+    if config.elastic and config.local_prefill_tokens == 0:  # the default of the other kind
+        config = replace(config, local_prefill_tokens=None)
+    base = Foundation.lay(_role(config), config, tracer)
     options = EngineOptions.of_worker(
         config,
         base.checkpoint.path,
@@ -87,6 +89,9 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
             info.max_sequence_tokens,
             overlap_steps=config.overlap_steps == "auto",
             max_planning_share=MAX_PLANNING_SHARE_ON_CPU if engine.model.device.type == "cpu" else math.inf,
+            inter_token_objective_s=config.inter_token_objective_s,
+            waiting_served_ratio=config.waiting_served_ratio,
+            elastic=config.elastic,
         )
         worker = DecodeWorker(parts, policy)
         await receiver.start()
@@ -96,6 +101,10 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
             guides.close()
             await sender.stop()
             await receiver.stop()
+
+
+def _role(config: DecodeConfig) -> Role:
+    return Role.ELASTIC if config.elastic else Role.DECODE
 
 
 def _host_of(address: str) -> str:

@@ -21,8 +21,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from engine.prefix_cache import PrefixCache
-from kvtransfer.base import BlockRef, Offer, Receiver
+from kvtransfer.base import BlockRefs, Offer, Receiver
 from tandem.clock import Clock, Deadline
 from tandem.errors import FrameError, TandemError, TicketRefused, TransferError
 from tandem.first_tokens import FirstTokens, NextTokens, decode_first_tokens
@@ -109,7 +111,7 @@ class IncomingTransfers:
         num_blocks = prefix.blocks_wanted(prefix.num_remaining_tokens, self.pool.block_size)
         block_ids = self._cache.allocate(num_blocks, BlockState.RESERVED)
         transfer = IncomingTransfer(request, block_ids, Deadline.after(self.clock, self._policy.handoff_s), self)
-        refs = tuple(BlockRef(block_id, self.pool.generation(block_id)) for block_id in block_ids)
+        refs = BlockRefs(np.array(block_ids, np.uint32), self.pool.generations(block_ids))
         try:
             offer = self._receiver.offer(refs, transfer, self._policy.ticket_s, num_held)
         except TandemError:

@@ -78,10 +78,23 @@ class ReservationQueue:
         """Sequences of all that wait."""
         return sum(request.group.num_seats for request in self._queue)
 
+    def num_tokens(self, *, computed_elsewhere: bool) -> int:
+        """Tokens of all that wait, with or without those of prompts that are computed elsewhere."""
+        return sum(
+            request.group.num_remaining_tokens
+            for request in self._queue
+            if computed_elsewhere or request.owes_prefill_done
+        )
+
     @property
-    def num_tokens(self) -> int:
-        """Tokens to compute of all that wait."""
-        return sum(request.group.num_remaining_tokens for request in self._queue)
+    def is_overdue(self) -> bool:
+        """Whether the first in line was overtaken often enough."""
+        return bool(self._queue) and self._overtaken.get(self._queue[0], 0) >= self._max_overtakes
+
+    def was_overtaken(self) -> None:
+        """A prompt for another worker has taken room before all that wait here."""
+        for request in self._queue:
+            self._overtaken[request] = self._overtaken.get(request, 0) + 1
 
     def add(self, request: Request) -> None:
         """Puts it in line. Raises Overloaded if the line is full."""

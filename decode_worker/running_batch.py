@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 
+from decode_worker.chunk_budget import ChunkBudget
+from decode_worker.decoding import Decoding, may_join
 from decode_worker.growth import Forecast, Growth
-from decode_worker.scheduler import StepLimits, StepPlan, plan_step
+from decode_worker.scheduler import Beside, StepLimits, StepPlan, plan_step
 from engine.block_pool import BlockPool
+from engine.decode_rows import StepSeqs, objects_of
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from engine.step import BlockCopy, ScheduledSeq, Step
@@ -34,11 +38,15 @@ class BatchedStep:
     """In the order of `step.seqs`."""
     num_decodes: int
     """Seqs that compute one token and draw the next one; all others compute chunks of prompts."""
+    num_rows: int = 0
+    """So many of the first are decodes of requests with one choice, no grammar and no beams (`decoding`)."""
 
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens in chunks of prompts."""
-        return 0 if self.is_decode else sum(len(seq.token_ids) for seq in self.step.seqs) - self.num_decodes
+        if self.is_decode:
+            return 0
+        return sum(len(seq.token_ids) for seq in objects_of(self.step.seqs)) - (self.num_decodes - self.num_rows)
 
     @property
     def is_decode(self) -> bool:
@@ -88,7 +96,9 @@ class BlockReleases:
 class RunningBatch:
     """Running and waiting requests, each list in rank order."""
 
-    def __init__(self, cache: PrefixCache, limits: StepLimits, growth: Growth) -> None:
+    def __init__(self, cache: PrefixCache, limits: StepLimits, growth: Growth, budget: ChunkBudget) -> None:
+        self.budget = budget
+        """Told of each step that ended by whoever runs them."""
         self.releases = BlockReleases(cache.pool)
         self._cache = cache
         self._pool = cache.pool
@@ -96,6 +106,8 @@ class RunningBatch:
         self._growth = growth
         self._requests: set[Request] = set()
         self._running: list[Request] = []
+        self._decoding = Decoding(cache)
+        """Many of those that run."""
         self._waiting: list[Request] = []
         self.num_preemptions = 0
         """How often blocks were taken from a request."""
@@ -107,14 +119,19 @@ class RunningBatch:
         return request in self._requests
 
     @property
+    def requests(self) -> AbstractSet[Request]:
+        """All that are here."""
+        return self._requests
+
+    @property
     def num_running(self) -> int:
         """Seats that are taken."""
-        return sum(request.group.num_seats for request in self._running)
+        return sum(request.num_seats for request in self._running)
 
     @property
     def num_waiting(self) -> int:
         """Sequences without a seat."""
-        return sum(request.group.num_seats for request in self._waiting)
+        return sum(request.num_seats for request in self._waiting)
 
     def forecast(self, incoming: Iterable[Request], handoff_steps: int) -> Forecast:
         """Blocks that its requests and those in hand-off are expected to take."""
@@ -123,7 +140,7 @@ class RunningBatch:
     @property
     def num_prompt_tokens_left(self) -> int:
         """Tokens to compute before all sequences are decoding."""
-        return sum(max(0, each.group.num_remaining_tokens - each.group.num_seats) for each in self._requests)
+        return sum(map(_num_prompt_tokens_left, self._requests))
 
     @property
     def is_settled(self) -> bool:
@@ -135,6 +152,8 @@ class RunningBatch:
         blocks to go on, or they search with beams.
         """
         for request in self._running:
+            if request.for_another or request in self._decoding:
+                continue  # `prompts_for_others` tells of it; or it gets a token with each step
             if request.group.num_remaining_tokens > request.group.num_seats:
                 yield request, WaitReason.PROMPT
             elif request.group.num_missing_blocks(self._pool):
@@ -145,6 +164,8 @@ class RunningBatch:
     def line_waits(self) -> Iterator[Wait]:
         """Requests without a seat."""
         for request in self._waiting:
+            if request.for_another:
+                continue
             if request.group.holds_blocks:
                 yield request, WaitReason.SEAT
             elif request.started_s is None:
@@ -166,6 +187,7 @@ class RunningBatch:
 
     def suspend(self, request: Request) -> None:
         """It takes part in no further step; it stays here, with its blocks. What steps in flight bring is applied."""
+        self._decoding.leave(request)
         for line in (self._running, self._waiting):
             if request in line:
                 line.remove(request)
@@ -182,10 +204,10 @@ class RunningBatch:
         again then.
         """
         while True:
-            plan = plan_step(self._running, self._waiting, self._cache, self._limits, self._growth)
-            if self._attach(plan.admitted):
+            plan, beside = self._plan(self._limits_now())
+            if self._attach(plan.admitted) or self._attach_more(plan):
                 continue
-            step = self._carry_out(plan, {})
+            step = self._carry_out(plan, beside, None)
             if step is not None or not plan.preempted:
                 return step
 
@@ -197,34 +219,74 @@ class RunningBatch:
         """
         if not running.is_decode:
             return None
-        plan = plan_step(self._running, self._waiting, self._cache, self._limits, self._growth)
+        plan, beside = self._plan(self._limits)
         if plan.preempted or plan.lacks_blocks:
             return None
         if not all(_is_decode(request, seq) for request, seq, _ in plan.scheduled):
             return None
         if len(plan.admitted) < len(self._waiting) and any(seq.is_exhausted for _, seq in running.seqs):
             return None
-        return self._carry_out(plan, {seq: draw for draw, (_, seq) in enumerate(running.seqs)})
+        return self._carry_out(plan, beside, running)
 
-    def _carry_out(self, plan: StepPlan, draws: Mapping[Sequence, int]) -> BatchedStep | None:
-        """`draws`: who draws in the step in flight, and the number of the draw."""
+    @property
+    def num_decodes(self) -> int:
+        """Sequences that decode."""
+        return sum(len(request.group.running) for request in self._running if request.group.is_forked)
+
+    @property
+    def num_prompts(self) -> int:
+        """Requests whose prompt is being computed, or waits for that."""
+        running = sum(not request.group.is_forked for request in self._running)
+        return running + sum(not request.group.holds_blocks for request in self._waiting)
+
+    def _limits_now(self) -> StepLimits:
+        num_prompts = self.num_prompts
+        if not num_prompts:
+            return self._limits
+        return replace(self._limits, chunk_tokens=self.budget.tokens(self.num_decodes, num_prompts))
+
+    def _plan(self, limits: StepLimits) -> tuple[StepPlan, Beside | None]:
+        """The next step, and what else takes part in it; None = the plan is of all."""
+        beside = self._decoding.wanted() if len(self._decoding) else None
+        if beside is not None:
+            others = [each for each in self._running if each not in beside.requests]
+            plan = plan_step(others, self._waiting, self._cache, limits, self._growth, beside)
+            if not plan.preempted and not plan.lacks_blocks:
+                return plan, beside
+        return plan_step(self._running, self._waiting, self._cache, limits, self._growth), None
+
+    def _carry_out(self, plan: StepPlan, beside: Beside | None, running: BatchedStep | None) -> BatchedStep | None:
+        """`beside`: what takes part too; `running`: the step in flight."""
         for request in plan.admitted:
             self._waiting.remove(request)
             bisect.insort(self._running, request, key=lambda each: each.rank)
         for request in plan.preempted:
             self._preempt(request)
-        if not plan.scheduled:
+        if not plan.scheduled and beside is None:
             return None
         if self._waiting and not self._waiting[0].group.holds_blocks and self._waiting[0].reads_cache:
             self._waiting[0].group.prefetch(self._cache)
         num_decodes = sum(_is_decode(request, seq) for request, seq, _ in plan.scheduled)
+        if beside is None:
+            self._decoding.clear()  # what follows moves their sequences on
+        self._decoding.step_planned()
+        rows, pairs = (None, ()) if beside is None else self._decoding.schedule(is_behind=running is not None)
+        draws: dict[Sequence, int] = {}
+        if running is not None and plan.scheduled:
+            draws = {seq: draw for draw, (_, seq) in enumerate(running.seqs)}
         copies: list[BlockCopy] = []
-        seqs: list[ScheduledSeq] = []
+        objects: list[ScheduledSeq] = []
         for request, seq, num_tokens in plan.scheduled:
+            is_decode = _is_decode(request, seq)
             copies += request.group.copy_on_write(seq, self._cache)
-            seqs.append(self._schedule(seq, num_tokens, draws.get(seq) if seq.num_pending_tokens else None))
-        step = Step(tuple(seqs), tuple(copies), self._cache.take_moves())
-        return BatchedStep(step, tuple((request, seq) for request, seq, _ in plan.scheduled), num_decodes)
+            objects.append(self._schedule(seq, num_tokens, draws.get(seq) if seq.num_pending_tokens else None))
+            if is_decode and may_join(request):
+                self._decoding.join(request, len(pairs) + len(objects) - 1)
+        seqs = tuple(objects) if rows is None else StepSeqs(rows, tuple(objects))
+        step = Step(seqs, tuple(copies), self._cache.take_moves())
+        num_rows = len(pairs)
+        pairs += tuple((request, seq) for request, seq, _ in plan.scheduled)
+        return BatchedStep(step, pairs, num_decodes + num_rows, num_rows)
 
     def _attach(self, admitted: Iterable[Request]) -> bool:
         """Whether any of them has found blocks."""
@@ -236,6 +298,14 @@ class RunningBatch:
                     request.group.prefix.num_cached_tokens = 0  # it finds what it has computed itself
         return found
 
+    def _attach_more(self, plan: StepPlan) -> bool:
+        """Whether any prompt for another worker that is about to begin finds more than when it took its blocks."""
+        found = False
+        for request, *_ in plan.scheduled:
+            if request.for_another and request.started_s is None and request.reads_cache:
+                found |= request.group.attach_more(self._cache)
+        return found
+
     def _give_back(self, request: Request) -> None:
         request.group.remember(self._cache)
         self.releases.release(request.group.take_blocks())
@@ -243,6 +313,7 @@ class RunningBatch:
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
         request.observer.preempted()
+        self._decoding.leave(request)
         self._give_back(request)
         if request in self._running:
             self._running.remove(request)
@@ -255,6 +326,13 @@ class RunningBatch:
         scheduled = seq.schedule(num_tokens, feed)
         self._pool.set_filled(seq.block_table, seq.num_computed_tokens, scheduled.context_len)
         return scheduled
+
+
+def _num_prompt_tokens_left(request: Request) -> int:
+    group = request.group
+    if request.for_another:
+        return group.prefix.num_remaining_tokens
+    return max(0, group.num_remaining_tokens - group.num_seats)
 
 
 def _is_decode(request: Request, seq: Sequence) -> bool:

@@ -6,7 +6,8 @@ finished. One step:
 
  1. admit     waiting groups that hold blocks (received hand-offs) take free seats; then, in rank order, those
               without blocks (new or preempted prompts) for whose tokens there is room beside the expected `growth`
- 2. share     a sequence with one token to compute takes it (decode); all others share `chunk_tokens` among them
+ 2. share     a sequence with one token to compute takes it (decode); all others share `chunk_tokens` among them, the
+              shortest first within a bound on age (`worker.turns`)
  3. allocate  in rank order, each gets the blocks that its tokens need, and one more to copy a shared block before
               it writes there; when the pool is dry the last-ranked holder of blocks is preempted: its group loses
               all blocks and is computed again later. With no victim behind it, a sequence takes fewer tokens or none
@@ -17,7 +18,9 @@ cache knew nothing: a hold on known blocks takes no more of what is available th
 
 Nothing is preempted for a group ranked behind it. So the first-ranked group is never preempted and takes what all
 others hold; if it has no seat and nothing else can step, the last-ranked running group vacates one, and the next plan
-seats it. It always progresses, unless blocks are reserved for hand-offs, which end by themselves (`reservations`).
+seats it. It always progresses, unless blocks are reserved for hand-offs, which end by themselves (`reservations`), or
+held by prompts that are computed for other workers: these need no seat, hold all their blocks from the start, are
+never preempted, and leave by themselves (`prompts_for_others`).
 
 Reads groups and the counts of pool and cache, changes neither; knows no clock and no engine.
 """
@@ -25,6 +28,7 @@ Reads groups and the counts of pool and cache, changes neither; knows no clock a
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -34,6 +38,7 @@ from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from tandem.types import BlockId
 from worker.request import Request
+from worker.turns import turn_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,16 @@ class StepLimits:
     max_seqs: int
     chunk_tokens: int
     """Prompt tokens per step; decode tokens do not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Decodes that take part in the step whatever the plan is, and are planned elsewhere (`decoding`)."""
+
+    requests: Collection[Request]
+    """Each with one seat."""
+    num_blocks: int
+    """That they take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +76,19 @@ class StepPlan:
 
 
 def plan_step(
-    running: SequenceOf[Request], waiting: SequenceOf[Request], cache: PrefixCache, limits: StepLimits, growth: Growth
+    running: SequenceOf[Request],
+    waiting: SequenceOf[Request],
+    cache: PrefixCache,
+    limits: StepLimits,
+    growth: Growth,
+    beside: Beside | None = None,
 ) -> StepPlan:
     """Plans one step; `running` and `waiting` are in rank order.
 
-    Sequences that cannot take part in a step launched now are left out.
+    Sequences that cannot take part in a step launched now are left out. With `beside`, whose requests are not among
+    `running`: if the plan preempts or lacks blocks, it is of no use; all are to be planned together then.
     """
-    return _Planner(running, waiting, cache, limits, growth).plan()
+    return _Planner(running, waiting, cache, limits, growth, beside).plan()
 
 
 def _can_step(sequence: Sequence) -> bool:
@@ -86,7 +107,10 @@ class _Planner:
         cache: PrefixCache,
         limits: StepLimits,
         growth: Growth,
+        beside: Beside | None,
     ) -> None:
+        self._beside: Collection[Request] = () if beside is None else beside.requests
+        self._num_beside_blocks = 0 if beside is None else beside.num_blocks
         self._running = list(running)
         self._waiting = list(waiting)
         self._pool = cache.pool
@@ -101,17 +125,23 @@ class _Planner:
 
     def plan(self) -> StepPlan:
         admitted = self._admit() if self._waiting else []
+        self._free_blocks -= self._num_beside_blocks
+        if self._free_blocks < 0:
+            return StepPlan((), (), (), lacks_blocks=True)
         decodes, chunks = self._allocate(self._share())
-        if not decodes and not chunks and not self._preempted:
+        is_stuck = not decodes and not chunks and not self._preempted and not self._beside
+        if is_stuck:  # the next in turn lacks blocks: the first in rank does not
+            decodes, chunks = self._allocate(self._share(by_rank=True))
+        if is_stuck and not decodes and not chunks and not self._preempted:
             self._vacate_seat()
         return StepPlan(tuple(admitted), tuple(self._preempted), (*decodes, *chunks), self._lacks_blocks)
 
     def _admit(self) -> list[Request]:
         """Moves from waiting to running as far as seats and blocks go."""
         admitted: list[Request] = []
-        num_seats = sum(request.group.num_seats for request in self._running)
-        for request in sorted(self._waiting, key=lambda waiting: not waiting.group.holds_blocks):  # stable
-            num_seats += request.group.num_seats
+        num_seats = sum(request.num_seats for request in self._running) + len(self._beside)
+        for request in sorted(self._waiting, key=lambda each: (not each.for_another, not each.group.holds_blocks)):
+            num_seats += request.num_seats
             if num_seats > self._limits.max_seqs:
                 break
             if not request.group.holds_blocks and not self._has_room_for(request):
@@ -129,19 +159,20 @@ class _Planner:
         """
         if any(seq.awaits_mask for each in self._running for seq in each.group.running):
             return
-        if self._running and any(
-            each.group.holds_blocks and each.rank < self._running[-1].rank for each in self._waiting
-        ):
-            self._preempted.append(self._running[-1])
+        last = next((each for each in reversed(self._running) if not each.for_another), None)
+        if last is not None and any(each.group.holds_blocks and each.rank < last.rank for each in self._waiting):
+            self._preempted.append(last)
 
     def _has_room_for(self, request: Request) -> bool:
         """Whether all its tokens fit; unless it is alone, also its growth, beside that of all others with blocks."""
-        if not self._running or request.group.num_missing_blocks(self._pool) > self._free_blocks:
+        if not (self._running or self._beside) or request.group.num_missing_blocks(self._pool) > self._free_blocks:
             return request.group.num_missing_blocks(self._pool) <= self._free_blocks
-        forecast = self._growth.forecast(self._running, [each for each in self._waiting if each.group.holds_blocks])
+        forecast = self._growth.forecast(
+            [*self._running, *self._beside], [each for each in self._waiting if each.group.holds_blocks]
+        )
         return self._growth.blocks_wanted(request.group, forecast, 0) <= self._free_blocks
 
-    def _share(self) -> list[tuple[Request, Sequence, int, bool]]:
+    def _share(self, *, by_rank: bool = False) -> list[tuple[Request, Sequence, int, bool]]:
         """Tokens that each would compute if blocks were no matter, and whether it is a chunk; in rank order."""
         seqs = [
             (request, seq, seq.num_remaining_tokens)
@@ -149,8 +180,12 @@ class _Planner:
             for seq in request.group.running
             if _can_step(seq)
         ]
-        prompts = [num_tokens for *_, num_tokens in seqs if num_tokens > 1]
-        chunks = iter(plan_chunks(prompts, self._limits.chunk_tokens, len(prompts)))
+        prompts = [each for each in seqs if each[2] > 1]
+        order = range(len(prompts))
+        if not by_rank:
+            order = sorted(order, key=lambda at: turn_of(prompts[at][0], prompts[at][2]))
+        budget = plan_chunks([prompts[at][2] for at in order], self._limits.chunk_tokens, len(prompts))
+        chunks = iter([share for _, share in sorted(zip(order, budget, strict=True))])
         return [
             (request, seq, next(chunks), True) if num_tokens > 1 else (request, seq, 1, False)
             for request, seq, num_tokens in seqs
@@ -202,7 +237,8 @@ class _Planner:
     def _preempt_behind(self, request: Request) -> bool:
         """Takes the blocks of the last-ranked holder, if that ranks behind `request`."""
         if self._victims is None:
-            holders = [other for other in (*self._running, *self._waiting) if other.group.holds_blocks]
+            others = (*self._running, *self._waiting)
+            holders = [other for other in others if other.group.holds_blocks and not other.for_another]
             self._victims = sorted(holders, key=lambda each: each.rank)
         if not self._victims or self._victims[-1].rank <= request.rank:
             return False

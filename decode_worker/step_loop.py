@@ -14,7 +14,7 @@ may go on elsewhere (`StepFailed`). A broken engine, or a bug in the planning it
 
 What a step brought is applied, unless its request is gone or its choice has ended:
 
-    prompt computed ─▶ prefill_done, first tokens of all choices ─▶ fork
+    prompt computed ─▶ prefill_done, first tokens of all choices ─▶ fork; of another worker, see `prompts_for_others`
     decode          ─▶ one token of one choice, or the candidates of one beam
     last token      ─▶ the choice's blocks are released; with the last choice, the request ends
 
@@ -26,11 +26,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass
 
+from decode_worker.prompts_for_others import PromptsForOthers
 from decode_worker.running_batch import BatchedStep, RunningBatch
 from engine.beam_group import BeamGroup, candidates_of
+from engine.decode_rows import DrawnTokens, objects_of
 from engine.engine_thread import EngineBroken
 from engine.guides import Guides
 from engine.prefix_cache import PrefixCache
@@ -109,6 +112,7 @@ class StepLoop:
     def __init__(
         self,
         batch: RunningBatch,
+        prompts: PromptsForOthers,
         cache: PrefixCache,
         engine: StepEngine,
         clock: Clock,
@@ -125,6 +129,7 @@ class StepLoop:
         `overlap`: whether a second step may be in flight, if planning it takes no more than `max_planning_share`.
         """
         self._batch = batch
+        self._prompts = prompts
         self._cache = cache
         self._engine = engine
         self._clock = clock
@@ -134,6 +139,8 @@ class StepLoop:
         self._overlap = overlap
         self._guides = guides
         self._timing = StepTiming(max_planning_share)
+        self.num_prompt_tokens = 0
+        """Prompt tokens that were computed so far."""
         self._in_flight: deque[_InFlight] = deque()
         self._work = asyncio.Event()
 
@@ -167,7 +174,7 @@ class StepLoop:
         batched = plan()
         if batched is None:
             return False
-        for request, _ in batched.seqs:
+        for request, _ in batched.seqs[batched.num_rows :]:
             if request.started_s is None:
                 request.started_s = began_s
                 if request.owes_prefill_done:
@@ -175,6 +182,8 @@ class StepLoop:
                         len(request.spec.prefix_token_ids), request.group.prefix.num_cached_tokens
                     )
                 request.observer.started()
+                if request.for_another:
+                    self._prompts.started(request)
         self._batch.releases.step_launched()
         result, now_s = self._launched(batched), self._clock.now_s()
         self._in_flight.append(_InFlight(batched, result, now_s))
@@ -219,7 +228,11 @@ class StepLoop:
         else:
             for number, scores in result.scored.items():
                 self._tell_scores(batched.seqs[number][0], scores)
-            for (request, seq), scheduled, drawn in zip(batched.seqs, batched.step.seqs, result.outputs, strict=True):
+            num_rows, objects = batched.num_rows, objects_of(batched.step.seqs)
+            if num_rows:
+                self._apply_rows(batched.seqs[:num_rows], result.outputs)
+            others = zip(batched.seqs[num_rows:], objects, result.outputs[num_rows:], strict=True)
+            for (request, seq), scheduled, drawn in others:
                 if request in self._batch and not seq.is_finished:
                     self._apply(request, seq, scheduled, drawn)
             self._report(batched, result.seconds)
@@ -257,18 +270,40 @@ class StepLoop:
         else:
             request.take_scores(scores)
 
-    def _apply(self, request: Request, seq: Sequence, scheduled: ScheduledSeq, drawn: tuple[Sampled, ...]) -> None:
-        tokens: list[tuple[SampledToken, ...]] = []
-        for sampled in drawn:
+    def _apply_rows(self, rows: SequenceOf[tuple[Request, Sequence]], outputs: SequenceOf[tuple[Sampled, ...]]) -> None:
+        """One token for each of `rows`, whose outputs are the first ones: what `_apply` comes to, for these."""
+        here = self._batch.requests
+        if isinstance(outputs, DrawnTokens):
+            for (request, seq), token_id in zip(rows, outputs.token_ids, strict=True):
+                if seq.finish_reason is None and request in here:
+                    seq.num_ended_tokens += 1
+                    if request.take_token(seq, SampledToken(token_id, None)) is not None:
+                        self._on_ended(request, None)
+            return
+        for (request, seq), (sampled,) in zip(rows, outputs, strict=False):
+            if seq.finish_reason is not None or request not in here:
+                continue
             if isinstance(sampled, BrokenLogits):
                 self._break(request, sampled)
-                return
-            tokens.append(sampled)
+                continue
+            seq.num_ended_tokens += 1
+            if request.take_token(seq, sampled[0]) is not None:
+                self._on_ended(request, None)
+
+    def _apply(self, request: Request, seq: Sequence, scheduled: ScheduledSeq, drawn: tuple[Sampled, ...]) -> None:
+        broken = next((sampled for sampled in drawn if isinstance(sampled, BrokenLogits)), None)
+        if broken is not None:
+            self._break(request, broken)
+            return
+        tokens = [sampled for sampled in drawn if not isinstance(sampled, BrokenLogits)]
         group = request.group
         seq.step_ended(scheduled)
         if len(scheduled.token_ids) > 1:
             group.remember_sequence(seq, self._cache)
         ends_prefix = not group.is_forked and (bool(drawn) or seq.num_remaining_tokens == 0)
+        if request.for_another:
+            self._prompts.chunk_computed(request, tokens if ends_prefix else None)
+            return
         if ends_prefix and request.owes_prefill_done:
             request.owes_prefill_done = False
             request.prompt_computed(self._clock.now_s())
@@ -302,6 +337,8 @@ class StepLoop:
             self._guides.follow(each.guide for each in sequences)
 
     def _report(self, batched: BatchedStep, seconds: float) -> None:
+        self.num_prompt_tokens += batched.num_prompt_tokens
+        self._batch.budget.step_took(batched.num_decodes, batched.num_prompt_tokens, seconds)
         if batched.is_decode:
             self._timing.step_took(len(batched.seqs), seconds)
         specs = tuple([request.spec for request, _ in batched.seqs])

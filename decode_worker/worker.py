@@ -3,6 +3,7 @@
     Reserve ─▶ queue ─▶ Reserved ─▶ incoming transfer ─▶ batch ─▶ tokens … finish
                            └─ (prompt computed here) ──▶ batch ─▶ PrefillDone, tokens … finish
                                                  ├──▶ Leaving ─▶ HandOver ─▶ HandoffDone   while it drains
+    Prefill ─▶ line ─▶ prompt computed in the same batch ─▶ HandoffDone   for others, where it is elastic
                └────────────┴──────────────┴─────┴──▶ Failed | released
 
 A request, with all its choices, ends once, at `_end`: finished, failed, out of time, released by its router, or its
@@ -20,10 +21,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from decode_worker.chunk_budget import ChunkBudget
 from decode_worker.growth import FIRST_GUESS_TOKENS, Growth
 from decode_worker.hand_overs import HandOvers
 from decode_worker.handoff_pace import HandoffPace
 from decode_worker.incoming_transfers import IncomingTransfers, TransferPolicy
+from decode_worker.prompts_for_others import PromptsForOthers
 from decode_worker.reservations import MAX_OVERTAKES, MAX_QUEUED, ReservationQueue, Room
 from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import StepLimits
@@ -75,7 +78,7 @@ class WorkerParts:
     guides: Guides | None = None
     """None = constraints are refused."""
     sender: Sender | None = None
-    """Hands over what runs here when the worker drains; None = it ends here, or is replayed."""
+    """Hands over what runs here when the worker drains, and prompts; None = it ends here, or is replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,11 @@ class WorkerPolicy:
     """Whether a second step may be in flight."""
     max_planning_share: float = math.inf
     """Of a step, that planning the next one may take for both to overlap: on a CPU they take each other's cores."""
+    inter_token_objective_s: float | None = 0.0
+    """See `ChunkBudget`."""
+    waiting_served_ratio: float = 1.0
+    elastic: bool = False
+    """Whether it computes prompts for other workers too; that needs a sender."""
 
 
 class DecodeWorker:
@@ -108,9 +116,12 @@ class DecodeWorker:
         self._transfers = IncomingTransfers(
             parts.cache, parts.receiver, parts.clock, self, policy.transfers, parts.validator.vocab_size
         )
-        self._batch = RunningBatch(parts.cache, policy.limits, self._growth)
+        budget = ChunkBudget(policy.limits.chunk_tokens, policy.inter_token_objective_s, policy.waiting_served_ratio)
+        self._batch = RunningBatch(parts.cache, policy.limits, self._growth, budget)
+        self._prompts = PromptsForOthers(self._batch, parts.cache, parts.sender, parts.clock, self)
         self._steps = StepLoop(
             self._batch,
+            self._prompts,
             parts.cache,
             parts.engine,
             parts.clock,
@@ -140,7 +151,15 @@ class DecodeWorker:
         max_local_tokens: int | None = None,
     ) -> None:
         """Puts a request in line; `reserved` follows when there is room, or `failed`. Raises what makes it refuse."""
-        self._check(session, handle, spec)
+        self._check_new(session, handle)
+        self._check(spec)
+        request = self._add(session, handle, spec)
+        request.owes_prefill_done = local_prefill
+        request.max_local_tokens = max_local_tokens if local_prefill else None
+        begin_guides(self._parts.guides, request, self._enter, self._end)
+
+    def _add(self, session: RouterPort, handle: Handle, spec: GroupSpec, destination: str | None = None) -> Request:
+        """A new request; with a destination, one whose prompt is computed for a worker there."""
         clock = self._parts.clock
         self._num_arrived += 1
         request = Request(
@@ -150,17 +169,21 @@ class DecodeWorker:
             self._num_arrived,
             clock.now_s(),
             Deadline.after(clock, spec.timeout_s),
-            self._parts.observer.sequence(spec),
+            self._parts.observer.sequence(spec, for_another=destination is not None),
+            destination or "",
         )
-        request.owes_prefill_done = local_prefill
-        request.max_local_tokens = max_local_tokens if local_prefill else None
+        request.came_after_tokens = self._steps.num_prompt_tokens
         self._requests[session, handle] = request
         self._idle.clear()
-        begin_guides(self._parts.guides, request, self._enter, self._end)
+        return request
 
     def _enter(self, request: Request) -> None:
         """Puts it in line, unless it has ended meanwhile."""
         if self._requests.get((request.router, request.handle)) is not request:
+            return
+        if request.for_another:
+            self._prompts.enter(request)
+            self._admit_soon()
             return
         try:
             self._check_prefix_held(request)
@@ -172,12 +195,30 @@ class DecodeWorker:
         self._admit_soon()
 
     def prefill(self, session: RouterPort, handle: Handle, spec: GroupSpec, destination: str) -> None:
-        """Refuses: what is prefilled here is asked for by `reserve`."""
-        raise InvalidRequest("prefill", "this is a decode worker")
+        """Puts a prompt in line that is computed for another worker. Raises what makes it refuse: unless this worker is
+        elastic, what is computed here is asked for by `reserve`.
+        """
+        if not self._policy.elastic:
+            raise InvalidRequest("prefill", "this is a decode worker")
+        self._check_new(session, handle)
+        validator, pool = self._parts.validator, self._pool
+        validator.validate_group(spec)
+        validator.validate_prefix(spec, min(self._policy.max_sequence_tokens, pool.num_blocks * pool.block_size))
+        request = self._add(session, handle, spec, destination)
+        self._prompts.add(request)
+        begin_guides(self._parts.guides, request, self._enter, self._end)
 
     def grant(self, session: RouterPort, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
-        """Refuses, which ends the stream: only who was asked to prefill is granted anything."""
-        raise InvalidRequest("grant", "this is a decode worker")
+        """Lets a prompt's hand-off open; a no-op for one that has ended.
+
+        Unless this worker is elastic it refuses, which ends the stream: only who was asked to prefill is granted
+        anything.
+        """
+        if not self._policy.elastic:
+            raise InvalidRequest("grant", "this is a decode worker")
+        request = self._requests.get((session, handle))
+        if request is not None and request.for_another:
+            self._prompts.grant(request, ticket, kv_endpoint)
 
     def hand_over(
         self, session: RouterPort, handle: Handle, num_output_tokens: int, ticket: bytes, kv_endpoint: bytes
@@ -215,6 +256,7 @@ class DecodeWorker:
         for request in [each for each in self._requests.values() if each.deadline.passed]:
             self._end(request, DeadlineExceeded(f"request {request.spec.request_id} ran out of time"))
         self._transfers.expire()
+        self._prompts.give_up_one(is_stalled=self._is_stalled())
         self._admit_soon()
         if self._draining:
             self._hand_overs.tell(self._requests.values())
@@ -229,8 +271,11 @@ class DecodeWorker:
         """Requests that get no tokens now. Those in a line are left out if nothing is under way that could move it."""
         yield from ((request, WaitReason.HANDOFF) for request in (*self._transfers, *self._hand_overs))
         yield from self._batch.running_waits()
-        yield from ((each, WaitReason.ROOM) for each in self._requests.values() if each.group.awaits_guides)
-        if len(self._transfers) or self._batch.num_running:
+        ours = (each for each in self._requests.values() if not each.for_another)
+        yield from ((each, WaitReason.ROOM) for each in ours if each.group.awaits_guides)
+        moves = len(self._transfers) or self._batch.num_running or len(self._prompts) > self._prompts.num_in_line
+        yield from self._prompts.waits(line_moves=bool(moves))
+        if moves:
             yield from ((request, WaitReason.ROOM) for request in self._queue)
             yield from self._batch.line_waits()
 
@@ -246,22 +291,34 @@ class DecodeWorker:
     def check_idle(self) -> None:
         """Raises InternalError if anything is still held. For when idle and every writer has stopped."""
         held = (len(self._requests), len(self._queue), len(self._transfers), len(self._batch))
-        if any(held) or not (self._batch.is_settled and self._hand_overs.is_settled):
+        if any(held) or not self._is_settled:
             raise InternalError("not idle: {} requests; {} queued, {} incoming, {} in the batch".format(*held))
         self._parts.cache.rest()
         self._pool.assert_idle()
 
+    @property
+    def _is_settled(self) -> bool:
+        return self._batch.is_settled and self._hand_overs.is_settled and self._prompts.is_settled
+
     def load(self) -> WorkerLoad:
-        """What runs, waits and is held now; each choice counts as a sequence."""
+        """What runs, waits and is held now; each choice counts as a sequence, a prompt for another worker as one."""
+        prompts, batch = self._prompts, self._batch
         return WorkerLoad(
             engine_steps=self._parts.engine.num_steps,
-            running_seqs=self._batch.num_running,
-            waiting_seqs=self._queue.num_seqs + self._batch.num_waiting,
-            queued_prompt_tokens=self._queue.num_tokens + self._batch.num_prompt_tokens_left,
+            running_seqs=batch.num_running + prompts.num_computing,
+            waiting_seqs=self._queue.num_seqs + batch.num_waiting + prompts.num_in_line,
+            queued_prompt_tokens=(
+                self._queue.num_tokens(computed_elsewhere=not self._policy.elastic)
+                + batch.num_prompt_tokens_left
+                + prompts.num_tokens_in_line
+            ),
             pool=self._pool.counts(),
-            live_transfers=self._parts.receiver.num_live,
+            live_transfers=self._parts.receiver.num_live + prompts.num_transfers,
             draining=self._draining,
-            preemptions=self._batch.num_preemptions,
+            preemptions=batch.num_preemptions,
+            prompt_tokens_per_s=batch.budget.prompt_tokens_per_s(batch.num_decodes, batch.num_prompts),
+            step_s=batch.budget.step_s,
+            step_objective_s=batch.budget.step_objective_s,
         )
 
     # --- from hand-offs (TransferOwner) ---
@@ -292,13 +349,25 @@ class DecodeWorker:
         """There may be room for the next one."""
         self._admit_soon()
 
+    # --- from prompts for other workers (PromptOwner) ---
+
+    def prompt_ended(self, request: Request, error: TandemError | None) -> None:
+        """See `PromptOwner`."""
+        self._end(request, error)
+
+    def prompt_blocks_returned(self) -> None:
+        """See `PromptOwner`."""
+        self._admit_soon()
+
     # --- admission ---
 
-    def _check(self, session: RouterPort, handle: Handle, spec: GroupSpec) -> None:
+    def _check_new(self, session: RouterPort, handle: Handle) -> None:
         if self._draining:
-            raise Unavailable("this decode worker takes no new work", Reason.DRAINING)
+            raise Unavailable("this worker takes no new work", Reason.DRAINING)
         if (session, handle) in self._requests:
             raise InvalidRequest("handle", f"{handle} is in use")
+
+    def _check(self, spec: GroupSpec) -> None:
         limits, validator, pool = self._policy.limits, self._parts.validator, self._pool
         validator.validate_group(spec, self._policy.max_sequence_tokens)
         validator.validate_pool(spec, pool.block_size, pool.num_blocks)
@@ -328,7 +397,8 @@ class DecodeWorker:
         """Admits queued requests as far as there is room, and wakes the step loop."""
         self._admission_pending = False
         self._hand_overs.steps_ended()
-        while len(self._queue) and (request := self._pop_admissible()) is not None:
+        prompts_lack_room = not self._start_prompts()
+        while len(self._queue) and not prompts_lack_room and (request := self._pop_admissible()) is not None:
             try:
                 if request.owes_prefill_done:
                     self._check_prefix_held(request)  # it may have gone while the request was in line
@@ -343,8 +413,29 @@ class DecodeWorker:
             except TandemError as error:
                 self._end(request, error)
         self._steps.wake()
-        if not self._requests and self._batch.is_settled and self._hand_overs.is_settled:
+        if not self._requests and self._is_settled:
             self._idle.set()
+
+    def _start_prompts(self) -> bool:
+        """Starts prompts for other workers, unless a reservation must not be overtaken any more.
+
+        False if the next one waits for room that reservations must not take before it.
+        """
+        while not self._queue.is_overdue and (request := self._prompts.first_in_line()) is not None:
+            growth = 0
+            if self._batch.num_running:
+                handoff_steps = round(self._pace.num_steps)
+                growth = self._batch.forecast(self._transfers.requests, handoff_steps).most_blocks(handoff_steps)
+            if not self._prompts.fits(request, self._parts.cache.num_available - growth):
+                return False
+            self._prompts.start(request)
+            self._queue.was_overtaken()
+        return True
+
+    def _is_stalled(self) -> bool:
+        """Whether something lacks room here and nothing is under way that could make it."""
+        lacks_room = len(self._queue) or self._prompts.num_in_line or len(self._batch)
+        return bool(lacks_room) and not len(self._transfers) and not self._batch.releases.num_in_flight
 
     def _pop_admissible(self) -> Request | None:
         """Takes the next one out of the line for which there are seats and blocks."""
@@ -375,11 +466,12 @@ class DecodeWorker:
         self._queue.discard(request)
         self._transfers.withdraw(request)
         self._hand_overs.forget(request)
+        self._prompts.forget(request)
         self._pace.forget(request)
         if request in self._batch:
             self._batch.leave(request)
-            self._pace.ended(len(request.group.sequences))
-            for seq in request.group.sequences if error is None else ():
+            self._pace.ended(0 if request.for_another else len(request.group.sequences))
+            for seq in request.group.sequences if error is None and not request.for_another else ():
                 if seq.num_output_tokens:
                     self._growth.completed(seq.num_output_tokens)
         for table in request.group.take_blocks():  # what it held while the rest was to be received

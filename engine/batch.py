@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.decode_rows import DecodeRows, StepSeqs
 from engine.penalties import reads_output
 from engine.prompt_scores import ScorePlan
 from engine.step import SampleSpec, ScheduledSeq
@@ -60,6 +61,8 @@ class Batch:
     feeds: Feeds | None
     scores: ScorePlan | None = None
     """Given if known tokens are to be scored."""
+    rows: DecodeRows | None = None
+    """Given if these are all that the step computes; `sample_specs` is empty then where `rows.draws` tell all."""
 
 
 class Forward(Protocol):
@@ -91,25 +94,32 @@ class Forward(Protocol):
 
 def build_batch(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.device) -> Batch:
     """Lays B > 0 seqs end to end. Raises InternalError if a seq's blocks do not hold its tokens."""
-    token_ids = [token_id for seq in seqs for token_id in seq.token_ids]  # [T]
-    query_lens = np.array([len(seq.token_ids) for seq in seqs], dtype=np.int64)  # [B]
-    context_lens = np.array([seq.context_len for seq in seqs], dtype=np.int64)  # [B]
+    rows, others = (seqs.rows, seqs.others) if isinstance(seqs, StepSeqs) else (None, seqs)
+    if rows is not None and not others:
+        return _build_rows(rows, block_size, device)
+    num_rows = 0 if rows is None else len(rows)
+    token_ids = np.array([token_id for seq in others for token_id in seq.token_ids], dtype=np.int64)  # [T]
+    query_lens = np.array([1] * num_rows + [len(seq.token_ids) for seq in others], dtype=np.int64)  # [B]
+    context_lens = np.array([seq.context_len for seq in others], dtype=np.int64)  # [B]
+    if rows is not None:
+        token_ids = np.concatenate((rows.token_ids, token_ids))
+        context_lens = np.concatenate((rows.context_lens, context_lens))
     seq_lens = context_lens + query_lens  # [B]
     cu_seqlens_q = np.zeros(len(seqs) + 1, dtype=np.int32)  # [B + 1]
     np.cumsum(query_lens, out=cu_seqlens_q[1:])
-    block_tables = _pad_tables(seqs, seq_lens, block_size)  # [B, max_blocks]
+    block_tables = _pad_tables(rows, others, seq_lens, block_size)  # [B, max_blocks]
     # Token t of seq b has position context_lens[b] + (t - cu_seqlens_q[b]).
-    rows = np.repeat(np.arange(len(seqs)), query_lens)  # [T]
-    positions = np.arange(len(token_ids)) + (context_lens - cu_seqlens_q[:-1])[rows]  # [T]
-    slots = block_tables[rows, positions // block_size] * np.int64(block_size) + positions % block_size  # [T]
-    num_draws = tuple(len(seq.samples) for seq in seqs)
-    sample_rows, draw_rows = _rows_of_draws(seqs, num_draws, cu_seqlens_q)  # [R], [D]
-    fed_tokens, feeds, history = _feeds(seqs, num_draws, cu_seqlens_q)  # [F], [F]
-    longs = (np.array(token_ids, dtype=np.int64), positions, sample_rows, draw_rows, fed_tokens, feeds, slots)
+    seq_of = np.repeat(np.arange(len(seqs)), query_lens)  # [T]
+    positions = np.arange(len(token_ids)) + (context_lens - cu_seqlens_q[:-1])[seq_of]  # [T]
+    slots = block_tables[seq_of, positions // block_size] * np.int64(block_size) + positions % block_size  # [T]
+    specs = (*(() if rows is None else rows.sample_specs()), *(spec for seq in others for spec in seq.samples))
+    num_draws = (1,) * num_rows + tuple(len(seq.samples) for seq in others)
+    sample_rows, draw_rows = _rows_of_draws(specs, num_draws, cu_seqlens_q)  # [R], [D]
+    feeds = _feeds(rows, others, num_draws, cu_seqlens_q)
+    fed_tokens, fed_by = (sample_rows[:0], sample_rows[:0]) if feeds is None else feeds[:2]  # [F], [F]
+    longs = (token_ids, positions, sample_rows, draw_rows, fed_tokens, fed_by, slots)
     ints = (cu_seqlens_q, seq_lens.astype(np.int32), block_tables)
-    tokens, at, sampled_at, drawn_at, fed_at, fed_by, slot_mapping, starts, lens, tables = upload(
-        (*longs, *ints), device
-    )
+    tokens, at, sampled_at, drawn_at, fed_at, fed, slot_mapping, starts, lens, tables = upload((*longs, *ints), device)
     metadata = AttentionMetadata(
         cu_seqlens_q=starts,
         seq_lens=lens,
@@ -118,25 +128,63 @@ def build_batch(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.dev
         query_lens_host=tuple(query_lens.tolist()),
         seq_lens_host=tuple(seq_lens.tolist()),
     )
+    is_scored = any(seq.scored is not None for seq in others)
     return Batch(
         token_ids=tokens,
         positions=at,
         metadata=metadata,
         sample_rows=sampled_at,
-        sample_specs=tuple(spec for seq in seqs for spec in seq.samples),
+        sample_specs=specs,
         draw_rows=drawn_at if len(draw_rows) else None,
         num_draws=num_draws,
-        feeds=Feeds(fed_at, fed_by, history) if len(feeds) else None,
-        scores=ScorePlan.of(seqs, cu_seqlens_q, sample_rows, device),
+        feeds=None if feeds is None else Feeds(fed_at, fed, feeds[2]),
+        scores=ScorePlan.of(seqs, cu_seqlens_q, sample_rows, device) if is_scored else None,
+    )
+
+
+def _build_rows(rows: DecodeRows, block_size: int, device: torch.device) -> Batch:
+    """A step of nothing but decodes: one token and one draw for each seq."""
+    num_seqs, positions = len(rows), rows.context_lens
+    numbers = np.arange(num_seqs + 1)
+    seq_lens = positions + 1
+    block_tables = rows.tables[:, : int(positions.max()) // block_size + 1]  # [B, max_blocks]
+    at, offsets = np.divmod(positions, block_size)
+    blocks = block_tables[numbers[:-1], at]  # [B]
+    if blocks.min() < 0:
+        raise InternalError(f"no block for a token in a step of {num_seqs} seqs")
+    slots = blocks * np.int64(block_size) + offsets
+    fed_rows = np.flatnonzero(rows.feeds >= 0) if rows.feeds is not None else numbers[:0]  # [F]
+    fed_by = rows.feeds[fed_rows] if rows.feeds is not None else numbers[:0]  # [F]
+    longs = (rows.token_ids, positions, numbers[:-1], fed_rows, fed_by, slots)
+    ints = (numbers.astype(np.int32), seq_lens.astype(np.int32), np.ascontiguousarray(block_tables))
+    tokens, token_at, sampled_at, fed_at, fed, slot_mapping, starts, lens, tables = upload((*longs, *ints), device)
+    metadata = AttentionMetadata(
+        cu_seqlens_q=starts,
+        seq_lens=lens,
+        block_tables=tables,
+        slot_mapping=slot_mapping,
+        query_lens_host=(1,) * num_seqs,
+        seq_lens_host=tuple(seq_lens.tolist()),
+    )
+    return Batch(
+        token_ids=tokens,
+        positions=token_at,
+        metadata=metadata,
+        sample_rows=sampled_at,
+        sample_specs=rows.sample_specs() if rows.draws is None else (),
+        draw_rows=None,
+        num_draws=(1,) * num_seqs,
+        feeds=Feeds(fed_at, fed, _fed_histories(rows)) if len(fed_rows) else None,
+        rows=rows,
     )
 
 
 def _rows_of_draws(
-    seqs: Sequence[ScheduledSeq], num_draws: tuple[int, ...], cu_seqlens_q: npt.NDArray[np.int32]
+    specs: Sequence[SampleSpec], num_draws: tuple[int, ...], cu_seqlens_q: npt.NDArray[np.int32]
 ) -> tuple[Ints, Ints]:
     """Returns the tokens `[R]` to draw from, each once, and each draw's index into them; none if they are 0, 1, …"""
-    from_end = np.array([spec.from_end for seq in seqs for spec in seq.samples], dtype=np.int64)  # [D]
-    seq_of = np.repeat(np.arange(len(seqs)), num_draws)  # [D]
+    from_end = np.array([spec.from_end for spec in specs], dtype=np.int64)  # [D]
+    seq_of = np.repeat(np.arange(len(num_draws)), num_draws)  # [D]
     rows = cu_seqlens_q[1:][seq_of] - 1 - from_end  # [D]
     if (from_end < 0).any() or (rows < cu_seqlens_q[:-1][seq_of]).any():
         raise InternalError(f"a draw {from_end.max()} tokens before the end of a share that is shorter")
@@ -147,30 +195,57 @@ def _rows_of_draws(
 
 
 def _feeds(
-    seqs: Sequence[ScheduledSeq], num_draws: tuple[int, ...], cu_seqlens_q: npt.NDArray[np.int32]
-) -> tuple[Ints, Ints, dict[int, int]]:
-    """Returns where fed tokens go `[F]`, by which draws they are brought `[F]`, and `Feeds.history`."""
-    fed = [(index, seq.feed) for index, seq in enumerate(seqs) if seq.feed is not None]
+    rows: DecodeRows | None,
+    others: Sequence[ScheduledSeq],
+    num_draws: tuple[int, ...],
+    cu_seqlens_q: npt.NDArray[np.int32],
+) -> tuple[Ints, Ints, dict[int, int]] | None:
+    """Returns where fed tokens go `[F]`, by which draws they are brought `[F]`, and `Feeds.history`, if there are any."""
+    num_rows = 0 if rows is None else len(rows)
+    fed = [(index, seq.feed) for index, seq in enumerate(others, num_rows) if seq.feed is not None]
+    if rows is not None and rows.feeds is not None:
+        fed = [(index, feed) for index, feed in enumerate(rows.feeds.tolist()) if feed >= 0] + fed
+    if not fed:
+        return None
     feeds = np.array([feed for _, feed in fed], dtype=np.int64)
     tokens = cu_seqlens_q[1:][[index for index, _ in fed]].astype(np.int64) - 1
     first_draw = np.cumsum((0, *num_draws)).tolist()
-    history = {
+    history = {} if rows is None else _fed_histories(rows)
+    history |= {
         first_draw[index] + number: feed
         for index, feed in fed
-        for number, spec in enumerate(seqs[index].samples)
+        if index >= num_rows
+        for number, spec in enumerate(others[index - num_rows].samples)
         if spec.from_end == 0 and reads_output(spec.params)
     }
     return tokens, feeds, history
 
 
-def _pad_tables(seqs: Sequence[ScheduledSeq], seq_lens: Ints, block_size: int) -> npt.NDArray[np.int32]:
+def _fed_histories(rows: DecodeRows) -> dict[int, int]:
+    """Of the rows' part of `Feeds.history`; row i's draw is number i."""
+    if rows.feeds is None or rows.draws is not None:
+        return {}
+    return {
+        index: feed
+        for index, (spec, feed) in enumerate(zip(rows.specs, rows.feeds.tolist(), strict=True))
+        if feed >= 0 and reads_output(spec.params)
+    }
+
+
+def _pad_tables(
+    rows: DecodeRows | None, others: Sequence[ScheduledSeq], seq_lens: Ints, block_size: int
+) -> npt.NDArray[np.int32]:
     """Returns `[B, max_blocks]` int32, each seq's blocks and -1 behind them.
 
     Only blocks that this step reads or writes: a table may run ahead of its tokens.
     """
     num_blocks = (-(-seq_lens // block_size)).tolist()
-    tables = np.full((len(seqs), max(num_blocks)), -1, dtype=np.int32)
-    for row, seq, count in zip(tables, seqs, num_blocks, strict=True):
+    tables = np.full((len(seq_lens), max(num_blocks)), -1, dtype=np.int32)
+    num_rows = 0
+    if rows is not None:
+        num_rows, width = len(rows), min(rows.tables.shape[1], tables.shape[1])
+        tables[:num_rows, :width] = rows.tables[:, :width]
+    for row, seq, count in zip(tables[num_rows:], others, num_blocks[num_rows:], strict=True):
         if len(seq.block_table) < count:
             raise InternalError(f"{len(seq.block_table)} blocks for {count * block_size} token slots")
         row[:count] = np.asarray(seq.block_table, dtype=np.int32)[:count]

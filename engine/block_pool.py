@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,8 @@ class BlockPool:
         self._ref_counts = np.frombuffer(self._ref_count, np.int32)
         self._knowns = np.frombuffer(self._known, np.uint8)
         self._fills = np.frombuffer(self._filled, np.int32)
+        self._generations = np.frombuffer(self._generation, np.int64)
+        self._writers_gone = np.frombuffer(self._writer_gone, np.uint8)
         """The same memory: a table of many blocks is looked at and changed in one go."""
         self._order = np.zeros(num_blocks, np.intp)
         """Scratch of `_require`."""
@@ -89,6 +91,10 @@ class BlockPool:
         """How often the block was allocated; never falls."""
         return self._generation[block]
 
+    def generations(self, blocks: Sequence[BlockId]) -> npt.NDArray[np.uint64]:
+        """Of each of these."""
+        return self._generations[np.asarray(blocks, np.intp)].astype(np.uint64)
+
     def ref_count(self, block: BlockId) -> int:
         """Holders of the block; 0 if it is free, cached or quarantined."""
         return self._ref_count[block]
@@ -96,6 +102,18 @@ class BlockPool:
     def num_held(self, blocks: Sequence[BlockId]) -> int:
         """How many of these blocks have a holder."""
         return int(np.count_nonzero(self._ref_counts[np.asarray(blocks, np.intp)]))
+
+    def num_cached_last(self, blocks: Sequence[BlockId]) -> int:
+        """How many of the last of these are CACHED, without a gap."""
+        others = np.flatnonzero(self._states[np.asarray(blocks, np.intp)] != _CACHED)
+        return len(blocks) - 1 - int(others[-1]) if len(others) else len(blocks)
+
+    def cached_and_held(self, blocks: Sequence[BlockId]) -> tuple[Sequence[BlockId], Sequence[BlockId]]:
+        """These, those that nobody holds apart; each part in their order."""
+        indices = np.asarray(blocks, np.int32)
+        are_cached = self._states[indices] == _CACHED
+        parts = (array("i", indices[are_cached].tobytes()), array("i", indices[~are_cached].tobytes()))
+        return cast("tuple[Sequence[BlockId], Sequence[BlockId]]", parts)
 
     def is_shared(self, block: BlockId) -> bool:
         """Whether a holder must copy the block before writing into it: others hold it, or count on its content."""
@@ -114,10 +132,16 @@ class BlockPool:
         keep = len(self._free) - num_blocks
         blocks = tuple(reversed(self._free[keep:]))
         del self._free[keep:]
-        for block in blocks:
-            self._generation[block] += 1
-            self._ref_count[block] = 1
-            self._state[block] = code
+        if num_blocks > _FEW:
+            indices = np.array(blocks, np.intp)
+            self._generations[indices] += 1
+            self._ref_counts[indices] = 1
+            self._states[indices] = code
+        else:
+            for block in blocks:
+                self._generation[block] += 1
+                self._ref_count[block] = 1
+                self._state[block] = code
         self._count_move(num_blocks, _FREE, code)
         return blocks
 
@@ -140,11 +164,10 @@ class BlockPool:
         self._states[cached] = _CACHED
         self._count_move(len(cached), _LIVE, _CACHED)
         self._filled_slots -= int(self._fills[cached].sum())
-        for block in reversed(let_go[~is_known].tolist()):  # so that the next allocation gives them in the same order
-            if self._state[block] == _RECEIVING and not self._writer_gone[block]:
-                self._move(block, _QUARANTINED)
-            else:
-                self._free_block(block)
+        if len(forgotten := let_go[~is_known]):
+            may_be_written = (self._states[forgotten] == _RECEIVING) & (self._writers_gone[forgotten] == 0)
+            self._move_all(forgotten[may_be_written], _QUARANTINED)
+            self._free_blocks(forgotten[~may_be_written])
 
     def keep(self, blocks: Sequence[BlockId]) -> None:
         """The content of these LIVE blocks is known: without a holder they are cached, not free. Idempotent."""
@@ -156,24 +179,20 @@ class BlockPool:
 
     def evict(self, blocks: Sequence[BlockId]) -> None:
         """Frees these CACHED blocks."""
-        self._require(blocks, (_CACHED,), "evict")
-        for block in reversed(blocks):
-            self._filled_slots += self._filled[block]  # which freeing takes away
-            self._free_block(block)
+        indices = self._require(blocks, (_CACHED,), "evict")
+        self._filled_slots += int(self._fills[indices].sum())  # which freeing takes away
+        self._free_blocks(indices)
 
     def start_receiving(self, blocks: Sequence[BlockId]) -> None:
         """A writer has shown its ticket for these RESERVED blocks; bytes may follow."""
-        self._require(blocks, (_RESERVED,), "start_receiving")
-        for block in blocks:
-            self._move(block, _RECEIVING)
+        self._move_all(self._require(blocks, (_RESERVED,), "start_receiving"), _RECEIVING)
 
     def seal(self, blocks: Sequence[BlockId]) -> None:
         """Their content was verified and their writer has let go: RECEIVING → LIVE."""
-        self._require(blocks, (_RECEIVING,), "seal")
-        if any(self._writer_gone[block] for block in blocks):
+        indices = self._require(blocks, (_RECEIVING,), "seal")
+        if self._writers_gone[indices].any():
             raise InternalError("seal of blocks whose writer stopped before they were verified")
-        for block in blocks:
-            self._move(block, _LIVE)
+        self._move_all(indices, _LIVE)
 
     def writer_stopped(self, blocks: Sequence[BlockId]) -> None:
         """Nobody can write into these blocks any more and they were never verified.
@@ -181,12 +200,10 @@ class BlockPool:
         QUARANTINED blocks become free. RECEIVING blocks become free when their holder releases
         them. RESERVED blocks never had a writer: nothing to do.
         """
-        self._require(blocks, (_QUARANTINED, _RECEIVING, _RESERVED), "writer_stopped")
-        for block in reversed(blocks):
-            if self._state[block] == _QUARANTINED:
-                self._free_block(block)
-            elif self._state[block] == _RECEIVING:
-                self._writer_gone[block] = 1
+        indices = self._require(blocks, (_QUARANTINED, _RECEIVING, _RESERVED), "writer_stopped")
+        states = self._states[indices]
+        self._writers_gone[indices[states == _RECEIVING]] = 1
+        self._free_blocks(indices[states == _QUARANTINED])
 
     def set_filled(self, blocks: Sequence[BlockId], num_tokens: int, from_token: int = 0) -> None:
         """Accounts that the first `num_tokens` slots of these LIVE blocks, in order, hold tokens.
@@ -198,6 +215,9 @@ class BlockPool:
         if not 0 <= from_token <= num_tokens <= len(blocks) * size:
             raise InternalError(f"set_filled {from_token}..{num_tokens} tokens in {len(blocks)} blocks of {size}")
         first, end = from_token // size, -(-num_tokens // size)
+        if end - first > _FEW:
+            self._fill_many(np.asarray(blocks[first:end], np.int32).astype(np.intp), num_tokens - first * size)
+            return
         for index in range(first, end):
             block = blocks[index]
             if self._state[block] != _LIVE:
@@ -205,6 +225,28 @@ class BlockPool:
             filled = min(size, num_tokens - index * size)
             self._filled_slots += filled - self._filled[block]
             self._filled[block] = filled
+
+    def _fill_many(self, indices: npt.NDArray[np.intp], num_tokens: int) -> None:
+        if (self._states[indices] != _LIVE).any():
+            raise InternalError(f"set_filled of {len(indices)} blocks that are not all LIVE")
+        filled = np.full(len(indices), self.block_size, np.int32)
+        filled[-1] = num_tokens - (len(indices) - 1) * self.block_size
+        self._filled_slots += int(filled.sum() - self._fills[indices].sum())
+        self._fills[indices] = filled
+
+    def any_shared(self, blocks: npt.NDArray[np.intp]) -> bool:
+        """Whether `is_shared` is true of any of them."""
+        return bool((self._ref_counts[blocks] > 1).any() or self._knowns[blocks].any())
+
+    def fill_last(self, blocks: npt.NDArray[np.intp], num_slots: npt.NDArray[np.int64]) -> None:
+        """As `set_filled`, where only the last block of each of many tables gets tokens: so many slots of it hold one.
+
+        No block is named twice.
+        """
+        if (self._states[blocks] != _LIVE).any() or num_slots.max() > self.block_size:
+            raise InternalError(f"fill_last of {len(blocks)} blocks: not all are LIVE, or more slots than they have")
+        self._filled_slots += int(num_slots.sum() - self._fills[blocks].sum())
+        self._fills[blocks] = num_slots
 
     def counts(self) -> PoolCounts:
         """Blocks by state, and the waste."""
@@ -278,19 +320,20 @@ class BlockPool:
             is_right |= found == state
         return bool(is_right.all())
 
-    def _free_block(self, block: BlockId) -> None:
-        self._move(block, _FREE)
-        self._filled_slots -= self._filled[block]
-        self._filled[block] = 0
-        self._writer_gone[block] = self._known[block] = 0
-        self._free.append(block)
+    def _free_blocks(self, indices: npt.NDArray[np.intp]) -> None:
+        self._move_all(indices, _FREE)
+        self._filled_slots -= int(self._fills[indices].sum())
+        self._fills[indices] = 0
+        self._writers_gone[indices] = self._knowns[indices] = 0
+        self._free.extend(indices[::-1].tolist())  # so that the next allocation gives them in the same order
 
-    def _move(self, block: BlockId, to: int) -> None:
-        state = self._state[block]
-        if not _ALLOWED[state][to]:
-            advance(BLOCK_MOVES, _STATES[state], _STATES[to])  # raises with both names
-        self._state[block] = to
-        self._count_move(1, state, to)
+    def _move_all(self, indices: npt.NDArray[np.intp], to: int) -> None:
+        for state, count in enumerate(np.bincount(self._states[indices], minlength=len(_STATES)).tolist()):
+            if count and not _ALLOWED[state][to]:
+                advance(BLOCK_MOVES, _STATES[state], _STATES[to])  # raises with both names
+            if count:
+                self._count_move(count, state, to)
+        self._states[indices] = to
 
     def _count_move(self, num_blocks: int, state: int, to: int) -> None:
         self._num_in_state[state] -= num_blocks

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 
+from engine.decode_rows import any_fed
 from engine.device import is_lost
 from engine.runner import Launched, Prepared, Runner
 from engine.step import BrokenLogits, Direction, Step, StepFailed, StepResult
@@ -61,7 +62,7 @@ class EngineThread:
             raise InternalError(f"more than {MAX_IN_FLIGHT} steps in flight")
         loop = asyncio.get_running_loop()
         reads_loaded = self._num_in_flight > 0 and self._last_loads
-        is_fed = reads_loaded or any(seq.feed is not None for seq in step.seqs)
+        is_fed = reads_loaded or any_fed(step.seqs)
         launched = _Launch(loop, loop.create_future(), is_fed)
         self._last_loads = any(move.direction is Direction.IN for move in step.moves)
         prepared: Prepared | Exception

@@ -90,10 +90,7 @@ class Evictor:
 
     def _num_unheld(self, node: Node, at_most: int) -> int:
         """How many of its last blocks nobody holds."""
-        state, num = self._pool.state, 0
-        while num < min(at_most, len(node.places)) and state(BlockId(node.places[-1 - num])) is BlockState.CACHED:
-            num += 1
-        return num
+        return self._pool.num_cached_last(as_blocks(node.places[max(0, len(node.places) - at_most) :]))
 
     def _evict_tail(self, node: Node, num_blocks: int, *, store: bool) -> None:
         """Evicts its last blocks: into the host tier as far as that has room, the others for good."""
@@ -200,9 +197,9 @@ class Evictor:
     def free_places(self, node: Node) -> None:
         """Nothing is known of a node's places any more; held blocks stay their holders'."""
         if node.tier is Tier.DEVICE:
-            cached = [block for block in as_blocks(node.places) if self._pool.state(block) is BlockState.CACHED]
-            if len(cached) < len(node.places):
-                self._pool.forget(tuple(set(as_blocks(node.places)).difference(cached)))
+            cached, held = self._pool.cached_and_held(as_blocks(node.places))
+            if held:
+                self._pool.forget(held)
             self._pool.evict(cached)
         elif node.tier is Tier.HOST and self._rows is not None:
             self._rows.free(HostRow(row) for row in node.places)

@@ -137,6 +137,21 @@ class Group:
         """
         return self._reuse(self.prefix, cache)
 
+    def attach_more(self, cache: PrefixCache) -> bool:
+        """As `attach`, once it holds blocks for its prefix, nothing of which was computed here: what the cache knows by
+        now takes the place of blocks in which nothing lies.
+        """
+        prefix, size = self.prefix, cache.pool.block_size
+        num_known = prefix.num_cached_tokens // size
+        found = cache.acquire(self.spec.cache_salt, prefix.token_ids, from_block=num_known)
+        if not found:
+            return False
+        table = prefix.take_blocks()
+        prefix.reuse((*table[:num_known], *found), size)
+        prefix.add_blocks(table[num_known + len(found) :])
+        cache.pool.release(table[num_known : num_known + len(found)])
+        return True
+
     def follow(self, cache: PrefixCache) -> None:
         """Right after the fork, resumed choices take over what the cache knows of their own tokens."""
         for each in () if self._alone else self.running:

@@ -36,6 +36,11 @@ def changes_logits(spec: SampleSpec) -> bool:
     return bool(spec.params.logit_bias or spec.output_index < spec.params.min_tokens or reads_output(spec.params))
 
 
+def changes_logits_ever(params: SamplingParams) -> bool:
+    """Whether `changes_logits` is ever true with these."""
+    return bool(params.logit_bias or params.min_tokens or reads_output(params))
+
+
 def reads_output(params: SamplingParams) -> bool:
     """Whether a penalty looks at the completion so far."""
     return params.repetition_penalty != 1.0 or _counts_output(params)

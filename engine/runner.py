@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 from engine.batch import Batch, Forward, build_batch
+from engine.decode_rows import DrawnTokens, objects_of
 from engine.device import Device, Mark
 from engine.graphs import DecodeGraphs
 from engine.host_tier import HostTier
 from engine.kv_cache import KvCache
 from engine.logprobs import BestTokens
-from engine.sampler import Drawn, DrawPlan, draw, plan_draws
-from engine.step import BlockCopy, Direction, Step, StepResult, TierMove
+from engine.sampler import Drawn, DrawPlan, draw, plan_draws, plan_rows
+from engine.step import BlockCopy, Direction, Sampled, Step, StepResult, TierMove
 from engine.upload import upload
 from kernels.operations import Kernels
 from kernels.reference import ReferenceBackend
@@ -94,7 +95,7 @@ class Runner:
         """Lays out a step; the seqs' tables have been read when it returns. Raises InternalError if it cannot be."""
         if not step.seqs:
             raise InternalError("a step without seqs")
-        if any(seq.adapter_id is not None for seq in step.seqs):
+        if any(seq.adapter_id is not None for seq in objects_of(step.seqs)):
             raise InternalError("a seq asks for an adapter; none is loaded")
         self._check_moves(step)
         with self._device.uploading():
@@ -129,10 +130,14 @@ class Runner:
         except BaseException:
             self._device.synchronize()
             raise
-        sampled = [] if launched.fetched is None else launched.fetched.read()
-        batch = launched.prepared.batch
-        borders = pairwise(accumulate(batch.num_draws, initial=0))
-        outputs = tuple(tuple(sampled[start:end]) for start, end in borders)
+        batch, fetched = launched.prepared.batch, launched.fetched
+        outputs: Sequence[tuple[Sampled, ...]]
+        if batch.rows is not None and fetched is not None and (token_ids := fetched.read_bare()) is not None:
+            outputs = DrawnTokens(token_ids)
+        else:
+            sampled = [] if fetched is None else fetched.read()
+            borders = pairwise(accumulate(batch.num_draws, initial=0))
+            outputs = tuple(tuple(sampled[start:end]) for start, end in borders)
         seconds = launched.ended.seconds_since(launched.began)
         if batch.scores is None or launched.scores is None:
             return StepResult(outputs, seconds)
@@ -173,6 +178,10 @@ class Runner:
         return self._decoder.project(hidden.index_select(0, batch.scores.sample_rows)), scores
 
     def _plan(self, batch: Batch) -> DrawPlan | None:
+        if batch.rows is not None and batch.rows.draws is not None:
+            plan = plan_rows(batch.rows.draws, batch.rows.output_indexes, self._kernels, self._kv.device)
+            if plan is not None:
+                return plan
         if not batch.sample_specs:
             return None
         fed_by = {} if batch.feeds is None else batch.feeds.history

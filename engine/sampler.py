@@ -32,6 +32,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from engine.decode_rows import DrawColumns, Ints
 from engine.logprobs import BestTokens, LogprobPlan, best_tokens, log_softmax_rows, tiles
 from engine.penalties import LogitChanges, TokenMasks, changes_logits
 from engine.philox import uniforms
@@ -40,7 +41,7 @@ from engine.step import BrokenLogits, Sampled, SampledToken, SampleSpec
 from engine.upload import upload
 from kernels.operations import Kernels
 from kernels.sampling import DrawParams, RowMaximum, Sampler
-from tandem.types import SamplingParams, TokenLogprobs
+from tandem.types import SamplingParams, TokenId, TokenLogprobs
 
 _MIN_TEMPERATURE = 1e-30
 """Below it float32 runs out of exponents; the draw is the best token well before."""
@@ -93,6 +94,13 @@ class Drawn:
         candidates = None if self.candidates is None else self.candidates.fetch(to_host)
         return Drawn(to_host(self.token_ids), logprobs, candidates)
 
+    def read_bare(self) -> list[TokenId] | None:
+        """One token for each draw; None if there is more to tell, or less."""
+        if self.logprobs is not None or self.candidates is not None:
+            return None
+        token_ids: list[TokenId] = self.token_ids.tolist()
+        return token_ids if min(token_ids) >= 0 else None
+
     def read(self) -> list[Sampled]:
         """One for each draw."""
         logprobs = {} if self.logprobs is None else self.logprobs.read()
@@ -133,6 +141,19 @@ def plan_draws(
         logprobs=LogprobPlan.of([None if s.num_candidates else s.params.logprobs for s in specs], device),
         candidates=LogprobPlan.of([spec.num_candidates or None for spec in specs], device),
     )
+
+
+def plan_rows(columns: DrawColumns, output_indexes: Ints, kernels: Kernels, device: torch.device) -> DrawPlan | None:
+    """As `plan_draws`, of columns; None where it takes more than these."""
+    has_temperature = bool(columns.temperature.any())
+    if not has_temperature and kernels.row_max is not None:
+        return DrawPlan((), kernels.row_max)
+    if kernels.sampler is None:
+        return None
+    if not has_temperature:
+        return DrawPlan((), None, kernels.sampler)
+    arrays = (columns.temperature, columns.top_k, columns.top_p, columns.min_p, columns.seed, output_indexes)
+    return DrawPlan((), None, kernels.sampler, DrawParams(*upload(arrays, device)))
 
 
 def draw(

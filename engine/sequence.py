@@ -139,6 +139,15 @@ class Sequence:
         """Whether it cannot draw yet: which tokens may follow the last one is being found out."""
         return self.guide is not None and self.guide.mask is None
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens before the completion."""
+        return len(self._prompt_token_ids)
+
+    def draw_spec(self) -> SampleSpec:
+        """Its draws while it follows no grammar and is no beam, but for their output index."""
+        return SampleSpec(self.params, 0, self._history, 0, 0, None, self._fixed)
+
     def blocks_wanted(self, num_tokens: int, block_size: int) -> int:
         """Blocks to add before `num_tokens` more tokens can be computed; copies on write not counted."""
         num_blocks = -(-(self.num_computed_tokens + num_tokens) // block_size) - len(self.block_table)
@@ -241,6 +250,13 @@ class Sequence:
         elif self.guide is not None:
             self.guide.append(token_id)
         return self.finish_reason
+
+    def schedule_newest(self) -> TokenId:
+        """As `schedule` of its newest token, without the object; returns that token, or the known one before it."""
+        self.num_computed_tokens += 1
+        self.num_pending_tokens += 1
+        self.num_tokens += 1
+        return self._output_token_ids[-1]
 
     def _draw(self) -> SampleSpec:
         """Its next draw; the token is pending from now on."""

@@ -124,7 +124,8 @@ class ScheduledSeq(NamedTuple):
 class Step:
     """One step; never empty."""
 
-    seqs: tuple[ScheduledSeq, ...]
+    seqs: Sequence[ScheduledSeq]
+    """A tuple, or `decode_rows.StepSeqs`."""
     copies: tuple[BlockCopy, ...] = ()
     """Made as if one after the other: a source that its last holder let go may be a later copy's target."""
     moves: tuple[TierMove, ...] = ()
@@ -171,7 +172,7 @@ Scores: TypeAlias = tuple[TokenLogprobs, ...] | BrokenLogits
 class StepResult:
     """What a step drew, and how long it took."""
 
-    outputs: tuple[tuple[Sampled, ...], ...]
+    outputs: Sequence[tuple[Sampled, ...]]
     """Per seq in order, one `Sampled` for each of its `samples`."""
     seconds: float
     scored: Mapping[int, Scores] = field(default_factory=dict)

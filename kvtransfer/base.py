@@ -27,10 +27,12 @@ Nothing here knows models, sequences or requests; `first_token_payload` is opaqu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtransfer.host_rows import HostRows
@@ -53,6 +55,53 @@ class BlockRef:
 
     block_id: BlockId
     generation: int
+
+
+class BlockRefs(Sequence[BlockRef]):
+    """Many of them as two arrays; equal to any sequence of the same."""
+
+    __slots__ = ("block_ids", "generations")
+
+    def __init__(self, block_ids: npt.NDArray[np.uint32], generations: npt.NDArray[np.uint64]) -> None:
+        """`[n]` each."""
+        self.block_ids = block_ids
+        self.generations = generations
+
+    @classmethod
+    def of(cls, refs: Sequence[BlockRef]) -> BlockRefs:
+        """As arrays, if they are not."""
+        if isinstance(refs, BlockRefs):
+            return refs
+        ids, generations = [ref.block_id for ref in refs], [ref.generation for ref in refs]
+        return cls(np.array(ids, np.int64).astype(np.uint32), np.array(generations, np.uint64))
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+    @overload
+    def __getitem__(self, at: int) -> BlockRef: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> BlockRefs: ...
+
+    def __getitem__(self, at: int | slice) -> BlockRef | BlockRefs:
+        if isinstance(at, slice):
+            return BlockRefs(self.block_ids[at], self.generations[at])
+        return BlockRef(BlockId(int(self.block_ids[at])), int(self.generations[at]))
+
+    def __iter__(self) -> Iterator[BlockRef]:
+        columns = zip(self.block_ids.tolist(), self.generations.tolist(), strict=True)
+        return (BlockRef(BlockId(block_id), generation) for block_id, generation in columns)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, BlockRefs):
+            return np.array_equal(self.block_ids, other.block_ids) and np.array_equal(
+                self.generations, other.generations
+            )
+        return tuple(self) == other
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +158,7 @@ class Receiver(Protocol):
         """Listens. Raises ConfigError if it cannot."""
 
     def offer(
-        self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float, first_block: int = 0
+        self, blocks: Sequence[BlockRef], listener: HandoffListener, expires_in_s: float, first_block: int = 0
     ) -> Offer:
         """Mints a ticket for exactly these blocks, in this order, at positions `first_block, …`. Never awaits.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvtransfer.base import HandoffListener
+from kvtransfer.base import BlockRefs, HandoffListener
 from kvtransfer.messages import Commit, Write, digest_of
 from kvtransfer.ticket import Ticket
 from tandem.clock import Deadline
@@ -52,7 +52,7 @@ class Incoming:
             raise FrameError(f"WRITE of positions {write.first}:{write.end} repeats a block")
         self._checksums[span] = write.checksums
         self._num_writes += 1
-        return tuple(ref.block_id for ref in self.ticket.blocks[span])
+        return tuple(BlockRefs.of(self.ticket.blocks[span]).block_ids.tolist())
 
     def verify(self, write: Write, found: tuple[int, ...]) -> None:
         """Compares what lies in the blocks with what was announced. Raises ChecksumMismatch."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from kvtransfer.base import BlockRefs
 from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.handoff import OutgoingHandoff
@@ -90,7 +91,7 @@ class Link:
             raise TicketRefused(f"transfer {ticket.transfer_id} was offered by another incarnation")
         if ticket.layout_fingerprint != self._pool.fingerprints.layout.fingerprint():
             raise TicketRefused(f"transfer {ticket.transfer_id} has another layout")
-        if any(ref.block_id >= self._peer.num_blocks for ref in ticket.blocks):
+        if any(BlockRefs.of(ticket.blocks).block_ids >= self._peer.num_blocks):
             raise TicketRefused(f"transfer {ticket.transfer_id} leaves the peer's {self._peer.num_blocks} blocks")
 
     async def _read(self) -> None:

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kvtransfer.base import BlockRef, HandoffListener
+import numpy as np
+
+from kvtransfer.base import BlockRef, BlockRefs, HandoffListener
 from kvtransfer.incoming import Incoming, Writer
 from kvtransfer.messages import Commit, Write
 from kvtransfer.ticket import MAX_BLOCKS, NONCE_BYTES, Ticket, check_shown
@@ -40,7 +42,8 @@ class OfferTable:
         self._num_blocks = num_blocks
         self._clock = clock
         self._offers: dict[int, Incoming] = {}
-        self._lent: set[BlockId] = set()
+        self._lent = np.zeros(num_blocks, np.bool_)
+        """By block: whether an offer names it."""
         self.num_shown = 0
         """Tickets accepted since the start."""
 
@@ -48,15 +51,17 @@ class OfferTable:
         return len(self._offers)
 
     def mint(
-        self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float, first_block: int = 0
+        self, blocks: Sequence[BlockRef], listener: HandoffListener, expires_in_s: float, first_block: int = 0
     ) -> Ticket:
         """A new offer. Raises InternalError if the blocks are not the owner's to offer."""
-        block_ids = {ref.block_id for ref in blocks}
-        if first_block < 0 or not 0 < first_block + len(blocks) <= MAX_BLOCKS or len(block_ids) != len(blocks):
-            raise InternalError(f"offer of {len(blocks)} blocks from {first_block}, {len(block_ids)} distinct")
-        if not all(0 <= block_id < self._num_blocks for block_id in block_ids):
+        refs = BlockRefs.of(blocks)
+        block_ids = refs.block_ids.astype(np.intp)
+        num_distinct = len(np.unique(block_ids))
+        if first_block < 0 or not 0 < first_block + len(refs) <= MAX_BLOCKS or num_distinct != len(refs):
+            raise InternalError(f"offer of {len(refs)} blocks from {first_block}, {num_distinct} distinct")
+        if len(refs) and block_ids.max() >= self._num_blocks:
             raise InternalError(f"offer leaves the pool of {self._num_blocks} blocks")
-        if not self._lent.isdisjoint(block_ids):
+        if self._lent[block_ids].any():
             raise InternalError("offer names blocks that another transfer may still write")
         ticket = Ticket(
             number=self._new_number(),
@@ -65,10 +70,10 @@ class OfferTable:
             layout_fingerprint=self._layout_fingerprint,
             expires_in_ms=max(0, round(expires_in_s * 1000)),
             first_block=first_block,
-            blocks=blocks,
+            blocks=refs,
         )
         self._offers[ticket.number] = Incoming(ticket, listener, Deadline.after(self._clock, expires_in_s))
-        self._lent |= block_ids
+        self._lent[block_ids] = True
         return ticket
 
     def show(self, number: int, shown: bytes, writer: Writer) -> None:
@@ -188,8 +193,9 @@ class OfferTable:
     def check_invariants(self) -> None:
         """Raises InternalError if lent blocks and offers disagree, or an ended offer is kept."""
         named = [ref.block_id for incoming in self._offers.values() for ref in incoming.ticket.blocks]
-        if len(named) != len(self._lent) or set(named) != self._lent:
-            raise InternalError(f"{len(self._lent)} blocks are lent, offers name {len(named)}")
+        lent = np.flatnonzero(self._lent).tolist()
+        if sorted(named) != lent:
+            raise InternalError(f"{len(lent)} blocks are lent, offers name {len(named)}")
         ended = (TransferState.COMMITTED, TransferState.FAILED)
         if any(incoming.state in ended for incoming in self._offers.values()):
             raise InternalError("an ended offer is still in the table")
@@ -206,7 +212,7 @@ class OfferTable:
 
     def _forget(self, number: int, incoming: Incoming) -> None:
         self._offers.pop(number, None)
-        self._lent -= {ref.block_id for ref in incoming.ticket.blocks}
+        self._lent[BlockRefs.of(incoming.ticket.blocks).block_ids] = False
 
     def _new_number(self) -> int:
         while (number := secrets.randbits(63)) in self._offers or number == 0:

@@ -78,7 +78,7 @@ class KvReceiver:
         self._endpoint = Endpoint(self._pool.incarnation, reach).encode()
 
     def offer(
-        self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float, first_block: int = 0
+        self, blocks: Sequence[BlockRef], listener: HandoffListener, expires_in_s: float, first_block: int = 0
     ) -> Offer:
         """See `base.Receiver.offer`."""
         ticket = self._table.mint(blocks, listener, expires_in_s, first_block)

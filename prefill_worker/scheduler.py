@@ -9,16 +9,16 @@ it. Blocks and the engine are the step loop's: it takes blocks for what `admit` 
 All blocks of a prompt are taken at admission, so running prompts never wait for each other
 and a step always makes progress. Those that are found in the prefix cache are counted, since to
 take one from there leaves one less for others; but not, of the prompt that goes first, those that
-others hold now. Order is `Request.rank`; a prompt that does not fit may be overtaken by those that
-do. Nobody starves: each prompt is overtaken at most `max_overtakes` times, then it goes first and
-all others wait for it.
+others hold now. The shortest goes first, within a bound on age (`worker.turns`); a prompt that does not
+fit may be overtaken by those that do. Nobody starves: each prompt is overtaken at most `max_overtakes`
+times, then it goes first and all others wait for it.
 
 Prompts go to several decode workers, and one of those may be full, or slow to take what is pushed. Once others are in
 use too, one destination holds at most half of the pool, blocks that wait to be taken included; a single prompt may hold
 more. What exceeds that waits in line and is overtaken by prompts for others, which does not count.
 
 Up to half of a step's tokens go to the prompts that they suffice to end, shortest first, so
-that a short prompt does not wait behind a long one; the rest goes by order of admission.
+that a short prompt does not wait behind a long one whose turn it is; the rest goes by turns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.chunking import plan_chunks
-from worker.request import Rank, Request
+from worker.request import Request
+from worker.turns import Turn, turn_of
 
 MAX_OVERTAKES = 64
 """Later prompts that may be admitted before an earlier one."""
@@ -160,10 +161,10 @@ class PrefillScheduler:
                     return request if fits(request) else None
                 barred.add(request.destination)
         may_go = [each for each in self._waiting if each.destination not in barred and self._may_hold(each, held)]
-        first = min(may_go, key=_rank, default=None)
+        first = min(may_go, key=_turn, default=None)
         if first is None or fits(first):
             return first
-        return min((each for each in may_go if self.num_blocks(each) <= num_available), key=_rank, default=None)
+        return min((each for each in may_go if self.num_blocks(each) <= num_available), key=_turn, default=None)
 
     def _may_hold(self, request: Request, held: Mapping[str, int]) -> bool:
         """Whether its destination may hold its blocks too."""
@@ -172,10 +173,9 @@ class PrefillScheduler:
 
     def chunks(self) -> tuple[Chunk, ...]:
         """What the next step computes: the token budget, shared among all that run."""
-        # In order of admission: the oldest always advances, whatever priorities come after it.
         left = [_num_left(request) for request in self._running]
         express = _express(left, self._limits.chunk_tokens // 2)
-        rest = [index for index in range(len(left)) if index not in express]
+        rest = sorted((at for at in range(len(left)) if at not in express), key=lambda at: _turn(self._running[at]))
         budget_tokens = self._limits.chunk_tokens - sum(left[index] for index in express)
         chunks = plan_chunks([left[index] for index in rest], budget_tokens, self._limits.max_seqs)
         shares = dict(zip(rest, chunks, strict=True)) | {index: left[index] for index in express}
@@ -196,8 +196,8 @@ class _InLine:
         """Later ones that went before it."""
 
 
-def _rank(request: Request) -> Rank:
-    return request.rank
+def _turn(request: Request) -> Turn:
+    return turn_of(request, _num_left(request))
 
 
 def _num_left(request: Request) -> int:

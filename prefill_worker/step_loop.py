@@ -30,6 +30,7 @@ from tandem.telemetry.observers import StepReport, WorkerObserver
 from tandem.types import TokenId
 from worker.ports import StepEngine
 from worker.request import Request
+from worker.token_rate import TokenRate
 
 _log = get_logger(__name__)
 
@@ -79,6 +80,9 @@ class StepLoop:
         self._observer = observer
         self.scheduler = PrefillScheduler(limits, cache.pool.block_size, cache.pool.num_blocks)
         """For others: its counters only."""
+        self.rate = TokenRate()
+        self.num_computed_tokens = 0
+        """Prompt tokens that were computed so far."""
         self._wake = asyncio.Event()
         self._in_flight: tuple[Chunk, ...] = ()
 
@@ -129,7 +133,7 @@ class StepLoop:
             chunks = self.scheduler.chunks()
             others = [c.request for c in chunks if c.request.started_s is None and c.request not in looked_up]
             looked_up += others
-            found = [request for request in others if self._finds_more(request)]
+            found = [each for each in others if each.spec.reads_cache and each.group.attach_more(self._cache)]
             if not found:
                 return chunks
 
@@ -141,19 +145,6 @@ class StepLoop:
         known = self._cache.acquire(request.spec.cache_salt, self._tokens_to_find(request))
         prefix.reuse(known, self._pool.block_size)
         prefix.add_blocks(self._cache.allocate(self.scheduler.num_blocks(request)))
-
-    def _finds_more(self, request: Request) -> bool:
-        """Whether the cache knows more of it by now; that takes the place of blocks in which nothing is computed."""
-        prefix, size = request.group.prefix, self._pool.block_size
-        num_known = prefix.num_cached_tokens // size
-        found = self._cache.acquire(request.spec.cache_salt, self._tokens_to_find(request), from_block=num_known)
-        if not found:
-            return False
-        table = prefix.take_blocks()
-        prefix.reuse((*table[:num_known], *found), size)
-        prefix.add_blocks(table[num_known + len(found) :])
-        self._pool.release(table[num_known : num_known + len(found)])
-        return True
 
     def _num_held(self, request: Request) -> int:
         return self._cache.num_held(request.spec.cache_salt, self._tokens_to_find(request))
@@ -171,6 +162,8 @@ class StepLoop:
             step = Step(tuple(chunk.request.group.prefix.schedule(chunk.num_tokens) for chunk in chunks), moves=moves)
             result = await to_the_end(self._engine.launch(step))
             specs = tuple(chunk.request.spec for chunk in chunks)
+            self.rate.add(self.num_tokens_in_flight, result.seconds)
+            self.num_computed_tokens += self.num_tokens_in_flight
             self._observer.step(StepReport(result.seconds, self.num_tokens_in_flight, 0, specs))
         except Exception as error:  # noqa: BLE001 - whatever broke ends these requests; the worker only if no step works
             _log.exception("a step failed", num_seqs=len(chunks))

@@ -107,6 +107,7 @@ class PrefillWorker:
         observer, now_s = parts.observer.sequence(spec), parts.clock.now_s()
         request = Request(session, handle, spec, self._num_arrived, now_s, deadline, observer, destination)
         transfer = OutgoingTransfer(request, parts.sender, parts.cache.pool, self._policy, self)
+        request.came_after_tokens = self._steps.num_computed_tokens
         self._idle.clear()
         self._live[session, handle] = request
         self._transfers[request] = transfer
@@ -201,6 +202,7 @@ class PrefillWorker:
             pool=self._parts.cache.pool.counts(),
             live_transfers=len(self._transfers),
             draining=self._draining,
+            prompt_tokens_per_s=self._steps.rate.per_s,
         )
 
     # --- from the step loop (StepListener) ---

@@ -84,6 +84,7 @@ class Router:
             stall_s,
             partial(WorkerLink, router=new_incarnation(), credentials=self._security.outgoing),
             rng or Random(),
+            falls_back=config.fallback == "local",
         )
         self.queue = AdmissionQueue(config.max_active_requests, config.max_queued_requests, config.max_queued_tokens)
         policy = policy or RetryPolicy(max_retries=config.max_retries, patience_s=config.patience_s)

@@ -130,6 +130,11 @@ class Ejections:
         may_be_probed = record.on_probation(now_s) and record.probe is None
         return 0 if may_be_probed else record.level
 
+    def burdens(self, now_s: float) -> Mapping[Incarnation, int]:
+        """Of the workers that are set aside, and that have a burden."""
+        burdens = {each: self.burden(each, now_s) for each in self._records if not isinstance(each, tuple)}
+        return {worker: burden for worker, burden in burdens.items() if burden}
+
     def pair_burdens(self, now_s: float) -> Mapping[Pair, int]:
         """Of the pairs that are set aside, and that have a burden."""
         burdens = {each: self.burden(each, now_s) for each in self._records if isinstance(each, tuple)}

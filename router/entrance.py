@@ -19,9 +19,9 @@ from router.delivery import ChoiceStream, Delivery
 from router.generation import Generation, ResolvedRequest, Rooms
 from router.grammar_check import GrammarCheck
 from router.metrics import Timeline
-from router.placement import check_pools, common_sequence, longest_sequence
 from router.prompt_logprobs import PromptLogprobs
 from router.request import Caller, ChatPrompt, CompletionRequest, Prompt, TextPrompt, TokensPrompt
+from router.room import check_pools, common_sequence, longest_sequence
 from router.token_rules import TokenRules
 from router.tokenization import Tokenization
 from router.unread import Unread
@@ -186,7 +186,7 @@ class Entrance:
         self.check_model(request.model)
         token_ids = await self._prompt_tokens(request.prompt)
         n, num_wanted = num_choices(request.sampling, self._limits), num_seqs(request.sampling, self._limits)
-        workers, num_prompt_tokens = self._rooms.workers.views(), len(token_ids)
+        workers, num_prompt_tokens = self._rooms.workers.candidates(), len(token_ids)
         longest = longest_sequence(workers, num_prompt_tokens, num_wanted)
         usual = common_sequence(workers, num_prompt_tokens, num_wanted) or longest
         if longest is not None and longest <= num_prompt_tokens:  # no max_tokens helps: `check_pools` judges n

@@ -226,7 +226,7 @@ class Generation:
             self._witness.begin(assignment)
         else:
             self._witness.take_over(assignment)
-        self._observer.placed(placement.prefill, placement.decode, placement.prefix_at)
+        self._observer.placed(placement.prefill, placement.decode, placement.reason, placement.prefix_at)
         return Attempt(
             placement,
             self._rooms.workers,

@@ -15,7 +15,7 @@ from tandem.telemetry import metric_names as names
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
 from tandem.telemetry.recent_latencies import RecentLatencies
-from tandem.types import FinishReason, PrefixAt, Role, WorkerInfo
+from tandem.types import FinishReason, PlacementReason, PrefixAt, WorkerInfo
 
 
 class RouterMetrics(RouterObserver):
@@ -28,6 +28,7 @@ class RouterMetrics(RouterObserver):
         self.failures = metrics.counter(names.REQUEST_FAILURES)
         self.refusals = metrics.counter(names.REQUESTS_REFUSED)
         self.placements = metrics.counter(names.PLACEMENTS)
+        self.placement_reasons = metrics.counter(names.PLACEMENT_REASONS)
         self.prefix_placements = metrics.counter(names.PREFIX_PLACEMENTS)
         self.moves = metrics.counter(names.REQUEST_MOVES)
         self.prompt_tokens = metrics.counter(names.PROMPT_TOKENS)
@@ -74,9 +75,13 @@ class _Request(RequestObserver):
         self._admitted = True
         self._of.admission_s.observe(self._of.clock.now_s() - self._arrived_s)
 
-    def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo, prefix_at: PrefixAt = PrefixAt.NOWHERE) -> None:
-        is_taken_over = prefill is not None and prefill.role is Role.DECODE
+    def placed(
+        self, prefill: WorkerInfo | None, decode: WorkerInfo, reason: PlacementReason, prefix_at: PrefixAt
+    ) -> None:
+        is_taken_over = reason is PlacementReason.HANDED_OVER
         self._of.placements.add(1, "local" if prefill is None else "handed_over" if is_taken_over else "disaggregated")
+        self._of.placement_reasons.add(1, reason)
+        self._of.recent.placed(reason)
         self._of.prefix_placements.add(1, prefix_at)
 
     def prompt_computed(self, queue_s: float, prefill_s: float, cached_tokens: int) -> None:

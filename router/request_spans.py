@@ -17,7 +17,7 @@ from opentelemetry.trace import Span, Tracer, get_current_span, set_span_in_cont
 from tandem.errors import TandemError
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
 from tandem.telemetry.trace_context import CANCELLED, context_of, mark_failed, traceparent_of
-from tandem.types import PrefixAt, Role, WorkerInfo
+from tandem.types import PlacementReason, PrefixAt, WorkerInfo
 
 
 def request_spans(tracer: Tracer | None, model: str) -> Sequence[RouterObserver]:
@@ -61,12 +61,15 @@ class _RequestSpan(RequestObserver):
     def admitted(self) -> None:
         self._leave_queue()
 
-    def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo, prefix_at: PrefixAt = PrefixAt.NOWHERE) -> None:
+    def placed(
+        self, prefill: WorkerInfo | None, decode: WorkerInfo, reason: PlacementReason, prefix_at: PrefixAt
+    ) -> None:
         workers = {"tandem.decode.worker_id": decode.worker_id}
         if prefill is not None:
-            name = "tandem.prefill.worker_id" if prefill.role is Role.PREFILL else "tandem.source.worker_id"
-            workers[name] = prefill.worker_id
+            name = "source" if reason is PlacementReason.HANDED_OVER else "prefill"
+            workers[f"tandem.{name}.worker_id"] = prefill.worker_id
         self._span.add_event("placed", workers)
+        self._span.set_attribute("tandem.placement.reason", reason.value)
 
     def tokens(self, num_tokens: int, index: int = 0) -> None:
         if not self._has_tokens:

@@ -59,9 +59,8 @@ class Witness(RequestObserver):
             self._workers.end(self._source, arrived=True)
             self._source = None
         self._workers.arrive(self._assignment)
-        placement = self._assignment.placement
-        if placement.prefill is not None:
-            self._workers.handed_over(placement.prefill, placement.decode)
+        if self._assignment.placement.prefill is not None:
+            self._workers.handed_over(self._assignment, seconds)
 
     def tokens(self, num_tokens: int, index: int = 0) -> None:
         """New ones. Those after the hand-off are from the decode worker."""

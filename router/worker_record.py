@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from router.ejection import Ejections
-from router.placement import Obstacle, WorkerView
+from router.fleet import Room
 from router.prefix_map import Prefix, PrefixMap
 from router.worker_link import WorkerLink
+from router.worker_view import Obstacle, WorkerView
 from tandem.errors import Reason, Unavailable
 from tandem.types import Incarnation, WorkerInfo, WorkerLoad
 
@@ -17,6 +18,8 @@ class WorkerRecord:
 
     def __init__(self, info: WorkerInfo, now_s: float, owner: str, replaced: tuple[Incarnation, ...]) -> None:
         self.info = info
+        self.number = 0
+        """In its router's fleet."""
         self.owner = owner
         self.replaced = replaced[-_REMEMBERED_INCARNATIONS:]
         """Earlier incarnations, that stay out as long as this one is there."""
@@ -42,6 +45,11 @@ class WorkerRecord:
     def block_size(self) -> int | None:
         """Of its pool; None = not known, as before its first heartbeat."""
         return None if self.load is None else self.load.pool.block_size or None
+
+    @property
+    def room(self) -> Room:
+        """How much it holds."""
+        return Room(self.info.max_sequence_tokens, self.info.pool_tokens, self.block_size or 0)
 
     @property
     def held(self) -> PrefixMap | None:

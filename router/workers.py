@@ -16,16 +16,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import TypeAlias
 from weakref import WeakSet
 
 from router.ejection import Ejections, Subject
-from router.placement import Demand, Placement, WorkerView, place
+from router.fleet import Candidates, Fleet
+from router.handoff_times import HandoffTimes
+from router.placement import Placement, place
 from router.placement import readiness as readiness_of
+from router.prefix_map import Prefix, PrefixIndex
 from router.worker_link import WorkerLink
 from router.worker_record import WorkerRecord
+from router.worker_view import Demand, WorkerView
 from tandem.clock import Clock
 from tandem.errors import HandshakeMismatch, InvalidRequest, Unavailable
 from tandem.telemetry.logging import get_logger
@@ -70,7 +75,10 @@ class Workers:
         stall_s: float,
         open_link: OpenLink,
         rng: Random,
+        *,
+        falls_back: bool = False,
     ) -> None:
+        """`falls_back`: whether decode workers compute every prompt as long as no prefill worker is ready."""
         self.lease_s = lease_s
         """How long a silent worker is trusted."""
         self.tick_s = min(_LONGEST_TICK_S, lease_s / _TICKS_PER_LEASE)
@@ -82,6 +90,10 @@ class Workers:
         self._rng = rng
         self._awake_s = clock.now_s()
         self._records: dict[WorkerId, WorkerRecord] = {}
+        self._fleet = Fleet(falls_back=falls_back)
+        self._by_number: dict[int, WorkerRecord] = {}
+        self._prefixes = PrefixIndex()
+        self._handoff_times = HandoffTimes()
         self._ejections = Ejections()
         self._links: WeakSet[WorkerLink] = WeakSet()
         """Also those of lost workers, until their tasks have ended."""
@@ -120,6 +132,8 @@ class Workers:
             replaced = (*known.replaced, known.info.incarnation)
             self._remove(known, f"worker {info.worker_id} has restarted")
         record = self._records[info.worker_id] = WorkerRecord(info, self._clock.now_s(), owner, replaced)
+        record.number = self._fleet.add(info, record.room)
+        self._by_number[record.number] = record
         self._open(record)
 
     def heartbeat(self, info: WorkerInfo, load: WorkerLoad, owner: str = "") -> None:
@@ -129,7 +143,7 @@ class Workers:
         record = self._records[info.worker_id]
         record.take_load(load, self._clock.now_s())
         self._judge_engine(record)
-        self._notify()
+        self._look_at(record)
 
     def deregister(self, info: WorkerInfo) -> None:
         """The worker's stream ended. Idempotent; ignores an incarnation that was replaced."""
@@ -143,7 +157,7 @@ class Workers:
         if record is None:
             raise InvalidRequest("worker_id", f"no worker {worker_id} is registered")
         record.drain_ordered = True
-        self._notify()
+        self._look_at(record)
         return record.info
 
     def drain_ordered(self, info: WorkerInfo) -> bool:
@@ -180,27 +194,60 @@ class Workers:
 
     def readiness(self) -> str | None:
         """None if a request could be served now, else what is missing."""
-        return readiness_of(self.views())
+        return readiness_of(self.candidates())
+
+    def candidates(self, prefix: Prefix | None = None) -> Candidates:
+        """What the next placement, of a request that begins with `prefix`, is made from; until anything changes."""
+        now_s = self._clock.now_s()
+        held = self._prefixes.held(prefix or Prefix("", ()), self._fleet.block_sizes(), now_s)
+
+        def view(number: int) -> WorkerView:
+            return self._by_number[number].view(now_s, self._ejections, prefix)
+
+        return Candidates(self._fleet, view, held, self._ejections.burdens(now_s))
 
     async def place(self, demand: Demand, wait_s: float) -> Assignment:
         """A pair for `demand`, counted as its workers' load until `end`; waits at most `wait_s` for one.
 
         Raises Unavailable.
         """
-        if demand.prefix is not None:
-            for block_size in {record.block_size for record in self._records.values() if record.held is not None}:
-                if block_size is not None:
-                    await demand.prefix.name_blocks(block_size)
+        if demand.prefix is not None and self._prefixes.num_telling:
+            for block_size in self._fleet.block_sizes():
+                await demand.prefix.name_blocks(block_size)
         try:
             async with asyncio.timeout(wait_s):
                 while True:
                     changed = self._changed
                     try:
-                        return self._place_now(demand)
+                        return self.place_now(demand)
                     except Unavailable:
                         await changed.wait()
         except TimeoutError:
-            return self._place_now(demand)
+            return self.place_now(demand)
+
+    def place_now(self, demand: Demand) -> Assignment:
+        """As `place`, for who does not wait; the blocks of the demand's prefix are named."""
+        now_s = self._clock.now_s()
+        if demand.source is None:
+            demand = replace(demand, handoff_s=self._handoff_times.expected_s(demand.num_tokens))
+        placement = place(demand, self.candidates(demand.prefix), self._rng, self._ejections.pair_burdens(now_s))
+        chosen = [
+            (record, record.view(now_s, self._ejections, demand.prefix))
+            for record in (self._records[info.worker_id] for info in (placement.prefill, placement.decode) if info)
+        ]
+        decode, view = chosen[-1]
+        num_tokens = view.lacking_tokens(demand)
+        if placement.prefill is not None:
+            decode.coming_tokens += num_tokens
+            decode.coming_seqs += demand.num_choices
+        for record, view in chosen:
+            record.assigned_tokens += view.lacking_tokens(demand)
+            record.assigned_seqs += demand.num_choices
+            if demand.prefix is not None:
+                record.expect(demand.prefix, view.likely_tokens, now_s)
+        assignment = Assignment(placement, num_tokens, demand.num_choices, self._ejections.new_probe())
+        self._ejections.begin(assignment.subjects, assignment.probe, now_s)
+        return assignment
 
     def arrive(self, assignment: Assignment) -> None:
         """The decode worker has the request: its next heartbeat shows it. To be called once."""
@@ -212,8 +259,12 @@ class Workers:
             self._leave(assignment, arrived=False)
         self._ejections.end(assignment.subjects, assignment.probe)
 
-    def handed_over(self, prefill: WorkerInfo, decode: WorkerInfo) -> None:
-        """A hand-off between these two was good; the prefill worker has done its part."""
+    def handed_over(self, assignment: Assignment, seconds: float) -> None:
+        """Its hand-off was good, and took so long; the prefill worker has done its part."""
+        placement = assignment.placement
+        assert placement.prefill is not None
+        prefill, decode = placement.prefill, placement.decode
+        self._handoff_times.took(assignment.num_tokens, seconds)
         self._ejections.handed_over(prefill.incarnation, decode.incarnation)
         for subject in (prefill.incarnation, (prefill.incarnation, decode.incarnation)):
             self._succeeded(subject)
@@ -235,31 +286,12 @@ class Workers:
             self._failed(subject)
 
     async def wait_for_change(self, at_most_s: float) -> None:
-        """Returns when anything about any worker changed, or when the time is up."""
+        """Returns when there are other workers, or others take new work, or when the time is up."""
         try:
             async with asyncio.timeout(at_most_s):
                 await self._changed.wait()
         except TimeoutError:
             return
-
-    def _place_now(self, demand: Demand) -> Assignment:
-        now_s = self._clock.now_s()
-        views = {name: record.view(now_s, self._ejections, demand.prefix) for name, record in self._records.items()}
-        placement = place(demand, tuple(views.values()), self._rng, self._ejections.pair_burdens(now_s))
-        num_tokens = views[placement.decode.worker_id].lacking_tokens(demand)
-        if placement.prefill is not None:
-            decode = self._records[placement.decode.worker_id]
-            decode.coming_tokens += num_tokens
-            decode.coming_seqs += demand.num_choices
-        for info in filter(None, (placement.prefill, placement.decode)):
-            record = self._records[info.worker_id]
-            record.assigned_tokens += views[info.worker_id].lacking_tokens(demand)
-            record.assigned_seqs += demand.num_choices
-            if demand.prefix is not None:
-                record.expect(demand.prefix, views[info.worker_id].likely_tokens, now_s)
-        assignment = Assignment(placement, num_tokens, demand.num_choices, self._ejections.new_probe())
-        self._ejections.begin(assignment.subjects, assignment.probe, now_s)
-        return assignment
 
     def _leave(self, assignment: Assignment, *, arrived: bool) -> None:
         """It is no longer on its way to the decode worker."""
@@ -306,9 +338,10 @@ class Workers:
     def _open(self, record: WorkerRecord) -> None:
         info = record.info
         _log.info("worker joined", worker_id=info.worker_id, role=info.role, address=info.address)
-        record.link = self._open_link(info, self._notify)
+        record.link = self._open_link(info, partial(self._look_at, record))
+        record.link.held.join(self._prefixes, record.number)
         self._links.add(record.link)
-        self._notify()
+        self._look_at(record)
 
     def _close(self, record: WorkerRecord, why: str) -> None:
         """Ends the link, if there is one; its requests are told."""
@@ -316,13 +349,23 @@ class Workers:
             return
         _log.warning("worker lost", worker_id=record.info.worker_id, role=record.info.role, why=why)
         record.link.close()
+        record.link.held.leave()
         record.link = None
-        self._notify()
+        self._look_at(record)
 
     def _remove(self, record: WorkerRecord, why: str) -> None:
-        del self._records[record.info.worker_id]
-        self._ejections.forget(record.info.incarnation)
         self._close(record, why)
+        del self._records[record.info.worker_id], self._by_number[record.number]
+        self._fleet.remove(record.info)
+        self._ejections.forget(record.info.incarnation)
+        self._notify()
+
+    def _look_at(self, record: WorkerRecord) -> None:
+        """Whether it takes new work may have changed, and how much it holds may be known now."""
+        if self._by_number.get(record.number) is not record:
+            return  # its link outlived it
+        if self._fleet.change(record.number, record.room, usable=record.obstacle() is None):
+            self._notify()
 
     def _notify(self) -> None:
         """Sets the event of those who wait now; whoever comes later waits for the next change."""

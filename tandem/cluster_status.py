@@ -42,6 +42,14 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacementCount:
+    """How often requests were placed for one reason; named as `PlacementReason`."""
+
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class RecentActivity:
     """What a router saw lately, and in all. See cluster.proto for each field."""
 
@@ -51,6 +59,7 @@ class RecentActivity:
     latencies: tuple[LatencySummary, ...] = ()
     total_requests: int = 0
     total_tokens: int = 0
+    placements: tuple[PlacementCount, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from tandem.limits import Limits
-from tandem.option_values import host_port, integer, one_of, seconds, size_bytes, text, zmq_address
+from tandem.option_values import host_port, integer, number, one_of, seconds, size_bytes, text, zmq_address
 from tandem.options import add_arguments, argv_of, check_known, grouped, load_options, option
 from tandem.security.options import ClientSecurityConfig, SecurityConfig
 
@@ -23,6 +23,7 @@ __all__ = [
     "ClientConfig",
     "ClientSecurityConfig",
     "DecodeConfig",
+    "ElasticConfig",
     "Limits",
     "PrefillConfig",
     "RouterConfig",
@@ -116,6 +117,13 @@ class RouterConfig:
         10.0,
         "how long a request waits, as far as its deadline allows, for workers that are missing or were lost",
         seconds(0, 3600),
+    )
+    fallback: str = option(
+        "fallback",
+        "fail",
+        "what becomes of a prompt while no prefill worker is ready: fail = it waits for one, and fails after "
+        "--patience-seconds; local = decode workers compute it beside their streams",
+        one_of("fail", "local"),
     )
     max_priority: int = option(
         "max-priority",
@@ -302,6 +310,21 @@ class DecodeConfig(WorkerConfig):
         integer(0),
         none_word="unlimited",
     )
+    elastic: bool = option("elastic", False, "compute prompts for other workers too, beside the decodes")
+    inter_token_objective_s: float | None = option(
+        "inter-token-objective",
+        None,
+        "seconds between two tokens of a stream that chunks of prompts must leave; 0 = any number, auto = a multiple "
+        "of what a step without prompts takes",
+        seconds(0, 60),
+        none_word="auto",
+    )
+    waiting_served_ratio: float = option(
+        "waiting-served-ratio",
+        1.0,
+        "how many times as long a step may be while more prompts wait than sequences decode",
+        number(1, 1000),
+    )
     overlap_steps: str = option(
         "overlap-steps",
         "auto",
@@ -315,6 +338,13 @@ class DecodeConfig(WorkerConfig):
         integer(0, 1024),
         none_word="auto",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticConfig(DecodeConfig):
+    """`tandem worker`."""
+
+    elastic: bool = option("elastic", True, "compute prompts for other workers too, beside the decodes")
 
 
 def _devices(name: str, who: str) -> Any:
@@ -339,6 +369,7 @@ _SET_BY_SERVE = (
     "host_workers",
     "kv_events",
     "kv_events_replay",
+    "elastic",
 )
 
 
@@ -350,8 +381,23 @@ class ServeConfig:
     default. `argv_of(replace(config.decode_worker, router=..., worker_id=...))` is a child's argv.
     """
 
-    num_prefill: int = option("prefill", 1, "prefill workers", integer(0, 64))
-    num_decode: int = option("decode", 1, "decode workers", integer(1, 64))
+    roles: str | None = option(
+        "roles",
+        None,
+        "auto: workers that compute prompts and decode, as each request and step needs; static: prefill and decode "
+        "workers. By default static if --prefill, --decode or their devices are given, else auto",
+        one_of("auto", "static"),
+        none_word="unset",
+    )
+    num_workers: int | None = option(
+        "workers", None, "elastic workers; auto = one per GPU, or two without GPUs", integer(1, 64), none_word="auto"
+    )
+    num_prefill: int | None = option(
+        "prefill", None, "prefill workers; auto = 1, with --roles static", integer(0, 64), none_word="auto"
+    )
+    num_decode: int | None = option(
+        "decode", None, "decode workers; auto = 1, with --roles static", integer(1, 64), none_word="auto"
+    )
     prefill_devices: tuple[str, ...] = _devices("prefill-devices", "prefill workers compute")
     decode_devices: tuple[str, ...] = _devices("decode-devices", "decode workers compute")
     http: str | None = option(
@@ -365,6 +411,22 @@ class ServeConfig:
     prefill_worker: PrefillConfig = grouped(PrefillConfig, own=_SET_BY_SERVE)
     decode_worker: DecodeConfig = grouped(DecodeConfig, own=_SET_BY_SERVE)
 
+    @property
+    def of_static(self) -> dict[str, object]:
+        """What only workers of static roles have, by option, as far as it was given."""
+        given = {
+            "--prefill": self.num_prefill,
+            "--decode": self.num_decode,
+            "--prefill-devices": self.prefill_devices or None,
+            "--decode-devices": self.decode_devices or None,
+        }
+        return {flag: value for flag, value in given.items() if value is not None}
+
+    @property
+    def is_static(self) -> bool:
+        """Whether its workers have static roles."""
+        return self.roles == "static" or (self.roles is None and bool(self.of_static))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
@@ -375,7 +437,7 @@ class ClientConfig:
     security: ClientSecurityConfig = grouped(ClientSecurityConfig)
 
 
-_ALL: tuple[type[Any], ...] = (RouterConfig, PrefillConfig, DecodeConfig, ServeConfig, ClientConfig)
+_ALL: tuple[type[Any], ...] = (RouterConfig, PrefillConfig, DecodeConfig, ElasticConfig, ServeConfig, ClientConfig)
 
 
 def load(cls: type[T], namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> T:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from tandem.cluster_status import ClusterStatus, LatencySummary, RecentActivity, WorkerStatus
+from tandem.cluster_status import ClusterStatus, LatencySummary, PlacementCount, RecentActivity, WorkerStatus
 from tandem.errors import TandemError, rebuild_error
 from tandem.types import (
     ChoiceSpec,
@@ -53,14 +53,19 @@ _EARLY_STOPPING_FROM_PROTO = {value: key for key, value in _EARLY_STOPPING_TO_PR
 _ROLE_TO_PROTO = {
     Role.PREFILL: registry_pb2.WORKER_ROLE_PREFILL,
     Role.DECODE: registry_pb2.WORKER_ROLE_DECODE,
+    Role.ELASTIC: registry_pb2.WORKER_ROLE_ELASTIC,
 }
 _ROLE_FROM_PROTO = {value: key for key, value in _ROLE_TO_PROTO.items()}
 _IN_PROTOBUF = {
     **{name: f"{name}_blocks" for name in ("total", "free", "reserved", "receiving", "live", "quarantined", "cached")},
     **{
-        f"{name}_s": f"{name}_seconds" for name in ("timeout", "heartbeat_age", "uptime", "window", "p50", "p90", "p99")
+        f"{name}_s": f"{name}_seconds"
+        for name in (
+            *("timeout", "heartbeat_age", "uptime", "window", "p50", "p90", "p99"),
+            *("step", "step_objective"),
+        )
     },
-    **{f"{name}_per_s": f"{name}_per_second" for name in ("requests", "tokens")},
+    **{f"{name}_per_s": f"{name}_per_second" for name in ("requests", "tokens", "prompt_tokens")},
 }
 """Names of fields that differ, by those of dataclasses."""
 
@@ -225,7 +230,8 @@ def status_to_proto(status: ClusterStatus) -> cluster_pb2.GetStatusResponse:
         for each in status.workers
     ]
     latencies = [_message(cluster_pb2.LatencySummary, each) for each in status.recent.latencies]
-    recent = _message(cluster_pb2.RecentActivity, status.recent, latencies=latencies)
+    placements = [_message(cluster_pb2.PlacementCount, each) for each in status.recent.placements]
+    recent = _message(cluster_pb2.RecentActivity, status.recent, latencies=latencies, placements=placements)
     return _message(cluster_pb2.GetStatusResponse, status, workers=workers, recent=recent)
 
 
@@ -236,7 +242,8 @@ def status_from_proto(message: cluster_pb2.GetStatusResponse) -> ClusterStatus:
         for each in message.workers
     )
     latencies = tuple(_plain(LatencySummary, each) for each in message.recent.latencies)
-    recent = _plain(RecentActivity, message.recent, latencies=latencies)
+    placements = tuple(_plain(PlacementCount, each) for each in message.recent.placements)
+    recent = _plain(RecentActivity, message.recent, latencies=latencies, placements=placements)
     return _plain(ClusterStatus, message, workers=workers, recent=recent)
 
 
@@ -259,4 +266,4 @@ def _field_names(cls: Any) -> tuple[str, ...]:
 
 
 def _token_ids(ids: Iterable[int]) -> tuple[TokenId, ...]:
-    return tuple(map(TokenId, ids))
+    return tuple(cast("Iterable[TokenId]", ids))  # a call for each would take a long prompt a tenth of a second

@@ -41,6 +41,21 @@ def integer(low: int, high: int = 2**31 - 1) -> Parser:
     return parse
 
 
+def number(low: float, high: float) -> Parser:
+    """A number in `[low, high]`."""
+
+    def parse(value: str) -> float:
+        try:
+            parsed = float(value)
+        except ValueError:
+            parsed = float("nan")
+        if not low <= parsed <= high:  # false for NaN too
+            raise ValueError(f"must be a number from {low:g} to {high:g}")
+        return parsed
+
+    return parse
+
+
 def seconds(low: float, high: float = 86_400.0) -> Parser:
     """A number of seconds in `[low, high]`."""
 

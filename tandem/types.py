@@ -37,6 +37,17 @@ class Role(enum.StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    ELASTIC = "elastic"
+
+    @property
+    def prefills(self) -> bool:
+        """Whether it computes prompts for others."""
+        return self is not Role.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it owns a pool that sequences decode in."""
+        return self is not Role.PREFILL
 
 
 class FinishReason(enum.StrEnum):
@@ -242,6 +253,27 @@ class PrefixAt(enum.StrEnum):
     NOWHERE = "nowhere"
 
 
+class PlacementReason(enum.StrEnum):
+    """Why a request's prompt is computed where it is."""
+
+    LOCAL_STATIC = "local_static"
+    """The decode worker computes every prompt: that is its fixed part."""
+    LOCAL_SHORT = "local_short"
+    """The prompt is no longer than what the decode worker always computes itself."""
+    LOCAL_HELD = "local_held"
+    """The decode worker holds nearly all of its KV."""
+    LOCAL_FASTER = "local_faster"
+    """The elastic worker that decodes it should compute it no later than others would, by a margin."""
+    LOCAL_FALLBACK = "local_fallback"
+    """No prefill worker is ready; the decode worker does its work."""
+    REMOTE_STATIC = "remote_static"
+    """The decode worker computes no such prompts."""
+    REMOTE_FASTER = "remote_faster"
+    """Another worker should have it computed and handed over sooner than the elastic one that decodes it."""
+    HANDED_OVER = "handed_over"
+    """Its KV is there: another decode worker hands over what it runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class PoolCounts:
     """Blocks of one pool by state, and its waste. `free + … + quarantined + cached == total`."""
@@ -273,7 +305,7 @@ class WorkerInfo:
     layout_fingerprint: str
     transports: tuple[str, ...]
     local_prefill_tokens: int | None
-    """Decode only: longest prompt it computes itself; None = any length; 0 = none."""
+    """Where it decodes: longest prompt that it computes for itself; None = any length; 0 = none."""
     max_sequence_tokens: int
     pid: int
     device: str
@@ -297,3 +329,9 @@ class WorkerLoad:
     live_transfers: int
     draining: bool
     preemptions: int = 0
+    prompt_tokens_per_s: float = 0.0
+    """Prompt tokens that it computes per second as things are now; 0 = not measured yet."""
+    step_s: float = 0.0
+    """Moving average of its decode steps; 0 = none yet."""
+    step_objective_s: float = 0.0
+    """Longest step that its inter-token objective allows while sequences decode; 0 = none."""

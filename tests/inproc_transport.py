@@ -7,7 +7,7 @@ connection is missing. `Faults` says what goes wrong, by count or position, neve
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -95,7 +95,7 @@ class InprocReceiver:
         self._network.add(self._endpoint, self)
 
     def offer(
-        self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float, first_block: int = 0
+        self, blocks: Sequence[BlockRef], listener: HandoffListener, expires_in_s: float, first_block: int = 0
     ) -> Offer:
         """See `base.Receiver.offer`."""
         ticket = self.table.mint(blocks, listener, expires_in_s, first_block)

@@ -83,7 +83,7 @@ class Wire:
         return len(self._offers)
 
     def offer(
-        self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float, first_block: int = 0
+        self, blocks: Sequence[BlockRef], listener: HandoffListener, expires_in_s: float, first_block: int = 0
     ) -> Offer:
         self._num_offers += 1
         name = str(self._num_offers)
@@ -254,7 +254,7 @@ class CoreLink:
         self._tell(handle, "failed", error)
 
 
-class _Ids:
+class Ids:
     """A detokenizer that keeps the ids."""
 
     def __init__(self) -> None:
@@ -271,16 +271,16 @@ class _Ids:
 class Running:
     """One attempt under way."""
 
-    def __init__(self, cores: JoinedCores, spec: GroupSpec) -> None:
+    def __init__(self, cores: Any, spec: GroupSpec, placement: Placement | None = None) -> None:
         self.spec = spec
-        self._ids = _Ids()
+        self._ids = Ids()
         detokenizer: Any = self._ids
-        links: Any = cores
         delivery = Delivery([ChoiceStream(0, detokenizer, TextParams(), lambda _: None)], RequestObserver())
-        placement = Placement(cores.infos[Role.PREFILL], cores.infos[Role.DECODE])
+        if placement is None:
+            placement = Placement(cores.infos[Role.PREFILL], cores.infos[Role.DECODE])
         now_s = cores.clock.now_s()
         self._attempt = Attempt(
-            placement, links, delivery, RequestObserver(), cores.clock, now_s, SILENCE_S, lambda _: None
+            placement, cores, delivery, RequestObserver(), cores.clock, now_s, SILENCE_S, lambda _: None
         )
         self.task = asyncio.create_task(self._run(spec))
 

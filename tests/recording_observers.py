@@ -18,7 +18,7 @@ from tandem.telemetry.observers import (
     StepReport,
     WorkerObserver,
 )
-from tandem.types import GroupSpec, PrefixAt, WorkerInfo
+from tandem.types import GroupSpec, PlacementReason, PrefixAt, WorkerInfo
 
 
 class Record:
@@ -62,7 +62,9 @@ class RecordedRequest(Record, RequestObserver):
     def admitted(self) -> None:
         self.calls.append(("admitted",))
 
-    def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo, prefix_at: PrefixAt = PrefixAt.NOWHERE) -> None:
+    def placed(
+        self, prefill: WorkerInfo | None, decode: WorkerInfo, reason: PlacementReason, prefix_at: PrefixAt
+    ) -> None:
         self.calls.append(("placed", prefill, decode))
 
     def prompt_computed(self, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
@@ -133,7 +135,7 @@ class RecordingWorker(WorkerObserver):
         self.sequences: list[RecordedSequence] = []
         self.steps: list[StepReport] = []
 
-    def sequence(self, spec: GroupSpec) -> RecordedSequence:
+    def sequence(self, spec: GroupSpec, *, for_another: bool = False) -> RecordedSequence:
         self.sequences.append(RecordedSequence(spec))
         return self.sequences[-1]
 

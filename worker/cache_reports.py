@@ -10,7 +10,7 @@ between is not said, and a router that reads slowly costs no more memory than th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Protocol
@@ -78,6 +78,9 @@ class CacheNews:
         )
 
     def _differ(self, hashes: Iterable[int], *, held: bool) -> None:
+        if isinstance(hashes, Collection) and self._held.keys().isdisjoint(hashes):
+            self._held.update(dict.fromkeys(hashes, held))
+            return
         for name in hashes:
             if self._held.get(name, held) is held:
                 self._held[name] = held

@@ -34,7 +34,7 @@ class WorkerMetrics(WorkerObserver):
         self._step_seqs = metrics.histogram(names.STEP_SEQS)
         self._step_tokens = metrics.histogram(names.STEP_TOKENS)
 
-    def sequence(self, spec: GroupSpec) -> SequenceObserver:
+    def sequence(self, spec: GroupSpec, *, for_another: bool = False) -> SequenceObserver:
         """A request arrives."""
         return _Request(self, spec.num_first_tokens)
 
@@ -123,8 +123,11 @@ def load_readings(role: Role, load: WorkerLoad) -> Iterator[Reading]:
     yield Reading(names.POOL_BLOCK_TOKENS, pool.block_size)
     for state in names.BLOCK_STATES:
         yield Reading(names.POOL_BLOCKS, getattr(pool, state), (state,))
-    if role is Role.PREFILL:
-        yield Reading(names.PREFILL_QUEUED_TOKENS, load.queued_prompt_tokens)
-    else:
+    yield Reading(names.PROMPT_RATE, load.prompt_tokens_per_s)
+    if role.decodes:
         yield Reading(names.DECODE_QUEUED_TOKENS, load.queued_prompt_tokens)
         yield Reading(names.PREEMPTIONS, load.preemptions)
+        yield Reading(names.DECODE_STEP_AVERAGE, load.step_s)
+        yield Reading(names.STEP_OBJECTIVE, load.step_objective_s)
+    else:
+        yield Reading(names.PREFILL_QUEUED_TOKENS, load.queued_prompt_tokens)

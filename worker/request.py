@@ -13,7 +13,7 @@ from engine.step import SampledToken
 from tandem.clock import Deadline
 from tandem.errors import InternalError
 from tandem.telemetry.observers import SequenceObserver
-from tandem.types import GroupSpec, Handle, TokenLogprobs
+from tandem.types import FinishReason, GroupSpec, Handle, TokenLogprobs
 from worker.ports import RouterPort
 
 Rank: TypeAlias = tuple[int, int]
@@ -53,6 +53,10 @@ class Request:
         """Whether the prompt is computed here, and the router has not been told that it is done."""
         self.max_local_tokens: int | None = None
         """Most tokens that a worker which computes the prompt itself may have to compute; None = any number."""
+        self.for_another = False
+        """Whether a worker that also decodes computes the prompt for another one, to which it hands it over."""
+        self.came_after_tokens = 0
+        """Prompt tokens that its worker had computed when it came: its age, as `turns` counts it."""
         self.num_sampled_tokens = 0
         """Tokens drawn here, of all choices."""
 
@@ -60,6 +64,11 @@ class Request:
     def reads_cache(self) -> bool:
         """Whether KV that a cache knows may stand for what is still to be computed."""
         return not self.owes_prefill_done or self.spec.sampling.prompt_logprobs is None
+
+    @property
+    def num_seats(self) -> int:
+        """Rows of the batch that it takes, or will take, for decoding."""
+        return 0 if self.for_another else self.group.num_seats
 
     @property
     def cached_tokens(self) -> int:
@@ -90,9 +99,10 @@ class Request:
                 self.router.token(self.handle, index, offset, sampled, reason, found.score)
             self.num_sampled_tokens += len(found.tokens)
 
-    def take_token(self, choice: Sequence, token: SampledToken) -> None:
+    def take_token(self, choice: Sequence, token: SampledToken) -> FinishReason | None:
         """Adds a drawn token to a choice and tells it to the router, with the finish reason if it is the last."""
         offset = choice.num_output_tokens
         finish_reason = choice.append_token(token.token_id)
         self.num_sampled_tokens += 1
         self.router.token(self.handle, choice.index, offset, token, finish_reason)
+        return finish_reason

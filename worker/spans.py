@@ -29,18 +29,19 @@ def sequence_spans(tracer: Tracer | None, role: Role) -> Sequence[WorkerObserver
     """A worker's observer for traces; none without a tracer."""
     if tracer is None:
         return ()
-    return (_RequestSpans(tracer, _Prefilled if role is Role.PREFILL else _Decoded),)
+    return (_RequestSpans(tracer, role),)
 
 
 class _RequestSpans(WorkerObserver):
-    def __init__(self, tracer: Tracer, kind: type[_Spans]) -> None:
+    def __init__(self, tracer: Tracer, role: Role) -> None:
         self._tracer = tracer
-        self._kind = kind
+        self._decodes = role.decodes
 
-    def sequence(self, spec: GroupSpec) -> SequenceObserver:
+    def sequence(self, spec: GroupSpec, *, for_another: bool = False) -> SequenceObserver:
+        kind = _Decoded if self._decodes and not for_another else _Prefilled
         parent = context_of(spec.traceparent, spec.tracestate)
         queue = self._tracer.start_span(QUEUE, parent, attributes=_name_of(spec))
-        return self._kind(self._tracer, spec, parent, queue) if queue.is_recording() else SequenceObserver()
+        return kind(self._tracer, spec, parent, queue) if queue.is_recording() else SequenceObserver()
 
 
 class _Spans(SequenceObserver):

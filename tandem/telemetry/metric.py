@@ -25,9 +25,11 @@ class Process(enum.StrEnum):
     ROUTER = "router"
     PREFILL = "prefill"
     DECODE = "decode"
+    ELASTIC = "elastic"
 
 
-WORKERS = (Process.PREFILL, Process.DECODE)
+DECODING = (Process.DECODE, Process.ELASTIC)
+WORKERS = (Process.PREFILL, *DECODING)
 EVERYWHERE = tuple(Process)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from tandem.errors import Reason
 from tandem.lifecycle import BlockState
-from tandem.telemetry.metric import EVERYWHERE, WORKERS, Metric, Process, one_two_five
-from tandem.types import FinishReason, PrefixAt, Role, WaitReason
+from tandem.telemetry.metric import DECODING, EVERYWHERE, WORKERS, Metric, Process, one_two_five
+from tandem.types import FinishReason, PlacementReason, PrefixAt, Role, WaitReason
 
 LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
 STEP_S = (
@@ -22,7 +22,6 @@ TOKENS = one_two_five(200_000)
 SEQS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
 _ROUTER = (Process.ROUTER,)
-_DECODE = (Process.DECODE,)
 _PREFILL = (Process.PREFILL,)
 
 
@@ -124,6 +123,13 @@ PLACEMENTS = Metric(
     _ROUTER,
     {"path": ("disaggregated", "local", "handed_over")},
 )
+PLACEMENT_REASONS = Metric(
+    "tandem_placement_total",
+    "Placements by why the prompt is computed where it is: by the worker that decodes it (local), by another one "
+    "(remote), or not at all because it is there (handed_over).",
+    _ROUTER,
+    {"reason": PlacementReason},
+)
 PREFIX_PLACEMENTS = Metric(
     "tandem_request_prefix_placements_total",
     "Placements by where KV of the request's first tokens seemed to be: on a worker that was chosen, only on others, "
@@ -190,7 +196,21 @@ PREFILL_QUEUED_TOKENS = Metric(
 DECODE_QUEUED_TOKENS = Metric(
     "tandem_decode_queued_prompt_tokens",
     "Prompt tokens of sequences that wait for room on this decode worker, or that it has yet to compute.",
-    _DECODE,
+    DECODING,
+)
+PROMPT_RATE = Metric(
+    "tandem_prompt_tokens_per_second",
+    "Prompt tokens that are computed here per second, measured; while sequences decode, what the objective of a step "
+    "leaves for prompts.",
+    WORKERS,
+)
+DECODE_STEP_AVERAGE = Metric(
+    "tandem_decode_step_average_seconds", "Moving average of the steps that compute no prompt.", DECODING
+)
+STEP_OBJECTIVE = Metric(
+    "tandem_step_objective_seconds",
+    "Longest step that the inter-token objective allows while sequences decode; 0 before it is known.",
+    DECODING,
 )
 POOL_BLOCKS = Metric("tandem_kv_pool_blocks", "KV blocks by state.", WORKERS, {"state": ()})
 POOL_USAGE = Metric(
@@ -251,7 +271,7 @@ SAMPLED_TOKENS = Metric("tandem_sampled_tokens_total", "Tokens drawn here.", WOR
 PREEMPTIONS = Metric(
     "tandem_preemptions_total",
     "Sequences that gave up their KV blocks, to go on later with what the cache still knows of them.",
-    _DECODE,
+    DECODING,
 )
 SEQUENCES = Metric(
     "tandem_sequences_total",

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import TandemError
-from tandem.types import FinishReason, GroupSpec, PrefixAt, RequestId, WorkerInfo
+from tandem.types import FinishReason, GroupSpec, PlacementReason, PrefixAt, RequestId, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,13 @@ class RequestObserver:
     def admitted(self) -> None:
         """It got a place."""
 
-    def placed(self, prefill: WorkerInfo | None, decode: WorkerInfo, prefix_at: PrefixAt = PrefixAt.NOWHERE) -> None:
-        """It goes to this pair; again for each further try. None = prefilled on the decode worker."""
+    def placed(
+        self, prefill: WorkerInfo | None, decode: WorkerInfo, reason: PlacementReason, prefix_at: PrefixAt
+    ) -> None:
+        """It goes to this pair; again for each further try. None = prefilled on the decode worker.
+
+        `prefix_at`: where KV of its first tokens seemed to be.
+        """
 
     def prompt_computed(self, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
         """A worker computed the prompt, begun `queue_s` after arrival; told again for each further try.
@@ -150,8 +155,8 @@ class SequenceObserver:
 class WorkerObserver:
     """Hears of all that happens on one worker."""
 
-    def sequence(self, spec: GroupSpec) -> SequenceObserver:
-        """A sequence arrives."""
+    def sequence(self, spec: GroupSpec, *, for_another: bool = False) -> SequenceObserver:
+        """A sequence arrives; `for_another`: on a worker that decodes too, to be computed and handed over."""
         return SequenceObserver()
 
     def step(self, report: StepReport) -> None:
@@ -219,8 +224,8 @@ class _Workers(WorkerObserver):
     def __init__(self, observers: tuple[WorkerObserver, ...]) -> None:
         self._all = observers
 
-    def sequence(self, spec: GroupSpec) -> SequenceObserver:
-        return _Sequences(tuple(each.sequence(spec) for each in self._all))
+    def sequence(self, spec: GroupSpec, *, for_another: bool = False) -> SequenceObserver:
+        return _Sequences(tuple(each.sequence(spec, for_another=for_another) for each in self._all))
 
 
 @_telling_all

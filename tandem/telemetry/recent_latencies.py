@@ -12,7 +12,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from tandem.clock import Clock
-from tandem.cluster_status import LatencySummary, RecentActivity
+from tandem.cluster_status import LatencySummary, PlacementCount, RecentActivity
+from tandem.types import PlacementReason
 
 _LATENCIES = ("time_to_first_token", "inter_token", "end_to_end")
 _TIME_TO_FIRST_TOKEN, _INTER_TOKEN, _END_TO_END = _LATENCIES
@@ -45,6 +46,7 @@ class RecentLatencies:
         self._began_s = clock.now_s()
         self._total_requests = 0
         self._total_tokens = 0
+        self._placements: Counter[PlacementReason] = Counter()
 
     def first_token(self, seconds: float) -> None:
         """A request's first token came `seconds` after its arrival."""
@@ -64,6 +66,10 @@ class RecentLatencies:
         self._total_requests += 1
         self._slot().requests += 1
 
+    def placed(self, reason: PlacementReason) -> None:
+        """A pair of workers was chosen for a request."""
+        self._placements[reason] += 1
+
     def activity(self) -> RecentActivity:
         """Of the window, which is shorter while the process is young, and since the start."""
         now_s = self._clock.now_s()
@@ -77,6 +83,7 @@ class RecentLatencies:
             latencies=tuple(_summarize(name, [slot.counts[name] for slot in live]) for name in _LATENCIES),
             total_requests=self._total_requests,
             total_tokens=self._total_tokens,
+            placements=tuple(PlacementCount(str(reason), count) for reason, count in self._placements.most_common()),
         )
 
     def _count_tokens(self, latency: str, seconds: float, num_tokens: int) -> None:

@@ -39,21 +39,31 @@ class LatencySummary(_message.Message):
     p99_seconds: float
     def __init__(self, name: _Optional[str] = ..., count: _Optional[int] = ..., p50_seconds: _Optional[float] = ..., p90_seconds: _Optional[float] = ..., p99_seconds: _Optional[float] = ...) -> None: ...
 
+class PlacementCount(_message.Message):
+    __slots__ = ("reason", "count")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    count: int
+    def __init__(self, reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
 class RecentActivity(_message.Message):
-    __slots__ = ("window_seconds", "requests_per_second", "tokens_per_second", "latencies", "total_requests", "total_tokens")
+    __slots__ = ("window_seconds", "requests_per_second", "tokens_per_second", "latencies", "total_requests", "total_tokens", "placements")
     WINDOW_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     LATENCIES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
     window_seconds: float
     requests_per_second: float
     tokens_per_second: float
     latencies: _containers.RepeatedCompositeFieldContainer[LatencySummary]
     total_requests: int
     total_tokens: int
-    def __init__(self, window_seconds: _Optional[float] = ..., requests_per_second: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., latencies: _Optional[_Iterable[_Union[LatencySummary, _Mapping]]] = ..., total_requests: _Optional[int] = ..., total_tokens: _Optional[int] = ...) -> None: ...
+    placements: _containers.RepeatedCompositeFieldContainer[PlacementCount]
+    def __init__(self, window_seconds: _Optional[float] = ..., requests_per_second: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., latencies: _Optional[_Iterable[_Union[LatencySummary, _Mapping]]] = ..., total_requests: _Optional[int] = ..., total_tokens: _Optional[int] = ..., placements: _Optional[_Iterable[_Union[PlacementCount, _Mapping]]] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
     __slots__ = ("model", "ready", "queued_requests", "queued_tokens", "active_requests", "workers", "not_ready_reason", "version", "uptime_seconds", "admin_address", "recent")

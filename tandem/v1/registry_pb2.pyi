@@ -12,9 +12,11 @@ class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
     WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
     WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+    WORKER_ROLE_ELASTIC: _ClassVar[WorkerRole]
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
+WORKER_ROLE_ELASTIC: WorkerRole
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "address", "model", "config_fingerprint", "model_fingerprint", "layout_fingerprint", "transports", "local_prefill_tokens", "max_sequence_tokens", "pid", "device", "admin_address", "pool_tokens", "max_seqs")
@@ -75,7 +77,7 @@ class PoolStatus(_message.Message):
     def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., receiving_blocks: _Optional[int] = ..., live_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., unused_slots: _Optional[int] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("engine_steps", "running_seqs", "waiting_seqs", "queued_prompt_tokens", "pool", "live_transfers", "draining", "preemptions")
+    __slots__ = ("engine_steps", "running_seqs", "waiting_seqs", "queued_prompt_tokens", "pool", "live_transfers", "draining", "preemptions", "prompt_tokens_per_second", "step_seconds", "step_objective_seconds")
     ENGINE_STEPS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQS_FIELD_NUMBER: _ClassVar[int]
     WAITING_SEQS_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +86,9 @@ class WorkerLoad(_message.Message):
     LIVE_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_OBJECTIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     engine_steps: int
     running_seqs: int
     waiting_seqs: int
@@ -92,7 +97,10 @@ class WorkerLoad(_message.Message):
     live_transfers: int
     draining: bool
     preemptions: int
-    def __init__(self, engine_steps: _Optional[int] = ..., running_seqs: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., live_transfers: _Optional[int] = ..., draining: bool = ..., preemptions: _Optional[int] = ...) -> None: ...
+    prompt_tokens_per_second: float
+    step_seconds: float
+    step_objective_seconds: float
+    def __init__(self, engine_steps: _Optional[int] = ..., running_seqs: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., live_transfers: _Optional[int] = ..., draining: bool = ..., preemptions: _Optional[int] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., step_objective_seconds: _Optional[float] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("info", "load")

@@ -30,7 +30,7 @@ def test_the_arguments_of_a_child_give_it_the_options_of_serve() -> None:
 
 
 def test_workers_listen_on_loopback_whatever_the_router_does() -> None:
-    config = serve("--listen", "0.0.0.0:50051")
+    config = serve("--listen", "0.0.0.0:50051", "--prefill", "1")
     specs = worker_specs(config, (0, 1), local_address("0.0.0.0:50051"), fleet_devices(config, ()))
     configs: list[DecodeConfig] = [parsed(DecodeConfig, *specs[1].arguments)]
     assert configs[0].listen == "127.0.0.1:0"
@@ -56,7 +56,7 @@ def test_a_router_is_restarted_on_the_port_it_had() -> None:
 
 
 def test_children_get_more_time_to_stop_than_their_own_drain_takes() -> None:
-    config = serve("--drain-grace-seconds", "7")
+    config = serve("--drain-grace-seconds", "7", "--prefill", "1")
     specs = worker_specs(config, (0, 1), "127.0.0.1:7", fleet_devices(config, ()))
     assert all(spec.stop_grace_s > 7 for spec in [*specs, router_spec(config, (0,), "127.0.0.1:7")])
 
@@ -83,7 +83,7 @@ def test_without_gpus_workers_are_told_the_device_of_serve(device: str) -> None:
 
 
 def test_one_device_for_all_is_shared_by_all() -> None:
-    plan = fleet_devices(serve("--device", "cuda:1"), ("GPU-a", "GPU-b"))
+    plan = fleet_devices(serve("--device", "cuda:1", "--roles", "static"), ("GPU-a", "GPU-b"))
     assert [(share.gpus[0], share.num_workers) for share in (*plan.prefill, *plan.decode)] == [("GPU-b", 2)] * 2
     with pytest.raises(ConfigError, match=r"--device: cuda:2 is not here; GPUs are GPU-a, GPU-b"):
         fleet_devices(serve("--device", "cuda:2"), ("GPU-a", "GPU-b"))
@@ -120,3 +120,47 @@ def test_a_colocated_server_is_fine() -> None:
     check_fleet(config)
     (only,) = worker_specs(config, (0, 1), "127.0.0.1:7", fleet_devices(config, ()))
     assert (only.name, only.cores) == ("decode-0", (0, 1))
+
+
+def test_by_default_two_elastic_workers_share_the_cores() -> None:
+    config = serve()
+    check_fleet(config)
+    specs = worker_specs(config, (0, 1), "127.0.0.1:7", fleet_devices(config, ()))
+    assert [(spec.name, spec.module, spec.cores) for spec in specs] == [
+        ("worker-0", "decode_worker", (0,)),
+        ("worker-1", "decode_worker", (1,)),
+    ]
+    worker: DecodeConfig = parsed(DecodeConfig, *specs[0].arguments)
+    assert (worker.elastic, worker.threads) == (True, 1)
+
+
+def test_by_default_each_gpu_has_one_elastic_worker() -> None:
+    config, gpus = serve(), ("GPU-a", "GPU-b")
+    specs = worker_specs(config, (0, 1), "127.0.0.1:7", fleet_devices(config, gpus))
+    assert [(spec.name, spec.gpus[0]) for spec in specs] == [("worker-0", "GPU-a"), ("worker-1", "GPU-b")]
+    assert len(fleet_devices(serve("--device", "cpu"), gpus).decode) == 2
+    assert len(fleet_devices(serve("--workers", "4"), gpus).decode) == 4
+
+
+@pytest.mark.parametrize("flag", ["--prefill", "--decode"])
+def test_a_number_of_workers_of_one_role_makes_all_roles_static(flag: str) -> None:
+    config = serve(flag, "2")
+    check_fleet(config)
+    specs = worker_specs(config, range(4), "127.0.0.1:7", fleet_devices(config, ()))
+    assert sorted(spec.name.split("-")[0] for spec in specs) == sorted(["prefill", "decode", flag.strip("-")])
+    assert not any(parsed(DecodeConfig, *spec.arguments).elastic for spec in specs if spec.module == "decode_worker")
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        (("--roles", "auto", "--prefill", "1"), "--prefill"),
+        (("--roles", "auto", "--decode", "1"), "--decode"),
+        (("--roles", "auto", "--decode-devices", "cpu"), "--decode-devices"),
+        (("--roles", "static", "--workers", "2"), "--workers"),
+        (("--prefill", "1", "--workers", "2"), "--workers"),
+    ],
+)
+def test_options_of_the_other_kind_of_roles_are_refused_by_name(options: tuple[str, ...], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        check_fleet(serve(*options))

@@ -41,7 +41,7 @@ from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, candidates, expec
 
 @dataclass
 class FakeOffer:
-    blocks: tuple[BlockRef, ...]
+    blocks: Sequence[BlockRef]
     listener: HandoffListener
     first_block: int = 0
     is_over: bool = False
@@ -66,7 +66,7 @@ class FakeReceiver:
     def reap(self) -> None: ...
 
     def offer(
-        self, blocks: tuple[BlockRef, ...], listener: HandoffListener, expires_in_s: float, first_block: int = 0
+        self, blocks: Sequence[BlockRef], listener: HandoffListener, expires_in_s: float, first_block: int = 0
     ) -> Offer:
         if self.refusal is not None:
             raise self.refusal

@@ -20,6 +20,7 @@ class Asked:
     """A request as forecasts see it."""
 
     def __init__(self, pool: BlockPool, spec: GroupSpec, num_blocks: int) -> None:
+        self.for_another = False
         self.group = Group(spec)
         if num_blocks:
             first = {choice.index: TokenId(1) for choice in self.group.prefix.drawers}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,18 +13,11 @@ from engine.group import Group
 from engine.guides import Guide
 from engine.prefix_cache import PrefixCache
 from tandem.types import Constraint, GroupSpec, Language, RequestId, SamplingParams, TokenId
+from tests.asked import Asked
 from worker.request import Rank
 
 BLOCK_SIZE = 4
 CONSTRAINT = Constraint(Language.REGEX, ("a",))
-
-
-@dataclass(eq=False)
-class Asked:
-    """A request as plans see it."""
-
-    rank: Rank
-    group: Group
 
 
 def landed(pool: BlockPool, rank: Rank, *, guided: bool) -> Asked:

@@ -145,7 +145,7 @@ async def test_times_tell_waiting_from_computing(bench: Any, make_spec: Any) -> 
 async def test_a_prompt_waits_until_its_blocks_are_free(bench: Any, make_spec: Any) -> None:
     bench.sender.commit_gate.close()
     bench.sender.push_gate.close()
-    first, second = bench.prefill(1, make_spec(60)), bench.prefill(2, make_spec(8, cache_salt="other"))
+    first, second = bench.prefill(1, make_spec(60, priority=1)), bench.prefill(2, make_spec(8, cache_salt="other"))
     await bench.router.hears(lambda: first in bench.router.first_tokens)
     assert bench.worker.load().waiting_seqs == 1
     await bench.sender.push_gate.open()

@@ -71,12 +71,22 @@ def view(info: Callable[..., WorkerInfo]) -> Callable[..., WorkerView]:
 class FakeLink:
     """A stream to a worker that stands when the test says so."""
 
-    def __init__(self, info: WorkerInfo, events: list[tuple[str, str]]) -> None:
-        self.connected = False
+    def __init__(self, info: WorkerInfo, events: list[tuple[str, str]], on_change: Callable[[], None]) -> None:
+        self._connected = False
+        self._on_change = on_change
         self.held = PrefixMap()
         self._info = info
         self._events = events
         events.append(("added", info.incarnation))
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    @connected.setter
+    def connected(self, connected: bool) -> None:
+        self._connected = connected
+        self._on_change()
 
     def close(self) -> None:
         self._events.append(("lost", self._info.incarnation))
@@ -92,8 +102,8 @@ def events() -> list[tuple[str, str]]:
 def workers(clock: ManualClock, events: list[tuple[str, str]]) -> Workers:
     """A router's workers, without streams to them."""
 
-    def open_link(info: WorkerInfo, _: Callable[[], None]) -> Any:
-        return FakeLink(info, events)
+    def open_link(info: WorkerInfo, on_change: Callable[[], None]) -> Any:
+        return FakeLink(info, events, on_change)
 
     return Workers("tiny", "config", clock, LEASE_S, STALL_S, open_link, Random(1))
 

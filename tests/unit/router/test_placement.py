@@ -9,16 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.placement import (
-    Demand,
-    Obstacle,
-    WorkerView,
-    check_pools,
-    common_sequence,
-    longest_sequence,
-    place,
-    readiness,
-)
+from router.placement import Demand, Obstacle, WorkerView, place, readiness
+from router.room import check_pools, common_sequence, longest_sequence
 from tandem.errors import InvalidRequest, Unavailable
 from tandem.types import ChoiceSpec, GroupSpec, Incarnation, RequestId, Role, SamplingParams, TokenId
 

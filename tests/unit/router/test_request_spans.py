@@ -9,7 +9,7 @@ from router.request_spans import request_spans
 from tandem.errors import DeadlineExceeded, Overloaded, Reason, Unavailable
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart
 from tandem.telemetry.trace_context import traceparent_of
-from tandem.types import FinishReason, Incarnation, RequestId, Role, WorkerId, WorkerInfo
+from tandem.types import FinishReason, Incarnation, PlacementReason, PrefixAt, RequestId, Role, WorkerId, WorkerInfo
 from tests.recorded_spans import RecordedSpans
 
 TRACE_ID, SPAN_ID = "a" * 32, "b" * 16
@@ -92,11 +92,11 @@ def test_the_wait_for_admission_is_a_span_below_it(recorded: RecordedSpans) -> N
 def test_placements_moves_and_the_first_token_are_events(recorded: RecordedSpans) -> None:
     request = begin(recorded)
     request.admitted()
-    request.placed(PREFILL, DECODE)
+    request.placed(PREFILL, DECODE, PlacementReason.REMOTE_STATIC, PrefixAt.NOWHERE)
     for _ in range(3):
         request.tokens(1)
     request.moved(DECODE, Unavailable("lost", Reason.WORKER_LOST))
-    request.placed(None, DECODE)
+    request.placed(None, DECODE, PlacementReason.LOCAL_HELD, PrefixAt.CHOSEN)
     request.tokens(1)
     request.ended(DONE)
     assert recorded.events("generate") == ["placed", "first_token", "moved", "placed"]
@@ -104,6 +104,7 @@ def test_placements_moves_and_the_first_token_are_events(recorded: RecordedSpans
     assert placed.attributes == {"tandem.prefill.worker_id": "p0", "tandem.decode.worker_id": "d0"}
     assert moved.attributes == {"tandem.worker_id": "d0", "error.type": "WORKER_LOST"}
     assert again.attributes == {"tandem.decode.worker_id": "d0"}
+    assert (recorded.one("generate").attributes or {})["tandem.placement.reason"] == "local_held"
 
 
 def test_a_failure_is_an_error_with_its_reason_and_without_its_message(recorded: RecordedSpans) -> None:

@@ -13,7 +13,7 @@ from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart
 from tandem.telemetry.recent_latencies import RecentLatencies
-from tandem.types import FinishReason, Incarnation, RequestId, Role, WorkerId, WorkerInfo
+from tandem.types import FinishReason, Incarnation, PlacementReason, PrefixAt, RequestId, Role, WorkerId, WorkerInfo
 from tests.manual_clock import ManualClock
 
 NOT_OF_SEQUENCES = {Reason.TLS_FAILED, Reason.WORKER_ID_TAKEN, Reason.PREFIX_NOT_HELD}
@@ -91,7 +91,7 @@ def test_a_finished_request_tells_its_times_and_sizes(scene: Scene) -> None:
     request = scene.request(num_prompt_tokens=12)
     scene.clock.advance_s(0.1)
     request.admitted()
-    request.placed(worker(Role.PREFILL), worker(Role.DECODE))
+    request.placed(worker(Role.PREFILL), worker(Role.DECODE), PlacementReason.REMOTE_STATIC, PrefixAt.NOWHERE)
     request.prompt_computed(queue_s=0.3, prefill_s=0.2, cached_tokens=8)
     request.handed_over(1024, 0.05)
     request.tokens(1)
@@ -167,15 +167,19 @@ def test_turned_away_at_the_door_or_by_admission_is_refused_and_no_outcome(scene
 
 def test_a_replay_counts_as_a_move_and_its_prompt_only_once(scene: Scene) -> None:
     request = scene.request(num_prompt_tokens=12)
-    request.placed(worker(Role.PREFILL), worker(Role.DECODE))
+    request.placed(worker(Role.PREFILL), worker(Role.DECODE), PlacementReason.REMOTE_STATIC, PrefixAt.NOWHERE)
     request.prompt_computed(0.1, 0.1, 0)
     request.tokens(1)
     request.moved(worker(Role.DECODE), Unavailable("lost", Reason.WORKER_LOST))
-    request.placed(None, worker(Role.DECODE))
+    request.placed(None, worker(Role.DECODE), PlacementReason.LOCAL_SHORT, PrefixAt.NOWHERE)
+    request.placed(worker(Role.ELASTIC), worker(Role.ELASTIC), PlacementReason.HANDED_OVER, PrefixAt.NOWHERE)
     request.prompt_computed(2.0, 0.1, 8)
     assert scene.value("tandem_request_moves_total", worker_role="decode", reason="WORKER_LOST") == 1
     assert scene.value("tandem_request_placements_total", path="disaggregated") == 1
     assert scene.value("tandem_request_placements_total", path="local") == 1
+    assert scene.value("tandem_request_placements_total", path="handed_over") == 1
+    assert scene.value("tandem_placement_total", reason="remote_static") == 1
+    assert scene.value("tandem_placement_total", reason="local_short") == 1
     assert scene.value("tandem_prompt_tokens_total") == 12
     assert scene.value("tandem_cached_prompt_tokens_total") == 0
     assert scene.value("tandem_request_queue_seconds_count") == 1

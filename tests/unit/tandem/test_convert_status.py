@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.json_format import MessageToDict
 
-from tandem.cluster_status import ClusterStatus, LatencySummary, RecentActivity, WorkerStatus
+from tandem.cluster_status import ClusterStatus, LatencySummary, PlacementCount, RecentActivity, WorkerStatus
 from tandem.convert import status_from_proto, status_to_proto
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 from tandem.v1 import cluster_pb2
@@ -22,7 +22,14 @@ STATUS = ClusterStatus(
     workers=(
         WorkerStatus(
             INFO,
-            WorkerLoad(1, 2, 3, 4, PoolCounts(21, 1, 2, 3, 4, 11, 16, 5), 6, draining=True, preemptions=8),
+            WorkerLoad(
+                *(1, 2, 3, 4, PoolCounts(21, 1, 2, 3, 4, 11, 16, 5), 6),
+                draining=True,
+                preemptions=8,
+                prompt_tokens_per_s=900.5,
+                step_s=0.025,
+                step_objective_s=0.05,
+            ),
             0.25,
             connected=True,
         ),
@@ -30,7 +37,15 @@ STATUS = ClusterStatus(
     version="1.2",
     uptime_s=99.5,
     admin_address="h:3",
-    recent=RecentActivity(60.0, 1.5, 40.5, (LatencySummary("inter_token", 9, 0.1, 0.2, 0.3),), 100, 2000),
+    recent=RecentActivity(
+        60.0,
+        1.5,
+        40.5,
+        (LatencySummary("inter_token", 9, 0.1, 0.2, 0.3),),
+        100,
+        2000,
+        (PlacementCount("local_short", 4),),
+    ),
 )
 
 

@@ -1,0 +1,203 @@
+"""What the longest prompts cost a decode worker's event loop: `python -m bench.long_prompt [--tokens N]`.
+
+Walks one prompt through the calls that the loop makes for it, one after the other, each timed by the processor time of
+this thread: the Reserve message read, the request put in line and admitted, its blocks reserved and its ticket minted,
+the ticket shown, the blocks written and committed, taken over by batch and cache, one step, the release; the same
+prompt once more, found in the cache; and one chunk at the end of a prompt that is computed here. The table of offers,
+the pool, the cache and the core are the real ones. Prints JSON: milliseconds by call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from decode_worker.scheduler import StepLimits
+from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from engine.block_pool import BlockPool
+from engine.prefix_cache import PrefixCache
+from engine.step import SampledToken, Step, StepResult
+from kvtransfer.base import HandoffListener, Offer
+from kvtransfer.messages import MAX_BLOCKS_PER_WRITE, Commit, Write, digest_of
+from kvtransfer.offers import OfferTable
+from tandem.clock import MonotonicClock
+from tandem.convert import group_from_proto, group_to_proto
+from tandem.first_tokens import encode_first_tokens
+from tandem.limits import Limits
+from tandem.types import GroupSpec, Handle, Incarnation, RequestId, SamplingParams, TokenId
+from tandem.v1 import worker_pb2
+from tandem.validation import Validator
+from worker.cache_reports import CacheReports
+from worker.router_session import RouterSession
+
+_BLOCK_SIZE = 16
+_VOCAB_SIZE = 1 << 17
+_HANDLE = Handle(1)
+
+
+@dataclass
+class Times:
+    """Milliseconds by call, the longest of each name."""
+
+    ms: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """The time inside."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self.ms[name] = max(self.ms.get(name, 0.0), (time.thread_time() - began) * 1e3)
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Every callback of the loop is timed from now on."""
+        run: Callable[[asyncio.Handle], None] = asyncio.Handle._run
+
+        def timed(handle: asyncio.Handle) -> None:
+            with self.call("longest callback of the loop"):
+                run(handle)
+
+        setattr(asyncio.Handle, "_run", timed)  # noqa: B010 - it is a method
+
+
+class Table:
+    """A `kvtransfer.base.Receiver` without sessions."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.offers = OfferTable(Incarnation("ab" * 16), "cd" * 16, num_blocks, MonotonicClock())
+        self.num_live = 0
+        self.ticket = b""
+        self.number = 0
+
+    def offer(self, blocks: Any, listener: HandoffListener, expires_in_s: float, first_block: int = 0) -> Offer:
+        """As a receiver does."""
+        ticket = self.offers.mint(blocks, listener, expires_in_s, first_block)
+        self.ticket, self.number = ticket.encode(), ticket.number
+        return Offer(ticket.transfer_id, self.ticket, b"endpoint")
+
+    def withdraw(self, transfer_id: str) -> None:
+        """As a receiver does."""
+        self.offers.withdraw(transfer_id)
+
+    def reap(self) -> None:
+        """As a receiver does."""
+        self.offers.reap()
+
+
+class Engine:
+    """Draws token 5 from every row, at once."""
+
+    num_steps = 0
+
+    def launch(self, step: Step) -> asyncio.Future[StepResult]:
+        """As the engine's thread."""
+        self.num_steps += 1
+        ended = asyncio.get_running_loop().create_future()
+        outputs = tuple(tuple((SampledToken(TokenId(5), None),) for _ in seq.samples) for seq in step.seqs)
+        ended.set_result(StepResult(outputs, 0.01))
+        return ended
+
+
+class Stopping:
+    """A `kvtransfer.incoming.Writer` that has stopped."""
+
+    def stop_writing(self, number: int, error: Exception) -> bool:
+        """It cannot write."""
+        return True
+
+
+async def measure(num_tokens: int) -> dict[str, float]:
+    """Milliseconds by call."""
+    times = Times()
+    num_blocks = 3 * (num_tokens // _BLOCK_SIZE) + 64
+    pool = BlockPool(num_blocks, _BLOCK_SIZE)
+    cache, table, clock = PrefixCache(pool), Table(num_blocks), MonotonicClock()
+    cache.listener = reports = CacheReports(cache)
+    validator = Validator(Limits(), _VOCAB_SIZE, num_tokens + 4096)
+    engine: Any = Engine()
+    receiver: Any = table
+    worker = DecodeWorker(
+        WorkerParts(engine, cache, receiver, validator, clock),
+        WorkerPolicy(StepLimits(_BLOCK_SIZE, 8, 8192), num_tokens + 4096),
+    )
+    session = RouterSession(Incarnation("ab" * 16))
+    running = asyncio.ensure_future(worker.run())
+    prompt = tuple(TokenId(number * 7919 % _VOCAB_SIZE) for number in range(num_tokens))
+    spec = GroupSpec(RequestId("long"), prompt, SamplingParams(max_tokens=4, temperature=0.0))
+    reserve = worker_pb2.ConnectRequest(
+        reserve=worker_pb2.Reserve(handle=_HANDLE, group=group_to_proto(spec))
+    ).SerializeToString()
+    with reports.telling(session.cache_news):
+        times.watch(asyncio.get_running_loop())
+        for turn in ("", " again"):
+            await _hand_off(times, worker, session, table, reserve, turn)
+        session.open_handle(_HANDLE)
+        other = GroupSpec(RequestId("own"), prompt[::-1], SamplingParams(max_tokens=4, temperature=0.0))
+        worker.reserve(session, _HANDLE, other, True)
+        while worker.load().running_seqs or worker.load().waiting_seqs:
+            await asyncio.sleep(0.01)
+            session.take()
+        with times.call("evict for another"):
+            pool.release(cache.allocate(num_blocks - 8))
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    return times.ms
+
+
+async def _hand_off(
+    times: Times, worker: DecodeWorker, session: RouterSession, table: Table, reserve: bytes, turn: str
+) -> None:
+    with times.call("Reserve read" + turn):
+        message = worker_pb2.ConnectRequest.FromString(reserve)
+        spec = group_from_proto(message.reserve.group)
+    session.open_handle(_HANDLE)
+    table.ticket = b""
+    with times.call("reserve" + turn):
+        worker.reserve(session, _HANDLE, spec, False)
+    while not table.ticket:
+        await asyncio.sleep(0)  # noqa: ASYNC110 - each turn of the loop counts
+    with times.call("Reserved written" + turn):
+        for each in session.take():
+            each.SerializeToString()
+    with times.call("ticket shown" + turn):
+        table.offers.show(table.number, table.ticket, Stopping())
+    first, end = table.offers._offers[table.number].ticket.first_block, table.offers._offers[table.number].ticket.end
+    checksums, num_writes = tuple(range(first, end)), 0
+    for start in range(first, end, MAX_BLOCKS_PER_WRITE):
+        write = Write(start, checksums[start - first : start - first + MAX_BLOCKS_PER_WRITE])
+        with times.call("a WRITE"):
+            table.offers.claim(table.number, num_writes, write)
+            table.offers.verify(table.number, write, write.checksums)
+        num_writes += 1
+    digest = digest_of(checksums)
+    with times.call("commit" + turn):
+        table.offers.commit(table.number, Commit(num_writes, digest, encode_first_tokens({0: TokenId(5)})))
+    while worker.load().running_seqs or worker.load().waiting_seqs:
+        await asyncio.sleep(0)  # noqa: ASYNC110 - each turn of the loop counts
+    with times.call("tokens and news written" + turn):
+        for each in session.take():
+            each.SerializeToString()
+    session.close_handle(_HANDLE)
+    with times.call("release" + turn):
+        worker.release(session, _HANDLE)
+
+
+def main() -> int:
+    """Prints JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    args = parser.parse_args()
+    print(json.dumps(asyncio.run(measure(args.tokens)), indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""How many prompt tokens a step computes beside its decodes, so that streams keep their inter-token objective. Pure.
+
+    while sequences decode    tokens = (longest step - decode step) * tokens per second beside decodes
+    while none does           all of `chunk_tokens`
+
+The longest step is the objective: seconds that were asked for, or `FEW_STEPS` of the shortest decode steps that were
+seen, those of few sequences, and at least `OWN_STEPS` of the same size: what callers expect stays as the batch grows.
+While more prompts wait than sequences decode, it may be `waiting_served_ratio` times as long: then most of those
+who wait for a token wait for their first one (as in TGI, whose option of this name says when that is so).
+
+Learned by moving averages from the steps that ended: how long a decode step takes, by size class, and how many tokens
+per second prompts get, alone and beside decodes, where a part of the time is needed for the decodes anyway. A size that
+was not seen without prompts is told from a mixed step and the rate of prompts alone. Results are multiples of
+`GRAIN_TOKENS`, at least one of them: prompts always advance, and few shapes of steps occur.
+"""
+
+from __future__ import annotations
+
+from worker.token_rate import TokenRate
+
+FEW_STEPS = 2.2
+OWN_STEPS = 1.5
+MARGIN = 0.9
+"""Of the longest step, that a chunk may make it last by what was measured: other processes slow some steps down."""
+_GRAINS = 64
+_FIRST_GRAINS = 8
+"""Beside decodes, before anything is known of either."""
+_WEIGHT = 1 / 8
+"""Of the newest step in the moving averages."""
+_MOST_GAIN = 4.0
+"""Beside decodes, prompts get at most so many times their rate alone: less than nothing cannot be measured."""
+
+
+class ChunkBudget:
+    """Of one worker that decodes."""
+
+    def __init__(self, chunk_tokens: int, objective_s: float | None = None, waiting_served_ratio: float = 1.0) -> None:
+        """`objective_s` None = by the measured steps, 0 = none: each step computes up to `chunk_tokens`."""
+        self._chunk_tokens = chunk_tokens
+        self._grain_tokens = max(1, chunk_tokens // _GRAINS)
+        self._objective_s = objective_s
+        self._ratio = waiting_served_ratio
+        self._decode_s: dict[int, float] = {}
+        """By size class: steps of `[2**(c-1), 2**c)` sequences."""
+        self._alone, self._beside = TokenRate(), TokenRate()
+        self._num_decodes = 0
+        """Of the last step that had any."""
+
+    def step_took(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
+        """A step has ended."""
+        if num_decodes:
+            self._num_decodes = num_decodes
+        if not num_decodes:
+            self._alone.add(num_prompt_tokens, seconds)
+        elif not num_prompt_tokens:
+            size = num_decodes.bit_length()
+            average = self._decode_s.get(size, seconds)
+            self._decode_s[size] = average + _WEIGHT * (seconds - average)
+        else:
+            self._mixed_step_took(num_decodes, num_prompt_tokens, seconds)
+
+    def _mixed_step_took(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
+        least_s = num_prompt_tokens / (_MOST_GAIN * self._alone.per_s) if self._alone.per_s else 0.0
+        decode_s = self._decode_s.get(num_decodes.bit_length())
+        if decode_s is not None:
+            self._beside.add(num_prompt_tokens, max(seconds - decode_s, least_s, seconds / 100))
+        elif self._alone.per_s:
+            prompt_s = num_prompt_tokens / self._alone.per_s
+            self._decode_s[num_decodes.bit_length()] = max(seconds - prompt_s, seconds / 4)
+
+    def tokens(self, num_decodes: int, num_prompts: int) -> int:
+        """Prompt tokens of the next step, in which so many sequences decode, while so many prompts wait."""
+        decode_s, per_s = self._expected_s(num_decodes), self._rate
+        if not num_decodes or self._objective_s == 0:
+            return self._chunk_tokens
+        if not decode_s or not per_s:
+            return min(_FIRST_GRAINS * self._grain_tokens, self._chunk_tokens)
+        longest_s = self.objective_s(num_decodes) * (self._ratio if num_prompts > num_decodes else 1.0)
+        num_grains = round((MARGIN * longest_s - decode_s) * per_s) // self._grain_tokens
+        return min(max(1, num_grains) * self._grain_tokens, self._chunk_tokens)
+
+    def objective_s(self, num_decodes: int) -> float:
+        """Longest step for so many sequences; 0 = there is none, or it is not known yet."""
+        if self._objective_s is not None:
+            return self._objective_s
+        few_s = min(self._decode_s.values(), default=0.0)
+        return max(FEW_STEPS * few_s, OWN_STEPS * self._expected_s(num_decodes))
+
+    # --- what the worker reports ---
+
+    def prompt_tokens_per_s(self, num_decodes: int, num_prompts: int) -> float:
+        """What prompts get as things are now; 0 = not measured yet."""
+        if not num_decodes:
+            return self._alone.per_s or self._beside.per_s
+        tokens, per_s = self.tokens(num_decodes, num_prompts), self._rate
+        return tokens / (self._expected_s(num_decodes) + tokens / per_s) if per_s else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """A decode step of the size of the last one; 0 = there was none."""
+        return self._expected_s(self._num_decodes)
+
+    @property
+    def step_objective_s(self) -> float:
+        """Longest step for the last size; 0 = none, or not known yet."""
+        return self.objective_s(self._num_decodes)
+
+    @property
+    def _rate(self) -> float:
+        return self._beside.per_s or self._alone.per_s
+
+    def _expected_s(self, num_decodes: int) -> float:
+        """A decode step of the next size class that is known, the smaller one of two; 0 = none is."""
+        size = num_decodes.bit_length()
+        return self._decode_s[min(self._decode_s, key=lambda each: (abs(each - size), each))] if self._decode_s else 0.0

@@ -1,0 +1,145 @@
+"""Two elastic workers' cores that compute prompts for each other, in one loop: no gRPC, no model, no wire.
+
+As `tests.joined_cores`, but each worker is prefill worker and decode worker at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from decode_worker.scheduler import StepLimits
+from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
+from engine.block_pool import BlockPool
+from engine.prefix_cache import PrefixCache
+from router.attempt import Attempt
+from router.delivery import ChoiceStream, Delivery
+from router.placement import Placement
+from tandem.errors import TandemError
+from tandem.limits import Limits
+from tandem.telemetry.observers import RequestObserver
+from tandem.types import ChoiceSpec, GroupSpec, Incarnation, Role, TextParams, TokenId, WorkerId, WorkerInfo
+from tandem.validation import Validator
+from tests.joined_cores import BLOCK_SIZE, CoreLink, Ids, Wire, info_of
+from tests.manual_clock import ManualClock
+from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine
+
+NAMES = ("a", "b")
+_NEVER_S = 1e9
+_TICK_S = 0.3
+
+
+class ElasticCores:
+    """Use as an async context manager; at its end both workers must be idle."""
+
+    def __init__(self, *, blocks: tuple[int, int] = (32, 32), max_seqs: int = 8, chunk_tokens: int = 8) -> None:
+        self.clock = ManualClock()
+        pools = [BlockPool(count, BLOCK_SIZE) for count in blocks]
+        self.engines = dict(zip(NAMES, (FakeEngine(pool) for pool in pools), strict=True))
+        self.caches = dict(zip(NAMES, (PrefixCache(pool) for pool in pools), strict=True))
+        wires: dict[str, Any] = {
+            "a": Wire(self.engines["b"], self.engines["a"]),
+            "b": Wire(self.engines["a"], self.engines["b"]),
+        }  # by who receives
+        policy = WorkerPolicy(
+            StepLimits(BLOCK_SIZE, max_seqs, chunk_tokens), 4096, first_guess_tokens=4, elastic=True, max_overtakes=2
+        )
+        validator = Validator(Limits(), VOCAB_SIZE, context_tokens=4096)
+        self.cores: dict[str, DecodeWorker] = {}
+        for name, other in (NAMES, NAMES[::-1]):
+            parts = WorkerParts(
+                self.engines[name], self.caches[name], wires[name], validator, self.clock, sender=wires[other]
+            )
+            self.cores[name] = DecodeWorker(parts, policy)
+        self.infos = {name: _info_of(name) for name in NAMES}
+        self.links = {name: CoreLink(self.infos[name], core) for name, core in self.cores.items()}
+
+    async def __aenter__(self) -> ElasticCores:
+        self._running = [asyncio.create_task(core.run()) for core in self.cores.values()]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for name, core in self.cores.items():
+            self.engines[name].let_go()
+            core.router_lost(self.links[name])
+        for core in self.cores.values():
+            async with asyncio.timeout(WAIT_S):
+                await core.drained()
+            core.check_idle()
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    def link(self, info: WorkerInfo) -> CoreLink:
+        """As `Workers` gives it."""
+        return self.links[info.worker_id]
+
+    def start(self, spec: GroupSpec, prefill: str | None, decode: str) -> Asked:
+        """A request of one choice, on this pair, as often as it takes."""
+        return Asked(self, spec, Placement(None if prefill is None else self.infos[prefill], self.infos[decode]))
+
+    async def until(self, condition: Any) -> None:
+        """No time passes."""
+        async with asyncio.timeout(WAIT_S):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+    async def until_done(self, asked: list[Asked]) -> None:
+        """Time passes until all have ended."""
+        async with asyncio.timeout(WAIT_S):
+            while not all(each.task.done() for each in asked):
+                for _ in range(50):
+                    await asyncio.sleep(0)
+                self.clock.advance_s(_TICK_S)
+                for core in self.cores.values():
+                    core.tick()
+
+
+class Asked:
+    """One request, which a router would try again where its failure is retryable."""
+
+    def __init__(self, cores: ElasticCores, spec: GroupSpec, placement: Placement) -> None:
+        self.spec = spec
+        self.failures: list[TandemError] = []
+        self._cores, self._placement = cores, placement
+        self._ids = Ids()
+        self.task = asyncio.create_task(self._run())
+
+    @property
+    def tokens(self) -> list[TokenId]:
+        """So far."""
+        return self._ids.ids
+
+    async def _run(self) -> None:
+        cores, delivery = self._cores, Delivery([_stream(self._ids)], RequestObserver())
+        while True:
+            links: Any = cores
+            attempt = Attempt(
+                *(self._placement, links, delivery, RequestObserver(), cores.clock, cores.clock.now_s()),
+                *(_NEVER_S, lambda _: None),
+            )
+            try:
+                await attempt.run(replace(self.spec, choices=(ChoiceSpec(0, tuple(self.tokens)),)))
+                return
+            except TandemError as error:
+                self.failures.append(error)
+                if not error.retryable:
+                    raise
+                await asyncio.sleep(0)
+            finally:
+                attempt.release()
+
+
+def _stream(ids: Ids) -> ChoiceStream:
+    detokenizer: Any = ids
+    return ChoiceStream(0, detokenizer, TextParams(), lambda _: None)
+
+
+def _info_of(name: str) -> WorkerInfo:
+    return replace(
+        info_of(Role.ELASTIC),
+        worker_id=WorkerId(name),
+        incarnation=Incarnation(f"{name}-life"),
+        local_prefill_tokens=None,
+    )

@@ -1,0 +1,111 @@
+"""Two elastic workers compute prompts for each other, in one pool each, beside what they decode."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from tandem.types import GroupSpec, RequestId, SamplingParams, TokenId, WaitReason
+from tests.elastic_cores import NAMES, Asked, ElasticCores
+from tests.joined_cores import BLOCK_SIZE
+from tests.token_engine import VOCAB_SIZE, expected_tokens
+
+
+def spec_of(num_prompt_tokens: int, max_tokens: int, salt: int = 0) -> GroupSpec:
+    prompt = tuple(TokenId((37 * salt + 11 * i) % VOCAB_SIZE) for i in range(num_prompt_tokens))
+    return GroupSpec(RequestId(f"r{salt}"), prompt, SamplingParams(max_tokens=max_tokens))
+
+
+def check(asked: list[Asked]) -> None:
+    assert [each.tokens for each in asked] == [expected_tokens(each.spec) for each in asked]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("a", "b"), ("b", "a"), (None, "a")])
+async def test_every_placement_gives_the_same_tokens(prefill: str | None, decode: str) -> None:
+    async with ElasticCores() as cores:
+        asked = [cores.start(spec_of(length, 6, length), prefill, decode) for length in (1, 4, 5, 21)]
+        await cores.until_done(asked)
+        check(asked)
+        assert all(not each.failures for each in asked)
+
+
+async def test_chunks_of_anothers_prompt_are_computed_beside_what_decodes() -> None:
+    async with ElasticCores(chunk_tokens=4) as cores:
+        stream = cores.start(spec_of(4, 40, 1), None, "a")
+        await cores.until(lambda: len(stream.tokens) >= 3)
+        prompt = cores.start(spec_of(24, 3, 2), "a", "b")
+        await cores.until_done([stream, prompt])
+        check([stream, prompt])
+        mixed = [step for step in cores.engines["a"].steps if sorted(len(seq.token_ids) for seq in step.seqs) == [1, 4]]
+        assert len(mixed) == 24 // 4
+
+
+async def test_a_prompt_that_its_first_token_finishes_is_handed_to_nobody() -> None:
+    async with ElasticCores() as cores:
+        asked = cores.start(spec_of(9, 1), "a", "b")
+        await cores.until_done([asked])
+        check([asked])
+        assert not cores.engines["b"].steps
+
+
+async def test_prompts_for_others_leave_half_of_the_pool_to_sequences() -> None:
+    async with ElasticCores(blocks=(16, 16)) as cores:
+        cores.engines["a"].hold()
+        asked = [cores.start(spec_of(12, 4, salt), "a", "b") for salt in range(1, 5)]
+        await cores.until(lambda: cores.cores["a"].load().waiting_seqs == 2)  # three blocks each: two of them at a time
+        load = cores.cores["a"].load()
+        assert (load.pool.live, load.queued_prompt_tokens) == (6, 4 * 12)
+        waits = [reason for _, reason in cores.cores["a"].waits()]
+        assert sorted(waits) == [WaitReason.PREFILL_LINE] * 2 + [WaitReason.PROMPT] * 2
+        cores.engines["a"].let_go()
+        await cores.until_done(asked)
+        check(asked)
+
+
+async def test_two_workers_full_of_each_others_prompts_go_on() -> None:
+    """Each prompt takes most of a pool: neither worker has room for the other one's reservation."""
+    async with ElasticCores(blocks=(8, 8)) as cores:
+        asked = [
+            cores.start(spec_of(6 * BLOCK_SIZE, 6, salt), *pair) for salt, pair in enumerate((("a", "b"), ("b", "a")))
+        ]
+        await cores.until_done(asked)
+        check(asked)
+
+
+async def test_a_worker_that_drains_finishes_anothers_prompts_and_takes_no_more() -> None:
+    async with ElasticCores() as cores:
+        cores.engines["a"].hold()
+        asked = cores.start(spec_of(20, 5), "a", "b")
+        await cores.engines["a"].until_launched(1)
+        cores.cores["a"].drain()
+        refused = cores.start(spec_of(20, 5, 1), "a", "b")
+        await cores.until(lambda: refused.failures)
+        refused.task.cancel()
+        cores.engines["a"].let_go()
+        await cores.until_done([asked])
+        check([asked])
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_small_pools_never_wait_for_each_other_and_give_every_token(seed: int) -> None:
+    draw = random.Random(seed)
+    async with ElasticCores(
+        blocks=(draw.randint(9, 24), draw.randint(9, 24)), max_seqs=draw.randint(1, 4), chunk_tokens=draw.randint(2, 16)
+    ) as cores:
+        asked: list[Asked] = []
+        for salt in range(24):
+            decode = draw.choice(NAMES)
+            prefill = draw.choice([None, *NAMES[::-1]] if decode == "a" else [None, "a", "a"])
+            if prefill == decode:
+                prefill = None
+            asked.append(cores.start(spec_of(draw.randint(1, 28), draw.randint(1, 8), salt % 7), prefill, decode))
+            for _ in range(draw.randint(0, 12)):
+                await asyncio.sleep(0)
+            if draw.random() < 0.15:
+                draw.choice(asked).task.cancel()
+        await cores.until_done(asked)
+        check([each for each in asked if not each.task.cancelled()])
+        for cache in cores.caches.values():
+            cache.check_invariants()

@@ -1,0 +1,110 @@
+"""How many prompt tokens a step computes beside its decodes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from decode_worker.chunk_budget import FEW_STEPS, MARGIN, OWN_STEPS, ChunkBudget
+
+CHUNK = 512
+GRAIN_TOKENS = 8
+
+
+def learned(
+    objective_s: float | None = None, ratio: float = 1.0, *, decode_s: float = 0.02, per_s: float = 4000.0
+) -> ChunkBudget:
+    """On a worker whose decode steps of 8 take `decode_s`, and where prompts cost the same wherever they are."""
+    budget = ChunkBudget(CHUNK, objective_s, ratio)
+    for _ in range(200):
+        budget.step_took(0, CHUNK, CHUNK / per_s)
+        budget.step_took(8, 0, decode_s)
+        budget.step_took(8, 64, decode_s + 64 / per_s)
+    return budget
+
+
+def test_a_prompt_alone_gets_the_whole_chunk() -> None:
+    assert ChunkBudget(CHUNK).tokens(0, 1) == CHUNK
+    assert learned().tokens(0, 3) == CHUNK
+
+
+def test_before_anything_is_known_a_chunk_beside_streams_is_small() -> None:
+    assert ChunkBudget(CHUNK).tokens(8, 1) == CHUNK // 8
+    assert ChunkBudget(4).tokens(8, 1) == 4
+
+
+def test_a_step_with_a_chunk_takes_no_longer_than_the_objective() -> None:
+    for objective_s in (0.03, 0.05, 0.1):
+        tokens = learned(objective_s).tokens(8, 1)
+        assert tokens % GRAIN_TOKENS == 0
+        longest_s = MARGIN * objective_s
+        assert longest_s - GRAIN_TOKENS / 4000 - 1e-4 <= 0.02 + tokens / 4000 <= longest_s + 1e-4
+
+
+def test_without_an_objective_of_its_own_a_step_may_be_a_multiple_of_a_decode_step() -> None:
+    budget = learned()
+    assert budget.objective_s(8) == pytest.approx(FEW_STEPS * 0.02)
+    assert 0.02 + budget.tokens(8, 1) / 4000 <= FEW_STEPS * 0.02
+    for _ in range(100):
+        budget.step_took(60, 0, 0.08)
+    assert budget.objective_s(8) == pytest.approx(FEW_STEPS * 0.02)
+    assert budget.objective_s(60) == pytest.approx(OWN_STEPS * 0.08)  # more than callers expect, but prompts advance
+
+
+def test_prompts_advance_however_tight_the_objective_is() -> None:
+    assert learned(0.001).tokens(8, 1) == GRAIN_TOKENS
+
+
+def test_an_objective_of_0_bounds_nothing() -> None:
+    assert learned(0.0).tokens(8, 1) == CHUNK
+    assert learned(0.0).step_objective_s == 0
+
+
+def test_a_step_may_be_longer_while_more_prompts_wait_than_sequences_decode() -> None:
+    budget = learned(0.04, 3.0)
+    assert budget.tokens(8, 8) == learned(0.04).tokens(8, 8)
+    assert 0.02 + budget.tokens(8, 9) / 4000 == pytest.approx(3 * MARGIN * 0.04, abs=GRAIN_TOKENS / 4000)
+
+
+def test_a_decode_step_that_was_never_seen_alone_is_told_from_mixed_ones() -> None:
+    budget = ChunkBudget(CHUNK, 0.06)
+    for _ in range(50):
+        budget.step_took(0, CHUNK, CHUNK / 4000)
+        budget.step_took(8, 128, 0.02 + 128 / 4000)
+    assert budget.step_s == pytest.approx(0.02)
+    assert 0.02 + budget.tokens(8, 1) / 4000 <= 0.06
+
+
+def test_a_size_that_was_not_seen_is_taken_for_the_next_one() -> None:
+    assert learned(0.05).tokens(20, 1) == learned(0.05).tokens(8, 1)
+
+
+def test_what_is_reported_is_what_prompts_get_as_things_are() -> None:
+    budget = learned(0.04)
+    assert budget.prompt_tokens_per_s(0, 1) == pytest.approx(4000)
+    assert budget.prompt_tokens_per_s(8, 1) == pytest.approx(1800, rel=0.1)
+    assert (budget.step_s, budget.step_objective_s) == (pytest.approx(0.02), 0.04)
+    nothing = ChunkBudget(CHUNK)
+    assert (nothing.prompt_tokens_per_s(8, 1), nothing.step_s, nothing.step_objective_s) == (0, 0, 0)
+
+
+def test_it_follows_when_steps_become_slower() -> None:
+    budget = learned(0.05)
+    before = budget.tokens(8, 1)
+    for _ in range(100):
+        budget.step_took(8, 0, 0.04)
+        budget.step_took(8, 64, 0.04 + 64 / 2000)
+    assert budget.tokens(8, 1) < before
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_was_measured_a_chunk_is_within_its_bounds(seed: int) -> None:
+    draw = random.Random(seed)
+    budget = ChunkBudget(CHUNK, draw.choice([None, 0.0, 0.02, 1.0]), draw.choice([1.0, 4.0]))
+    for _ in range(300):
+        decodes, prompt_tokens = draw.choice([(0, 100), (draw.randint(1, 70), draw.choice([0, 32, 500]))])
+        budget.step_took(decodes, prompt_tokens, draw.choice([0.0, 1e-6, 0.01, 5.0]))
+        tokens = budget.tokens(draw.randint(0, 70), draw.randint(0, 70))
+        assert tokens == CHUNK or (GRAIN_TOKENS <= tokens < CHUNK and tokens % GRAIN_TOKENS == 0)
+        assert budget.prompt_tokens_per_s(draw.randint(0, 9), 1) >= 0

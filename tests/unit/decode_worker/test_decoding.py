@@ -1,0 +1,192 @@
+"""Decodes as columns: every step is the one that a plan of all sequences, each by itself, comes to."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode_worker.chunk_budget import ChunkBudget
+from decode_worker.growth import Growth
+from decode_worker.running_batch import BatchedStep, RunningBatch
+from decode_worker.scheduler import Beside, StepLimits, StepPlan, plan_step
+from engine.batch import build_batch
+from engine.block_pool import BlockPool
+from engine.prefix_cache import PrefixCache
+from engine.step import ScheduledSeq
+from tandem.clock import Deadline
+from tandem.errors import InternalError
+from tandem.lifecycle import BlockState
+from tandem.telemetry.observers import SequenceObserver
+from tandem.types import BlockId, ChoiceSpec, GroupSpec, Handle, RequestId, SamplingParams, TokenId
+from tests.manual_clock import ManualClock
+from tests.unit.decode_worker.conftest import FakeRouter
+from worker.request import Request
+
+END = TokenId(9)
+BLOCK_SIZE = 4
+CPU = torch.device("cpu")
+
+
+class PlainBatch(RunningBatch):
+    """Every plan is of all."""
+
+    def _plan(self, limits: StepLimits) -> tuple[StepPlan, Beside | None]:
+        return plan_step(self._running, self._waiting, self._cache, limits, self._growth), None
+
+
+class World:
+    """A batch and its requests, by number, driven as the step loop does, up to two steps in flight.
+
+    The cache knows nothing: what it evicts first depends on the order of allocations within a step, which is free.
+    """
+
+    def __init__(self, batch: type[RunningBatch], num_blocks: int, max_seqs: int) -> None:
+        limits = StepLimits(BLOCK_SIZE, max_seqs, 8)
+        self.cache = PrefixCache(BlockPool(num_blocks, BLOCK_SIZE), enabled=False)
+        self.batch = batch(self.cache, limits, Growth(self.cache.pool, 4), budget(limits))
+        self.in_flight: deque[tuple[BatchedStep, tuple[ScheduledSeq, ...]]] = deque()
+        self.draws: list[tuple[int, int]] = []
+        """Of the newest step: whose each is."""
+        self.num_column_steps = 0
+
+    def arrive(self, number: int, num_prompt_tokens: int, sampling: SamplingParams, n: int, emitted: int) -> None:
+        choices = tuple(ChoiceSpec(index, (TokenId(1),) * emitted) for index in range(n))
+        prompt = tuple(TokenId(1 + number % 2) for _ in range(num_prompt_tokens))
+        spec = GroupSpec(RequestId(f"r{number}"), prompt, sampling, choices)
+        deadline = Deadline.after(ManualClock(), None)
+        self.batch.join(Request(FakeRouter(), Handle(number), spec, number, 0.0, deadline, SequenceObserver()))
+
+    def release(self, number: int) -> None:
+        for request in [each for each in self.batch.requests if each.handle == number]:
+            self.batch.leave(request)
+
+    def launch(self) -> object:
+        """Plans a step; returns what it is, whatever objects and blocks it is made of."""
+        if self.in_flight:
+            batched = self.batch.step_behind(self.in_flight[-1][0])
+        else:
+            batched = self.batch.next_step()
+        if batched is None:
+            return None
+        self.batch.releases.step_launched()
+        seqs = tuple(batched.step.seqs)
+        check_tensors(batched)
+        self.num_column_steps += batched.num_rows > 0
+        before, self.draws = self.draws, []
+        told = {}
+        for (request, seq), scheduled in zip(batched.seqs, seqs, strict=True):
+            fed_by = None if scheduled.feed is None else before[scheduled.feed]
+            draws = [(spec.params, spec.output_index, spec.history is None) for spec in scheduled.samples]
+            blocks = -(-(scheduled.context_len + len(scheduled.token_ids)) // BLOCK_SIZE)
+            assert len(scheduled.block_table) >= blocks
+            told[request.handle, seq.index] = (scheduled.token_ids, scheduled.context_len, draws, fed_by)
+            self.draws += [(request.handle, each.index) for each in seq.drawers for _ in scheduled.samples[:1]]
+        self.in_flight.append((batched, seqs))
+        return told, batched.num_decodes, batched.num_prompt_tokens, batched.is_decode
+
+    def end(self, salt: int) -> None:
+        """The oldest step ends; what it draws depends on who draws, and on `salt`."""
+        batched, seqs = self.in_flight.popleft()
+        self.cache.step_ended(failed=False)
+        self.batch.releases.step_ended()
+        for (request, seq), scheduled in zip(batched.seqs, seqs, strict=True):
+            if request in self.batch and not seq.is_finished:
+                self.apply(request, seq, scheduled, salt)
+        self.cache.check_invariants()
+
+    def apply(self, request, seq, scheduled, salt) -> None:
+        group = request.group
+        seq.step_ended(scheduled)
+        ends_prefix = not group.is_forked and (bool(scheduled.samples) or seq.num_remaining_tokens == 0)
+        for choice in seq.drawers if scheduled.samples else ():
+            rng = random.Random(f"{request.handle} {choice.index} {choice.num_output_tokens} {salt}")
+            choice.append_token(END if rng.random() < 0.05 else TokenId(1))
+        if ends_prefix:
+            group.fork(self.cache.pool)
+            group.follow(self.cache)
+        if group.is_finished:
+            self.batch.leave(request)
+        elif seq.is_finished:
+            self.batch.choice_ended(request, seq)
+
+
+def budget(limits: StepLimits) -> ChunkBudget:
+    return ChunkBudget(limits.chunk_tokens)
+
+
+def check_tensors(batched: BatchedStep) -> None:
+    """Columns are laid out as the objects that stand for them."""
+    found = build_batch(batched.step.seqs, BLOCK_SIZE, CPU)
+    expected = build_batch(tuple(batched.step.seqs), BLOCK_SIZE, CPU)
+    pairs = [(getattr(each, name), getattr(other, name)) for each, other, names in (
+        (found, expected, ("token_ids", "positions", "sample_rows")),
+        (found.metadata, expected.metadata, ("cu_seqlens_q", "seq_lens", "block_tables", "slot_mapping")),
+    ) for name in names]  # fmt: skip
+    assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
+    assert found.metadata.seq_lens_host == expected.metadata.seq_lens_host
+    assert found.num_draws == expected.num_draws
+    assert (found.feeds is None) is (expected.feeds is None)
+    if found.feeds is not None and expected.feeds is not None:
+        assert torch.equal(found.feeds.tokens, expected.feeds.tokens)
+        assert torch.equal(found.feeds.draws, expected.feeds.draws)
+        assert found.feeds.history == expected.feeds.history
+    if found.sample_specs:
+        assert found.sample_specs == expected.sample_specs
+
+
+def sampling_of(rng: random.Random) -> SamplingParams:
+    penalty = rng.choice((0.0, 0.0, 0.0, 0.5))
+    temperature, seed = rng.choice((0.0, 0.7)), rng.randrange(9)
+    return SamplingParams(
+        max_tokens=rng.randint(1, 24), temperature=temperature, seed=seed, presence_penalty=penalty,
+        end_token_ids=frozenset({END}),
+    )  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_steps_by_columns_are_those_of_plain_plans(seed: int) -> None:
+    rng = random.Random(seed)
+    num_blocks, max_seqs = rng.choice((24, 48, 200)), rng.choice((4, 8))
+    worlds = [World(kind, num_blocks, max_seqs) for kind in (RunningBatch, PlainBatch)]
+    for number in range(60):
+        if rng.random() < 0.4:
+            arrival = (rng.randint(1, 12), sampling_of(rng), rng.choice((1, 1, 1, 3)), rng.choice((0, 0, 2)))
+            arrival = (*arrival[:3], min(arrival[3], arrival[1].max_tokens - 1))
+            for world in worlds:
+                world.arrive(number, *arrival)
+        if rng.random() < 0.05:
+            gone = rng.randint(0, number)
+            for world in worlds:
+                world.release(gone)
+        for _ in range(rng.randint(1, 3)):
+            if len(worlds[0].in_flight) < 2:
+                found, expected = (world.launch() for world in worlds)
+                assert found == expected
+            if worlds[0].in_flight and rng.random() < 0.7:
+                for world in worlds:
+                    world.end(seed)
+        assert worlds[0].cache.pool.counts() == worlds[1].cache.pool.counts()
+
+
+def test_one_that_decodes_alone_is_a_row_from_its_second_decode_on() -> None:
+    world = World(RunningBatch, 24, 4)
+    world.arrive(1, 5, SamplingParams(max_tokens=9, temperature=0.0), 1, 0)
+    for _ in range(6):
+        world.launch()
+        world.end(0)
+    assert world.num_column_steps == 4
+
+
+def test_blocks_that_are_not_live_are_not_filled() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
+    reserved = pool.allocate(2, BlockState.RESERVED)
+    with pytest.raises(InternalError, match="fill_last"):
+        pool.fill_last(torch.tensor(reserved).numpy(), torch.tensor([1, 1]).numpy())
+    assert pool.num_cached_last(()) == 0
+    assert BlockId(0) not in pool.cached_and_held(reserved)[0]
