@@ -1,7 +1,7 @@
 """Callers check every answer while processes die, freeze, stop, drain, and connections break: `python -m bench.soak`.
 
-Rounds on the demo model, at 1 + 1 and 2 + 2 workers of `tandem serve` in turn, over each transport that works on this
-machine. Twelve callers send requests over every sampling parameter, greedy and sampled; every other one shares:
+Rounds on the demo model, at 1 + 1, 2 + 2 and 4 elastic workers of `tandem serve`, over each transport that works on
+this machine. Twelve callers send requests over every sampling parameter, greedy and sampled; every other one shares:
 prompts that begin alike, salts, several choices, beams, constraints. They go through proxies that reset connections;
 some callers cancel, read slowly, have a tiny deadline or none (`bench.soak_calls`).
 Meanwhile one fault comes after the other (`bench.soak_faults`). Then they end, and the cluster must come to rest.
@@ -63,25 +63,37 @@ class Setup:
     """A cluster of `tandem serve`."""
 
     workers: int
-    """Of each role."""
+    """Of each role; of elastic ones there are twice as many."""
     transport: str
+    elastic: bool = False
 
     @property
     def title(self) -> str:
         """For people."""
-        return f"{self.workers}+{self.workers} {self.transport}"
+        return (
+            f"{2 * self.workers} elastic {self.transport}"
+            if self.elastic
+            else f"{self.workers}+{self.workers} {self.transport}"
+        )
 
     @property
     def options(self) -> tuple[str, ...]:
         """The command line."""
         number = str(self.workers)
-        return ("--prefill", number, "--decode", number, "--transport", self.transport, *_SMALL)
+        fleet = ("--prefill", number, "--decode", number)
+        if self.elastic:
+            fleet = ("--roles", "auto", "--workers", str(2 * self.workers))
+        return (*fleet, "--transport", self.transport, *_SMALL)
 
 
 def setups() -> list[Setup]:
-    """Both sizes over every transport that works here."""
+    """Both sizes over every transport that works here; over every second one the larger fleet is elastic."""
     transports = usable(resolve_device("auto"))
-    return [Setup(workers, transport) for transport in transports for workers in (1, 2)]
+    return [
+        Setup(workers, transport, elastic=workers == 2 and at % 2 == 1)
+        for at, transport in enumerate(transports)
+        for workers in (1, 2)
+    ]
 
 
 async def _learn(target: str, seed: int) -> list[Kind]:

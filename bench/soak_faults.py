@@ -66,10 +66,14 @@ class Faults:
 
     def _victim(self) -> tuple[str, int] | None:
         """A worker that has a process now; drawn by role first, so that no role is spared."""
-        role = self._rng.choice(("prefill", "decode"))
-        place = self._rng.random()
-        workers = sorted((name, pid) for name, pid in children(self._serve_pid).items() if name.startswith(role))
-        return workers[int(place * len(workers))] if workers else None
+        place, of_role = self._rng.random(), self._rng.random()
+        workers = sorted((name, pid) for name, pid in children(self._serve_pid).items() if name != ROUTER)
+        roles = sorted({name.partition("-")[0] for name, _ in workers})
+        if not roles:
+            return None
+        role = roles[int(place * len(roles))]
+        same = [each for each in workers if each[0].startswith(role)]
+        return same[int(of_role * len(same))]
 
     async def _kill(self) -> None:
         self._signal("kill", self._victim(), signal.SIGKILL)

@@ -16,7 +16,7 @@ from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerParts, WorkerPolicy
 from engine.graphs import MAX_CAPTURED_SEQS
 from engine.guides import Guides
-from engine.loading import EngineOptions
+from engine.loading import Engine, EngineOptions
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.ticket import MAX_BLOCKS
@@ -83,16 +83,7 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
         parts = WorkerParts(
             engine.thread, engine.cache, receiver, base.validator, base.clock, base.observer, guides, sender
         )
-        limits = StepLimits(config.block_size, config.max_seqs, engine.chunk_tokens)
-        policy = WorkerPolicy(
-            limits,
-            info.max_sequence_tokens,
-            overlap_steps=config.overlap_steps == "auto",
-            max_planning_share=MAX_PLANNING_SHARE_ON_CPU if engine.model.device.type == "cpu" else math.inf,
-            inter_token_objective_s=config.inter_token_objective_s,
-            waiting_served_ratio=config.waiting_served_ratio,
-            elastic=config.elastic,
-        )
+        policy = _policy(config, engine, info.max_sequence_tokens)
         worker = DecodeWorker(parts, policy)
         await receiver.start()
         try:
@@ -101,6 +92,18 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
             guides.close()
             await sender.stop()
             await receiver.stop()
+
+
+def _policy(config: DecodeConfig, engine: Engine, max_sequence_tokens: int) -> WorkerPolicy:
+    return WorkerPolicy(
+        StepLimits(config.block_size, config.max_seqs, engine.chunk_tokens),
+        max_sequence_tokens,
+        overlap_steps=config.overlap_steps == "auto",
+        max_planning_share=MAX_PLANNING_SHARE_ON_CPU if engine.model.device.type == "cpu" else math.inf,
+        inter_token_objective_s=config.inter_token_objective_s,
+        waiting_served_ratio=config.waiting_served_ratio,
+        elastic=config.elastic,
+    )
 
 
 def _role(config: DecodeConfig) -> Role:

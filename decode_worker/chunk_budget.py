@@ -10,8 +10,9 @@ who wait for a token wait for their first one (as in TGI, whose option of this n
 
 Learned by moving averages from the steps that ended: how long a decode step takes, by size class, and how many tokens
 per second prompts get, alone and beside decodes, where a part of the time is needed for the decodes anyway. A size that
-was not seen without prompts is told from a mixed step and the rate of prompts alone. Results are multiples of
-`GRAIN_TOKENS`, at least one of them: prompts always advance, and few shapes of steps occur.
+was not seen without prompts is taken for the nearest one that was; before any was, a mixed step with a small chunk
+tells, by the rate of prompts alone. Results are multiples of a 128th of `chunk_tokens`, at least one of them: prompts
+always advance, and few shapes of steps occur.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from __future__ import annotations
 from worker.token_rate import TokenRate
 
 FEW_STEPS = 2.2
-OWN_STEPS = 1.5
+OWN_STEPS = 1.6
 MARGIN = 0.9
 """Of the longest step, that a chunk may make it last by what was measured: other processes slow some steps down."""
-_GRAINS = 64
+_GRAINS = 128
 _FIRST_GRAINS = 8
 """Beside decodes, before anything is known of either."""
 _WEIGHT = 1 / 8
 """Of the newest step in the moving averages."""
+_WEIGHT_BELOW = 1 / 2
+"""Of a step without prompts that is shorter than the average: what made it longer was something else."""
 _MOST_GAIN = 4.0
 """Beside decodes, prompts get at most so many times their rate alone: less than nothing cannot be measured."""
 
@@ -55,16 +58,17 @@ class ChunkBudget:
         elif not num_prompt_tokens:
             size = num_decodes.bit_length()
             average = self._decode_s.get(size, seconds)
-            self._decode_s[size] = average + _WEIGHT * (seconds - average)
+            weight = _WEIGHT if seconds > average else _WEIGHT_BELOW
+            self._decode_s[size] = average + weight * (seconds - average)
         else:
             self._mixed_step_took(num_decodes, num_prompt_tokens, seconds)
 
     def _mixed_step_took(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
         least_s = num_prompt_tokens / (_MOST_GAIN * self._alone.per_s) if self._alone.per_s else 0.0
-        decode_s = self._decode_s.get(num_decodes.bit_length())
-        if decode_s is not None:
+        decode_s = self._expected_s(num_decodes)
+        if decode_s:
             self._beside.add(num_prompt_tokens, max(seconds - decode_s, least_s, seconds / 100))
-        elif self._alone.per_s:
+        elif least_s and num_prompt_tokens <= _FIRST_GRAINS * self._grain_tokens:
             prompt_s = num_prompt_tokens / self._alone.per_s
             self._decode_s[num_decodes.bit_length()] = max(seconds - prompt_s, seconds / 4)
 

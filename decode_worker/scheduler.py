@@ -181,9 +181,9 @@ class _Planner:
             if _can_step(seq)
         ]
         prompts = [each for each in seqs if each[2] > 1]
-        order = range(len(prompts))
+        order = [*range(len(prompts))]
         if not by_rank:
-            order = sorted(order, key=lambda at: turn_of(prompts[at][0], prompts[at][2]))
+            order.sort(key=lambda at: turn_of(prompts[at][0], prompts[at][2]))
         budget = plan_chunks([prompts[at][2] for at in order], self._limits.chunk_tokens, len(prompts))
         chunks = iter([share for _, share in sorted(zip(order, budget, strict=True))])
         return [

@@ -17,25 +17,19 @@ All calls on the loop; none awaits but `run` and `drained`. Knows no gRPC.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
+from decode_worker.admission import Admission
 from decode_worker.chunk_budget import ChunkBudget
-from decode_worker.growth import FIRST_GUESS_TOKENS, Growth
+from decode_worker.growth import Growth
 from decode_worker.hand_overs import HandOvers
-from decode_worker.handoff_pace import HandoffPace
-from decode_worker.incoming_transfers import IncomingTransfers, TransferPolicy
+from decode_worker.incoming_transfers import IncomingTransfers
+from decode_worker.parts import WorkerParts, WorkerPolicy
 from decode_worker.prompts_for_others import PromptsForOthers
-from decode_worker.reservations import MAX_OVERTAKES, MAX_QUEUED, ReservationQueue, Room
 from decode_worker.running_batch import RunningBatch
-from decode_worker.scheduler import StepLimits
 from decode_worker.step_loop import StepLoop
 from engine.beam_group import BeamGroup
-from engine.guides import Guides
-from engine.prefix_cache import PrefixCache
-from kvtransfer.base import Receiver, Sender
-from tandem.clock import Clock, Deadline
+from tandem.clock import Deadline
 from tandem.errors import (
     DeadlineExceeded,
     InternalError,
@@ -47,60 +41,20 @@ from tandem.errors import (
 )
 from tandem.first_tokens import FirstTokens
 from tandem.telemetry.logging import get_logger
-from tandem.telemetry.observers import WorkerObserver
 from tandem.telemetry.trace_context import trace_id_of
 from tandem.types import BlockId, GroupSpec, Handle, WaitReason, WorkerLoad
-from tandem.validation import Validator
 from worker.constraints import begin_guides
-from worker.ports import RouterPort, StepEngine
+from worker.ports import RouterPort
 from worker.request import Request
 from worker.ticker import ticking
 from worker.waits import REPORT_S, Wait, report_waits
+
+__all__ = ["DecodeWorker", "WorkerParts", "WorkerPolicy"]
 
 _log = get_logger(__name__)
 
 TICK_S = 0.05
 """Between two looks at what has run out of time."""
-MAX_ENDS_PER_SEAT = 16
-"""Hand-offs that may be under way for each seat because as many sequences end in the time that they take."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerParts:
-    """What the worker works with; owned and closed by whoever made them."""
-
-    engine: StepEngine
-    cache: PrefixCache
-    receiver: Receiver
-    validator: Validator
-    clock: Clock
-    observer: WorkerObserver = field(default_factory=WorkerObserver)
-    guides: Guides | None = None
-    """None = constraints are refused."""
-    sender: Sender | None = None
-    """Hands over what runs here when the worker drains, and prompts; None = it ends here, or is replayed."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPolicy:
-    """Caps and times."""
-
-    limits: StepLimits
-    max_sequence_tokens: int
-    max_queued: int = MAX_QUEUED
-    max_overtakes: int = MAX_OVERTAKES
-    transfers: TransferPolicy = field(default_factory=TransferPolicy)
-    first_guess_tokens: int = FIRST_GUESS_TOKENS
-    """How long completions are expected to become before any has ended here."""
-    overlap_steps: bool = True
-    """Whether a second step may be in flight."""
-    max_planning_share: float = math.inf
-    """Of a step, that planning the next one may take for both to overlap: on a CPU they take each other's cores."""
-    inter_token_objective_s: float | None = 0.0
-    """See `ChunkBudget`."""
-    waiting_served_ratio: float = 1.0
-    elastic: bool = False
-    """Whether it computes prompts for other workers too; that needs a sender."""
 
 
 class DecodeWorker:
@@ -110,15 +64,17 @@ class DecodeWorker:
         self._parts = parts
         self._policy = policy
         self._pool = parts.cache.pool
-        self._growth = Growth(self._pool, policy.first_guess_tokens)
-        self._pace = HandoffPace(MAX_ENDS_PER_SEAT * policy.limits.max_seqs, policy.first_guess_tokens)
-        self._queue = ReservationQueue(parts.cache, self._growth, policy.max_queued, policy.max_overtakes)
+        growth = Growth(self._pool, policy.first_guess_tokens)
         self._transfers = IncomingTransfers(
             parts.cache, parts.receiver, parts.clock, self, policy.transfers, parts.validator.vocab_size
         )
         budget = ChunkBudget(policy.limits.chunk_tokens, policy.inter_token_objective_s, policy.waiting_served_ratio)
-        self._batch = RunningBatch(parts.cache, policy.limits, self._growth, budget)
+        self._batch = RunningBatch(parts.cache, policy.limits, growth, budget)
         self._prompts = PromptsForOthers(self._batch, parts.cache, parts.sender, parts.clock, self)
+        self._admission = Admission(
+            policy, parts.cache, growth, self._batch, self._transfers, self._prompts, parts.engine
+        )
+        self._queue = self._admission.queue
         self._steps = StepLoop(
             self._batch,
             self._prompts,
@@ -256,7 +212,7 @@ class DecodeWorker:
         for request in [each for each in self._requests.values() if each.deadline.passed]:
             self._end(request, DeadlineExceeded(f"request {request.spec.request_id} ran out of time"))
         self._transfers.expire()
-        self._prompts.give_up_one(is_stalled=self._is_stalled())
+        self._prompts.give_up_one(is_stalled=self._admission.is_stalled)
         self._admit_soon()
         if self._draining:
             self._hand_overs.tell(self._requests.values())
@@ -329,7 +285,7 @@ class DecodeWorker:
         table = (*prefix.block_table, *block_ids)
         self._pool.set_filled(table, prefix.num_tokens, prefix.num_computed_tokens)
         cache.insert(request.spec.cache_salt, prefix.token_ids, table)
-        self._pace.landed(request, self._num_steps())
+        self._admission.handoff_landed(request)
         group.land(block_ids, first_tokens, self._pool)
         group.follow(cache)
         if self._parts.guides is not None:
@@ -397,8 +353,7 @@ class DecodeWorker:
         """Admits queued requests as far as there is room, and wakes the step loop."""
         self._admission_pending = False
         self._hand_overs.steps_ended()
-        prompts_lack_room = not self._start_prompts()
-        while len(self._queue) and not prompts_lack_room and (request := self._pop_admissible()) is not None:
+        while (request := self._admission.next_reservation()) is not None:
             try:
                 if request.owes_prefill_done:
                     self._check_prefix_held(request)  # it may have gone while the request was in line
@@ -406,7 +361,7 @@ class DecodeWorker:
                     request.router.reserved(request.handle)
                 else:
                     offer, prefix = self._transfers.offer(request), request.group.prefix
-                    self._pace.started(request, self._num_steps())
+                    self._admission.handoff_started(request)
                     request.observer.reserved()
                     request.observer.looked_up(prefix.num_tokens, prefix.num_cached_tokens)
                     request.router.reserved(request.handle, offer.ticket, offer.endpoint, prefix.num_cached_tokens)
@@ -416,64 +371,17 @@ class DecodeWorker:
         if not self._requests and self._is_settled:
             self._idle.set()
 
-    def _start_prompts(self) -> bool:
-        """Starts prompts for other workers, unless a reservation must not be overtaken any more.
-
-        False if the next one waits for room that reservations must not take before it.
-        """
-        while not self._queue.is_overdue and (request := self._prompts.first_in_line()) is not None:
-            growth = 0
-            if self._batch.num_running:
-                handoff_steps = round(self._pace.num_steps)
-                growth = self._batch.forecast(self._transfers.requests, handoff_steps).most_blocks(handoff_steps)
-            if not self._prompts.fits(request, self._parts.cache.num_available - growth):
-                return False
-            self._prompts.start(request)
-            self._queue.was_overtaken()
-        return True
-
-    def _is_stalled(self) -> bool:
-        """Whether something lacks room here and nothing is under way that could make it."""
-        lacks_room = len(self._queue) or self._prompts.num_in_line or len(self._batch)
-        return bool(lacks_room) and not len(self._transfers) and not self._batch.releases.num_in_flight
-
-    def _pop_admissible(self) -> Request | None:
-        """Takes the next one out of the line for which there are seats and blocks."""
-        max_seqs = self._policy.limits.max_seqs
-        # As many as end while a hand-off takes place are admitted beyond the seats, and some more: no seat stays empty.
-        enough = max_seqs + round(self._pace.num_ends)
-        num_seqs = self._transfers.num_seqs + self._batch.num_running + self._batch.num_waiting
-        seats = enough + max(1, enough // 4) - num_seqs
-        if seats <= 0:
-            return None
-        handoff_steps = round(self._pace.num_steps)
-        forecast = self._batch.forecast(self._transfers.requests, handoff_steps) if num_seqs else None
-        most_blocks = self._pool.num_blocks - self._pool.counts().quarantined
-        return self._queue.pop_admissible(
-            Room(self._parts.cache.num_available, most_blocks, seats, forecast, handoff_steps)
-        )
-
-    def _num_steps(self) -> int | None:
-        """Steps that have ended, None while no sequence runs."""
-        return self._parts.engine.num_steps if self._batch.num_running else None
-
     # --- ends ---
 
     def _end(self, request: Request, error: TandemError | None = None) -> None:
         """Releases what it holds, wherever that is; tells its router if it failed. A no-op on one that has ended."""
         if self._requests.pop((request.router, request.handle), None) is None:
             return
-        self._queue.discard(request)
         self._transfers.withdraw(request)
         self._hand_overs.forget(request)
         self._prompts.forget(request)
-        self._pace.forget(request)
-        if request in self._batch:
-            self._batch.leave(request)
-            self._pace.ended(0 if request.for_another else len(request.group.sequences))
-            for seq in request.group.sequences if error is None and not request.for_another else ():
-                if seq.num_output_tokens:
-                    self._growth.completed(seq.num_output_tokens)
+        self._admission.ended(request, in_batch=request in self._batch, failed=error is not None)
+        self._batch.leave(request)
         for table in request.group.take_blocks():  # what it held while the rest was to be received
             self._pool.release(table)
         request.observer.ended(error, request.num_sampled_tokens)

@@ -9,7 +9,7 @@ import pytest
 from decode_worker.chunk_budget import FEW_STEPS, MARGIN, OWN_STEPS, ChunkBudget
 
 CHUNK = 512
-GRAIN_TOKENS = 8
+GRAIN_TOKENS = 4
 
 
 def learned(
@@ -30,7 +30,7 @@ def test_a_prompt_alone_gets_the_whole_chunk() -> None:
 
 
 def test_before_anything_is_known_a_chunk_beside_streams_is_small() -> None:
-    assert ChunkBudget(CHUNK).tokens(8, 1) == CHUNK // 8
+    assert ChunkBudget(CHUNK).tokens(8, 1) == 8 * GRAIN_TOKENS
     assert ChunkBudget(4).tokens(8, 1) == 4
 
 
@@ -71,9 +71,23 @@ def test_a_decode_step_that_was_never_seen_alone_is_told_from_mixed_ones() -> No
     budget = ChunkBudget(CHUNK, 0.06)
     for _ in range(50):
         budget.step_took(0, CHUNK, CHUNK / 4000)
-        budget.step_took(8, 128, 0.02 + 128 / 4000)
+        budget.step_took(8, 32, 0.02 + 32 / 4000)
     assert budget.step_s == pytest.approx(0.02)
     assert 0.02 + budget.tokens(8, 1) / 4000 <= 0.06
+
+
+def test_a_whole_chunk_beside_a_stream_tells_nothing_of_how_long_decodes_take() -> None:
+    budget = learned()
+    budget.step_took(1, CHUNK, 0.64)
+    assert budget.objective_s(1) == pytest.approx(FEW_STEPS * 0.02)
+
+
+def test_steps_that_other_processes_slowed_down_count_less() -> None:
+    budget = learned()
+    budget.step_took(8, 0, 0.1)
+    for _ in range(3):
+        budget.step_took(8, 0, 0.02)
+    assert budget.step_s == pytest.approx(0.02, rel=0.1)
 
 
 def test_a_size_that_was_not_seen_is_taken_for_the_next_one() -> None:
