@@ -136,8 +136,8 @@ async def measure(num_seqs: int, num_steps: int, spent: Spent) -> dict[str, floa
         session.open_handle(Handle(number))
         worker.reserve(session, Handle(number), GroupSpec(RequestId(f"r{number}"), prompt, sampling), True)
     async with asyncio.timeout(_WAIT_S):
-        while worker.load().queued_prompt_tokens or worker.load().running_seqs < num_seqs:
-            await asyncio.sleep(0.001)  # noqa: ASYNC110 - the core tells nobody
+        while worker.load().queued_prompt_tokens or worker.load().running_seqs < num_seqs:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
         first = engine.num_steps + _WARM_STEPS
         await _reached(engine, first)
         gc.collect()
@@ -174,8 +174,8 @@ class _NoHandOffs:
 
 
 async def _reached(engine: EngineThread, num_steps: int) -> None:
-    while engine.num_steps < num_steps:
-        await asyncio.sleep(0.002)  # noqa: ASYNC110 - the engine tells nobody
+    while engine.num_steps < num_steps:  # noqa: ASYNC110
+        await asyncio.sleep(0.002)
 
 
 def _this_side(num_seqs: Sequence[int], num_steps: int, spent: Spent) -> dict[str, dict[str, float]]:

@@ -162,8 +162,8 @@ async def _hand_off(
     table.ticket = b""
     with times.call("reserve" + turn):
         worker.reserve(session, _HANDLE, spec, False)
-    while not table.ticket:
-        await asyncio.sleep(0)  # noqa: ASYNC110 - each turn of the loop counts
+    while not table.ticket:  # noqa: ASYNC110
+        await asyncio.sleep(0)
     with times.call("Reserved written" + turn):
         for each in session.take():
             each.SerializeToString()
@@ -180,8 +180,8 @@ async def _hand_off(
     digest = digest_of(checksums)
     with times.call("commit" + turn):
         table.offers.commit(table.number, Commit(num_writes, digest, encode_first_tokens({0: TokenId(5)})))
-    while worker.load().running_seqs or worker.load().waiting_seqs:
-        await asyncio.sleep(0)  # noqa: ASYNC110 - each turn of the loop counts
+    while worker.load().running_seqs or worker.load().waiting_seqs:  # noqa: ASYNC110
+        await asyncio.sleep(0)
     with times.call("tokens and news written" + turn):
         for each in session.take():
             each.SerializeToString()

@@ -200,7 +200,7 @@ def _feeds(
     num_draws: tuple[int, ...],
     cu_seqlens_q: npt.NDArray[np.int32],
 ) -> tuple[Ints, Ints, dict[int, int]] | None:
-    """Returns where fed tokens go `[F]`, by which draws they are brought `[F]`, and `Feeds.history`, if there are any."""
+    """Returns where fed tokens go and by which draws they come, `[F]` each, and `Feeds.history`; None if F = 0."""
     num_rows = 0 if rows is None else len(rows)
     fed = [(index, seq.feed) for index, seq in enumerate(others, num_rows) if seq.feed is not None]
     if rows is not None and rows.feeds is not None:

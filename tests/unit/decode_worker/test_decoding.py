@@ -67,10 +67,7 @@ class World:
 
     def launch(self) -> object:
         """Plans a step; returns what it is, whatever objects and blocks it is made of."""
-        if self.in_flight:
-            batched = self.batch.step_behind(self.in_flight[-1][0])
-        else:
-            batched = self.batch.next_step()
+        batched = self.batch.step_behind(self.in_flight[-1][0]) if self.in_flight else self.batch.next_step()
         if batched is None:
             return None
         self.batch.releases.step_launched()
