@@ -140,9 +140,13 @@ class HeldOf:
         levels: list[tuple[int, WorkerSet]] = []
         end = 0
         while end < len(hashes) and (holders := self._holders(hashes[end])):
-            end = bisect_left(hashes, True, lo=end + 1, key=lambda name, here=holders: self._holders(name) != here)
+            end = self._end_of(hashes, end, holders)
             levels.append((end, holders))
         return levels
+
+    def _end_of(self, hashes: Sequence[int], start: int, holders: WorkerSet) -> int:
+        """Number of the first block after `start` that others hold."""
+        return bisect_left(hashes, True, lo=start + 1, key=lambda name: self._holders(name) != holders)
 
     def _holders(self, name: int) -> WorkerSet:
         return self._index.reported[name] | self._index.expected[name]

@@ -6,11 +6,14 @@ import enum
 from dataclasses import dataclass
 
 from router.prefix_map import Prefix
-from tandem.types import Incarnation, WorkerInfo, WorkerLoad
+from tandem.types import Incarnation, Role, WorkerInfo, WorkerLoad
 
 PREFIX_WORTH = 0.25
 """Share of a decode worker by which it may be fuller than others and still be taken, if it holds the whole prompt: what
 it holds is neither computed nor moved again. A bound on how far a popular prefix draws load to one place."""
+PACKED_SHARE = 3 / 16
+"""Share of an elastic worker's seats up to which streams join others: so few make each other hardly slower, and a
+worker without any computes prompts that keep nobody waiting for a token. Beyond it they spread."""
 
 
 class Obstacle(enum.StrEnum):
@@ -53,7 +56,7 @@ class WorkerView:
         if self.load is None:
             return 1.0
         pool, seats = self.load.pool, self.info.max_seqs
-        num_seqs = self.load.running_seqs + self.load.waiting_seqs + self.assigned_seqs + demand.num_choices
+        num_seqs = self._num_seqs + demand.num_choices
         missing_blocks = -(-(self.queued_tokens + self.lacking_tokens(demand)) // max(1, pool.block_size))
         num_blocks = pool.total - pool.free - pool.cached + missing_blocks
         return max(num_seqs / seats if seats else 0.0, num_blocks / max(1, pool.total))
@@ -74,7 +77,16 @@ class WorkerView:
         """
         share = self.share_with(demand) + self.is_at_objective
         worth = PREFIX_WORTH * min(1.0, self.likely_tokens / max(1, demand.num_prefix_tokens))
+        num_seqs = self._num_seqs
+        is_few = num_seqs + demand.num_choices <= PACKED_SHARE * self.info.max_seqs
+        if self.info.role is Role.ELASTIC and is_few and share <= 1 / 2:
+            return -num_seqs / self.info.max_seqs - worth
         return share - worth if share <= 1 else share
+
+    @property
+    def _num_seqs(self) -> int:
+        """That it has, or was given."""
+        return self.assigned_seqs + (0 if self.load is None else self.load.running_seqs + self.load.waiting_seqs)
 
     @property
     def is_at_objective(self) -> bool:

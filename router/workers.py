@@ -38,6 +38,8 @@ from tandem.types import Incarnation, WorkerId, WorkerInfo, WorkerLoad
 
 _TICKS_PER_LEASE = 20
 _LONGEST_TICK_S = 0.25
+_MOST_HEARTBEATS_PER_S = 1000
+"""That a router asks for of all workers together: a tenth of a core."""
 
 _log = get_logger(__name__)
 
@@ -159,6 +161,11 @@ class Workers:
         record.drain_ordered = True
         self._look_at(record)
         return record.info
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Shortest time between heartbeats to be asked of one that registers now."""
+        return len(self._records) / _MOST_HEARTBEATS_PER_S
 
     def drain_ordered(self, info: WorkerInfo) -> bool:
         """Whether this life of the worker was told to drain."""

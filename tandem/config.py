@@ -104,13 +104,7 @@ class RouterConfig:
         "how long a request waits, as far as its deadline allows, for workers that are missing or were lost",
         seconds(0, 3600),
     )
-    fallback: str = option(
-        "fallback",
-        "fail",
-        "what becomes of a prompt while no prefill worker is ready: fail = it waits for one, and fails after "
-        "--patience-seconds; local = decode workers compute it beside their streams",
-        one_of("fail", "local"),
-    )
+    fallback: str = option("fallback", "fail", "without prefill workers: fail, local", one_of("fail", "local"))
     max_priority: int = option(
         "max-priority",
         0,

@@ -68,6 +68,7 @@ _IN_PROTOBUF = {
     **{f"{name}_per_s": f"{name}_per_second" for name in ("requests", "tokens", "prompt_tokens")},
 }
 """Names of fields that differ, by those of dataclasses."""
+_NAMES: dict[type, tuple[tuple[str, str], ...]] = {}
 
 
 def finish_reason_to_proto(reason: FinishReason | None) -> inference_pb2.FinishReason:
@@ -249,20 +250,21 @@ def status_from_proto(message: cluster_pb2.GetStatusResponse) -> ClusterStatus:
 
 def _message(cls: type[M], value: Any, without: Collection[str] = (), **different: Any) -> M:
     """A message of the fields of `value`, a dataclass, except those given; None leaves an optional field unset."""
-    names = {_IN_PROTOBUF.get(name, name): name for name in _field_names(type(value)) if name not in without}
-    same = {there: getattr(value, here) for there, here in names.items() if there not in different}
-    return cls(**same, **different)
+    names = ((here, there) for here, there in _names(type(value)) if here not in without and there not in different)
+    return cls(**{there: getattr(value, here) for here, there in names}, **different)
 
 
 def _plain(cls: type[D], message: Message, **different: Any) -> D:
     """A dataclass of the fields of `message`, except those given: all that are repeated, optional or messages."""
-    names = {name: _IN_PROTOBUF.get(name, name) for name in _field_names(cls)}
-    same = {here: getattr(message, there) for here, there in names.items() if here not in different}
+    same = {here: getattr(message, there) for here, there in _names(cls) if here not in different}
     return cls(**same, **different)
 
 
-def _field_names(cls: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(cls))
+def _names(cls: Any) -> tuple[tuple[str, str], ...]:
+    """Of the fields of a dataclass, here and in its message; listed once."""
+    if cls not in _NAMES:
+        _NAMES[cls] = tuple((field.name, _IN_PROTOBUF.get(field.name, field.name)) for field in fields(cls))
+    return _NAMES[cls]
 
 
 def _token_ids(ids: Iterable[int]) -> tuple[TokenId, ...]:

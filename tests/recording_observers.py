@@ -65,7 +65,7 @@ class RecordedRequest(Record, RequestObserver):
     def placed(
         self, prefill: WorkerInfo | None, decode: WorkerInfo, reason: PlacementReason, prefix_at: PrefixAt
     ) -> None:
-        self.calls.append(("placed", prefill, decode))
+        self.calls.append(("placed", prefill, decode, reason, prefix_at))
 
     def prompt_computed(self, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
         self.calls.append(("prompt_computed", queue_s, prefill_s, cached_tokens))

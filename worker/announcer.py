@@ -1,8 +1,8 @@
 """A worker announces itself to every router it can find, and keeps doing so.
 
 One task per `--router` name resolves it at intervals; one task per address found holds a
-Register stream: info, then heartbeats, at least three per lease. They carry the engine's
-step count, since a live event loop proves nothing about its engine.
+Register stream: info, then heartbeats: when the load has changed, as often as the router takes them, and at least
+three per lease. They carry the engine's step count, since a live event loop proves nothing about its engine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import random
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -36,7 +37,8 @@ _PLAIN = Outgoing()
 _ANSWER_TIMEOUT_S = 5.0
 _BEATS_PER_LEASE = 3
 _BEAT_S = 0.25
-"""The longest between heartbeats, so that placement and status see pools as they are."""
+"""The shortest between heartbeats that nothing special calls for. A change waits no longer for being told, so that
+placement and status see pools as they are, unless a router with very many workers asks for more time."""
 
 
 class Announcer:
@@ -65,6 +67,8 @@ class Announcer:
         self._on_registered = on_registered
         self._resolve_every_s = resolve_every_s
         self._news = asyncio.Event()
+        self._num_calls = 0
+        """Of `announce_now`."""
         self._listed: dict[str, set[str]] = {}
         """Addresses of each router name by the last lookup that found any."""
 
@@ -76,6 +80,7 @@ class Announcer:
 
     def announce_now(self) -> None:
         """Sends a heartbeat to every router at once, such as when draining begins."""
+        self._num_calls += 1
         self._news.set()
         self._news = asyncio.Event()
 
@@ -132,7 +137,7 @@ class Announcer:
         _log.info("registered", router=address, lease_s=first.lease_seconds)
         tasks = {
             asyncio.create_task(self._obey(call, first), name=f"router-{address}"),
-            asyncio.create_task(self._beat(call, first.lease_seconds), name=f"heartbeat-{address}"),
+            asyncio.create_task(self._beat(call, first), name=f"heartbeat-{address}"),
         }
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -151,14 +156,48 @@ class Announcer:
                 self._on_drain()
             response = await call.read()
 
-    async def _beat(self, call: RegisterCall, lease_s: float) -> None:
+    async def _beat(self, call: RegisterCall, granted: registry_pb2.RegisterResponse) -> None:
         """Heartbeats. Raises TimeoutError if the router does not take one within the lease."""
+        rhythm = Rhythm(granted.lease_seconds, granted.heartbeat_seconds)
+        num_calls = self._num_calls
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(_BEAT_S, lease_s / _BEATS_PER_LEASE)):
+                async with asyncio.timeout(rhythm.pause_s):
                     await self._news.wait()
-            async with asyncio.timeout(lease_s):
-                await call.write(registry_pb2.RegisterRequest(load=load_to_proto(self._load())))
+            load, is_called = self._load(), num_calls != self._num_calls
+            if rhythm.is_due(load) or is_called:
+                num_calls = self._num_calls
+                rhythm.sent(load)
+                async with asyncio.timeout(granted.lease_seconds):
+                    await call.write(registry_pb2.RegisterRequest(load=load_to_proto(load)))
+
+
+class Rhythm:
+    """When a heartbeat is due, of one stream: ask after each pause."""
+
+    def __init__(self, lease_s: float, pause_s: float) -> None:
+        """`pause_s`: the shortest between two that the router asks for; 0 = it does not say."""
+        at_most_s = lease_s / _BEATS_PER_LEASE
+        self.pause_s = min(max(_BEAT_S, pause_s), at_most_s)
+        """Between two looks at the load."""
+        self._most_pauses = int(at_most_s / self.pause_s)
+        self._num_pauses = 0
+        self._sent: WorkerLoad | None = None
+
+    def is_due(self, load: WorkerLoad) -> bool:
+        """Whether there is news, or has been none for so long that the lease needs it. To be called once a pause."""
+        self._num_pauses += 1
+        return self._num_pauses >= self._most_pauses or self._sent is None or _lasting(load) != _lasting(self._sent)
+
+    def sent(self, load: WorkerLoad) -> None:
+        """A heartbeat went out."""
+        self._num_pauses, self._sent = 0, load
+
+
+def _lasting(load: WorkerLoad) -> WorkerLoad:
+    """Without what every step changes, which is no news in itself."""
+    pool = replace(load.pool, unused_slots=0)
+    return replace(load, engine_steps=0, prompt_tokens_per_s=0.0, step_s=0.0, step_objective_s=0.0, pool=pool)
 
 
 async def _resolve(router: str) -> set[str]:

@@ -111,9 +111,11 @@ class RegisterRequest(_message.Message):
     def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("lease_seconds", "drain")
+    __slots__ = ("lease_seconds", "drain", "heartbeat_seconds")
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     lease_seconds: float
     drain: bool
-    def __init__(self, lease_seconds: _Optional[float] = ..., drain: bool = ...) -> None: ...
+    heartbeat_seconds: float
+    def __init__(self, lease_seconds: _Optional[float] = ..., drain: bool = ..., heartbeat_seconds: _Optional[float] = ...) -> None: ...

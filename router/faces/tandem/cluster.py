@@ -67,7 +67,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         """Grants the lease; then heartbeats one way, and the order to drain the other."""
         if self._workers.drain_ordered(info):
             drain.set()
-        await context.write(registry_pb2.RegisterResponse(lease_seconds=self._workers.lease_s))
+        workers = self._workers
+        granted = registry_pb2.RegisterResponse(lease_seconds=workers.lease_s, heartbeat_seconds=workers.heartbeat_s)
+        await context.write(granted)
         orders = asyncio.create_task(self._send_orders(drain, context), name=f"orders to {info.worker_id}")
         try:
             async for request in requests:

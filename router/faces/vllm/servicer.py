@@ -32,7 +32,6 @@ from tandem.foreign import vllm_engine_pb2 as pb
 from tandem.rpc.authentication import caller_identity
 from tandem.rpc.server import Service
 from tandem.telemetry.trace_context import trace_of_call
-from tandem.types import Role
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 """As its owners named it."""
@@ -112,7 +111,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         """Who serves it."""
         status = self._status.cluster()
-        blocks = [worker.load.pool.block_size for worker in status.workers if worker.info.role is Role.DECODE]
+        blocks = [worker.load.pool.block_size for worker in status.workers if worker.info.role.decodes]
         return pb.GetServerInfoResponse(
             active_requests=status.active_requests,
             is_paused=self._entrance.draining,
@@ -143,7 +142,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             await context.write(chunk)
 
     def _load(self, status: ClusterStatus) -> pb.SchedulerLoad:
-        pools = [worker.load.pool for worker in status.workers if worker.info.role is Role.DECODE]
+        pools = [worker.load.pool for worker in status.workers if worker.info.role.decodes]
         total = sum(pool.total * pool.block_size for pool in pools)
         used = sum((pool.total - pool.free - pool.cached) * pool.block_size for pool in pools)
         return pb.SchedulerLoad(

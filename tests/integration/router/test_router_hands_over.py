@@ -26,7 +26,7 @@ async def standing_at(cluster: Any, decode: Any, num_tokens: int = AT, **samplin
 def placements(cluster: Any) -> list[tuple[str | None, str]]:
     (request,) = cluster.observer.requests
     calls = [call for call in request.calls if call[0] == "placed"]
-    return [(prefill and prefill.worker_id, decode.worker_id) for _, prefill, decode in calls]
+    return [(prefill and prefill.worker_id, decode.worker_id) for _, prefill, decode, *_ in calls]
 
 
 def replays(cluster: Any) -> int:

@@ -9,7 +9,7 @@ import pytest
 from router.request import Caller, CompletionRequest, TokensPrompt
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Reason, Unavailable
 from tandem.sampling import SamplingRequest
-from tandem.types import FinishReason, Role
+from tandem.types import FinishReason, PlacementReason, Role
 from tandem.v1 import inference_pb2 as pb
 
 PROMPT = (72, 105)
@@ -29,7 +29,7 @@ async def test_a_request_is_told_from_its_admission_to_its_end(cluster: Any) -> 
     request = await only_request(cluster)
     assert set(request.names) == {"admitted", "placed", "prompt_computed", "handed_over", "tokens", "ended"}
     assert request.names[:2] == ["admitted", "placed"]
-    assert request.args("placed") == (prefill.info, decode.info)
+    assert request.args("placed")[:3] == (prefill.info, decode.info, PlacementReason.REMOTE_STATIC)
     assert request.args("handed_over") == (4096, 0.125)
     assert sum(call[1] for call in request.calls if call[0] == "tokens") == 8
     assert (request.end.finish_reasons, request.end.num_completion_tokens) == ((FinishReason.LENGTH,), 8)
@@ -56,7 +56,7 @@ async def test_a_prompt_computed_by_the_decode_worker_has_no_prefill_worker(clus
     decode = await cluster.add(Role.DECODE, "d0", local_prefill_tokens=None)
     await cluster.read_tokens(cluster.generate(*PROMPT))
     request = await only_request(cluster)
-    assert request.args("placed") == (None, decode.info)
+    assert request.args("placed")[:3] == (None, decode.info, PlacementReason.LOCAL_STATIC)
     assert "handed_over" not in request.names
 
 

@@ -16,6 +16,7 @@ from router.handoff_times import HandoffTimes
 from router.placement import REMOTE_MARGIN, Demand, Obstacle, Placement, WorkerView, place, readiness
 from router.prefix_map import Prefix
 from router.room import common_sequence, longest_sequence
+from router.worker_view import PACKED_SHARE
 from router.workers import Workers
 from tandem.errors import Unavailable
 from tandem.types import Incarnation, PlacementReason, Role, TokenId
@@ -124,6 +125,27 @@ def test_a_worker_at_its_objective_comes_after_others(worker: View) -> None:
     assert outcome([full])[1] == "at objective"
 
 
+@pytest.mark.parametrize(
+    ("heartbeat", "packs"),
+    [
+        ({"running_seqs": 1}, True),
+        ({"waiting_seqs": 1}, True),
+        ({"running_seqs": 8, "waiting_seqs": 3}, True),
+        ({"running_seqs": 8, "waiting_seqs": 4}, False),  # three sixteenths of its seats, and then no more
+        ({"running_seqs": 1, "step_s": 0.05, "step_objective_s": 0.05}, False),
+        ({"running_seqs": 1, "queued_prompt_tokens": 40_000}, False),
+    ],
+)
+def test_few_streams_join_others_and_leave_a_worker_free_for_prompts(
+    worker: View, heartbeat: dict[str, Any], packs: bool
+) -> None:
+    workers = [worker(E, "streams", **heartbeat), worker(E, "idle")]
+    demand = Demand(num_tokens=8, max_total_tokens=20, num_prompt_tokens=8)
+    assert outcome(workers, demand)[1] == ("streams" if packs else "idle")
+    fixed = [worker(D, "streams", local=None, **heartbeat), worker(D, "idle", local=None)]
+    assert outcome(fixed, demand)[1] == "idle"
+
+
 def test_an_elastic_worker_never_hands_over_to_itself_and_no_suspect_is_asked(worker: View) -> None:
     slow, fast = worker(E, "e", 1.0), worker(E, "fast", 1e6, running_seqs=BUSY)
     assert outcome([slow, fast]) == ("fast", "e", PlacementReason.REMOTE_FASTER)
@@ -167,7 +189,7 @@ def test_decode_workers_stand_in_for_prefill_workers_only_if_they_are_to(worker:
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_work_given_all_at_once_is_spread_evenly(
+def test_work_given_all_at_once_is_packed_no_further_than_the_bound(
     workers: Workers, info: Any, load: Any, num_workers: int, num_choices: int, draining: bool, seed: int
 ) -> None:
     """As when sixteen requests come between two heartbeats. `workers` is a router's, with no stream to any."""
@@ -188,7 +210,8 @@ def test_work_given_all_at_once_is_spread_evenly(
         assignment = workers.place_now(demand)
         assert not draining or members[0].incarnation not in assignment.placement.incarnations
     seats = [view.assigned_seqs for view in workers.views()][draining:]
-    assert max(seats) - min(seats) <= 6 * num_choices
+    even = 8 * num_workers * num_choices / len(seats)
+    assert max(seats) <= max(PACKED_SHARE * 64, even + 6 * num_choices)
 
 
 def test_a_hand_off_is_expected_to_take_as_long_as_those_before_it() -> None:

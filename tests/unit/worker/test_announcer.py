@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from tandem.types import PoolCounts, WorkerLoad
 from tandem.v1 import registry_pb2
 from tests.fake_registry import Registry, listen
 from tests.registering import INFO
-from worker.announcer import Announcer
+from worker.announcer import Announcer, Rhythm
 
 TIMEOUT_S = 20
 
@@ -77,6 +78,30 @@ async def test_a_heartbeat_can_be_sent_at_once() -> None:
             await asyncio.sleep(0.001)  # the stream's heartbeat task may only be starting
         assert heard.result().HasField("load")
     await server.drain(0)
+
+
+def test_a_heartbeat_is_due_when_the_load_changed_and_at_least_thrice_per_lease() -> None:
+    rhythm, load = Rhythm(lease_s=6.0, pause_s=0.0), Worker().load()
+    assert rhythm.pause_s == 0.25
+
+    def pauses_until_due(load: WorkerLoad) -> int:
+        number = next(number for number in range(1, 100) if rhythm.is_due(load))
+        rhythm.sent(load)
+        return number
+
+    assert pauses_until_due(load) == 1, "the first one"
+    assert pauses_until_due(load) == 8
+    assert pauses_until_due(replace(load, engine_steps=9, step_s=0.1, prompt_tokens_per_s=5.0)) == 8, "that it steps"
+    assert pauses_until_due(replace(load, running_seqs=1)) == 1
+    assert pauses_until_due(replace(load, pool=replace(load.pool, free=7, live=1))) == 1
+    assert pauses_until_due(replace(load, pool=replace(load.pool, free=7, live=1, unused_slots=3))) == 8
+
+
+@pytest.mark.parametrize(("asked_s", "pause_s"), [(0.1, 0.25), (1.0, 1.0), (50.0, 2.0)])
+def test_a_router_with_many_workers_is_told_less_often_but_never_less_than_its_lease_needs(
+    asked_s: float, pause_s: float
+) -> None:
+    assert Rhythm(lease_s=6.0, pause_s=asked_s).pause_s == pause_s
 
 
 async def test_a_router_can_ask_for_a_drain() -> None:

@@ -10,14 +10,14 @@ from tandem.telemetry.observers import (
     router_observers,
     worker_observers,
 )
-from tandem.types import GroupSpec, RequestId, SamplingParams, TokenId
+from tandem.types import GroupSpec, PlacementReason, PrefixAt, RequestId, SamplingParams, TokenId
 from tests.recording_observers import RecordingRouter, RecordingWorker
 
 START = RequestStart(RequestId("r"), 3, 4, 0, "trace", 0.5)
 SPEC = GroupSpec(RequestId("r"), (TokenId(1),), SamplingParams(max_tokens=1))
 CALLS = {
     "admitted": (),
-    "placed": (None, None),
+    "placed": (None, None, PlacementReason.LOCAL_SHORT, PrefixAt.NOWHERE),
     "prompt_computed": (1.0, 2.0, 3),
     "handed_over": (100, 0.5),
     "tokens": (3, 1),
