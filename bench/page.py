@@ -232,6 +232,35 @@ def _unused(results: dict[str, Any]) -> list[str]:
     ]
 
 
+def _router_tokens(results: dict[str, Any]) -> list[str]:
+    load, rows = results["load"], results["rows"]
+    floor = next(each["us_per_token"] for each in rows if not each["workers"])
+    shown = [
+        (
+            *(each["server"], str(each["workers"] or "–"), f"{each['us_per_token']:.1f}"),
+            *(f"{each['us_per_token'] / floor:.2f}", f"{each['tokens_per_core_s'] / 1e3:.1f}"),
+            f"{each['messages_per_token']:.2f}",
+        )
+        for each in rows
+    ]
+    header = (
+        "server",
+        "workers",
+        "µs of CPU per token",
+        "by the floor's",
+        "thousand tokens/s per core",
+        "messages/token",
+    )
+    return [
+        "## What one router process passes on (`python -m bench.router_tokens`)\n",
+        f"{load['streams']} streams over {load['connections']} connections, one token of each every "
+        f"{load['interval_s'] * 1e3:.0f} ms, demo model, workers without an engine. The floor is a bare grpc.aio "
+        "server that writes the same messages and does nothing else: no router on grpc.aio that sends each token as a "
+        "message of its own can cost less.\n",
+        table(header, shown),
+    ]
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "cpu": _serving,
     "transfer": transfer_section,
@@ -242,6 +271,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "unused": _unused,
     "scaling": _scaling,
     "tracing": _tracing,
+    "router-tokens": _router_tokens,
     "growth": _growth,
     "profile": _profile,
     "peers-135m-*": peers_section,

@@ -11,6 +11,7 @@ from pathlib import Path
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PROC = Path("/proc")
 _WORKER_ID = "--worker-id="
+_PROCESS = "--process="
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def usage(pid: int) -> Usage | None:
 
 
 def children(parent: int) -> dict[str, int]:
-    """Process ids of the children of a `tandem serve` by name: `router`, and each worker's id.
+    """Process ids of the children of a `tandem serve` by name: `router` or `router-I`, and each worker's id.
 
     A child that is just being started, or ended and was not waited for, is left out.
     """
@@ -71,7 +72,8 @@ def _words(pid: int) -> list[str]:
 def _name(pid: int) -> str | None:
     words = _words(pid)
     if words[1:3] == ["-m", "router"]:
-        return "router"
+        process = next((word.removeprefix(_PROCESS) for word in words if word.startswith(_PROCESS)), "none")
+        return "router" if process == "none" else f"router-{process}"
     if words[1:3] in (["-m", "prefill_worker"], ["-m", "decode_worker"]):
         return next((word.removeprefix(_WORKER_ID) for word in words if word.startswith(_WORKER_ID)), None)
     return None

@@ -18,15 +18,17 @@ from cli.command import Subparsers, add_command
 from cli.fork_server import ForkServer
 from cli.http_door import HttpHealth, check_http
 from cli.launch import FORKED, launch_command
+from cli.router import STOP_MARGIN_S, process_configs
 from cli.supervisor import START_TIMEOUT_S, Child, Connect, RestartPolicy, Supervisor, open_process
 from tandem import progress
 from tandem.client import AsyncClient
 from tandem.clock import MonotonicClock
-from tandem.config import ServeConfig, add_arguments, argv_of, environment, load
+from tandem.config import RouterConfig, ServeConfig, add_arguments, argv_of, environment, load
 from tandem.cores import plan_cores, share_all_cores, usable_cores
 from tandem.errors import ConfigError
 from tandem.gpus import DevicePlan, DeviceShare, find_gpu, find_gpus, plan_devices
 from tandem.host_memory import available_host_bytes
+from tandem.rpc.address import local_address
 from tandem.rpc.process import StopSignal, run_process
 from tandem.security.credentials import Security
 from tandem.security.options import client_side
@@ -35,14 +37,11 @@ from tandem.telemetry.stderr_lines import write_line
 
 _log = get_logger(__name__)
 
-STOP_MARGIN_S = 5.0
-"""On top of a child's own drain grace, before it is killed."""
 _ADMIN_LISTEN = "127.0.0.1:0"
 """Of workers, unless the router is to have no admin port either."""
 DEFAULT_CPU_WORKERS = 2
 """Measured on two cores: a core each, they compute 17 % more prompt tokens than one worker on both, and only then can
 prompts go where nobody decodes (bench/LOG.md)."""
-_LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -89,7 +88,7 @@ class _Server:
         self._tasks = tasks
         self._cores = usable_cores()
         self._devices = devices
-        self._router: Supervisor | None = None
+        self._routers: list[Supervisor] = []
         self._http: Supervisor | None = None
         self._router_listen = config.router.listen
         self._workers: list[Supervisor] = []
@@ -100,8 +99,7 @@ class _Server:
         num_workers = len(self._devices.prefill) + len(self._devices.decode)
         with progress.steps("starting", 1 + num_workers) as started:
             self._fork_server.start()  # it imports while the router starts
-            self._router = self._supervise(self._router_spec(), lambda: self._start_child(self._router_spec()))
-            self._router_listen = await self._router.address()  # a restart must have the same port
+            await self._start_routers()
             started()
             if not await self._fork_server.ready():
                 _log.warning("there is no fork server: each worker imports everything by itself")
@@ -109,8 +107,9 @@ class _Server:
             for spec in worker_specs(self._config, self._cores, address, self._devices):
                 self._workers.append(self._supervise(spec, partial(self._start_child, spec)))
             counting = [self._tasks.create_task(_call_when_ready(worker, started)) for worker in self._workers]
-            async with self._connect(self._router_listen) as client:
-                await client.wait_ready(START_TIMEOUT_S)
+            for router in self._routers:
+                async with self._connect(await router.address()) as client:
+                    await client.wait_ready(START_TIMEOUT_S)
             for each in counting:  # one that left before it was ready is not waited for
                 each.cancel()
         if self._config.http is not None:
@@ -119,19 +118,33 @@ class _Server:
             await self._http.address()
         print(f"ready {self._router_listen}", flush=True)
 
+    async def _start_routers(self) -> None:
+        """Returns once all processes listen; from then on the address is known, and stays."""
+        configs = process_configs(self._config.router, self._config.router_processes)
+        self._router_listen = configs[0].listen
+        for each in configs:
+
+            def spec(router: RouterConfig = each) -> ChildSpec:
+                config = replace(self._config, router=router)
+                return router_spec(config, self._cores, self._router_listen)
+
+            self._routers.append(self._supervise(spec(), lambda spec=spec: self._start_child(spec())))  # type: ignore[misc]
+        addresses = [await router.address() for router in self._routers]
+        if len(addresses) == 1:
+            (self._router_listen,) = addresses  # a restart must have the same port
+
     async def stop(self) -> None:
         """Router first, so that what runs can finish on the workers."""
         self._fork_server.close()
         if self._http is not None:
             await self._http.stop()
-        if self._router is not None:
-            await self._router.stop()
+        await asyncio.gather(*(router.stop() for router in self._routers))
         await asyncio.gather(*(worker.stop() for worker in self._workers))
 
     def kill(self) -> None:
         """Ends every child at once."""
         self._fork_server.close()
-        for supervisor in (self._http, self._router, *self._workers):
+        for supervisor in (self._http, *self._routers, *self._workers):
             if supervisor is not None:
                 supervisor.kill()
 
@@ -143,9 +156,6 @@ class _Server:
 
     def _connect(self, address: str) -> AsyncClient:
         return AsyncClient(local_address(address), security=client_side(self._config.router.security))
-
-    def _router_spec(self) -> ChildSpec:
-        return router_spec(self._config, self._cores, self._router_listen)
 
     def _start_child(self, spec: ChildSpec) -> Child:
         command = launch_command(spec.module, spec.arguments, spec.cores, spec.nice, spec.gpus)
@@ -186,22 +196,17 @@ class ChildSpec:
 
 
 def router_spec(config: ServeConfig, cores: Sequence[int], listen: str) -> ChildSpec:
-    """The router, on all cores: it computes little, but must answer promptly."""
+    """The router, or one of its processes, on all cores: it computes little, but must answer promptly."""
     router = replace(config.router, listen=listen)
     grace_s = router.drain_grace_s + STOP_MARGIN_S
-    return ChildSpec("router", "router", tuple(argv_of(router)), tuple(cores), 0, grace_s)
+    name = "router" if router.process is None else f"router-{router.process}"
+    return ChildSpec(name, "router", tuple(argv_of(router)), tuple(cores), 0, grace_s)
 
 
 def http_spec(listen: str, router: str, cores: Sequence[int]) -> ChildSpec:
     """The HTTP door in front of the router at `router`."""
     arguments = ("--listen", listen, "--router", router)
     return ChildSpec("http", "cli.http_door", arguments, tuple(cores), 0, STOP_MARGIN_S)
-
-
-def local_address(address: str) -> str:
-    """Where this machine reaches a server that listens on `address`, which may be a wildcard."""
-    host, _, port = address.rpartition(":")
-    return f"{_LOOPBACK.get(host, host)}:{port}"
 
 
 def fleet_devices(config: ServeConfig, gpus: Sequence[str]) -> DevicePlan:

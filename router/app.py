@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -30,6 +31,7 @@ from tandem.admin.port import admin_port
 from tandem.checkpoint import CheckpointInfo, read_checkpoint
 from tandem.clock import Clock, MonotonicClock
 from tandem.config import RouterConfig
+from tandem.errors import ConfigError
 from tandem.rpc.process import StopSignal, run_process
 from tandem.rpc.server import RpcServer, Service
 from tandem.security.credentials import Outgoing, Security
@@ -48,6 +50,11 @@ from tandem.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
 _STALL_S = 30.0
 """An engine with sequences that makes no step for this long is not used (a step of a large
 prompt on a starved CPU may take several seconds)."""
+
+
+_GC_THRESHOLD = 50_000
+"""New objects before the youngest are searched for cycles. A step brings thousands that no cycle holds: at Python's own
+threshold, 700, a sixth of the router's time went into looking through them."""
 
 
 class Router:
@@ -72,7 +79,8 @@ class Router:
         self._security = Security.load(config.security, config.ports)
         read = read_checkpoint(config.model)
         checkpoint = read.called(config.served_model_names)
-        self.metrics, self.recent = Metrics(Process.ROUTER, checkpoint.name), RecentLatencies(self.clock)
+        name = "" if config.process is None else f"router-{config.process}"
+        self.metrics, self.recent = Metrics(Process.ROUTER, checkpoint.name, name), RecentLatencies(self.clock)
         counting = RouterMetrics(self.metrics, self.recent, self.clock)
         observers = router_observers([*request_spans(tracer, checkpoint.name), counting, *filter(None, [observer])])
         self.tokenization = Tokenization.load(checkpoint.folder)
@@ -88,7 +96,8 @@ class Router:
         )
         self.queue = AdmissionQueue(config.max_active_requests, config.max_queued_requests, config.max_queued_tokens)
         policy = policy or RetryPolicy(max_retries=config.max_retries, patience_s=config.patience_s)
-        rooms = Rooms(self.workers, Admission(self.queue, self.clock), self.clock, policy, observers)
+        admission = Admission(self.queue, self.clock)
+        rooms = Rooms(self.workers, admission, self.clock, policy, observers, config.stream_interval_s)
         unread = Unread(self.clock, config.max_unread_request_bytes, config.max_unread_bytes, config.max_unread_s)
         self.grammars = GrammarCheck(checkpoint.path)
         self.entrance = Entrance(
@@ -105,6 +114,7 @@ class Router:
             max_receive_bytes=config.max_receive_bytes,
             metrics=self.metrics,
             tracer=tracer,
+            own_port=None if config.process is None else config.process_ports[config.process],
         )
 
     async def serve(self, until: Callable[[], Awaitable[None]], on_listening: Callable[[int], None]) -> None:
@@ -131,7 +141,7 @@ class Router:
     def _services(self, checkpoint: CheckpointInfo, outgoing: Outgoing) -> tuple[Service, ...]:
         config, entrance, status = self.config, self.entrance, self.status
         inference = InferenceServicer(checkpoint, self.tokenization, entrance, config.limits)
-        registry = RegistryServicer(self.workers, outgoing)
+        registry = RegistryServicer(self.workers, outgoing, config.process_ports)
         cluster = ClusterServicer(status, registry)
         return (
             Service(INFERENCE_SERVICE, partial(add_InferenceServiceServicer_to_server, inference), writers=WRITERS),
@@ -154,11 +164,15 @@ async def _first_of(health: asyncio.Task[None], until: Callable[[], Awaitable[No
 
 
 def run(config: RouterConfig) -> int:
-    """Runs the process until SIGTERM; returns its exit code."""
+    """Runs the process until SIGTERM; returns its exit code. Raises ConfigError."""
+    if config.processes > 1 and config.process is None:
+        raise ConfigError("--processes", "is for `tandem router`, which starts them")
     configure_logging("router", config.log_format, config.log_level)
 
     async def main(tracer: Tracer | None, stop: StopSignal) -> None:
         router = Router(config, tracer=tracer)
+        gc.freeze()
+        gc.set_threshold(_GC_THRESHOLD)
         host = config.listen.rpartition(":")[0]
         await router.serve(stop.wait, lambda port: print(f"ready {host}:{port}", flush=True))
 

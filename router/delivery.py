@@ -11,188 +11,17 @@ Filled without awaiting, from within a worker's stream; read by the face's own t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 
+from router.choice_stream import MAX_OUTPUT_WEIGHT, ChoiceOutput, ChoiceStream
 from router.metrics import Summary
 from router.prompt_logprobs import PromptLogprobs
-from router.text import Detokenizer, StopStrings
 from tandem.errors import InvalidOutput, TandemError
 from tandem.telemetry.observers import RequestObserver
-from tandem.types import ChoiceSpec, FinishReason, TextParams, TokenDelta, TokenId, TokenLogprobs
+from tandem.types import ChoiceSpec, FinishReason, TokenDelta, TokenLogprobs
 
-_MAX_OUTPUT_WEIGHT = 4096
-"""Of one output, 16 to 50 KB on the wire: what is being written cannot be dropped any more. An answer that was asked
-for as a whole is one output."""
 _BYTES_PER_WEIGHT = 100
 """Memory of a token with its text, and about that of a log-probability."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceOutput:
-    """What is new of one choice since its last output. `logprobs` is empty or one per token."""
-
-    index: int
-    """Which choice."""
-    text: str
-    token_ids: tuple[TokenId, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: FinishReason | None = None
-    """Set on the choice's last output."""
-    matched_stop: str | TokenId | None = None
-    """The caller's stop string, or its stop token id, that ended the choice."""
-    summary: Summary | None = None
-    """Set on the request's last output."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the request, from the prompt's second token on: in outputs of their own before the first token; of an answer
-    that is read as a whole, in the first choice's."""
-    score: float | None = None
-    """Set with the finish reason of a choice that a beam search found."""
-
-
-class ChoiceStream:
-    """One choice: its tokens in order, their text, and what is not read yet. Push nothing once it is finished."""
-
-    def __init__(
-        self, index: int, detokenizer: Detokenizer, params: TextParams, check: Callable[[TokenDelta], None]
-    ) -> None:
-        """`check` raises InvalidOutput for what cannot be tokens of this choice, as `TokenRules` does."""
-        self.index = index
-        self._check = check
-        self._detokenizer = detokenizer
-        self._params = params
-        self._stops = StopStrings(params.stop, include_stop=params.include_stop) if params.stop else None
-        self._token_ids: list[TokenId] = []
-        self._early: dict[int, TokenDelta] = {}
-        """By offset: what overtook the tokens before it."""
-        self.finish_reason: FinishReason | None = None
-        """Set with the last token."""
-        self._matched_stop: str | TokenId | None = None
-        self._score: float | None = None
-        self._num_read = 0
-        self._unread_text: list[str] = []
-        """One per token, and after the last what was held back."""
-        self._unread_logprobs: list[TokenLogprobs] = []
-        self._logprobs_per_token = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in order."""
-        return len(self._token_ids)
-
-    @property
-    def unread_weight(self) -> int:
-        """Tokens and log-probabilities that are not read yet."""
-        return (len(self._token_ids) - self._num_read) * (1 + self._logprobs_per_token)
-
-    @property
-    def spec(self) -> ChoiceSpec:
-        """As a worker is to resume it."""
-        return ChoiceSpec(self.index, tuple(self._token_ids))
-
-    def push(self, delta: TokenDelta) -> int:
-        """Takes tokens in any order, known ones again too; returns how many new ones are now in order.
-
-        Raises InvalidOutput, and takes nothing, if they cannot be this choice's tokens.
-        """
-        self._check(delta)
-        if delta.offset < len(self._token_ids):
-            self._check_known(delta)
-        if delta.offset > len(self._token_ids):
-            waiting = self._early.get(delta.offset)
-            if waiting is None or len(delta.token_ids) >= len(waiting.token_ids):
-                self._early[delta.offset] = delta
-            return 0
-        num_new = self._accept(delta)
-        while self._early and self.finish_reason is None:
-            offset = min(self._early)
-            if offset > len(self._token_ids):
-                break
-            num_new += self._accept(self._early.pop(offset))
-        return num_new
-
-    def forget_early(self) -> None:
-        """Drops what came out of order, from a pair of workers that will not fill the gap."""
-        self._early.clear()
-
-    def read(self, summary: Summary | None, max_tokens: int | None = None) -> ChoiceOutput:
-        """All that is new, or the next `max_tokens` of it; `summary` goes with the last."""
-        unread = self._token_ids[self._num_read :]
-        count = len(unread) if max_tokens is None else min(len(unread), max_tokens)
-        is_last = count == len(unread)
-        output = ChoiceOutput(
-            index=self.index,
-            text="".join(self._unread_text if is_last else self._unread_text[:count]),
-            token_ids=tuple(unread[:count]),
-            logprobs=tuple(self._unread_logprobs[:count]),
-            finish_reason=self.finish_reason if is_last else None,
-            matched_stop=self._matched_stop if is_last else None,
-            score=self._score if is_last and self.finish_reason is not None else None,
-            summary=summary if is_last else None,
-        )
-        self._num_read += count
-        self._unread_text = [] if is_last else self._unread_text[count:]
-        self._unread_logprobs = self._unread_logprobs[count:]
-        return output
-
-    def read_some(self, summary: Summary | None) -> ChoiceOutput:
-        """As `read`, as much as an output holds."""
-        return self.read(summary, max(1, _MAX_OUTPUT_WEIGHT // (1 + self._logprobs_per_token)))
-
-    def drop_unread(self) -> None:
-        """Nobody will read it."""
-        self._num_read = len(self._token_ids)
-        self._unread_text, self._unread_logprobs = [], []
-
-    def _check_known(self, delta: TokenDelta) -> None:
-        known = tuple(self._token_ids[delta.offset : delta.end])
-        if known != delta.token_ids[: len(known)]:
-            raise InvalidOutput(f"other tokens from {delta.offset} on than were told before")
-
-    def _accept(self, delta: TokenDelta) -> int:
-        """Takes what of `delta` is not known, where it leaves no gap."""
-        num_known = len(self._token_ids) - delta.offset
-        token_ids = delta.token_ids[num_known:] if num_known else delta.token_ids
-        if num_known > len(delta.token_ids) or not (token_ids or delta.finish_reason):
-            return 0
-        count, matched = self._detokenize(token_ids)
-        self._token_ids += token_ids[:count]
-        if delta.logprobs:
-            self._unread_logprobs += delta.logprobs[num_known : num_known + count]
-            self._logprobs_per_token = 1 + len(delta.logprobs[0].top)
-        self._score = delta.score
-        if matched is None and delta.finish_reason is not None:
-            matched = self._flush()
-            self.finish_reason = delta.finish_reason
-            if matched is None and delta.finish_reason is FinishReason.STOP and token_ids:
-                self._matched_stop = token_ids[-1] if token_ids[-1] in self._params.stop_token_ids else None
-        if matched is not None:
-            self.finish_reason, self._matched_stop = FinishReason.STOP, matched
-        return count
-
-    def _detokenize(self, token_ids: Sequence[TokenId]) -> tuple[int, str | None]:
-        """Adds their text; returns how many belong to the choice, and the stop string that ends it with the last."""
-        for count, token_id in enumerate(token_ids, start=1):
-            matched = self._add_text(self._detokenizer.step(token_id))
-            if matched is not None:
-                return count, matched
-        return len(token_ids), None
-
-    def _flush(self) -> str | None:
-        """Adds the text that was held back; the stop string that it completed."""
-        matched = self._add_text(self._detokenizer.finish())
-        if matched is None and self._stops is not None:
-            self._unread_text.append(self._stops.finish())
-        return matched
-
-    def _add_text(self, piece: str) -> str | None:
-        """The stop string that `piece` completed."""
-        if not piece or self._stops is None:
-            self._unread_text.append(piece)
-            return None
-        text, matched = self._stops.feed(piece)
-        self._unread_text.append(text)
-        return matched
 
 
 class Delivery:
@@ -206,8 +35,15 @@ class Delivery:
         choices: Sequence[ChoiceStream],
         observer: RequestObserver,
         prompt_logprobs: PromptLogprobs | None = None,
+        interval_s: float = 0.0,
     ) -> None:
-        """`prompt_logprobs`, if they are asked for, as yet without any."""
+        """`prompt_logprobs`, if they are asked for, as yet without any.
+
+        `interval_s`: from when all was read to the next output, unless the request ends. What comes meanwhile is
+        merged.
+        """
+        self._interval_s = interval_s
+        self._pauses = False
         self._prompt_logprobs = prompt_logprobs
         self._choices = {choice.index: choice for choice in choices}
         self._observer = observer
@@ -231,7 +67,9 @@ class Delivery:
     @property
     def unread_bytes(self) -> int:
         """About the memory of what has not left yet."""
-        unread = self._prompt_weight + sum(each.unread_weight for each in self._choices.values())
+        unread = self._prompt_weight
+        for choice in self._choices.values():
+            unread += choice.unread_weight
         return (unread + self._written_weight) * _BYTES_PER_WEIGHT
 
     @property
@@ -281,7 +119,7 @@ class Delivery:
             if delta.index not in self._choices:
                 raise InvalidOutput(f"tokens of choice {delta.index}, which nobody asked for")
             return
-        if delta.offset == 0 and self.lacks_prompt_logprobs:
+        if self._prompt_logprobs is not None and delta.offset == 0 and self.lacks_prompt_logprobs:
             raise InvalidOutput("a first token before all log-probabilities of the prompt")
         num_new = choice.push(delta)
         if num_new:
@@ -291,7 +129,7 @@ class Delivery:
         elif not num_new:
             return
         self._unread[delta.index] = choice
-        if self._open:  # else the last output waits for the summary
+        if not self._is_held:
             self._wake()
 
     def forget_early(self) -> None:
@@ -324,14 +162,27 @@ class Delivery:
         """What is new of one choice, once there is something. Raises what `fail` was given, after the rest."""
         self._written_weight = 0
         while True:
-            if self._prompt_weight:
+            if self._prompt_logprobs is not None and self._prompt_weight:
                 return self._read_prompt_logprobs()
-            is_held = not self._open and self._summary is None and self._error is None
-            if self._unread and not is_held:
+            if self._unread and not self._is_held:
                 return self._read_next()
             if self._error is not None and self._summary is None:
                 raise self._error
             await self._wait()
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether what is new waits: the last output for the summary, any other for the end of a pause."""
+        return self._summary is None and self._error is None and (self._pauses or not self._open)
+
+    def _pause(self) -> None:
+        self._pauses = True
+        asyncio.get_running_loop().call_later(self._interval_s, self._go_on)
+
+    def _go_on(self) -> None:
+        self._pauses = False
+        if self._unread:
+            self._wake()
 
     async def get_all(self) -> tuple[ChoiceOutput, ...]:
         """Every choice by index, whole, once the request has ended. Raises what `fail` was given."""
@@ -344,7 +195,7 @@ class Delivery:
         self._unread, unread = {}, self._unread
         first, *rest = (*(unread[index].read(None) for index in others), unread[last].read(self._summary))
         prompt = () if self._prompt_logprobs is None else self._prompt_logprobs.read()
-        return (replace(first, prompt_logprobs=prompt), *rest)
+        return (first._replace(prompt_logprobs=prompt), *rest)
 
     @property
     def _prompt_weight(self) -> int:
@@ -353,7 +204,7 @@ class Delivery:
     def _read_prompt_logprobs(self) -> ChoiceOutput:
         assert self._prompt_logprobs is not None
         before = self._prompt_weight
-        prompt = self._prompt_logprobs.read(_MAX_OUTPUT_WEIGHT)
+        prompt = self._prompt_logprobs.read(MAX_OUTPUT_WEIGHT)
         self.num_outputs += 1
         self._written_weight = 1 + before - self._prompt_weight
         return ChoiceOutput(min(self._choices), "", (), prompt_logprobs=prompt)
@@ -364,10 +215,13 @@ class Delivery:
         del self._unread[index]
         before = choice.unread_weight
         output = choice.read_some(None if self._unread else self._summary)
-        if choice.unread_weight:
+        after = choice.unread_weight
+        if after:
             self._unread[index] = choice
+        elif self._interval_s and not self._unread:
+            self._pause()
         self.num_outputs += 1
-        self._written_weight = 1 + before - choice.unread_weight
+        self._written_weight = 1 + before - after
         return output
 
     async def _wait(self) -> None:

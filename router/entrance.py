@@ -15,7 +15,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from router.delivery import ChoiceStream, Delivery
+from router.choice_stream import ChoiceStream
+from router.delivery import Delivery
 from router.generation import Generation, ResolvedRequest, Rooms
 from router.grammar_check import GrammarCheck
 from router.metrics import Timeline
@@ -151,7 +152,7 @@ class Entrance:
 
     def end_unread(self) -> None:
         """Ends requests whose answers are not read. To be called every now and then."""
-        self._unread.sweep()
+        self._unread.sweep_if_due()
 
     def check_model(self, name: str) -> None:
         """Empty means the served one. Raises ModelNotFound for another."""

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 from router.admission import Admission
 from router.attempt import Attempt
-from router.delivery import ChoiceStream, Delivery
+from router.choice_stream import ChoiceStream
+from router.delivery import Delivery
 from router.metrics import Timeline
 from router.placement import Demand, Placement
 from router.prefix_map import Prefix
@@ -87,6 +88,8 @@ class Rooms:
     clock: Clock
     policy: RetryPolicy
     observer: RouterObserver
+    stream_interval_s: float = 0.0
+    """Between the messages of a stream; see `Delivery`."""
 
 
 class Generation:
@@ -116,7 +119,7 @@ class Generation:
         )
         self._witness = Witness(rooms.workers)
         self._observer = request_observers(rooms.observer.request(start), timeline, self._witness)
-        self.delivery = Delivery(choices, self._observer, prompt_logprobs)
+        self.delivery = Delivery(choices, self._observer, prompt_logprobs, rooms.stream_interval_s)
         """What the client has to read."""
         self._state = RequestState.QUEUED
         self._disappointing: set[Incarnation] = set()

@@ -5,6 +5,7 @@ token id ─▶ Detokenizer ─▶ piece of text ─▶ StopStrings ─▶ text 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
@@ -16,6 +17,36 @@ MAX_PENDING_TOKENS = 32
 """No character takes more tokens than this; a longer tail is garbage and is given out as it is."""
 _LONGEST_PARTIAL_CHARACTER_TOKENS = 3
 """UTF-8 has up to four bytes, so an incomplete character has at most three."""
+_UNDECODABLE = "\ufffd"
+
+
+class WholeTokens:
+    """Texts of tokens that are whole characters, of one tokenizer whose tokens are bytes and nothing else.
+
+    There the text of a completion is that of its bytes: such a token's does not depend on what stands around it, unless
+    a character is still incomplete before it. Shared by all choices; filled as tokens come.
+    """
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> WholeTokens | None:
+        """None if a token's text depends on its place, as where a space is dropped at the beginning."""
+        decoder = tokenizer.decoder
+        is_byte_level = decoder is not None and json.loads(decoder.__getstate__()).get("type") == "ByteLevel"
+        return cls(tokenizer) if is_byte_level else None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[TokenId, str | None] = {}
+        """None of a token that is not whole characters, or that there is not."""
+
+    def text_of(self, token_id: TokenId) -> str | None:
+        """None if it is not one."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            found = self._texts[token_id] = text if text and _UNDECODABLE not in text else None
+            return found
 
 
 class Detokenizer:
@@ -27,10 +58,15 @@ class Detokenizer:
     stays bounded on endless undecodable or skipped tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skipped_token_ids: frozenset[TokenId]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skipped_token_ids: frozenset[TokenId], whole: WholeTokens | None = None
+    ) -> None:
+        """`whole`: of a tokenizer that has such."""
         self._tokenizer = tokenizer
         self._skipped = skipped_token_ids
-        self._stream = DecodeStream(skip_special_tokens=False)
+        self._whole = whole
+        self._stream: DecodeStream | None = None
+        """What knows the pending tokens; None = it is to begin with the next."""
         self._context: list[int] = []
         """Tokens of the last text given out: what precedes decides about spaces."""
         self._pending: list[int] = []
@@ -40,6 +76,9 @@ class Detokenizer:
         """Adds one token; returns the text that it completes, often "" for part of a character."""
         if token_id in self._skipped:
             return ""
+        if self._whole is not None and not self._pending and (whole := self._whole.text_of(token_id)) is not None:
+            self._context, self._stream = [token_id], None
+            return whole
         self._pending.append(token_id)
         text = self._stream_step(token_id)
         if text is not None:
@@ -56,6 +95,8 @@ class Detokenizer:
         return text
 
     def _stream_step(self, token_id: int) -> str | None:
+        if self._stream is None:
+            self._stream = DecodeStream(skip_special_tokens=False)
         try:
             text: str | None = self._stream.step(self._tokenizer, token_id)
         # The library raises a bare Exception where decoding more tokens changes earlier text.
@@ -71,7 +112,7 @@ class Detokenizer:
         text = self._text_after_context(self._pending[:cut])
         tail = self._pending[cut:]
         self._context, self._pending = self._pending[:cut], []
-        self._stream = DecodeStream(skip_special_tokens=False)
+        self._stream = None
         return text + "".join([self.step(TokenId(token_id)) for token_id in tail])
 
     def _clean_cut(self) -> int:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from tandem.errors import InvalidOutput
 from tandem.types import FinishReason, SamplingParams, TokenDelta, TokenId, TokenLogprobs
 
+_BARE: tuple[tuple[TokenLogprobs, ...], FinishReason | None] = ((), None)
+"""Log-probabilities and finish reason of a TokenDelta that has neither."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
@@ -33,6 +36,8 @@ class TokenRules:
 
     def check(self, delta: TokenDelta) -> None:
         """Raises InvalidOutput for what cannot be true of a choice, whatever came before."""
+        if self._is_bare(delta):
+            return
         token_ids = delta.token_ids
         if not token_ids:
             raise InvalidOutput("an output without a token")
@@ -54,6 +59,15 @@ class TokenRules:
             self._check_vocabulary(last)
         if self.num_logprobs is not None or delta.logprobs:
             self._check_logprobs(delta)
+
+    def _is_bare(self, delta: TokenDelta) -> bool:
+        """Whether it is what nearly all are, and nothing is wrong with it: one token, behind which more follow."""
+        if delta[2:4] != _BARE or len(delta.token_ids) != 1:
+            return False
+        (token_id,) = delta.token_ids
+        goes_on = delta.offset + 1 < self.max_tokens and token_id not in self.end_token_ids
+        is_plain = self.num_logprobs is None and not self.has_scores and delta.score is None
+        return goes_on and is_plain and token_id < self.vocab_size
 
     def _check_logprobs(self, delta: TokenDelta) -> None:
         if self.num_logprobs is None or tuple(each.token_id for each in delta.logprobs) != delta.token_ids:

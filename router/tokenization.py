@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from router.chat_template import ChatTemplate, load_chat_template
 from router.lane import Lane
-from router.text import Detokenizer
+from router.text import Detokenizer, WholeTokens
 from router.text_pieces import can_be_cut, pieces
 from tandem.errors import InvalidRequest, Overloaded
 from tandem.tokenizer_file import read_tokenizer
@@ -55,6 +55,7 @@ class Tokenization:
             TokenId(token_id) for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self._longest_token_bytes = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
+        self._whole = WholeTokens.of(tokenizer)
         self._around = _added_around(tokenizer) if can_be_cut(tokenizer) else None
         """Special tokens before and after a text; None = long texts are not cut."""
         self._short, self._long = Lane("tokenize-short"), Lane("tokenize-long")
@@ -125,7 +126,7 @@ class Tokenization:
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """A new incremental decoder for one choice."""
-        return Detokenizer(self._tokenizer, self._special_ids if skip_special_tokens else frozenset())
+        return Detokenizer(self._tokenizer, self._special_ids if skip_special_tokens else frozenset(), self._whole)
 
     def close(self) -> None:
         """Ends its threads."""

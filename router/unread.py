@@ -2,7 +2,7 @@
 
 Counted is what workers have sent and the connection has not taken: it waits in the delivery, or a face is writing it. A
 request that ends so lets go of all that it holds; the caller finds the reason when it reads again. Time is the clock
-given; `sweep` must be called every now and then.
+given; `sweep_if_due` must be called every now and then.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from router.delivery import Delivery
 from tandem.clock import Clock
 from tandem.errors import Overloaded
+
+_SWEEP_EVERY_S = 0.25
+"""Each looks at every request; workers' heartbeats alone would bring hundreds a second."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +37,7 @@ class Unread:
         self._max_bytes = max_bytes
         self._max_s = max_s
         self._watched: set[_Watched] = set()
+        self._due_s = 0.0
 
     @contextmanager
     def watching(self, delivery: Delivery, end: Callable[[Overloaded], None]) -> Iterator[None]:
@@ -45,22 +49,35 @@ class Unread:
         finally:
             self._watched.discard(watched)
 
+    def sweep_if_due(self) -> None:
+        """Sweeps, unless that was done a moment ago."""
+        now_s = self._clock.now_s()
+        if now_s >= self._due_s:
+            self._due_s = now_s + _SWEEP_EVERY_S
+            self.sweep()
+
     def sweep(self) -> None:
         """Ends those that are over a bound."""
         now_s = self._clock.now_s()
+        left: list[tuple[int, _Watched]] = []
         for watched in tuple(self._watched):
             delivery = watched.delivery
             if not delivery.being_written or delivery.num_outputs != watched.num_outputs:
                 watched.num_outputs, watched.moved_s = delivery.num_outputs, now_s
             elif now_s - watched.moved_s > self._max_s:
                 self._end(watched, f"its answer was not read for {self._max_s:g} s")
-            if delivery.unread_bytes > self._max_request_bytes:
+                continue
+            unread_bytes = delivery.unread_bytes
+            if unread_bytes > self._max_request_bytes:
                 self._end(watched, f"more than {self._max_request_bytes} bytes of its answer are not read")
-        by_size = sorted(self._watched, key=lambda each: each.delivery.unread_bytes)
-        total = sum(each.delivery.unread_bytes for each in by_size)
+            else:
+                left.append((unread_bytes, watched))
+        total = sum(unread_bytes for unread_bytes, _ in left)
+        if total > self._max_bytes:
+            left.sort(key=lambda each: each[0])
         while total > self._max_bytes:
-            largest = by_size.pop()
-            total -= largest.delivery.unread_bytes
+            unread_bytes, largest = left.pop()
+            total -= unread_bytes
             self._end(largest, f"more than {self._max_bytes} bytes of answers are not read, of which it has the most")
 
     def _end(self, watched: _Watched, why: str) -> None:

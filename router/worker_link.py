@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 import grpc.aio
 
 from router.prefix_map import PrefixMap
-from tandem.convert import delta_from_proto, error_from_failed, logprobs_from_proto
+from tandem.convert import deltas_from_proto, error_from_failed, logprobs_from_proto
 from tandem.errors import InternalError, InvalidOutput, Reason, TandemError, Unavailable
 from tandem.rpc.channel import open_channel
 from tandem.rpc.received_error import error_from_rpc
@@ -197,7 +197,7 @@ class WorkerLink:
 
     async def _shake_hands(self, call: _Call) -> None:
         """Raises Unavailable if another life of the worker answers, or none."""
-        hello = worker_pb2.RouterHello(router_incarnation=self._router)
+        hello = worker_pb2.RouterHello(router_incarnation=self._router, takes_columns=True)
         await call.write(worker_pb2.ConnectRequest(hello=hello))
         answer = await call.read()
         if not isinstance(answer, worker_pb2.ConnectResponse):
@@ -218,8 +218,7 @@ class WorkerLink:
     def _dispatch(self, response: worker_pb2.ConnectResponse) -> None:
         kind = response.WhichOneof("message")
         if kind == "step_outputs":
-            for output in response.step_outputs.outputs:
-                self._tell("tokens", output)
+            self._pass_on(response.step_outputs)
         elif kind == "failed":
             self._fail(Handle(response.failed.handle), error_from_failed(response.failed))
         elif kind == "cache_changes":
@@ -232,6 +231,25 @@ class WorkerLink:
         elif kind in {"reserved", "prefill_started", "prompt_logprobs", "prefill_done", "handoff_done", "leaving"}:
             self._tell(kind, getattr(response, kind))
 
+    def _pass_on(self, step: worker_pb2.StepOutputs) -> None:
+        """What a step made. Raises Unavailable if it cannot be told whose tokens these are."""
+        try:
+            deltas = deltas_from_proto(step)
+        except InvalidOutput as error:
+            raise Unavailable(f"worker {self._info.worker_id} told {error.message}", Reason.WORKER_LOST) from error
+        for handle, delta in deltas:
+            self._tell_tokens(handle, delta)
+
+    def _tell_tokens(self, handle: Handle, delta: TokenDelta) -> None:
+        """As `_tell`."""
+        listener = self._listeners.get(handle)
+        if listener is None:
+            return
+        try:
+            listener.tokens(self._info, delta)
+        except Exception as error:  # noqa: BLE001
+            self._fail_one(handle, listener, error)
+
     def _tell(self, kind: str, message: Any) -> None:
         """Messages for a released request are late, and no-ops."""
         listener = self._listeners.get(message.handle)
@@ -239,8 +257,6 @@ class WorkerLink:
             return
         try:
             match kind:
-                case "tokens":
-                    listener.tokens(self._info, delta_from_proto(message))
                 case "reserved":
                     listener.reserved(self._info, message.ticket, message.kv_endpoint)
                 case "prefill_started" | "leaving":
@@ -254,14 +270,18 @@ class WorkerLink:
                     listener.prefill_done(self._info, *times_s, message.cached_tokens)
                 case "handoff_done":
                     listener.handoff_done(self._info, message.transfer_bytes, message.transfer_seconds)
-        except InvalidOutput as error:
-            _log.warning("a worker told what cannot be", worker_id=self._info.worker_id, error=error.message)
-            self.release(message.handle)
-            listener.failed(self._info, InvalidOutput(f"worker {self._info.worker_id} told {error.message}"))
-        # A bug met by one request must not end the stream that all others live in.
-        except Exception:  # noqa: BLE001
-            _log.exception("a worker's message failed", worker_id=self._info.worker_id, handle=message.handle)
-            self.release(message.handle)
+        except Exception as error:  # noqa: BLE001
+            self._fail_one(message.handle, listener, error)
+
+    def _fail_one(self, handle: Handle, listener: GroupListener, error: Exception) -> None:
+        """What a worker told of a request was not taken. That must not end the stream that all others live in."""
+        worker_id = self._info.worker_id
+        self.release(handle)
+        if isinstance(error, InvalidOutput):
+            _log.warning("a worker told what cannot be", worker_id=worker_id, error=error.message)
+            listener.failed(self._info, InvalidOutput(f"worker {worker_id} told {error.message}"))
+        else:
+            _log.error("a worker's message failed", worker_id=worker_id, handle=handle, exc_info=error)
             listener.failed(self._info, InternalError("a worker's message could not be handled"))
 
     def _fail(self, handle: Handle, error: TandemError) -> None:

@@ -56,6 +56,12 @@ _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 T = TypeVar("T")
 
+MAX_ROUTER_PROCESSES = 64
+_PROCESSES = (
+    "processes of the router, which share its port; each also listens on a port of its own, the next ones after it, "
+    "where workers register"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
@@ -69,6 +75,14 @@ class RouterConfig:
         text(r"\S{1,256}", "1 to 256 characters without spaces"),
     )
     listen: str = option("listen", DEFAULT_ADDRESS, "address to serve on", host_port(port_zero=True))
+    processes: int = option("processes", 1, _PROCESSES, integer(1, MAX_ROUTER_PROCESSES))
+    process: int | None = option(
+        "process",
+        None,
+        "which of --processes this one is, from 0; given by whoever starts them",
+        integer(0, MAX_ROUTER_PROCESSES - 1),
+        none_word="none",
+    )
     max_queued_requests: int = option(
         "max-queued-requests", 1024, "requests that may wait for admission", integer(0, 1_000_000)
     )
@@ -87,6 +101,13 @@ class RouterConfig:
         64 * 1024 * 1024,
         "the same of one request, which is ended beyond it",
         size_bytes(1024 * 1024),
+    )
+    stream_interval_s: float = option(
+        "stream-interval-seconds",
+        0.0,
+        "shortest time between two messages of a stream, after its first: tokens that come meanwhile are merged; 0 = "
+        "a message per token, as long as the client keeps up",
+        seconds(0, 60),
     )
     max_unread_s: float = option(
         "max-unread-seconds", 60.0, "a request is ended whose answer is not read for so long", seconds(1.0)
@@ -124,6 +145,12 @@ class RouterConfig:
     def ports(self) -> Ports:
         """Where it listens, by option."""
         return (("--listen", self.listen), ("--admin-listen", self.admin_listen))
+
+    @property
+    def process_ports(self) -> tuple[int, ...]:
+        """Each process's own port; none of a router that is one process."""
+        first = int(self.listen.rpartition(":")[2]) + 1
+        return () if self.process is None else tuple(range(first, first + self.processes))
 
 
 def _devices(name: str, who: str) -> Any:
@@ -186,7 +213,8 @@ class ServeConfig:
         host_port(port_zero=True),
         none_word="none",
     )
-    router: RouterConfig = grouped(RouterConfig)
+    router_processes: int = option("router-processes", 1, _PROCESSES, integer(1, MAX_ROUTER_PROCESSES))
+    router: RouterConfig = grouped(RouterConfig, own=("processes", "process"))
     prefill_worker: PrefillConfig = grouped(PrefillConfig, own=_SET_BY_SERVE)
     decode_worker: DecodeConfig = grouped(DecodeConfig, own=_SET_BY_SERVE)
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from google.protobuf.message import Message
 
 from tandem.cluster_status import ClusterStatus, LatencySummary, PlacementCount, RecentActivity, WorkerStatus
-from tandem.errors import TandemError, rebuild_error
+from tandem.errors import InvalidOutput, TandemError, rebuild_error
 from tandem.types import (
     ChoiceSpec,
     Constraint,
@@ -153,13 +153,30 @@ def _constraint_from_proto(message: worker_pb2.ResolvedSampling) -> Constraint |
 def delta_from_proto(message: worker_pb2.SequenceOutput) -> TokenDelta:
     """New tokens; the handle is read from the message by whoever needs it."""
     return TokenDelta(
-        offset=message.offset,
-        token_ids=_token_ids(message.token_ids),
-        logprobs=tuple(logprobs_from_proto(each) for each in message.logprobs),
-        finish_reason=finish_reason_from_proto(message.finish_reason),
-        index=message.index,
-        score=message.score if message.HasField("score") else None,
+        message.offset,
+        _token_ids(message.token_ids),
+        tuple(map(logprobs_from_proto, message.logprobs)),
+        _FINISH_FROM_PROTO.get(message.finish_reason),
+        message.index,
+        message.score if message.HasField("score") else None,
     )
+
+
+def deltas_from_proto(step: worker_pb2.StepOutputs) -> list[tuple[Handle, TokenDelta]]:
+    """All that a step made: the rows of its columns, then its outputs. Raises InvalidOutput if the columns differ in
+    length.
+    """
+    handles, offsets, token_ids = list(step.handles), list(step.offsets), list(step.token_ids)
+    indexes = list(step.indexes) or [0] * len(handles)
+    if not len(handles) == len(indexes) == len(offsets) == len(token_ids):
+        raise InvalidOutput(f"columns of {len(handles)}, {len(indexes)}, {len(offsets)} and {len(token_ids)} rows")
+    rows = zip(handles, indexes, offsets, token_ids, strict=True)
+    deltas = [
+        (Handle(handle), TokenDelta(offset, (TokenId(token_id),), (), None, index))
+        for handle, index, offset, token_id in rows
+    ]
+    deltas += [(Handle(output.handle), delta_from_proto(output)) for output in step.outputs]
+    return deltas
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:

@@ -22,7 +22,8 @@ from prefill_worker.scheduler import BatchLimits
 from prefill_worker.worker import PrefillWorker
 from prefill_worker.worker import WorkerParts as PrefillParts
 from router.attempt import Attempt
-from router.delivery import ChoiceStream, Delivery
+from router.choice_stream import ChoiceStream
+from router.delivery import Delivery
 from router.placement import Placement
 from router.worker_link import GroupListener
 from tandem.convert import group_from_proto

@@ -7,8 +7,9 @@
     waiting                                   ─▶ waits   │
     what the cache holds                      ─▶ news    ┘
 
-A token goes straight into the pending StepOutputs. While the writer waits for a slow router, the tokens of a
-choice merge into one SequenceOutput; a message that has reached its size is closed, and the next one begun.
+A token goes straight into the pending StepOutputs: as a row of its columns where there is nothing else to tell, and the
+router takes them. While the writer waits for a slow router, the tokens of a choice merge into one SequenceOutput; a
+message that has reached its size is closed, and the next one begun.
 Never awaits: memory is bounded by what the requests themselves may generate.
 """
 
@@ -35,11 +36,13 @@ _ByHandle: TypeAlias = dict[Handle, list[worker_pb2.ConnectResponse]]
 class RouterSession:
     """Handed to the worker's core with every request of this router, and emptied by one writer task."""
 
-    def __init__(self, router_incarnation: Incarnation) -> None:
+    def __init__(self, router_incarnation: Incarnation, *, takes_columns: bool = False) -> None:
+        """`takes_columns`: whether the router reads the columns of StepOutputs."""
         self.router_incarnation = router_incarnation
+        self._takes_columns = takes_columns
         self._open: set[Handle] = set()
         self._answers: _ByHandle = {}
-        self._outputs = _PendingOutputs()
+        self._outputs = _PendingOutputs(takes_columns)
         self._ends: _ByHandle = {}
         self._waits: dict[WaitReason, worker_pb2.ConnectResponse] = {}
         self._filled = asyncio.Event()
@@ -132,7 +135,7 @@ class RouterSession:
     def take(self) -> list[worker_pb2.ConnectResponse]:
         """Everything, in the order to be written; of what the cache holds, a part."""
         answers, self._answers = self._answers, {}
-        outputs, self._outputs = self._outputs, _PendingOutputs()
+        outputs, self._outputs = self._outputs, _PendingOutputs(self._takes_columns)
         ends, self._ends = self._ends, {}
         waits, self._waits = self._waits, {}
         self._filled.clear()
@@ -155,20 +158,19 @@ class RouterSession:
             self._filled.set()
 
 
-class _PendingOutputs:
-    """StepOutputs messages that have not been taken; tokens merge within the last one."""
+class _PendingMessage:
+    """One StepOutputs message while it fills. A choice's first bare token is a row, all others merge in an output."""
 
-    __slots__ = ("_closed", "_current", "_merging", "_outputs", "_weight")
+    __slots__ = ("_merging", "_outputs", "_response", "_rows", "_takes_columns", "weight")
 
-    def __init__(self) -> None:
-        self._closed: list[worker_pb2.ConnectResponse] = []
-        self._begin()
-
-    def _begin(self) -> None:
-        self._current = worker_pb2.ConnectResponse()
-        self._outputs = self._current.step_outputs.outputs
+    def __init__(self, takes_columns: bool) -> None:
+        self._takes_columns = takes_columns
+        self._response = worker_pb2.ConnectResponse()
+        self._outputs = self._response.step_outputs.outputs
         self._merging: dict[tuple[Handle, int], worker_pb2.SequenceOutput] = {}
-        self._weight = 0
+        self._rows: dict[tuple[Handle, int], tuple[int, int]] = {}
+        """Offset and token by choice."""
+        self.weight = 0
 
     def add(
         self,
@@ -180,19 +182,21 @@ class _PendingOutputs:
         score: float | None,
     ) -> None:
         """INVARIANT: a choice's tokens come without a gap (checked by the router, test_router_session)."""
-        if self._weight >= MAX_TOKENS_PER_MESSAGE:
-            self._closed.append(self._current)
-            self._begin()
-        output = self._merging.get((handle, index))
+        self.weight += 1
+        key = handle, index
+        output = self._merging.get(key)
         if output is None:
+            is_bare = token.logprobs is None and finish_reason is None and score is None
+            if is_bare and self._takes_columns and key not in self._rows:
+                self._rows[key] = offset, token.token_id
+                return
             output = self._outputs.add(handle=handle, index=index, offset=offset, token_ids=(token.token_id,))
-            self._merging[handle, index] = output
+            self._merging[key] = output
         else:
             output.token_ids.append(token.token_id)
-        self._weight += 1
         if token.logprobs is not None:
             output.logprobs.append(logprobs_to_proto(token.logprobs))
-            self._weight += _TOKENS_PER_LOGPROB * (1 + len(token.logprobs.top))
+            self.weight += _TOKENS_PER_LOGPROB * (1 + len(token.logprobs.top))
         if finish_reason is not None:
             output.finish_reason = finish_reason_to_proto(finish_reason)
         if score is not None:
@@ -200,20 +204,59 @@ class _PendingOutputs:
 
     def discard(self, handle: Handle) -> None:
         """Drops what waits of one request."""
-        keys = [key for key in self._merging if key[0] == handle]
-        if not keys and not self._closed:
-            return
-        for message in (*self._closed, self._current):
-            outputs = message.step_outputs.outputs
-            for at in range(len(outputs) - 1, -1, -1):
-                if outputs[at].handle == handle:
-                    del outputs[at]
-        for key in keys:
+        for key in [key for key in self._rows if key[0] == handle]:
+            del self._rows[key]
+        for key in [key for key in self._merging if key[0] == handle]:
             del self._merging[key]
+            self._outputs.remove(next(each for each in self._outputs if (each.handle, each.index) == key))
+
+    def taken(self) -> worker_pb2.ConnectResponse | None:
+        """The message; None if it holds nothing."""
+        if self._rows:
+            step = self._response.step_outputs
+            handles, indexes = zip(*self._rows, strict=True)
+            offsets, token_ids = zip(*self._rows.values(), strict=True)
+            step.handles.extend(handles)
+            step.offsets.extend(offsets)
+            step.token_ids.extend(token_ids)
+            if any(indexes):
+                step.indexes.extend(indexes)
+        return self._response if self._rows or self._outputs else None
+
+
+class _PendingOutputs:
+    """StepOutputs messages that have not been taken; tokens merge within the last one."""
+
+    __slots__ = ("_closed", "_current", "_takes_columns")
+
+    def __init__(self, takes_columns: bool) -> None:
+        self._takes_columns = takes_columns
+        self._closed: list[_PendingMessage] = []
+        self._current = _PendingMessage(takes_columns)
+
+    def add(
+        self,
+        handle: Handle,
+        index: int,
+        offset: int,
+        token: SampledToken,
+        finish_reason: FinishReason | None,
+        score: float | None,
+    ) -> None:
+        """Into the last message, or into a new one if that is full."""
+        if self._current.weight >= MAX_TOKENS_PER_MESSAGE:
+            self._closed.append(self._current)
+            self._current = _PendingMessage(self._takes_columns)
+        self._current.add(handle, index, offset, token, finish_reason, score)
+
+    def discard(self, handle: Handle) -> None:
+        """Drops what waits of one request."""
+        for message in (*self._closed, self._current):
+            message.discard(handle)
 
     def messages(self) -> Iterator[worker_pb2.ConnectResponse]:
         """All that hold anything, oldest first."""
-        return (each for each in (*self._closed, self._current) if each.step_outputs.outputs)
+        return (taken for each in (*self._closed, self._current) if (taken := each.taken()) is not None)
 
 
 def _flat(responses: _ByHandle) -> Iterator[worker_pb2.ConnectResponse]:

@@ -50,7 +50,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[worker_pb2.ConnectRequest], context: Context
     ) -> None:
         """One router's stream."""
-        session = RouterSession(await self._hello(request_iterator))
+        hello = await self._hello(request_iterator)
+        session = RouterSession(Incarnation(hello.router_incarnation), takes_columns=hello.takes_columns)
         _log.info("router connected", router=session.router_incarnation, peer=context.peer())
         reader = asyncio.create_task(self._read(request_iterator, session), name="connect-reader")
         writer = asyncio.create_task(self._write(context, session), name="connect-writer")
@@ -68,14 +69,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             writer.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
 
-    async def _hello(self, requests: AsyncIterator[worker_pb2.ConnectRequest]) -> Incarnation:
+    async def _hello(self, requests: AsyncIterator[worker_pb2.ConnectRequest]) -> worker_pb2.RouterHello:
         try:
             first = await asyncio.wait_for(anext(requests, None), self._hello_timeout_s)
         except TimeoutError:
             first = None
         if first is None or first.WhichOneof("message") != "hello" or not first.hello.router_incarnation:
             raise InvalidRequest("hello", "must be the stream's first message")
-        return Incarnation(first.hello.router_incarnation)
+        return first.hello
 
     async def _write(self, context: Context, session: RouterSession) -> None:
         hello = worker_pb2.WorkerHello(incarnation=self._incarnation)

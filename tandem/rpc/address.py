@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 _WILDCARDS = frozenset({"0.0.0.0", "[::]", "*"})
 
 
@@ -28,3 +29,9 @@ def advertised_admin_address(listen: str, advertise: str | None, bound_port: int
     if advertise is None or host not in _WILDCARDS:
         return advertised_address(listen, None, bound_port)
     return f"{advertise.rpartition(':')[0]}:{bound_port}"
+
+
+def local_address(address: str) -> str:
+    """Where this machine reaches a server that listens on `address`, which may be a wildcard."""
+    host, _, port = address.rpartition(":")
+    return f"{_LOOPBACK.get(host, host)}:{port}"

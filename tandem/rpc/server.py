@@ -65,12 +65,16 @@ class RpcServer:
         announce_s: float = _ANNOUNCE_S,
         metrics: Metrics | None = None,
         tracer: Tracer | None = None,
+        own_port: int | None = None,
     ) -> None:
         """`announce_s`: how long NOT_SERVING is told before connections are refused.
+
+        `own_port`: one to listen on as well, where `listen` is shared with other processes that do the same.
 
         `metrics` count its calls; `tracer` gives a span to each that ends by itself and is no probe.
         """
         self._listen = listen
+        self._own_port = own_port
         self._incoming = incoming
         self._services = tuple(services)
         self._max_receive_bytes = max_receive_bytes
@@ -93,7 +97,7 @@ class RpcServer:
         return self._health
 
     async def start(self) -> int:
-        """Listens; returns the port. Raises ConfigError if the address cannot be had."""
+        """Listens; returns the port, its own if it has one. Raises ConfigError if the address cannot be had."""
         server = grpc.aio.server(interceptors=self._interceptors(), options=self._options())
         for service in self._services:
             service.register(server)
@@ -101,17 +105,21 @@ class RpcServer:
         channelz.add_channelz(server)
         own = (health.SERVICE_NAME, channelz.SERVICE_NAME)
         reflection.add_reflection(server, [*(service.name for service in self._services), *own])
-        tls = self._incoming.tls
-        try:
-            if tls is None:
-                port = server.add_insecure_port(self._listen)
-            else:
-                port = server.add_secure_port(self._listen, server_credentials(tls))
-        except RuntimeError as error:
-            raise ConfigError("--listen", f"cannot listen on {self._listen}; is the port in use?") from error
+        port = self._bind(server, self._listen)
+        if self._own_port is not None:
+            port = self._bind(server, f"{self._listen.rpartition(':')[0]}:{self._own_port}")
         await server.start()
         self._server = server
         return port
+
+    def _bind(self, server: grpc.aio.Server, listen: str) -> int:
+        tls = self._incoming.tls
+        try:
+            if tls is None:
+                return server.add_insecure_port(listen)
+            return server.add_secure_port(listen, server_credentials(tls))
+        except RuntimeError as error:
+            raise ConfigError("--listen", f"cannot listen on {listen}; is the port in use?") from error
 
     def set_serving(self, serving: bool) -> None:
         """Readiness of the process and each service. Without effect once draining."""
@@ -171,7 +179,7 @@ class RpcServer:
         return [
             *keepalive_options(),
             *connection_options(),
-            ("grpc.so_reuseport", 0),
+            ("grpc.so_reuseport", int(self._own_port is not None)),
             ("grpc.max_receive_message_length", self._max_receive_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.http2.min_ping_interval_without_data_ms", 500),

@@ -43,6 +43,8 @@ class RecentLatencies:
         self._num_slots = round(window_s / slot_s)
         self._slots: deque[_Slot] = deque(maxlen=self._num_slots)
         """Ascending by number; those in which nothing happened are left out."""
+        self._slot_ends_s = -math.inf
+        """Of the latest slot."""
         self._began_s = clock.now_s()
         self._total_requests = 0
         self._total_tokens = 0
@@ -93,9 +95,11 @@ class RecentLatencies:
         slot.counts[latency][_bound(seconds)] += num_tokens
 
     def _slot(self) -> _Slot:
-        number = int(self._clock.now_s() / self._slot_s)
-        if not self._slots or self._slots[-1].number != number:
+        now_s = self._clock.now_s()
+        if now_s >= self._slot_ends_s:
+            number = int(now_s / self._slot_s)
             self._slots.append(_Slot(number))
+            self._slot_ends_s = (number + 1) * self._slot_s
         return self._slots[-1]
 
 

@@ -119,3 +119,13 @@ class RegisterResponse(_message.Message):
     drain: bool
     heartbeat_seconds: float
     def __init__(self, lease_seconds: _Optional[float] = ..., drain: bool = ..., heartbeat_seconds: _Optional[float] = ...) -> None: ...
+
+class ListProcessesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListProcessesResponse(_message.Message):
+    __slots__ = ("ports",)
+    PORTS_FIELD_NUMBER: _ClassVar[int]
+    ports: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ports: _Optional[_Iterable[int]] = ...) -> None: ...

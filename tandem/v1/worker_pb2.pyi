@@ -113,10 +113,12 @@ class Group(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[_Union[GroupChoice, _Mapping]]] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class RouterHello(_message.Message):
-    __slots__ = ("router_incarnation",)
+    __slots__ = ("router_incarnation", "takes_columns")
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TAKES_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     router_incarnation: str
-    def __init__(self, router_incarnation: _Optional[str] = ...) -> None: ...
+    takes_columns: bool
+    def __init__(self, router_incarnation: _Optional[str] = ..., takes_columns: bool = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("handle", "group", "local_prefill", "max_local_tokens")
@@ -235,10 +237,18 @@ class SequenceOutput(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., index: _Optional[int] = ..., score: _Optional[float] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
-    __slots__ = ("outputs",)
+    __slots__ = ("outputs", "handles", "indexes", "offsets", "token_ids")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[SequenceOutput]
-    def __init__(self, outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ...) -> None: ...
+    handles: _containers.RepeatedScalarFieldContainer[int]
+    indexes: _containers.RepeatedScalarFieldContainer[int]
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., handles: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
     __slots__ = ("handle", "queue_seconds", "prefill_seconds", "cached_tokens")

@@ -18,7 +18,8 @@ from engine.prefix_cache import PrefixCache
 from engine.step import Step
 from kvtransfer.base import BlockRef, HandoffListener, Offer
 from router.attempt import Attempt
-from router.delivery import ChoiceStream, Delivery
+from router.choice_stream import ChoiceStream
+from router.delivery import Delivery
 from router.placement import Placement
 from tandem.errors import Reason, TandemError, TransferError
 from tandem.limits import Limits

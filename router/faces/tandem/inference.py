@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc.aio
 
-from router.delivery import ChoiceOutput
+from router.choice_stream import ChoiceOutput
 from router.entrance import Entrance
 from router.metrics import Summary
 from router.request import Caller, ChatPrompt, CompletionRequest, Prompt, TextPrompt, TokensPrompt
@@ -167,6 +167,10 @@ def _early_stopping(value: pb.EarlyStopping) -> EarlyStopping | None:
 
 
 def _response(request_id: str, output: ChoiceOutput) -> pb.GenerateResponse:
+    if output.is_plain:  # nearly all are, one per token
+        return pb.GenerateResponse(
+            request_id=request_id, index=output.index, text=output.text, token_ids=output.token_ids
+        )
     figures = {} if output.summary is None else _figures(output.summary)
     prompt = [logprobs_to_proto(each) for each in output.prompt_logprobs]
     return pb.GenerateResponse(request_id=request_id, prompt_logprobs=prompt, **_choice_fields(output), **figures)

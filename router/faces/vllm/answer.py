@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.delivery import ChoiceOutput
+from router.choice_stream import ChoiceOutput
 from tandem.foreign import vllm_engine_pb2 as pb
 from tandem.types import TokenId, TokenLogprobs
 

@@ -3,9 +3,10 @@ from typing import Any
 
 import pytest
 
-from cli.serve import check_fleet, check_host_memory, fleet_devices, local_address, router_spec, worker_specs
+from cli.serve import check_fleet, check_host_memory, fleet_devices, router_spec, worker_specs
 from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, ServeConfig, add_arguments, load
 from tandem.errors import ConfigError
+from tandem.rpc.address import local_address
 
 
 def parsed(cls: Any, *argv: str) -> Any:

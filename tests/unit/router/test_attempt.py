@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from router.attempt import Attempt
-from router.delivery import ChoiceStream, Delivery
+from router.choice_stream import ChoiceStream
+from router.delivery import Delivery
 from router.placement import Placement
 from router.worker_link import GroupListener
 from tandem.errors import InternalError, Reason, TandemError, TransferError, Unavailable

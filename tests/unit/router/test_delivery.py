@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from router.delivery import ChoiceOutput, ChoiceStream, Delivery
+from router.choice_stream import ChoiceOutput, ChoiceStream
+from router.delivery import Delivery
 from router.metrics import Summary
 from router.text import Detokenizer
 from tandem.errors import Unavailable
@@ -353,3 +354,30 @@ async def test_an_answer_that_is_dropped_ends_with_the_reason_and_takes_no_memor
     with pytest.raises(Unavailable):
         await out.get_all()
     assert out.unread_bytes == 0
+
+
+# --- tokens alone, as nearly all are ---
+
+
+@given(st.text(alphabet="ab é€", min_size=1, max_size=12), st.sampled_from([(), ("b ",)]), st.data())
+def test_bare_tokens_read_at_any_time_give_what_all_at_once_gives(
+    byte_tokenizer: Tokenizer, text: str, stop: tuple[str, ...], data: st.DataObject
+) -> None:
+    raw = text.encode()
+    bare = [TokenDelta(at, (TokenId(each),)) for at, each in enumerate(raw)]
+    bare[-1] = bare[-1]._replace(finish_reason=LENGTH)
+    once, each_read = choice(byte_tokenizer, stop=stop), choice(byte_tokenizer, stop=stop)
+    once.push(TokenDelta(0, tuple(map(TokenId, raw)), finish_reason=LENGTH))
+    outputs = []
+    for delta in data.draw(st.permutations(bare)) if data.draw(st.booleans()) else bare:
+        if each_read.finish_reason is None:
+            each_read.push(delta)
+        if data.draw(st.booleans()):
+            outputs.append(each_read.read(None))
+    outputs.append(each_read.read(None))
+
+    whole = once.read(None)
+    assert "".join(each.text for each in outputs) == whole.text
+    assert sum((each.token_ids for each in outputs), ()) == whole.token_ids
+    assert {each.finish_reason for each in outputs} - {None} == {whole.finish_reason}
+    assert outputs[-1].matched_stop in (None, whole.matched_stop)

@@ -4,15 +4,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from router.text import MAX_PENDING_TOKENS, Detokenizer
+from router.text import MAX_PENDING_TOKENS, Detokenizer, WholeTokens
 from tandem.types import TokenId
 
 EOS = TokenId(256)
 
 
 def stream(tokenizer: Tokenizer, token_ids: list[int], skipped: frozenset[TokenId] = frozenset()) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, skipped)
-    return [*(detokenizer.step(TokenId(each)) for each in token_ids), detokenizer.finish()]
+    """The same text, whether whole characters are looked up or not."""
+
+    def pieces(whole: WholeTokens | None) -> list[str]:
+        detokenizer = Detokenizer(tokenizer, skipped, whole)
+        return [*(detokenizer.step(TokenId(each)) for each in token_ids), detokenizer.finish()]
+
+    found = pieces(WholeTokens.of(tokenizer))
+    assert "".join(found) == "".join(pieces(None))
+    return found
 
 
 @given(st.text())
@@ -71,3 +78,20 @@ def test_byte_fallback_never_raises_and_keeps_every_letter(sentencepiece_tokeniz
     text = "".join(stream(sentencepiece_tokenizer, ids))
     whole = sentencepiece_tokenizer.decode(ids)
     assert [char for char in text if char in "Hiyou"] == [char for char in whole if char in "Hiyou"]
+
+
+def test_only_tokens_that_are_bytes_and_whole_characters_are_looked_up(
+    byte_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
+) -> None:
+    whole = WholeTokens.of(byte_tokenizer)
+    assert whole is not None
+    assert [whole.text_of(TokenId(each)) for each in (72, 0xC3, 9999)] == ["H", None, None]
+    assert WholeTokens.of(sentencepiece_tokenizer) is None
+
+
+@given(st.lists(st.sampled_from([*"aé€😀".encode(), 0x61, 0x62, 256, 0xFF]), max_size=40))
+def test_whole_characters_amid_broken_ones_give_what_decoding_them_at_once_gives(
+    byte_tokenizer: Tokenizer, token_ids: list[int]
+) -> None:
+    whole = byte_tokenizer.decode(token_ids, skip_special_tokens=False)
+    assert "".join(stream(byte_tokenizer, token_ids)) == whole

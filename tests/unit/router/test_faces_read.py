@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.delivery import ChoiceOutput
+from router.choice_stream import ChoiceOutput
 from router.faces.tandem.inference import _read_request as read_tandem
 from router.faces.tandem.inference import _response
 from router.faces.vllm.request import read_request as read_vllm

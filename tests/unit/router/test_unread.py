@@ -4,7 +4,8 @@ from contextlib import ExitStack
 
 from tokenizers import Tokenizer
 
-from router.delivery import ChoiceStream, Delivery
+from router.choice_stream import ChoiceStream
+from router.delivery import Delivery
 from router.text import Detokenizer
 from router.unread import Unread
 from tandem.errors import Overloaded
@@ -84,3 +85,17 @@ def test_with_too_much_unread_in_all_those_are_ended_that_have_the_most(byte_tok
 
         assert [each for each, _ in requests.ended] == [largest]
         assert sum(each.unread_bytes for each in (small, middle, large)) <= ALL_BYTES
+
+
+def test_sweeps_that_come_too_often_are_left_out(byte_tokenizer: Tokenizer) -> None:
+    with ExitStack() as stack:
+        requests = Requests(byte_tokenizer, stack)
+        requests.unread.sweep_if_due()
+        large = requests.begin(600)
+
+        requests.unread.sweep_if_due()
+        assert requests.ended == []
+
+        requests.clock.advance_s(1.0)
+        requests.unread.sweep_if_due()
+        assert [each for each, _ in requests.ended] == [large]

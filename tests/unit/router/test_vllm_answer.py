@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.delivery import ChoiceOutput
+from router.choice_stream import ChoiceOutput
 from router.faces.vllm.answer import Answer
 from tandem.types import TokenId, TokenLogprobs
 

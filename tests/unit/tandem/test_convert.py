@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem import convert
-from tandem.errors import HandshakeMismatch, InvalidRequest, Overloaded, PeerLost, Reason, TandemError, Unavailable
+from tandem.errors import (
+    HandshakeMismatch,
+    InvalidOutput,
+    InvalidRequest,
+    Overloaded,
+    PeerLost,
+    Reason,
+    TandemError,
+    Unavailable,
+)
 from tandem.types import (
     ChoiceSpec,
     FinishReason,
@@ -67,6 +76,7 @@ DELTAS: st.SearchStrategy[TokenDelta] = st.builds(
     index=UINT32,
     logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
     finish_reason=st.none() | st.sampled_from(FinishReason),
+    score=st.none(),
 )
 INFO_NAMES = (
     *("worker_id", "incarnation", "address", "model", "device"),
@@ -125,6 +135,13 @@ def test_a_delta_survives_the_wire(delta: TokenDelta) -> None:
 
     assert message.handle == 7
     assert convert.delta_from_proto(worker_pb2.SequenceOutput.FromString(message.SerializeToString())) == delta
+
+
+def test_columns_of_different_lengths_are_refused() -> None:
+    step = worker_pb2.StepOutputs(handles=[1, 2], offsets=[0], token_ids=[5, 6])
+
+    with pytest.raises(InvalidOutput):
+        convert.deltas_from_proto(step)
 
 
 @given(INFOS)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.step import SampledToken
-from tandem.convert import delta_from_proto
+from tandem.convert import delta_from_proto, deltas_from_proto
 from tandem.errors import Overloaded
 from tandem.types import FinishReason, Handle, Incarnation, TokenDelta, TokenId, TokenLogprobs, WaitReason
 from tandem.v1 import worker_pb2
@@ -237,3 +237,46 @@ def test_however_it_is_taken_every_token_arrives_once_and_in_order(steps: list[t
     take()
 
     assert arrived == told
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from((A, B)), st.integers(0, 1), st.integers(0, 9), st.booleans()), max_size=40),
+    st.booleans(),
+)
+def test_columns_tell_the_tokens_that_outputs_tell(said: list[tuple[Handle, int, int, bool]], drops: bool) -> None:
+    def told(*, takes_columns: bool) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        session = RouterSession(Incarnation("router"), takes_columns=takes_columns)
+        offsets = defaultdict[tuple[Handle, int], int](int)
+        tokens = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
+
+        def take() -> None:
+            for response in session.take():
+                for each, delta in deltas_from_proto(response.step_outputs):
+                    tokens[each, delta.index] += enumerate(delta.token_ids, delta.offset)
+
+        for handle in (A, B):
+            session.open_handle(handle)
+        for handle, index, token_id, is_taken in said:
+            say(session, handle, offsets[handle, index], token_id, index=index)
+            offsets[handle, index] += 1
+            if is_taken:
+                take()
+        if drops:
+            session.close_handle(A)
+        take()
+        return tokens
+
+    assert told(takes_columns=True) == told(takes_columns=False)
+
+
+def test_a_token_with_something_else_to_tell_is_no_row() -> None:
+    session = RouterSession(Incarnation("router"), takes_columns=True)
+    session.open_handle(A)
+    say(session, A, 0, 5)
+    say(session, A, 1, 6, index=1, logprobs=LOGPROBS)
+    say(session, A, 2, 7, index=2, finish=FinishReason.STOP)
+
+    (response,) = session.take()
+
+    assert list(response.step_outputs.token_ids) == [5]
+    assert [list(each.token_ids) for each in response.step_outputs.outputs] == [[6], [7]]

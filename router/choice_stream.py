@@ -1,0 +1,214 @@
+"""One choice on its way out: tokens in any order in; its tokens in order, their text, and what is not read yet.
+
+    push(TokenDelta) ─▶ order → text → stop strings → not read yet ─▶ read() ─▶ ChoiceOutput
+
+Nearly every token comes alone and is read alone: for these there are short ways, which do what the long ones do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from router.metrics import Summary
+from router.text import Detokenizer, StopStrings
+from tandem.errors import InvalidOutput
+from tandem.types import ChoiceSpec, FinishReason, TextParams, TokenDelta, TokenId, TokenLogprobs
+
+MAX_OUTPUT_WEIGHT = 4096
+"""Of one output, 16 to 50 KB on the wire: what is being written cannot be dropped any more. An answer that was asked
+for as a whole is one output."""
+_NOTHING_MORE = ((), None, None, None, (), None)
+"""All fields of a ChoiceOutput behind its tokens, in one that has no more."""
+
+
+class ChoiceOutput(NamedTuple):
+    """What is new of one choice since its last output. `logprobs` is empty or one per token.
+
+    A tuple, as TokenDelta is: most hold one token.
+    """
+
+    index: int  # type: ignore[assignment]  # in place of a method that nobody calls
+    """Which choice."""
+    text: str
+    token_ids: tuple[TokenId, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    """Set on the choice's last output."""
+    matched_stop: str | TokenId | None = None
+    """The caller's stop string, or its stop token id, that ended the choice."""
+    summary: Summary | None = None
+    """Set on the request's last output."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the request, from the prompt's second token on: in outputs of their own before the first token; of an answer
+    that is read as a whole, in the first choice's."""
+    score: float | None = None
+    """Set with the finish reason of a choice that a beam search found."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has text and tokens alone."""
+        return self[3:] == _NOTHING_MORE
+
+
+class ChoiceStream:
+    """One choice: its tokens in order, their text, and what is not read yet. Push nothing once it is finished."""
+
+    def __init__(
+        self, index: int, detokenizer: Detokenizer, params: TextParams, check: Callable[[TokenDelta], None]
+    ) -> None:
+        """`check` raises InvalidOutput for what cannot be tokens of this choice, as `TokenRules` does."""
+        self.index = index
+        self._check = check
+        self._detokenizer = detokenizer
+        self._params = params
+        self._stops = StopStrings(params.stop, include_stop=params.include_stop) if params.stop else None
+        self._token_ids: list[TokenId] = []
+        self._early: dict[int, TokenDelta] = {}
+        """By offset: what overtook the tokens before it."""
+        self.finish_reason: FinishReason | None = None
+        """Set with the last token."""
+        self._matched_stop: str | TokenId | None = None
+        self._score: float | None = None
+        self._num_read = 0
+        self._unread_text: list[str] = []
+        """One per token, and after the last what was held back."""
+        self._unread_logprobs: list[TokenLogprobs] = []
+        self._logprobs_per_token = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in order."""
+        return len(self._token_ids)
+
+    @property
+    def unread_weight(self) -> int:
+        """Tokens and log-probabilities that are not read yet."""
+        return (len(self._token_ids) - self._num_read) * (1 + self._logprobs_per_token)
+
+    @property
+    def spec(self) -> ChoiceSpec:
+        """As a worker is to resume it."""
+        return ChoiceSpec(self.index, tuple(self._token_ids))
+
+    def push(self, delta: TokenDelta) -> int:
+        """Takes tokens in any order, known ones again too; returns how many new ones are now in order.
+
+        Raises InvalidOutput, and takes nothing, if they cannot be this choice's tokens.
+        """
+        self._check(delta)
+        if self._is_next(delta):
+            token_id = delta.token_ids[0]
+            self._token_ids.append(token_id)
+            self._unread_text.append(self._detokenizer.step(token_id))
+            return 1
+        if delta.offset < len(self._token_ids):
+            self._check_known(delta)
+        if delta.offset > len(self._token_ids):
+            waiting = self._early.get(delta.offset)
+            if waiting is None or len(delta.token_ids) >= len(waiting.token_ids):
+                self._early[delta.offset] = delta
+            return 0
+        num_new = self._accept(delta)
+        while self._early and self.finish_reason is None:
+            offset = min(self._early)
+            if offset > len(self._token_ids):
+                break
+            num_new += self._accept(self._early.pop(offset))
+        return num_new
+
+    def forget_early(self) -> None:
+        """Drops what came out of order, from a pair of workers that will not fill the gap."""
+        self._early.clear()
+
+    def read(self, summary: Summary | None, max_tokens: int | None = None) -> ChoiceOutput:
+        """All that is new, or the next `max_tokens` of it; `summary` goes with the last."""
+        if len(self._unread_text) == 1 and not self._unread_logprobs and self.finish_reason is None:
+            text, self._unread_text, self._num_read = self._unread_text[0], [], len(self._token_ids)
+            return ChoiceOutput(self.index, text, (self._token_ids[-1],), summary=summary)
+        unread = self._token_ids[self._num_read :]
+        count = len(unread) if max_tokens is None else min(len(unread), max_tokens)
+        is_last = count == len(unread)
+        output = ChoiceOutput(
+            index=self.index,
+            text="".join(self._unread_text if is_last else self._unread_text[:count]),
+            token_ids=tuple(unread[:count]),
+            logprobs=tuple(self._unread_logprobs[:count]),
+            finish_reason=self.finish_reason if is_last else None,
+            matched_stop=self._matched_stop if is_last else None,
+            score=self._score if is_last and self.finish_reason is not None else None,
+            summary=summary if is_last else None,
+        )
+        self._num_read += count
+        self._unread_text = [] if is_last else self._unread_text[count:]
+        self._unread_logprobs = self._unread_logprobs[count:]
+        return output
+
+    def read_some(self, summary: Summary | None) -> ChoiceOutput:
+        """As `read`, as much as an output holds."""
+        return self.read(summary, max(1, MAX_OUTPUT_WEIGHT // (1 + self._logprobs_per_token)))
+
+    def drop_unread(self) -> None:
+        """Nobody will read it."""
+        self._num_read = len(self._token_ids)
+        self._unread_text, self._unread_logprobs = [], []
+
+    def _is_next(self, delta: TokenDelta) -> bool:
+        """Whether it is what nearly all are: the next token alone, of a choice that goes on whatever its text."""
+        return (
+            delta.offset == len(self._token_ids)
+            and len(delta.token_ids) == 1
+            and not (delta.logprobs or self._early or self._stops)
+            and delta.finish_reason is None
+            and delta.score is None
+        )
+
+    def _check_known(self, delta: TokenDelta) -> None:
+        known = tuple(self._token_ids[delta.offset : delta.end])
+        if known != delta.token_ids[: len(known)]:
+            raise InvalidOutput(f"other tokens from {delta.offset} on than were told before")
+
+    def _accept(self, delta: TokenDelta) -> int:
+        """Takes what of `delta` is not known, where it leaves no gap."""
+        num_known = len(self._token_ids) - delta.offset
+        token_ids = delta.token_ids[num_known:] if num_known else delta.token_ids
+        if num_known > len(delta.token_ids) or not (token_ids or delta.finish_reason):
+            return 0
+        count, matched = self._detokenize(token_ids)
+        self._token_ids += token_ids[:count]
+        if delta.logprobs:
+            self._unread_logprobs += delta.logprobs[num_known : num_known + count]
+            self._logprobs_per_token = 1 + len(delta.logprobs[0].top)
+        self._score = delta.score
+        if matched is None and delta.finish_reason is not None:
+            matched = self._flush()
+            self.finish_reason = delta.finish_reason
+            if matched is None and delta.finish_reason is FinishReason.STOP and token_ids:
+                self._matched_stop = token_ids[-1] if token_ids[-1] in self._params.stop_token_ids else None
+        if matched is not None:
+            self.finish_reason, self._matched_stop = FinishReason.STOP, matched
+        return count
+
+    def _detokenize(self, token_ids: Sequence[TokenId]) -> tuple[int, str | None]:
+        """Adds their text; returns how many belong to the choice, and the stop string that ends it with the last."""
+        for count, token_id in enumerate(token_ids, start=1):
+            matched = self._add_text(self._detokenizer.step(token_id))
+            if matched is not None:
+                return count, matched
+        return len(token_ids), None
+
+    def _flush(self) -> str | None:
+        """Adds the text that was held back; the stop string that it completed."""
+        matched = self._add_text(self._detokenizer.finish())
+        if matched is None and self._stops is not None:
+            self._unread_text.append(self._stops.finish())
+        return matched
+
+    def _add_text(self, piece: str) -> str | None:
+        """The stop string that `piece` completed."""
+        if not piece or self._stops is None:
+            self._unread_text.append(piece)
+            return None
+        text, matched = self._stops.feed(piece)
+        self._unread_text.append(text)
+        return matched
