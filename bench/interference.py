@@ -24,6 +24,8 @@ import uvloop
 from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.peers.process import end_in_order
 from bench.peers.served import (
+    DISAGGREGATED,
+    TANDEM_SERVERS,
     Turn,
     open_servers,
     take_turns,
@@ -32,7 +34,7 @@ from bench.peers.streams import Prompt, Stream, StreamClient, fresh_prompts
 from bench.report import quantile
 from tandem.cores import usable_cores
 
-DISAGGREGATED = "tandem disaggregated"
+_SMOKE_TOKENS = 1500
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,11 @@ class BurstShape:
     burst_spacing_s: float = 0.3
     burst_after_s: float = 0.2
     """From the last stream's first token to the first long prompt."""
+
+
+def burst_shape(model_shape: str) -> BurstShape:
+    """For one of the peer shapes: the smoke shape's streams would otherwise end before the long prompts come."""
+    return BurstShape(output_tokens=_SMOKE_TOKENS) if model_shape == "smoke" else BurstShape()
 
 
 @dataclass(slots=True)
@@ -162,7 +169,8 @@ async def _main(args: argparse.Namespace) -> Results:
     shape, cores = PEER_SHAPES[args.shape], usable_cores()
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(shape, Path(folder))
-        async with open_servers(Path(folder), (DISAGGREGATED,), cores, args.vllm_python) as turns:
+        tandem = {DISAGGREGATED: TANDEM_SERVERS[DISAGGREGATED]}
+        async with open_servers(Path(folder), tandem, cores, args.vllm_python) as turns:
             burst = BurstShape(output_tokens=args.output_tokens)
             return await measure(turns, burst, shape.sizes["vocab_size"], args.rounds)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import gpu_page
+from bench.goodput_page import section as goodput_section
 from bench.kernels.page import section as kernels_section
 from bench.markdown import table
 from bench.peers.page import section as peers_section
@@ -276,6 +277,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "profile": _profile,
     "peers-135m-*": peers_section,
     "peers-0.6b-*": peers_section,
+    "goodput": goodput_section,
     "kernels-cpu": kernels_section,
     "gpu": gpu_page.section,
     "kernels-cuda": kernels_section,

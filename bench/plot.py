@@ -1,10 +1,15 @@
-"""A load test drawn: the cumulative distribution of each latency. Needs matplotlib."""
+"""Drawings: of a load test the cumulative distribution of each latency; of goodput, attainment against the rate.
+
+Needs matplotlib.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
+from bench.goodput_search import ATTAINMENT
 from bench.report import LoadReport
 
 
@@ -34,3 +39,22 @@ def draw(report: LoadReport, path: Path) -> None:
         axis.set(title=name, xlabel="ms", ylabel="share of values", ylim=(0, 1.02))
     figure.suptitle(report.as_text().splitlines()[0])
     figure.savefig(path)
+
+
+def draw_goodput(results: dict[str, Any], path: Path) -> None:
+    """One panel per load of `bench.goodput`'s record, one curve per server. Raises OSError."""
+    from matplotlib.figure import Figure
+
+    loads = results["loads"]
+    figure = Figure(figsize=(5 * len(loads), 4), layout="constrained")
+    for axis, (name, load) in zip(figure.subplots(1, len(loads), squeeze=False).flat, loads.items(), strict=True):
+        for server, each in load["servers"].items():
+            points = sorted((trial["rate_per_s"], trial["attainment"]) for trial in each["trials"])
+            axis.plot(*zip(*points, strict=True), marker="o", label=server)
+        axis.axhline(ATTAINMENT, linestyle="--", color="grey")
+        axis.set(title=name, xlabel="requests per second", ylabel="share within both objectives", ylim=(0, 1.02))
+        axis.set_xlim(left=0)
+        axis.grid(visible=True, alpha=0.3)
+    figure.axes[0].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})

@@ -74,6 +74,10 @@ class StepTimer:
         self._runner.run(step)
         return time.perf_counter() - began_s
 
+    def median_s(self, step: Step, repeats: int) -> float:
+        """Of a step made from those of `step`."""
+        return self._time(step, repeats).median_s
+
     def _time(self, step: Step, repeats: int) -> Timing:
         self.run(step)
         times = [self.run(step) for _ in range(repeats)]

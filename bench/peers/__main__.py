@@ -37,7 +37,7 @@ import uvloop
 
 from bench import interference
 from bench.ceilings import Ceilings, measure_ceilings
-from bench.interference import DISAGGREGATED, BurstShape
+from bench.interference import BurstShape, burst_shape
 from bench.machine import cpu_tier
 from bench.peers.bars import (
     Documents,
@@ -72,7 +72,7 @@ from bench.peers.process import (
     engine_process,
     write_gguf_files,
 )
-from bench.peers.served import TANDEM_SERVERS, VLLM_SERVER, ServedShape, open_servers
+from bench.peers.served import DISAGGREGATED, TANDEM_SERVERS, VLLM_SERVER, ServedShape, open_servers
 from bench.peers.served import measure as measure_served
 from bench.record import write_record
 from kernels.cpu.library import TIERS
@@ -82,8 +82,6 @@ from tandem.cores import usable_cores
 VLLM_SERVER_NAME = "vllm server"
 PARTS = ("engines", "quantized", "busy", "served")
 _CEILINGS_BUDGET_S = 0.3
-_SMOKE_TOKENS = 1500
-"""Of a stream of the smoke shape, which would otherwise end before the long prompts come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +262,7 @@ class Comparison:
     async def _measure_servers(self, vllm_python: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
         plan, vocab_size = self._plan, self._plan.shape.sizes["vocab_size"]
         _say("servers start")
-        async with open_servers(self._model, tuple(TANDEM_SERVERS), plan.cores, vllm_python) as turns:
+        async with open_servers(self._model, TANDEM_SERVERS, plan.cores, vllm_python) as turns:
             _say("served")
             served = await measure_served(turns, plan.served, vocab_size, plan.served_rounds)
             _say("interference")
@@ -304,7 +302,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         cpu_tier=args.cpu_tier,
         environments=Environments(args.vllm_python, args.llama_python, args.zentorch),
         served=ServedShape(),
-        burst=BurstShape(output_tokens=_SMOKE_TOKENS) if shape.name == "smoke" else BurstShape(),
+        burst=burst_shape(shape.name),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bench.ceilings import Ceilings
-from bench.interference import DISAGGREGATED, Interference
+from bench.interference import Interference
 from bench.peers.busy import BusyResults
 from bench.peers.contenders import (
     CONTENDERS,
@@ -29,7 +29,7 @@ from bench.peers.contenders import (
     VLLM,
 )
 from bench.peers.engines import Measured, Results, Workload
-from bench.peers.served import COLOCATED, VLLM_SERVER, Served
+from bench.peers.served import COLOCATED, DISAGGREGATED, VLLM_SERVER, Served
 from bench.roofline import Cost, decode_step_cost, prefill_cost
 from models.config import ModelConfig
 
@@ -185,7 +185,7 @@ def bars(found: Documents) -> list[Bar]:
         *(_busy_bar(each) for each in found.busy),
         *(_prefill_bar(each) for each in found.prefill),
         *_quantized_bars(found.quantized),
-        _bar(
+        compare(
             "served tokens/s, colocated, times vLLM's",
             SERVED_BAR,
             found.served.get(COLOCATED, {}).get("tokens_per_s"),
@@ -193,7 +193,7 @@ def bars(found: Documents) -> list[Bar]:
             is_upper=False,
         ),
         _interference_bar(found.interference),
-        _bar(
+        compare(
             "long prompts' time to first token, times vLLM's",
             TTFT_BAR,
             found.interference.get(DISAGGREGATED, {}).get("ttft_ms"),
@@ -208,7 +208,7 @@ def _of(document: Document, alone: float, several: float) -> float:
 
 def _decode_bar(document: Document, peer: str, limit: float) -> Bar:
     steps = document["step_ms"]
-    return _bar(
+    return compare(
         f"decode step {document['workload']}, times {_POSSESSIVE[peer]}", limit, steps.get(OURS), steps.get(peer)
     )
 
@@ -217,13 +217,13 @@ def _roofline_bar(document: Document, limit: float) -> Bar:
     limit_ms = max(document["roofline"]["memory_ms"], document["roofline"]["compute_ms"])
     roofline = {"median": limit_ms, "best": limit_ms}
     name = f"decode step {document['workload']}, times the roofline"
-    return _bar(name, limit, document["step_ms"].get(OURS), roofline)
+    return compare(name, limit, document["step_ms"].get(OURS), roofline)
 
 
 def _busy_bar(document: Document) -> Bar:
     steps = document["step_ms"]
     name = f"decode step {document['workload']} beside a busy process, times quiet"
-    return _bar(name, BUSY_BAR, steps.get("busy"), steps.get("quiet"))
+    return compare(name, BUSY_BAR, steps.get("busy"), steps.get("quiet"))
 
 
 def _quantized_bars(documents: Sequence[Document]) -> list[Bar]:
@@ -244,13 +244,13 @@ def _quantized_bars(documents: Sequence[Document]) -> list[Bar]:
 def _speed_bar(document: Document, fast: str, slow: str, limit: float) -> Bar:
     steps = document["step_ms"]
     name = f"decode {document['workload']}, {fast}, times as fast as {slow}"
-    return _bar(name, limit, steps.get(slow), steps.get(fast), is_upper=False)
+    return compare(name, limit, steps.get(slow), steps.get(fast), is_upper=False)
 
 
 def _prefill_bar(document: Document) -> Bar:
     rates = document["tokens_per_s"]
     name = f"prefill {document['workload']}, times {_POSSESSIVE[VLLM]}"
-    return _bar(name, PREFILL_BAR, rates.get(OURS), rates.get(VLLM), is_upper=False)
+    return compare(name, PREFILL_BAR, rates.get(OURS), rates.get(VLLM), is_upper=False)
 
 
 def _interference_bar(burst: Document) -> Bar:
@@ -259,7 +259,8 @@ def _interference_bar(burst: Document) -> Bar:
     return Bar("inter-token p99 in the burst, times the quiet p99", INTERFERENCE_BAR, True, ratio, ratio)
 
 
-def _bar(name: str, limit: float, ours: Document | None, theirs: Document | None, *, is_upper: bool = True) -> Bar:
+def compare(name: str, limit: float, ours: Document | None, theirs: Document | None, *, is_upper: bool = True) -> Bar:
+    """Our `median` and `best` as multiples of theirs."""
     if not ours or not theirs:
         return Bar(name, limit, is_upper, None, None)
     return Bar(name, limit, is_upper, ours["median"] / theirs["median"], ours["best"] / theirs["best"])

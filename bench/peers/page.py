@@ -38,8 +38,8 @@ def section(results: Document) -> list[str]:
         *_engines(results),
         *_quantized(results),
         *_busy(results),
-        *_served(results),
-        *_interference(results),
+        *served_section(results),
+        *interference_section(results),
     ]
 
 
@@ -143,7 +143,8 @@ def _roofline_table(results: Document) -> str:
     return table(header, rows)
 
 
-def _served(results: Document) -> list[str]:
+def served_section(results: Document) -> list[str]:
+    """Nothing if it was not measured."""
     if not results["served"]:
         return []
     shape = results["settings"]["served"]
@@ -166,7 +167,8 @@ def _served(results: Document) -> list[str]:
     return ["### Served, on the same cores as the client\n", table(header, rows)]
 
 
-def _interference(results: Document) -> list[str]:
+def interference_section(results: Document) -> list[str]:
+    """Nothing if it was not measured."""
     if not results["interference"]:
         return []
     shape = results["settings"]["burst"]

@@ -23,11 +23,14 @@ from bench.peers.streams import StreamClient, TandemStreams, fresh_prompts, toke
 from tandem.client import AsyncClient
 
 COLOCATED = "tandem colocated"
+DISAGGREGATED = "tandem disaggregated"
 TANDEM_SERVERS: Mapping[str, tuple[str, ...]] = {
-    "tandem disaggregated": ("--prefill", "1", "--decode", "1"),
+    DISAGGREGATED: ("--prefill", "1", "--decode", "1"),
     COLOCATED: ("--prefill", "0", "--decode", "1", "--local-prefill-tokens", "unlimited"),
 }
-"""Options of `tandem serve`, by the name in the tables."""
+"""Options of `tandem serve` with static roles, by the name in the tables."""
+AUTO = "tandem auto"
+AUTO_OPTIONS = ("--roles", "auto")
 VLLM_SERVER = "vllm"
 _READY_TIMEOUT_S = 60.0
 _SETTLE_S = 0.3
@@ -133,15 +136,15 @@ async def measure(turns: Mapping[str, Turn], shape: ServedShape, vocab_size: int
 
 @contextlib.asynccontextmanager
 async def open_servers(
-    model: Path, tandem: Sequence[str], cores: Sequence[int], vllm_python: Path | None
+    model: Path, tandem: Mapping[str, Sequence[str]], cores: Sequence[int], vllm_python: Path | None
 ) -> AsyncIterator[dict[str, Turn]]:
-    """Servers by name, until the block ends: those of `TANDEM_SERVERS` named in `tandem`, and vLLM's if it is there."""
+    """Servers by name, until the block ends: Tandem's, with the options of each, and vLLM's if it is there."""
     async with contextlib.AsyncExitStack() as stack:
         turns: dict[str, Turn] = {}
         if vllm_python is not None:  # first: the others' heartbeats do not disturb its compiler
             turns[VLLM_SERVER] = await stack.enter_async_context(vllm_turns(model, cores, vllm_python))
-        for name in tandem:
-            turns[name] = await stack.enter_async_context(tandem_turns(model, TANDEM_SERVERS[name]))
+        for name, options in tandem.items():
+            turns[name] = await stack.enter_async_context(tandem_turns(model, options))
         yield turns
 
 

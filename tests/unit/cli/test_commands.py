@@ -17,7 +17,7 @@ from cli.terminal import open_console, print_whole, table
 from tandem.client import ClusterStatus, SamplingOptions, WorkerStatus
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 
-COMMANDS = ("serve", "router", "prefill", "decode", "generate", "chat", "status", "health", "bench", "doctor")
+COMMANDS = ("serve", "router", "prefill", "decode", "generate", "chat", "status", "health", "bench", "plan", "doctor")
 
 
 def flags(*argv: str) -> Any:

@@ -1,0 +1,318 @@
+"""Goodput against vLLM's server and among Tandem's own forms, on the same cores: `python -m bench.goodput`.
+
+Three loads (`bench.goodput_loads`) arrive as Poisson processes. First each server gets some requests of each load one
+at a time: the objectives are 8 times the best server's median time to first token, and 3 times the best server's 95th
+percentile of a request's gaps between messages. Goodput is the highest rate at which at least 90 % of the requests meet
+both, by a bounded search (`bench.goodput_search`). All servers are up and take turns, trial by trial; vLLM's processes
+are stopped while they have no turn. Client and servers share the cores; the client's share of one is recorded.
+
+Then, with the same servers: 16 × (256 + 64) tokens at once, and a burst of long prompts beside streams that decode
+(`bench.interference`).
+
+The whole takes about an hour; `--quick`, with fewer requests and a coarser grid of rates, about ten minutes. A part is
+chosen by `--servers` and `--loads`; where the best server is left out, `--objectives FILE` takes the objectives of an
+earlier run, which `--json FILE` wrote. `--record` writes `bench/results/goodput.json` and draws
+`docs/images/goodput.svg`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from bench import interference
+from bench.goodput_loads import LOADS, Load, arrivals
+from bench.goodput_page import IMAGE, bars, section
+from bench.goodput_search import Objectives, RateSearch
+from bench.goodput_trial import Trial, Unloaded, measure_unloaded, objectives_of, run_trial
+from bench.interference import burst_shape
+from bench.peers.bars import interference_documents, served_documents
+from bench.peers.model import PEER_SHAPES, write_checkpoint
+from bench.peers.process import end_in_order
+from bench.peers.served import (
+    AUTO,
+    AUTO_OPTIONS,
+    TANDEM_SERVERS,
+    VLLM_SERVER,
+    ServedShape,
+    Turn,
+    open_servers,
+    warm_up,
+)
+from bench.peers.served import measure as measure_served
+from bench.peers.streams import StreamClient
+from bench.plot import draw_goodput
+from bench.record import write_record
+from tandem.cores import usable_cores
+
+SERVERS: Mapping[str, Sequence[str]] = {**TANDEM_SERVERS, AUTO: AUTO_OPTIONS}
+"""Of Tandem: options of `tandem serve` by name."""
+TOGETHER, BURST = "served", "interference"
+PARTS = (*LOADS, TOGETHER, BURST)
+_LENGTHS_SEED = 13
+_UNLOADED_SEED = 1_000_000
+_SETTLE_S = 0.3
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How thoroughly is measured."""
+
+    requests: int
+    """Of each trial."""
+    unloaded: int
+    """Requests alone, of each load on each server."""
+    ratio: float
+    """Between neighbouring rates."""
+    first_stride: int
+    """Steps of the grid between the first two trials."""
+    trials: int
+    """At most, for each search."""
+    rounds: int
+    """Of the parts without a search."""
+    leaves_early: bool
+    """Whether a trial ends as soon as it is lost."""
+
+
+FULL = Effort(requests=80, unloaded=9, ratio=1.1, first_stride=4, trials=9, rounds=3, leaves_early=False)
+QUICK = Effort(requests=20, unloaded=3, ratio=1.25, first_stride=2, trials=4, rounds=1, leaves_early=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one run is to do."""
+
+    shape: str
+    cores: tuple[int, ...]
+    servers: Mapping[str, Sequence[str]]
+    """Of Tandem."""
+    vllm_python: Path | None
+    parts: tuple[str, ...]
+    effort: Effort
+    objectives: Mapping[str, Objectives]
+    """Those that are given, by load; the others are measured."""
+    first_per_s: float
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+        return PEER_SHAPES[self.shape].sizes["vocab_size"]
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """Those among the parts."""
+        return tuple(LOADS[part] for part in self.parts if part in LOADS)
+
+    def settings(self) -> Document:
+        """For the record."""
+        return {
+            "shape": self.shape,
+            "threads": len(self.cores),
+            "servers": {name: list(options) for name, options in self.servers.items()},
+            "effort": asdict(self.effort),
+            "loads": {load.name: asdict(load) for load in self.loads},
+            "served": asdict(ServedShape()),
+            "burst": asdict(burst_shape(self.shape)),
+        }
+
+
+class Comparison:
+    """One run over servers that are up and warm."""
+
+    def __init__(self, plan: Plan, turns: Mapping[str, Turn]) -> None:
+        self._plan = plan
+        self._turns = turns
+        self._seeds = count(1)
+
+    async def run(self) -> Document:
+        """All parts; the record's results."""
+        plan = self._plan
+        results: Document = {"settings": plan.settings(), "loads": {}, TOGETHER: {}, BURST: {}}
+        for load in plan.loads:
+            results["loads"][load.name] = await self._load(load)
+        if TOGETHER in plan.parts:
+            _say("all at once")
+            served = await measure_served(self._turns, ServedShape(), plan.vocab_size, plan.effort.rounds)
+            results[TOGETHER] = served_documents(served)
+        if BURST in plan.parts:
+            _say("long prompts beside streams")
+            found = await interference.measure(
+                self._turns, burst_shape(plan.shape), plan.vocab_size, plan.effort.rounds
+            )
+            results[BURST] = interference_documents(found)
+        return {**results, "bars": [bar.document() for bar in bars(results)]}
+
+    async def _load(self, load: Load) -> Document:
+        """Objectives, then all searches in turn."""
+        unloaded = {} if load.name in self._plan.objectives else await self._unloaded(load)
+        objectives = self._plan.objectives.get(load.name) or objectives_of(list(unloaded.values()))
+        _say(
+            f"{load.name}: objectives: first token {objectives.ttft_s * 1e3:.0f} ms, "
+            f"between tokens {objectives.itl_s * 1e3:.1f} ms"
+        )
+        effort = self._plan.effort
+        searches = {
+            name: RateSearch(self._plan.first_per_s, effort.ratio, effort.first_stride, effort.trials)
+            for name in self._turns
+        }
+        trials: dict[str, list[Trial]] = {name: [] for name in searches}
+        while any(search.next_per_s is not None for search in searches.values()):
+            for name, search in searches.items():
+                rate_per_s = search.next_per_s
+                if rate_per_s is not None:
+                    trial = await self._trial(name, load, rate_per_s, objectives)
+                    trials[name].append(trial)
+                    search.tell(passed=trial.passed)
+        return {
+            "objectives": asdict(objectives),
+            "unloaded": {name: each.document() for name, each in unloaded.items()},
+            "servers": {
+                name: {
+                    "goodput_per_s": search.passed_per_s,
+                    "failed_per_s": search.failed_per_s,
+                    "trials": [trial.document() for trial in trials[name]],
+                }
+                for name, search in searches.items()
+            },
+        }
+
+    async def _unloaded(self, load: Load) -> dict[str, Unloaded]:
+        """By server."""
+        found = {name: Unloaded() for name in self._turns}
+        for name, into in found.items():
+            async with self._turn(name) as client:
+                effort, vocab_size = self._plan.effort, self._plan.vocab_size
+                seed = _UNLOADED_SEED + next(self._seeds)
+                await measure_unloaded(client, load, effort.unloaded, vocab_size, seed, into)
+            _say(f"{load.name}: {name} unloaded: {_rounded(into.document())}")
+        return found
+
+    async def _trial(self, name: str, load: Load, rate_per_s: float, objectives: Objectives) -> Trial:
+        effort = self._plan.effort
+        requests = arrivals(load, rate_per_s, effort.requests, _LENGTHS_SEED)
+        async with self._turn(name) as client:
+            trial = await run_trial(
+                client,
+                requests,
+                rate_per_s,
+                objectives,
+                self._plan.vocab_size,
+                next(self._seeds),
+                leaves_early=effort.leaves_early,
+            )
+        _say(f"{load.name}: {name}: {_rounded(trial.document())}")
+        return trial
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, name: str) -> AsyncIterator[StreamClient]:
+        """The server's turn, from when it answers a short request: whatever was left early has ended by then."""
+        async with self._turns[name]() as client:
+            await asyncio.sleep(_SETTLE_S)
+            await client.generate((5, 6, 7, 8), 2)
+            yield client
+
+
+async def measure(plan: Plan, model: Path) -> Document:
+    """Starts the servers, warms them up, measures, ends them."""
+    _say("servers start")
+    async with open_servers(model, plan.servers, plan.cores, plan.vllm_python) as turns:
+        for turn in turns.values():
+            async with turn() as client:
+                await warm_up(client, plan.vocab_size)
+        return await Comparison(plan, turns).run()
+
+
+def read_objectives(path: Path | None) -> dict[str, Objectives]:
+    """By load, from what `--json` wrote."""
+    if path is None:
+        return {}
+    loads = json.loads(path.read_text())["loads"]
+    return {name: Objectives(**each["objectives"]) for name, each in loads.items()}
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def _rounded(document: Document) -> Document:
+    return {
+        name: _rounded(value) if isinstance(value, dict) else round(value, 3) if isinstance(value, float) else value
+        for name, value in document.items()
+    }
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    """Binds this process, and so all that it starts, to the cores that are compared on."""
+    cores = usable_cores()[: args.threads]
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    effort = QUICK if args.quick else FULL
+    known = {**SERVERS, **{name: shlex.split(options) for name, options in args.variant}}
+    chosen = args.servers or [*known, *([VLLM_SERVER] if args.vllm_python else [])]
+    return Plan(
+        shape=args.shape,
+        cores=cores,
+        servers={name: known[name] for name in chosen if name != VLLM_SERVER},
+        vllm_python=args.vllm_python if VLLM_SERVER in chosen else None,
+        parts=tuple(args.loads),
+        effort=effort,
+        objectives=read_objectives(args.objectives),
+        first_per_s=args.first_rate,
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm-python", type=Path, help="python of vLLM's environment; see `bench.peers`")
+    parser.add_argument("--shape", choices=sorted(PEER_SHAPES), default="135m")
+    parser.add_argument("--threads", type=int, default=2, help="cores, and threads of vLLM")
+    parser.add_argument("--servers", nargs="+", help=f"of {', '.join(SERVERS)}, {VLLM_SERVER}, variants; default: all")
+    parser.add_argument(
+        "--variant", nargs=2, action="append", default=[], metavar=("NAME", "OPTIONS"), help="of `tandem serve`, too"
+    )
+    parser.add_argument("--loads", nargs="+", choices=PARTS, default=PARTS, help="what to measure; default: all")
+    parser.add_argument("--objectives", type=Path, metavar="FILE", help="take them from an earlier run")
+    parser.add_argument("--first-rate", type=float, default=1.0, help="requests per second of the first trial")
+    parser.add_argument("--quick", action="store_true", help="fewer requests and rates")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--record", action="store_true", help="of a whole run: write the record, plot and page")
+    args = parser.parse_args()
+    if args.record and (args.servers or tuple(args.loads) != PARTS or args.vllm_python is None):
+        parser.error("--record wants all servers and loads")
+    return args
+
+
+def main() -> int:
+    """Prints the section."""
+    args = _arguments()
+    end_in_order()
+    plan = _plan(args)
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(PEER_SHAPES[plan.shape], Path(folder))
+        results = uvloop.run(measure(plan, Path(folder)))
+    print("\n".join(section(results)))
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=2))
+    if args.record:
+        draw_goodput(results, IMAGE)
+        write_record("goodput", results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

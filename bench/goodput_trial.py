@@ -1,0 +1,184 @@
+"""One trial of `bench.goodput`: requests sent at their times, whatever became of the others, and what callers met."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.goodput_loads import Arrival, Load, arrivals
+from bench.goodput_search import (
+    FAILED,
+    ITL_FACTOR,
+    TTFT_FACTOR,
+    Objectives,
+    Outcome,
+    misses_allowed,
+)
+from bench.peers.process import PeerError
+from bench.peers.streams import Prompt, StreamClient, fresh_prompts
+from bench.report import quantile
+from tandem.errors import TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A load at a rate on one server."""
+
+    rate_per_s: float
+    requests: int
+    objectives: Objectives
+    outcomes: tuple[Outcome, ...]
+    """Of those requests that ended, in the order of their ends; a trial that is lost may be left early."""
+    client_cpu_share: float
+    """Of one core: this process's time."""
+    seconds: float
+
+    @property
+    def attained(self) -> int:
+        """Requests that met both objectives."""
+        return sum(each.attains(self.objectives) for each in self.outcomes)
+
+    @property
+    def passed(self) -> bool:
+        """Whether enough of all requests did."""
+        return self.requests - self.attained <= misses_allowed(self.requests)
+
+    def document(self) -> dict[str, Any]:
+        """For the record; of a trial that was left early, `attainment` is that of the requests that ended."""
+        good = [each for each in self.outcomes if not each.failed]
+        return {
+            "rate_per_s": self.rate_per_s,
+            "requests": self.requests,
+            "ended": len(self.outcomes),
+            "attainment": self.attained / max(1, len(self.outcomes)),
+            "passed": self.passed,
+            "missed_first": sum(each.misses_first(self.objectives) for each in self.outcomes),
+            "missed_between": sum(each.misses_between(self.objectives) for each in self.outcomes),
+            "failed": len(self.outcomes) - len(good),
+            "ttft_ms": _quantiles_ms([each.ttft_s for each in good]),
+            "itl_ms": _quantiles_ms([each.itl_s for each in good]),
+            "client_cpu_share": self.client_cpu_share,
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(slots=True)
+class Unloaded:
+    """One server, one request at a time."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    itl_s: list[float] = field(default_factory=list)
+    """The 95th percentile of each request's gaps."""
+
+    def document(self) -> dict[str, float]:
+        """Medians, for the record."""
+        return {"ttft_ms": statistics.median(self.ttft_s) * 1e3, "itl_ms": statistics.median(self.itl_s) * 1e3}
+
+
+def objectives_of(unloaded: Sequence[Unloaded]) -> Objectives:
+    """By the best server."""
+    return Objectives(
+        TTFT_FACTOR * min(statistics.median(each.ttft_s) for each in unloaded),
+        ITL_FACTOR * min(statistics.median(each.itl_s) for each in unloaded),
+    )
+
+
+async def measure_unloaded(
+    client: StreamClient, load: Load, count: int, vocab_size: int, seed: int, into: Unloaded
+) -> None:
+    """`count` of the load's own requests, one after the other; adds to `into`."""
+    requests = arrivals(load, 1.0, count, seed)
+    for request, prompt in zip(requests, _prompts(requests, vocab_size, seed), strict=True):
+        stream = await client.generate(prompt, request.output_tokens)
+        outcome = Outcome.of(stream.sent_s, [at_s for at_s, _ in stream.arrivals])
+        into.ttft_s.append(outcome.ttft_s)
+        into.itl_s.append(outcome.itl_s)
+
+
+async def run_trial(
+    client: StreamClient,
+    requests: Sequence[Arrival],
+    rate_per_s: float,
+    objectives: Objectives,
+    vocab_size: int,
+    seed: int,
+    *,
+    leaves_early: bool,
+) -> Trial:
+    """Sends `requests`; with `leaves_early` only until it is lost.
+
+    Raises what the client raises if no request ends well. `seed` makes the prompts' tokens: another one for each
+    trial, or a prefix cache knows them.
+    """
+    running = _Running(client, objectives, misses_allowed(len(requests)) if leaves_early else len(requests))
+    prompts = _prompts(requests, vocab_size, seed)
+    began_s, cpu_s = time.perf_counter(), time.process_time()
+    await running.send_all(requests, prompts)
+    seconds = time.perf_counter() - began_s
+    share = (time.process_time() - cpu_s) / seconds
+    return Trial(rate_per_s, len(requests), objectives, tuple(running.outcomes), share, seconds)
+
+
+class _Running:
+    """The requests under way and the outcomes so far."""
+
+    def __init__(self, client: StreamClient, objectives: Objectives, misses_allowed: int) -> None:
+        self.outcomes: list[Outcome] = []
+        self._client = client
+        self._objectives = objectives
+        self._misses_left = misses_allowed
+        self._is_lost = asyncio.Event()
+        self._error: Exception | None = None
+
+    async def send_all(self, requests: Sequence[Arrival], prompts: Sequence[Prompt]) -> None:
+        """Returns when all have ended, or the trial is lost."""
+        sending = asyncio.create_task(self._open_loop(requests, prompts))
+        lost = asyncio.create_task(self._is_lost.wait())
+        try:
+            await asyncio.wait((sending, lost), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sending, lost):
+                task.cancel()
+            await asyncio.wait((sending, lost))
+        if not sending.cancelled():
+            sending.result()
+        if self._error is not None and all(each.failed for each in self.outcomes):
+            raise self._error
+
+    async def _open_loop(self, requests: Sequence[Arrival], prompts: Sequence[Prompt]) -> None:
+        begin_s = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            for request, prompt in zip(requests, prompts, strict=True):
+                due_s = begin_s + request.at_s
+                await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+                tasks.create_task(self._one(prompt, request.output_tokens, due_s))
+
+    async def _one(self, prompt: Prompt, output_tokens: int, due_s: float) -> None:
+        try:
+            stream = await self._client.generate(prompt, output_tokens)
+        except (PeerError, TandemError) as error:
+            self._error = error
+            outcome = FAILED
+        else:
+            outcome = Outcome.of(due_s, [at_s for at_s, _ in stream.arrivals])
+        self.outcomes.append(outcome)
+        if not outcome.attains(self._objectives):
+            self._misses_left -= 1
+            if self._misses_left < 0:
+                self._is_lost.set()
+
+
+def _prompts(requests: Sequence[Arrival], vocab_size: int, seed: int) -> list[Prompt]:
+    rng = random.Random(seed)
+    return [fresh_prompts(rng, 1, request.prompt_tokens, vocab_size)[0] for request in requests]
+
+
+def _quantiles_ms(values_s: Sequence[float]) -> dict[str, float] | None:
+    if not values_s:
+        return None
+    return {f"p{share:g}": quantile(values_s, share / 100) * 1e3 for share in (50, 90)}

@@ -1,0 +1,162 @@
+"""What the simulator predicts against what was measured on this machine: the part `--validate` of `bench.simulate`.
+
+Measures as `bench.goodput` does, or reads what that measured; then replays the very same arrivals, at the same rates,
+under the same objectives. Costs come from steps of the engine alone (`bench.calibrate`), scaled so that a request on
+its own meets the measured first token and gaps: what server and client add. No loaded figure goes into them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from bench import goodput
+from bench.calibrate import calibrate
+from bench.goodput_loads import LOADS, Arrival, Load, arrivals
+from bench.goodput_search import RateSearch
+from bench.markdown import table
+from bench.peers.model import PEER_SHAPES, write_checkpoint
+from bench.peers.served import AUTO, COLOCATED, DISAGGREGATED
+from simulator.cluster import Fleet, Policy, Setup, simulate
+from simulator.costs import CostModel, scaled
+from simulator.outcomes import Result, Slo
+from simulator.sizing import passes
+from simulator.traces import Ask, Piece
+from tandem.cores import usable_cores
+
+SHAPE = "135m"
+_APART_S = 60.0
+_LENGTHS_SEED = 13
+_UNLOADED_SEED = 1_000_001
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One server under one load."""
+
+    load: str
+    server: str
+    measured_per_s: float
+    """Goodput."""
+    predicted_per_s: float
+    what: str
+    """At which rate, or by what search."""
+
+    @property
+    def error(self) -> float:
+        """Relative."""
+        return self.predicted_per_s / self.measured_per_s - 1 if self.measured_per_s else float("nan")
+
+
+def measure(loads: Sequence[str], servers: Sequence[str], rate_per_s: float, requests: int) -> Document:
+    """One trial of each load on each server, as a document of `bench.goodput`."""
+    cores = usable_cores()[:2]
+    effort = replace(goodput.QUICK, requests=requests, trials=1, leaves_early=False)
+    chosen = {name: goodput.SERVERS[name] for name in servers}
+    plan = goodput.Plan(SHAPE, cores, chosen, None, tuple(loads), effort, {}, rate_per_s)
+    with _checkpoint() as model:
+        return uvloop.run(goodput.measure(plan, model))
+
+
+def fleets(cores: int) -> Mapping[str, tuple[Fleet, int]]:
+    """By name of the server: what it is made of, and the threads of each worker on `cores` cores."""
+    return {
+        COLOCATED: (Fleet(Policy.COLOCATED, 1), cores),
+        DISAGGREGATED: (Fleet(Policy.STATIC, 1, 1), max(1, cores // 2)),
+        AUTO: (Fleet(Policy.AUTO, 2 if cores > 1 else 1), max(1, cores // 2)),
+    }
+
+
+def costs_by_threads(threads: set[int]) -> dict[int, CostModel]:
+    """Measured here and now."""
+    with _checkpoint() as model:
+        return {each: calibrate(model, each)[0] for each in sorted(threads)}
+
+
+def compare(results: Document, costs: Mapping[int, CostModel]) -> list[Row]:
+    """Predicted and measured, for each trial and for each search of more than one."""
+    rows: list[Row] = []
+    kinds = fleets(results["settings"]["threads"])
+    for name, each in results["loads"].items():
+        load, effort = LOADS[name], results["settings"]["effort"]
+        slo = Slo(**each["objectives"])
+        for server, found in each["servers"].items():
+            if server not in kinds:
+                continue
+            fleet, threads = kinds[server]
+            setup = Setup(fleet, as_served(costs[threads], fleet, load, each["unloaded"][server], effort["unloaded"]))
+            for trial in found["trials"]:
+                result = _trial(setup, load, trial["rate_per_s"], trial["requests"])
+                rate = trial["rate_per_s"]
+                predicted = rate * result.attainment(slo)
+                rows.append(Row(name, server, rate * trial["attainment"], predicted, f"at {rate:.2f}/s"))
+            if len(found["trials"]) > 1:
+                predicted = _search(setup, load, slo, effort)
+                rows.append(Row(name, server, found["goodput_per_s"] or 0.0, predicted, "highest with 90 %"))
+    return rows
+
+
+def as_served(costs: CostModel, fleet: Fleet, load: Load, unloaded: Mapping[str, float], count: int) -> CostModel:
+    """Scaled so that requests one at a time take what they were measured to take."""
+    for _ in range(4):  # the two factors touch each other a little
+        alone = [replace(each, at_s=number * _APART_S) for number, each in enumerate(_alone(load, count))]
+        outcomes = simulate(Setup(fleet, costs), alone).outcomes
+        ttft_s = statistics.median(each.ttft_s or 0.0 for each in outcomes)
+        itl_s = statistics.median(each.itl_s or 0.0 for each in outcomes)
+        factors = unloaded["itl_ms"] / 1e3 / itl_s, unloaded["ttft_ms"] / 1e3 / ttft_s
+        costs = replace(costs, step=scaled(costs.step, *factors))
+    return costs
+
+
+def section(rows: Sequence[Row]) -> str:
+    """A table."""
+    return table(
+        ["load", "server", "", "measured /s", "predicted /s", "error"],
+        [
+            [row.load, row.server, row.what, f"{row.measured_per_s:.2f}", f"{row.predicted_per_s:.2f}", _percent(row)]
+            for row in rows
+        ],
+    )
+
+
+def _percent(row: Row) -> str:
+    return f"{100 * row.error:+.0f} %"
+
+
+def _search(setup: Setup, load: Load, slo: Slo, effort: Document) -> float:
+    """The same search as `bench.goodput`'s."""
+    search = RateSearch(1.0, effort["ratio"], effort["first_stride"], effort["trials"])
+    while (rate := search.next_per_s) is not None:
+        search.tell(passed=passes(_trial(setup, load, rate, effort["requests"]), slo))
+    return search.passed_per_s or 0.0
+
+
+def _trial(setup: Setup, load: Load, rate_per_s: float, requests: int) -> Result:
+    return simulate(setup, _asks(arrivals(load, rate_per_s, requests, _LENGTHS_SEED)))
+
+
+def _alone(load: Load, count: int) -> list[Ask]:
+    return _asks(arrivals(load, 1.0, count, _UNLOADED_SEED))
+
+
+def _asks(requests: Sequence[Arrival]) -> list[Ask]:
+    return [
+        Ask(each.at_s, (Piece(number, each.prompt_tokens),), each.output_tokens)
+        for number, each in enumerate(requests, 1)
+    ]
+
+
+@contextmanager
+def _checkpoint() -> Iterator[Path]:
+    """The peers' model, in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(PEER_SHAPES[SHAPE], Path(folder))
+        yield Path(folder)

@@ -1,0 +1,106 @@
+"""`tandem plan`: how many workers of each role a load needs, by simulation (see `simulator`)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from cli.command import Subparsers, add_command
+from tandem.errors import ConfigError, Unavailable
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Declares the command."""
+    parser = add_command(
+        subparsers,
+        "plan",
+        run,
+        "how many workers of each role a load needs",
+        "Replays a trace on a simulated clock through Tandem's own placement and schedulers, with step times from a "
+        "cost model, and looks for the least workers with which 90 % of the requests meet both objectives: of static "
+        "roles and of elastic workers. Needs the worker extra, no model and no GPU.",
+    )
+    parser.add_argument(
+        "--trace", type=Path, required=True, metavar="FILE", help="JSON lines as Mooncake's: timestamp (ms), "
+        "input_length, output_length, hash_ids (blocks of 512 tokens that prompts share)",
+    )  # fmt: skip
+    parser.add_argument("--rate", type=_positive, metavar="PER_S", help="requests per second; [as in the trace]")
+    parser.add_argument("--ttft", type=_positive, required=True, metavar="S", help="objective for the first token")
+    parser.add_argument(
+        "--itl", type=_positive, required=True, metavar="S", help="objective for the 95th percentile between tokens"
+    )
+    parser.add_argument(
+        "--cost-model", type=Path, required=True, metavar="FILE", help="as `python -m bench.simulate --calibrate` fits"
+    )
+    parser.add_argument("--max-workers", type=_count, default=64, metavar="N", help="of all roles together [64]")
+    parser.add_argument("--autoscaler", action="store_true", help="also thresholds for deploy/components/autoscale-*")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Prints the plan. Raises ConfigError for a bad file, Unavailable if no fleet is large enough."""
+    try:
+        importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        raise ConfigError("tandem plan", f"needs {error.name}; install tandem-server[worker]") from error
+    plan = _plan(namespace)
+    if namespace.json:
+        print(json.dumps(plan, indent=2))
+    else:
+        print("\n".join(_lines(plan)))
+    if not any(each is not None for each in plan["fleets"].values()):
+        raise Unavailable(f"even {namespace.max_workers} workers do not meet the objectives")
+    return 0
+
+
+def _plan(namespace: argparse.Namespace) -> dict[str, Any]:
+    from simulator.cluster import Fleet, Policy, Setup
+    from simulator.costs import read_costs
+    from simulator.outcomes import Slo
+    from simulator.sizing import least_fleet, thresholds
+    from simulator.traces import at_rate, rate_of, read_jsonl
+
+    costs = read_costs(namespace.cost_model)
+    trace = read_jsonl(namespace.trace)
+    if namespace.rate is not None:
+        trace = at_rate(trace, namespace.rate)
+    slo = Slo(namespace.ttft, namespace.itl)
+    fleets: dict[str, Any] = {}
+    for policy in (Policy.STATIC, Policy.AUTO):
+        setup = Setup(Fleet(policy, 1, 1 if policy is Policy.STATIC else 0), costs)
+        found = least_fleet(setup, trace, slo, policy, namespace.max_workers)
+        if found is None:
+            fleets[policy] = None
+            continue
+        fleet, result = found
+        fleets[policy] = {"prefill": fleet.prefills, str(fleet.roles[-1]): fleet.decodes, **result.document(slo)}
+        if namespace.autoscaler:
+            fleets[policy]["thresholds"] = thresholds(result)
+    return {"requests": len(trace), "rate_per_s": rate_of(trace), "costs": costs.source, "fleets": fleets}
+
+
+def _lines(plan: dict[str, Any]) -> list[str]:
+    lines = [f"{plan['requests']} requests at {plan['rate_per_s']:.2f}/s; step times: {plan['costs'] or 'no source'}"]
+    for policy, found in plan["fleets"].items():
+        if found is None:
+            lines.append(f"{policy:7} too small, whatever the roles")
+            continue
+        workers = ", ".join(f"{use['workers']} {role} ({use['busy']:.0%} busy)" for role, use in found["use"].items())
+        lines.append(f"{policy:7} {workers}: {found['attainment']:.1%} attain, {found['goodput_per_s']:.2f}/s")
+        lines += [f"        {name}: {value:g}" for name, value in found.get("thresholds", {}).items()]
+    return lines
+
+
+def _positive(text: str) -> float:
+    if not 0 < (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return value

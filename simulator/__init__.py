@@ -1,0 +1,1 @@
+"""Tandem on a simulated clock: real placement, admission and workers' cores, around an engine that only takes time."""

@@ -1,0 +1,195 @@
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from bench.goodput_loads import LOADS, Arrival, arrivals
+from bench.goodput_page import bars, section
+from bench.goodput_search import FAILED, Objectives, Outcome, RateSearch, misses_allowed
+from bench.goodput_trial import Trial, Unloaded, measure_unloaded, objectives_of, run_trial
+from bench.peers.process import PeerError
+from bench.peers.served import AUTO, COLOCATED, DISAGGREGATED, VLLM_SERVER
+from bench.peers.streams import OnFirst, Prompt, Stream
+
+OBJECTIVES = Objectives(ttft_s=1.0, itl_s=0.1)
+
+
+def search_until_done(capacity_per_s: float, search: RateSearch) -> list[float]:
+    """The rates that were tried on a server that passes up to its capacity."""
+    tried = []
+    while (rate_per_s := search.next_per_s) is not None:
+        tried.append(rate_per_s)
+        search.tell(passed=rate_per_s <= capacity_per_s)
+    return tried
+
+
+@pytest.mark.parametrize("capacity_per_s", [0.07, 0.4, 0.99, 1.0, 1.01, 3.3, 12.0])
+def test_the_search_brackets_the_capacity_by_neighbours_on_the_grid(capacity_per_s: float) -> None:
+    search = RateSearch(1.0, ratio=1.1, first_stride=4, max_trials=20)
+    tried = search_until_done(capacity_per_s, search)
+    assert search.passed_per_s is not None
+    assert search.failed_per_s is not None
+    assert search.passed_per_s <= capacity_per_s < search.failed_per_s
+    assert search.failed_per_s == pytest.approx(1.1 * search.passed_per_s)
+    assert len(set(tried)) == len(tried) <= 12
+
+
+def test_the_search_ends_after_its_trials_and_tells_what_is_known() -> None:
+    search = RateSearch(1.0, ratio=2.0, first_stride=1, max_trials=2)
+    assert search_until_done(0.01, search) == [1.0, 0.5]
+    assert (search.passed_per_s, search.failed_per_s) == (None, 0.5)
+    search = RateSearch(1.0, ratio=2.0, first_stride=1, max_trials=3)
+    assert search_until_done(100.0, search) == [1.0, 2.0, 8.0]
+    assert (search.passed_per_s, search.failed_per_s) == (8.0, None)
+
+
+def test_an_outcome_counts_from_the_time_at_which_the_request_was_due() -> None:
+    outcome = Outcome.of(10.0, [10.5, 10.6, 10.7, 11.7])
+    assert outcome.ttft_s == pytest.approx(0.5)
+    assert outcome.itl_s == pytest.approx(0.1 + 0.9 * 0.9)
+    assert Outcome.of(0.0, [0.5]) == Outcome(0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "misses"),
+    [
+        (Outcome(1.0, 0.1), (False, False)),
+        (Outcome(1.01, 0.1), (True, False)),
+        (Outcome(1.0, 0.11), (False, True)),
+        (FAILED, (True, True)),
+    ],
+)
+def test_a_request_attains_if_it_meets_both_objectives(outcome: Outcome, misses: tuple[bool, bool]) -> None:
+    assert (outcome.misses_first(OBJECTIVES), outcome.misses_between(OBJECTIVES)) == misses
+    assert outcome.attains(OBJECTIVES) is not any(misses)
+
+
+def test_a_tenth_of_the_requests_may_miss() -> None:
+    assert [misses_allowed(count) for count in (1, 9, 10, 19, 20, 80)] == [0, 0, 1, 1, 2, 8]
+    good, late = Outcome(0.5, 0.05), Outcome(2.0, 0.05)
+    assert trial_of([good] * 9 + [late]).passed
+    assert not trial_of([good] * 8 + [late, FAILED]).passed
+    assert not trial_of([good] * 8, requests=10).passed
+
+
+def trial_of(outcomes: list[Outcome], requests: int | None = None) -> Trial:
+    return Trial(1.0, requests or len(outcomes), OBJECTIVES, tuple(outcomes), client_cpu_share=0.01, seconds=1.0)
+
+
+def test_a_trial_says_what_was_missed() -> None:
+    document = trial_of([Outcome(0.5, 0.05), Outcome(2.0, 0.05), Outcome(2.0, 0.2), FAILED]).document()
+    assert (document["attainment"], document["passed"]) == (0.25, False)
+    assert (document["missed_first"], document["missed_between"], document["failed"]) == (3, 2, 1)
+    assert document["ttft_ms"]["p50"] == pytest.approx(2000)
+
+
+def test_objectives_are_multiples_of_the_best_servers_medians() -> None:
+    quick, smooth = Unloaded([0.1, 0.2, 9.0], [0.05] * 3), Unloaded([0.3], [0.01])
+    found = objectives_of([quick, smooth])
+    assert (found.ttft_s, found.itl_s) == pytest.approx((1.6, 0.03))
+
+
+class FakeServer:
+    """Answers at once, as if the first token had taken `ttft_s`; keeps what it was asked."""
+
+    def __init__(self, ttft_s: float, fails: int = 0) -> None:
+        self.prompts: list[Prompt] = []
+        self._ttft_s = ttft_s
+        self._fails = fails
+
+    async def generate(self, prompt: Prompt, max_tokens: int, on_first: OnFirst | None = None) -> Stream:
+        sent_s = time.perf_counter()
+        self.prompts.append(prompt)
+        if len(self.prompts) <= self._fails:
+            raise PeerError("refused")
+        return Stream(sent_s, tuple((sent_s + self._ttft_s + 0.01 * index, 1) for index in range(max_tokens)))
+
+
+REQUESTS = tuple(Arrival(0.0, prompt_tokens, 5) for prompt_tokens in range(1, 11))
+GENEROUS = Objectives(ttft_s=1e6, itl_s=1e6)
+
+
+async def test_a_trial_sends_every_request_with_prompts_that_no_other_trial_has() -> None:
+    server = FakeServer(ttft_s=0.2)
+    for seed in (1, 2):
+        trial = await run_trial(server, REQUESTS, 1.0, GENEROUS, 1000, seed, leaves_early=True)
+        assert trial.passed
+        assert len(trial.outcomes) == 10
+    assert sorted(map(len, server.prompts)) == sorted([*range(1, 11), *range(1, 11)])
+    assert len(set(server.prompts)) == 20
+
+
+async def test_a_lost_trial_is_left_early_and_does_not_pass() -> None:
+    later = (*REQUESTS[:3], Arrival(3600.0, 8, 5))
+    trial = await run_trial(FakeServer(ttft_s=9.0), later, 1.0, OBJECTIVES, 1000, 1, leaves_early=True)
+    assert (len(trial.outcomes), trial.passed) == (3, False)
+
+
+async def test_a_failed_request_misses_and_a_server_that_only_fails_is_an_error() -> None:
+    trial = await run_trial(FakeServer(0.2, fails=2), REQUESTS, 1.0, GENEROUS, 1000, 1, leaves_early=False)
+    assert (trial.document()["failed"], trial.passed) == (2, False)
+    with pytest.raises(PeerError, match="refused"):
+        await run_trial(FakeServer(0.2, fails=10), REQUESTS, 1.0, GENEROUS, 1000, 1, leaves_early=False)
+
+
+async def test_a_trial_that_is_cancelled_leaves_no_task() -> None:
+    trial = asyncio.create_task(
+        run_trial(FakeServer(0.2), (Arrival(3600.0, 8, 5),), 1.0, OBJECTIVES, 1000, 1, leaves_early=False)
+    )
+    await asyncio.sleep(0)
+    trial.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await trial
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_unloaded_requests_are_the_loads_own() -> None:
+    server, into = FakeServer(ttft_s=0.2), Unloaded()
+    await measure_unloaded(server, LOADS["mixed"], 4, 1000, 7, into)
+    assert [len(each) for each in server.prompts] == [
+        each.prompt_tokens for each in arrivals(LOADS["mixed"], 1.0, 4, 7)
+    ]
+    assert into.document() == {"ttft_ms": pytest.approx(200), "itl_ms": pytest.approx(10)}
+
+
+def record(goodput: dict[str, float | None]) -> dict[str, Any]:
+    document = trial_of([Outcome(0.5, 0.05)] * 8 + [Outcome(2.0, 0.2)] * 2).document()
+    servers = {
+        name: {"goodput_per_s": each, "failed_per_s": 1.0, "trials": [document]} for name, each in goodput.items()
+    }
+    shape = {"median": 300, "least": 16, "most": 2048}
+    return {
+        "settings": {
+            "shape": "135m",
+            "threads": 2,
+            "servers": {AUTO: ["--roles", "auto"]},
+            "effort": {"requests": 10, "ratio": 1.1},
+            "loads": {"mixed": {"prompt": shape, "output": shape}},
+            "served": {},
+            "burst": {},
+        },
+        "loads": {"mixed": {"objectives": {"ttft_s": 1.6, "itl_s": 0.04}, "unloaded": {}, "servers": servers}},
+        "served": {},
+        "interference": {},
+    }
+
+
+def test_bars_compare_auto_with_vllm_and_with_the_better_static_form() -> None:
+    found = bars(record({VLLM_SERVER: 0.5, COLOCATED: 1.0, DISAGGREGATED: 1.25, AUTO: 1.5}))
+    assert [(bar.by_median, bar.met) for bar in found[:2]] == [(3.0, True), (pytest.approx(1.2), True)]
+    assert [bar.met for bar in found[2:]] == [None, None, None]
+
+
+def test_a_peer_that_passes_nowhere_counts_with_the_lowest_rate_that_it_failed() -> None:
+    found = bars(record({VLLM_SERVER: None, COLOCATED: 1.0, DISAGGREGATED: 1.25, AUTO: 1.5}))
+    assert found[0].by_median == 1.5
+    assert bars(record({AUTO: 1.5}))[0].met is None
+
+
+def test_the_page_shows_goodput_and_what_was_missed_beyond_it() -> None:
+    results = record({COLOCATED: 1.0, AUTO: None})
+    text = "\n".join(section({**results, "bars": [bar.document() for bar in bars(results)]}))
+    assert f"| {COLOCATED} | – | 1.00 | 1.00 | 2, 2 of 10 | 1% |" in text
+    assert f"| {AUTO} | – | 0.00 |" in text
+    assert "goodput, mixed, auto, times vLLM's | ≥ 2 | – | – | not measured |" in text

@@ -1,0 +1,50 @@
+"""`tandem plan` on a small trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.main import main
+from simulator.costs import CostModel, StepCosts
+
+
+@pytest.fixture
+def argv(tmp_path: Path) -> list[str]:
+    trace, costs = tmp_path / "trace.jsonl", tmp_path / "costs.json"
+    lines = [
+        {"timestamp": 250 * number, "input_length": 300, "output_length": 8, "hash_ids": [number]}
+        for number in range(12)
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    CostModel(StepCosts(0.02, per_prompt_token=1e-3), source="a test").write(costs)
+    return ["plan", "--trace", str(trace), "--cost-model", str(costs), "--itl", "0.2"]
+
+
+def test_a_plan_names_the_workers_of_each_role(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*argv, "--ttft", "1", "--json", "--autoscaler"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["requests"] == 12
+    assert plan["rate_per_s"] == pytest.approx(4.0)
+    static, auto = plan["fleets"]["static"], plan["fleets"]["auto"]
+    assert static["prefill"] >= 2  # 0.3 s for each prompt, four each second
+    assert static["decode"] >= 1
+    assert auto["elastic"] >= 2
+    for found in (static, auto):
+        assert found["attainment"] >= 0.9
+        assert found["thresholds"].keys() == {"tandem_prefill_queued_prompt_tokens", "tandem_kv_pool_usage_ratio"}
+
+
+def test_a_plan_reads_as_text(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*argv, "--ttft", "1", "--rate", "1"]) == 0
+    first, static, auto = capsys.readouterr().out.splitlines()
+    assert first == "12 requests at 1.00/s; step times: a test"
+    assert static.startswith("static  1 prefill")
+    assert auto.startswith("auto    1 elastic")
+
+
+def test_objectives_out_of_reach_are_said_to_be(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*argv, "--ttft", "0.01", "--max-workers", "3"]) == 1
+    assert "even 3 workers" in capsys.readouterr().err
