@@ -59,11 +59,12 @@ bench: install
 	$(BIN)/python -m bench.transfer --record
 	$(BIN)/python -m bench.overlap --record
 
-.PHONY: peers peers-venv
+.PHONY: peers peers-venv goodput
 VLLM_VENV ?= ../vllm-venv
 ZENTORCH ?= ../vllm-zentorch
 LLAMA_VENV ?= ../llama-venv
 PEERS ?=  # more options, such as --quick
+GOODPUT ?=  # the same
 
 ## peers-venv   the peers in environments of their own, beside the repository (VLLM_VENV, ZENTORCH, LLAMA_VENV): 4 GB
 peers-venv: $(VLLM_VENV)/.installed $(ZENTORCH)/.installed $(LLAMA_VENV)/.installed
@@ -92,6 +93,10 @@ $(LLAMA_VENV)/.installed: bench/llama-requirements.txt
 peers: install peers-venv
 	$(BIN)/python -m bench.peers --vllm-python $(abspath $(VLLM_VENV))/bin/python --zentorch $(abspath $(ZENTORCH)) \
 		--llama-python $(abspath $(LLAMA_VENV))/bin/python $(PEERS)
+
+## goodput   requests per second within objectives, against vLLM's server: records, renders the page (about an hour)
+goodput: install $(VLLM_VENV)/.installed
+	$(BIN)/python -m bench.goodput --vllm-python $(abspath $(VLLM_VENV))/bin/python --record $(GOODPUT)
 
 ## exact     token ids against transformers: every family, transport, block size and chunk budget (half an hour)
 exact: install

@@ -45,6 +45,7 @@ from bench.peers.process import end_in_order
 from bench.peers.served import (
     AUTO,
     AUTO_OPTIONS,
+    COLOCATED,
     TANDEM_SERVERS,
     VLLM_SERVER,
     ServedShape,
@@ -90,7 +91,7 @@ class Effort:
 
 
 FULL = Effort(requests=80, unloaded=9, ratio=1.1, first_stride=4, trials=9, rounds=3, leaves_early=False)
-QUICK = Effort(requests=20, unloaded=3, ratio=1.25, first_stride=2, trials=4, rounds=1, leaves_early=True)
+QUICK = Effort(requests=16, unloaded=2, ratio=1.3, first_stride=2, trials=3, rounds=1, leaves_early=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +152,8 @@ class Comparison:
             results[TOGETHER] = served_documents(served)
         if BURST in plan.parts:
             _say("long prompts beside streams")
-            found = await interference.measure(
-                self._turns, burst_shape(plan.shape), plan.vocab_size, plan.effort.rounds
-            )
+            rivals = {name: turn for name, turn in self._turns.items() if name != COLOCATED}
+            found = await interference.measure(rivals, burst_shape(plan.shape), plan.vocab_size, plan.effort.rounds)
             results[BURST] = interference_documents(found)
         return {**results, "bars": [bar.document() for bar in bars(results)]}
 
