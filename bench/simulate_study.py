@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from bench.markdown import table
 from bench.page import ROOT
@@ -85,7 +85,7 @@ def study(name: str, span_s: float = SPAN_S) -> Document:
     for fleet in FLEETS:
         sound, losing = (simulate(Setup(fleet, H100, failures), trace).document(slo) for failures in (None, LOSSES))
         found[fleet.name] = {
-            "per_gpu": rate * sound["attainment"] / (GPUS * fleet.num_workers),
+            "per_gpu": rate * cast(float, sound["attainment"]) / (GPUS * fleet.num_workers),
             "sound": sound,
             "losing": losing,
         }

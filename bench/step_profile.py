@@ -94,6 +94,7 @@ def measure(folder: Path, form: QuantForm | None, tier: str | None) -> dict[str,
     step.clock = PhaseClock()
     num_tokens = max(seqs * (context + query + _BLOCK_SIZE) for _, seqs, context, query in (*STEPS, *PROMPTS))
     timer = StepTimer(model, _BLOCK_SIZE, num_tokens, kernels)
+    assert isinstance(model.config, ModelConfig)  # a native step is of a decoder of ours
     profiles = profile(timer, step.clock, model.config)
     timer.close()
     return {

@@ -182,10 +182,13 @@ class Runner:
             plan = plan_rows(batch.rows.draws, batch.rows.output_indexes, self._kernels, self._kv.device)
             if plan is not None:
                 return plan
-        if not batch.sample_specs:
+        specs = batch.sample_specs
+        if batch.rows is not None and not specs:  # they were left out for the plan above, which these kernels lack
+            specs = batch.rows.sample_specs()
+        if not specs:
             return None
         fed_by = {} if batch.feeds is None else batch.feeds.history
-        return plan_draws(batch.sample_specs, self._kernels, self._kv.device, fed_by)
+        return plan_draws(specs, self._kernels, self._kv.device, fed_by)
 
     def _pairs(self, copies: Sequence[BlockCopy]) -> torch.Tensor:
         pairs = np.array([(copy.source, copy.target) for copy in copies], dtype=np.int64)  # [M, 2]

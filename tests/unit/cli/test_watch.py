@@ -206,7 +206,7 @@ def test_a_worker_is_one_line_however_narrow_the_terminal_and_long_its_name(monk
     out = Terminal()
     print_whole(open_console(out), *view(replace(STATUS, workers=(named,))))
     for text in (out.written, whole(replace(STATUS, workers=(named,)))):
-        assert sum("w" * 64 in line for line in text.splitlines()) == 2
+        assert sum("w" * 64 in line for line in text.splitlines()) == 3
         assert "127.0.0.1:9  " in text
 
 
