@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
@@ -33,6 +33,10 @@ def command(*arguments: str, stderr: int) -> Iterator[tuple[subprocess.Popen[str
             yield process, process.stdout.readline().removeprefix("ready ").strip()
         finally:
             process.kill()
+
+
+def serve(stderr: int) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
+    return command("serve", "--prefill", "1", "--decode", "1", "--listen", "127.0.0.1:0", stderr=stderr)
 
 
 @contextmanager
@@ -62,7 +66,7 @@ def nobody_reads() -> Iterator[int]:
 @LINUX
 @pytest.mark.parametrize("stderr", [full_disk, reader_gone])
 def test_serve_keeps_its_children_though_their_lines_go_nowhere(stderr: type) -> None:
-    with stderr() as descriptor, command("serve", "--listen", "127.0.0.1:0", stderr=descriptor) as (process, target):
+    with stderr() as descriptor, serve(descriptor) as (process, target):
         with Client(target) as client:
             client.wait_ready(timeout_s=30)
             killed = pid_of(client, Role.DECODE)

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.cluster import Cluster, eventually
+from bench.cluster import Cluster, eventually, serve
 from bench.ports import free_ports
 from tandem.client import Client
 from tandem.telemetry import metric_names, vllm_names
@@ -68,7 +68,8 @@ def value(exposition: str, name: str, **labels: str) -> float:
 
 
 def test_each_process_exposes_what_is_declared_for_it_and_nothing_else_of_ours(client: Client) -> None:
-    exposed = expositions(client)
+    with serve("demo", "--roles", "auto", "--workers", "1") as cluster, Client(cluster.target) as elastic:
+        exposed = expositions(elastic) | expositions(client)
     assert exposed.keys() == set(Process)
     for process, exposition in exposed.items():
         declared = {each.name for each in metric_names.ALL if process in each.on}
