@@ -39,7 +39,7 @@ from tandem.types import Incarnation, WorkerId, WorkerInfo, WorkerLoad
 _TICKS_PER_LEASE = 20
 _LONGEST_TICK_S = 0.25
 _MOST_HEARTBEATS_PER_S = 1000
-"""That a router asks for of all workers together: a tenth of a core."""
+"""That a router asks for of all workers together, as they register: about a fifth of a core (bench.router_scale)."""
 
 _log = get_logger(__name__)
 
