@@ -25,7 +25,7 @@ def fleet() -> Iterator[Fleet]:
     """One router and 2+2 workers whose grace is shorter than their streams."""
     with Fleet(free_ports(1), options=("--drain-grace-seconds", "0.2")) as fleet:
         fleet.start_router(0)
-        for role in Role:
+        for role in (Role.PREFILL, Role.DECODE):
             for index in range(2):
                 fleet.start_worker(role, f"{role.value}-{index}")
         yield fleet
