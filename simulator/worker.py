@@ -257,5 +257,6 @@ def _core(
         parts = PrefillParts(engine, cache, sender, validator, clock, WorkerObserver())
         return PrefillWorker(parts, BatchLimits(costs.prefill_chunk_tokens, costs.max_seqs), OutgoingPolicy(), tokens)
     limits = StepLimits(costs.block_size, costs.max_seqs, costs.chunk_tokens)
-    policy = WorkerPolicy(limits, tokens, inter_token_objective_s=None, elastic=role is Role.ELASTIC)
+    elastic = role is Role.ELASTIC
+    policy = WorkerPolicy(limits, tokens, inter_token_objective_s=None if elastic else 0.0, elastic=elastic)
     return DecodeWorker(DecodeParts(engine, cache, receiver, validator, clock, sender=sender), policy)

@@ -208,8 +208,8 @@ class DecodeConfig(WorkerConfig):
     inter_token_objective_s: float | None = option(
         "inter-token-objective",
         None,
-        "seconds between two tokens of a stream that chunks of prompts must leave; 0 = any number, auto = a multiple "
-        "of what a step without prompts takes",
+        "seconds between two tokens of a stream that chunks of prompts must leave; 0 = any number, auto = on elastic "
+        "workers a multiple of what a step without prompts takes, else 0",
         seconds(0, 60),
         none_word="auto",
     )
