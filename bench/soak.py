@@ -77,6 +77,11 @@ class Setup:
         )
 
     @property
+    def later_links(self) -> int:
+        """Links that a worker may still open once all serve: elastic ones open them, both ways, as they hand over."""
+        return 2 * (2 * self.workers - 1) if self.elastic else 0
+
+    @property
     def options(self) -> tuple[str, ...]:
         """The command line."""
         number = str(self.workers)
@@ -109,7 +114,7 @@ def run_round(number: int, seed: int, storm_s: float, kinds: Sequence[Kind]) -> 
     print(title, flush=True)
     with serve("demo", *chosen.options) as cluster, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         rng = random.Random(f"{seed}/{number}")
-        account = runner.run(Round(title, cluster, chosen.workers, kinds, rng).run(storm_s))
+        account = runner.run(Round(title, cluster, chosen.workers, kinds, rng, chosen.later_links).run(storm_s))
         return replace(account, violations=(*account.violations, *_stop(cluster)))
 
 

@@ -39,6 +39,10 @@ MORE_THREADS = 4
 MORE_MAPPINGS = 2
 MORE_RSS_BYTES = 32 * 1024 * 1024
 """Slack of one process: pools and caches may grow so much in a round. In a long one a leak per request is far more."""
+LINK_DESCRIPTORS = 12
+LINK_THREADS = 1
+LINK_MAPPINGS = 1
+"""What one link to another worker holds at most: over nixl 11 descriptors, over shm a mapping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +97,14 @@ class Lately:
 class Round:
     """Makes the account of one cluster. Use once."""
 
-    def __init__(self, title: str, cluster: Cluster, workers_each: int, kinds: Sequence[Kind], rng: Random) -> None:
+    def __init__(
+        self, title: str, cluster: Cluster, workers_each: int, kinds: Sequence[Kind], rng: Random, later_links: int = 0
+    ) -> None:
+        """`later_links`: so many links a worker may open after the first look, since placement decides when."""
         self._title = title
         self._cluster = cluster
         self._workers_each = workers_each
+        self._later_links = later_links
         self._kinds = kinds
         self._rng = rng
         self._clock = MonotonicClock()
@@ -172,7 +180,7 @@ class Round:
     def _check_leaks(self, before: Mapping[str, Usage], after: Mapping[str, Usage]) -> None:
         for name, then, now in survivors(before, after):
             self.say(f"{name} (pid {now.pid}): {then} became {now}")
-        for leak in leaks(before, after):
+        for leak in leaks(before, after, self._later_links):
             self._violated(leak)
 
     def _look(self) -> dict[str, Usage]:
@@ -268,14 +276,18 @@ def survivors(before: Mapping[str, Usage], after: Mapping[str, Usage]) -> Iterat
             yield name, then, now
 
 
-def leaks(before: Mapping[str, Usage], after: Mapping[str, Usage]) -> list[str]:
-    """What a survivor has more of than its slack allows."""
+def leaks(before: Mapping[str, Usage], after: Mapping[str, Usage], later_links: int = 0) -> list[str]:
+    """What a survivor has more of than its slack and so many new links allow."""
     found = []
     for name, then, now in survivors(before, after):
         for what, grown, slack in (
-            ("descriptors", now.descriptors - then.descriptors, MORE_DESCRIPTORS),
-            ("threads", now.threads - then.threads, MORE_THREADS),
-            ("shared mappings", now.shared_mappings - then.shared_mappings, MORE_MAPPINGS),
+            ("descriptors", now.descriptors - then.descriptors, MORE_DESCRIPTORS + later_links * LINK_DESCRIPTORS),
+            ("threads", now.threads - then.threads, MORE_THREADS + later_links * LINK_THREADS),
+            (
+                "shared mappings",
+                now.shared_mappings - then.shared_mappings,
+                MORE_MAPPINGS + later_links * LINK_MAPPINGS,
+            ),
             ("bytes of memory", now.rss_bytes - then.rss_bytes, MORE_RSS_BYTES),
         ):
             if grown > slack:

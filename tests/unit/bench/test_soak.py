@@ -140,6 +140,13 @@ def test_a_survivor_may_not_hold_more_than_its_slack() -> None:
         assert len(leaks({"router": USAGE}, {"router": more})) == 1
 
 
+def test_links_that_elastic_workers_open_later_are_no_leak() -> None:
+    linked = replace(USAGE, descriptors=USAGE.descriptors + 66, threads=USAGE.threads + 6)
+
+    assert leaks({"worker-1": USAGE}, {"worker-1": linked}, later_links=6) == []
+    assert len(leaks({"worker-1": USAGE}, {"worker-1": linked}, later_links=2)) == 1
+
+
 def test_a_successor_is_no_survivor() -> None:
     assert leaks({"router": USAGE}, {"router": replace(USAGE, pid=8, descriptors=900, threads=90)}) == []
 
