@@ -33,7 +33,7 @@ def num_workers(target: str) -> int:
 def test_requests_go_through_every_process_and_one_that_is_killed_is_replaced() -> None:
     with serve("demo", "--prefill", "1", "--decode", "2", "--router-processes", "2") as cluster:
         first, second = own_addresses(cluster)
-        assert [num_workers(each) for each in (first, second)] == [3, 3]
+        assert eventually(lambda: [num_workers(each) for each in (first, second)] == [3, 3], REPLACED_WITHIN_S)
         answers = []
         for target in (cluster.target, first, second):
             with Client(target) as client:
