@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -34,7 +35,8 @@ def completions(kv_dtype: str, *way: str) -> list[list[tuple[int, ...]]]:
     with serve("demo", *options) as cluster, Client(cluster.target) as client:
         client.wait_ready(timeout_s=60)
         calls = [{"token_ids": prompt_of(length), **how} for length in LENGTHS for how in (GREEDY, DRAWN, BEAMS)]
-        first, again = ([said(client.complete(**call)) for call in calls] for _ in range(2))
+        with ThreadPoolExecutor(len(calls)) as callers:
+            first, again = (list(callers.map(lambda call: said(client.complete(**call)), calls)) for _ in range(2))
         assert again == first
         assert client.complete(token_ids=prompt_of(300), **GREEDY).usage.cached_tokens == 288
         assert becomes_idle(client, 15), client.status()

@@ -20,15 +20,22 @@ LONG = 300
 """Tokens of a stream that outlasts a drain's grace of a fraction of a second."""
 
 
-@pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    """One router and 2+2 workers whose grace is shorter than their streams."""
+@pytest.fixture(scope="module")
+def running() -> Iterator[Fleet]:
+    """What earlier tests of this file left of a fleet with a router, whose grace is shorter than its streams."""
     with Fleet(free_ports(1), options=("--drain-grace-seconds", "0.2")) as fleet:
         fleet.start_router(0)
-        for role in (Role.PREFILL, Role.DECODE):
-            for index in range(2):
-                fleet.start_worker(role, f"{role.value}-{index}")
         yield fleet
+
+
+@pytest.fixture
+def fleet(running: Fleet) -> Fleet:
+    """One router and 2+2 workers."""
+    for role in (Role.PREFILL, Role.DECODE):
+        for index in range(2):
+            if f"{role.value}-{index}" not in running.names:
+                running.start_worker(role, f"{role.value}-{index}")
+    return running
 
 
 @contextlib.asynccontextmanager
