@@ -19,8 +19,8 @@ namespace {
 
 constexpr int64_t kTokens = 64;
 
-// Keys in one share of a seq that sees `keys` keys: a quarter, but 128 to 512.
-inline int64_t share_of(int64_t keys) { return least(512, most(128, round_up((keys + 3) / 4, kTokens))); }
+// Keys in one share of a seq that sees `keys` keys: a quarter, but 320 to 512. Each share has a start and a merge to pay.
+inline int64_t share_of(int64_t keys) { return least(512, most(320, round_up((keys + 3) / 4, kTokens))); }
 
 template <typename Form>
 class Decode {
