@@ -45,7 +45,8 @@ class ChunkBudget:
         self._ratio = waiting_served_ratio
         self._decode_s: dict[int, float] = {}
         """By size class: steps of `[2**(c-1), 2**c)` sequences."""
-        self._alone, self._beside = TokenRate(), TokenRate()
+        self._prompts = TokenRate()
+        """Of prompts, alone and beside decodes, without the time that these take."""
         self._num_decodes = 0
         """Of the last step that had any."""
 
@@ -54,7 +55,7 @@ class ChunkBudget:
         if num_decodes:
             self._num_decodes = num_decodes
         if not num_decodes:
-            self._alone.add(num_prompt_tokens, seconds)
+            self._prompts.add(num_prompt_tokens, seconds)
         elif not num_prompt_tokens:
             size = num_decodes.bit_length()
             average = self._decode_s.get(size, seconds)
@@ -64,17 +65,16 @@ class ChunkBudget:
             self._mixed_step_took(num_decodes, num_prompt_tokens, seconds)
 
     def _mixed_step_took(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
-        least_s = num_prompt_tokens / (_MOST_GAIN * self._alone.per_s) if self._alone.per_s else 0.0
-        decode_s = self._expected_s(num_decodes)
+        decode_s, per_s = self._expected_s(num_decodes), self._prompts.per_s
+        least_s = num_prompt_tokens / (_MOST_GAIN * per_s) if per_s else seconds / 100
         if decode_s:
-            self._beside.add(num_prompt_tokens, max(seconds - decode_s, least_s, seconds / 100))
-        elif least_s and num_prompt_tokens <= _FIRST_GRAINS * self._grain_tokens:
-            prompt_s = num_prompt_tokens / self._alone.per_s
-            self._decode_s[num_decodes.bit_length()] = max(seconds - prompt_s, seconds / 4)
+            self._prompts.add(num_prompt_tokens, max(seconds - decode_s, least_s))
+        elif per_s and num_prompt_tokens <= _FIRST_GRAINS * self._grain_tokens:
+            self._decode_s[num_decodes.bit_length()] = max(seconds - num_prompt_tokens / per_s, seconds / 4)
 
     def tokens(self, num_decodes: int, num_prompts: int) -> int:
         """Prompt tokens of the next step, in which so many sequences decode, while so many prompts wait."""
-        decode_s, per_s = self._expected_s(num_decodes), self._rate
+        decode_s, per_s = self._expected_s(num_decodes), self._prompts.per_s
         if not num_decodes or self._objective_s == 0:
             return self._chunk_tokens
         if not decode_s or not per_s:
@@ -94,9 +94,10 @@ class ChunkBudget:
 
     def prompt_tokens_per_s(self, num_decodes: int, num_prompts: int) -> float:
         """What prompts get as things are now; 0 = not measured yet."""
+        per_s = self._prompts.per_s
         if not num_decodes:
-            return self._alone.per_s or self._beside.per_s
-        tokens, per_s = self.tokens(num_decodes, num_prompts), self._rate
+            return per_s
+        tokens = self.tokens(num_decodes, num_prompts)
         return tokens / (self._expected_s(num_decodes) + tokens / per_s) if per_s else 0.0
 
     @property
@@ -108,10 +109,6 @@ class ChunkBudget:
     def step_objective_s(self) -> float:
         """Longest step for the last size; 0 = none, or not known yet."""
         return self.objective_s(self._num_decodes)
-
-    @property
-    def _rate(self) -> float:
-        return self._beside.per_s or self._alone.per_s
 
     def _expected_s(self, num_decodes: int) -> float:
         """A decode step of the next size class that is known, the smaller one of two; 0 = none is."""

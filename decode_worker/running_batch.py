@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -96,9 +96,18 @@ class BlockReleases:
 class RunningBatch:
     """Running and waiting requests, each list in rank order."""
 
-    def __init__(self, cache: PrefixCache, limits: StepLimits, growth: Growth, budget: ChunkBudget) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        limits: StepLimits,
+        growth: Growth,
+        budget: ChunkBudget,
+        arriving: Collection[Request] = (),
+    ) -> None:
+        """`arriving`: those whose hand-off to here is under way; read whenever a step is planned."""
         self.budget = budget
         """Told of each step that ended by whoever runs them."""
+        self._arriving = arriving
         self.releases = BlockReleases(cache.pool)
         self._cache = cache
         self._pool = cache.pool
@@ -230,8 +239,9 @@ class RunningBatch:
 
     @property
     def num_decodes(self) -> int:
-        """Sequences that decode."""
-        return sum(len(request.group.running) for request in self._running if request.group.is_forked)
+        """Sequences that decode, or will in the next step."""
+        landed = (each for each in self._waiting if each.group.holds_blocks)
+        return sum(len(each.group.running) for each in (*self._running, *landed) if each.group.is_forked)
 
     @property
     def num_prompts(self) -> int:
@@ -239,11 +249,18 @@ class RunningBatch:
         running = sum(not request.group.is_forked for request in self._running)
         return running + sum(not request.group.holds_blocks for request in self._waiting)
 
+    @property
+    def num_streams(self) -> int:
+        """Sequences whose clients wait for the next token: those that decode; where none does, one whose first token
+        was told by the worker that computes its prompt, or may be before the next step has ended.
+        """
+        return self.num_decodes or min(1, len(self._arriving))
+
     def _limits_now(self) -> StepLimits:
         num_prompts = self.num_prompts
         if not num_prompts:
             return self._limits
-        return replace(self._limits, chunk_tokens=self.budget.tokens(self.num_decodes, num_prompts))
+        return replace(self._limits, chunk_tokens=self.budget.tokens(self.num_streams, num_prompts))
 
     def _plan(self, limits: StepLimits) -> tuple[StepPlan, Beside | None]:
         """The next step, and what else takes part in it; None = the plan is of all."""

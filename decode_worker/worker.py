@@ -69,7 +69,7 @@ class DecodeWorker:
             parts.cache, parts.receiver, parts.clock, self, policy.transfers, parts.validator.vocab_size
         )
         budget = ChunkBudget(policy.limits.chunk_tokens, policy.inter_token_objective_s, policy.waiting_served_ratio)
-        self._batch = RunningBatch(parts.cache, policy.limits, growth, budget)
+        self._batch = RunningBatch(parts.cache, policy.limits, growth, budget, self._transfers.requests)
         self._prompts = PromptsForOthers(self._batch, parts.cache, parts.sender, parts.clock, self)
         self._admission = Admission(
             policy, parts.cache, growth, self._batch, self._transfers, self._prompts, parts.engine
@@ -272,7 +272,7 @@ class DecodeWorker:
             live_transfers=self._parts.receiver.num_live + prompts.num_transfers,
             draining=self._draining,
             preemptions=batch.num_preemptions,
-            prompt_tokens_per_s=batch.budget.prompt_tokens_per_s(batch.num_decodes, batch.num_prompts),
+            prompt_tokens_per_s=batch.budget.prompt_tokens_per_s(batch.num_streams, batch.num_prompts),
             step_s=batch.budget.step_s,
             step_objective_s=batch.budget.step_objective_s,
         )

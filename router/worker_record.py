@@ -29,6 +29,8 @@ class WorkerRecord:
         self.assigned_tokens = 0
         """Given to it, and not shown by `load`."""
         self.assigned_seqs = 0
+        self.assigned_prompt_tokens = 0
+        """Of these tokens, what it computes itself."""
         self.coming_tokens = 0
         """Of these, what is not there yet, but with the prefill worker: the next heartbeat will not show it either."""
         self.coming_seqs = 0
@@ -70,6 +72,7 @@ class WorkerRecord:
         self.load = load
         self.heard_s = now_s
         self.assigned_tokens, self.assigned_seqs = self.coming_tokens, self.coming_seqs
+        self.assigned_prompt_tokens = 0
 
     def forgive(self, seconds: float, now_s: float) -> None:
         """Does not count so much time as silence of the worker."""
@@ -114,4 +117,5 @@ class WorkerRecord:
             self.connected,
             reported_tokens,
             likely_tokens,
+            self.assigned_prompt_tokens,
         )

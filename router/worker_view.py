@@ -50,6 +50,8 @@ class WorkerView:
     """Leading tokens of the request to be placed whose KV it has said that it holds; one at least is left out."""
     likely_tokens: int = 0
     """The same, with those that it was given to compute and has not spoken of yet."""
+    assigned_prompt_tokens: int = 0
+    """Of `assigned_tokens`, what it computes itself."""
 
     def share_with(self, demand: Demand) -> float:
         """Of its seats or of its pool, whichever is more, that is taken with `demand` there; > 1 = some wait."""
@@ -57,14 +59,15 @@ class WorkerView:
             return 1.0
         pool, seats = self.load.pool, self.info.max_seqs
         num_seqs = self._num_seqs + demand.num_choices
-        missing_blocks = -(-(self.queued_tokens + self.lacking_tokens(demand)) // max(1, pool.block_size))
+        num_tokens = self.assigned_tokens + self.load.queued_prompt_tokens + self.lacking_tokens(demand)
+        missing_blocks = -(-num_tokens // max(1, pool.block_size))
         num_blocks = pool.total - pool.free - pool.cached + missing_blocks
         return max(num_seqs / seats if seats else 0.0, num_blocks / max(1, pool.total))
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that wait there."""
-        return self.assigned_tokens + (0 if self.load is None else self.load.queued_prompt_tokens)
+        """Prompt tokens that wait there to be computed."""
+        return self.assigned_prompt_tokens + (0 if self.load is None else self.load.queued_prompt_tokens)
 
     def lacking_tokens(self, demand: Demand) -> int:
         """What it would have to compute or to be sent."""

@@ -252,6 +252,9 @@ class Workers:
             record.assigned_seqs += demand.num_choices
             if demand.prefix is not None:
                 record.expect(demand.prefix, view.likely_tokens, now_s)
+        if demand.source is None:
+            computing, view = chosen[0]
+            computing.assigned_prompt_tokens += view.lacking_tokens(demand)
         assignment = Assignment(placement, num_tokens, demand.num_choices, self._ejections.new_probe())
         self._ejections.begin(assignment.subjects, assignment.probe, now_s)
         return assignment

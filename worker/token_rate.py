@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-_WEIGHT = 1 / 8
-"""Of the newest step."""
+_MEMORY_TOKENS = 4096
+_MEMORY_STEPS = 8
 
 
 class TokenRate:
-    """Long steps count by their length: tokens and seconds are averaged apart."""
+    """Of the last few thousand tokens, eight steps at least: what a few tokens add to a step is lost in its noise."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
         """A step has ended."""
-        weight = _WEIGHT if self._tokens else 1.0
-        self._tokens += weight * (tokens - self._tokens)
-        self._seconds += weight * (seconds - self._seconds)
+        keeps = 1 - min(tokens / _MEMORY_TOKENS, 1 / _MEMORY_STEPS)
+        self._tokens = keeps * self._tokens + tokens
+        self._seconds = keeps * self._seconds + seconds
 
     @property
     def per_s(self) -> float:
