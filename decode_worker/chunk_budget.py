@@ -17,10 +17,12 @@ always advance, and few shapes of steps occur.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from worker.token_rate import TokenRate
 
 FEW_STEPS = 2.2
-OWN_STEPS = 1.6
+OWN_STEPS = 1.7
 MARGIN = 0.9
 """Of the longest step, that a chunk may make it last by what was measured: other processes slow some steps down."""
 _GRAINS = 128
@@ -37,12 +39,12 @@ _MOST_GAIN = 4.0
 class ChunkBudget:
     """Of one worker that decodes."""
 
-    def __init__(self, chunk_tokens: int, objective_s: float | None = None, waiting_served_ratio: float = 1.0) -> None:
+    def __init__(self, chunk_tokens: int, objective_s: float | None = None, waiting_served_ratio: float = 4.0) -> None:
         """`objective_s` None = by the measured steps, 0 = none: each step computes up to `chunk_tokens`."""
         self._chunk_tokens = chunk_tokens
         self._grain_tokens = max(1, chunk_tokens // _GRAINS)
         self._objective_s = objective_s
-        self._ratio = waiting_served_ratio
+        self._most_wait_ratio = waiting_served_ratio
         self._decode_s: dict[int, float] = {}
         """By size class: steps of `[2**(c-1), 2**c)` sequences."""
         self._prompts = TokenRate()
@@ -72,15 +74,18 @@ class ChunkBudget:
         elif per_s and num_prompt_tokens <= _FIRST_GRAINS * self._grain_tokens:
             self._decode_s[num_decodes.bit_length()] = max(seconds - num_prompt_tokens / per_s, seconds / 4)
 
-    def tokens(self, num_decodes: int, num_prompts: int) -> int:
-        """Prompt tokens of the next step, in which so many sequences decode, while so many prompts wait."""
+    def tokens(self, num_decodes: int, wait_ratio: float) -> int:
+        """Prompt tokens of the next step, in which so many sequences decode. `wait_ratio`: of prompts (`wait_ratio`)."""
         decode_s, per_s = self._expected_s(num_decodes), self._prompts.per_s
         if not num_decodes or self._objective_s == 0:
             return self._chunk_tokens
         if not decode_s or not per_s:
             return min(_FIRST_GRAINS * self._grain_tokens, self._chunk_tokens)
-        longest_s = self.objective_s(num_decodes) * (self._ratio if num_prompts > num_decodes else 1.0)
-        num_grains = round((MARGIN * longest_s - decode_s) * per_s) // self._grain_tokens
+        share = wait_ratio / self._most_wait_ratio
+        if share >= 1:
+            return self._chunk_tokens
+        longest_s = max(MARGIN * self.objective_s(num_decodes), decode_s / (1 - share))
+        num_grains = round((longest_s - decode_s) * per_s) // self._grain_tokens
         return min(max(1, num_grains) * self._grain_tokens, self._chunk_tokens)
 
     def objective_s(self, num_decodes: int) -> float:
@@ -92,12 +97,12 @@ class ChunkBudget:
 
     # --- what the worker reports ---
 
-    def prompt_tokens_per_s(self, num_decodes: int, num_prompts: int) -> float:
+    def prompt_tokens_per_s(self, num_decodes: int, wait_ratio: float) -> float:
         """What prompts get as things are now; 0 = not measured yet."""
         per_s = self._prompts.per_s
         if not num_decodes:
             return per_s
-        tokens = self.tokens(num_decodes, num_prompts)
+        tokens = self.tokens(num_decodes, wait_ratio)
         return tokens / (self._expected_s(num_decodes) + tokens / per_s) if per_s else 0.0
 
     @property
@@ -114,3 +119,15 @@ class ChunkBudget:
         """A decode step of the next size class that is known, the smaller one of two; 0 = none is."""
         size = num_decodes.bit_length()
         return self._decode_s[min(self._decode_s, key=lambda each: (abs(each - size), each))] if self._decode_s else 0.0
+
+
+def wait_ratio(prompts: Iterable[int]) -> float:
+    """How many times its own computing time the worst off of these prompts waits for its first token, at any one rate.
+
+    `prompts`: tokens that each lacks, in the order in which they are computed.
+    """
+    before, most = 0, 0.0
+    for num_tokens in prompts:
+        before += num_tokens
+        most = max(most, before / max(1, num_tokens))
+    return most

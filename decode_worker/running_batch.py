@@ -15,7 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from decode_worker.chunk_budget import ChunkBudget
+from decode_worker.chunk_budget import ChunkBudget, wait_ratio
 from decode_worker.decoding import Decoding, may_join
 from decode_worker.growth import Forecast, Growth
 from decode_worker.scheduler import Beside, StepLimits, StepPlan, plan_step
@@ -26,6 +26,7 @@ from engine.sequence import Sequence
 from engine.step import BlockCopy, ScheduledSeq, Step
 from tandem.types import BlockId, WaitReason
 from worker.request import Request
+from worker.turns import turn_of
 from worker.waits import Wait
 
 
@@ -244,10 +245,13 @@ class RunningBatch:
         return sum(len(each.group.running) for each in (*self._running, *landed) if each.group.is_forked)
 
     @property
-    def num_prompts(self) -> int:
-        """Requests whose prompt is being computed, or waits for that."""
-        running = sum(not request.group.is_forked for request in self._running)
-        return running + sum(not request.group.holds_blocks for request in self._waiting)
+    def wait_ratio(self) -> float:
+        """Of the prompts that are being computed, or wait for that, how long the worst off waits; 0 = there is none."""
+        running = (each for each in self._running if not each.group.is_forked)
+        waiting = (each for each in self._waiting if not each.group.holds_blocks)
+        lacking = [(each, each.group.num_remaining_tokens) for each in (*running, *waiting)]
+        lacking.sort(key=lambda each: turn_of(*each))
+        return wait_ratio(num_tokens for _, num_tokens in lacking)
 
     @property
     def num_streams(self) -> int:
@@ -257,10 +261,10 @@ class RunningBatch:
         return self.num_decodes or min(1, len(self._arriving))
 
     def _limits_now(self) -> StepLimits:
-        num_prompts = self.num_prompts
-        if not num_prompts:
+        ratio = self.wait_ratio
+        if not ratio:
             return self._limits
-        return replace(self._limits, chunk_tokens=self.budget.tokens(self.num_streams, num_prompts))
+        return replace(self._limits, chunk_tokens=self.budget.tokens(self.num_streams, ratio))
 
     def _plan(self, limits: StepLimits) -> tuple[StepPlan, Beside | None]:
         """The next step, and what else takes part in it; None = the plan is of all."""

@@ -272,7 +272,7 @@ class DecodeWorker:
             live_transfers=self._parts.receiver.num_live + prompts.num_transfers,
             draining=self._draining,
             preemptions=batch.num_preemptions,
-            prompt_tokens_per_s=batch.budget.prompt_tokens_per_s(batch.num_streams, batch.num_prompts),
+            prompt_tokens_per_s=batch.budget.prompt_tokens_per_s(batch.num_streams, batch.wait_ratio),
             step_s=batch.budget.step_s,
             step_objective_s=batch.budget.step_objective_s,
         )

@@ -215,8 +215,9 @@ class DecodeConfig(WorkerConfig):
     )
     waiting_served_ratio: float = option(
         "waiting-served-ratio",
-        2.0,
-        "how many times as long a step may be while more prompts wait than sequences decode",
+        4.0,
+        "how many times as long as it takes alone a prompt may wait for its first token beside streams; where it would "
+        "be more, chunks grow beyond the inter-token objective",
         number(1, 1000),
     )
     overlap_steps: str = option(
