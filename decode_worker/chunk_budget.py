@@ -1,18 +1,20 @@
 """How many prompt tokens a step computes beside its decodes, so that streams keep their inter-token objective. Pure.
 
-    while sequences decode    tokens = (longest step - decode step) * tokens per second beside decodes
+    while sequences decode    tokens = (longest step - decode step) * tokens per second
     while none does           all of `chunk_tokens`
 
 The longest step is the objective: seconds that were asked for, or `FEW_STEPS` of the shortest decode steps that were
 seen, those of few sequences, and at least `OWN_STEPS` of the same size: what callers expect stays as the batch grows.
-While more prompts wait than sequences decode, it may be `waiting_served_ratio` times as long: then most of those
-who wait for a token wait for their first one (as in TGI, whose option of this name says when that is so).
+It gives way to the line of prompts. A prompt's first token should come within `waiting_served_ratio` times the time
+that the prompt takes alone (the option of this name in TGI weighs the same two). Of n equal prompts the last one waits
+n times that long even if nothing decodes; so prompts need n / ratio of a step, and where the objective leaves them
+less, the step is longer: the decode step is 1 - n / ratio of it. From n = ratio on, chunks are whole: a sudden
+crowd of prompts is served at full speed, and streams that start with it wait once instead of crawling with it.
 
 Learned by moving averages from the steps that ended: how long a decode step takes, by size class, and how many tokens
-per second prompts get, alone and beside decodes, where a part of the time is needed for the decodes anyway. A size that
-was not seen without prompts is taken for the nearest one that was; before any was, a mixed step with a small chunk
-tells, by the rate of prompts alone. Results are multiples of a 128th of `chunk_tokens`, at least one of them: prompts
-always advance, and few shapes of steps occur.
+per second prompts get beyond that. A size that was not seen without prompts is taken for the nearest one that was;
+before any was, a mixed step with a small chunk tells, by the rate of prompts. Results are multiples of a 128th of
+`chunk_tokens`, at least one of them: prompts always advance, and few shapes of steps occur.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _MOST_GAIN = 4.0
 class ChunkBudget:
     """Of one worker that decodes."""
 
-    def __init__(self, chunk_tokens: int, objective_s: float | None = None, waiting_served_ratio: float = 4.0) -> None:
+    def __init__(self, chunk_tokens: int, objective_s: float | None = None, waiting_served_ratio: float = 3.0) -> None:
         """`objective_s` None = by the measured steps, 0 = none: each step computes up to `chunk_tokens`."""
         self._chunk_tokens = chunk_tokens
         self._grain_tokens = max(1, chunk_tokens // _GRAINS)

@@ -51,6 +51,6 @@ class WorkerPolicy:
     """Of a step, that planning the next one may take for both to overlap: on a CPU they take each other's cores."""
     inter_token_objective_s: float | None = 0.0
     """See `ChunkBudget`."""
-    waiting_served_ratio: float = 4.0
+    waiting_served_ratio: float = 3.0
     elastic: bool = False
     """Whether it computes prompts for other workers too; that needs a sender."""

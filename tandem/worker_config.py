@@ -215,7 +215,7 @@ class DecodeConfig(WorkerConfig):
     )
     waiting_served_ratio: float = option(
         "waiting-served-ratio",
-        4.0,
+        3.0,
         "how many times as long as it takes alone a prompt may wait for its first token beside streams; where it would "
         "be more, chunks grow beyond the inter-token objective",
         number(1, 1000),

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from decode_worker.chunk_budget import FEW_STEPS, MARGIN, OWN_STEPS, ChunkBudget
+from decode_worker.chunk_budget import FEW_STEPS, MARGIN, OWN_STEPS, ChunkBudget, wait_ratio
 
 CHUNK = 512
 GRAIN_TOKENS = 4
 
 
 def learned(
-    objective_s: float | None = None, ratio: float = 1.0, *, decode_s: float = 0.02, per_s: float = 4000.0
+    objective_s: float | None = None, ratio: float = 1000.0, *, decode_s: float = 0.02, per_s: float = 4000.0
 ) -> ChunkBudget:
     """On a worker whose decode steps of 8 take `decode_s`, and where prompts cost the same wherever they are."""
     budget = ChunkBudget(CHUNK, objective_s, ratio)
@@ -61,10 +61,26 @@ def test_an_objective_of_0_bounds_nothing() -> None:
     assert learned(0.0).step_objective_s == 0
 
 
-def test_a_step_may_be_longer_while_more_prompts_wait_than_sequences_decode() -> None:
-    budget = learned(0.04, 3.0)
-    assert budget.tokens(8, 8) == learned(0.04).tokens(8, 8)
-    assert 0.02 + budget.tokens(8, 9) / 4000 == pytest.approx(3 * MARGIN * 0.04, abs=GRAIN_TOKENS / 4000)
+@pytest.mark.parametrize(("waits", "share"), [(3, 3 / 8), (6, 6 / 8), (7.9, 7.9 / 8)])
+def test_prompts_get_the_share_of_a_step_that_their_line_needs(waits: float, share: float) -> None:
+    tokens = learned(0.021, 8.0).tokens(8, waits)
+    assert tokens == pytest.approx(min(CHUNK, 0.02 * share / (1 - share) * 4000), abs=GRAIN_TOKENS)
+
+
+def test_what_the_objective_leaves_is_never_cut_by_a_short_line() -> None:
+    assert learned(0.06, 8.0).tokens(8, 1) == learned(0.06).tokens(8, 1)
+
+
+def test_chunks_are_whole_for_a_line_that_not_even_the_whole_worker_serves_in_time() -> None:
+    assert learned(0.03, 8.0).tokens(8, 8) == CHUNK
+
+
+def test_the_worst_off_of_a_line_waits_so_many_times_its_own_time() -> None:
+    assert wait_ratio([]) == 0
+    assert wait_ratio([700]) == 1
+    assert wait_ratio([256] * 8) == 8
+    assert wait_ratio([10, 90, 2000]) == pytest.approx(100 / 90)
+    assert wait_ratio([2000, 10]) == 201
 
 
 def test_a_decode_step_that_was_never_seen_alone_is_told_from_mixed_ones() -> None:

@@ -185,6 +185,19 @@ async def test_assigned_tokens_count_until_the_next_heartbeat(workers: Workers, 
     assert workers.views()[0].queued_tokens == 70
 
 
+async def test_a_prompt_that_another_worker_computes_is_not_in_line_where_it_decodes(
+    workers: Workers, info: Any, load: Any
+) -> None:
+    pair = info(Role.PREFILL, "p"), info(Role.ELASTIC, "e")
+    for worker in pair:
+        workers.heartbeat(worker, load(queued_prompt_tokens=1000 * (worker.role is Role.ELASTIC)))
+        connect(workers, worker)
+    placed = await workers.place(Demand(num_tokens=100, max_total_tokens=101), wait_s=1.0)
+    assert placed.placement.prefill == pair[0]
+    assert {view.info.worker_id: view.queued_tokens for view in workers.views()} == {"p": 100, "e": 1000}
+    assert {view.info.worker_id: view.assigned_tokens for view in workers.views()} == {"p": 100, "e": 100}
+
+
 def test_an_order_to_drain_needs_a_known_worker(workers: Workers, info: Any) -> None:
     with pytest.raises(InvalidRequest, match="worker_id"):
         workers.order_drain(WorkerId("d"))
