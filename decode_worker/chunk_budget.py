@@ -34,6 +34,8 @@ _WEIGHT = 1 / 8
 """Of the newest step in the moving averages."""
 _WEIGHT_BELOW = 1 / 2
 """Of a step without prompts that is shorter than the average: what made it longer was something else."""
+_LEAST_OWN_TOKENS = 32
+"""The shortest prompt takes a step alone, about as long as so many tokens: it may wait for that of them."""
 _MOST_GAIN = 4.0
 """Beside decodes, prompts get at most so many times their rate alone: less than nothing cannot be measured."""
 
@@ -131,5 +133,5 @@ def wait_ratio(prompts: Iterable[int]) -> float:
     before, most = 0, 0.0
     for num_tokens in prompts:
         before += num_tokens
-        most = max(most, before / max(1, num_tokens))
+        most = max(most, before / max(_LEAST_OWN_TOKENS, num_tokens))
     return most

@@ -80,7 +80,8 @@ def test_the_worst_off_of_a_line_waits_so_many_times_its_own_time() -> None:
     assert wait_ratio([700]) == 1
     assert wait_ratio([256] * 8) == 8
     assert wait_ratio([10, 90, 2000]) == pytest.approx(100 / 90)
-    assert wait_ratio([2000, 10]) == 201
+    assert wait_ratio([2000, 50]) == 41
+    assert wait_ratio([320, 1]) == pytest.approx(10, rel=0.01)
 
 
 def test_a_decode_step_that_was_never_seen_alone_is_told_from_mixed_ones() -> None:

@@ -1,0 +1,35 @@
+"""For whom a decode worker keeps its steps short: `RunningBatch.num_streams`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+async def test_a_hand_off_on_its_way_counts_as_a_stream_and_as_a_decode_once_it_is_there(
+    open_bench: Any, make_spec: Any
+) -> None:
+    async with open_bench() as bench:
+        batch = bench.worker._batch
+        assert (batch.num_streams, batch.wait_ratio) == (0, 0)
+        specs = [make_spec(9, 6, salt=salt) for salt in (1, 2)]
+        coming = [bench.reserve(handle, spec) for handle, spec in enumerate(specs, 1)]
+        tickets = [await bench.ticket(each) for each in coming]
+        assert (batch.num_decodes, batch.num_streams) == (0, 1)
+        bench.engine.hold()
+        for ticket, spec in zip(tickets, specs, strict=True):
+            bench.hand_over(ticket, spec)
+        assert (batch.num_decodes, batch.num_streams) == (2, 2)
+        bench.engine.let_go()
+        await bench.router.until(lambda: set(coming) <= set(bench.router.ended))
+
+
+async def test_the_line_is_all_prompts_that_are_to_be_computed_here(open_bench: Any, make_spec: Any) -> None:
+    async with open_bench(chunk_tokens=40, max_seqs=8) as bench:
+        bench.engine.hold()
+        handles = [bench.reserve(salt, make_spec(40, 2, salt=salt), local_prefill=True) for salt in range(1, 5)]
+        await bench.engine.until_launched(1)
+        waiting = bench.worker._batch.wait_ratio
+        assert 3 <= waiting <= 4, "of equal prompts the last one waits for all; one is in the step"
+        bench.engine.let_go()
+        await bench.router.until(lambda: set(handles) <= set(bench.router.ended))
+        assert bench.worker._batch.wait_ratio == 0
