@@ -76,7 +76,7 @@ class ElasticCores:
         return self.links[info.worker_id]
 
     def start(self, spec: GroupSpec, prefill: str | None, decode: str) -> Asked:
-        """A request of one choice, on this pair, as often as it takes."""
+        """A request, on this pair, as often as it takes."""
         return Asked(self, spec, Placement(None if prefill is None else self.infos[prefill], self.infos[decode]))
 
     async def until(self, condition: Any) -> None:
@@ -103,16 +103,22 @@ class Asked:
         self.spec = spec
         self.failures: list[TandemError] = []
         self._cores, self._placement = cores, placement
-        self._ids = Ids()
+        self._ids = [Ids() for _ in spec.choices]
         self.task = asyncio.create_task(self._run())
 
     @property
     def tokens(self) -> list[TokenId]:
-        """So far."""
-        return self._ids.ids
+        """Of the first choice, so far."""
+        return self.choices[0]
+
+    @property
+    def choices(self) -> list[list[TokenId]]:
+        """Tokens of each, so far."""
+        return [each.ids for each in self._ids]
 
     async def _run(self) -> None:
-        cores, delivery = self._cores, Delivery([_stream(self._ids)], RequestObserver())
+        streams = [_stream(index, ids) for index, ids in enumerate(self._ids)]
+        cores, delivery = self._cores, Delivery(streams, RequestObserver())
         while True:
             links: Any = cores
             attempt = Attempt(
@@ -120,7 +126,8 @@ class Asked:
                 *(_NEVER_S, lambda _: None),
             )
             try:
-                await attempt.run(replace(self.spec, choices=(ChoiceSpec(0, tuple(self.tokens)),)))
+                choices = tuple(ChoiceSpec(index, tuple(tokens)) for index, tokens in enumerate(self.choices))
+                await attempt.run(replace(self.spec, choices=choices))
                 return
             except TandemError as error:
                 self.failures.append(error)
@@ -131,9 +138,9 @@ class Asked:
                 attempt.release()
 
 
-def _stream(ids: Ids) -> ChoiceStream:
+def _stream(index: int, ids: Ids) -> ChoiceStream:
     detokenizer: Any = ids
-    return ChoiceStream(0, detokenizer, TextParams(), lambda _: None)
+    return ChoiceStream(index, detokenizer, TextParams(), lambda _: None)
 
 
 def _info_of(name: str) -> WorkerInfo:

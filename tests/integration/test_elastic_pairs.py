@@ -7,19 +7,23 @@ import random
 
 import pytest
 
-from tandem.types import GroupSpec, RequestId, SamplingParams, TokenId, WaitReason
+from tandem.types import ChoiceSpec, GroupSpec, RequestId, SamplingParams, TokenId, WaitReason
 from tests.elastic_cores import NAMES, Asked, ElasticCores
 from tests.joined_cores import BLOCK_SIZE
 from tests.token_engine import VOCAB_SIZE, expected_tokens
 
 
-def spec_of(num_prompt_tokens: int, max_tokens: int, salt: int = 0) -> GroupSpec:
+def spec_of(
+    num_prompt_tokens: int, max_tokens: int, salt: int = 0, *, seed: int = 0, n: int = 1, beam_width: int = 0
+) -> GroupSpec:
     prompt = tuple(TokenId((37 * salt + 11 * i) % VOCAB_SIZE) for i in range(num_prompt_tokens))
-    return GroupSpec(RequestId(f"r{salt}"), prompt, SamplingParams(max_tokens=max_tokens))
+    sampling = SamplingParams(max_tokens=max_tokens, seed=seed, beam_width=beam_width)
+    return GroupSpec(RequestId(f"r{salt}"), prompt, sampling, tuple(ChoiceSpec(index) for index in range(n)))
 
 
 def check(asked: list[Asked]) -> None:
-    assert [each.tokens for each in asked] == [expected_tokens(each.spec) for each in asked]
+    for each in asked:
+        assert each.choices == [expected_tokens(each.spec, choice.index) for choice in each.spec.choices]
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("a", "b"), ("b", "a"), (None, "a")])
@@ -93,7 +97,7 @@ async def test_a_worker_that_drains_finishes_prompts_for_others_and_takes_no_mor
 async def test_small_pools_never_wait_for_each_other_and_give_every_token(seed: int) -> None:
     draw = random.Random(seed)
     async with ElasticCores(
-        blocks=(draw.randint(9, 24), draw.randint(9, 24)), max_seqs=draw.randint(1, 4), chunk_tokens=draw.randint(2, 16)
+        blocks=(draw.randint(9, 24), draw.randint(9, 24)), max_seqs=draw.randint(2, 4), chunk_tokens=draw.randint(2, 16)
     ) as cores:
         asked: list[Asked] = []
         for salt in range(24):
@@ -101,7 +105,9 @@ async def test_small_pools_never_wait_for_each_other_and_give_every_token(seed: 
             prefill = draw.choice([None, *NAMES[::-1]] if decode == "a" else [None, "a", "a"])
             if prefill == decode:
                 prefill = None
-            asked.append(cores.start(spec_of(draw.randint(1, 28), draw.randint(1, 8), salt % 7), prefill, decode))
+            kind = draw.choice([{}, {"seed": 5}, {"n": 2, "seed": 3}, {"n": 2, "beam_width": 2}])
+            spec = spec_of(draw.randint(1, 16 if kind.get("n") else 28), draw.randint(1, 8), salt % 7, **kind)
+            asked.append(cores.start(spec, prefill, decode))
             for _ in range(draw.randint(0, 12)):
                 await asyncio.sleep(0)
             if draw.random() < 0.15:
