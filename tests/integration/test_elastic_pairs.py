@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 
@@ -96,16 +97,16 @@ async def test_a_worker_that_drains_finishes_prompts_for_others_and_takes_no_mor
 @pytest.mark.parametrize("seed", range(20))
 async def test_small_pools_never_wait_for_each_other_and_give_every_token(seed: int) -> None:
     draw = random.Random(seed)
-    async with ElasticCores(
-        blocks=(draw.randint(9, 24), draw.randint(9, 24)), max_seqs=draw.randint(2, 4), chunk_tokens=draw.randint(2, 16)
-    ) as cores:
+    blocks, max_seqs = (draw.randint(9, 24), draw.randint(9, 24)), draw.randint(1, 4)
+    kinds: list[dict[str, Any]] = [{}, {"seed": 5}, {"n": 2, "seed": 3}, {"n": 2, "beam_width": 2}]
+    async with ElasticCores(blocks=blocks, max_seqs=max_seqs, chunk_tokens=draw.randint(2, 16)) as cores:
         asked: list[Asked] = []
         for salt in range(24):
             decode = draw.choice(NAMES)
             prefill = draw.choice([None, *NAMES[::-1]] if decode == "a" else [None, "a", "a"])
             if prefill == decode:
                 prefill = None
-            kind = draw.choice([{}, {"seed": 5}, {"n": 2, "seed": 3}, {"n": 2, "beam_width": 2}])
+            kind = draw.choice(kinds if max_seqs > 1 else kinds[:2])
             spec = spec_of(draw.randint(1, 16 if kind.get("n") else 28), draw.randint(1, 8), salt % 7, **kind)
             asked.append(cores.start(spec, prefill, decode))
             for _ in range(draw.randint(0, 12)):
