@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from worker.token_rate import TokenRate
 
 FEW_STEPS = 2.2
-OWN_STEPS = 1.7
+OWN_STEPS = 1.6
 MARGIN = 0.9
 """Of the longest step, that a chunk may make it last by what was measured: other processes slow some steps down."""
 _GRAINS = 128
@@ -79,7 +79,7 @@ class ChunkBudget:
             self._decode_s[num_decodes.bit_length()] = max(seconds - num_prompt_tokens / per_s, seconds / 4)
 
     def tokens(self, num_decodes: int, wait_ratio: float) -> int:
-        """Prompt tokens of the next step, in which so many sequences decode. `wait_ratio`: of prompts (`wait_ratio`)."""
+        """Prompt tokens of the next step, in which so many sequences decode. `wait_ratio`: of the prompts in line."""
         decode_s, per_s = self._expected_s(num_decodes), self._prompts.per_s
         if not num_decodes or self._objective_s == 0:
             return self._chunk_tokens

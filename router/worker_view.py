@@ -11,7 +11,7 @@ from tandem.types import Incarnation, Role, WorkerInfo, WorkerLoad
 PREFIX_WORTH = 0.25
 """Share of a decode worker by which it may be fuller than others and still be taken, if it holds the whole prompt: what
 it holds is neither computed nor moved again. A bound on how far a popular prefix draws load to one place."""
-PACKED_SHARE = 5 / 32
+PACKED_SHARE = 3 / 16
 """Share of an elastic worker's seats up to which streams join others: so few make each other hardly slower, and a
 worker without any computes prompts that keep nobody waiting for a token. Beyond it they spread."""
 

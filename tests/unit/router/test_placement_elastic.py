@@ -130,8 +130,8 @@ def test_a_worker_at_its_objective_comes_after_others(worker: View) -> None:
     [
         ({"running_seqs": 1}, True),
         ({"waiting_seqs": 1}, True),
-        ({"running_seqs": 6, "waiting_seqs": 3}, True),
-        ({"running_seqs": 6, "waiting_seqs": 4}, False),  # ten of its 64 seats, and then no more
+        ({"running_seqs": 8, "waiting_seqs": 3}, True),
+        ({"running_seqs": 8, "waiting_seqs": 4}, False),  # three sixteenths of its seats, and then no more
         ({"running_seqs": 1, "step_s": 0.05, "step_objective_s": 0.05}, False),
         ({"running_seqs": 1, "queued_prompt_tokens": 40_000}, False),
     ],
