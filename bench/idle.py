@@ -56,6 +56,7 @@ from tandem.types import (
     WaitReason,
 )
 from tandem.validation import Validator
+from worker.ports import RouterPort
 
 NUM_SEQS = (1, 16, 64)
 _WAIT_S = 300.0
@@ -104,7 +105,7 @@ class StepTimes:
         return [span for span in self.spans_s if begin_s <= span[0] and span[1] <= end_s]
 
 
-class Router:
+class Router(RouterPort):
     """What the worker tells its router: notes when all sequences have a token, and when the first one ends."""
 
     def __init__(self, num_seqs: int) -> None:

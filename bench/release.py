@@ -48,6 +48,7 @@ from tandem.types import (
 )
 from tandem.validation import Validator
 from worker.outgoing_transfer import OutgoingPolicy
+from worker.ports import RouterPort
 
 BOUND_MS = 100.0
 CHUNK_TOKENS = 128
@@ -65,7 +66,7 @@ class StageTimes:
     max_ms: float
 
 
-class Port:
+class Port(RouterPort):
     """Stands in for a router on both workers: notes how far the one request is."""
 
     def __init__(self) -> None:

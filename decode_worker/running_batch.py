@@ -270,7 +270,9 @@ class RunningBatch:
         """The next step, and what else takes part in it; None = the plan is of all."""
         beside = self._decoding.wanted() if len(self._decoding) else None
         if beside is not None:
-            others = [each for each in self._running if each not in beside.requests]
+            others = []
+            if len(beside.requests) < len(self._running):
+                others = [each for each in self._running if each not in beside.requests]
             plan = plan_step(others, self._waiting, self._cache, limits, self._growth, beside)
             if not plan.preempted and not plan.lacks_blocks:
                 return plan, beside

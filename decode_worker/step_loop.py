@@ -24,7 +24,7 @@ The cache learns of a prompt's blocks when their step has ended, of a completion
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
@@ -44,7 +44,8 @@ from tandem.clock import Clock
 from tandem.errors import TandemError
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import StepReport, WorkerObserver
-from worker.ports import StepEngine
+from tandem.types import TokenId
+from worker.ports import RouterPort, StepEngine, TokenColumns
 from worker.request import Request
 
 _log = get_logger(__name__)
@@ -274,11 +275,7 @@ class StepLoop:
         """One token for each of `rows`, whose outputs are the first ones: what `_apply` comes to, for these."""
         here = self._batch.requests
         if isinstance(outputs, DrawnTokens):
-            for (request, seq), token_id in zip(rows, outputs.token_ids, strict=True):
-                if seq.finish_reason is None and request in here:
-                    seq.num_ended_tokens += 1
-                    if request.take_token(seq, SampledToken(token_id, None)) is not None:
-                        self._on_ended(request, None)
+            self._apply_drawn(rows, outputs.token_ids)
             return
         for (request, seq), (sampled,) in zip(rows, outputs, strict=False):
             if seq.finish_reason is not None or request not in here:
@@ -289,6 +286,30 @@ class StepLoop:
             seq.num_ended_tokens += 1
             if request.take_token(seq, sampled[0]) is not None:
                 self._on_ended(request, None)
+
+    def _apply_drawn(self, rows: SequenceOf[tuple[Request, Sequence]], token_ids: SequenceOf[TokenId]) -> None:
+        """The same where nothing but a token came of each: told together, but for those that end with theirs."""
+        here = self._batch.requests
+        told: dict[RouterPort, TokenColumns] = defaultdict(TokenColumns)
+        ended: list[Request] = []
+        for (request, seq), token_id in zip(rows, token_ids, strict=True):
+            if seq.finish_reason is not None or request not in here:
+                continue
+            request.num_sampled_tokens += 1
+            finish_reason, offset = seq.append_decoded(token_id), seq.num_output_tokens - 1
+            if finish_reason is None:
+                columns = told[request.router]
+                columns.handles.append(request.handle)
+                columns.indexes.append(seq.index)
+                columns.offsets.append(offset)
+                columns.token_ids.append(token_id)
+            else:
+                request.router.token(request.handle, seq.index, offset, SampledToken(token_id, None), finish_reason)
+                ended.append(request)
+        for router, columns in told.items():
+            router.tokens(columns)
+        for request in ended:
+            self._on_ended(request, None)
 
     def _apply(self, request: Request, seq: Sequence, scheduled: ScheduledSeq, drawn: tuple[Sampled, ...]) -> None:
         broken = next((sampled for sampled in drawn if isinstance(sampled, BrokenLogits)), None)

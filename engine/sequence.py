@@ -251,6 +251,18 @@ class Sequence:
             self.guide.append(token_id)
         return self.finish_reason
 
+    def append_decoded(self, token_id: TokenId) -> FinishReason | None:
+        """As `step_ended` of a step that computed its newest token, and `append_token` of what that drew."""
+        self.num_ended_tokens += 1
+        if not self.num_pending_tokens or self._history is not None or self.guide is not None:
+            return self.append_token(token_id)
+        params, output = self.params, self._output_token_ids
+        self.num_pending_tokens -= 1
+        output.append(token_id)
+        if token_id in params.end_token_ids or len(output) >= params.max_tokens:
+            self.finish_reason = FinishReason.STOP if token_id in params.end_token_ids else FinishReason.LENGTH
+        return self.finish_reason
+
     def schedule_newest(self) -> TokenId:
         """As `schedule` of its newest token, without the object; returns that token, or the known one before it."""
         self.num_computed_tokens += 1

@@ -42,6 +42,7 @@ from tandem.types import (
     WaitReason,
     WorkerId,
 )
+from worker.ports import RouterPort
 
 MAX_TRIES = 8
 """That make no progress."""
@@ -71,7 +72,7 @@ class Rooms:
         self.placements: Counter[str] = Counter()
 
 
-class Attempt:
+class Attempt(RouterPort):
     """A `worker.ports.RouterPort` for one request on one pair."""
 
     def __init__(self, rooms: Rooms, assignment: Assignment, spec: GroupSpec, times_s: array[float]) -> None:

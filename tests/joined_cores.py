@@ -52,6 +52,7 @@ from tests.manual_clock import ManualClock
 from tests.registering import INFO
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine
 from worker.outgoing_transfer import OutgoingPolicy
+from worker.ports import RouterPort
 
 BLOCK_SIZE = 4
 SILENCE_S = 0.01
@@ -143,7 +144,7 @@ class WireHandoff:
     async def abort(self) -> None: ...
 
 
-class CoreLink:
+class CoreLink(RouterPort):
     """A `WorkerLink` to a core, and the `RouterPort` that the core answers to."""
 
     def __init__(self, info: WorkerInfo, core: Any) -> None:

@@ -8,9 +8,10 @@ from engine.step import SampledToken
 from tandem.errors import TandemError
 from tandem.types import FinishReason, Handle, TokenId, TokenLogprobs, WaitReason
 from tests.receiving_pool import Arrivals
+from worker.ports import RouterPort
 
 
-class RecordingRouter:
+class RecordingRouter(RouterPort):
     """A router's stream that keeps what it is told."""
 
     def __init__(self) -> None:

@@ -9,12 +9,36 @@ Nothing here blocks or awaits but the result of a launched step, `run` and `drai
 from __future__ import annotations
 
 from asyncio import Future
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.step import SampledToken, Step, StepResult
 from tandem.errors import TandemError
-from tandem.types import FinishReason, GroupSpec, Handle, TokenLogprobs, WaitReason, WorkerLoad
+from tandem.types import FinishReason, GroupSpec, Handle, TokenId, TokenLogprobs, WaitReason, WorkerLoad
+
+
+@dataclass(slots=True)
+class TokenColumns:
+    """One token of each of several choices, which none of them ends with and of which nothing else is to be told: a row
+    for each, and no choice twice.
+    """
+
+    handles: list[Handle] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    token_ids: list[TokenId] = field(default_factory=list)
+
+    def add(self, handle: Handle, index: int, offset: int, token_id: TokenId) -> None:
+        """One more row."""
+        self.handles.append(handle)
+        self.indexes.append(index)
+        self.offsets.append(offset)
+        self.token_ids.append(token_id)
+
+    def rows(self) -> Iterator[tuple[Handle, int, int, TokenId]]:
+        """Handle, index, offset and token of each."""
+        return zip(self.handles, self.indexes, self.offsets, self.token_ids, strict=True)
 
 
 class RouterPort(Protocol):
@@ -52,6 +76,11 @@ class RouterPort(Protocol):
 
         `score`: of a choice that a beam search found; the same with each of its tokens.
         """
+
+    def tokens(self, columns: TokenColumns) -> None:
+        """As `token` for each row; the columns are the port's from now on."""
+        for handle, index, offset, token_id in columns.rows():
+            self.token(handle, index, offset, SampledToken(token_id, None), None)
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
         """Who handed the KV over: every block is verified and attached. Nothing follows."""

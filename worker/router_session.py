@@ -25,6 +25,7 @@ from tandem.errors import TandemError
 from tandem.types import FinishReason, Handle, Incarnation, TokenLogprobs, WaitReason
 from tandem.v1 import worker_pb2
 from worker.cache_reports import CacheNews
+from worker.ports import TokenColumns
 
 MAX_TOKENS_PER_MESSAGE = 16384
 _TOKENS_PER_LOGPROB = 4
@@ -91,6 +92,14 @@ class RouterSession:
         if handle in self._open:
             self._outputs.add(handle, index, offset, token, finish_reason, score)
             self._filled.set()
+
+    def tokens(self, columns: TokenColumns) -> None:
+        """See `worker.ports.RouterPort`."""
+        if self._open.issuperset(columns.handles) and self._outputs.add_columns(columns):
+            self._filled.set()
+            return
+        for handle, index, offset, token_id in columns.rows():
+            self.token(handle, index, offset, SampledToken(token_id, None), None)
 
     def handoff_done(self, handle: Handle, num_bytes: int, seconds: float) -> None:
         """See `worker.ports.RouterPort`."""
@@ -159,9 +168,12 @@ class RouterSession:
 
 
 class _PendingMessage:
-    """One StepOutputs message while it fills. A choice's first bare token is a row, all others merge in an output."""
+    """One StepOutputs message while it fills. A choice's first bare token is a row, all others merge in an output.
 
-    __slots__ = ("_merging", "_outputs", "_response", "_rows", "_takes_columns", "weight")
+    Rows come one by one, or all of a step at once: those are kept as they are, and then no others are added.
+    """
+
+    __slots__ = ("_columns", "_merging", "_outputs", "_response", "_rows", "_takes_columns", "weight")
 
     def __init__(self, takes_columns: bool) -> None:
         self._takes_columns = takes_columns
@@ -170,6 +182,7 @@ class _PendingMessage:
         self._merging: dict[tuple[Handle, int], worker_pb2.SequenceOutput] = {}
         self._rows: dict[tuple[Handle, int], tuple[int, int]] = {}
         """Offset and token by choice."""
+        self._columns: TokenColumns | None = None
         self.weight = 0
 
     def add(
@@ -187,7 +200,7 @@ class _PendingMessage:
         output = self._merging.get(key)
         if output is None:
             is_bare = token.logprobs is None and finish_reason is None and score is None
-            if is_bare and self._takes_columns and key not in self._rows:
+            if is_bare and self._takes_columns and self._columns is None and key not in self._rows:
                 self._rows[key] = offset, token.token_id
                 return
             output = self._outputs.add(handle=handle, index=index, offset=offset, token_ids=(token.token_id,))
@@ -202,8 +215,23 @@ class _PendingMessage:
         if score is not None:
             output.score = score
 
+    def add_columns(self, columns: TokenColumns) -> bool:
+        """Takes over a step's rows; False if it cannot, since rows or tokens of these choices are here."""
+        if not self._takes_columns or self._rows or self._columns is not None:
+            return False
+        if self._merging and not {handle for handle, _ in self._merging}.isdisjoint(columns.handles):
+            return False
+        self._columns = columns
+        self.weight += len(columns.handles)
+        return True
+
     def discard(self, handle: Handle) -> None:
         """Drops what waits of one request."""
+        if self._columns is not None and handle in self._columns.handles:
+            columns, self._columns = self._columns, TokenColumns()
+            for row in columns.rows():
+                if row[0] != handle:
+                    self._columns.add(*row)
         for key in [key for key in self._rows if key[0] == handle]:
             del self._rows[key]
         for key in [key for key in self._merging if key[0] == handle]:
@@ -212,16 +240,17 @@ class _PendingMessage:
 
     def taken(self) -> worker_pb2.ConnectResponse | None:
         """The message; None if it holds nothing."""
-        if self._rows:
+        columns = self._columns or TokenColumns()
+        for (handle, index), (offset, token_id) in self._rows.items():
+            columns.add(handle, index, offset, token_id)
+        if columns.handles:
             step = self._response.step_outputs
-            handles, indexes = zip(*self._rows, strict=True)
-            offsets, token_ids = zip(*self._rows.values(), strict=True)
-            step.handles.extend(handles)
-            step.offsets.extend(offsets)
-            step.token_ids.extend(token_ids)
-            if any(indexes):
-                step.indexes.extend(indexes)
-        return self._response if self._rows or self._outputs else None
+            step.handles.extend(columns.handles)
+            step.offsets.extend(columns.offsets)
+            step.token_ids.extend(columns.token_ids)
+            if any(columns.indexes):
+                step.indexes.extend(columns.indexes)
+        return self._response if columns.handles or self._outputs else None
 
 
 class _PendingOutputs:
@@ -248,6 +277,12 @@ class _PendingOutputs:
             self._closed.append(self._current)
             self._current = _PendingMessage(self._takes_columns)
         self._current.add(handle, index, offset, token, finish_reason, score)
+
+    def add_columns(self, columns: TokenColumns) -> bool:
+        """Into the last message; False if they do not fit there, or cannot be kept as columns."""
+        if self._current.weight + len(columns.handles) > MAX_TOKENS_PER_MESSAGE:
+            return False
+        return self._current.add_columns(columns)
 
     def discard(self, handle: Handle) -> None:
         """Drops what waits of one request."""

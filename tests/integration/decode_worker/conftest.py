@@ -40,6 +40,7 @@ from tandem.types import (
     new_incarnation,
 )
 from tandem.validation import Validator
+from worker.ports import RouterPort
 
 WAIT_S = 60.0
 
@@ -136,7 +137,7 @@ def load_tiny_engine(tiny_llama: Path, tmp_path: Path) -> Iterator[Callable[...,
 
 
 @dataclass(eq=False)
-class Router:
+class Router(RouterPort):
     """Collects what the worker says."""
 
     pool: BlockPool

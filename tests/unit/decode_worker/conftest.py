@@ -37,6 +37,7 @@ from tandem.validation import Validator
 from tests.manual_clock import ManualClock
 from tests.recording_observers import RecordingWorker
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, candidates, expected_tokens, next_token
+from worker.ports import RouterPort
 
 
 @dataclass
@@ -102,7 +103,7 @@ Choice = tuple[Handle, int]
 
 
 @dataclass(eq=False)
-class FakeRouter:
+class FakeRouter(RouterPort):
     """Remembers what it was told, and lets tests wait for it."""
 
     tickets: dict[Handle, str] = field(default_factory=dict)

@@ -50,6 +50,27 @@ def test_a_pending_token_is_scheduled_as_a_feed_and_counts_in_the_next_draw(make
     assert (seq.output_token_ids, seq.num_pending_tokens, seq.num_remaining_tokens) == ((44, 45), 0, 1)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"presence_penalty": 1.0}, {"max_tokens": 3}, {"end_token_ids": frozenset({7})}]
+)
+def test_a_decodes_token_in_one_call_is_as_in_two(make_seq, options) -> None:
+    one, two = make_seq((5, 6), **options), make_seq((5, 6), **options)
+    for seq in (one, two):
+        seq.schedule(2)
+        seq.advance(0)
+        seq.append_token(TokenId(4))
+    for token_id in (TokenId(6), TokenId(7)):
+        scheduled = two.schedule(1)
+        one.schedule(1)
+        two.step_ended(scheduled)
+        assert one.append_decoded(token_id) is two.append_token(token_id)
+        assert (one.num_tokens, one.num_pending_tokens, one.num_ended_tokens, one.output_token_ids) == (
+            *(two.num_tokens, two.num_pending_tokens, two.num_ended_tokens),
+            two.output_token_ids,
+        )
+    assert one.is_finished is (options.keys() >= {"max_tokens"} or options.keys() >= {"end_token_ids"})
+
+
 def test_what_was_computed_for_nothing_is_rolled_back(make_seq) -> None:
     seq = make_seq((5, 6), max_tokens=2)
     seq.schedule(2)

@@ -40,6 +40,7 @@ from tests.manual_clock import ManualClock
 from tests.prompt_engine import BLOCK_SIZE, DEADLINE_S, FakeEngine, Gate, token_at
 from tests.recording_observers import RecordingWorker
 from worker.outgoing_transfer import OutgoingPolicy
+from worker.ports import RouterPort
 
 
 class FakeHandoff:
@@ -101,7 +102,7 @@ class FakeSender:
 
 
 @dataclass
-class FakeRouter:
+class FakeRouter(RouterPort):
     """Keeps what it was told, by handle, and lets tests wait for it."""
 
     started: list[Handle] = field(default_factory=list)

@@ -10,6 +10,7 @@ from tandem.convert import delta_from_proto, deltas_from_proto
 from tandem.errors import Overloaded
 from tandem.types import FinishReason, Handle, Incarnation, TokenDelta, TokenId, TokenLogprobs, WaitReason
 from tandem.v1 import worker_pb2
+from worker.ports import TokenColumns
 from worker.router_session import MAX_TOKENS_PER_MESSAGE, RouterSession
 
 A, B = Handle(1), Handle(2)
@@ -267,6 +268,50 @@ def test_columns_tell_the_tokens_that_outputs_tell(said: list[tuple[Handle, int,
         return tokens
 
     assert told(takes_columns=True) == told(takes_columns=False)
+
+
+def _arrive(session: RouterSession, arrived: dict[tuple[int, int], list[tuple[int, int]]]) -> None:
+    for response in session.take():
+        for handle, each in deltas_from_proto(response.step_outputs):
+            arrived[handle, each.index] += enumerate(each.token_ids, each.offset)
+
+
+_STEP = st.tuples(
+    st.lists(st.tuples(st.sampled_from((A, B, Handle(3))), st.integers(0, 1)), unique=True, max_size=6),
+    st.sampled_from(("tokens", "one by one")),
+    st.sampled_from(("taken", "waits", "A is released")),
+)
+
+
+@given(st.lists(_STEP, max_size=12), st.booleans())
+def test_a_steps_tokens_told_at_once_are_those_told_one_by_one(
+    steps: list[tuple[list[tuple[Handle, int]], str, str]], takes_columns: bool
+) -> None:
+    def told(*, at_once: bool) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        session = RouterSession(Incarnation("router"), takes_columns=takes_columns)
+        offsets = defaultdict[tuple[Handle, int], int](int)
+        arrived = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
+        for handle in (A, B):  # the third one is not open
+            session.open_handle(handle)
+
+        for number, (choices, how, then) in enumerate(steps):
+            columns = TokenColumns()
+            for choice in choices:
+                columns.add(*choice, offsets[choice], TokenId(number))
+                offsets[choice] += 1
+            if at_once and how == "tokens":
+                session.tokens(columns)
+            else:
+                for each, index, offset, token_id in columns.rows():
+                    say(session, each, offset, token_id, index=index)
+            if then == "A is released":
+                session.close_handle(A)
+            elif then == "taken":
+                _arrive(session, arrived)
+        _arrive(session, arrived)
+        return arrived
+
+    assert told(at_once=True) == told(at_once=False)
 
 
 def test_a_token_with_something_else_to_tell_is_no_row() -> None:
