@@ -17,13 +17,14 @@ A block leaves quarantine only when the receiver says that its writer has stoppe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from engine.prefix_cache import PrefixCache
+from engine.sequence import new_block_table
 from kvtransfer.base import BlockRefs, Offer, Receiver
 from tandem.clock import Clock, Deadline
 from tandem.errors import FrameError, TandemError, TicketRefused, TransferError
@@ -51,7 +52,7 @@ class TransferPolicy:
 class TransferOwner(Protocol):
     """Is told how a transfer ended: exactly one of the first two, unless it was withdrawn."""
 
-    def received(self, request: Request, block_ids: tuple[BlockId, ...], first_tokens: FirstTokens) -> None:
+    def received(self, request: Request, block_ids: Sequence[BlockId], first_tokens: FirstTokens) -> None:
         """Verified: LIVE blocks that hold what the group lacked of its prefix, for the owner to release; and one token
         per choice due, all that a single one has, or the first candidates of a beam search.
         """
@@ -109,7 +110,7 @@ class IncomingTransfers:
         prefix = request.group.prefix
         num_held = len(prefix.block_table)
         num_blocks = prefix.blocks_wanted(prefix.num_remaining_tokens, self.pool.block_size)
-        block_ids = self._cache.allocate(num_blocks, BlockState.RESERVED)
+        block_ids = new_block_table(self._cache.allocate(num_blocks, BlockState.RESERVED))
         transfer = IncomingTransfer(request, block_ids, Deadline.after(self.clock, self._policy.handoff_s), self)
         refs = BlockRefs(np.array(block_ids, np.uint32), self.pool.generations(block_ids))
         try:
@@ -144,7 +145,7 @@ class IncomingTransfer:
     """One hand-off's `HandoffListener`."""
 
     def __init__(
-        self, request: Request, block_ids: tuple[BlockId, ...], commit_by: Deadline, transfers: IncomingTransfers
+        self, request: Request, block_ids: Sequence[BlockId], commit_by: Deadline, transfers: IncomingTransfers
     ) -> None:
         """`block_ids` are RESERVED, and this transfer's until it ends."""
         self.commit_by = commit_by

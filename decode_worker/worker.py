@@ -17,7 +17,7 @@ All calls on the loop; none awaits but `run` and `drained`. Knows no gRPC.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from decode_worker.admission import Admission
 from decode_worker.chunk_budget import ChunkBudget
@@ -29,6 +29,7 @@ from decode_worker.prompts_for_others import PromptsForOthers
 from decode_worker.running_batch import RunningBatch
 from decode_worker.step_loop import StepLoop
 from engine.beam_group import BeamGroup
+from engine.sequence import new_block_table
 from tandem.clock import Deadline
 from tandem.errors import (
     DeadlineExceeded,
@@ -279,10 +280,11 @@ class DecodeWorker:
 
     # --- from hand-offs (TransferOwner) ---
 
-    def received(self, request: Request, block_ids: tuple[BlockId, ...], first_tokens: FirstTokens) -> None:
+    def received(self, request: Request, block_ids: Sequence[BlockId], first_tokens: FirstTokens) -> None:
         """The prefix's KV is here and verified: all choices join the batch."""
         cache, group, prefix = self._parts.cache, request.group, request.group.prefix
-        table = (*prefix.block_table, *block_ids)
+        table = new_block_table(prefix.block_table)
+        table.extend(new_block_table(block_ids))
         self._pool.set_filled(table, prefix.num_tokens, prefix.num_computed_tokens)
         cache.insert(request.spec.cache_salt, prefix.token_ids, table)
         self._admission.handoff_landed(request)

@@ -12,6 +12,7 @@ Preempted, the beams stay as tokens: what they have in common is computed once m
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from itertools import takewhile
 
@@ -77,7 +78,7 @@ class BeamGroup(Group):
         kept = set(going)
         return [each.take_blocks() for each in beams if each not in kept]
 
-    def land(self, blocks: tuple[BlockId, ...], first_tokens: FirstTokens, pool: BlockPool) -> None:
+    def land(self, blocks: SequenceOf[BlockId], first_tokens: FirstTokens, pool: BlockPool) -> None:
         """Takes over blocks into which the prompt's KV was received, with the first candidates; then forks.
 
         Raises InternalError if these are tokens; nothing has been taken over then.

@@ -103,6 +103,10 @@ class BlockPool:
         """How many of these blocks have a holder."""
         return int(np.count_nonzero(self._ref_counts[np.asarray(blocks, np.intp)]))
 
+    def num_shared(self, blocks: Sequence[BlockId]) -> int:
+        """How many of these blocks have several holders."""
+        return int(np.count_nonzero(self._ref_counts[np.asarray(blocks, np.intp)] > 1))
+
     def num_cached_last(self, blocks: Sequence[BlockId]) -> int:
         """How many of the last of these are CACHED, without a gap."""
         others = np.flatnonzero(self._states[np.asarray(blocks, np.intp)] != _CACHED)

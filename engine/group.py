@@ -173,9 +173,10 @@ class Group:
         """Makes known to the cache what one of its sequences has computed: full blocks whose steps have ended."""
         num_tokens = sequence.num_ended_tokens
         if num_tokens >= cache.pool.block_size:
-            cache.insert(self.spec.cache_salt, sequence.token_ids[:num_tokens], sequence.block_table)
+            num_blocks = num_tokens // cache.pool.block_size
+            cache.insert(self.spec.cache_salt, sequence.token_ids, sequence.block_table[:num_blocks])
 
-    def land(self, blocks: tuple[BlockId, ...], first_tokens: FirstTokens, pool: BlockPool) -> None:
+    def land(self, blocks: SequenceOf[BlockId], first_tokens: FirstTokens, pool: BlockPool) -> None:
         """Takes over blocks into which the rest of the prefix's KV was received, with the first token of each choice
         that is not resumed among others, or all that a single one has; then forks.
 
@@ -244,7 +245,7 @@ class Group:
         num_full = sequence.num_computed_tokens // size
         blocks = cache.acquire(self.spec.cache_salt, sequence.token_ids, num_full)
         if blocks:
-            self.num_borrowed_blocks += sum(cache.pool.ref_count(block) > 1 for block in blocks)
+            self.num_borrowed_blocks += cache.pool.num_shared(blocks)
             cache.pool.release(sequence.reuse(blocks, size))
         return bool(blocks)
 

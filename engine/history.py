@@ -17,8 +17,8 @@ Ints = npt.NDArray[np.int64]
 
 
 def distinct(token_ids: Sequence[TokenId]) -> Ints:
-    """Each id once, ascending."""
-    return np.unique(np.array(token_ids, dtype=np.int64))
+    """Each id once, ascending; they are small, so counting is faster than sorting."""
+    return np.flatnonzero(np.bincount(np.asarray(token_ids, dtype=np.int64)))
 
 
 class TokenHistory:

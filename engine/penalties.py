@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from engine.history import Ints, TokenHistory, distinct
 from engine.step import FixedChanges, SampleSpec, TokenMask
 from engine.upload import upload
 from tandem.errors import InternalError
+from tandem.token_ids import TokenIds
 from tandem.types import SamplingParams, TokenId
 
 _MASK_WORD_BITS = 32
@@ -48,6 +49,8 @@ def reads_output(params: SamplingParams) -> bool:
 
 def penalised_ids(prompt_token_ids: Sequence[TokenId], params: SamplingParams) -> Ints:
     """The ids of a prompt that a penalty looks at, each once; none where only the completion counts."""
+    if isinstance(prompt_token_ids, TokenIds):
+        prompt_token_ids = cast("Sequence[TokenId]", prompt_token_ids.as_array)
     return distinct(prompt_token_ids if params.repetition_penalty != 1.0 else ())
 
 

@@ -16,38 +16,22 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Protocol, cast
 
+from engine.block_names import BlockNames, CacheListener
 from engine.block_pool import BlockPool
 from engine.disk_slots import Disk, DiskSlots
 from engine.disk_tier import DiskSlot
 from engine.eviction import Evictor, as_blocks, as_slots
 from engine.host_rows import HostRows, LoadCosts
 from engine.host_tier import HostTier
-from engine.prefix_tree import TOKEN_BYTES, Node, PrefixTree, Tier, decode, encode
+from engine.prefix_tree import TOKEN_BYTES, Node, PrefixTree, Tier, encode
 from engine.step import HostRow, TierMove
 from tandem.errors import InternalError
 from tandem.lifecycle import BlockState
-from tandem.prefix_hash import hashes_below, salt_hash
 from tandem.types import BlockId, TokenId
 
 _FREE_SHARE, _MOVES_AHEAD = 16, 16
 """One block in so many of the pool is kept free for peers to write into; for that, a step moves so many out at most."""
-
-
-class CacheListener(Protocol):
-    """Told what a cache holds. Blocks by their hashes (`tandem.prefix_hash`); called on the loop, must not raise."""
-
-    def stored(
-        self, cache_salt: str, parent_hash: int | None, hashes: Sequence[int], token_ids: Sequence[TokenId]
-    ) -> None:
-        """Blocks that follow each other, the first one behind `parent_hash`; None = it begins with it."""
-
-    def removed(self, hashes: Sequence[int]) -> None:
-        """They are held nowhere on this worker any more."""
-
-    def cleared(self) -> None:
-        """Nothing is held any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +70,25 @@ class PrefixCache:
     ) -> None:
         """`tier`: where evicted blocks go, if anywhere; `disk`: where they go from there. The engine's own."""
         self.pool = pool
-        self.listener = listener
-        """To be set before the first insert; without one, nothing is hashed."""
         self._asked_tokens = self._hit_tokens = 0
         self._enabled = enabled
         self._tree = PrefixTree(pool.block_size)
+        self._names = BlockNames(self._tree, pool.block_size, listener)
         self._rows = None if tier is None else HostRows(tier, pool)
         self._slots = None if disk is None or self._rows is None else DiskSlots(disk, self._rows)
         self._costs = LoadCosts(pool.block_size, 0.0 if tier is None else tier.block_s)
         self._evictor = Evictor(self._tree, pool, self._rows, self._slots, self._costs, self._removed)
         self._reserves = False
         """Whether blocks were ever taken for a peer to write into."""
+
+    @property
+    def listener(self) -> CacheListener | None:
+        """To be set before the first insert; without one, nothing is hashed."""
+        return self._names.listener
+
+    @listener.setter
+    def listener(self, listener: CacheListener | None) -> None:
+        self._names.listener = listener
 
     @property
     def num_available(self) -> int:
@@ -158,7 +150,7 @@ class PrefixCache:
         if self._slots is None or not token_ids or not self._costs.loading_pays:
             return
         self._evictor.note_disk()
-        path = self._tree.walk(cache_salt, encode(token_ids[: len(token_ids) - 1]))
+        path = self._tree.walk(cache_salt, encode(token_ids, len(token_ids) - 1))
         self._evictor.in_use = self._tree.tick()
         for node, _ in path:
             node.last_used = self._evictor.in_use
@@ -174,7 +166,7 @@ class PrefixCache:
         num_blocks = min(len(blocks), len(token_ids) // self.pool.block_size)
         if not self._enabled or not num_blocks:
             return
-        tokens = encode(token_ids[: num_blocks * self.pool.block_size])
+        tokens = encode(token_ids, num_blocks * self.pool.block_size)
         path, self._evictor.in_use = self._tree.walk(cache_salt, tokens), self._tree.tick()
         at, num_known = 0, sum(num for _, num in path)
         parent: Node | None = None
@@ -242,7 +234,7 @@ class PrefixCache:
 
     def forget(self, cache_salt: str, token_ids: Sequence[TokenId]) -> None:
         """What is known along these tokens, and all that follows it, is known no more; its holders keep it."""
-        path = self._tree.walk(cache_salt, encode(token_ids))
+        path = self._tree.walk(cache_salt, encode(token_ids, len(token_ids)))
         if path:
             self._evictor.drop(path[0][0])
 
@@ -257,7 +249,10 @@ class PrefixCache:
             listener.cleared()
 
     def hashes(self) -> list[int]:
-        """Of all blocks that are known, each behind the one before it; none without a listener."""
+        """Of all blocks that are known, each behind the one before it; none without a listener.
+
+        Those of a long prompt follow a little later (`BlockNames`).
+        """
         return [each for node in self._tree.nodes() for each in node.hashes]
 
     def check_invariants(self) -> None:
@@ -297,7 +292,7 @@ class PrefixCache:
         if not self._enabled or not token_ids:
             return []
         self._evictor.note_disk()
-        path = self._tree.walk(cache_salt, encode(token_ids[: len(token_ids) - 1]))
+        path = self._tree.walk(cache_salt, encode(token_ids, len(token_ids) - 1))
         for at, (node, num_blocks) in enumerate(path):
             if node.tier is not Tier.DEVICE:
                 num_ready = self._num_ready(node, num_blocks)
@@ -347,21 +342,11 @@ class PrefixCache:
         """Makes held `blocks` known, which have the last ones of `tokens`, below `parent`; None = from the first on."""
         self.pool.keep(blocks)
         added = tokens[-len(blocks) * self.pool.block_size * TOKEN_BYTES :]
-        self._tree.add(cache_salt, parent, added, array("i", blocks), self._hashes(cache_salt, parent, added))
+        self._names.added(self._tree.add(cache_salt, parent, added, array("i", blocks)))
 
     def _removed(self, hashes: Sequence[int]) -> None:
         if self.listener is not None:
             self.listener.removed(hashes)
-
-    def _hashes(self, cache_salt: str, parent: Node | None, tokens: bytes) -> array[int]:
-        """Of new blocks behind `parent`; tells the listener of them. Empty without one."""
-        if self.listener is None:
-            return array("Q")
-        above = parent.hashes[-1] if parent is not None else None
-        first = salt_hash(cache_salt) if above is None else above
-        hashes = array("Q", hashes_below(first, tokens, self.pool.block_size))
-        self.listener.stored(cache_salt, above, hashes, cast("Sequence[TokenId]", decode(tokens)))
-        return hashes
 
     def _allocate_reserved(self, rows: HostRows, num_blocks: int, num_withheld: int) -> tuple[BlockId, ...]:
         """Blocks that a peer may write into at once: no step is to move them out, or is about to."""

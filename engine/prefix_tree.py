@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import heapq
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count
 
@@ -47,7 +48,7 @@ class Node:
         """One for each block: ids of pool blocks, rows or slots, as `tier` says."""
         self.tier = tier
         self.hashes = hashes
-        """One for each block (`tandem.prefix_hash`), or none at all."""
+        """One for each block (`tandem.prefix_hash`), the last ones a little later; none at all without a listener."""
         self.last_used = last_used
         """On the tree's counter; a parent's is not smaller."""
         self.children: dict[bytes, Node] = {}
@@ -60,6 +61,11 @@ class Node:
         """Whether it is in the tree, and no child lies in its own tier."""
         return self.parent is not None and not self.num_peers
 
+    @property
+    def lacks_names(self) -> bool:
+        """Whether some of its blocks have no hash."""
+        return len(self.hashes) < len(self.places)
+
 
 class PrefixTree:
     """One root for each salt that has blocks."""
@@ -70,6 +76,8 @@ class PrefixTree:
         self._salts: dict[Node, str] = {}
         """Of the roots."""
         self._queues = tuple(LeafQueue(tier) for tier in Tier)
+        self.unnamed: deque[Node] = deque()
+        """Nodes that are to get hashes (`BlockNames`). None are merged meanwhile."""
         self.now = 0
         """Counts walks that use what they find, and searches for what to evict: the order of uses."""
 
@@ -90,19 +98,22 @@ class PrefixTree:
             offset += len(node.edge)
         return path
 
-    def add(self, cache_salt: str, parent: Node | None, edge: bytes, places: array[int], hashes: array[int]) -> None:
-        """A new device node below `parent`, or below the salt's root; none there begins with the same block."""
+    def add(self, cache_salt: str, parent: Node | None, edge: bytes, places: array[int]) -> Node:
+        """Device blocks without hashes below `parent`, or below the salt's root, where none begins with the same block.
+
+        Returns the node that has them: a new one, or `parent`.
+        """
         if parent is None:
             parent = self._root(cache_salt)
         elif parent.parent is not None and not parent.children and parent.tier is Tier.DEVICE:
             parent.edge += edge  # a prompt that comes in chunks makes one node
             parent.places += places
-            parent.hashes += hashes
-            return
-        node = Node(parent, edge, places, Tier.DEVICE, hashes, self.now)
+            return parent
+        node = Node(parent, edge, places, Tier.DEVICE, array("Q"), self.now)
         parent.children[edge[: self._block_bytes]] = node
         parent.num_peers += 1
         self._queues[Tier.DEVICE].add(node)
+        return node
 
     def move(self, node: Node, tier: Tier, places: array[int]) -> None:
         """Its blocks now lie elsewhere: a leaf in a later tier, or what lies below an earlier tier in one before
@@ -129,11 +140,13 @@ class PrefixTree:
         node.edge, node.places, node.hashes = node.edge[cut:], node.places[num_blocks:], node.hashes[num_blocks:]
         node.parent, upper.num_peers = upper, 1
         upper.children[node.edge[:size]] = node
+        if self.unnamed and upper.lacks_names:
+            self.unnamed.append(upper)  # `node` may go before it
         return upper
 
     def merge(self, node: Node) -> None:
         """Takes the blocks of its only child into a node, if that lies in the same tier and is short."""
-        if len(node.children) != 1 or not node.num_peers:
+        if len(node.children) != 1 or not node.num_peers or self.unnamed:
             return
         (child,) = node.children.values()
         if len(child.edge) > _MERGED_BYTES:
@@ -182,6 +195,12 @@ class PrefixTree:
             children = list(above.pop().children.values())
             above += children
             yield from children
+
+    def salt_of(self, node: Node) -> str:
+        """Of a node in the tree."""
+        while node.parent is not None:
+            node = node.parent
+        return self._salts[node]
 
     def _root(self, cache_salt: str) -> Node:
         root = self._roots.get(cache_salt)
@@ -235,9 +254,11 @@ class LeafQueue:
         return (node for *_, node in self._heap)
 
 
-def encode(token_ids: Sequence[TokenId]) -> bytes:
-    """Tokens as edges hold them."""
-    return array("I", token_ids).tobytes()
+def encode(token_ids: Sequence[TokenId], end: int) -> bytes:
+    """The first `end` tokens as edges hold them."""
+    if isinstance(token_ids, array) and token_ids.typecode == "I":
+        return memoryview(token_ids)[:end].tobytes()  # one copy, of many megabytes perhaps
+    return array("I", token_ids[:end]).tobytes()
 
 
 def decode(tokens: bytes) -> array[int]:

@@ -18,6 +18,7 @@ from engine.logprobs import BestTokens, LogprobPlan, best_and_given
 from engine.step import BrokenLogits, ScheduledSeq, ScoredTokens, Scores
 from engine.upload import upload
 from tandem.errors import InternalError
+from tandem.token_ids import TokenIds
 from tandem.types import TokenId, TokenLogprobs
 
 _TILE_ROWS = 64
@@ -27,7 +28,7 @@ _TILE_ROWS = 64
 class PromptScores:
     """How far the log-probabilities of one prompt's tokens have been told."""
 
-    def __init__(self, prompt_token_ids: tuple[TokenId, ...], num_top: int) -> None:
+    def __init__(self, prompt_token_ids: tuple[TokenId, ...] | TokenIds, num_top: int) -> None:
         self._prompt_token_ids = prompt_token_ids
         self._num_top = num_top
         self._next = 1

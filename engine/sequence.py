@@ -27,6 +27,7 @@ from engine.penalties import fixed_changes, has_fixed_changes, penalised_ids, re
 from engine.prompt_scores import PromptScores
 from engine.step import SampleSpec, ScheduledSeq
 from tandem.errors import InternalError
+from tandem.token_ids import TokenIds
 from tandem.types import BlockId, FinishReason, SamplingParams, TokenId
 
 _UNKNOWN = TokenId(0)
@@ -38,7 +39,7 @@ BlockTable: TypeAlias = MutableSequence[BlockId]
 
 def new_block_table(blocks: SequenceOf[BlockId] = ()) -> BlockTable:
     """A table of these blocks."""
-    return cast("BlockTable", array("i", blocks))
+    return cast("BlockTable", blocks[:] if isinstance(blocks, array) else array("i", blocks))
 
 
 TokenArray: TypeAlias = MutableSequence[TokenId]
@@ -47,6 +48,8 @@ TokenArray: TypeAlias = MutableSequence[TokenId]
 
 def new_token_array(token_ids: SequenceOf[TokenId]) -> TokenArray:
     """Of these tokens; an array is given back as it is."""
+    if isinstance(token_ids, TokenIds):
+        token_ids = cast("SequenceOf[TokenId]", token_ids.as_array)
     return cast("TokenArray", token_ids if isinstance(token_ids, array) else array("I", token_ids))
 
 

@@ -56,11 +56,11 @@ class OfferTable:
         """A new offer. Raises InternalError if the blocks are not the owner's to offer."""
         refs = BlockRefs.of(blocks)
         block_ids = refs.block_ids.astype(np.intp)
-        num_distinct = len(np.unique(block_ids))
-        if first_block < 0 or not 0 < first_block + len(refs) <= MAX_BLOCKS or num_distinct != len(refs):
-            raise InternalError(f"offer of {len(refs)} blocks from {first_block}, {num_distinct} distinct")
         if len(refs) and block_ids.max() >= self._num_blocks:
             raise InternalError(f"offer leaves the pool of {self._num_blocks} blocks")
+        num_distinct = int(np.count_nonzero(np.bincount(block_ids)))
+        if first_block < 0 or not 0 < first_block + len(refs) <= MAX_BLOCKS or num_distinct != len(refs):
+            raise InternalError(f"offer of {len(refs)} blocks from {first_block}, {num_distinct} distinct")
         if self._lent[block_ids].any():
             raise InternalError("offer names blocks that another transfer may still write")
         ticket = Ticket(

@@ -40,7 +40,7 @@ class RunningRequest:
     """One request under way, and where its choices come out."""
 
     request_id: RequestId
-    prompt_token_ids: tuple[TokenId, ...]
+    prompt_token_ids: Sequence[TokenId]
     delivery: Delivery
     task: asyncio.Task[None]
     timeline: Timeline

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from tandem.cluster_status import ClusterStatus, LatencySummary, PlacementCount, RecentActivity, WorkerStatus
 from tandem.errors import InvalidOutput, TandemError, rebuild_error
+from tandem.token_ids import TokenIds
 from tandem.types import (
     ChoiceSpec,
     Constraint,
@@ -111,13 +112,13 @@ def group_to_proto(spec: GroupSpec) -> worker_pb2.Group:
     return _message(worker_pb2.Group, spec, choices=choices, sampling=sampling)
 
 
-def group_from_proto(message: worker_pb2.Group) -> GroupSpec:
-    """A request as it came from a router; not yet validated."""
+def group_from_proto(message: worker_pb2.Group, prompt_token_ids: TokenIds | None = None) -> GroupSpec:
+    """A request as it came from a router; not yet validated. `prompt_token_ids`: its own, if they were read before."""
     sampling = message.sampling
     return _plain(
         GroupSpec,
         message,
-        prompt_token_ids=_token_ids(message.prompt_token_ids),
+        prompt_token_ids=TokenIds(message.prompt_token_ids) if prompt_token_ids is None else prompt_token_ids,
         choices=tuple(ChoiceSpec(each.index, _token_ids(each.output_token_ids)) for each in message.choices),
         sampling=_plain(
             SamplingParams,

@@ -9,7 +9,10 @@ import enum
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, NewType, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, NewType, TypeAlias
+
+if TYPE_CHECKING:
+    from tandem.token_ids import TokenIds
 
 RequestId = NewType("RequestId", str)
 """What the client calls its request; echoed everywhere."""
@@ -157,7 +160,7 @@ class GroupSpec:
     """
 
     request_id: RequestId
-    prompt_token_ids: tuple[TokenId, ...]
+    prompt_token_ids: tuple[TokenId, ...] | TokenIds
     sampling: SamplingParams
     choices: tuple[ChoiceSpec, ...] = (ChoiceSpec(0),)
     timeout_s: float | None = None
@@ -173,10 +176,11 @@ class GroupSpec:
         return len(self.prompt_token_ids)
 
     @property
-    def prefix_token_ids(self) -> tuple[TokenId, ...]:
+    def prefix_token_ids(self) -> tuple[TokenId, ...] | TokenIds:
         """What is computed once for all choices: the prompt, and the output of a choice that is alone."""
         if len(self.choices) == 1:
-            return self.prompt_token_ids + self.choices[0].output_token_ids
+            output_token_ids = self.choices[0].output_token_ids
+            return self.prompt_token_ids + output_token_ids if output_token_ids else self.prompt_token_ids
         return self.prompt_token_ids
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tandem.errors import InvalidRequest
 from tandem.limits import Limits
+from tandem.token_ids import TokenIds
 from tandem.types import GroupSpec, SamplingParams, TextParams
 
 _MAX_TEMPERATURE = 100.0
@@ -162,7 +163,8 @@ class Validator:
             )
 
     def _in_vocabulary(self, field: str, ids: Collection[int]) -> None:
-        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+        lowest, highest = (0, ids.highest) if isinstance(ids, TokenIds) else (min(ids, default=0), max(ids, default=0))
+        if lowest < 0 or highest >= self.vocab_size:
             raise InvalidRequest(field, f"ids must lie in [0, {self.vocab_size})")
 
 

@@ -10,18 +10,21 @@ between is not said, and a router that reads slowly costs no more memory than th
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from engine.prefix_cache import CacheListener
+from engine.block_names import CacheListener
 from tandem.types import TokenId
 from tandem.v1 import worker_pb2
 
 REPORT_EVERY_S = 0.1
 MAX_HASHES_PER_MESSAGE = 8192
 """64 KiB of them."""
+_PIECE = 4096
+"""Hashes that are told at a time: about a millisecond."""
 
 
 class Cache(Protocol):
@@ -88,11 +91,16 @@ class CacheNews:
                 del self._held[name]  # it is again as the router believes
 
 
+_Change: TypeAlias = Callable[[CacheNews, Sequence[int]], None]
+
+
 class CacheReports:
     """A `CacheListener` of the worker's cache, for all routers that are connected. Single-threaded."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
+        self._backlog: deque[tuple[tuple[CacheNews, ...], _Change, Sequence[int]]] = deque()
+        """Who is still to be told what, in order: those who came later knew of it."""
         self._news: list[CacheNews] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -113,21 +121,38 @@ class CacheReports:
         self, cache_salt: str, parent_hash: int | None, hashes: Sequence[int], token_ids: Sequence[TokenId]
     ) -> None:
         """See `engine.prefix_cache.CacheListener`."""
-        self._tell(lambda news: news.stored(hashes))
+        self._tell(CacheNews.stored, hashes)
 
     def removed(self, hashes: Sequence[int]) -> None:
         """See `engine.prefix_cache.CacheListener`."""
-        self._tell(lambda news: news.removed(hashes))
+        self._tell(CacheNews.removed, hashes)
 
     def cleared(self) -> None:
         """See `engine.prefix_cache.CacheListener`."""
-        self._tell(CacheNews.cleared)
+        self._tell(lambda news, _: news.cleared())
 
-    def _tell(self, change: Callable[[CacheNews], None]) -> None:
-        for news in self._news:
-            change(news)
-        if self._news and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(REPORT_EVERY_S, self._report)
+    def _tell(self, change: _Change, hashes: Sequence[int] = ()) -> None:
+        """Many hashes are told in pieces, between which others get their turn; what follows them waits."""
+        if not self._news:
+            return
+        loop, whom = asyncio.get_running_loop(), tuple(self._news)
+        if self._backlog or len(hashes) > _PIECE:
+            if not self._backlog:
+                loop.call_soon(self._tell_next)
+            starts = range(0, max(1, len(hashes)), _PIECE)
+            self._backlog.extend((whom, change, hashes[start : start + _PIECE]) for start in starts)
+        else:
+            for news in whom:
+                change(news, hashes)
+        if self._timer is None:
+            self._timer = loop.call_later(REPORT_EVERY_S, self._report)
+
+    def _tell_next(self) -> None:
+        whom, change, hashes = self._backlog.popleft()
+        for news in whom:
+            change(news, hashes)
+        if self._backlog:
+            asyncio.get_running_loop().call_soon(self._tell_next)
 
     def _report(self) -> None:
         self._timer = None

@@ -22,7 +22,7 @@ from typing import TypeAlias
 from engine.step import SampledToken
 from tandem.convert import failed_to_proto, finish_reason_to_proto, logprobs_to_proto, wait_reason_to_proto
 from tandem.errors import TandemError
-from tandem.types import FinishReason, Handle, Incarnation, TokenLogprobs, WaitReason
+from tandem.types import FinishReason, Handle, Incarnation, TokenId, TokenLogprobs, WaitReason
 from tandem.v1 import worker_pb2
 from worker.cache_reports import CacheNews
 from worker.ports import TokenColumns
@@ -180,7 +180,7 @@ class _PendingMessage:
         self._response = worker_pb2.ConnectResponse()
         self._outputs = self._response.step_outputs.outputs
         self._merging: dict[tuple[Handle, int], worker_pb2.SequenceOutput] = {}
-        self._rows: dict[tuple[Handle, int], tuple[int, int]] = {}
+        self._rows: dict[tuple[Handle, int], tuple[int, TokenId]] = {}
         """Offset and token by choice."""
         self._columns: TokenColumns | None = None
         self.weight = 0

@@ -16,7 +16,8 @@ import grpc.aio
 from tandem.convert import group_from_proto
 from tandem.errors import InternalError, InvalidRequest, TandemError
 from tandem.telemetry.logging import get_logger
-from tandem.types import Handle, Incarnation
+from tandem.token_ids import TokenIds
+from tandem.types import GroupSpec, Handle, Incarnation
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from worker.cache_reports import CacheReports
 from worker.ports import WorkerCore
@@ -90,9 +91,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         async for request in requests:
             match request.WhichOneof("message"):
                 case "reserve":
-                    self._start(session, Handle(request.reserve.handle), request)
+                    await self._start(session, Handle(request.reserve.handle), request)
                 case "prefill":
-                    self._start(session, Handle(request.prefill.handle), request)
+                    await self._start(session, Handle(request.prefill.handle), request)
                 case "grant":
                     grant = request.grant
                     self._core.grant(session, Handle(grant.handle), grant.ticket, grant.kv_endpoint)
@@ -108,21 +109,26 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 case other:
                     raise InvalidRequest(other or "message", "is not expected here")
 
-    def _start(self, session: RouterSession, handle: Handle, request: worker_pb2.ConnectRequest) -> None:
+    async def _start(self, session: RouterSession, handle: Handle, request: worker_pb2.ConnectRequest) -> None:
         """Raises InvalidRequest if the handle is in use; any other fault fails this request alone, not the stream."""
         if not session.open_handle(handle):
             raise InvalidRequest("handle", f"{handle} is in use")
         try:
             if request.HasField("reserve"):
                 reserve = request.reserve
-                spec = group_from_proto(reserve.group)
+                spec = await _group(reserve.group)
                 max_local_tokens = reserve.max_local_tokens if reserve.HasField("max_local_tokens") else None
                 self._core.reserve(session, handle, spec, reserve.local_prefill, max_local_tokens)
             else:
-                spec = group_from_proto(request.prefill.group)
+                spec = await _group(request.prefill.group)
                 self._core.prefill(session, handle, spec, request.prefill.destination)
         except TandemError as error:
             session.failed(handle, error)
         except Exception as error:  # noqa: BLE001 - a bug in one request's handling must not end the others
             _log.exception("a request could not be started", handle=handle)
             session.failed(handle, InternalError(f"{type(error).__name__} at the start of a request"))
+
+
+async def _group(message: worker_pb2.Group) -> GroupSpec:
+    """A long prompt is read in pieces; what follows on this stream waits for it, all else does not."""
+    return group_from_proto(message, await TokenIds.read(message.prompt_token_ids))

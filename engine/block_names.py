@@ -1,0 +1,99 @@
+"""Gives the blocks of a prefix tree their hashes (`tandem.prefix_hash`), and tells a listener of each that got one.
+
+A few are hashed at once. Many, as of a long prompt, are hashed in pieces on the running loop, between which others get
+their turn: until then they are known, but not told. What has gone meanwhile never is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from engine.prefix_tree import TOKEN_BYTES, Node, PrefixTree, decode
+from tandem.prefix_hash import hashes_below, salt_hash
+from tandem.types import TokenId
+
+PIECE = 2048
+"""Blocks that are hashed and told at a time: about a millisecond."""
+
+
+class CacheListener(Protocol):
+    """Told what a cache holds. Blocks by their hashes (`tandem.prefix_hash`); called on the loop, must not raise."""
+
+    def stored(
+        self, cache_salt: str, parent_hash: int | None, hashes: Sequence[int], token_ids: Sequence[TokenId]
+    ) -> None:
+        """Blocks that follow each other, the first one behind `parent_hash`; None = it begins with it."""
+
+    def removed(self, hashes: Sequence[int]) -> None:
+        """They are held nowhere on this worker any more."""
+
+    def cleared(self) -> None:
+        """Nothing is held any more."""
+
+
+class BlockNames:
+    """Of one tree, while there is a listener.
+
+    INVARIANT: no node has hashes unless those above it have all of theirs.
+    """
+
+    def __init__(self, tree: PrefixTree, block_size: int, listener: CacheListener | None) -> None:
+        self.listener = listener
+        self._tree = tree
+        self._block_size = block_size
+
+    def added(self, node: Node) -> None:
+        """The last blocks of a node have no hashes yet."""
+        if self.listener is None:
+            return
+        unnamed = self._tree.unnamed
+        unnamed.append(node)
+        if len(unnamed) > 1:
+            return  # its turn will come
+        if len(node.places) - len(node.hashes) <= PIECE:
+            self._name_next()
+        else:
+            self._name_soon()
+
+    def _name_soon(self) -> None:
+        try:
+            asyncio.get_running_loop().call_soon(self._name_in_turn)
+        except RuntimeError:  # no loop runs, so nobody waits for a turn
+            while self._tree.unnamed:
+                self._name_next()
+
+    def _name_in_turn(self) -> None:
+        if self._tree.unnamed:
+            self._name_next()
+        if self._tree.unnamed:
+            self._name_soon()
+
+    def _name_next(self) -> None:
+        """A piece of the oldest, or of what lies above it."""
+        oldest = self._tree.unnamed[0]
+        if oldest.parent is not None and oldest.lacks_names:
+            self._name(_first_that_lacks(oldest))
+        if oldest.parent is None or not oldest.lacks_names:
+            self._tree.unnamed.popleft()
+
+    def _name(self, node: Node) -> None:
+        assert node.parent is not None, "a node in the tree"
+        size, start = self._block_size * TOKEN_BYTES, len(node.hashes)
+        before = node.hashes or node.parent.hashes
+        above, cache_salt = before[-1] if before else None, self._tree.salt_of(node)
+        tokens = node.edge[start * size : (start + PIECE) * size]
+        first = salt_hash(cache_salt) if above is None else above
+        hashes = array("Q", hashes_below(first, tokens, self._block_size))
+        node.hashes += hashes
+        if self.listener is not None:
+            self.listener.stored(cache_salt, above, hashes, cast("Sequence[TokenId]", decode(tokens)))
+
+
+def _first_that_lacks(node: Node) -> Node:
+    """From the root on, down to this one: hashes are made of those above them."""
+    while node.parent is not None and node.parent.lacks_names:
+        node = node.parent
+    return node
