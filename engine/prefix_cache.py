@@ -24,7 +24,7 @@ from engine.disk_tier import DiskSlot
 from engine.eviction import Evictor, as_blocks, as_slots
 from engine.host_rows import HostRows, LoadCosts
 from engine.host_tier import HostTier
-from engine.prefix_tree import TOKEN_BYTES, Node, PrefixTree, Tier, encode
+from engine.prefix_tree import TOKEN_BYTES, Node, PrefixTree, Tier, view_of
 from engine.step import HostRow, TierMove
 from tandem.errors import InternalError
 from tandem.lifecycle import BlockState
@@ -150,7 +150,7 @@ class PrefixCache:
         if self._slots is None or not token_ids or not self._costs.loading_pays:
             return
         self._evictor.note_disk()
-        path = self._tree.walk(cache_salt, encode(token_ids, len(token_ids) - 1))
+        path = self._tree.walk(cache_salt, token_ids, len(token_ids) - 1)
         self._evictor.in_use = self._tree.tick()
         for node, _ in path:
             node.last_used = self._evictor.in_use
@@ -166,8 +166,8 @@ class PrefixCache:
         num_blocks = min(len(blocks), len(token_ids) // self.pool.block_size)
         if not self._enabled or not num_blocks:
             return
-        tokens = encode(token_ids, num_blocks * self.pool.block_size)
-        path, self._evictor.in_use = self._tree.walk(cache_salt, tokens), self._tree.tick()
+        num_tokens = num_blocks * self.pool.block_size
+        path, self._evictor.in_use = self._tree.walk(cache_salt, token_ids, num_tokens), self._tree.tick()
         at, num_known = 0, sum(num for _, num in path)
         parent: Node | None = None
         for node, num in path:
@@ -181,7 +181,8 @@ class PrefixCache:
                 self._settle(parent, blocks[at : at + num])
             at += num
         if at < num_blocks:
-            self._add(cache_salt, parent, tokens, blocks[at:num_blocks])
+            added = view_of(token_ids, num_tokens)[at * self.pool.block_size * TOKEN_BYTES :].tobytes()
+            self._add(cache_salt, parent, added, blocks[at:num_blocks])
 
     def allocate(self, num_blocks: int, state: BlockState = BlockState.LIVE) -> tuple[BlockId, ...]:
         """As `BlockPool.allocate`, after evicting what it takes. Raises PoolExhausted, and evicts nothing then."""
@@ -234,7 +235,7 @@ class PrefixCache:
 
     def forget(self, cache_salt: str, token_ids: Sequence[TokenId]) -> None:
         """What is known along these tokens, and all that follows it, is known no more; its holders keep it."""
-        path = self._tree.walk(cache_salt, encode(token_ids, len(token_ids)))
+        path = self._tree.walk(cache_salt, token_ids, len(token_ids))
         if path:
             self._evictor.drop(path[0][0])
 
@@ -292,7 +293,7 @@ class PrefixCache:
         if not self._enabled or not token_ids:
             return []
         self._evictor.note_disk()
-        path = self._tree.walk(cache_salt, encode(token_ids, len(token_ids) - 1))
+        path = self._tree.walk(cache_salt, token_ids, len(token_ids) - 1)
         for at, (node, num_blocks) in enumerate(path):
             if node.tier is not Tier.DEVICE:
                 num_ready = self._num_ready(node, num_blocks)
@@ -338,10 +339,9 @@ class PrefixCache:
         self.pool.keep(blocks)
         self._tree.move(node, Tier.DEVICE, array("i", blocks))
 
-    def _add(self, cache_salt: str, parent: Node | None, tokens: bytes, blocks: Sequence[BlockId]) -> None:
-        """Makes held `blocks` known, which have the last ones of `tokens`, below `parent`; None = from the first on."""
+    def _add(self, cache_salt: str, parent: Node | None, added: bytes, blocks: Sequence[BlockId]) -> None:
+        """Makes held `blocks` known, which have the tokens `added`, below `parent`; None = from the first on."""
         self.pool.keep(blocks)
-        added = tokens[-len(blocks) * self.pool.block_size * TOKEN_BYTES :]
         self._names.added(self._tree.add(cache_salt, parent, added, array("i", blocks)))
 
     def _removed(self, hashes: Sequence[int]) -> None:

@@ -86,12 +86,19 @@ class PrefixTree:
         self.now += 1
         return self.now
 
-    def walk(self, cache_salt: str, tokens: bytes) -> list[tuple[Node, int]]:
-        """Nodes along `tokens`, each with how many of its blocks match: all, but in the last one."""
+    def walk(self, cache_salt: str, token_ids: Sequence[TokenId], end: int) -> list[tuple[Node, int]]:
+        """Nodes along the first `end` tokens, each with how many of its blocks match: all, but in the last one.
+
+        Of an `array` of tokens no more is copied than what matches: a copy of many megabytes takes milliseconds.
+        """
         path: list[tuple[Node, int]] = []
         node, offset, size = self._roots.get(cache_salt), 0, self._block_bytes
-        while node is not None and (node := node.children.get(tokens[offset : offset + size])) is not None:
-            if not tokens.startswith(node.edge, offset):
+        if node is None:
+            return path
+        tokens = view_of(token_ids, end)
+        while (child := node.children.get(tokens[offset : offset + size].tobytes())) is not None:
+            node = child
+            if tokens[offset : offset + len(node.edge)].tobytes() != node.edge:
                 path.append((node, self._num_equal(node.edge, tokens, offset)))
                 break
             path.append((node, len(node.places)))
@@ -209,13 +216,13 @@ class PrefixTree:
             self._salts[root] = cache_salt
         return root
 
-    def _num_equal(self, edge: bytes, tokens: bytes, offset: int) -> int:
+    def _num_equal(self, edge: bytes, tokens: memoryview, offset: int) -> int:
         """How many of an edge's leading blocks are those at `offset`, by bisection: each look is a memcmp."""
         size = self._block_bytes
         low, high = 0, min(len(edge), len(tokens) - offset) // size
         while low < high:
             middle = (low + high + 1) // 2
-            if edge[low * size : middle * size] == tokens[offset + low * size : offset + middle * size]:
+            if edge[low * size : middle * size] == tokens[offset + low * size : offset + middle * size].tobytes():
                 low = middle
             else:
                 high = middle - 1
@@ -254,13 +261,12 @@ class LeafQueue:
         return (node for *_, node in self._heap)
 
 
-def encode(token_ids: Sequence[TokenId], end: int) -> bytes:
-    """The first `end` tokens as edges hold them."""
-    if isinstance(token_ids, array) and token_ids.typecode == "I":
-        return memoryview(token_ids)[:end].tobytes()  # one copy, of many megabytes perhaps
-    return array("I", token_ids[:end]).tobytes()
+def view_of(token_ids: Sequence[TokenId], end: int) -> memoryview:
+    """The first `end` tokens as bytes, as edges hold them; an `array` of C unsigned ints is not copied."""
+    tokens = token_ids if isinstance(token_ids, array) and token_ids.typecode == "I" else array("I", token_ids[:end])
+    return memoryview(tokens).cast("B")[: end * TOKEN_BYTES]
 
 
 def decode(tokens: bytes) -> array[int]:
-    """Undoes `encode`."""
+    """Tokens of an edge."""
     return array("I", tokens)

@@ -106,7 +106,9 @@ class Sequence:
 
     @property
     def token_ids(self) -> TokenArray:
-        """Known tokens, prompt and completion; a copy."""
+        """Known tokens, prompt and completion; not to be changed, since they may be the prompt's own."""
+        if not self._output_token_ids:
+            return self._prompt_token_ids
         token_ids = self._prompt_token_ids[:]
         token_ids.extend(new_token_array(self._output_token_ids))
         return token_ids

@@ -219,7 +219,9 @@ class StepLoop:
         prefix = chunk.request.group.prefix
         end = prefix.num_computed_tokens
         self._pool.set_filled(prefix.block_table, end, from_token=end - chunk.num_tokens)
-        self._cache.insert(chunk.request.spec.cache_salt, prefix.token_ids[:end], prefix.block_table)
+        self._cache.insert(
+            chunk.request.spec.cache_salt, prefix.token_ids, prefix.block_table[: end // self._cache.pool.block_size]
+        )
 
     def _give_up(self, request: Request, error: StepFailed) -> None:
         if request not in self.scheduler:  # removed while the step ran
