@@ -153,6 +153,7 @@ async def measure(num_tokens: int) -> dict[str, float]:
     reserve = worker_pb2.ConnectRequest(
         reserve=worker_pb2.Reserve(handle=_HANDLE, group=group_to_proto(spec))
     ).SerializeToString()
+    own = group_to_proto(replace(spec, request_id=RequestId("own"), prompt_token_ids=prompt[::-1]))
     with reports.telling(session.cache_news):
         gc.collect()
         gc.freeze()  # as a worker process does once it has loaded
@@ -160,9 +161,7 @@ async def measure(num_tokens: int) -> dict[str, float]:
         for turn in ("", " again"):
             await _hand_off(times, worker, session, table, reserve, turn)
         session.open_handle(_HANDLE)
-        other = replace(spec, request_id=RequestId("own"), prompt_token_ids=prompt[::-1])
-        message = group_to_proto(other)
-        read = await _read(times, "", message)
+        read = await _read(times, "", own)
         with times.call("reserve, to be computed here"):
             worker.reserve(session, _HANDLE, read, True)
         while worker.load().running_seqs or worker.load().waiting_seqs:

@@ -144,15 +144,19 @@ class CacheReports:
         else:
             for news in whom:
                 change(news, hashes)
-        if self._timer is None:
-            self._timer = loop.call_later(REPORT_EVERY_S, self._report)
+        self._report_later()
 
     def _tell_next(self) -> None:
         whom, change, hashes = self._backlog.popleft()
         for news in whom:
             change(news, hashes)
+        self._report_later()
         if self._backlog:
             asyncio.get_running_loop().call_soon(self._tell_next)
+
+    def _report_later(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(REPORT_EVERY_S, self._report)
 
     def _report(self) -> None:
         self._timer = None

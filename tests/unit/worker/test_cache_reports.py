@@ -134,3 +134,31 @@ async def test_whenever_it_reads_a_router_knows_exactly_what_is_held(seed: int) 
                     assert router.knows(names) == cache.held
         router.read()
         assert router.knows(names) == cache.held
+
+
+async def test_many_hashes_are_told_in_pieces_and_in_order(cache: FakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_reports, "_PIECE", 3)
+    first, late, names = Router(), Router(), range(20)
+    with cache.reports.telling(first.news):
+        first.read()
+        cache.store(*names)
+        cache.remove(5, 6)
+        with cache.reports.telling(late.news):
+            cache.remove(7)
+            cache.store(5)
+            for router in (first, late):
+                await router.due.wait()
+            while cache.reports._backlog:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            first.read()
+            late.read()
+            assert first.knows(names) == late.knows(names) == set(names) - {6, 7}
+
+            cache.remove(*names)
+            cache.clear()
+            cache.store(2)
+            while cache.reports._backlog:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            first.read()
+            late.read()
+            assert first.knows(names) == late.knows(names) == {2}
