@@ -222,9 +222,9 @@ def main() -> int:
             sides["before"] |= _other_side(args.before, [num_seqs], args.steps)
         sides["after"] |= _this_side([num_seqs], args.steps, spent)
     if args.record:
-        from bench.record import write_record
+        from bench.record import commit_of, write_record
 
-        write_record("control-loop", sides)
+        write_record("control-loop", sides | ({} if args.before is None else {"before_commit": commit_of(args.before)}))
     print(json.dumps(sides, indent=2))
     return 0
 

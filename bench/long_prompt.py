@@ -262,8 +262,10 @@ def main() -> int:
     sides["after"] = _best_of(args.repeats, Path(__file__).parents[1], args.tokens)
     results = {"num_tokens": args.tokens, "block_size": _BLOCK_SIZE, **sides}
     if args.record:
-        from bench.record import write_record
+        from bench.record import commit_of, write_record
 
+        if args.before is not None:
+            results["before_commit"] = commit_of(args.before)
         write_record("long-prompt", results)
     print(json.dumps(results, indent=2))
     return 0

@@ -18,6 +18,7 @@ from bench.kernels.page import section as kernels_section
 from bench.markdown import table
 from bench.peers.page import section as peers_section
 from bench.prefix_page import section as prefix_section
+from bench.scale_page import control_loop_section, long_prompt_section, router_scale_section
 from bench.transfer_page import overlap_section, transfer_section
 
 ROOT = Path(__file__).parents[1]
@@ -273,6 +274,9 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "scaling": _scaling,
     "tracing": _tracing,
     "router-tokens": _router_tokens,
+    "router-scale": router_scale_section,
+    "control-loop": control_loop_section,
+    "long-prompt": long_prompt_section,
     "growth": _growth,
     "profile": _profile,
     "peers-135m-*": peers_section,

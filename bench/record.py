@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from bench import page
@@ -26,6 +27,12 @@ def write_record(stem: str, results: dict[str, Any]) -> None:
     record = {"date": today(), "machine": describe_machine(), "results": results}
     (page.RESULTS / f"{stem}.json").write_text(json.dumps(record, indent=2) + "\n")
     page.main()
+
+
+def commit_of(checkout: Path) -> str:
+    """The commit of another checkout, in short."""
+    command = ["git", "-C", str(checkout), "rev-parse", "--short=10", "HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def run_all() -> dict[str, Any]:
