@@ -21,7 +21,7 @@ from pathlib import Path
 from bench import simulate_study, simulate_validation
 from bench.calibrate import calibrate
 from bench.goodput_loads import LOADS
-from bench.peers.served import COLOCATED, DISAGGREGATED
+from bench.peers.served import AUTO, COLOCATED, DISAGGREGATED
 from simulator.cluster import Failures, Fleet, Policy, Setup, simulate
 from simulator.costs import read_costs
 from simulator.outcomes import Slo
@@ -69,14 +69,19 @@ def _simulate(args: argparse.Namespace) -> None:
 
 
 def _validate(args: argparse.Namespace) -> None:
-    if args.measured is None:
-        results = simulate_validation.measure(args.loads, args.servers, args.rate, args.requests)
-        _write(args.json, results)
+    if args.measured:
+        parts = [json.loads(each.read_text()) for each in args.measured]
     else:
-        results = json.loads(args.measured.read_text())
-    threads = {each for _, each in simulate_validation.fleets(results["settings"]["threads"]).values()}
-    costs = simulate_validation.costs_by_threads(threads)
-    print(simulate_validation.section(simulate_validation.compare(results, costs)))
+        parts = [simulate_validation.measure(args.loads, args.servers, args.rate, args.requests)]
+        _write(args.json, parts[0])
+    if args.costs:
+        costs = [read_costs(each) for each in args.costs]
+    elif args.measured or args.json is None:
+        threads = {each for _, each in simulate_validation.fleets(parts[0]["settings"]["threads"]).values()}
+        costs = simulate_validation.costs_by_threads(threads)
+    else:
+        return
+    print(simulate_validation.section([row for part in parts for row in simulate_validation.compare(part, costs)]))
 
 
 def _calibrate(args: argparse.Namespace) -> None:
@@ -97,9 +102,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--validate", action="store_true", help="predicted against measured")
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="what bench.goodput --json wrote")
+    parser.add_argument("--measured", type=Path, nargs="+", metavar="FILE", help="what --json wrote, here or by bench.goodput")
+    parser.add_argument("--costs", type=Path, nargs="+", metavar="FILE", help="of --validate, for 1 and 2 threads; default: measured")
     parser.add_argument("--loads", nargs="+", choices=sorted(LOADS), default=sorted(LOADS))
-    parser.add_argument("--servers", nargs="+", default=[DISAGGREGATED, COLOCATED])
+    parser.add_argument("--servers", nargs="+", default=[DISAGGREGATED, COLOCATED, AUTO])
     parser.add_argument("--study", action="store_true", help="write the record and the page's tables")
     parser.add_argument("--cost-model", type=Path, metavar="FILE")
     parser.add_argument("--fleet", type=fleet_of, default=Fleet(Policy.AUTO, 2))

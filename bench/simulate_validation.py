@@ -33,8 +33,10 @@ from tandem.cores import usable_cores
 
 SHAPE = "135m"
 _APART_S = 60.0
+_UNLOADED = 3
+"""Requests alone, of each load on each server."""
 _LENGTHS_SEED = 13
-_UNLOADED_SEED = 1_000_001
+_UNLOADED_SEED = 1_000_000
 Document = dict[str, Any]
 
 
@@ -49,6 +51,8 @@ class Row:
     predicted_per_s: float
     what: str
     """At which rate, or by what search."""
+    ttft_s: tuple[float, float] | None = None
+    """Median first token, measured and predicted."""
 
     @property
     def error(self) -> float:
@@ -59,7 +63,7 @@ class Row:
 def measure(loads: Sequence[str], servers: Sequence[str], rate_per_s: float, requests: int) -> Document:
     """One trial of each load on each server, as a document of `bench.goodput`."""
     cores = usable_cores()[:2]
-    effort = replace(goodput.QUICK, requests=requests, trials=1, leaves_early=False)
+    effort = replace(goodput.QUICK, requests=requests, unloaded=_UNLOADED, trials=1, leaves_early=False)
     chosen = {name: goodput.SERVERS[name] for name in servers}
     plan = goodput.Plan(SHAPE, cores, chosen, None, tuple(loads), effort, {}, rate_per_s)
     with _checkpoint() as model:
@@ -75,14 +79,18 @@ def fleets(cores: int) -> Mapping[str, tuple[Fleet, int]]:
     }
 
 
-def costs_by_threads(threads: set[int]) -> dict[int, CostModel]:
+def costs_by_threads(threads: set[int]) -> list[CostModel]:
     """Measured here and now."""
     with _checkpoint() as model:
-        return {each: calibrate(model, each)[0] for each in sorted(threads)}
+        return [calibrate(model, each)[0] for each in sorted(threads)]
 
 
-def compare(results: Document, costs: Mapping[int, CostModel]) -> list[Row]:
-    """Predicted and measured, for each trial and for each search of more than one."""
+def compare(results: Document, measured_costs: Sequence[CostModel]) -> list[Row]:
+    """Predicted and measured, for each trial and for each search of more than one.
+
+    `measured_costs`: for each number of threads that `fleets` names.
+    """
+    costs = {each.threads: each for each in measured_costs}
     rows: list[Row] = []
     kinds = fleets(results["settings"]["threads"])
     for name, each in results["loads"].items():
@@ -97,7 +105,8 @@ def compare(results: Document, costs: Mapping[int, CostModel]) -> list[Row]:
                 result = _trial(setup, load, trial["rate_per_s"], trial["requests"])
                 rate = trial["rate_per_s"]
                 predicted = rate * result.attainment(slo)
-                rows.append(Row(name, server, rate * trial["attainment"], predicted, f"at {rate:.2f}/s"))
+                ttft_s = trial["ttft_ms"]["p50"] / 1e3, statistics.median(each.ttft_s or 0.0 for each in result.outcomes)
+                rows.append(Row(name, server, rate * trial["attainment"], predicted, f"at {rate:.2f}/s", ttft_s))
             if len(found["trials"]) > 1:
                 predicted = _search(setup, load, slo, effort)
                 rows.append(Row(name, server, found["goodput_per_s"] or 0.0, predicted, "highest with 90 %"))
@@ -119,16 +128,20 @@ def as_served(costs: CostModel, fleet: Fleet, load: Load, unloaded: Mapping[str,
 def section(rows: Sequence[Row]) -> str:
     """A table."""
     return table(
-        ["load", "server", "", "measured /s", "predicted /s", "error"],
+        ["load", "server", "", "measured /s", "predicted /s", "error", "first token p50, s: measured, predicted"],
         [
-            [row.load, row.server, row.what, f"{row.measured_per_s:.2f}", f"{row.predicted_per_s:.2f}", _percent(row)]
+            [
+                row.load,
+                row.server,
+                row.what,
+                f"{row.measured_per_s:.2f}",
+                f"{row.predicted_per_s:.2f}",
+                f"{100 * row.error:+.0f} %",
+                "" if row.ttft_s is None else f"{row.ttft_s[0]:.2f}, {row.ttft_s[1]:.2f}",
+            ]
             for row in rows
         ],
     )
-
-
-def _percent(row: Row) -> str:
-    return f"{100 * row.error:+.0f} %"
 
 
 def _search(setup: Setup, load: Load, slo: Slo, effort: Document) -> float:

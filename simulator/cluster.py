@@ -13,6 +13,7 @@ from router.admission import Admission, AdmissionQueue
 from router.worker_link import WorkerLink
 from router.workers import Workers
 from simulator.costs import CostModel
+from simulator.engine import Host
 from simulator.loop import SimulatedClock, run_simulated
 from simulator.outcomes import Outcome, Result, RoleUse
 from simulator.requests import Attempt, Rooms, serve
@@ -105,10 +106,14 @@ class _Cluster:
         workers = Workers(MODEL, MODEL, clock, _NEVER_S, _NEVER_S, self._open_link, self._rng)
         self._workers = workers
         self._named: dict[WorkerId, SimulatedWorker] = {}
+        computes = setup.fleet.policy is not Policy.STATIC
         for number, role in enumerate(setup.fleet.roles):
             name = f"{role}-{number}"
-            computes = setup.fleet.policy is not Policy.STATIC
-            worker = SimulatedWorker(name, role, setup.costs, network, workers.heartbeat, computes_prompts=computes)
+            if number % setup.costs.workers_per_host == 0:
+                host = Host(setup.costs.sharing)
+            worker = SimulatedWorker(
+                name, role, setup.costs, network, host, workers.heartbeat, computes_prompts=computes
+            )
             self._named[WorkerId(name)] = worker
             worker.come()
         admission = Admission(AdmissionQueue(setup.max_active, _MANY, _MANY), clock)

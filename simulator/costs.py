@@ -73,12 +73,24 @@ class StepCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """How many times as long each part of a step takes while one other worker of the same host computes."""
+
+    decode: float = 1.0
+    prompt: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class CostModel:
     """One worker, and what lies between it and others."""
 
     step: StepCosts
     decode_step: StepCosts | None = None
     """Of a worker of the fixed role decode, where it has other hardware (or cores) than the others; None = `step`."""
+    sharing: Sharing = Sharing()
+    workers_per_host: int = 1
+    threads: int = 1
+    """With which the steps were measured."""
     block_size: int = 16
     pool_blocks: int = 4096
     max_seqs: int = 64
@@ -116,7 +128,8 @@ def read_costs(path: Path) -> CostModel:
         )
         if step is None:
             raise ValueError("no step")
-        return CostModel(**{**document, "step": step, "decode_step": decode_step})
+        sharing = Sharing(**document.get("sharing", {}))
+        return CostModel(**{**document, "step": step, "decode_step": decode_step, "sharing": sharing})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError("--cost-model", f"cannot read {path}: {error}") from error
 

@@ -1,46 +1,116 @@
-"""An engine that computes nothing and takes as long as its cost model says: a `worker.ports.StepEngine`."""
+"""An engine that computes nothing and takes as long as its cost model says: a `worker.ports.StepEngine`.
+
+Engines of one host share its memory and caches: while others compute too, all of them are slower by measured factors.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from dataclasses import dataclass, field
 
 from engine.step import SampledToken, Step, StepResult
-from simulator.costs import StepCosts, StepWork
+from simulator.costs import Sharing, StepCosts, StepWork
 from tandem.types import TokenId
 
 OUTPUT_TOKEN = TokenId(0)
 """What every draw brings."""
 _TOKEN = (SampledToken(OUTPUT_TOKEN, None),)
+_Outputs = tuple[tuple[tuple[SampledToken, ...], ...], ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """A step that was launched and has not ended."""
+
+    engine: SimulatedEngine
+    outputs: _Outputs
+    decode_s: float
+    prompt_s: float
+    """Both alone on the host."""
+    left_s: float
+    """Alone on the host."""
+    future: asyncio.Future[StepResult] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    began_s: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+
+
+class Host:
+    """What runs at a time on one machine."""
+
+    def __init__(self, sharing: Sharing) -> None:
+        self._sharing = sharing
+        self._running: list[_Run] = []
+        self._at_s = 0.0
+        """Up to when what is left of them was counted."""
+
+    def begin(self, run: _Run) -> None:
+        """From now on it computes."""
+        run.began_s = self._advance()
+        self._running.append(run)
+        self._schedule()
+
+    def _advance(self) -> float:
+        """Counts what was computed since; returns the time."""
+        now_s = asyncio.get_running_loop().time()
+        for run in self._running:
+            run.left_s -= (now_s - self._at_s) / self._slowdown(run)
+        self._at_s = now_s
+        return now_s
+
+    def _schedule(self) -> None:
+        loop = asyncio.get_running_loop()
+        for run in self._running:
+            if run.timer is not None:
+                run.timer.cancel()
+            run.timer = loop.call_at(self._at_s + max(0.0, run.left_s) * self._slowdown(run), self._end, run)
+
+    def _end(self, run: _Run) -> None:
+        now_s = self._advance()
+        self._running.remove(run)
+        self._schedule()
+        run.engine.ended(run, now_s - run.began_s)
+
+    def _slowdown(self, run: _Run) -> float:
+        alone_s = run.decode_s + run.prompt_s
+        if len(self._running) == 1 or not alone_s:
+            return 1.0
+        beside_s = run.decode_s * self._sharing.decode + run.prompt_s * self._sharing.prompt
+        return 1.0 + (beside_s / alone_s - 1.0) * (len(self._running) - 1)
 
 
 class SimulatedEngine:
     """Steps run one after the other, in order of launch."""
 
-    def __init__(self, costs: StepCosts) -> None:
+    def __init__(self, costs: StepCosts, host: Host) -> None:
         self.num_steps = 0
         self.busy_s = 0.0
         """Time in steps."""
         self.prompt_s = 0.0
         """Of that, what their prompt tokens added."""
         self._costs = costs
-        self._free_s = 0.0
+        self._host = host
+        self._launched: deque[_Run] = deque()
 
     def launch(self, step: Step) -> asyncio.Future[StepResult]:
         """See `StepEngine`."""
-        loop = asyncio.get_running_loop()
         work = StepWork.of(step.seqs)
         seconds = self._costs.seconds(work)
-        self.busy_s += seconds
-        if work.prompt_tokens:
-            alone = StepWork(work.decodes, work.context_tokens, 0, 0)
-            self.prompt_s += seconds - (self._costs.seconds(alone) if work.decodes else 0.0)
-        self._free_s = max(loop.time(), self._free_s) + seconds
-        future: asyncio.Future[StepResult] = loop.create_future()
+        decode_s = self._costs.seconds(StepWork(work.decodes, work.context_tokens, 0, 0)) if work.decodes else 0.0
         outputs = tuple([(_TOKEN,) * len(seq.samples) for seq in step.seqs])
-        loop.call_at(self._free_s, self._end, future, StepResult(outputs, seconds))
-        return future
+        run = _Run(self, outputs, decode_s, seconds - decode_s, seconds)
+        self._launched.append(run)
+        if len(self._launched) == 1:
+            self._host.begin(run)
+        return run.future
 
-    def _end(self, future: asyncio.Future[StepResult], result: StepResult) -> None:
+    def ended(self, run: _Run, seconds: float) -> None:
+        """The host says that the first of the launched steps has."""
+        self._launched.popleft()
         self.num_steps += 1
-        if not future.done():
-            future.set_result(result)
+        self.busy_s += seconds
+        self.prompt_s += seconds * run.prompt_s / max(run.decode_s + run.prompt_s, 1e-12)
+        if self._launched:
+            self._host.begin(self._launched[0])
+        if not run.future.done():
+            run.future.set_result(StepResult(run.outputs, seconds))

@@ -24,7 +24,7 @@ from prefill_worker.worker import PrefillWorker
 from prefill_worker.worker import WorkerParts as PrefillParts
 from router.prefix_map import PrefixMap
 from simulator.costs import CostModel
-from simulator.engine import SimulatedEngine
+from simulator.engine import Host, SimulatedEngine
 from simulator.loop import SimulatedClock
 from simulator.transfers import TRANSPORT, Network, SimulatedReceiver, SimulatedSender
 from tandem.limits import Limits
@@ -64,6 +64,7 @@ class SimulatedWorker:
         role: Role,
         costs: CostModel,
         network: Network,
+        host: Host,
         on_heartbeat: Callable[[WorkerInfo, WorkerLoad], None],
         *,
         computes_prompts: bool,
@@ -80,6 +81,7 @@ class SimulatedWorker:
         self._name = name
         self._costs = costs
         self._network = network
+        self._host = host
         self._on_heartbeat = on_heartbeat
         self._local_tokens = None if role is Role.ELASTIC or computes_prompts else 0
         self._num_lives = 0
@@ -161,7 +163,7 @@ class SimulatedWorker:
         if life_number != self._num_lives or not self.is_up:
             return
         if self._life is None:
-            self._life = _Life(self.role, self._costs, self._network, self.link)
+            self._life = _Life(self.role, self._costs, self._network, self._host, self.link)
         self._life.run(self._beat)
         what(self._life.core)
 
@@ -188,8 +190,8 @@ class SimulatedWorker:
 class _Life:
     """Core, engine and caches from the first request to the loss of the worker."""
 
-    def __init__(self, role: Role, costs: CostModel, network: Network, link: Link) -> None:
-        self.engine = SimulatedEngine(costs.decode_step or costs.step if role is Role.DECODE else costs.step)
+    def __init__(self, role: Role, costs: CostModel, network: Network, host: Host, link: Link) -> None:
+        self.engine = SimulatedEngine(costs.decode_step or costs.step if role is Role.DECODE else costs.step, host)
         self._news = ExitStack()
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from simulator.cluster import Failures, Fleet, Policy, Setup, simulate
-from simulator.costs import CostModel, StepCosts
+from simulator.costs import CostModel, Sharing, StepCosts
 from simulator.outcomes import Slo
 from simulator.sizing import highest_rate, least_fleet, passes
 from simulator.traces import Ask, Dialogue, LogNormal, Piece, conversation, independent
@@ -43,6 +43,26 @@ def test_requests_far_apart_take_what_their_steps_and_messages_take() -> None:
         assert each.output_tokens == 5
 
 
+@pytest.mark.parametrize(("per_host", "times"), [(1, 1.0), (2, 1.5)])
+def test_workers_of_one_host_are_slower_while_both_compute(per_host: int, times: float) -> None:
+    """Two prompts at once, each on a worker of its own, both for the same time."""
+    costs = replace(COSTS, sharing=Sharing(decode=1.2, prompt=1.5), workers_per_host=per_host)
+    result = simulate(Setup(Fleet(Policy.COLOCATED, 2), costs), [_ask(0.0, 0), _ask(0.0, 1)])
+    for each in result.outcomes:
+        assert each.ttft_s == pytest.approx(times * PROMPT_S + 4 * MESSAGE_S)
+    (use,) = result.uses.values()
+    at_the_worker_s = result.outcomes[0].ended_s - 2 * MESSAGE_S
+    assert use.busy_share * at_the_worker_s == pytest.approx(times * PROMPT_S)
+
+
+def test_a_step_is_slower_only_for_as_long_as_another_worker_computes() -> None:
+    """The second prompt comes in the middle of the first: alone, then both at half speed, then alone."""
+    costs = replace(COSTS, sharing=Sharing(prompt=2.0), workers_per_host=2)
+    result = simulate(Setup(Fleet(Policy.COLOCATED, 2), costs), [_ask(0.0, 0), _ask(PROMPT_S / 2, 1)])
+    for each in result.outcomes:
+        assert each.ttft_s == pytest.approx(1.5 * PROMPT_S + 4 * MESSAGE_S)
+
+
 def test_prompts_that_come_evenly_wait_as_a_deterministic_queue_does() -> None:
     """D/D/1 above its capacity: the n-th waits n times what service takes longer than arrivals are apart."""
     apart_s, count = 0.8 * PROMPT_S, 20
@@ -74,8 +94,9 @@ def test_a_handoff_takes_what_its_bytes_take() -> None:
 
 
 @pytest.mark.parametrize("fleet", FLEETS, ids=lambda fleet: fleet.name)
-@pytest.mark.parametrize("failures", [None, Failures(3.0, 1.0)], ids=["sound", "failing"])
+@pytest.mark.parametrize("failures", [None, Failures(2.0, 3.0)], ids=["sound", "failing"])
 def test_every_request_ends_once_and_all_blocks_are_free_at_the_end(fleet: Fleet, failures: Failures | None) -> None:
+    """Failing: from the second loss on, two workers have lives of one second, by turns."""
     trace = independent(SHORT, LogNormal(20, 0.5, 1, 100), 6.0, 60, seed=1, variation=2.0)
     result = simulate(Setup(fleet, replace(COSTS, pool_blocks=64), failures), trace)  # raises if a block is held
     assert [each.at_s for each in result.outcomes] == [ask.at_s for ask in trace]
