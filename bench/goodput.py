@@ -64,7 +64,6 @@ SERVERS: Mapping[str, Sequence[str]] = {**TANDEM_SERVERS, AUTO: AUTO_OPTIONS}
 TOGETHER, BURST = "served", "interference"
 PARTS = (*LOADS, TOGETHER, BURST)
 _LENGTHS_SEED = 13
-_UNLOADED_SEED = 1_000_000
 _SETTLE_S = 0.3
 
 Document = dict[str, Any]
@@ -197,8 +196,7 @@ class Comparison:
         for name, into in found.items():
             async with self._turn(name) as client:
                 effort, vocab_size = self._plan.effort, self._plan.vocab_size
-                seed = _UNLOADED_SEED + next(self._seeds)
-                await measure_unloaded(client, load, effort.unloaded, vocab_size, seed, into)
+                await measure_unloaded(client, load, effort.unloaded, vocab_size, next(self._seeds), into)
             _say(f"{load.name}: {name} unloaded: {_rounded(into.document())}")
         return found
 

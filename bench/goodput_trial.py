@@ -25,6 +25,10 @@ from bench.report import quantile
 from tandem.errors import TandemError
 
 
+UNLOADED_LENGTHS_SEED = 1_000_000
+"""Of the requests one at a time: every server gets the same lengths, or figures of few requests could not be compared."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A load at a rate on one server."""
@@ -91,8 +95,8 @@ def objectives_of(unloaded: Sequence[Unloaded]) -> Objectives:
 async def measure_unloaded(
     client: StreamClient, load: Load, count: int, vocab_size: int, seed: int, into: Unloaded
 ) -> None:
-    """`count` of the load's own requests, one after the other; adds to `into`."""
-    requests = arrivals(load, 1.0, count, seed)
+    """`count` of the load's own requests, one after the other; adds to `into`. `seed` makes the prompts' tokens."""
+    requests = arrivals(load, 1.0, count, UNLOADED_LENGTHS_SEED)
     for request, prompt in zip(requests, _prompts(requests, vocab_size, seed), strict=True):
         stream = await client.generate(prompt, request.output_tokens)
         outcome = Outcome.of(stream.sent_s, [at_s for at_s, _ in stream.arrivals])

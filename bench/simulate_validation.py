@@ -21,6 +21,7 @@ from bench import goodput
 from bench.calibrate import calibrate
 from bench.goodput_loads import LOADS, Arrival, Load, arrivals
 from bench.goodput_search import RateSearch
+from bench.goodput_trial import UNLOADED_LENGTHS_SEED
 from bench.markdown import table
 from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.peers.served import AUTO, COLOCATED, DISAGGREGATED
@@ -36,7 +37,6 @@ _APART_S = 60.0
 _UNLOADED = 3
 """Requests alone, of each load on each server."""
 _LENGTHS_SEED = 13
-_UNLOADED_SEED = 1_000_000
 Document = dict[str, Any]
 
 
@@ -157,7 +157,7 @@ def _trial(setup: Setup, load: Load, rate_per_s: float, requests: int) -> Result
 
 
 def _alone(load: Load, count: int) -> list[Ask]:
-    return _asks(arrivals(load, 1.0, count, _UNLOADED_SEED))
+    return _asks(arrivals(load, 1.0, count, UNLOADED_LENGTHS_SEED))
 
 
 def _asks(requests: Sequence[Arrival]) -> list[Ask]:
