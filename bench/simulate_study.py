@@ -6,8 +6,10 @@ made from the card's published limits, and say so; they are no measurements of T
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 from bench.markdown import table
@@ -16,7 +18,8 @@ from bench.record import write_record
 from simulator.cluster import Failures, Fleet, Policy, Setup, simulate
 from simulator.costs import CostModel, StepCosts
 from simulator.outcomes import Slo
-from simulator.traces import Dialogue, LogNormal, conversation
+from simulator.sizing import highest_rate
+from simulator.traces import Dialogue, LogNormal, Trace, conversation
 
 PAGE = ROOT / "docs" / "capacity.md"
 BEGIN, END = "<!-- study -->", "<!-- end of the study -->"
@@ -62,6 +65,8 @@ H100 = CostModel(
     message_s=0.001,
     source="405B parameters in FP8 on nodes of 8 H100 SXM, from published limits and assumed efficiencies",
 )
+COLOCATED_H100 = replace(H100, chunk_tokens=512)
+"""Chunks that keep the objective beside decodes, as an operator would choose; elastic workers size theirs themselves."""
 FLEETS = (
     Fleet(Policy.STATIC, 3, 1),
     Fleet(Policy.STATIC, 2, 2),
@@ -70,27 +75,35 @@ FLEETS = (
     Fleet(Policy.AUTO, 4),
 )
 LOSSES = Failures(every_s=60.0, back_after_s=30.0)
-RATES = {"conversation": 16.0, "agentic": 8.0}
-"""Requests per second that are offered to each fleet."""
+FIRST_RATES = {"conversation": 6.0, "agentic": 1.5}
+"""Requests per second at which the search begins."""
+RATIO = 1.15
+"""Of neighbouring rates."""
 SPAN_S = 75.0
 """Of each trial: one worker is lost in it."""
 Document = dict[str, Any]
 
 
 def study(name: str, span_s: float = SPAN_S) -> Document:
-    """Of one trace, by fleet: attainment and goodput per GPU, with sound workers and with losses."""
-    found: Document = {}
-    slo, rate = SLOS[name], RATES[name]
-    trace = conversation(DIALOGUES[name], rate, round(rate * span_s), seed=0)
-    for fleet in FLEETS:
-        sound, losing = (simulate(Setup(fleet, H100, failures), trace).document(slo) for failures in (None, LOSSES))
-        found[fleet.name] = {
-            "per_gpu": rate * cast(float, sound["attainment"]) / (GPUS * fleet.num_workers),
-            "sound": sound,
-            "losing": losing,
-        }
-        print(f"{name}: {fleet.name}: {sound['attainment']:.3f} {losing['attainment']:.3f}", flush=True)
-    return found
+    """Of one trace, by fleet: goodput per GPU, and what the loss of workers takes of it at the same rate."""
+    return {fleet.name: _study(name, fleet, span_s) for fleet in FLEETS}
+
+
+def _study(name: str, fleet: Fleet, span_s: float) -> Document:
+    slo = SLOS[name]
+    setup = Setup(fleet, COLOCATED_H100 if fleet.policy is Policy.COLOCATED else H100)
+
+    def make(rate_per_s: float) -> Trace:
+        return conversation(DIALOGUES[name], rate_per_s, round(rate_per_s * span_s), seed=0)
+
+    rate = highest_rate(setup, make, slo, FIRST_RATES[name], RATIO)
+    if not 0 < rate < math.inf:
+        raise RuntimeError(f"{name}: {fleet.name}: no highest rate")
+    trace = make(rate)
+    sound, losing = (simulate(replace(setup, failures=each), trace).document(slo) for each in (None, LOSSES))
+    print(f"{name}: {fleet.name}: {rate:.2f}/s, {losing['attainment']:.3f} with a loss", file=sys.stderr, flush=True)
+    per_gpu = cast(float, sound["goodput_per_s"]) / (GPUS * fleet.num_workers)
+    return {"rate_per_s": rate, "per_gpu": per_gpu, "sound": sound, "losing": losing}
 
 
 def section(results: Document) -> list[str]:
@@ -101,6 +114,7 @@ def section(results: Document) -> list[str]:
             [
                 fleet,
                 f"{found['per_gpu']:.3f}",
+                f"{found['rate_per_s']:.1f}",
                 f"{found['sound']['attainment']:.1%}",
                 f"{found['losing']['attainment']:.1%}",
                 f"{found['sound']['ttft_s']['p90']:.2f}",
@@ -108,15 +122,15 @@ def section(results: Document) -> list[str]:
             ]
             for fleet, found in fleets.items()
         ]
-        header = ["workers", "goodput per GPU", "attain", "one worker lost", "first token p90, s", "busy"]
-        lines += [f"**{name}**, {RATES[name]:g} requests per second offered", "", table(header, rows)]
+        header = ["workers", "goodput per GPU", "rate /s", "attain", "one worker lost", "first token p90, s", "busy"]
+        lines += [f"**{name}**, at the highest rate with 90 % (neighbouring rates differ by 15 %)", "", table(header, rows)]
     return lines
 
 
 def run() -> None:
     """Simulates, records, and writes the page's tables."""
     results = {
-        "rates_per_s": RATES,
+        "first_rates_per_s": FIRST_RATES,
         "span_s": SPAN_S,
         "costs": H100.document(),
         "slo": {name: asdict(slo) for name, slo in SLOS.items()},

@@ -26,7 +26,7 @@ from bench.markdown import table
 from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.peers.served import AUTO, COLOCATED, DISAGGREGATED
 from simulator.cluster import Fleet, Policy, Setup, simulate
-from simulator.costs import CostModel, scaled
+from simulator.costs import CostModel, served
 from simulator.outcomes import Result, Slo
 from simulator.sizing import passes
 from simulator.traces import Ask, Piece
@@ -114,14 +114,19 @@ def compare(results: Document, measured_costs: Sequence[CostModel]) -> list[Row]
 
 
 def as_served(costs: CostModel, fleet: Fleet, load: Load, unloaded: Mapping[str, float], count: int) -> CostModel:
-    """Scaled so that requests one at a time take what they were measured to take."""
-    for _ in range(4):  # the two factors touch each other a little
+    """With what serving adds, so that requests one at a time take what they were measured to take.
+
+    To every step the same time is added: control loop and messages cost it once per step, however large that is. What
+    is then missing to the first token is in the prompts' tokens.
+    """
+    for _ in range(4):  # the two touch each other a little
         alone = [replace(each, at_s=number * _APART_S) for number, each in enumerate(_alone(load, count))]
         outcomes = simulate(Setup(fleet, costs), alone).outcomes
         ttft_s = statistics.median(each.ttft_s or 0.0 for each in outcomes)
         itl_s = statistics.median(each.itl_s or 0.0 for each in outcomes)
-        factors = unloaded["itl_ms"] / 1e3 / itl_s, unloaded["ttft_ms"] / 1e3 / ttft_s
-        costs = replace(costs, step=scaled(costs.step, *factors))
+        added_s = max(unloaded["itl_ms"] / 1e3 - itl_s, -0.9 * costs.step.base)
+        factor = max(0.1, 1.0 + (unloaded["ttft_ms"] / 1e3 - ttft_s - added_s) / ttft_s)
+        costs = replace(costs, step=served(costs.step, added_s, factor))
     return costs
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -160,12 +160,11 @@ def fit(samples: Sequence[tuple[StepWork, float]]) -> Fit:
     return Fit(StepCosts(*numbers.tolist()), float(np.median(errors)))
 
 
-def scaled(costs: StepCosts, decode: float, prompt: float) -> StepCosts:
-    """The numbers of decodes, and of the step itself, times `decode`; those of prompts times `prompt`."""
-    return StepCosts(
-        decode * costs.base,
-        decode * costs.per_seq,
-        decode * costs.per_context_token,
-        prompt * costs.per_prompt_token,
-        prompt * costs.per_prompt_context,
+def served(costs: StepCosts, added_s: float, prompt_factor: float) -> StepCosts:
+    """Each step `added_s` longer, prompts' numbers times `prompt_factor`."""
+    return replace(
+        costs,
+        base=costs.base + added_s,
+        per_prompt_token=prompt_factor * costs.per_prompt_token,
+        per_prompt_context=prompt_factor * costs.per_prompt_context,
     )
