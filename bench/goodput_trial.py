@@ -24,7 +24,6 @@ from bench.peers.streams import Prompt, StreamClient, fresh_prompts
 from bench.report import quantile
 from tandem.errors import TandemError
 
-
 UNLOADED_LENGTHS_SEED = 1_000_000
 """Of the requests one at a time: every server gets the same lengths, or figures of few requests could not be compared."""
 

@@ -102,8 +102,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--validate", action="store_true", help="predicted against measured")
-    parser.add_argument("--measured", type=Path, nargs="+", metavar="FILE", help="what --json wrote, here or by bench.goodput")
-    parser.add_argument("--costs", type=Path, nargs="+", metavar="FILE", help="of --validate, for 1 and 2 threads; default: measured")
+    parser.add_argument(
+        "--measured", type=Path, nargs="+", metavar="FILE", help="what --json wrote, here or by bench.goodput"
+    )
+    parser.add_argument(
+        "--costs", type=Path, nargs="+", metavar="FILE", help="of --validate, for 1 and 2 threads; default: measured"
+    )
     parser.add_argument("--loads", nargs="+", choices=sorted(LOADS), default=sorted(LOADS))
     parser.add_argument("--servers", nargs="+", default=[DISAGGREGATED, COLOCATED, AUTO])
     parser.add_argument("--study", action="store_true", help="write the record and the page's tables")

@@ -123,7 +123,11 @@ def section(results: Document) -> list[str]:
             for fleet, found in fleets.items()
         ]
         header = ["workers", "goodput per GPU", "rate /s", "attain", "one worker lost", "first token p90, s", "busy"]
-        lines += [f"**{name}**, at the highest rate with 90 % (neighbouring rates differ by 15 %)", "", table(header, rows)]
+        lines += [
+            f"**{name}**, at the highest rate with 90 % (neighbouring rates differ by 15 %)",
+            "",
+            table(header, rows),
+        ]
     return lines
 
 

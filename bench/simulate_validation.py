@@ -1,8 +1,8 @@
 """What the simulator predicts against what was measured on this machine: the part `--validate` of `bench.simulate`.
 
 Measures as `bench.goodput` does, or reads what that measured; then replays the very same arrivals, at the same rates,
-under the same objectives. Costs come from steps of the engine alone (`bench.calibrate`), scaled so that a request on
-its own meets the measured first token and gaps: what server and client add. No loaded figure goes into them.
+under the same objectives. Costs come from steps of the engine (`bench.calibrate`, alone and beside a second process),
+and from requests one at a time: what server and client add to a step. No loaded figure goes into them.
 """
 
 from __future__ import annotations
@@ -105,7 +105,10 @@ def compare(results: Document, measured_costs: Sequence[CostModel]) -> list[Row]
                 result = _trial(setup, load, trial["rate_per_s"], trial["requests"])
                 rate = trial["rate_per_s"]
                 predicted = rate * result.attainment(slo)
-                ttft_s = trial["ttft_ms"]["p50"] / 1e3, statistics.median(each.ttft_s or 0.0 for each in result.outcomes)
+                ttft_s = (
+                    trial["ttft_ms"]["p50"] / 1e3,
+                    statistics.median(each.ttft_s or 0.0 for each in result.outcomes),
+                )
                 rows.append(Row(name, server, rate * trial["attainment"], predicted, f"at {rate:.2f}/s", ttft_s))
             if len(found["trials"]) > 1:
                 predicted = _search(setup, load, slo, effort)
