@@ -25,7 +25,7 @@ from bench.report import quantile
 from tandem.errors import TandemError
 
 UNLOADED_LENGTHS_SEED = 1_000_000
-"""Of the requests one at a time: every server gets the same lengths, or figures of few requests could not be compared."""
+"""Of the requests one at a time: all servers get the same lengths, or figures of few requests cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
