@@ -6,7 +6,6 @@ made from the card's published limits, and say so; they are no measurements of T
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -81,24 +80,26 @@ RATIO = 1.15
 """Of neighbouring rates."""
 SPAN_S = 75.0
 """Of each trial: one worker is lost in it."""
+_LEAST_REQUESTS = 20
 Document = dict[str, Any]
 
 
 def study(name: str, span_s: float = SPAN_S) -> Document:
-    """Of one trace, by fleet: goodput per GPU, and what the loss of workers takes of it at the same rate."""
-    return {fleet.name: _study(name, fleet, span_s) for fleet in FLEETS}
+    """Of one trace, by fleet that passes at any rate: goodput per GPU, and what losses take of it at the same rate."""
+    found = {fleet.name: _study(name, fleet, span_s) for fleet in FLEETS}
+    return {fleet: each for fleet, each in found.items() if each is not None}
 
 
-def _study(name: str, fleet: Fleet, span_s: float) -> Document:
+def _study(name: str, fleet: Fleet, span_s: float) -> Document | None:
     slo = SLOS[name]
     setup = Setup(fleet, COLOCATED_H100 if fleet.policy is Policy.COLOCATED else H100)
 
     def make(rate_per_s: float) -> Trace:
-        return conversation(DIALOGUES[name], rate_per_s, round(rate_per_s * span_s), seed=0)
+        return conversation(DIALOGUES[name], rate_per_s, max(_LEAST_REQUESTS, round(rate_per_s * span_s)), seed=0)
 
     rate = highest_rate(setup, make, slo, FIRST_RATES[name], RATIO)
-    if not 0 < rate < math.inf:
-        raise RuntimeError(f"{name}: {fleet.name}: no highest rate")
+    if rate == 0:
+        return None
     trace = make(rate)
     sound, losing = (simulate(replace(setup, failures=each), trace).document(slo) for each in (None, LOSSES))
     print(f"{name}: {fleet.name}: {rate:.2f}/s, {losing['attainment']:.3f} with a loss", file=sys.stderr, flush=True)
