@@ -1,7 +1,7 @@
-"""What pyproject.toml cannot say of the distribution tandem-server.
+"""What pyproject.toml cannot say of the distribution tandem-serving.
 
 The native CPU kernels are compiled at install, where there is a compiler. Modules for clients are left to
-tandem-client, which must be of the same version.
+tandem-serving-client, which must be of the same version.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BuildNative(build_ext):
 
 # Optional: setuptools does not miss the file if it was not built.
 setup(
-    install_requires=[f"tandem-client=={tandem.__version__}", *PROJECT["tool"]["tandem"]["dependencies"]],
+    install_requires=[f"tandem-serving-client=={tandem.__version__}", *PROJECT["tool"]["tandem"]["dependencies"]],
     ext_modules=[Extension("kernels.cpu._native", sources=[], optional=True)],
     cmdclass={"build_ext": BuildNative, "build_py": BuildServer},
 )

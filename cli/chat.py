@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
+from typing import Any
 
 from cli.command import Subparsers, add_command
 from cli.sampling import add_sampling_arguments, generate_options
@@ -26,6 +28,14 @@ def add_parser(subparsers: Subparsers) -> None:
         f"{_RESET} forgets the conversation, ctrl-C stops an answer, ctrl-D leaves.",
     )
     parser.add_argument("--system", metavar="TEXT", help="first message, of role system")
+    parser.add_argument(
+        "--template-variable",
+        metavar="NAME=JSON",
+        action="append",
+        default=[],
+        type=_variable,
+        help="variable of the chat template, such as enable_thinking=false for Qwen3; may be repeated",
+    )
     add_arguments(parser, ClientConfig)
     add_sampling_arguments(parser)
 
@@ -36,8 +46,19 @@ def run(namespace: argparse.Namespace) -> int:
     with Client(config.target, security=config.security) as client:
         served = client.model()
         print(f"{served.model} at {config.target}, {served.context_tokens} tokens of context", file=sys.stderr)
-        Conversation(client, generate_options(namespace), config.timeout_s, namespace.system).run()
+        options = generate_options(namespace)
+        if namespace.template_variable:
+            options["template_variables"] = dict(namespace.template_variable)
+        Conversation(client, options, config.timeout_s, namespace.system).run()
     return 0
+
+
+def _variable(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    try:
+        return name, json.loads(value if equals else "")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=JSON, such as enable_thinking=false") from error
 
 
 class Conversation:

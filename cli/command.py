@@ -22,5 +22,5 @@ def add_command(
         description=f"{summary[0].upper()}{summary[1:]}. {details}".strip(),
         allow_abbrev=False,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     return parser

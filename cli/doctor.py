@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import ConsoleRenderable, Group
@@ -17,8 +19,9 @@ from rich.padding import Padding
 
 import tandem
 from cli.command import Subparsers, add_command
+from cli.model_report import model_rows
 from cli.terminal import open_console, plain, print_whole, table
-from tandem.config import environment
+from tandem.config import DecodeConfig, add_arguments, environment, load
 from tandem.cores import plan_cores, usable_cores
 from tandem.gpus import find_gpus, plan_devices
 
@@ -26,25 +29,35 @@ _LIBRARIES = (
     *("grpcio", "protobuf", "tokenizers", "uvloop", "opentelemetry-sdk"),
     *("torch", "safetensors", "numpy", "xxhash", "transformers", "triton", "flash-attn", "flash_attn_3"),
 )
-_NEEDS_TORCH = "needs torch, which is not installed here: pip install 'tandem-server[worker]'"
+_NEEDS_TORCH = "needs torch, which is not installed here: pip install 'tandem-serving[worker]'"
+PACKAGES = (
+    *("cli", "router", "worker", "prefill_worker", "decode_worker", "engine", "kvtransfer", "models", "kernels"),
+    *("tandem", "bench", "simulator"),
+)
+"""All that an installation brings, at the top level."""
 _GIB = 1024**3
 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Declares the command."""
-    add_command(
+    parser = add_command(
         subparsers,
         "doctor",
         run,
         "which kernels and transports work here, and why the others don't",
-        "Changes nothing and calls no server.",
+        "Changes nothing and calls no server. With --model it says whether that model can be served, and what it takes "
+        "at the options of a decode worker, which it takes too.",
     )
+    add_arguments(parser, DecodeConfig)
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Prints the report."""
+    """Prints the report. Raises CheckpointError, ConfigError if the model that is asked about cannot be served."""
+    if namespace.model is not None:
+        print_whole(open_console(), table(("model", ""), model_rows(load(DecodeConfig, namespace))))
+        return 0
     parts: dict[str, ConsoleRenderable] = {
-        "machine": Group(*map(plain, _machine())),
+        "machine": Group(*map(plain, (*_machine(), *shadowed(PACKAGES)))),
         "libraries": table(("library", "version"), [(name, _version(name)) for name in _LIBRARIES]),
         **_compute_parts(),
     }
@@ -73,6 +86,20 @@ def _machine() -> Iterator[str]:
         yield "`tandem serve --prefill 1 --decode 1` would give its prefill worker {} and its decode worker {}".format(
             *own
         )
+
+
+def shadowed(packages: Iterable[str]) -> Iterator[str]:
+    """A line for each package of Tandem's that would be imported from elsewhere: they are top-level packages."""
+    home = Path(tandem.__file__).parents[1]
+    for name in packages:
+        spec = importlib.util.find_spec(name)
+        found = Path(spec.origin).parents[1] if spec is not None and spec.origin is not None else None
+        if found != home:
+            where = "is not installed" if found is None else f"is imported from {found}"
+            yield (
+                f"shadowed: the package `{name}` {where}, Tandem lies in {home}: give Tandem an environment of its own, "
+                "and start it in another folder"
+            )
 
 
 def _memory() -> str:

@@ -27,7 +27,7 @@ from tandem.rpc.process import EXIT_BAD_CONFIG
 from tandem.security.exposure import is_loopback
 
 _POLL_S = 0.1
-_INSTALL = "needs smg; install tandem-server[http]"
+_INSTALL = "needs smg; install tandem-serving[http]"
 
 
 def check_http(config: ServeConfig) -> None:

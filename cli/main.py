@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import NoReturn
 
 import tandem
 from cli import bench, chat, doctor, generate, health, plan, router, serve, status
@@ -39,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         *(status.add_parser, health.add_parser, bench.add_parser, plan.add_parser, doctor.add_parser),
     ):
         add(subparsers)
-    namespace = parser.parse_args(argv)
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _refuse(unknown, namespace.parser)
     show_on_terminal()
     try:
         code = int(namespace.run(namespace))
@@ -53,6 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+
+
+def _refuse(unknown: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:
+    """Ends the process, with the option that may be meant."""
+    name = next((each for each in unknown if each.startswith("-")), unknown[0]).partition("=")[0]
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    close = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {close[0]}?" if close else f"`{parser.prog} --help` lists what there is"
+    parser.exit(EXIT_BAD_CONFIG, f"{parser.prog}: error: {name}: no such option; {meant}\n")
 
 
 def _add_processes(subparsers: Subparsers) -> None:
@@ -83,7 +96,7 @@ def _run_process(package: str, config: type[PrefillConfig | DecodeConfig], names
     try:
         app = importlib.import_module(f"{package}.app")  # here: a router's machine has no torch, and needs none
     except ModuleNotFoundError as error:
-        raise ConfigError("a worker", f"needs {error.name}; install tandem-server[worker]") from error
+        raise ConfigError("a worker", f"needs {error.name}; install tandem-serving[worker]") from error
     return int(app.run(options))
 
 

@@ -45,7 +45,7 @@ def run(namespace: argparse.Namespace) -> int:
     try:
         importlib.import_module("torch")
     except ModuleNotFoundError as error:
-        raise ConfigError("tandem plan", f"needs {error.name}; install tandem-server[worker]") from error
+        raise ConfigError("tandem plan", f"needs {error.name}; install tandem-serving[worker]") from error
     plan = _plan(namespace)
     if namespace.json:
         print(json.dumps(plan, indent=2))

@@ -262,7 +262,9 @@ def resolve_device(name: str) -> torch.device:
         return device
     index = device.index or 0  # one name for one device: tensors say cuda:0, never cuda
     if index >= num_gpus:
-        raise ConfigError("--device", f"{name} is not here; {num_gpus} GPUs are")
+        raise ConfigError(
+            "--device", f"{name} is not here; {num_gpus} GPUs are: say --device cpu, or install torch for CUDA"
+        )
     return torch.device("cuda", index)
 
 

@@ -74,7 +74,9 @@ def blocks_that_fit(
             share_bytes = min(_host_share_bytes(sharing.host_workers or 2, root), CPU_CAP_BYTES)
         num_blocks = min(int(max(share_bytes, 0)) // layout.block_bytes, layout.blocks_for(max_tokens))
     if num_blocks < 1:
-        raise ConfigError("--kv-memory", f"holds no KV block of {layout.block_bytes} bytes")
+        raise ConfigError(
+            "--kv-memory", f"holds no KV block of {layout.block_bytes} bytes: give more, or a smaller --block-size"
+        )
     return num_blocks
 
 
@@ -115,7 +117,9 @@ def check_memory(
     ):
         wanted, available = count * layout.block_bytes, available_memory_bytes(where) - kept_bytes
         if wanted > available:
-            raise ConfigError(option, f"{count} {what} take {wanted} bytes of {where}; {available} are available")
+            raise ConfigError(
+                option, f"{count} {what} take {wanted} bytes of {where}; {available} are available: ask for less"
+            )
 
 
 def _host_share_bytes(host_workers: int, root: Path) -> float:

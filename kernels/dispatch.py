@@ -124,7 +124,7 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype, cpu_tier
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 return entry.load()
         if name != AUTO:
-            raise ConfigError(_OPTION, f"{name} cannot run on {device}: {obstacle}")
+            raise ConfigError(_OPTION, f"{name} cannot run on {device}: {obstacle}; leave {_OPTION} out")
         passed_over.append(f"{entry.name}: {obstacle}")
     known = ", ".join([AUTO, *(entry.name for entry in _REGISTRY)])
     raise ConfigError(_OPTION, f"{name!r} cannot be chosen on {device} with {dtype}; there are {known}")

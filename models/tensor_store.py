@@ -116,7 +116,7 @@ class TensorStore:
         try:
             opened = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: is no readable safetensors file: {error}") from error
+            raise CheckpointError(f"{path}: is no readable safetensors file: {error}: download it again") from error
         self._opened[path] = opened
         for name in opened.keys():  # noqa: SIM118 - not a dict
             if name in self._path_of:

@@ -18,33 +18,11 @@ from kernels.quantized import QuantForm, quantize
 from models.config import ModelShape
 from models.dtypes import torch_dtype
 from models.transformers_decoder import IMPLEMENTATION, TransformersDecoder, UnsupportedModel, build
+from models.transformers_families import FAMILIES
 from tandem.checkpoint import read_checkpoint
 from tandem.errors import CheckpointError
 from tandem.kv_layout import DType
 
-FAMILIES = frozenset(
-    (
-        *("llama", "mistral", "ministral", "qwen2", "qwen3"),
-        *(
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "phi",
-            "phi3",
-            "olmo",
-            "olmo2",
-            "olmo3",
-            "granite",
-            "smollm3",
-            "glm",
-            "glm4",
-        ),
-        *("starcoder2", "stablelm", "cohere", "cohere2", "nemotron", "helium", "seed_oss", "arcee", "ernie4_5"),
-        *("hunyuan_v1_dense", "gpt_neox", "exaone4", "apertus"),
-        *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "granitemoe", "olmoe", "phimoe", "ernie4_5_moe"),
-    )
-)
-"""By `model_type`; each has its test of exactness."""
 _BATCH_ROPES = frozenset({"dynamic", "longrope"})
 """Whose frequencies transformers takes from the longest sequence of a batch: a token would depend on its neighbours."""
 

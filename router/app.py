@@ -11,6 +11,7 @@ from random import Random
 
 from opentelemetry.trace import Tracer
 
+from models.preflight import read_servable
 from router.admission import Admission, AdmissionQueue
 from router.entrance import Entrance
 from router.faces.kserve.servicer import KserveServicer, kserve_service
@@ -28,7 +29,7 @@ from router.worker_link import WorkerLink
 from router.workers import Workers
 from tandem.admin.content import AdminContent, RouterReport
 from tandem.admin.port import admin_port
-from tandem.checkpoint import CheckpointInfo, read_checkpoint
+from tandem.checkpoint import CheckpointInfo
 from tandem.clock import Clock, MonotonicClock
 from tandem.config import RouterConfig
 from tandem.errors import ConfigError
@@ -77,13 +78,15 @@ class Router:
         """
         self.config, self.clock = config, clock or MonotonicClock()
         self._security = Security.load(config.security, config.ports)
-        read = read_checkpoint(config.model)
+        read = read_servable(config.model).checkpoint
         checkpoint = read.called(config.served_model_names)
         name = "" if config.process is None else f"router-{config.process}"
         self.metrics, self.recent = Metrics(Process.ROUTER, checkpoint.name, name), RecentLatencies(self.clock)
         counting = RouterMetrics(self.metrics, self.recent, self.clock)
         observers = router_observers([*request_spans(tracer, checkpoint.name), counting, *filter(None, [observer])])
-        self.tokenization = Tokenization.load(checkpoint.folder)
+        self.tokenization = Tokenization.load(
+            checkpoint.folder, None if config.chat_template is None else Path(config.chat_template)
+        )
         self.workers = Workers(
             read.name,
             checkpoint.config_fingerprint,

@@ -7,7 +7,8 @@ in Jinja's sandbox, sees plain data only, and has the same globals, filters and 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,9 +20,13 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from router.conversation import Conversation
 from tandem.errors import CheckpointError, InvalidRequest
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+"""Names of templates, as transformers has them."""
+_LOOP_OVER_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+\w*(\.content|\[['\"]content['\"]\]|content\b)")
 
 
 class ChatTemplate:
@@ -39,50 +44,81 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise CheckpointError(f"chat template: line {error.lineno}: {error.message}") from error
-        self._special_tokens = dict(special_tokens)
+        self._special_tokens: dict[str, Any] = dict(special_tokens)
+        self._knows_parts = _LOOP_OVER_PARTS.search(source) is not None
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, conversation: Conversation) -> str:
         """The prompt up to where the assistant speaks. Raises InvalidRequest if the template refuses."""
+        messages = conversation.messages if self._knows_parts else [_joined(each) for each in conversation.messages]
+        variables = (
+            {"documents": None, "add_generation_prompt": True} | self._special_tokens | dict(conversation.variables)
+        )
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-            )
+            return self._template.render(variables | {"messages": messages, "tools": conversation.tools or None})
         except TemplateError as error:
-            raise InvalidRequest("chat.messages", _refusal(error.message or "", messages)) from error
+            raise InvalidRequest("chat.messages", _refusal(error.message or "", conversation)) from error
         # A template is a program of the checkpoint's author: what it raises on odd input is open.
         except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise InvalidRequest("chat.messages", f"the model's template fails: {type(error).__name__}") from error
 
 
-def _refusal(why: str, messages: Sequence[Mapping[str, str]]) -> str:
-    """The template's own words, unless they quote a message: errors do not repeat prompts."""
-    quotes = any(message.get("content", "") in why for message in messages if message.get("content"))
+class ChatTemplates:
+    """All templates of one checkpoint, by name."""
+
+    def __init__(self, templates: Mapping[str, ChatTemplate]) -> None:
+        self._templates = templates
+
+    def render(self, conversation: Conversation) -> str:
+        """As the template that the conversation names, or else the one for what it holds. Raises InvalidRequest."""
+        for_tools = bool(conversation.tools) and _TOOL_USE in self._templates
+        name = conversation.template_name or (_TOOL_USE if for_tools else _DEFAULT)
+        if name not in self._templates:
+            raise InvalidRequest("chat.template_name", f"the model has {', '.join(sorted(self._templates))}")
+        return self._templates[name].render(conversation)
+
+
+def _joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """For a template that takes a turn's content for text."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+def _refusal(why: str, conversation: Conversation) -> str:
+    """The template's own words, unless they quote what the caller sent: errors do not repeat prompts."""
+    quotes = any(text in why for text in conversation.texts() if text)
     return "the model's template refuses them" + ("" if quotes or not why else f": {why}")
 
 
-def load_chat_template(path: Path) -> ChatTemplate | None:
-    """The template of a checkpoint folder; None if it has none. Raises CheckpointError."""
+def load_chat_template(path: Path, file: Path | None = None) -> ChatTemplates | None:
+    """The templates of a checkpoint folder, or that of `file`; None if there are none. Raises CheckpointError."""
     config = _read_json(path / "tokenizer_config.json")
-    source = _template_source(path, config)
-    if source is None:
+    sources = _template_sources(path, config) if file is None else {_DEFAULT: _read_template(file)}
+    if not sources:
         return None
     special = {**_read_json(path / "special_tokens_map.json"), **config}
     tokens = {name: _token_text(special[name]) for name in _SPECIAL_TOKENS if special.get(name) is not None}
-    return ChatTemplate(source, tokens)
+    return ChatTemplates({name: ChatTemplate(source, tokens) for name, source in sources.items()})
 
 
-def _template_source(path: Path, config: Mapping[str, Any]) -> str | None:
-    file = path / "chat_template.jinja"
-    if file.exists():
+def _template_sources(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """By name; files count before what tokenizer_config.json says."""
+    told = config.get("chat_template")
+    sources = {each["name"]: each["template"] for each in told} if isinstance(told, list) else {}
+    if isinstance(told, str):
+        sources[_DEFAULT] = told
+    files = {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
+    if (file := path / "chat_template.jinja").exists():
+        files[_DEFAULT] = file
+    return sources | {name: _read_template(file) for name, file in files.items()}
+
+
+def _read_template(file: Path) -> str:
+    try:
         return file.read_text(encoding="utf-8")
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        source = next((each["template"] for each in source if each["name"] == "default"), None)
-    return source if isinstance(source, str) else None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not readable as a chat template ({type(error).__name__})") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:

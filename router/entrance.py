@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from router.choice_stream import ChoiceStream
+from router.conversation import num_bytes, read_conversation
 from router.delivery import Delivery
 from router.generation import Generation, ResolvedRequest, Rooms
 from router.grammar_check import GrammarCheck
@@ -157,7 +158,10 @@ class Entrance:
     def check_model(self, name: str) -> None:
         """Empty means the served one. Raises ModelNotFound for another."""
         if not self._checkpoint.answers_to(name):
-            raise ModelNotFound(f"this router serves {self._checkpoint.name}, not the model asked for")
+            raise ModelNotFound(
+                f"this router serves {self._checkpoint.name}, not the model asked for: ask for that, "
+                "for none, or start the router with --served-model-name"
+            )
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt) -> tuple[TokenId, ...]:
         """Its tokens, were they too many for the model; an empty text gives none but the tokenizer's own.
@@ -233,6 +237,5 @@ class Entrance:
             self._validator.validate_prompt_bytes("text", len(prompt.text.encode()))
             return await self._tokenization.encode_text(prompt.text, max_tokens)
         self._validator.validate_chat_messages(len(prompt.messages))
-        num_bytes = sum(len(part.encode()) for message in prompt.messages for part in message.values())
-        self._validator.validate_prompt_bytes("chat", num_bytes)
-        return await self._tokenization.encode_chat(prompt.messages, max_tokens)
+        self._validator.validate_prompt_bytes("chat", num_bytes(prompt))
+        return await self._tokenization.encode_chat(read_conversation(prompt), max_tokens)

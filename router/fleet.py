@@ -17,6 +17,10 @@ from router.worker_view import Demand, WorkerView
 from tandem.types import Incarnation, Role, WorkerInfo
 
 _MUST_EQUAL = ("model_fingerprint", "layout_fingerprint")
+_REMEDIES = {
+    "model_fingerprint": "give both the same --model, --dtype, --quantize and --model-impl",
+    "layout_fingerprint": "give both the same --block-size and --kv-dtype",
+}
 _fingerprints = attrgetter(*_MUST_EQUAL)
 
 
@@ -207,10 +211,10 @@ def difference(prefill: WorkerInfo, decode: WorkerInfo) -> str | None:
     for name in _MUST_EQUAL:
         ours, theirs = getattr(prefill, name), getattr(decode, name)
         if ours != theirs:
-            return f"{name} differs: {prefill.worker_id} {ours}, {decode.worker_id} {theirs}"
+            return f"{name} differs: {prefill.worker_id} {ours}, {decode.worker_id} {theirs}: {_REMEDIES[name]}"
     if not set(prefill.transports) & set(decode.transports):
         return (
             f"no common transport: {prefill.worker_id} {','.join(prefill.transports)}, "
-            f"{decode.worker_id} {','.join(decode.transports)}"
+            f"{decode.worker_id} {','.join(decode.transports)}: leave --transport out on both, or give both the same"
         )
     return None

@@ -57,6 +57,9 @@ _CLEAN: _Rank = (0, 0)
 _MOST_NAMED = 8
 """Workers that an error names: it must fit into a gRPC trailer."""
 
+NO_WORKER = "none is registered; start one with --router and the address of this router"
+"""And what to do then."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -202,7 +205,7 @@ class Search:
         """For people, where there are no `decodes`."""
         for role, able in ((Role.DECODE, self._decodes), (Role.PREFILL, self._prefills)):
             if not _union(able.values()):
-                return f"no {role} worker can take it: {self._refusals(role) or 'none is registered'}"
+                return f"no {role} worker can take it: {self._refusals(role) or NO_WORKER}"
         firsts = [
             [next(self._candidates.views(workers)) for workers in able.values() if workers]
             for able in (self._decodes, self._prefills)

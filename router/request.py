@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tandem.sampling import SamplingRequest
 
@@ -27,9 +28,16 @@ class TokensPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation, to be rendered with the model's template; each message has `role` and `content`."""
+    """A conversation, to be rendered with a template of the model; `router.conversation` says what it holds."""
 
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, Any]]
+    """Each has `role` and `content`, and what else templates know of a turn; arguments of tool calls are JSON."""
+    tools: Sequence[str] = ()
+    """What the model may call; each a JSON object."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Further variables of the template; values are JSON."""
+    template_name: str = ""
+    """Which template; empty = by whether there are tools."""
 
 
 Prompt = TextPrompt | TokensPrompt | ChatPrompt

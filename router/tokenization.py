@@ -7,7 +7,7 @@ number of bytes at a time. Knows nothing of requests or protobuf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer
 
-from router.chat_template import ChatTemplate, load_chat_template
+from router.chat_template import ChatTemplates, load_chat_template
+from router.conversation import Conversation
 from router.lane import Lane
 from router.text import Detokenizer, WholeTokens
 from router.text_pieces import can_be_cut, pieces
@@ -45,7 +46,7 @@ _T = TypeVar("_T")
 class Tokenization:
     """One model's tokenizer and chat template. Immutable but for its threads."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplates | None) -> None:
         # A file may ask for truncation or padding; a server must do neither.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -63,9 +64,12 @@ class Tokenization:
         self._answer_bytes = 0
 
     @classmethod
-    def load(cls, path: Path) -> Tokenization:
-        """Reads a checkpoint folder. Raises CheckpointError that names the file."""
-        return cls(read_tokenizer(path), load_chat_template(path))
+    def load(cls, path: Path, chat_template: Path | None = None) -> Tokenization:
+        """Reads a checkpoint folder; the file `chat_template`, if given, takes the place of its template.
+
+        Raises CheckpointError that names the file.
+        """
+        return cls(read_tokenizer(path), load_chat_template(path, chat_template))
 
     @property
     def has_chat_template(self) -> bool:
@@ -80,13 +84,13 @@ class Tokenization:
         """
         return await self._encode(text, max_tokens, add_special_tokens=True)
 
-    async def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], max_tokens: int | None = None
-    ) -> tuple[TokenId, ...]:
+    async def encode_chat(self, conversation: Conversation, max_tokens: int | None = None) -> tuple[TokenId, ...]:
         """Tokens of a conversation up to where the assistant speaks. Raises as `encode_text`."""
         if self._chat_template is None:
-            raise InvalidRequest("chat", "the model has no chat template")
-        return await self._encode(self._chat_template.render(messages), max_tokens, add_special_tokens=False)
+            raise InvalidRequest(
+                "chat", "the model has no chat template: send text, or start the router with --chat-template"
+            )
+        return await self._encode(self._chat_template.render(conversation), max_tokens, add_special_tokens=False)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of ids, each within the vocabulary. Raises Overloaded."""

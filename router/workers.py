@@ -123,7 +123,7 @@ class Workers:
         _check_complete(info)
         for name, ours in self._expected.items():
             if getattr(info, name) != ours:
-                raise HandshakeMismatch(name, ours, getattr(info, name))
+                raise HandshakeMismatch(name, ours, f"{getattr(info, name)}; give router and workers the same --model")
         known = self._records.get(info.worker_id)
         replaced: tuple[Incarnation, ...] = ()
         if known is not None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from tandem.errors import CheckpointError
 from tandem.gguf import SUFFIX, find_gguf, read_gguf
+from tandem.model_path import check_model_path
 from tandem.types import TokenId
 
 DEMO = "demo"
@@ -81,8 +82,7 @@ class CheckpointInfo:
 def resolve_model(model: str) -> Path:
     """The checkpoint folder or GGUF file that `--model` names. Raises CheckpointError."""
     path = _DEMO_PATH if model == DEMO else Path(model)
-    if find_gguf(path) is None and not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder")
+    check_model_path(model, path)
     return path
 
 
@@ -123,7 +123,9 @@ class _Document:
         except FileNotFoundError as error:
             raise CheckpointError(f"{path}: no such file") from error
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: not readable as JSON ({type(error).__name__})") from error
+            raise CheckpointError(
+                f"{path}: not readable as JSON ({type(error).__name__}): download it again"
+            ) from error
         if not isinstance(values, dict):
             raise CheckpointError(f"{path}: not a JSON object")
         return cls(path, values)

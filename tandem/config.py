@@ -74,6 +74,9 @@ class RouterConfig:
         "what clients call the model, the first is told them; none: the name of its folder",
         text(r"\S{1,256}", "1 to 256 characters without spaces"),
     )
+    chat_template: str | None = option(
+        "chat-template", None, "file with the Jinja template of chats; none: the model's own", none_word="none"
+    )
     listen: str = option("listen", DEFAULT_ADDRESS, "address to serve on", host_port(port_zero=True))
     processes: int = option("processes", 1, _PROCESSES, integer(1, MAX_ROUTER_PROCESSES))
     process: int | None = option(

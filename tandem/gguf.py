@@ -63,7 +63,9 @@ class Gguf:
         """The content of an equal config.json. Raises CheckpointError naming the key."""
         name = self.metadata.get("general.architecture")
         if name not in _FAMILIES:
-            raise self.error("general.architecture", f"{name!r} is not supported ({', '.join(_FAMILIES)})")
+            raise self.error(
+                "general.architecture", f"{name!r} is not read ({', '.join(_FAMILIES)}): take its safetensors"
+            )
         model_type, architecture = _FAMILIES[name]
         embedding = self.tensors.get("token_embd.weight")
         if embedding is None:
@@ -156,7 +158,7 @@ def read_gguf(path: Path) -> Gguf:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
             return _Cursor(mapping).read(path)
     except (OSError, ValueError, struct.error, IndexError) as error:
-        raise CheckpointError(f"{path}: is no readable GGUF file: {error}") from error
+        raise CheckpointError(f"{path}: is no readable GGUF file: {error}: download it again") from error
 
 
 class _Cursor:

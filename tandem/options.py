@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias, TypeVar
 
 from tandem.errors import ConfigError
-from tandem.option_values import Parser, boolean, text
+from tandem.option_values import OneOf, Parser, boolean, text
 
 ENV_PREFIX = "TANDEM_"
 
@@ -57,6 +57,14 @@ class Option:
     def is_list(self) -> bool:
         """Whether it may be repeated, or given once with commas."""
         return isinstance(self.default, tuple)
+
+    @property
+    def shown_values(self) -> str:
+        """What may be given, for the help."""
+        if not isinstance(self.parse, OneOf):
+            return "VALUE"
+        words = self.parse.words if self.none_word is None else (self.none_word, *self.parse.words)
+        return f"{{{','.join(words)}}}"
 
     def value_of(self, source: str, text: str) -> Any:
         """Parses `text`; raises ConfigError that names `source`, the flag or the variable."""
@@ -115,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
             parser.add_argument(each.flag, action=argparse.BooleanOptionalAction, default=None, help=described)
         else:
             action = "append" if each.is_list else "store"
-            parser.add_argument(each.flag, action=action, default=None, help=described, metavar="VALUE")
+            parser.add_argument(each.flag, action=action, default=None, help=described, metavar=each.shown_values)
 
 
 def load_options(
@@ -176,4 +184,4 @@ def check_known(environ: Mapping[str, str], known: Iterable[type[Any]]) -> None:
     names = {each.variable for cls in known for each in options_of(cls)}
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and name not in names and not _SERVICE_LINK.search(name):
-            raise ConfigError(name, "no option of this name")
+            raise ConfigError(name, "no option of this name; `tandem COMMAND --help` tells their names, unset it")

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from tandem.errors import CheckpointError
+from tandem.model_path import missing_tokenizer
 
 _FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
@@ -20,11 +21,11 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     """Reads both files. Raises CheckpointError that names the file at fault."""
     file = folder / "tokenizer.json"
     if not file.exists():
-        raise CheckpointError(f"{file}: no such file; a GGUF file needs that of the model it was made from beside it")
+        raise CheckpointError(missing_tokenizer(folder))
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
-        raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
+        raise CheckpointError(f"{file}: not a tokenizer: {error}: download it again") from error
     config = folder / "tokenizer_config.json"
     if config.exists():
         for token_id, token in _added_tokens(config):

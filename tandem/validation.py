@@ -23,6 +23,7 @@ _MAX_BIAS = 100.0
 _MAX_LENGTH_PENALTY = 10.0
 _MAX_TIMEOUT_S = 7 * 86_400.0
 _MAX_SEED = 2**64 - 1
+_POOL_REMEDY = "ask for less, or start the workers with a larger --kv-memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +116,18 @@ class Validator:
 
     def validate_length(self, num_prompt_tokens: int, max_tokens: int, max_sequence_tokens: int | None = None) -> None:
         """Prompt and completion together against the context and a worker's pool. Raises InvalidRequest."""
-        bounds = [("the model's context", self.context_tokens)]
+        bounds = [("the model's context", self.context_tokens, "shorten the prompt or lower max_tokens")]
         if max_sequence_tokens is not None:
-            bounds.append(("the KV pool", max_sequence_tokens))
-        for name, bound in bounds:
+            bounds.append(("the KV pool", max_sequence_tokens, _POOL_REMEDY))
+        for name, bound, remedy in bounds:
             if num_prompt_tokens >= bound:
-                raise InvalidRequest("prompt", f"{num_prompt_tokens} tokens leave no room in {name} of {bound}")
+                raise InvalidRequest(
+                    "prompt", f"{num_prompt_tokens} tokens leave no room in {name} of {bound}: {remedy}"
+                )
             if num_prompt_tokens + max_tokens > bound:
                 raise InvalidRequest(
-                    "sampling.max_tokens", f"{num_prompt_tokens} + {max_tokens} tokens exceed {name} of {bound}"
+                    "sampling.max_tokens",
+                    f"{num_prompt_tokens} + {max_tokens} tokens exceed {name} of {bound}: {remedy}",
                 )
 
     def validate_group(self, spec: GroupSpec, max_sequence_tokens: int | None = None) -> None:
@@ -151,7 +155,9 @@ class Validator:
         """What is computed once for all choices against a prefill worker's pool. Raises InvalidRequest."""
         num_tokens = len(spec.prefix_token_ids)
         if num_tokens > max_sequence_tokens:
-            raise InvalidRequest("prompt", f"{num_tokens} tokens exceed the KV pool of {max_sequence_tokens}")
+            raise InvalidRequest(
+                "prompt", f"{num_tokens} tokens exceed the KV pool of {max_sequence_tokens}: {_POOL_REMEDY}"
+            )
 
     def validate_pool(self, spec: GroupSpec, block_size: int, num_blocks: int) -> None:
         """All choices together against a worker's pool. Raises InvalidRequest."""

@@ -21,7 +21,8 @@ from engine.loading import Engine, EngineOptions, load_engine, resolve_device
 from engine.prefix_cache import PrefixCache
 from kvtransfer.base import DeviceMemory, Fingerprints, PoolMemory
 from kvtransfer.transports import choose
-from tandem.checkpoint import CheckpointInfo, read_checkpoint
+from models.preflight import read_servable
+from tandem.checkpoint import CheckpointInfo
 from tandem.clock import MonotonicClock
 from tandem.config import WorkerConfig
 from tandem.errors import ConfigError
@@ -71,7 +72,7 @@ class Foundation:
     def lay(cls, role: Role, config: WorkerConfig, tracer: Tracer | None) -> Foundation:
         """Reads certificates and checkpoint. Raises ConfigError, CheckpointError."""
         security = Security.load(config.security, config.ports, config.calls)
-        checkpoint = read_checkpoint(config.model)
+        checkpoint = read_servable(config.model).checkpoint
         transports = choose(config.transport, resolve_device(config.device))
         incarnation, clock = new_incarnation(), MonotonicClock()
         worker_id = WorkerId(config.worker_id or f"{role.value}-{incarnation[:8]}")

@@ -110,6 +110,8 @@ class WorkerProcess:
             await self._server.drain(grace_s=0)
 
     async def _work(self, info: WorkerInfo, stop: StopSignal) -> None:
+        if not self._config.router:
+            _log.warning("no router is named, so nobody sends requests here: give --router HOST:PORT")
         announcer = Announcer(
             self._config.router,
             info,

@@ -1,4 +1,4 @@
-"""Which modules of `tandem/` the distribution tandem-client holds; tandem-server holds the others, and depends on it.
+"""Which modules of `tandem/` the distribution tandem-serving-client holds; tandem-serving holds the others, and depends on it.
 
 What is listed is what `tandem.client` and `tandem.v1` import, and imports grpcio and protobuf alone:
 `tests/e2e/test_packaging.py` compares.
@@ -22,7 +22,7 @@ MODULES = frozenset(
 
 
 def is_for_clients(package: str, module: str) -> bool:
-    """Whether tandem-client holds `package.module`; a package's own file is its module `__init__`."""
+    """Whether tandem-serving-client holds `package.module`; a package's own file is its module `__init__`."""
     return package in PACKAGES or f"{package}.{module}" in MODULES
 
 

@@ -37,7 +37,7 @@ FROM nvidia/cuda:${CUDA_VERSION}-devel-ubuntu24.04 AS build-cuda
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG FLASH_ATTN=0
-# Of tandem-server, such as worker,nixl.
+# Of tandem-serving, such as worker,nixl.
 ARG EXTRAS=worker
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ git ninja-build python3-dev python3-pip python3-venv \

@@ -42,8 +42,12 @@ def choose(choice: str, device: torch.device | str) -> tuple[str, ...]:
     statuses = available(device)
     names = tuple(status.name for status in statuses if status.usable and choice in (AUTO, status.name))
     if not names:
-        reasons = "; ".join(f"{status.name}: {status.reason}" for status in statuses if not status.usable)
-        raise ConfigError("--transport", f"{choice} does not work with KV on {device}; {reasons}")
+        reason = "; ".join(status.reason for status in statuses if choice in (AUTO, status.name))
+        others = ", ".join(status.name for status in statuses if status.usable)
+        remedy = (
+            f"leave --transport out, or say one that works here: {others}" if others else "`tandem doctor` lists all"
+        )
+        raise ConfigError("--transport", f"{choice} does not work with KV on {device}: {reason}; {remedy}")
     return names
 
 

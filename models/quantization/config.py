@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from models.config_json import ConfigJson
 from models.quantization.gptq import AwqScheme, GptqScheme
+from models.quantization.methods import REMEDY, SECTIONS
 from models.quantization.scaled import ScaledScheme
 from models.quantization.scheme import Scheme
 
-_KEYS = ("quantization_config", "compression_config")
-_REMEDY = "take the checkpoint that it was made from, and --quantize"
 _PER_OUTPUT = -1
 _FORMATS = (
     *("dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
@@ -38,14 +37,14 @@ class Quantization:
 
 def read_quantization(config: ConfigJson) -> Quantization | None:
     """What `config` says, or None of a plain checkpoint. Raises CheckpointError naming the key."""
-    key = next((key for key in _KEYS if config.has(key)), None)
+    key = next((key for key in SECTIONS if config.has(key)), None)
     if key is None:
         return None
     section = config.section(key)
     method = section.text("quant_method", "")
     reader = _READERS.get(method)
     if reader is None:
-        raise section.error("quant_method", f"{method!r} is not read ({', '.join(_READERS)}): {_REMEDY}")
+        raise section.error("quant_method", f"{method!r} is not read ({', '.join(_READERS)}): {REMEDY}")
     return reader(section)
 
 
@@ -53,7 +52,7 @@ def _read_gptq(section: ConfigJson) -> Quantization:
     key = "checkpoint_format" if section.has("checkpoint_format") else "format"
     version = section.text(key, "gptq")
     if version not in {"gptq", "gptq_v2"} or section.flag("is_marlin_format", default=False):
-        raise section.error(key, f"only gptq and gptq_v2 are read: {_REMEDY}")
+        raise section.error(key, f"only gptq and gptq_v2 are read: {REMEDY}")
     variants = [section, *(section.section("dynamic").sections())]  # exceptions by module
     bits = {_bits(each, "bits", (4, 8)) for each in variants if each is section or each.has("bits")}
     groups = {_group(each) for each in variants if each is section or each.has("group_size")}
@@ -63,9 +62,9 @@ def _read_gptq(section: ConfigJson) -> Quantization:
 def _read_awq(section: ConfigJson) -> Quantization:
     key = "version" if section.has("version") else "format"
     if section.text(key, "gemm").lower() != "gemm":
-        raise section.error(key, f"only gemm is read: {_REMEDY}")
+        raise section.error(key, f"only gemm is read: {REMEDY}")
     if not section.flag("zero_point", default=True):
-        raise section.error("zero_point", f"AWQ without zero points is not read: {_REMEDY}")
+        raise section.error("zero_point", f"AWQ without zero points is not read: {REMEDY}")
     _bits(section, "bits" if section.has("bits") else "w_bit", (4,))
     return Quantization("awq", AwqScheme(_group(section)))
 
@@ -84,11 +83,11 @@ def _read_compressed(section: ConfigJson) -> Quantization:
     for each in (section, *groups):
         written = each.text("format", "dense")
         if written not in _FORMATS:
-            raise each.error("format", f"{written!r} is not read ({', '.join(_FORMATS)}): {_REMEDY}")
+            raise each.error("format", f"{written!r} is not read ({', '.join(_FORMATS)}): {REMEDY}")
     for key in ("transform_config", "sparsity_config"):
         part = section.section(key)
         if part.section("config_groups").sections() or part.text("format", "dense") != "dense":
-            raise section.error(key, f"is not read: {_REMEDY}")
+            raise section.error(key, f"is not read: {REMEDY}")
     bits, sizes, blocks = {8}, set[int](), set[tuple[int, ...]]()
     for each in (group.section("weights") for group in groups if group.has("weights")):
         bits.add(_bits(each, "num_bits", (8,) if each.text("type", "int") == "float" else (4, 8)))
@@ -107,7 +106,7 @@ def _read_torchao(section: ConfigJson) -> Quantization:
     kind = section.section("quant_type").section("default")
     name = kind.text("_type")
     if name not in _TORCHAO:
-        raise section.error("quant_type", f"{name!r} is not read ({', '.join(_TORCHAO)}): {_REMEDY}")
+        raise section.error("quant_type", f"{name!r} is not read ({', '.join(_TORCHAO)}): {REMEDY}")
     told = kind.section("_data")
     places = (told, told.section("granularity"), told.section("granularity").section("_data"))
     sizes = {_group(each) for each in places if each.has("group_size")} - {_PER_OUTPUT}
@@ -120,7 +119,7 @@ def _read_torchao(section: ConfigJson) -> Quantization:
 def _bits(section: ConfigJson, key: str, allowed: tuple[int, ...]) -> int:
     bits = section.integer(key)
     if bits not in allowed:
-        raise section.error(key, f"{bits} bits are not read ({', '.join(map(str, allowed))}): {_REMEDY}")
+        raise section.error(key, f"{bits} bits are not read ({', '.join(map(str, allowed))}): {REMEDY}")
     return bits
 
 

@@ -5,7 +5,7 @@ package sees protobuf or grpc.
 """
 
 from tandem.client.aio import AsyncClient
-from tandem.client.request import GenerateOptions, Message, SamplingOptions
+from tandem.client.request import ChatOptions, GenerateOptions, Message, SamplingOptions, ToolCall
 from tandem.client.results import (
     Choice,
     Completion,
@@ -21,6 +21,7 @@ from tandem.config import ClientSecurityConfig
 
 __all__ = [
     "AsyncClient",
+    "ChatOptions",
     "Choice",
     "Client",
     "ClientSecurityConfig",
@@ -34,6 +35,7 @@ __all__ = [
     "ServedModel",
     "Timings",
     "Tokenization",
+    "ToolCall",
     "Usage",
     "WorkerStatus",
 ]

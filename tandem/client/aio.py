@@ -12,7 +12,14 @@ import grpc.aio
 
 from tandem.client import results
 from tandem.client.caller import CALL_TIMEOUT_S, CLOSED, RETRY_S, Caller
-from tandem.client.request import GenerateOptions, Message, detokenize_request, generate_request, tokenize_request
+from tandem.client.request import (
+    ChatOptions,
+    GenerateOptions,
+    Message,
+    detokenize_request,
+    generate_request,
+    tokenize_request,
+)
 from tandem.cluster_status import ClusterStatus
 from tandem.convert import status_from_proto
 from tandem.errors import DeadlineExceeded, Reason, Unavailable
@@ -67,9 +74,10 @@ class AsyncClient(Caller):
         messages: Sequence[Message] | None = None,
         model: str = "",
         timeout_s: float = CALL_TIMEOUT_S,
+        **options: Unpack[ChatOptions],
     ) -> results.Tokenization:
         """The token ids of a text, or of a conversation as the chat template renders it."""
-        request = tokenize_request(text, messages, model)
+        request = tokenize_request(text, messages, model, options)
         return results.tokenization(await self._call(self._inference.Tokenize, request, timeout_s))
 
     async def detokenize(

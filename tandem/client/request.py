@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -13,12 +14,41 @@ from tandem.types import EarlyStopping
 from tandem.v1 import inference_pb2
 
 
-class Message(TypedDict):
+class ToolCall(TypedDict):
+    """A call of a tool, as the assistant asked for it."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+class _Turn(TypedDict):
+    role: str
+    """`system`, `user`, `assistant`, `tool`, or what the model's template knows."""
+
+
+class Message(_Turn, total=False):
     """One turn of a conversation."""
 
-    role: str
-    """`system`, `user`, `assistant`, or what the model's template knows."""
-    content: str
+    content: str | Sequence[str]
+    """Text, or pieces of it."""
+    tool_calls: Sequence[ToolCall]
+    tool_call_id: str
+    """Of role `tool`: which call this is the result of."""
+    name: str
+    reasoning_content: str
+
+
+class ChatOptions(TypedDict, total=False):
+    """What goes with a conversation."""
+
+    tools: Sequence[Mapping[str, Any]]
+    """What the model may call, as OpenAI's API has it."""
+    template_variables: Mapping[str, Any]
+    """Further variables of the template, such as `{"enable_thinking": False}` for Qwen3."""
+    template_name: str
+    """Which of the model's templates, where it has several."""
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -53,7 +83,7 @@ class SamplingOptions(TypedDict, total=False):
     choice: str | Sequence[str]
 
 
-class GenerateOptions(SamplingOptions, total=False):
+class GenerateOptions(SamplingOptions, ChatOptions, total=False):
     """Everything that a generating call takes besides a text prompt and its deadline."""
 
     token_ids: Sequence[int]
@@ -79,7 +109,11 @@ def generate_request(text: str | None, options: GenerateOptions) -> inference_pb
     """
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     request = inference_pb2.GenerateRequest()
-    _set_prompt(request, text, given.pop("token_ids", None), given.pop("messages", None))
+    chat: dict[str, Any] = {name: given.pop(name) for name in ChatOptions.__annotations__ if name in given}
+    messages = given.pop("messages", None)
+    if chat and messages is None:
+        raise InvalidRequest(f"prompt.chat.{min(chat)}", "goes with messages")
+    _set_prompt(request, text, given.pop("token_ids", None), None if messages is None else _chat(messages, chat))
     for name in _REQUEST_FIELDS:
         if name in given:
             _set(request, name, given.pop(name), name)
@@ -101,13 +135,15 @@ def _fitting(name: str, value: Any) -> Any:
     return inference_pb2.ChoiceConstraint(choices=several) if name == "choice" else several
 
 
-def tokenize_request(text: str | None, messages: Sequence[Message] | None, model: str) -> inference_pb2.TokenizeRequest:
+def tokenize_request(
+    text: str | None, messages: Sequence[Message] | None, model: str, options: ChatOptions | None = None
+) -> inference_pb2.TokenizeRequest:
     """The request for exactly one of the two. Raises InvalidRequest."""
     if (text is None) == (messages is None):
         raise InvalidRequest("input", "give exactly one of text, messages")
     request = inference_pb2.TokenizeRequest(model=model)
     if messages is not None:
-        _set(request, "chat", _chat(messages), "chat")
+        _set(request, "chat", _chat(messages, options or {}), "chat")
     else:
         _set(request, "text", text, "text")
     return request
@@ -126,24 +162,40 @@ def _set_prompt(
     request: inference_pb2.GenerateRequest,
     text: str | None,
     token_ids: Sequence[int] | None,
-    messages: Sequence[Message] | None,
+    chat: inference_pb2.Chat | None,
 ) -> None:
-    if sum(each is not None for each in (text, token_ids, messages)) != 1:
+    if sum(each is not None for each in (text, token_ids, chat)) != 1:
         raise InvalidRequest("prompt", "give exactly one of prompt, token_ids, messages")
     if text is not None:
         _set(request, "text", text, "prompt.text")
     elif token_ids is not None:
         _set(request.token_ids, "ids", token_ids, "prompt.token_ids")
         request.token_ids.SetInParent()  # an empty prompt is the server's to refuse
-    elif messages is not None:
-        _set(request, "chat", _chat(messages), "prompt.chat")
+    elif chat is not None:
+        _set(request, "chat", chat, "prompt.chat")
 
 
-def _chat(messages: Sequence[Message]) -> inference_pb2.Chat:
+def _chat(messages: Sequence[Message], options: Mapping[str, Any]) -> inference_pb2.Chat:
     try:
-        return inference_pb2.Chat(messages=[inference_pb2.ChatMessage(**message) for message in messages])
+        return inference_pb2.Chat(
+            messages=[_turn(message) for message in messages],
+            tools=[json.dumps(tool) for tool in options.get("tools") or ()],
+            template_variables={
+                name: json.dumps(value) for name, value in (options.get("template_variables") or {}).items()
+            },
+            template_name=options.get("template_name") or "",
+        )
     except (TypeError, ValueError) as error:
         raise InvalidRequest("prompt.chat.messages", str(error)) from error
+
+
+def _turn(message: Message) -> inference_pb2.ChatMessage:
+    fields: dict[str, Any] = {**message}
+    if "content" in fields and not isinstance(fields["content"], str):
+        fields["parts"] = [inference_pb2.ContentPart(text=text) for text in fields.pop("content")]
+    if "tool_calls" in fields:
+        fields["tool_calls"] = [inference_pb2.ToolCall(**call) for call in fields["tool_calls"]]
+    return inference_pb2.ChatMessage(**fields)
 
 
 def _set(message: google.protobuf.message.Message, name: str, value: Any, path: str) -> None:

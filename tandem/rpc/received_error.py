@@ -64,5 +64,7 @@ def _of_grpc_itself(code: grpc.StatusCode, details: str) -> TandemError:
         if why is not None:
             return rebuild_error(Reason.TLS_FAILED, f"{code.name}: {why} ({details})")
         if "Socket closed" in details:  # before an answer
-            details += "; does the server want TLS, or a certificate of the caller?"
+            details += "; does the server want TLS (--tls-ca), or a certificate of the caller (--tls-cert, --tls-key)?"
+        if "Connection refused" in details:
+            details += "; nobody listens there: start `tandem serve`, or name its address by --target"
     return rebuild_error(_REASON_OF_CODE.get(code, Reason.INTERNAL), f"{code.name}: {details}")

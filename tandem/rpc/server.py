@@ -119,7 +119,9 @@ class RpcServer:
                 return server.add_insecure_port(listen)
             return server.add_secure_port(listen, server_credentials(tls))
         except RuntimeError as error:
-            raise ConfigError("--listen", f"cannot listen on {listen}; is the port in use?") from error
+            raise ConfigError(
+                "--listen", f"cannot listen on {listen}; is the port in use? Name another, or port 0 for any free one"
+            ) from error
 
     def set_serving(self, serving: bool) -> None:
         """Readiness of the process and each service. Without effect once draining."""

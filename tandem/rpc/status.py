@@ -93,7 +93,9 @@ def refusal(error: TandemError) -> grpc.RpcMethodHandler[Any, Any]:
 
 def needs_mending(error: TandemError) -> bool:
     """Whether certificates, tokens or names are at fault: trying again does not help, so somebody must be told."""
-    return error.reason in {Reason.UNAUTHENTICATED, Reason.TLS_FAILED, Reason.WORKER_ID_TAKEN}
+    return error.reason in {
+        *(Reason.UNAUTHENTICATED, Reason.TLS_FAILED, Reason.WORKER_ID_TAKEN, Reason.HANDSHAKE_MISMATCH)
+    }
 
 
 def _to_proto(error: TandemError) -> status_pb2.Status:

@@ -12,7 +12,10 @@ TLS_FAILURES = (
     ("CERTIFICATE_VERIFY_FAILED: certificate has expired", "the server's certificate has expired"),
     ("CERTIFICATE_VERIFY_FAILED", "no authority that this side trusts (--tls-ca) vouches for the server's certificate"),
     ("Hostname Verification Check failed", "the server's certificate bears another name; see --tls-server-name"),
-    ("WRONG_VERSION_NUMBER", "the server does not speak TLS"),
+    (
+        "WRONG_VERSION_NUMBER",
+        "the server does not speak TLS; leave --tls-ca out, or start the server with --tls-cert and --tls-key",
+    ),
     ("handshake failed", "TLS could not be set up"),
 )
 """Text in gRPC's details, and what it means for the caller; the first that fits counts."""

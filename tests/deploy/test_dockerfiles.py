@@ -181,7 +181,7 @@ def modules_of_extras() -> set[str]:
     project = PROJECT["project"]
     base = {name_of(each) for each in DEPENDENCIES}
     extras = {name_of(each) for extra in project["optional-dependencies"].values() for each in extra}
-    return {name.replace("-", "_") for name in extras - base - {"tandem-server", "types_grpcio", "setuptools"}}
+    return {name.replace("-", "_") for name in extras - base - {"tandem-serving", "types_grpcio", "setuptools"}}
 
 
 def name_of(requirement: str) -> str:

@@ -1,6 +1,6 @@
 """The two distributions, built as people build them and installed into environments of their own.
 
-tandem-client: stubs and client, with grpcio and protobuf alone. tandem-server: the rest of the repository.
+tandem-serving-client: stubs and client, with grpcio and protobuf alone. tandem-serving: the rest of the repository.
 """
 
 from __future__ import annotations
@@ -178,10 +178,10 @@ def test_each_holds_the_data_that_its_modules_need(client_wheel: Wheel, server_w
 
 def test_versions_dependencies_and_licence_are_told(client_wheel: Wheel, server_wheel: Wheel) -> None:
     client, server = client_wheel.metadata, server_wheel.metadata
-    assert (client["Name"], server["Name"]) == ("tandem-client", "tandem-server")
+    assert (client["Name"], server["Name"]) == ("tandem-serving-client", "tandem-serving")
     assert client["Version"] == server["Version"] == tandem.__version__
     assert [re.split(r"\W", each)[0] for each in client.get_all("Requires-Dist", [])] == ["grpcio", "protobuf"]
-    assert server.get_all("Requires-Dist", [])[0] == f"tandem-client=={tandem.__version__}"
+    assert server.get_all("Requires-Dist", [])[0] == f"tandem-serving-client=={tandem.__version__}"
     for wheel in (client_wheel, server_wheel):
         assert wheel.metadata["License-Expression"] == "Apache-2.0"
         assert "Typing :: Typed" in wheel.metadata.get_all("Classifier", [])

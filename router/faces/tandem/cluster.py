@@ -11,7 +11,7 @@ import grpc.aio
 from router.status import RouterStatus
 from router.workers import Workers
 from tandem.convert import info_from_proto, load_from_proto, status_to_proto
-from tandem.errors import InvalidRequest
+from tandem.errors import HandshakeMismatch, InvalidRequest
 from tandem.rpc.authentication import caller_identity
 from tandem.security.credentials import Outgoing
 from tandem.telemetry.logging import get_logger
@@ -56,7 +56,11 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         info = await self._introduction(request_iterator)
         await self._check_address(info)
         owner = caller_identity().name
-        self._workers.register(info, owner)
+        try:
+            self._workers.register(info, owner)
+        except HandshakeMismatch as mismatch:
+            _log.warning("worker refused: it serves another model", worker_id=info.worker_id, error=mismatch.message)
+            raise
         drain = self._drain[info.incarnation] = asyncio.Event()
         try:
             await self._keep(info, owner, drain, request_iterator, context)

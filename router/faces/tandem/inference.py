@@ -144,7 +144,25 @@ def _prompt(message: pb.GenerateRequest) -> Prompt:
 
 
 def _chat(chat: pb.Chat) -> ChatPrompt:
-    return ChatPrompt([{"role": each.role, "content": each.content} for each in chat.messages])
+    return ChatPrompt(
+        [_turn(each) for each in chat.messages], tuple(chat.tools), dict(chat.template_variables), chat.template_name
+    )
+
+
+def _turn(message: pb.ChatMessage) -> dict[str, Any]:
+    """As templates know it; what is not set stays out, since templates ask for that."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.parts:
+        turn["content"] = [{"type": "text", "text": part.text} for part in message.parts]
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    for name in ("tool_call_id", "name", "reasoning_content"):
+        if value := getattr(message, name):
+            turn[name] = value
+    return turn
 
 
 def _sampling(message: pb.SamplingParams) -> SamplingRequest:

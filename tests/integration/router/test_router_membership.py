@@ -38,7 +38,10 @@ async def test_half_a_pair_is_not_serving_and_the_status_says_why(cluster: Any) 
     await cluster.add(Role.PREFILL, "p")
     answer = await status(cluster)
     assert not answer.ready
-    assert answer.not_ready_reason == "no decode worker can take it: none is registered"
+    assert (
+        answer.not_ready_reason
+        == "no decode worker can take it: none is registered; start one with --router and the address of this router"
+    )
     (worker,) = answer.workers
     assert (worker.info.worker_id, worker.connected, worker.load.pool.total_blocks) == ("p", True, 64)
 

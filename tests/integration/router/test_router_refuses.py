@@ -136,7 +136,10 @@ async def test_requests_whose_prompts_are_being_read_take_up_room(launch: Any) -
 async def test_without_workers_the_status_says_what_is_missing(cluster: Any) -> None:
     error, code, _ = await cluster.error_of(cluster.generate(*PROMPT))
     assert code is grpc.StatusCode.UNAVAILABLE
-    assert error.message == "no decode worker can take it: none is registered"
+    assert (
+        error.message
+        == "no decode worker can take it: none is registered; start one with --router and the address of this router"
+    )
 
 
 @pytest.mark.parametrize("field", ["model_fingerprint", "layout_fingerprint"])

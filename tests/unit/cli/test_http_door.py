@@ -36,5 +36,5 @@ def test_what_the_gateway_cannot_do_is_refused(http: str, security: dict[str, An
 
 def test_without_the_gateway_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"tandem-server\[http\]"):
+    with pytest.raises(ConfigError, match=r"tandem-serving\[http\]"):
         check_http(config("127.0.0.1:0"))

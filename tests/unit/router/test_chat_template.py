@@ -8,6 +8,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from router.chat_template import ChatTemplate, load_chat_template
+from router.conversation import Conversation, num_bytes, read_conversation
+from router.request import ChatPrompt
 from tandem.errors import CheckpointError, InvalidRequest
 
 MESSAGES = [
@@ -48,7 +50,7 @@ def test_the_text_is_that_of_transformers(byte_tokenizer: Tokenizer, tmp_path: P
     )
     assert ours is not None
     expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
-    assert ours.render(MESSAGES) == expected
+    assert ours.render(Conversation(MESSAGES)) == expected
 
 
 def test_a_template_file_goes_before_the_tokenizer_config(tmp_path: Path) -> None:
@@ -56,14 +58,14 @@ def test_a_template_file_goes_before_the_tokenizer_config(tmp_path: Path) -> Non
     (tmp_path / "chat_template.jinja").write_text("file")
     template = load_chat_template(tmp_path)
     assert template is not None
-    assert template.render(MESSAGES) == "file"
+    assert template.render(Conversation(MESSAGES)) == "file"
 
 
 def test_of_several_named_templates_the_default_is_taken(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     template = load_chat_template(save(tmp_path, chat_template=named))
     assert template is not None
-    assert template.render(MESSAGES) == "plain"
+    assert template.render(Conversation(MESSAGES)) == "plain"
 
 
 def test_a_checkpoint_may_have_no_template(tmp_path: Path) -> None:
@@ -83,7 +85,7 @@ def test_a_checkpoint_may_have_no_template(tmp_path: Path) -> None:
 )
 def test_what_a_template_refuses_or_breaks_on_is_the_messages_fault(source: str) -> None:
     with pytest.raises(InvalidRequest, match=r"chat\.messages"):
-        ChatTemplate(source, {}).render(MESSAGES)
+        ChatTemplate(source, {}).render(Conversation(MESSAGES))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_what_a_template_refuses_or_breaks_on_is_the_messages_fault(source: str)
 )
 def test_a_refusal_repeats_the_templates_words_but_no_message(source: str, said: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        ChatTemplate(source, {}).render([{"role": "user", "content": "a prompt"}])
+        ChatTemplate(source, {}).render(Conversation([{"role": "user", "content": "a prompt"}]))
 
     assert refused.value.message.endswith(said)
 
@@ -103,3 +105,104 @@ def test_a_refusal_repeats_the_templates_words_but_no_message(source: str, said:
 def test_a_broken_template_is_found_at_start() -> None:
     with pytest.raises(CheckpointError, match="line 1"):
         ChatTemplate("{% if %}", {})
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"unit": "C", "city": "Oslo"}}}
+TOOL_TEMPLATE = """{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% for m in messages %}{{ m.role }}:
+{%- if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endif %}
+{%- for call in m.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}
+{%- if m.tool_call_id %} of {{ m.tool_call_id }}{% endif %}
+{% endfor %}{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"""
+TOOL_MESSAGES = [
+    {"role": "user", "content": [{"type": "text", "text": "Weather"}, {"type": "text", "text": "in Oslo?"}]},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
+]
+
+
+def sent() -> list[dict[str, object]]:
+    """As a face gives it: arguments are JSON."""
+    function = {"name": "weather", "arguments": json.dumps(CALL["function"]["arguments"])}  # type: ignore[index]
+    return [
+        each | ({"tool_calls": [CALL | {"function": function}]} if "tool_calls" in each else {})
+        for each in TOOL_MESSAGES
+    ]
+
+
+def test_tools_calls_results_parts_and_variables_are_rendered_as_by_transformers(
+    byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer)
+    theirs.chat_template = TOOL_TEMPLATE
+    ours = load_chat_template(save(tmp_path, chat_template=TOOL_TEMPLATE))
+    assert ours is not None
+    prompt = ChatPrompt(sent(), (json.dumps(TOOL),), {"enable_thinking": "false"})
+    expected = theirs.apply_chat_template(
+        TOOL_MESSAGES, tools=[TOOL], tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    assert ours.render(read_conversation(prompt)) == expected
+    assert num_bytes(prompt) > len(json.dumps(TOOL))
+
+
+def test_a_template_that_takes_content_for_text_gets_parts_joined() -> None:
+    template = ChatTemplate("{% for m in messages %}[{{ m['content'] }}]{% endfor %}", {})
+    assert template.render(Conversation(TOOL_MESSAGES[:1])) == "[Weather\nin Oslo?]"
+
+
+@pytest.mark.parametrize("loop", ["m.content", "m['content']", 'm["content"]', "content"])
+def test_a_template_that_loops_over_parts_gets_them(loop: str) -> None:
+    source = (
+        "{% for m in messages %}{% set content = m.content %}{% for part in " + loop + " %}<{{ part.text }}>"
+        "{% endfor %}{% endfor %}"
+    )
+    assert ChatTemplate(source, {}).render(Conversation(TOOL_MESSAGES[:1])) == "<Weather><in Oslo?>"
+
+
+def test_with_tools_the_template_for_tools_is_taken_and_any_by_name(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    template = load_chat_template(save(tmp_path, chat_template="plain"))
+    assert template is not None
+    assert template.render(Conversation(MESSAGES)) == "plain"
+    assert template.render(Conversation(MESSAGES, [TOOL])) == "tools"
+    assert template.render(Conversation(MESSAGES, [TOOL], template_name="default")) == "plain"
+    with pytest.raises(InvalidRequest, match="default, tool_use"):
+        template.render(Conversation(MESSAGES, template_name="rag"))
+
+
+def test_a_file_takes_the_place_of_the_checkpoint_s_templates(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("own {{ eos_token }}")
+    template = load_chat_template(save(tmp_path, chat_template="plain", eos_token="<eos>"), file)
+    assert template is not None
+    assert template.render(Conversation(MESSAGES)) == "own <eos>"
+    with pytest.raises(CheckpointError, match=r"nowhere\.jinja"):
+        load_chat_template(tmp_path, tmp_path / "nowhere.jinja")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        (ChatPrompt(MESSAGES, ("[]",)), "chat.tools[0]"),
+        (ChatPrompt(MESSAGES, ("{",)), "chat.tools[0]"),
+        (ChatPrompt(MESSAGES, (), {"enable_thinking": "no"}), "chat.template_variables[enable_thinking]"),
+        (ChatPrompt(MESSAGES, (), {"messages": "[]"}), "chat.template_variables"),
+        (
+            ChatPrompt([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}]),
+            "chat.messages[0].tool_calls[0].arguments",
+        ),
+    ],
+)
+def test_json_that_is_none_is_refused_by_field(prompt: ChatPrompt, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_conversation(prompt)
+    assert refused.value.field == field

@@ -67,7 +67,7 @@ def test_a_short_prompt_stays_on_the_decode_worker_that_may_compute_it(view: Any
     ("changes", "missing"),
     [
         ({"model_fingerprint": "x"}, "model_fingerprint differs: p weights, d x"),
-        ({"layout_fingerprint": "x"}, "layout_fingerprint differs: p layout, d x"),
+        ({"layout_fingerprint": "x"}, "layout_fingerprint differs: p layout, d x: give both the same --block-size"),
         ({"transports": ("nccl",)}, "no common transport: p shm,tcp, d nccl"),
         ({"obstacle": Obstacle.DRAINING}, "no decode worker can take it: d is draining"),
         ({"max_sequence_tokens": 19}, "no decode worker can take it: d holds sequences of 19 tokens, not 20"),
@@ -115,7 +115,10 @@ def test_a_worker_that_failed_the_request_is_not_taken_for_being_the_emptiest(vi
 
 
 def test_ready_needs_a_pair_or_a_decode_worker_that_computes_any_prompt(view: Any) -> None:
-    assert readiness([]) == "no decode worker can take it: none is registered"
+    assert (
+        readiness([])
+        == "no decode worker can take it: none is registered; start one with --router and the address of this router"
+    )
     assert readiness([view(P, "p")]) is not None
     assert readiness([view(D, "d", local_prefill_tokens=64)]) is not None
     assert readiness([view(D, "d", local_prefill_tokens=None)]) is None

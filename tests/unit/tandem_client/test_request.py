@@ -77,3 +77,32 @@ def test_one_stop_or_choice_may_be_given_without_a_list() -> None:
     request = generate_request("x", {"stop": "END", "choice": "yes"})
     assert list(request.sampling.stop) == ["END"]
     assert list(request.sampling.choice.choices) == ["yes"]
+
+
+def test_a_chat_carries_tools_calls_results_pieces_and_variables() -> None:
+    tool = {"type": "function", "function": {"name": "weather"}}
+    request = generate_request(
+        None,
+        {
+            "messages": [
+                {"role": "user", "content": ["Weather", "in Oslo?"]},
+                {"role": "assistant", "tool_calls": [{"id": "c1", "name": "weather", "arguments": '{"city":"Oslo"}'}]},
+                {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
+            ],
+            "tools": [tool],
+            "template_variables": {"enable_thinking": False},
+            "template_name": "tool_use",
+        },
+    )
+    question, call, result = request.chat.messages
+    assert [part.text for part in question.parts] == ["Weather", "in Oslo?"]
+    assert (call.tool_calls[0].name, call.tool_calls[0].arguments) == ("weather", '{"city":"Oslo"}')
+    assert (result.tool_call_id, result.content) == ("c1", "sunny")
+    assert json.loads(request.chat.tools[0]) == tool
+    assert request.chat.template_variables == {"enable_thinking": "false"}
+    assert request.chat.template_name == "tool_use"
+
+
+def test_tools_without_a_chat_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="goes with messages"):
+        generate_request("hello", {"tools": [{}]})

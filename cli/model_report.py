@@ -1,0 +1,140 @@
+"""What `tandem doctor --model` says of one checkpoint: what it is, what it takes, what would compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from models.config import load_model_config, read_config, read_dtype
+from models.preflight import NATIVE, TRANSFORMERS, Servable, read_servable
+from models.weight_files import find_weight_files
+from router.chat_template import load_chat_template
+from tandem.config import DecodeConfig
+from tandem.errors import ConfigError
+from tandem.gguf import find_gguf
+from tandem.kv_layout import DType, KvLayout, QuantDType
+from tandem.tokenizer_file import read_tokenizer
+
+_GIB = 1024**3
+_MIB = 1024**2
+_ROUNDED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
+"""Of a weight under `--quantize`, its share of a scale included."""
+Row = tuple[str, str]
+
+
+def model_rows(config: DecodeConfig) -> list[Row]:
+    """Rows of name and value, at a worker's options. Raises CheckpointError, ConfigError, each with the remedy."""
+    found = read_servable(config.model)
+    layout, dtype = _kv_layout(found, config), _dtype(found.checkpoint.path, config)
+    weight_bytes = _weight_bytes(found, dtype, config.quantize)
+    return [*_identity(found, dtype, config), *_texts(found), *_memory(found, layout, weight_bytes, config)]
+
+
+def _identity(found: Servable, dtype: DType, config: DecodeConfig) -> Iterator[Row]:
+    checkpoint = found.checkpoint
+    implementation = found.implementation if config.model_impl == "auto" else config.model_impl
+    if implementation == NATIVE != found.implementation:
+        raise ConfigError("--model-impl", f"native does not have {checkpoint.family}: say auto or transformers")
+    if config.quantize is not None and found.quantization is not None:
+        raise ConfigError("--quantize", f"the checkpoint is quantised already ({found.quantization}): leave it out")
+    yield "name", checkpoint.name
+    yield "path", str(checkpoint.path)
+    yield "family", f"{checkpoint.family}, computed by {implementation}"
+    yield "dtype", str(dtype)
+    yield "weights", found.quantization or (f"plain, rounded to {config.quantize}" if config.quantize else "plain")
+    yield "context", f"{checkpoint.context_tokens} tokens"
+    if implementation == TRANSFORMERS and find_spec("transformers") is None:
+        yield "missing", "transformers: pip install 'tandem-serving[worker]'"
+    yield from _kernels(dtype, config)
+
+
+def _texts(found: Servable) -> Iterator[Row]:
+    folder = found.checkpoint.folder
+    tokenizer = read_tokenizer(folder)
+    size, vocab = tokenizer.get_vocab_size(), found.checkpoint.vocab_size
+    more = "" if size <= vocab else f", of which the model knows {vocab}: it is of another model"
+    yield "tokenizer", f"{size} tokens{more}"
+    yield (
+        "chat template",
+        "none: chats are refused; prompts as text work" if load_chat_template(folder) is None else "yes",
+    )
+    ends = ", ".join(map(str, sorted(found.checkpoint.eos_token_ids)))
+    yield "ends at", ends or "no token: answers run to max_tokens; set eos_token_id in generation_config.json"
+
+
+def _memory(found: Servable, layout: KvLayout, weight_bytes: float, config: DecodeConfig) -> Iterator[Row]:
+    """Prefill and decode workers take the same: each holds all weights and a pool."""
+    context = found.checkpoint.context_tokens
+    yield "weights of a worker", f"about {weight_bytes / _GIB:.2f} GiB"
+    yield (
+        "KV of a token",
+        f"{layout.token_bytes} bytes; of a full context {layout.token_bytes * context / _MIB:.0f} MiB",
+    )
+    if find_spec("torch") is None:
+        return
+    from engine.loading import resolve_device
+    from engine.memory import Sharing, available_memory_bytes, blocks_that_fit, check_memory
+
+    device = resolve_device(config.device)
+    sharing = Sharing(config.device_workers, config.host_workers)
+    num_blocks = config.kv_blocks or blocks_that_fit(
+        layout, config.kv_memory_bytes, device, config.max_seqs * context, sharing
+    )
+    check_memory(layout, num_blocks, device)
+    pool_bytes, available = num_blocks * layout.block_bytes, available_memory_bytes(device)
+    num_tokens = num_blocks * layout.block_size
+    room = f"{num_tokens} tokens, {num_tokens / context:.1f} full contexts"
+    for role in ("prefill", "decode"):
+        yield f"pool of a {role} worker", f"{num_blocks} blocks, {pool_bytes / _GIB:.2f} GiB: {room}"
+    wanted = weight_bytes + pool_bytes
+    told = f"{2 * wanted / _GIB:.2f} GiB for one worker of each role, {available / _GIB:.2f} GiB available on {device}"
+    if 2 * wanted > available:
+        told += ": too little; a smaller --kv-memory, --quantize int8, or one worker per machine"
+    yield "together", told
+
+
+def _kernels(dtype: DType, config: DecodeConfig) -> Iterator[Row]:
+    if find_spec("torch") is None:
+        yield "kernels", "not known without torch: pip install 'tandem-serving[worker]'"
+        return
+    from engine.loading import resolve_device
+    from kernels.dispatch import select_kernels
+    from kvtransfer import transports
+    from models.dtypes import torch_dtype
+
+    device = resolve_device(config.device)
+    kernels = select_kernels(config.attention_backend, device, torch_dtype(dtype), config.cpu_tier)
+    yield "kernels", f"{kernels.name} on {device}, operations by {kernels.operations.name}"
+    yield "transports", ", ".join(transports.choose(config.transport, device))
+
+
+def _dtype(path: Path, config: DecodeConfig) -> DType:
+    saved = read_dtype(read_config(path)) or DType.FLOAT32
+    return saved if config.dtype == "auto" else DType(config.dtype)
+
+
+def _kv_layout(found: Servable, config: DecodeConfig) -> KvLayout:
+    path = found.checkpoint.path
+    dtype = _dtype(path, config) if config.kv_dtype == "auto" else QuantDType(config.kv_dtype)
+    if found.implementation == NATIVE:
+        shape = load_model_config(path)
+        return KvLayout(shape.num_layers, shape.num_kv_heads, config.block_size, shape.head_dim, dtype)
+    read = read_config(path)
+    num_heads = read.integer("num_attention_heads")
+    head_dim = read.integer("head_dim", read.integer("hidden_size") // num_heads)
+    num_kv_heads = read.integer("num_key_value_heads", num_heads)
+    return KvLayout(read.integer("num_hidden_layers"), num_kv_heads, config.block_size, head_dim, dtype)
+
+
+def _weight_bytes(found: Servable, dtype: DType, quantize: str | None) -> float:
+    """As held by a worker, by the size of the files. Raises CheckpointError if one is missing."""
+    path = found.checkpoint.path
+    gguf = find_gguf(path)
+    files = (gguf,) if gguf is not None else find_weight_files(path).paths
+    num_bytes = sum(file.stat().st_size for file in files)
+    if found.quantization is not None:
+        return num_bytes
+    saved = (read_dtype(read_config(path)) or DType.FLOAT32).itemsize_bytes
+    held = dtype.itemsize_bytes if quantize is None else _ROUNDED_BYTES[quantize]
+    return num_bytes / saved * held

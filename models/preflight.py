@@ -1,0 +1,69 @@
+"""What this version can serve, told before any weight is read: asked by routers, workers and `tandem doctor`.
+
+Needs no torch and no weights, so that a router alone refuses what no worker could load. Refusals say what to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from models.config import read_config
+from models.config_json import ConfigJson
+from models.family import FAMILIES as NATIVE_FAMILIES
+from models.quantization.methods import METHODS, REMEDY, SECTIONS
+from models.transformers_families import FAMILIES
+from tandem.checkpoint import CheckpointInfo, read_checkpoint, resolve_model
+from tandem.errors import CheckpointError
+from tandem.gguf import find_gguf
+
+NATIVE, TRANSFORMERS = "native", "transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class Servable:
+    """A checkpoint that some worker of this version can load, if its weights are whole."""
+
+    checkpoint: CheckpointInfo
+    implementation: str
+    """Whose code computes it by default."""
+    quantization: str | None
+    """`quant_method`, or `gguf`; None = plain."""
+
+
+def read_servable(model: str) -> Servable:
+    """Judges the folder or file that `--model` names. Raises CheckpointError with the file, the key and the remedy."""
+    path = resolve_model(model)
+    config = read_config(path)
+    family = config.text("model_type")
+    if family not in FAMILIES | NATIVE_FAMILIES.keys():
+        raise config.error("model_type", _unknown(family, config))
+    implementation = NATIVE if family in NATIVE_FAMILIES else TRANSFORMERS
+    quantization = _quantization(path, config)
+    if quantization is not None and implementation is not NATIVE:
+        raise CheckpointError(
+            f"{path}: {quantization}: quantised checkpoints are read for native families only: {REMEDY}"
+        )
+    return Servable(read_checkpoint(model), implementation, quantization)
+
+
+def _unknown(family: str, config: ConfigJson) -> str:
+    served = f"; served are {', '.join(sorted(FAMILIES | NATIVE_FAMILIES.keys()))}"
+    if config.has("auto_map"):
+        return f"{family!r} brings code of its own, which is never run: take a model of a family that is served{served}"
+    if config.has("text_config"):
+        return f"{family!r} is more than a text model: take a text-only checkpoint of a family that is served{served}"
+    return f"{family!r} is not served: take a model of a family that is{served}"
+
+
+def _quantization(path: Path, config: ConfigJson) -> str | None:
+    if find_gguf(path) is not None:
+        return "gguf"
+    key = next((key for key in SECTIONS if config.has(key)), None)
+    if key is None:
+        return None
+    section = config.section(key)
+    method = section.text("quant_method", "")
+    if method not in METHODS:
+        raise section.error("quant_method", f"{method!r} is not read ({', '.join(METHODS)}): {REMEDY}")
+    return method
