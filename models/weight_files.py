@@ -52,7 +52,7 @@ def find_weight_files(folder: Path) -> WeightFiles:
 
 
 def _check_whole(file: Path) -> None:
-    """Compares the file's length with what its header says. Raises CheckpointError if it was cut or is something else."""
+    """Compares the file's length with what its header says. Raises CheckpointError if they differ."""
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from random import Random
 
 from opentelemetry.trace import Tracer

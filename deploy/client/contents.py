@@ -1,4 +1,4 @@
-"""Which modules of `tandem/` the distribution tandem-serving-client holds; tandem-serving holds the others, and depends on it.
+"""Which modules of `tandem/` the distribution tandem-serving-client holds; tandem-serving holds the rest.
 
 What is listed is what `tandem.client` and `tandem.v1` import, and imports grpcio and protobuf alone:
 `tests/e2e/test_packaging.py` compares.

@@ -62,7 +62,8 @@ def _authorization(details: grpc.HandlerCallDetails) -> str | None:
 _NO_TOKEN = refusal(Unauthenticated("a bearer token is needed, in `authorization` metadata: give --token-file"))
 _WRONG_TOKEN = refusal(
     Unauthenticated(
-        "the bearer token is not one of those accepted here: take one of the file that the server was given by --token-file"
+        "the bearer token is not one of those accepted here: take one of the file that the server was given "
+        "by --token-file"
     )
 )
 REFUSALS = (_NO_TOKEN, _WRONG_TOKEN)

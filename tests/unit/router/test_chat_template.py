@@ -118,7 +118,8 @@ TOOL = {
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"unit": "C", "city": "Oslo"}}}
 TOOL_TEMPLATE = """{% for tool in tools %}{{ tool | tojson }}
 {% endfor %}{% for m in messages %}{{ m.role }}:
-{%- if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endif %}
+{%- if m.content is string %}{{ m.content }}{% else %}
+{%- for part in m.content %}<{{ part.text }}>{% endfor %}{% endif %}
 {%- for call in m.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}
 {%- if m.tool_call_id %} of {{ m.tool_call_id }}{% endif %}
 {% endfor %}{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"""
