@@ -6,8 +6,12 @@ What is listed is what `tandem.client` and `tandem.v1` import, and imports grpci
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from setuptools.command.build_py import build_py
 
+PROTOS = "tandem/v1"
+"""Where they lie, as they import each other."""
 PACKAGES = frozenset({"tandem.client", "tandem.security", "tandem.v1"})
 """As a whole."""
 MODULES = frozenset(
@@ -27,7 +31,14 @@ def is_for_clients(package: str, module: str) -> bool:
 
 
 class BuildClient(build_py):
-    """Builds the modules for clients."""
+    """Builds the modules for clients, and puts the protos beside their stubs."""
+
+    def run(self) -> None:
+        """All of it."""
+        super().run()
+        folder = Path(self.build_lib) / PROTOS
+        for proto in sorted((Path(__file__).resolve().parents[2] / "protos" / PROTOS).glob("*.proto")):
+            self.copy_file(str(proto), str(folder / proto.name))
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         """Triples of package, module and file."""
