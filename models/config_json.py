@@ -28,7 +28,7 @@ class ConfigJson:
         except FileNotFoundError as error:
             raise CheckpointError(f"{path}: file is missing") from error
         except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
+            raise CheckpointError(f"{path}: cannot be read as JSON: {error}: download it again") from error
         if not isinstance(items, dict):
             raise CheckpointError(f"{path}: is not a JSON object")
         return cls(path, items)

@@ -64,7 +64,9 @@ def _check_whole(file: Path) -> None:
     except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{file}: is no readable safetensors file: {error}: download it again") from error
     if missing > 0:
-        raise CheckpointError(f"{file}: ends {missing} bytes too early: download it again")
+        raise CheckpointError(
+            f"{file}: is no readable safetensors file: it ends {missing} bytes too early: download it again"
+        )
 
 
 def _remedy(folder: Path) -> str:

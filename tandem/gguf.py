@@ -64,7 +64,7 @@ class Gguf:
         name = self.metadata.get("general.architecture")
         if name not in _FAMILIES:
             raise self.error(
-                "general.architecture", f"{name!r} is not read ({', '.join(_FAMILIES)}): take its safetensors"
+                "general.architecture", f"{name!r} is not supported ({', '.join(_FAMILIES)}): take its safetensors"
             )
         model_type, architecture = _FAMILIES[name]
         embedding = self.tensors.get("token_embd.weight")
@@ -175,7 +175,7 @@ class _Cursor:
         self._at = 4
         version = self._scalar("I")
         if version not in _VERSIONS:
-            raise ValueError(f"version {version} is not read ({', '.join(map(str, _VERSIONS))})")
+            raise ValueError(f"version {version} is not supported ({', '.join(map(str, _VERSIONS))})")
         num_tensors, num_values = self._count("Q"), self._count("Q")
         metadata = {self._text(): self._value(self._scalar("I")) for _ in range(num_values)}
         found = [self._tensor() for _ in range(num_tensors)]

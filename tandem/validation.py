@@ -69,7 +69,8 @@ class Validator:
         _at_most("prompt", len(token_ids), self.limits.max_prompt_tokens, "tokens")
         if len(token_ids) >= self.context_tokens:
             raise InvalidRequest(
-                "prompt", f"{len(token_ids)} tokens leave no room in a context of {self.context_tokens}"
+                "prompt",
+                f"{len(token_ids)} tokens leave no room in a context of {self.context_tokens}: shorten the prompt",
             )
         self._in_vocabulary(field, token_ids)
 

@@ -163,7 +163,7 @@ _MODELS = (
     Mistake(
         MODEL,
         "A download was interrupted.",
-        "…/model.safetensors: ends 1000 bytes too early: download it again",
+        "…/model.safetensors: is no readable safetensors file: it ends 1000 bytes too early: download it again",
         "Download the file again.",
         spoil=_cut,
     ),
@@ -389,19 +389,19 @@ _CALLS = (
         "this router serves …, not the model asked for: ask for that, for none, or start the router with "
         "--served-model-name",
         "Leave the model's name empty, or serve it by the name that clients use.",
-        ("generate", "hello", "--model", "gpt-4", "--target", "{router}"),
+        ("generate", "hello", "--served-model", "gpt-4", "--target", "{router}"),
     ),
     Mistake(
         CALL,
         "The prompt is longer than the context.",
-        "prompt: … tokens leave no room in the model's context of 1024: shorten the prompt or lower max_tokens",
+        "prompt: … tokens leave no room in a context of 1024: shorten the prompt",
         "Shorten the prompt.",
         ("generate", "--token-ids", ",".join(["5"] * 2000), "--target", "{router}"),
     ),
     Mistake(
         CALL,
         "A value is out of bounds.",
-        "sampling.temperature: must be in [0, 100]",
+        "sampling.temperature: -1 is not in [0, 100]",
         "[sampling.md](sampling.md) lists the bounds.",
         ("generate", "hello", "--temperature", "-1", "--target", "{router}"),
     ),
