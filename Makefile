@@ -29,6 +29,12 @@ demo: install
 test: install $(PROTOBUF7)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not soak'
 
+## site      docs/ as a site in build/site, without a warning; needs mkdocs-material
+.PHONY: site
+site: install
+	$(BIN)/python -m pip install -q --disable-pip-version-check 'mkdocs-material>=9.6'
+	$(BIN)/python -m mkdocs build --strict --quiet
+
 ## soak      two minutes of random faults under callers that check every answer; its seed is printed
 .PHONY: soak
 soak: install

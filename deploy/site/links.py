@@ -1,0 +1,13 @@
+"""Hook of MkDocs: what a page links to outside of docs/ is no page of the site; its path in the source is named instead."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_OUTSIDE = re.compile(r"\[([^]]+)\]\(\.\./([^)#]+)[^)]*\)")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called for each page before it is rendered."""
+    return _OUTSIDE.sub(r"\1 (`\2` in the source)", markdown)
