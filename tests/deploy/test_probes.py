@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import pytest
 
 from bench.scaling import MIN_READY_S
-from tandem.config import ClientConfig, RouterConfig, add_arguments, load
-from tandem.rpc.health import LIVENESS
+from tandem.config import RouterConfig
 from tests.deploy.manifests import OVERLAYS, named, overlay
 from tests.deploy.pods import Container, container, containers
 from worker.process import STALL_S
 
 EVERY_OVERLAY = pytest.mark.parametrize("name", OVERLAYS)
 KINDS = ("startupProbe", "readinessProbe", "livenessProbe")
-READINESS = ""
+LIVENESS, READINESS = "/livez", "/readyz"
+"""Of the admin port."""
 CLOSING_MARGIN_S = 15
 """What a process may take after its drain: the last flush, transfers and watchers that end, the engine's memory."""
 
 
 def asked(each: Container, probe: dict[str, Any]) -> tuple[int, str]:
-    """Port and service name that a probe asks, by gRPC or by `tandem health`."""
-    if "grpc" in probe:
-        return probe["grpc"]["port"], probe["grpc"].get("service", "")
-    program, command, *arguments = probe["exec"]["command"]
-    assert (program, command) == ("tandem", "health")
-    parser = argparse.ArgumentParser()
-    add_arguments(parser, ClientConfig)
-    parser.add_argument("--service", default="")
-    namespace = parser.parse_args(arguments)
-    service = vars(namespace).pop("service")
-    config = load(ClientConfig, namespace, each.environment())
-    host, _, port = config.target.rpartition(":")
-    assert host == "127.0.0.1"
-    assert config.security.uses_tls == (each.config().security.tls_cert is not None)
-    return int(port), service
+    """Port and path that a probe asks, by HTTP. The kubelet has no certificate to show, and checks none."""
+    request = probe["httpGet"]
+    ports = {port["name"]: port["containerPort"] for port in each.spec["ports"]}
+    security = each.config().security
+    assert (request["scheme"] == "HTTPS") == (security.tls_cert is not None)
+    assert security.tls_client_ca is None
+    return ports[request["port"]], request["path"]
 
 
 def complaints(each: Container) -> list[str]:
     config = each.config()
-    port = int(config.listen.rpartition(":")[2])
+    assert config.admin_listen is not None
+    port = int(config.admin_listen.rpartition(":")[2])
     wanted = {"startupProbe": LIVENESS, "readinessProbe": READINESS, "livenessProbe": LIVENESS}
     return [
         f"{kind} asks {asked(each, each.probes[kind])}, not {(port, service)}"
@@ -56,28 +48,11 @@ def test_probes_ask_each_process_at_its_port_for_life_and_readiness_apart(name: 
         assert complaints(each) == []
 
 
-@pytest.mark.parametrize("command", [["--target=127.0.0.1:50051"], ["--target=127.0.0.1:1", f"--service={LIVENESS}"]])
-def test_a_probe_of_the_wrong_name_or_port_is_noticed(command: list[str]) -> None:
+@pytest.mark.parametrize("wrong", [{"path": READINESS}, {"port": "grpc"}])
+def test_a_probe_of_the_wrong_path_or_port_is_noticed(wrong: dict[str, str]) -> None:
     router = container(overlay("cpu"), "router")
-    router.probes["livenessProbe"]["exec"]["command"] = ["tandem", "health", *command]
+    router.probes["livenessProbe"]["httpGet"] |= wrong
     assert len(complaints(router)) == 1
-
-
-@EVERY_OVERLAY
-def test_probes_that_speak_no_tls_are_used_only_without_it(name: str) -> None:
-    for each in containers(overlay(name)):
-        if any("grpc" in probe for probe in each.probes.values()):
-            assert each.config().security.tls_cert is None
-
-
-@EVERY_OVERLAY
-def test_probes_that_start_a_process_do_so_seldom_and_give_it_time(name: str) -> None:
-    for each in containers(overlay(name)):
-        for kind in ("readinessProbe", "livenessProbe"):
-            probe = each.probes[kind]
-            if "exec" in probe:
-                assert probe["periodSeconds"] >= 10
-                assert probe["timeoutSeconds"] >= 5
 
 
 @EVERY_OVERLAY
