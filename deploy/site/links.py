@@ -1,4 +1,4 @@
-"""Hook of MkDocs: what a page links to outside of docs/ is no page of the site; its path in the source is named instead."""
+"""Hook of MkDocs: links to what lies outside of docs/ become its path in the source, for the site lacks it."""
 
 from __future__ import annotations
 

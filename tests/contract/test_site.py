@@ -1,4 +1,4 @@
-"""docs/ as a site: every page is in the navigation, every link leads to a place that exists, the build has no warning."""
+"""docs/ as a site: every page is in the navigation, every link leads somewhere, the build has no warning."""
 
 from __future__ import annotations
 
