@@ -33,16 +33,17 @@ class Started:
     environment: dict[str, str]
 
     def probe(self, kind: str) -> int:
-        """Asks as the kubelet does, without a token and whatever the certificate; returns the status."""
+        """Asks as the kubelet does, without a token and whatever the certificate's name; returns the status."""
         request = self.container.probes[kind]["httpGet"]
         lines = [line for line in self.cluster.log if "admin port address=" in line]
         own = next((line for line in lines if line.startswith("router ")), lines[0])  # of a whole server, the router's
         address = re.search(r"admin port address=(\S+)", own)
         assert address is not None
         url = f"{request['scheme'].lower()}://{address[1]}{request['path']}"
-        unchecked = ssl._create_unverified_context()
+        context = ssl.create_default_context(cafile=self.environment["TANDEM_TLS_CA"])
+        context.check_hostname = False
         try:
-            with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S, context=unchecked) as answer:
+            with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S, context=context) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as refused:
             return refused.code

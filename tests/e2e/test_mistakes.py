@@ -16,7 +16,8 @@ import pytest
 from bench.cluster import run_command
 from cli.main import main
 from tandem.checkpoint import resolve_model
-from tests.mistakes import ANY, MISTAKES, PAGE, Mistake, busy_address, page
+from tests.mistake import Mistake
+from tests.mistakes import ANY, MISTAKES, PAGE, busy_address, page
 from tests.pki import LOOPBACK, OTHER_TOKEN, TOKEN, Pki
 
 QUICK = ("--patience-seconds", "0")
