@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import ssl
@@ -34,18 +35,16 @@ class Started:
     def probe(self, kind: str) -> int:
         """Asks as the kubelet does, without a token; returns the status."""
         request = self.container.probes[kind]["httpGet"]
-        lines = [line for line in self.cluster.log if "admin port address=" in line]
-        own = next((line for line in lines if line.startswith("router ")), lines[0])  # of a whole server, the router's
-        address = re.search(r"admin port address=(\S+)", own)
-        assert address is not None
-        host, _, port = address[1].rpartition(":")
+        told = [json.loads(line) for line in self.cluster.log if '"admin port"' in line]
+        address = next((each for each in told if "router" in each.values()), told[0])["address"]  # of a whole server
+        host, _, port = address.rpartition(":")
         context = ssl.create_default_context(cafile=self.environment["TANDEM_TLS_CA"])
         with (
             socket.create_connection((host, int(port)), PROBE_TIMEOUT_S) as plain,
             context.wrap_socket(plain, server_hostname="tandem") as connection,
         ):
             assert request["scheme"] == "HTTPS"
-            connection.sendall(f"GET {request['path']} HTTP/1.1\r\nHost: {address[1]}\r\n\r\n".encode())
+            connection.sendall(f"GET {request['path']} HTTP/1.1\r\nHost: {address}\r\n\r\n".encode())
             return int(connection.recv(64).split()[1])
 
 
