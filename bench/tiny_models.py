@@ -83,6 +83,57 @@ TINY_MODELS = (
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    TinyModel("gemma2", "gemma2", {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 37}),
+    TinyModel(
+        "gemma2-caps",
+        "gemma2",
+        {
+            "head_dim": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 7.0,
+            "num_hidden_layers": 3,
+            "sliding_window": 50,
+        },
+    ),
+    TinyModel(
+        "gemma3",
+        "gemma3_text",
+        {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 29, "num_hidden_layers": 7},
+    ),
+    TinyModel(
+        "gemma3-scaled",
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 45,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 12.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+    ),
+    TinyModel(
+        "granite",
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 2.0,
+            "attention_bias": True,
+        },
+    ),
+    TinyModel("phi3", "phi3"),
+    TinyModel("phi3-windowed", "phi3", {"sliding_window": 41, "tie_word_embeddings": True}),
+    TinyModel("smollm3", "smollm3", {"num_hidden_layers": 5}),
+    TinyModel(
+        "smollm3-windowed",
+        "smollm3",
+        {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 33},
+    ),
 )
 
 

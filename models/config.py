@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.config_json import ConfigJson
-from models.family import FAMILIES, Bias, Family, Windows
-from models.rope_config import RopeConfig, read_rope, stretched_context
+from models.family import FAMILIES, Activation, Bias, Family, Windows
+from models.rope_config import RopeConfig, read_ropes, stretched_context
 from tandem.gguf import find_gguf, read_gguf
 from tandem.kv_layout import DType
 
 CONFIG_FILE = "config.json"
 
 # What transformers assumes where config.json is silent; null is not silence.
-_ABSENT_WINDOW = 4096
 _ABSENT_MAX_WINDOW_LAYERS = 28
+_ABSENT_QUERY_SCALAR = 256.0
+_ABSENT_NO_ROPE_INTERVAL = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,10 @@ class ModelConfig(ModelShape):
     intermediate_size: int
     rms_norm_eps: float
     rope: RopeConfig
+    local_rope: RopeConfig | None
+    """Of layers with a window, if it is another."""
+    rotated: tuple[bool, ...]
+    """Whether each layer rotates q and k."""
     tied: bool
     """The output projection is the embedding."""
     qkv_bias: bool
@@ -53,6 +58,30 @@ class ModelConfig(ModelShape):
     qk_norm: bool
     windows: tuple[int | None, ...]
     """Sliding window of each layer in tokens, the query itself included; None sees all."""
+    activation: Activation
+    post_norms: bool
+    norm_offset: bool
+    fused: bool
+    embedding_scale: float
+    residual_scale: float
+    """Of what attention and MLP return, before it is added."""
+    score_scale: float
+    score_cap: float | None
+    logit_divisor: float
+    logit_cap: float | None
+
+    @property
+    def has_plain_layers(self) -> bool:
+        """Whether layers are norms before, attention and MLP with SiLU, one rotation, and nothing besides."""
+        return (
+            self.activation is Activation.SILU
+            and not self.post_norms
+            and not self.norm_offset
+            and all(self.rotated)
+            and self.local_rope is None
+            and self.embedding_scale == self.residual_scale == self.logit_divisor == 1.0
+            and self.logit_cap is None
+        )
 
 
 def load_model_config(path: Path) -> ModelConfig:
@@ -61,7 +90,9 @@ def load_model_config(path: Path) -> ModelConfig:
     family = _read_family(config)
     num_layers = config.integer("num_hidden_layers")
     max_position_embeddings = config.integer("max_position_embeddings")
-    rope = read_rope(config, max_position_embeddings)
+    rope, local_rope = read_ropes(config, max_position_embeddings, family.absent_theta, family.local_theta)
+    rotated = _read_rotated(config, family, num_layers)
+    score_cap, logit_cap = _read_soft_caps(config, family)
     num_heads, num_kv_heads, head_dim = _read_heads(config, family)
     return ModelConfig(
         family=family.name,
@@ -72,15 +103,31 @@ def load_model_config(path: Path) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         intermediate_size=config.integer("intermediate_size"),
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        context_tokens=stretched_context(rope.scaling, max_position_embeddings),
+        rms_norm_eps=config.number("rms_norm_eps", family.absent_rms_norm_eps),
+        context_tokens=stretched_context(rope.scaling, max_position_embeddings)
+        if local_rope is None
+        else max_position_embeddings,
         rope=rope,
-        tied=config.flag("tie_word_embeddings", default=False),
+        local_rope=local_rope,
+        rotated=rotated,
+        tied=config.flag("tie_word_embeddings", default=family.absent_tied),
         qkv_bias=_read_bias(config, family.qkv_bias, "attention_bias"),
         output_bias=_read_bias(config, family.output_bias, "attention_bias"),
         mlp_bias=_read_bias(config, family.mlp_bias, "mlp_bias"),
         qk_norm=family.qk_norm,
-        windows=_read_windows(config, family, num_layers),
+        windows=_read_windows(config, family, rotated),
+        activation=family.activation,
+        post_norms=family.post_norms,
+        norm_offset=family.norm_offset,
+        fused=family.fused,
+        embedding_scale=config.integer("hidden_size") ** 0.5
+        if family.scaled_embedding
+        else _read_multiplier(config, family, "embedding_multiplier"),
+        residual_scale=_read_multiplier(config, family, "residual_multiplier"),
+        score_scale=_read_score_scale(config, family, head_dim),
+        score_cap=score_cap,
+        logit_divisor=_read_multiplier(config, family, "logits_scaling"),
+        logit_cap=logit_cap,
         dtype=read_dtype(config),
     )
 
@@ -98,8 +145,11 @@ def _read_family(config: ConfigJson) -> Family:
         raise config.error("model_type", f"{name!r} is not supported ({', '.join(FAMILIES)})")
     if config.has("architectures") and family.architecture not in config.texts("architectures"):
         raise config.error("architectures", f"{family.architecture} is the only one served of {name}")
-    if config.text("hidden_act", "silu") not in {"silu", "swish"}:
-        raise config.error("hidden_act", "only silu is supported")
+    wanted, key = family.activation.value, family.activation_key
+    if config.text(key, wanted).replace("swish", "silu") != wanted:
+        raise config.error(key, f"only {wanted} is supported")
+    if config.flag("use_bidirectional_attention", default=False):
+        raise config.error("use_bidirectional_attention", "only causal attention is supported")
     return family
 
 
@@ -123,25 +173,69 @@ def _read_bias(config: ConfigJson, bias: Bias, key: str) -> bool:
     return bias is Bias.ALWAYS or (bias is Bias.CONFIGURED and config.flag(key, default=False))
 
 
-def _read_windows(config: ConfigJson, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    if family.windows is Windows.BY_LAYER:
-        window = _read_window(config) if config.flag("use_sliding_window", default=False) else None
+def _read_multiplier(config: ConfigJson, family: Family, key: str) -> float:
+    return config.number(key, 1.0) if family.multipliers else 1.0
+
+
+def _read_score_scale(config: ConfigJson, family: Family, head_dim: int) -> float:
+    if family.multipliers:
+        return config.number("attention_multiplier", 1.0)
+    divisor = config.number("query_pre_attn_scalar", _ABSENT_QUERY_SCALAR) if family.query_scale else head_dim
+    return float(divisor**-0.5)
+
+
+def _read_soft_caps(config: ConfigJson, family: Family) -> tuple[float | None, float | None]:
+    """Of scores and of logits."""
+    score_key, logit_key = "attn_logit_softcapping", "final_logit_softcapping"
+    score_cap, logit_cap = (
+        config.number(key) if config.has(key) else None if config.mentions(key) else absent
+        for key, absent in zip((score_key, logit_key), family.soft_caps, strict=True)
+    )
+    if score_cap is not None and family.soft_caps[0] is None:
+        raise config.error(score_key, f"{family.name} has none")
+    if logit_cap is not None and not family.query_scale:
+        raise config.error(logit_key, f"{family.name} has none")
+    return score_cap, logit_cap
+
+
+def _read_rotated(config: ConfigJson, family: Family, num_layers: int) -> tuple[bool, ...]:
+    if not family.unrotated:
+        return (True,) * num_layers
+    if not config.has("no_rope_layers"):
+        interval = config.integer("no_rope_layer_interval", _ABSENT_NO_ROPE_INTERVAL)
+        return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+    rotated = config.integers("no_rope_layers")
+    if len(rotated) != num_layers or set(rotated) - {0, 1}:
+        raise config.error("no_rope_layers", f"is not 0 or 1 for each of {num_layers} layers")
+    return tuple(map(bool, rotated))
+
+
+def _read_windows(config: ConfigJson, family: Family, rotated: tuple[bool, ...]) -> tuple[int | None, ...]:
+    num_layers = len(rotated)
+    if family.windows in {Windows.BY_LAYER, Windows.UNROTATED}:
+        used = config.flag("use_sliding_window", default=False)
+        window = _read_window(config, family) if used else None
+        if family.windows is Windows.UNROTATED and not (used and config.has("layer_types")):
+            return tuple(None if turns else window for turns in rotated)
         return _read_layer_windows(config, num_layers, window)
-    if family.windows is Windows.TYPED and config.has("layer_types"):
-        return _read_layer_windows(config, num_layers, _read_window(config))
+    if family.windows in {Windows.TYPED, Windows.PATTERN} and config.has("layer_types"):
+        return _read_layer_windows(config, num_layers, _read_window(config, family))
+    if family.windows is Windows.PATTERN:
+        window, every = _read_window(config, family), config.integer("sliding_window_pattern", family.global_every)
+        return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
     if config.has("layer_types") and len(set(config.texts("layer_types"))) > 1:
         raise config.error("layer_types", f"{family.name} does not mix layer types")
     if family.windows is Windows.NONE:
         if config.has("sliding_window"):
             raise config.error("sliding_window", f"{family.name} has none")
         return (None,) * num_layers
-    return (_read_window(config),) * num_layers
+    return (_read_window(config, family),) * num_layers
 
 
-def _read_window(config: ConfigJson) -> int | None:
-    if config.mentions("sliding_window") and not config.has("sliding_window"):
+def _read_window(config: ConfigJson, family: Family) -> int | None:
+    if not config.has("sliding_window") and (config.mentions("sliding_window") or family.absent_window is None):
         return None
-    return config.integer("sliding_window", _ABSENT_WINDOW)
+    return config.integer("sliding_window", family.absent_window)
 
 
 def _read_layer_windows(config: ConfigJson, num_layers: int, window: int | None) -> tuple[int | None, ...]:

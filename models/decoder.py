@@ -68,12 +68,28 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention and MLP, each with its norm before and its residual around."""
+    """Attention and MLP, each with its norm before, its residual around and, if it has one, its norm after."""
 
     attention_norm: RmsNorm
     attention: Attention
     mlp_norm: RmsNorm
     mlp: GatedMlp
+    attention_post_norm: RmsNorm | None = None
+    mlp_post_norm: RmsNorm | None = None
+    rope: int = 0
+    """Which of the decoder's ropes turns its q and k."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What some families multiply by, beside their weights."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    """Of what attention and MLP return, before it is added."""
+    logit_divisor: float = 1.0
+    logit_cap: float | None = None
+    """c: logits x become `c * tanh(x / c)`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +100,8 @@ class Decoder:
     layers: tuple[DecoderLayer, ...]
     norm: RmsNorm
     lm_head: LinearMap  # [V, E]
-    rope: RotaryEmbedding
+    ropes: tuple[RotaryEmbedding, ...]
+    scales: Scales = Scales()
     compiled: CompiledStep | None = None
     """Computes whole steps where it serves the pool; else, and where it is None, one operation follows the other."""
 
@@ -125,14 +142,17 @@ class Decoder:
         sample_rows: torch.Tensor,
     ) -> torch.Tensor:
         """Computes one step of a ragged batch; returns logits `[R, V]`. Arguments as those of `hidden`."""
-        rotation = Rotation(*self.rope.cos_sin(positions), metadata.slot_mapping)
+        rotations = self._rotations(positions, metadata)
         if self.compiled is not None and self.compiled.serves(kv_cache):
-            return self.compiled.logits(token_ids, rotation, kv_cache, metadata, sample_rows)
-        return self.project(self._hidden(token_ids, rotation, kv_cache, metadata, sample_rows))
+            return self.compiled.logits(token_ids, rotations[0], kv_cache, metadata, sample_rows)
+        return self.project(self._hidden(token_ids, rotations, kv_cache, metadata, sample_rows))
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Last hidden states `[R, E]` → logits `[R, V]`."""
-        return self.lm_head(hidden)
+        logits, scales = self.lm_head(hidden), self.scales
+        if scales.logit_divisor != 1.0:
+            logits = logits / scales.logit_divisor
+        return logits if scales.logit_cap is None else torch.tanh(logits / scales.logit_cap) * scales.logit_cap
 
     def hidden(
         self,
@@ -148,33 +168,45 @@ class Decoder:
         `metadata.slot_mapping`; `sample_rows` `[R]` int64, the rows that are wanted
         (R may be 0). All on the model's device.
         """
-        rotation = Rotation(*self.rope.cos_sin(positions), metadata.slot_mapping)
+        rotations = self._rotations(positions, metadata)
         if self.compiled is not None and self.compiled.serves(kv_cache):
-            return self.compiled.hidden(token_ids, rotation, kv_cache, metadata, sample_rows)
-        return self._hidden(token_ids, rotation, kv_cache, metadata, sample_rows)
+            return self.compiled.hidden(token_ids, rotations[0], kv_cache, metadata, sample_rows)
+        return self._hidden(token_ids, rotations, kv_cache, metadata, sample_rows)
+
+    def _rotations(self, positions: torch.Tensor, metadata: AttentionMetadata) -> tuple[Rotation, ...]:
+        return tuple(Rotation(*rope.cos_sin(positions), metadata.slot_mapping) for rope in self.ropes)
 
     def _hidden(
         self,
         token_ids: torch.Tensor,
-        rotation: Rotation,
+        rotations: tuple[Rotation, ...],
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         sample_rows: torch.Tensor,
     ) -> torch.Tensor:
         """One operation after the other."""
         hidden = F.embedding(token_ids, self.embedding)  # [T, E]
+        if self.scales.embedding != 1.0:  # rounded to the dtype first, as the families' own code has it
+            hidden = hidden * torch.tensor(self.scales.embedding, dtype=hidden.dtype, device=hidden.device)
         delta: torch.Tensor | None = None  # what the previous layer has yet to add
         for layer, kv_layer in zip(self.layers[:-1], kv_cache.unbind(1), strict=False):
             normed = _add_norm(layer.attention_norm, delta, hidden)
-            attended = layer.attention(normed, rotation, kv_layer, metadata)
-            delta = layer.mlp(layer.mlp_norm.add(attended, hidden))
+            attended = layer.attention(normed, rotations[layer.rope], kv_layer, metadata)
+            attended = self._delta(attended, layer.attention_post_norm)
+            delta = self._delta(layer.mlp(layer.mlp_norm.add(attended, hidden)), layer.mlp_post_norm)
         # After the last layer's KV only the sampled rows matter.
         last, rows = self.layers[-1], None if len(sample_rows) == len(hidden) else sample_rows
         normed = _add_norm(last.attention_norm, delta, hidden)
-        attended = last.attention(normed, rotation, kv_cache[:, -1], metadata, rows)  # [R, E]
+        attended = last.attention(normed, rotations[last.rope], kv_cache[:, -1], metadata, rows)  # [R, E]
+        attended = self._delta(attended, last.attention_post_norm)
         hidden = hidden if rows is None else hidden[rows]
-        delta = last.mlp(last.mlp_norm.add(attended, hidden))
+        delta = self._delta(last.mlp(last.mlp_norm.add(attended, hidden)), last.mlp_post_norm)
         return self.norm.add(delta, hidden)
+
+    def _delta(self, computed: torch.Tensor, post_norm: RmsNorm | None) -> torch.Tensor:
+        """What is added for what attention or MLP `computed` `[T, E]`."""
+        normed = computed if post_norm is None else post_norm(computed)
+        return normed if self.scales.residual == 1.0 else normed * self.scales.residual
 
 
 def _add_norm(norm: RmsNorm, delta: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:

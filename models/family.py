@@ -1,4 +1,4 @@
-"""Decoder families as data: what distinguishes Llama, Mistral, Ministral, Qwen2 and Qwen3, and nothing else does.
+"""Decoder families as data: all that distinguishes one from another.
 
 Taken from transformers 5.23 (`modeling_*.py` and `configuration_*.py` of each).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 
 class Bias(enum.Enum):
@@ -28,6 +29,17 @@ class Windows(enum.Enum):
     """`use_sliding_window` with `layer_types`, or from layer `max_window_layers` on."""
     TYPED = "typed"
     """`sliding_window` for the layers that `layer_types` names so; without it for every layer."""
+    PATTERN = "pattern"
+    """The same; without `layer_types` for all but every n-th layer (`Family.global_every`)."""
+    UNROTATED = "unrotated"
+    """With `use_sliding_window`, as `layer_types` says; without it for the layers that are not rotated."""
+
+
+class Activation(enum.Enum):
+    """Of the gate of an MLP; the value is how config.json calls it."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +55,49 @@ class Family:
     qk_norm: bool = False
     """RMSNorm over each head's q and k before they are rotated."""
     windows: Windows = Windows.NONE
+    absent_window: int | None = 4096
+    """If config.json has no `sliding_window`; null there means none."""
+    global_every: int = 1
+    """See `Windows.PATTERN`; `sliding_window_pattern` of config.json comes first."""
+    activation: Activation = Activation.SILU
+    activation_key: str = "hidden_act"
+    post_norms: bool = False
+    """What attention and MLP return is normed too, before it is added."""
+    norm_offset: bool = False
+    """Norms multiply by 1 + weight."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by the root of `hidden_size`."""
+    query_scale: bool = False
+    """Scores are divided by the root of `query_pre_attn_scalar`, not of the head's size."""
+    soft_caps: tuple[float | None, float | None] = (None, None)
+    """Of scores and of logits, if config.json does not mention them."""
+    multipliers: bool = False
+    """`embedding_multiplier`, `residual_multiplier`, `attention_multiplier`, `logits_scaling`."""
+    local_theta: float | None = None
+    """Layers with a window have a rotation of their own, with this base if config.json has none."""
+    absent_theta: float = 10_000.0
+    absent_rms_norm_eps: float = 1e-6
+    absent_tied: bool = False
+    unrotated: bool = False
+    """Some layers do not rotate q and k (`no_rope_layers`)."""
+    fused: bool = False
+    """The checkpoint holds q, k and v as one tensor, gate and up as another."""
     absent_head_dim: int | None = None
     """If config.json has no `head_dim`; None means `hidden_size / num_attention_heads`."""
     absent_kv_heads: int | None = None
     """If config.json has no `num_key_value_heads`; None means `num_attention_heads`."""
 
+
+_GEMMA: Any = {
+    "activation": Activation.GELU_TANH,
+    "activation_key": "hidden_activation",
+    "post_norms": True,
+    "norm_offset": True,
+    "scaled_embedding": True,
+    "query_scale": True,
+    "absent_head_dim": 256,
+    "absent_tied": True,
+}
 
 FAMILIES = {
     family.name: family
@@ -77,6 +127,59 @@ FAMILIES = {
             windows=Windows.BY_LAYER,
             absent_head_dim=128,
             absent_kv_heads=32,
+        ),
+        Family(
+            name="gemma2",
+            architecture="Gemma2ForCausalLM",
+            qkv_bias=Bias.CONFIGURED,
+            output_bias=Bias.CONFIGURED,
+            windows=Windows.PATTERN,
+            global_every=2,
+            soft_caps=(50.0, 30.0),
+            absent_kv_heads=4,
+            **_GEMMA,
+        ),
+        Family(
+            name="gemma3_text",
+            architecture="Gemma3ForCausalLM",
+            qkv_bias=Bias.CONFIGURED,
+            output_bias=Bias.CONFIGURED,
+            qk_norm=True,
+            windows=Windows.PATTERN,
+            global_every=6,
+            local_theta=10_000.0,
+            absent_theta=1_000_000.0,
+            absent_kv_heads=4,
+            **_GEMMA,
+        ),
+        Family(
+            name="granite",
+            architecture="GraniteForCausalLM",
+            qkv_bias=Bias.CONFIGURED,
+            output_bias=Bias.CONFIGURED,
+            mlp_bias=Bias.CONFIGURED,
+            multipliers=True,
+        ),
+        Family(
+            name="phi3",
+            architecture="Phi3ForCausalLM",
+            windows=Windows.ALL_LAYERS,
+            absent_window=None,
+            absent_rms_norm_eps=1e-5,
+            fused=True,
+        ),
+        Family(
+            name="smollm3",
+            architecture="SmolLM3ForCausalLM",
+            qkv_bias=Bias.CONFIGURED,
+            output_bias=Bias.CONFIGURED,
+            mlp_bias=Bias.CONFIGURED,
+            windows=Windows.UNROTATED,
+            absent_window=None,
+            absent_kv_heads=4,
+            absent_theta=2_000_000.0,
+            absent_tied=True,
+            unrotated=True,
         ),
     )
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from kernels.operations import LinearMap, Operations
 
@@ -29,9 +30,15 @@ class RmsNorm:
         return self.operations.add_rms_norm(x, residual, self.weight, self.eps)
 
 
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gelu(gate) * up`, gelu by its approximation with tanh, for `gate_up` `[T, 2 * I]`, gate first → `[T, I]`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedMlp:
-    """`down(silu(gate(x)) * up(x))`; gate and up are one matrix."""
+    """`down(activation(gate(x)) * up(x))`; gate and up are one matrix."""
 
     gate_up: LinearMap  # [2 * I, E] and the activation
     down: LinearMap  # [E, I]

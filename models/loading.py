@@ -11,19 +11,27 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.attention import AttentionParams
-from kernels.operations import Kernels, LinearMap, QkNorm
+from kernels.operations import ActivatedLinear, Kernels, LinearMap, QkNorm
 from kernels.quantized import QuantForm, QuantizedWeight, dequantized, quantize, stack
 from models.config import CONFIG_FILE, ModelConfig, ModelShape, load_model_config, read_config, read_dtype
 from models.config_json import ConfigJson
-from models.decoder import Attention, Decoder, DecoderLayer, HeadShape
+from models.decoder import Attention, Decoder, DecoderLayer, HeadShape, Scales
 from models.dtypes import torch_dtype
-from models.family import FAMILIES
+from models.family import FAMILIES, Activation
 from models.fingerprint import fingerprint_files
 from models.gguf_store import GgufStore
-from models.layers import GatedMlp, RmsNorm
+from models.layers import GatedMlp, RmsNorm, gelu_tanh_mul
 from models.quantization.config import read_quantization
-from models.rope import RotaryEmbedding
-from models.tensor_names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_tensors, layer_prefix
+from models.rope import NoRotation, RotaryEmbedding
+from models.tensor_names import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    PLAIN_NORMS,
+    POST_NORMS,
+    expected_tensors,
+    layer_prefix,
+)
 from models.tensor_store import TensorStore
 from models.weight_files import find_weight_files
 from tandem.errors import CheckpointError, ConfigError
@@ -159,10 +167,21 @@ class _DecoderBuilder:
             layers=tuple(self._layer(index) for index in track(range(config.num_layers), "loading weights")),
             norm=self._norm(FINAL_NORM),
             lm_head=self._operations.linear(self._head(embedding), None),
-            rope=RotaryEmbedding(config.rope, config.head_dim, self._device),
+            ropes=self._ropes(),
+            scales=Scales(config.embedding_scale, config.residual_scale, config.logit_divisor, config.logit_cap),
         )
-        compile_step = self._kernels.compile_step
+        compile_step = self._kernels.compile_step if config.has_plain_layers else None
         return decoder if compile_step is None else replace(decoder, compiled=compile_step(decoder.parts()))
+
+    def _ropes(self) -> tuple[RotaryEmbedding, ...]:
+        """That of most layers first; the second, if there is one, is that of the others."""
+        config, device = self._config, self._device
+        ropes = [RotaryEmbedding(config.rope, config.head_dim, device)]
+        if config.local_rope is not None:
+            ropes.append(RotaryEmbedding(config.local_rope, config.head_dim, device))
+        elif not all(config.rotated):
+            ropes.append(NoRotation(config.rope, config.head_dim, device))
+        return tuple(ropes)
 
     def _head(self, embedding: torch.Tensor) -> torch.Tensor | QuantizedWeight:
         """The output projection; that of a tied model is the embedding as it is stored."""
@@ -180,29 +199,39 @@ class _DecoderBuilder:
             _log.info("activations are multiplied as they are, not rounded to 8 bits as the checkpoint allows")
 
     def _layer(self, index: int) -> DecoderLayer:
-        prefix = layer_prefix(index)
+        prefix, config = layer_prefix(index), self._config
+        names = PLAIN_NORMS + POST_NORMS if config.post_norms else PLAIN_NORMS
+        norms = [self._norm(f"{prefix}{name}.weight") for name in names]
+        is_local = config.local_rope is not None and config.windows[index] is not None
         return DecoderLayer(
-            attention_norm=self._norm(f"{prefix}input_layernorm.weight"),
-            attention=self._attention(f"{prefix}self_attn.", self._config.windows[index]),
-            mlp_norm=self._norm(f"{prefix}post_attention_layernorm.weight"),
+            attention_norm=norms[0],
+            attention=self._attention(f"{prefix}self_attn.", config.windows[index]),
+            mlp_norm=norms[2 if config.post_norms else 1],
             mlp=self._mlp(f"{prefix}mlp."),
+            attention_post_norm=norms[1] if config.post_norms else None,
+            mlp_post_norm=norms[3] if config.post_norms else None,
+            rope=int(is_local or not config.rotated[index]),
         )
 
     def _attention(self, prefix: str, sliding_window: int | None) -> Attention:
         config = self._config
-        qkv = tuple(f"{prefix}{name}" for name in ("q_proj", "k_proj", "v_proj"))
+        qkv = tuple(f"{prefix}{name}" for name in (("qkv_proj",) if config.fused else ("q_proj", "k_proj", "v_proj")))
         return Attention(
             qkv=self._linear(qkv, bias=config.qkv_bias),
             output=self._linear((f"{prefix}o_proj",), bias=config.output_bias),
             qk_norm=self._qk_norm(prefix) if config.qk_norm else None,
             heads=HeadShape(config.num_heads, config.num_kv_heads, config.head_dim),
-            params=AttentionParams(config.head_dim**-0.5, sliding_window),
+            params=AttentionParams(config.score_scale, sliding_window, config.score_cap),
             kernels=self._kernels,
         )
 
     def _mlp(self, prefix: str) -> GatedMlp:
-        bias = self._config.mlp_bias
-        gate_up = self._operations.gated_linear(*self._map((f"{prefix}gate_proj", f"{prefix}up_proj"), bias=bias))
+        bias, names = self._config.mlp_bias, ("gate_up_proj",) if self._config.fused else ("gate_proj", "up_proj")
+        weight, offset = self._map(tuple(f"{prefix}{name}" for name in names), bias=bias)
+        if self._config.activation is Activation.SILU:
+            gate_up = self._operations.gated_linear(weight, offset)
+        else:
+            gate_up = ActivatedLinear(self._operations.linear(weight, offset), gelu_tanh_mul)
         return GatedMlp(gate_up, self._linear((f"{prefix}down_proj",), bias=bias), self._config.intermediate_size)
 
     def _linear(self, names: tuple[str, ...], *, bias: bool) -> LinearMap:
@@ -227,10 +256,14 @@ class _DecoderBuilder:
         return weight
 
     def _norm(self, name: str) -> RmsNorm:
-        return RmsNorm(self._read(name), self._config.rms_norm_eps, self._operations)
+        return RmsNorm(self._norm_weight(name), self._config.rms_norm_eps, self._operations)
+
+    def _norm_weight(self, name: str) -> torch.Tensor:
+        weight = self._read(name)
+        return 1 + weight if self._config.norm_offset else weight
 
     def _qk_norm(self, prefix: str) -> QkNorm:
-        q_weight, k_weight = (self._read(f"{prefix}{name}.weight") for name in ("q_norm", "k_norm"))  # [D] each
+        q_weight, k_weight = (self._norm_weight(f"{prefix}{name}.weight") for name in ("q_norm", "k_norm"))  # [D] each
         return QkNorm(q_weight, k_weight, self._config.rms_norm_eps)
 
 

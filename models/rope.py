@@ -54,6 +54,17 @@ class RotaryEmbedding:
         return torch.where(lengths[:, None] > original, scaled, self._frequencies)
 
 
+class NoRotation(RotaryEmbedding):
+    """Of layers that do not rotate q and k: every angle is 0."""
+
+    __slots__ = ()
+
+    def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ones and zeros, each `[T, D / 2]` float32."""
+        ones = torch.ones((len(positions), len(self._exponents)), device=positions.device)
+        return ones, torch.zeros_like(ones)
+
+
 def _frequencies(config: RopeConfig, exponents: torch.Tensor) -> torch.Tensor:
     """Frequencies `[D / 2]` of a length within the original context."""
     periods = config.theta**exponents

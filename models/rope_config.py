@@ -73,13 +73,33 @@ def stretched_context(scaling: RopeScaling | None, max_position_embeddings: int)
             return max_position_embeddings
 
 
-def read_rope(config: ConfigJson, max_position_embeddings: int) -> RopeConfig:
-    """Reads the rope keys of config.json. Raises CheckpointError naming the key."""
+def read_ropes(
+    config: ConfigJson, max_position_embeddings: int, absent_theta: float, local_theta: float | None
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Reads the rope keys of config.json: that of all layers, or of global and of local ones (`local_theta`).
+
+    Raises CheckpointError naming the key.
+    """
     rope = config.section("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
-    for layer_type in ("full_attention", "sliding_attention"):
-        if rope.mentions(layer_type):
-            raise rope.error(layer_type, "rope parameters that differ by layer are not supported")
-    theta = rope.number("rope_theta", config.number("rope_theta", 10_000.0))
+    if local_theta is None:
+        for layer_type in ("full_attention", "sliding_attention"):
+            if rope.mentions(layer_type):
+                raise rope.error(layer_type, "rope parameters that differ by layer are not supported")
+        return _read_rope(config, rope, max_position_embeddings, absent_theta), None
+    if not rope.mentions("full_attention") and not rope.mentions("sliding_attention"):
+        # The old form: what it says of scaling is meant for global layers.
+        local = RopeConfig(config.number("rope_local_base_freq", local_theta), None)
+        return _read_rope(config, rope, max_position_embeddings, absent_theta), local
+    ours, local_section = rope.section("full_attention"), rope.section("sliding_attention")
+    local = RopeConfig(
+        local_section.number("rope_theta", config.number("rope_local_base_freq", local_theta)),
+        _read_scaling(config, local_section, max_position_embeddings),
+    )
+    return _read_rope(config, ours, max_position_embeddings, absent_theta), local
+
+
+def _read_rope(config: ConfigJson, rope: ConfigJson, max_position_embeddings: int, absent_theta: float) -> RopeConfig:
+    theta = rope.number("rope_theta", config.number("rope_theta", absent_theta))
     for section in (config, rope):
         if section.number("partial_rotary_factor", 1.0) != 1.0:
             raise section.error("partial_rotary_factor", "only 1.0 is supported")

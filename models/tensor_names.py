@@ -8,6 +8,10 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 
+PLAIN_NORMS = ("input_layernorm", "post_attention_layernorm")
+"""Before attention, before the MLP; with norms after them the second comes after attention, and these follow."""
+POST_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+
 Shape = tuple[int, ...]
 
 
@@ -31,16 +35,25 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
 def _layer_tensors(config: ModelConfig) -> dict[str, Shape]:
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    tensors: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    norms = PLAIN_NORMS + POST_NORMS if config.post_norms else PLAIN_NORMS
+    tensors: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in norms}
     if config.qk_norm:
         tensors |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
-    for name, out_size, in_size, has_bias in (
+    stacked: tuple[tuple[str, int, int, bool], ...] = (
         ("self_attn.q_proj", q_size, hidden, config.qkv_bias),
         ("self_attn.k_proj", kv_size, hidden, config.qkv_bias),
         ("self_attn.v_proj", kv_size, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, q_size, config.output_bias),
         ("mlp.gate_proj", intermediate, hidden, config.mlp_bias),
         ("mlp.up_proj", intermediate, hidden, config.mlp_bias),
+    )
+    if config.fused:
+        stacked = (
+            ("self_attn.qkv_proj", q_size + 2 * kv_size, hidden, config.qkv_bias),
+            ("mlp.gate_up_proj", 2 * intermediate, hidden, config.mlp_bias),
+        )
+    for name, out_size, in_size, has_bias in (
+        *stacked,
+        ("self_attn.o_proj", hidden, q_size, config.output_bias),
         ("mlp.down_proj", hidden, intermediate, config.mlp_bias),
     ):
         tensors[f"{name}.weight"] = (out_size, in_size)

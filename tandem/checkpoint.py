@@ -156,6 +156,8 @@ class _Document:
 
 def _context_tokens(config: _Document) -> int:
     trained = config.integer("max_position_embeddings", low=1)
+    if config.values.get("model_type") == "gemma3_text":  # whose max_position_embeddings is that of the scaled rope
+        return trained
     rope = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise config.error("rope_scaling", "must be an object")
