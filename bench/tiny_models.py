@@ -122,7 +122,7 @@ TINY_MODELS = (
             "embedding_multiplier": 3.0,
             "residual_multiplier": 0.5,
             "attention_multiplier": 0.3,
-            "logits_scaling": 2.0,
+            "logits_scaling": 1.5,
             "attention_bias": True,
         },
     ),

@@ -38,6 +38,8 @@ class Attention:
     heads: HeadShape
     params: AttentionParams
     kernels: Kernels
+    wide_qk_norm: tuple[RmsNorm, RmsNorm] | None = None
+    """In the place of `qk_norm`, where its weights are wider than q and k."""
 
     def __call__(
         self,
@@ -53,6 +55,9 @@ class Attention:
         """
         num_heads, num_rotated = self.heads.num_heads, self.heads.num_heads + self.heads.num_kv_heads
         qkv = self.qkv(x).view(len(x), -1, self.heads.head_dim)  # [T, H + 2 * Hkv, D]
+        if self.wide_qk_norm is not None:
+            for heads, norm in zip((qkv[:, :num_heads], qkv[:, num_heads:num_rotated]), self.wide_qk_norm, strict=True):
+                heads.copy_(norm(heads.reshape(-1, self.heads.head_dim)).view_as(heads))
         self.kernels.operations.rotate_and_store(qkv, rotation, self.qk_norm, kv_layer)
         attended = self.kernels.attention.attend(
             qkv[:, :num_heads],

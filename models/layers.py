@@ -15,7 +15,10 @@ from kernels.operations import LinearMap, Operations
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RmsNorm:
-    """Root mean square norm over the last dimension."""
+    """Root mean square norm over the last dimension.
+
+    A weight wider than x, such as one that was not rounded after an offset, is multiplied before anything is rounded.
+    """
 
     weight: torch.Tensor  # [E]
     eps: float
@@ -23,10 +26,14 @@ class RmsNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X `[T, E]` → `[T, E]`."""
+        if x.dtype is not self.weight.dtype:
+            return self.operations.rms_norm(x.to(self.weight.dtype), self.weight, self.eps).to(x.dtype)
         return self.operations.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Adds x `[T, E]` to `residual` in place and returns the sum's norm."""
+        if x.dtype is not self.weight.dtype:
+            return self(residual.add_(x))
         return self.operations.add_rms_norm(x, residual, self.weight, self.eps)
 
 

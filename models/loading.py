@@ -149,6 +149,7 @@ class _DecoderBuilder:
         form: QuantForm | None,
     ) -> None:
         self._config = config
+        self._dtype = dtype
         self._device = device
         self._kernels = kernels
         self._operations = kernels.operations
@@ -216,13 +217,16 @@ class _DecoderBuilder:
     def _attention(self, prefix: str, sliding_window: int | None) -> Attention:
         config = self._config
         qkv = tuple(f"{prefix}{name}" for name in (("qkv_proj",) if config.fused else ("q_proj", "k_proj", "v_proj")))
+        norms = self._qk_norm(prefix) if config.qk_norm else None
+        is_wide = norms is not None and norms[0].weight.dtype is not self._dtype
         return Attention(
             qkv=self._linear(qkv, bias=config.qkv_bias),
             output=self._linear((f"{prefix}o_proj",), bias=config.output_bias),
-            qk_norm=self._qk_norm(prefix) if config.qk_norm else None,
+            qk_norm=QkNorm(norms[0].weight, norms[1].weight, norms[0].eps) if norms and not is_wide else None,
             heads=HeadShape(config.num_heads, config.num_kv_heads, config.head_dim),
             params=AttentionParams(config.score_scale, sliding_window, config.score_cap),
             kernels=self._kernels,
+            wide_qk_norm=norms if is_wide else None,
         )
 
     def _mlp(self, prefix: str) -> GatedMlp:
@@ -259,12 +263,11 @@ class _DecoderBuilder:
         return RmsNorm(self._norm_weight(name), self._config.rms_norm_eps, self._operations)
 
     def _norm_weight(self, name: str) -> torch.Tensor:
-        weight = self._read(name)
-        return 1 + weight if self._config.norm_offset else weight
+        """An offset weight stays float32, as it is not rounded in the families' own code."""
+        return 1 + self._read(name, dtype=torch.float32) if self._config.norm_offset else self._read(name)
 
-    def _qk_norm(self, prefix: str) -> QkNorm:
-        q_weight, k_weight = (self._norm_weight(f"{prefix}{name}.weight") for name in ("q_norm", "k_norm"))  # [D] each
-        return QkNorm(q_weight, k_weight, self._config.rms_norm_eps)
+    def _qk_norm(self, prefix: str) -> tuple[RmsNorm, RmsNorm]:
+        return self._norm(f"{prefix}q_norm.weight"), self._norm(f"{prefix}k_norm.weight")  # [D] each
 
 
 def _stack(weights: list[torch.Tensor | QuantizedWeight]) -> torch.Tensor | QuantizedWeight:
