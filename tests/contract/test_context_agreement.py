@@ -32,6 +32,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 8,
 }
 
+_GEMMA3_KEYS = {"gemma3_text": {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"}}
+
 
 @pytest.mark.parametrize(
     "changes",
@@ -43,9 +45,19 @@ LLAMA3 = {
         {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 48},
         {"rope_scaling": LLAMA3},
+        {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "model_type": "gemma3_text",
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
     ],
 )
 def test_router_and_worker_agree_on_the_context(tmp_path: Path, changes: dict[str, Any]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
+    (tmp_path / "config.json").write_text(
+        json.dumps(CONFIG | _GEMMA3_KEYS.get(str(changes.get("model_type")), {}) | changes)
+    )
 
     assert read_checkpoint(str(tmp_path)).context_tokens == load_model_config(tmp_path).context_tokens

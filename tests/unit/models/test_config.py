@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from models.config import load_model_config
+from models.rope_config import LinearScaling, RopeConfig
 from tandem.errors import CheckpointError
 from tandem.kv_layout import DType
 
@@ -102,6 +103,18 @@ def test_null_kv_heads_mean_one_for_each_head(write):
             },
             (8, None, None, 8),
         ),
+        ("gemma2", {"sliding_window": 8}, (8, None, 8, None)),
+        ("gemma2", {}, (4096, None, 4096, None)),
+        ("gemma3_text", {"sliding_window": 8, "sliding_window_pattern": 3}, (8, 8, None, 8)),
+        ("gemma3_text", {"sliding_window": 8}, (8, 8, 8, 8)),
+        ("phi3", {"sliding_window": 8}, (8,) * 4),
+        ("smollm3", {"sliding_window": 8}, (None,) * 4),
+        ("smollm3", {"sliding_window": 8, "use_sliding_window": True}, (None, None, None, 8)),
+        (
+            "smollm3",
+            {"sliding_window": 8, "use_sliding_window": True, "no_rope_layers": [0, 1, 1, 1]},
+            (8, *[None] * 3),
+        ),
     ],
 )
 def test_windows_are_those_that_transformers_gives_each_layer(write, family, keys, windows):
@@ -111,6 +124,30 @@ def test_windows_are_those_that_transformers_gives_each_layer(write, family, key
     layer_types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 4
     window = getattr(theirs, "sliding_window", None)
     assert tuple(window if kind == "sliding_attention" else None for kind in layer_types) == windows
+
+
+def test_rope_bases_of_gemma_3_are_read_in_the_old_form_and_the_new(write):
+    old = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    new = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    for keys in (old, {"rope_parameters": new}):
+        config = load_model_config(write(base("gemma3_text", **keys)))
+        assert config.rope == RopeConfig(5e5, LinearScaling(8.0))
+        assert config.local_rope == RopeConfig(2e4, None)
+        assert config.context_tokens == 512
+    absent = load_model_config(write(base("gemma3_text")))
+    assert (absent.rope, absent.local_rope) == (RopeConfig(1e6, None), RopeConfig(1e4, None))
+
+
+def test_caps_that_gemma_2_does_not_mention_are_its_own_and_null_is_none(write):
+    absent, null = (
+        load_model_config(write(base("gemma2", **keys)))
+        for keys in ({}, {"attn_logit_softcapping": None, "final_logit_softcapping": None})
+    )
+    assert (absent.score_cap, absent.logit_cap) == (50.0, 30.0)
+    assert (null.score_cap, null.logit_cap) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +173,13 @@ def test_windows_are_those_that_transformers_gives_each_layer(write, family, key
         (base("qwen2", layer_types=["full_attention", "chunked_attention"] * 2), "chunked_attention"),
         (base("qwen2", layer_types=["sliding_attention"] * 4), "layer_types: has sliding_attention"),
         (base("qwen2", layer_types="full_attention"), "layer_types"),
+        (base("gemma2", hidden_activation="silu"), "hidden_activation: only gelu_pytorch_tanh"),
+        (base("gemma3_text", attn_logit_softcapping=5.0), "attn_logit_softcapping: gemma3_text has none"),
+        (base("gemma3_text", use_bidirectional_attention=True), "use_bidirectional_attention: only causal"),
+        (base(final_logit_softcapping=5.0), "final_logit_softcapping: llama has none"),
+        (base("smollm3", no_rope_layers=[1]), "no_rope_layers: is not 0 or 1 for each of 4 layers"),
+        (base("phi3", rope_scaling={"type": "longrope"}), "rope_type: 'longrope' is not supported"),
+        (base("phi3", partial_rotary_factor=0.75), "partial_rotary_factor: only 1.0"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_file_and_key(write, config, named):

@@ -5,6 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.tiny_models import TINY_MODELS
+from kernels.dispatch import select_kernels
+from models.loading import load_model
+
+BESIDE_WEIGHTS = [tiny for tiny in TINY_MODELS if tiny.name in {"gemma2-caps", "gemma3", "granite", "smollm3-windowed"}]
+"""Whose layers compute more than products, norms, rotation and attention."""
+
 
 def full_logits(tools, model, token_ids, block_size=16, chunk_tokens=None):
     driver = tools.driver(model, block_size, 4 + -(-len(token_ids) // block_size))
@@ -65,3 +72,17 @@ def test_bfloat16_is_as_close_to_float64_as_transformers_is(tools, tiny_folder):
     our_error = (ours.double() - oracle).pow(2).mean().sqrt()
     their_error = (theirs.double() - oracle).pow(2).mean().sqrt()
     assert our_error <= 1.2 * their_error
+
+
+@pytest.mark.parametrize("tiny", BESIDE_WEIGHTS, ids=lambda tiny: tiny.name)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_has_the_same_bits_alone_and_beside_others(tools, checkpoint, tiny, dtype):
+    cpu = torch.device("cpu")
+    model = load_model(checkpoint(tiny), dtype, cpu, select_kernels("auto", cpu, getattr(torch, dtype)))
+    prompt, others = tools.random_prompt(40), [tools.random_prompt(n) for n in (3, 60, 17)]
+
+    def logits(beside):
+        work = [(tools.seq(list(each)), len(each)) for each in (prompt, *beside)]
+        return tools.driver(model, 16, 40).step(work)[: len(prompt)]
+
+    assert torch.equal(logits([]), logits(others))
