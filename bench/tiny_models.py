@@ -98,7 +98,13 @@ TINY_MODELS = (
     TinyModel(
         "gemma3",
         "gemma3_text",
-        {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 29, "num_hidden_layers": 7},
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 29,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
     ),
     TinyModel(
         "gemma3-scaled",

@@ -191,8 +191,8 @@ class Decoder:
     ) -> torch.Tensor:
         """One operation after the other."""
         hidden = F.embedding(token_ids, self.embedding)  # [T, E]
-        if self.scales.embedding != 1.0:  # rounded to the dtype first, as the families' own code has it
-            hidden = hidden * torch.tensor(self.scales.embedding, dtype=hidden.dtype, device=hidden.device)
+        if self.scales.embedding != 1.0:
+            hidden = hidden * self.scales.embedding
         delta: torch.Tensor | None = None  # what the previous layer has yet to add
         for layer, kv_layer in zip(self.layers[:-1], kv_cache.unbind(1), strict=False):
             normed = _add_norm(layer.attention_norm, delta, hidden)

@@ -163,13 +163,15 @@ class _DecoderBuilder:
         """Reads everything."""
         config = self._config
         embedding = self._read(EMBEDDING)
+        embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self._dtype))
         decoder = Decoder(
             embedding=embedding,
             layers=tuple(self._layer(index) for index in track(range(config.num_layers), "loading weights")),
             norm=self._norm(FINAL_NORM),
             lm_head=self._operations.linear(self._head(embedding), None),
             ropes=self._ropes(),
-            scales=Scales(config.embedding_scale, config.residual_scale, config.logit_divisor, config.logit_cap),
+            # The embedding's is rounded to the dtype first, as Gemma's own code has it.
+            scales=Scales(embedding_scale, config.residual_scale, config.logit_divisor, config.logit_cap),
         )
         compile_step = self._kernels.compile_step if config.has_plain_layers else None
         return decoder if compile_step is None else replace(decoder, compiled=compile_step(decoder.parts()))
