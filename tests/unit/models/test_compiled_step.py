@@ -19,6 +19,16 @@ from tandem.kv_layout import QuantDType
 CPU = torch.device("cpu")
 
 
+ONE_BY_ONE = ("gemma2", "gemma3", "granite", "smollm3")
+"""Families whose layers are more than the call computes."""
+PLAIN = [tiny for tiny in TINY_MODELS if not tiny.name.startswith(ONE_BY_ONE)]
+
+
+@pytest.fixture(params=PLAIN, ids=lambda tiny: tiny.name)
+def tiny_folder(request, checkpoint):
+    return checkpoint(request.param)
+
+
 @pytest.fixture(params=["float32", "bfloat16"])
 def dtype(request):
     return request.param
