@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.tiny_models import TinyModel
-from models.transformers_loading import FAMILIES
+from models.transformers_families import FAMILIES
 
 _MIXED_WINDOWS = {"sliding_window": 37, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16}
 _GEMMA = {"query_pre_attn_scalar": 16} | _MIXED_WINDOWS
