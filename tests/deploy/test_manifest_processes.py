@@ -135,8 +135,10 @@ def test_a_router_without_workers_lives_and_is_not_ready(mounts: Path) -> None:
 
 def test_a_probe_fails_where_nothing_listens(started: dict[str, Started]) -> None:
     router = started["router"]
-    gone = Started(router.container, Cluster(router.cluster.process, "127.0.0.1:1", []), router.environment)
-    assert gone.probe("livenessProbe") == 1
+    log = ['{"event": "admin port", "address": "127.0.0.1:1"}']
+    gone = Started(router.container, Cluster(router.cluster.process, "127.0.0.1:1", log), router.environment)
+    with pytest.raises(ConnectionRefusedError):
+        gone.probe("livenessProbe")
 
 
 def test_sigterm_ends_a_worker_in_order(mounts: Path) -> None:
