@@ -7,7 +7,7 @@ import pytest
 from bench.goodput_loads import LOADS, Arrival, arrivals
 from bench.goodput_page import bars, section
 from bench.goodput_search import FAILED, Objectives, Outcome, RateSearch, misses_allowed
-from bench.goodput_trial import Trial, Unloaded, measure_unloaded, objectives_of, run_trial
+from bench.goodput_trial import UNLOADED_LENGTHS_SEED, Trial, Unloaded, measure_unloaded, objectives_of, run_trial
 from bench.peers.process import PeerError
 from bench.peers.served import AUTO, COLOCATED, DISAGGREGATED, VLLM_SERVER
 from bench.peers.streams import OnFirst, Prompt, Stream
@@ -144,11 +144,11 @@ async def test_a_trial_that_is_cancelled_leaves_no_task() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_unloaded_requests_are_the_loads_own() -> None:
+async def test_unloaded_requests_are_the_loads_own_and_as_long_for_every_server() -> None:
     server, into = FakeServer(ttft_s=0.2), Unloaded()
     await measure_unloaded(server, LOADS["mixed"], 4, 1000, 7, into)
     assert [len(each) for each in server.prompts] == [
-        each.prompt_tokens for each in arrivals(LOADS["mixed"], 1.0, 4, 7)
+        each.prompt_tokens for each in arrivals(LOADS["mixed"], 1.0, 4, UNLOADED_LENGTHS_SEED)
     ]
     assert into.document() == {"ttft_ms": pytest.approx(200), "itl_ms": pytest.approx(10)}
 

@@ -18,6 +18,7 @@ from bench.roofline import (
     silu_mul_cost,
 )
 from models.config import ModelConfig
+from models.family import Activation
 from models.rope_config import RopeConfig
 
 BF16 = torch.bfloat16
@@ -38,12 +39,24 @@ def config(window=None):
         rms_norm_eps=1e-5,
         context_tokens=8192,
         rope=RopeConfig(10000.0, None),
+        local_rope=None,
+        rotated=(True,) * 30,
         tied=True,
         qkv_bias=False,
         output_bias=False,
         mlp_bias=False,
         qk_norm=False,
         windows=(window,) * 30,
+        activation=Activation.SILU,
+        post_norms=False,
+        norm_offset=False,
+        fused=False,
+        embedding_scale=1.0,
+        residual_scale=1.0,
+        score_scale=64**-0.5,
+        score_cap=None,
+        logit_divisor=1.0,
+        logit_cap=None,
         dtype=None,
     )
 
