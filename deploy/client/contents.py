@@ -34,8 +34,10 @@ class BuildClient(build_py):
     """Builds the modules for clients, and puts the protos beside their stubs."""
 
     def run(self) -> None:
-        """All of it."""
+        """All of it; installed as editable, modules and protos stay where they lie."""
         super().run()
+        if self.editable_mode:
+            return
         folder = Path(self.build_lib) / PROTOS
         for proto in sorted((Path(__file__).resolve().parents[2] / "protos" / PROTOS).glob("*.proto")):
             self.copy_file(str(proto), str(folder / proto.name))
