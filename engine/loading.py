@@ -173,7 +173,6 @@ class Engine:
 def load_engine(options: EngineOptions) -> Engine:
     """Blocks until the engine can step. Raises ConfigError and CheckpointError."""
     started_s = time.monotonic()
-    keep_freed_memory()
     device = resolve_device(options.device)
     executor = open_engine_executor(options.placement)
     owned: list[KvCache | HostTier] = []
@@ -184,6 +183,7 @@ def load_engine(options: EngineOptions) -> Engine:
         form = None if options.quantize is None else QuantForm(options.quantize)
         loading = (options.model_path, options.dtype, device, kernels, form, options.model_impl)
         model = executor.submit(load_model, *loading).result()
+        keep_freed_memory()
         if kernels.take_thread is not None:
             executor.submit(kernels.take_thread).result()
         layout = _layout(options, model)
@@ -233,16 +233,20 @@ def load_engine(options: EngineOptions) -> Engine:
 
 
 def keep_freed_memory() -> bool:
-    """Lets the C allocator of this process keep freed memory; False where it has no such setting.
+    """Lets the C allocator of this process keep what is freed from now on; False where it has no such setting.
+
+    What is free already, such as what loading a model needed for a while, goes back to the system.
 
     By default glibc returns large freed chunks to the system at once, and each step faults them in
     again, page by page, zeroed: a quarter of a decode step on the demo model (bench/LOG.md).
     """
     if sys.platform != "linux":
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
+    libc = ctypes.CDLL(None)
+    mallopt, trim = getattr(libc, "mallopt", None), getattr(libc, "malloc_trim", None)
+    if mallopt is None or trim is None:
         return False
+    trim(0)
     accepted = [mallopt(parameter, value) == 1 for parameter, value in _MALLOC_SETTINGS]
     return all(accepted)
 

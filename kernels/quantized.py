@@ -22,6 +22,8 @@ _INT4_ZERO = 8
 _INT4_SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Steps that are tried for a group, as parts of the one that reaches its largest weight: to clip that one may pay."""
 _INT8_MAX = 127
+_ROUNDED_AT_ONCE = 1 << 20
+"""Elements."""
 
 
 class QuantForm(StrEnum):
@@ -112,8 +114,16 @@ def quantize(weight: torch.Tensor, form: QuantForm) -> QuantizedWeight:
     """Rounds `weight` `[out, in]` to the nearest value: one scale per output, INT4 one per `INT4_GROUP` inputs.
 
     INT4 takes the largest of its divisors that `in` has. All forms are symmetric: least and greatest of a group would
-    err a twentieth less in INT4, but cost a second table that is read with each product.
+    err a twentieth less in INT4, but cost a second table that is read with each product. Some rows at a time, so that
+    what is needed meanwhile is small.
     """
+    rows = max(1, _ROUNDED_AT_ONCE // weight.shape[1])
+    whole = stack([_quantize_rows(some, form) for some in torch.split(weight, rows)])
+    assert whole is not None  # all of one form
+    return whole
+
+
+def _quantize_rows(weight: torch.Tensor, form: QuantForm) -> QuantizedWeight:
     wide = weight.to(torch.float32)
     if form is QuantForm.INT4:
         return _quantize_int4(wide, weight.dtype)
