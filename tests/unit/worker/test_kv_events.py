@@ -194,6 +194,7 @@ async def test_a_replay_is_of_the_latest_batches_only(
 async def test_nonsense_from_a_subscriber_is_no_ones_trouble(context: zmq.asyncio.Context) -> None:
     async with publishing(context) as (events, subscriber), AsyncExitStack() as stack:
         asker = stack.enter_context(context.socket(zmq.DEALER))
+        asker.linger = 0  # what nobody has read when the test ends may be lost
         asker.connect(events.addresses[1])
         for nonsense in ([b""], [b"", b"too short"], [b"x" * 2000], [b""] * 20):
             await asker.send_multipart(nonsense)
