@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import os
 import time
 from collections.abc import Callable, Coroutine
@@ -364,6 +365,7 @@ class Handoffs(RuleBasedStateMachine):
         ends_s = time.monotonic() + PATIENCE_S  # a library closes its own a moment later
         while len(os.listdir("/proc/self/fd")) > self.descriptors:
             assert time.monotonic() < ends_s, "descriptors are left"
+            gc.collect()  # an error may hold what it passed through
             time.sleep(0.01)
 
     async def come_to_an_end(self) -> None:
