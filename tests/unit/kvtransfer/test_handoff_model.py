@@ -6,12 +6,11 @@ About ten minutes, by hand: `pytest --hypothesis-profile long --timeout 0 tests/
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import os
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ from tests.transports import EVERY, PRINTS, WAYS, TestPool, make_pool
 NUM_BLOCKS = 16
 UNHURRIED = Timing(lease_s=60.0, reply_s=60.0, stop_s=10.0)
 """Silence is no fault here: a cable stands still for as long as no rule moves it."""
-LEAVING = dataclasses.replace(UNHURRIED, stop_s=0.05)
+LEAVING = replace(UNHURRIED, stop_s=0.05)
 """Of the receiver, which stops when nothing more can come."""
 PATIENCE_S = 30.0
 SETTLE_TURNS = 10
@@ -362,11 +361,10 @@ class Handoffs(RuleBasedStateMachine):
             self.source.pool.close()
             self.target.pool.close()
             self.loop.close()
-        ends_s = time.monotonic() + PATIENCE_S  # a library closes its own a moment later
-        while len(os.listdir("/proc/self/fd")) > self.descriptors:
+        ends_s = time.monotonic() + PATIENCE_S
+        while len(os.listdir("/proc/self/fd")) > self.descriptors:  # a library closes its own a moment later
             assert time.monotonic() < ends_s, "descriptors are left"
             gc.collect()  # an error may hold what it passed through
-            time.sleep(0.01)
 
     async def come_to_an_end(self) -> None:
         """Every call that was begun returns while bytes move."""
