@@ -69,7 +69,8 @@ class BlockPool:
         self._writers_gone = np.frombuffer(self._writer_gone, np.uint8)
         """The same memory: a table of many blocks is looked at and changed in one go."""
         self._order = np.zeros(num_blocks, np.intp)
-        """Scratch of `_require`."""
+        """Scratch of `_are_distinct`."""
+        self._numbers = np.arange(num_blocks)
         self._num_in_state = [num_blocks, *(0 for _ in _STATES[1:])]
         self._filled_slots = 0
 
@@ -153,10 +154,10 @@ class BlockPool:
         """Adds a holder to each of these LIVE or CACHED blocks; paired with one more `release`."""
         indices = self._require(blocks, (_LIVE, _CACHED), "retain")
         self._ref_counts[indices] += 1
-        cached = indices[self._states[indices] == _CACHED]
-        self._states[cached] = _LIVE
-        self._count_move(len(cached), _CACHED, _LIVE)
-        self._filled_slots += int(self._fills[cached].sum())
+        if len(cached := indices[self._states[indices] == _CACHED]):
+            self._states[cached] = _LIVE
+            self._count_move(len(cached), _CACHED, _LIVE)
+            self._filled_slots += int(self._fills[cached].sum())
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Takes one holder away from each block; with the last one it is free, cached or quarantined."""
@@ -303,12 +304,8 @@ class BlockPool:
     def _require(self, blocks: Sequence[BlockId], states: tuple[int, ...], verb: str) -> npt.NDArray[np.intp]:
         """The blocks as indices; raises InternalError if one is named twice or in another state."""
         indices = np.asarray(blocks, np.int32).astype(np.intp)
-        if len(blocks) > _FEW:
-            order = np.arange(len(indices))
-            if indices.min() >= 0 and indices.max() < self.num_blocks:
-                self._order[indices] = order
-                if (self._order[indices] == order).all() and self._are_in(indices, states):
-                    return indices
+        if len(indices) > _FEW and self._are_distinct(indices) and self._are_in(indices, states):
+            return indices
         if len(set(blocks)) != len(blocks):
             raise InternalError(f"{verb} names a block twice")
         for block in blocks:
@@ -316,6 +313,14 @@ class BlockPool:
                 where = self.state(block) if 0 <= block < self.num_blocks else "nowhere"
                 raise InternalError(f"{verb} of block {block}, which is {where}")
         return indices
+
+    def _are_distinct(self, indices: npt.NDArray[np.intp]) -> bool:
+        """Whether these are blocks of the pool, none of them twice."""
+        if len(indices) > self.num_blocks or indices.view(np.uintp).max() >= self.num_blocks:  # < 0 is large
+            return False
+        numbers = self._numbers[: len(indices)]
+        self._order[indices] = numbers
+        return bool((self._order[indices] == numbers).all())
 
     def _are_in(self, indices: npt.NDArray[np.intp], states: tuple[int, ...]) -> bool:
         found = self._states[indices]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-import urllib.request
 from collections.abc import Callable, Iterator
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from bench.cluster import Cluster, becomes_idle, serve
 from models.demo.text import Story, make_story
 from tandem.client import Client
+from tandem.telemetry.metric import Process
 from tandem.telemetry.metric_names import REQUESTS
+from tests.scraped import counted, expositions
 
 
 @pytest.fixture(scope="session")
@@ -36,10 +36,7 @@ def num_cancelled(client: Client) -> Callable[[], int]:
     """Counts requests whose callers left before the end. Idle workers alone prove no cancel: all work ends."""
 
     def count() -> int:
-        with urllib.request.urlopen(f"http://{client.status().admin_address}/metrics", timeout=10) as answer:
-            families = text_string_to_metric_families(answer.read().decode())
-        samples = [sample for family in families for sample in family.samples if sample.name == REQUESTS.name]
-        return int(sum(each.value for each in samples if each.labels["outcome"] == "cancelled"))
+        return int(counted(expositions(client)[Process.ROUTER], REQUESTS.name, outcome="cancelled"))
 
     return count
 

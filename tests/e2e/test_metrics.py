@@ -7,14 +7,12 @@ import json
 import subprocess
 import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from bench.cluster import Cluster, eventually, serve
 from bench.ports import free_ports
@@ -23,48 +21,14 @@ from tandem.telemetry import metric_names, vllm_names
 from tandem.telemetry.metric import Process
 from tests.metric_references import DEPLOY, referenced_metrics
 from tests.programs import program
+from tests.scraped import counted, expositions, fetch
 
-TIMEOUT_S = 10.0
 PROMETHEUS_TIMEOUT_S = 30.0
-
-
-def fetch(url: str) -> bytes:
-    """The body of an answer over loopback."""
-    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
-        body = answer.read()
-    assert isinstance(body, bytes)
-    return body
-
-
-def targets(client: Client) -> list[dict[str, Any]]:
-    """Whom the router tells Prometheus to scrape."""
-    found = json.loads(fetch(f"http://{client.status().admin_address}/targets"))
-    assert isinstance(found, list)
-    return found
-
-
-def expositions(client: Client) -> dict[Process, str]:
-    """Each process's metrics."""
-    return {
-        Process(target["labels"]["role"]): fetch(f"http://{target['targets'][0]}/metrics").decode()
-        for target in targets(client)
-    }
 
 
 def families(exposition: str) -> set[str]:
     """Names as in PromQL."""
     return {line.split()[2] for line in exposition.splitlines() if line.startswith("# TYPE")}
-
-
-def value(exposition: str, name: str, **labels: str) -> float:
-    """The one sample of this name and these labels."""
-    (found,) = [
-        sample.value
-        for family in text_string_to_metric_families(exposition)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    ]
-    return float(found)
 
 
 def test_each_process_exposes_what_is_declared_for_it_and_nothing_else_of_ours(client: Client) -> None:
@@ -90,7 +54,7 @@ def test_a_generation_is_counted_once_wherever_it_went(client: Client) -> None:
         pass
 
     def risen(process: Process, name: str, **labels: str) -> float:
-        return value(expositions(client)[process], name, **labels) - value(before[process], name, **labels)
+        return counted(expositions(client)[process], name, **labels) - counted(before[process], name, **labels)
 
     router, prefill, decode = Process.ROUTER, Process.PREFILL, Process.DECODE
     assert risen(router, "tandem_requests_total", outcome="length") == 1
@@ -167,7 +131,7 @@ def prometheus(demo_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) 
             yield Prometheus(address)
         finally:
             process.terminate()
-            process.wait(TIMEOUT_S)
+            process.wait(PROMETHEUS_TIMEOUT_S)
 
 
 def test_prometheus_finds_every_process_by_the_router_and_answers_queries(prometheus: Prometheus) -> None:
