@@ -27,6 +27,10 @@ MOST_BETWEEN_ENDS_S = REQUEST_TIMEOUT_S + READY_TIMEOUT_S
 """As long as every client may wait for SERVING and then for its answer."""
 _VOCABULARY = range(4, 631)
 """Of the demo model, without its special tokens."""
+_FIRST_SEED = 600
+"""From here on no draw of these questions lies within 8e-6 of the mass from another token's. A replayed stream computes
+what it had generated as a prompt, whose sums may differ by 1e-6 from those of the steps: seed 13 met such a border.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class Question:
             token_ids=rng.choices(_VOCABULARY, k=self.prompt_tokens),
             max_tokens=self.output_tokens,
             temperature=self.number % 2 * 0.8,
-            seed=self.number,
+            seed=_FIRST_SEED + self.number,
             ignore_eos=True,
         )
 
