@@ -34,8 +34,8 @@ _WEIGHT = 1 / 8
 """Of the newest step in the moving averages."""
 _WEIGHT_BELOW = 1 / 2
 """Of a step without prompts that is shorter than the average: what made it longer was something else."""
-_LEAST_OWN_TOKENS = 32
-"""The shortest prompt takes a step alone, about as long as so many tokens: it may wait for that of them."""
+_FIRST_STEP_TOKENS = 32
+"""Prompt tokens that take as long as a step of few sequences, before either was measured."""
 _MOST_GAIN = 4.0
 """Beside decodes, prompts get at most so many times their rate alone: less than nothing cannot be measured."""
 
@@ -99,6 +99,11 @@ class ChunkBudget:
         few_s = min(self._decode_s.values(), default=0.0)
         return max(FEW_STEPS * few_s, OWN_STEPS * self._expected_s(num_decodes))
 
+    def wait_ratio(self, prompts: Iterable[int]) -> float:
+        """See the function: of prompts that this worker computes."""
+        step_tokens = min(self._decode_s.values(), default=0.0) * self._prompts.per_s
+        return wait_ratio(prompts, step_tokens or _FIRST_STEP_TOKENS)
+
     # --- what the worker reports ---
 
     def prompt_tokens_per_s(self, num_decodes: int, wait_ratio: float) -> float:
@@ -125,13 +130,14 @@ class ChunkBudget:
         return self._decode_s[min(self._decode_s, key=lambda each: (abs(each - size), each))] if self._decode_s else 0.0
 
 
-def wait_ratio(prompts: Iterable[int]) -> float:
+def wait_ratio(prompts: Iterable[int], step_tokens: float) -> float:
     """How many times its own computing time the worst off of these prompts waits for its first token, at any one rate.
 
-    `prompts`: tokens that each lacks, in the order in which they are computed.
+    `prompts`: tokens that each lacks, in the order in which they are computed. Its own time is that of its tokens and of
+    a step, which takes as long as `step_tokens`.
     """
     before, most = 0, 0.0
     for num_tokens in prompts:
         before += num_tokens
-        most = max(most, before / max(_LEAST_OWN_TOKENS, num_tokens))
+        most = max(most, (before + step_tokens) / (num_tokens + step_tokens))
     return most

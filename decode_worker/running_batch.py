@@ -15,7 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from decode_worker.chunk_budget import ChunkBudget, wait_ratio
+from decode_worker.chunk_budget import ChunkBudget
 from decode_worker.decoding import Decoding, may_join
 from decode_worker.growth import Forecast, Growth
 from decode_worker.scheduler import Beside, StepLimits, StepPlan, plan_step
@@ -247,11 +247,14 @@ class RunningBatch:
     @property
     def wait_ratio(self) -> float:
         """Of the prompts that are being computed, or wait for that, how long the worst off waits; 0 = there is none."""
-        running = (each for each in self._running if not each.group.is_forked)
-        waiting = (each for each in self._waiting if not each.group.holds_blocks)
-        lacking = [(each, each.group.num_remaining_tokens) for each in (*running, *waiting)]
+        lacking = [
+            (each, num_tokens)
+            for each in (*self._running, *self._waiting)
+            if each not in self._decoding
+            and (num_tokens := each.group.num_remaining_tokens) > len(each.group.running)  # a decode lacks one
+        ]
         lacking.sort(key=lambda each: turn_of(*each))
-        return wait_ratio(num_tokens for _, num_tokens in lacking)
+        return self.budget.wait_ratio(num_tokens for _, num_tokens in lacking)
 
     @property
     def num_streams(self) -> int:

@@ -76,12 +76,20 @@ def test_chunks_are_whole_for_a_line_that_not_even_the_whole_worker_serves_in_ti
 
 
 def test_the_worst_off_of_a_line_waits_so_many_times_its_own_time() -> None:
-    assert wait_ratio([]) == 0
-    assert wait_ratio([700]) == 1
-    assert wait_ratio([256] * 8) == 8
-    assert wait_ratio([10, 90, 2000]) == pytest.approx(100 / 90)
-    assert wait_ratio([2000, 50]) == 41
-    assert wait_ratio([320, 1]) == pytest.approx(10, rel=0.01)
+    assert wait_ratio([], 0) == 0
+    assert wait_ratio([700], 20) == 1
+    assert wait_ratio([256] * 8, 0) == 8
+    assert wait_ratio([10, 90, 2000], 0) == pytest.approx(100 / 90)
+    assert wait_ratio([2000, 50], 0) == 41
+
+
+def test_a_prompt_s_own_time_is_at_least_a_step_as_long_as_it_was_measured() -> None:
+    slow_steps = learned(decode_s=0.027, per_s=7800.0)  # a large model on a fast processor: as long as 210 tokens
+    fast_steps = learned(decode_s=0.012, per_s=1250.0)
+    line = [2000, 30]
+    assert slow_steps.wait_ratio(line) == pytest.approx((2030 + 210.6) / (30 + 210.6))
+    assert fast_steps.wait_ratio(line) == pytest.approx((2030 + 15) / (30 + 15))
+    assert ChunkBudget(512).wait_ratio([320, 1]) == pytest.approx(353 / 33)
 
 
 def test_a_decode_step_that_was_never_seen_alone_is_told_from_mixed_ones() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 
 async def test_a_hand_off_on_its_way_counts_as_a_stream_and_as_a_decode_once_it_is_there(
     open_bench: Any, make_spec: Any
@@ -29,7 +31,19 @@ async def test_the_line_is_all_prompts_that_are_to_be_computed_here(open_bench: 
         handles = [bench.reserve(salt, make_spec(40, 2, salt=salt), local_prefill=True) for salt in range(1, 5)]
         await bench.engine.until_launched(1)
         waiting = bench.worker._batch.wait_ratio
-        assert 3 <= waiting <= 4, "of equal prompts the last one waits for all; one is in the step"
+        assert waiting == (3 * 40 + 32) / (40 + 32), "one is in the step; the last one waits for the others"
         bench.engine.let_go()
         await bench.router.until(lambda: set(handles) <= set(bench.router.ended))
         assert bench.worker._batch.wait_ratio == 0
+
+
+async def test_the_first_chunk_of_a_prompt_whose_beginning_is_cached_is_bounded_too(
+    open_bench: Any, make_spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_bench(chunk_tokens=100) as bench:
+        first = bench.reserve(1, make_spec(20, 2), local_prefill=True)
+        await bench.router.until(lambda: first in bench.router.ended)
+        monkeypatch.setattr(bench.worker._batch.budget, "tokens", lambda *_: 10)
+        longer = bench.reserve(2, make_spec(60, 1), local_prefill=True)
+        await bench.router.until(lambda: longer in bench.router.ended)
+        assert max(len(seq.token_ids) for step in bench.engine.steps[2:] for seq in step.seqs) == 10
