@@ -133,8 +133,8 @@ class ChunkBudget:
 def wait_ratio(prompts: Iterable[int], step_tokens: float) -> float:
     """How many times its own computing time the worst off of these prompts waits for its first token, at any one rate.
 
-    `prompts`: tokens that each lacks, in the order in which they are computed. Its own time is that of its tokens and of
-    a step, which takes as long as `step_tokens`.
+    `prompts`: tokens that each lacks, in the order in which they are computed. Its own time is that of its tokens and
+    of a step, which takes as long as `step_tokens`.
     """
     before, most = 0, 0.0
     for num_tokens in prompts:
