@@ -64,7 +64,7 @@ H100 = CostModel(
     message_s=0.001,
     source="405B parameters in FP8 on nodes of 8 H100 SXM, from published limits and assumed efficiencies",
 )
-COLOCATED_H100 = replace(H100, chunk_tokens=512)
+COLOCATED_H100 = replace(H100, chunk_tokens=256)
 """Chunks that keep the objective beside decodes, as an operator would choose; elastic workers size their own."""
 FLEETS = (
     Fleet(Policy.STATIC, 3, 1),
