@@ -132,3 +132,4 @@ class Link:
         self._connection.send(Frame(FrameType.BYE))
         await self._connection.finish()
         await self._connection.close()
+        await self._lane.closed()

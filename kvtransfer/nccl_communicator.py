@@ -28,6 +28,7 @@ from typing import Final, TypeVar
 
 from kernels.cuda_driver import CudaDriver
 from kvtransfer.nccl_library import NcclError, NcclLibrary
+from kvtransfer.to_its_end import to_its_end
 from tandem.clock import Deadline, MonotonicClock
 from tandem.errors import PeerLost, TransferError
 
@@ -93,6 +94,7 @@ class Communicator:
         self._hangups = select.poll()
         self._error: TransferError | None = None
         self._undo: Final = contextlib.ExitStack()
+        self._ending: asyncio.Future[None] | None = None
         self._handle = self._stream = self._event = 0
         self._peer = 0
 
@@ -129,8 +131,14 @@ class Communicator:
     def close(self) -> None:
         """Gives up, and frees everything once that has ended."""
         self.give_up()
-        self._thread.submit(self._end)
+        self._ending = asyncio.wrap_future(self._thread.submit(self._end))
         self._thread.shutdown(wait=False)
+
+    async def closed(self) -> None:
+        """After `close`: returns once nothing is left of it and its thread, even if cancelled."""
+        if self._ending is not None:
+            await to_its_end(self._ending)
+        self._thread.shutdown()  # its last work is done
 
     def _run(self, work: Callable[[], T]) -> asyncio.Future[T]:
         started = asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from kvtransfer.local_pool import LocalPool
+from kvtransfer.to_its_end import to_its_end
 from tandem.config import keep_ucx_off_other_processes
 from tandem.errors import InternalError, PeerLost, TransferError
 
@@ -30,6 +31,8 @@ _POLL_S = 0.0003
 _DONE, _UNDER_WAY = "DONE", "PROC"
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 def package() -> str:
@@ -77,9 +80,9 @@ class _Piece:
         self.arrived = False
 
     def release(self) -> None:
-        """Gives NIXL's transfer back, which would keep the agent alive."""
-        self.transfer.release()
-        self.transfer = None
+        """Gives NIXL's transfer back, which would keep the agent alive: also where NIXL refuses, as it may."""
+        transfer, self.transfer = self.transfer, None
+        transfer.release()
 
 
 class Agent:
@@ -114,8 +117,14 @@ class Agent:
         """Ends the agent after all that was started. Idempotent. When it is done, nobody writes the rows by it."""
         if self.ending is None:
             self.ending = self.start(self.drop)
+            self.ending.add_done_callback(_log_failure)
             self._thread.shutdown(wait=False)
         return self.ending
+
+    async def ended(self) -> None:
+        """After `end`: returns once nothing is left of the agent and its thread, even if cancelled."""
+        await to_its_end(self.end())
+        self._thread.shutdown()  # its last work is done
 
     def open(self) -> bytes:
         """Registers the blocks. Returns what a peer needs to write there."""
@@ -153,15 +162,19 @@ class Agent:
             self._nixl.get_new_notifs()
 
     def drop(self) -> None:
-        """Releases everything that is NIXL's, at once. Idempotent. Raises InternalError if somebody still holds it."""
+        """Releases everything that is NIXL's, at once. Idempotent. Raises InternalError if somebody still holds it.
+
+        What NIXL refuses to release, such as a transfer under way, goes with the agent.
+        """
         if self._nixl is None:
             return
         while self._under_way:
-            self._under_way.pop().release()
+            _released(self._under_way.pop().release)
         while self._sides:
-            self._sides.pop().release()
+            _released(self._sides.pop().release)
         if self._region is not None:
-            self._nixl.deregister_memory(self._region)
+            _released(partial(self._nixl.deregister_memory, self._region))
+            self._region = None
         agent = weakref.ref(self._nixl.agent)
         self._nixl = None
         if agent() is not None:
@@ -224,6 +237,19 @@ def _made(api: Any) -> Any:
     return api.nixl_agent(secrets.token_hex(8), api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND]))
 
 
+def _released(release: Callable[[], object]) -> None:
+    try:
+        _without_frames(release)
+    except TransferError as error:
+        _log.info("released with its agent: %s", error.message)
+
+
+def _log_failure(ending: asyncio.Future[None]) -> None:
+    """Nobody has to ask for it."""
+    if not ending.cancelled() and (error := ending.exception()) is not None:
+        _log.error("an agent of NIXL did not end: %s", error)
+
+
 def _without_frames(work: Callable[[], T]) -> T:
     """What `work` returns. Any exception of NIXL's becomes a TransferError that refers to nothing of NIXL's."""
     try:
@@ -232,4 +258,7 @@ def _without_frames(work: Callable[[], T]) -> T:
         raise
     except Exception as error:  # noqa: BLE001 - NIXL's have no common class
         failure = PeerLost(error.message if isinstance(error, TransferError) else f"nixl: {error}")
-    raise failure
+    try:
+        raise failure
+    finally:
+        del failure  # else this frame and the error hold each other, and what `work` holds, until a collection

@@ -167,6 +167,7 @@ class KvSender:
         except BaseException:
             lane.close()
             await connection.close()
+            await lane.closed()
             raise
         return Link(connection, lane, theirs, self._pool, self._clock, self._timing)
 

@@ -80,6 +80,7 @@ class Session:
         finally:
             self._lane.close()
             await self._connection.close()
+            await self._lane.closed()
 
     async def finish(self) -> None:
         """Sends what is queued and tells the peer that nothing follows, so that it says BYE."""

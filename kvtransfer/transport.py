@@ -8,7 +8,7 @@ The control protocol (tickets, frames, credit, ends) is the same for all transpo
 Both lanes then live through one connection, in this order:
 
     secure → HELLO both ways → attach → prepare
-           → per WRITE: reserve, place and announce | receive, checksums and settle → close
+           → per WRITE: reserve, place and announce | receive, checksums and settle → close → closed
 
 A lane decides where blocks are read and written: where it does not reach a pool, the lane itself lets blocks pass
 through rows of host memory (`LocalPool.ring`, `copy_out`, `copy_in`), and no one else does. Those rows are few, so each
@@ -88,7 +88,10 @@ class Lane(Speaker, Protocol):
         """
 
     def close(self) -> None:
-        """Releases everything that is the peer's; nothing of this lane may be running. Idempotent."""
+        """Releases everything that is the peer's; nothing of this lane may be running. Idempotent, never waits."""
+
+    async def closed(self) -> None:
+        """After `close`: returns once what it left to a thread has ended too, even if cancelled. Never raises else."""
 
 
 class SendingLane(Lane, Protocol):

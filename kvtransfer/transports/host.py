@@ -83,6 +83,9 @@ class HostLane:
     def close(self) -> None:
         """Nothing to release."""
 
+    async def closed(self) -> None:
+        """Nothing is left to a thread."""
+
 
 class HostSendingLane(HostLane):
     """Implements `transport.SendingLane`, except that nothing moves."""

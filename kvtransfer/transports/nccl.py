@@ -30,6 +30,7 @@ from kvtransfer.local_pool import LocalPool
 from kvtransfer.nccl_communicator import Communicator, Gpu, Limits, Rules, end_process
 from kvtransfer.nccl_library import UNIQUE_ID_BYTES, NcclError, NcclLibrary
 from kvtransfer.room import Room
+from kvtransfer.to_its_end import to_its_end
 from kvtransfer.transport import (
     Acceptor,
     Fields,
@@ -132,6 +133,7 @@ class NcclTransport:
             sock = await tcp.dial(host, port)
         except BaseException:
             communicator.close()
+            await communicator.closed()
             raise
         return sock, _SendingLane(pool, pool.device, communicator, unique_id, host, tls)
 
@@ -223,6 +225,9 @@ class _SendingLane(HostSendingLane):
         self._communicator.close()
         self._work.close()
 
+    async def closed(self) -> None:
+        await self._communicator.closed()
+
 
 class _ReceivingLane(HostReceivingLane):
     """Receives into the pool itself, or into scrap."""
@@ -256,15 +261,7 @@ class _ReceivingLane(HostReceivingLane):
         size = self._pool.block_bytes
         targets, count = tuple(blocks) if wanted() else (), num_bytes // size
         received = self._communicator.move(lambda: self._addresses(targets, count), size, send=False)
-        cancelled = False
-        while not received.done():
-            try:
-                await asyncio.wait({received})
-            except asyncio.CancelledError:
-                cancelled = True
-                self._communicator.give_up()
-        if cancelled:
-            raise asyncio.CancelledError
+        await to_its_end(received, self._communicator.give_up)
         received.result()
 
     async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
@@ -276,6 +273,9 @@ class _ReceivingLane(HostReceivingLane):
     def close(self) -> None:
         self._communicator.close()
         self._work.close()
+
+    async def closed(self) -> None:
+        await self._communicator.closed()
 
     def _addresses(self, targets: Sequence[BlockId], count: int) -> list[int]:
         """Of `targets`, or `count` times the same scrap."""

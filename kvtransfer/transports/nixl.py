@@ -165,6 +165,9 @@ class _SendingLane(HostSendingLane):
         if self._work is not None:
             self._work.close()
 
+    async def closed(self) -> None:
+        await self._agent.ended()
+
 
 class _ReceivingLane(HostReceivingLane):
     """Has an agent from the handshake on, and takes in what comes while a transfer is open."""
@@ -218,6 +221,9 @@ class _ReceivingLane(HostReceivingLane):
         self._agent.end()
         if self._work is not None:
             self._work.close()
+
+    async def closed(self) -> None:
+        await self._agent.ended()
 
 
 def _has_blocks(pool: LocalPool) -> bool:

@@ -61,7 +61,7 @@ class HalfLane:
     def __init__(self, lane):
         self._lane = lane
         self.name = lane.name
-        self.close = lane.close
+        self.close, self.closed = lane.close, lane.closed
         self.reserve = lane.reserve
         self._go = threading.Event()
         self.release = self._go.set
