@@ -1,4 +1,5 @@
-"""Running requests on their way to another decode worker, with their KV: what a worker that drains does with them.
+"""Running requests on their way to another decode worker, with their KV: all of a worker that drains, and one at a time
+of a worker whose pool is too small for them (`pressure`).
 
     running ──tell──▶ offered to its router, still running
        └──begin──▶ suspended: no new step ──steps in flight have ended──▶ its blocks are pushed ──▶ committed: gone
@@ -10,26 +11,34 @@ there. Tokens of steps that were in flight are told as ever, before the end of t
 
 The request stays in the batch, and holds its blocks, until the owner ends it. The worker stays until the router has
 released what it handed over: a worker that left sooner could take the last word on it, HandoffDone, with it.
+Of an overloaded worker the first in rank goes: it is never preempted, so it is still here when another one has made
+room, and those behind it get its blocks. Its router leaves it here unless another worker has room to spare.
 All on the loop.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from decode_worker.pressure import Pressure
 from decode_worker.running_batch import RunningBatch
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from kvtransfer.base import Sender, TransferReport
 from tandem.errors import InvalidRequest, Reason, TandemError, Unavailable
-from tandem.first_tokens import NextTokens, encode_first_tokens
-from tandem.types import Handle
+from tandem.first_tokens import FirstTokens, NextTokens, encode_first_tokens
+from tandem.types import Handle, MoveReason
 from worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
 from worker.ports import RouterPort
 from worker.request import Request
 
 _POLICY = OutgoingPolicy(overlap=False)
+OFFER_S = 5.0
+"""From one offer of an overloaded worker to the next."""
+STAY_S = 60.0
+"""For which a request that was handed over to here is not offered again because of overload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,12 @@ class HandOvers:
         self._on_returned = on_returned
         self._told: set[Request] = set()
         """Who may leave, as their routers were told."""
+        self._pressure = Pressure()
+        self._reason = MoveReason.OVERLOAD
+        self._offers_from_s = -math.inf
+        """From when on an overloaded worker may offer one."""
+        self._stay_until_s: dict[Request, float] = {}
+        """Those that were handed over to here."""
         self._suspended: dict[Request, _Wanted] = {}
         """Who waits for the end of their steps."""
         self._transfers: dict[Request, OutgoingTransfer] = {}
@@ -81,13 +96,38 @@ class HandOvers:
         return not self._transfers and not self._unreleased
 
     def tell(self, requests: Iterable[Request], *, again: bool = False) -> None:
-        """Tells the routers of those that may leave, once; `again`: also of those they were told of."""
-        if again:
+        """Drains: tells the routers of those that may leave, once; `again`: also of those they were told of."""
+        if again or self._reason is not MoveReason.DRAIN:
             self._told.clear()
+        self._reason = MoveReason.DRAIN
         for request in requests:
             if request not in self._told and self._may_leave(request):
-                self._told.add(request)
-                request.router.leaving(request.handle)
+                self._offer(request)
+
+    def relieve(self, requests: Iterable[Request], now_s: float) -> None:
+        """To be called often: while there is too much here, tells the router of one that may leave, in turn, unless
+        one is on its way or was told of just now.
+        """
+        share_available = self._cache.num_available / self._cache.pool.num_blocks
+        is_high = self._pressure.look(now_s, self._batch.num_preemptions, share_available)
+        if not is_high or self._suspended or self._transfers or now_s < self._offers_from_s:
+            return
+        able = [each for each in requests if now_s >= self._stay_until_s.get(each, now_s) and self._may_leave(each)]
+        if self._told.issuperset(able):
+            self._told.clear()
+        first = min((each for each in able if each not in self._told), key=lambda each: each.rank, default=None)
+        if first is not None:
+            self._offers_from_s = now_s + OFFER_S
+            self._offer(first)
+
+    def landed(self, request: Request, first_tokens: FirstTokens, now_s: float) -> None:
+        """Its KV was handed over to here; where it ran elsewhere, it is to stay for a while."""
+        if isinstance(first_tokens, NextTokens):
+            self._stay_until_s[request] = now_s + STAY_S
+
+    def _offer(self, request: Request) -> None:
+        self._told.add(request)
+        request.router.leaving(request.handle)
 
     def begin(self, request: Request, num_output_tokens: int, ticket: bytes, kv_endpoint: bytes) -> None:
         """Suspends it; the rest follows. A no-op if it is suspended already.
@@ -119,6 +159,7 @@ class HandOvers:
     def forget(self, request: Request) -> None:
         """It has ended. Idempotent; a transfer under way is given up."""
         self._told.discard(request)
+        self._stay_until_s.pop(request, None)
         self._suspended.pop(request, None)
         if request in self._transfers:
             self._transfers[request].abort()
@@ -157,6 +198,8 @@ class HandOvers:
         self._unreleased.add((request.router, request.handle))
         request.router.handoff_done(request.handle, report.num_bytes, report.seconds)
         request.observer.transferred(report.num_bytes, report.seconds, report.transport)
+        request.observer.moved(self._reason)
+        self._pressure.relieved()
         self._end(request, None)
 
     def request_failed(self, request: Request, error: TandemError) -> None:

@@ -2,7 +2,7 @@
 
     Reserve ─▶ queue ─▶ Reserved ─▶ incoming transfer ─▶ batch ─▶ tokens … finish
                            └─ (prompt computed here) ──▶ batch ─▶ PrefillDone, tokens … finish
-                                                 ├──▶ Leaving ─▶ HandOver ─▶ HandoffDone   while it drains
+                                                 ├──▶ Leaving ─▶ HandOver ─▶ HandoffDone   it drains, or is overloaded
     Prefill ─▶ line ─▶ prompt computed in the same batch ─▶ HandoffDone   for others, where it is elastic
                └────────────┴──────────────┴─────┴──▶ Failed | released
 
@@ -217,6 +217,8 @@ class DecodeWorker:
         self._admit_soon()
         if self._draining:
             self._hand_overs.tell(self._requests.values())
+        else:
+            self._hand_overs.relieve(self._requests.values(), self._parts.clock.now_s())
 
     def report_waits(self) -> None:
         """Tells each router which of its requests wait, and for what; while it drains, also which may leave."""
@@ -293,6 +295,7 @@ class DecodeWorker:
         if self._parts.guides is not None:
             self._parts.guides.follow(each.guide for each in group.sequences)
         self._batch.join(request)
+        self._hand_overs.landed(request, first_tokens, self._parts.clock.now_s())
         if group.is_finished:
             if isinstance(group, BeamGroup):
                 request.tell_found(group)
@@ -313,9 +316,7 @@ class DecodeWorker:
         """See `PromptOwner`."""
         self._end(request, error)
 
-    def prompt_blocks_returned(self) -> None:
-        """See `PromptOwner`."""
-        self._admit_soon()
+    prompt_blocks_returned = blocks_freed
 
     # --- admission ---
 

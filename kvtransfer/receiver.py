@@ -20,6 +20,7 @@ from kvtransfer.session import Session
 from kvtransfer.timing import Timing
 from kvtransfer.transport import Acceptor, Fields, ListenOptions, ReceivingLane, Transport, TransportFull
 from kvtransfer.transports import TRANSPORTS, named
+from kvtransfer.wire import readable
 from tandem.clock import Clock
 from tandem.errors import TransferError
 from tandem.security.tls import ServerTls
@@ -120,10 +121,12 @@ class KvReceiver:
         self._pool.close()
 
     async def _accept(self, acceptor: Acceptor, transport: str) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(acceptor.sock)
+                sock, _ = acceptor.sock.accept()  # not the loop's: that drops what it accepted if it is cancelled then
+            except BlockingIOError:
+                await readable(acceptor.sock)
+                continue
             except OSError as error:  # out of descriptors, or the peer has gone again
                 _log.warning("cannot accept a kv connection: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)

@@ -313,7 +313,7 @@ class Attempt:
         self._hear(sender, wake=self._delivery.finished or not was_computed)
 
     def leaving(self, sender: WorkerInfo) -> None:
-        """Its decode worker drains."""
+        """Its decode worker drains, or is overloaded."""
         self._offered = sender.incarnation == self._decode.info.incarnation
         self._hear(sender, wake=True)
 

@@ -50,6 +50,9 @@ __all__ = [
 REMOTE_MARGIN = 0.25
 """Share of the time that an elastic worker would take for a prompt by which another one must be faster, the hand-off
 counted, to be given it: figures are a heartbeat old, and what goes to and fro costs both sides."""
+SPARE_SHARE = 0.75
+"""Of a decode worker that may be in use with a stream which another one hands over because of overload: one that is
+nearly as full would soon do the same. What drains goes to any."""
 _NO_BURDENS: Mapping[Pair, int] = {}
 _Rank: TypeAlias = tuple[int, int]
 """Of a worker or a pair, least first: in how many ways it is suspect; how often in a row it was set aside."""
@@ -105,6 +108,8 @@ def place(
     if is_elastic and not _is_worth_a_hand_off(demand, view, prefill):
         return Placement(None, view.info, None, search.prefix_at(view), PlacementReason.LOCAL_FASTER)
     if demand.source is not None:
+        if not prefill.is_draining and view.share_with(demand) > SPARE_SHARE:
+            raise Unavailable(f"no decode worker seems to have room to spare for what {prefill.info.worker_id} runs")
         reason = PlacementReason.HANDED_OVER
     else:
         reason = PlacementReason.REMOTE_FASTER if is_elastic else PlacementReason.REMOTE_STATIC

@@ -65,6 +65,11 @@ class WorkerView:
         return max(num_seqs / seats if seats else 0.0, num_blocks / max(1, pool.total))
 
     @property
+    def is_draining(self) -> bool:
+        """Whether it said that it drains."""
+        return self.load is not None and self.load.draining
+
+    @property
     def queued_tokens(self) -> int:
         """Prompt tokens that wait there to be computed."""
         return self.assigned_prompt_tokens + (0 if self.load is None else self.load.queued_prompt_tokens)

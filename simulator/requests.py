@@ -181,7 +181,7 @@ class Attempt(RouterPort):
             self._rooms.workers.handed_over(self._assignment, seconds)
 
     def leaving(self, handle: Handle) -> None:
-        """Not said: nobody drains."""
+        """It stays: nobody drains, and what is overloaded is what is studied."""
 
     def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
         """Patience has no end here."""

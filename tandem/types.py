@@ -259,6 +259,13 @@ class PrefixAt(enum.StrEnum):
     NOWHERE = "nowhere"
 
 
+class MoveReason(enum.StrEnum):
+    """Why a decode worker hands a running request over."""
+
+    DRAIN = "drain"
+    OVERLOAD = "overload"
+
+
 class PlacementReason(enum.StrEnum):
     """Why a request's prompt is computed where it is."""
 

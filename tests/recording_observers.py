@@ -18,7 +18,7 @@ from tandem.telemetry.observers import (
     StepReport,
     WorkerObserver,
 )
-from tandem.types import GroupSpec, PlacementReason, PrefixAt, WorkerInfo
+from tandem.types import GroupSpec, MoveReason, PlacementReason, PrefixAt, WorkerInfo
 
 
 class Record:
@@ -122,6 +122,9 @@ class RecordedSequence(Record, SequenceObserver):
 
     def transferred(self, num_bytes: int, seconds: float, transport: str | None) -> None:
         self.calls.append(("transferred", num_bytes, seconds, transport))
+
+    def moved(self, reason: MoveReason) -> None:
+        self.calls.append(("moved", reason))
 
     def preempted(self) -> None:
         self.calls.append(("preempted",))

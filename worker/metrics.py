@@ -11,7 +11,7 @@ from tandem.errors import TandemError, TransferError
 from tandem.telemetry import metric_names as names
 from tandem.telemetry.metrics import Metrics, Reading
 from tandem.telemetry.observers import SequenceObserver, StepReport, WorkerObserver
-from tandem.types import GroupSpec, Role, WaitReason, WorkerLoad
+from tandem.types import GroupSpec, MoveReason, Role, WaitReason, WorkerLoad
 
 
 class WorkerMetrics(WorkerObserver):
@@ -27,6 +27,7 @@ class WorkerMetrics(WorkerObserver):
         self.transfer_failures = metrics.counter(names.TRANSFER_FAILURES)
         self.transfer_s = metrics.histogram(names.TRANSFER_SECONDS)
         self.transfer_bytes = metrics.counter(names.TRANSFER_BYTES)
+        self.hand_overs = metrics.counter(names.HAND_OVERS)
         self.cache_queries = metrics.counter(names.PREFIX_CACHE_QUERIES)
         self.cache_hits = metrics.counter(names.PREFIX_CACHE_HITS)
         self._computed_tokens = metrics.counter(names.COMPUTED_PROMPT_TOKENS)
@@ -80,6 +81,9 @@ class _Request(SequenceObserver):
         of.transfers.add(1, "committed")
         of.transfer_s.observe(seconds)
         of.transfer_bytes.add(num_bytes)
+
+    def moved(self, reason: MoveReason) -> None:
+        self._of.hand_overs.add(1, reason)
 
     def ended(self, error: TandemError | None, num_tokens: int) -> None:
         of = self._of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from tandem.errors import Reason
 from tandem.lifecycle import BlockState
 from tandem.telemetry.metric import DECODING, EVERYWHERE, WORKERS, Metric, Process, one_two_five
-from tandem.types import FinishReason, PlacementReason, PrefixAt, Role, WaitReason
+from tandem.types import FinishReason, MoveReason, PlacementReason, PrefixAt, Role, WaitReason
 
 LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
 STEP_S = (
@@ -272,6 +272,13 @@ PREEMPTIONS = Metric(
     "tandem_preemptions_total",
     "Sequences that gave up their KV blocks, to go on later with what the cache still knows of them.",
     DECODING,
+)
+HAND_OVERS = Metric(
+    "tandem_hand_overs_total",
+    "Running requests that went on at another decode worker, with their KV: because this one drains, or because its pool "
+    "is too small for all of them.",
+    DECODING,
+    {"reason": tuple(MoveReason)},
 )
 SEQUENCES = Metric(
     "tandem_sequences_total",

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import TandemError
-from tandem.types import FinishReason, GroupSpec, PlacementReason, PrefixAt, RequestId, WorkerInfo
+from tandem.types import FinishReason, GroupSpec, MoveReason, PlacementReason, PrefixAt, RequestId, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,9 @@ class SequenceObserver:
         A prefill worker tells the seconds in which it was busy sending. A decode worker tells 0 bytes
         and no transport, for the sender counts them, and the seconds since `transfer_started`.
         """
+
+    def moved(self, reason: MoveReason) -> None:
+        """Decode worker: it runs on at another one, which has its KV."""
 
     def preempted(self) -> None:
         """Its blocks were taken; it will be computed again."""

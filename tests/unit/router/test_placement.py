@@ -283,3 +283,21 @@ def test_what_is_handed_over_stays_where_no_other_decode_worker_fits(view: Any) 
     other = view(D, "other", layout_fingerprint="another")
     with pytest.raises(Unavailable, match="layout_fingerprint"):
         place(replace(DEMAND, source=source.info), [source, view(P, "p"), other], Random(1))
+
+
+@pytest.mark.parametrize(
+    ("draining", "num_free", "is_taken"), [(False, 64, True), (False, 15, False), (True, 15, True), (True, 0, True)]
+)
+def test_what_overload_hands_over_goes_only_where_there_is_room_to_spare(
+    view: Any, draining: bool, num_free: int, is_taken: bool
+) -> None:
+    source, other = view(D, "source"), view(D, "other")
+    source = replace(source, load=replace(source.load, draining=draining))
+    pool = replace(other.load.pool, free=num_free, live=64 - num_free)
+    other = replace(other, load=replace(other.load, pool=pool))
+    demand = replace(DEMAND, num_tokens=1, source=source.info)
+    if is_taken:
+        assert place(demand, [source, other], Random(1)).decode.worker_id == "other"
+    else:
+        with pytest.raises(Unavailable, match="room to spare for what source runs"):
+            place(demand, [source, other], Random(1))
