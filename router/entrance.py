@@ -217,7 +217,7 @@ class Entrance:
             cache_salt=request.cache_salt,
         )
         check_pools(group, workers)
-        return ResolvedRequest(group, text, deadline, caller.peer)
+        return ResolvedRequest(group, text, deadline, caller.peer, isinstance(request.prompt, ChatPrompt))
 
     def _prompt_logprobs(self, group: GroupSpec) -> PromptLogprobs | None:
         num_top = group.sampling.prompt_logprobs

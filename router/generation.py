@@ -77,6 +77,8 @@ class ResolvedRequest:
     text: TextParams
     deadline: Deadline
     peer: str
+    is_chat: bool = False
+    """The prompt came as a chat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +113,12 @@ class Generation:
         start = RequestStart(
             request_id=group.request_id,
             num_prompt_tokens=group.num_prompt_tokens,
-            max_tokens=group.sampling.max_tokens,
+            sampling=group.sampling,
             priority=group.priority,
             traceparent=group.traceparent,
             age_s=timeline.total_s,
             num_choices=len(group.choices),
+            is_chat=request.is_chat,
         )
         self._witness = Witness(rooms.workers)
         self._observer = request_observers(rooms.observer.request(start), timeline, self._witness)

@@ -15,6 +15,7 @@ from tandem.telemetry import metric_names as names
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
 from tandem.telemetry.recent_latencies import RecentLatencies
+from tandem.telemetry.trace_context import sampled_trace_id_of
 from tandem.types import FinishReason, PlacementReason, PrefixAt, WorkerInfo
 
 
@@ -58,11 +59,13 @@ class RouterMetrics(RouterObserver):
 class _Request(RequestObserver):
     """One request's times."""
 
-    __slots__ = ("_admitted", "_arrived_s", "_first_s", "_last_s", "_num_prompt_tokens", "_of")
+    __slots__ = ("_admitted", "_arrived_s", "_first_s", "_last_s", "_num_prompt_tokens", "_of", "_trace_id")
 
     def __init__(self, of: RouterMetrics, start: RequestStart) -> None:
         super().__init__(start.traceparent)
         self._of = of
+        self._trace_id = sampled_trace_id_of(start.traceparent)
+        """For exemplars, of what is told once a request."""
         self._num_prompt_tokens = start.num_prompt_tokens
         self._arrived_s = of.clock.now_s() - start.age_s
         self._admitted = False
@@ -73,7 +76,7 @@ class _Request(RequestObserver):
 
     def admitted(self) -> None:
         self._admitted = True
-        self._of.admission_s.observe(self._of.clock.now_s() - self._arrived_s)
+        self._of.admission_s.observe(self._of.clock.now_s() - self._arrived_s, trace_id=self._trace_id)
 
     def placed(
         self, prefill: WorkerInfo | None, decode: WorkerInfo, reason: PlacementReason, prefix_at: PrefixAt
@@ -88,21 +91,21 @@ class _Request(RequestObserver):
         if self._first_s is not None:
             return  # a replay
         of = self._of
-        of.queue_s.observe(queue_s)
-        of.prefill_s.observe(prefill_s)
+        of.queue_s.observe(queue_s, trace_id=self._trace_id)
+        of.prefill_s.observe(prefill_s, trace_id=self._trace_id)
         of.prompt_tokens.add(self._num_prompt_tokens)
         of.cached_tokens.add(cached_tokens)
         of.prompt_sizes.observe(self._num_prompt_tokens)
 
     def handed_over(self, num_bytes: int, seconds: float) -> None:
-        self._of.transfer_s.observe(seconds)
+        self._of.transfer_s.observe(seconds, trace_id=self._trace_id)
 
     def tokens(self, num_tokens: int, index: int = 0) -> None:
         of, now_s = self._of, self._of.clock.now_s()
         of.completion_tokens.add(num_tokens)
         if self._first_s is None:
             self._first_s = now_s
-            of.first_token_s.observe(now_s - self._arrived_s)
+            of.first_token_s.observe(now_s - self._arrived_s, trace_id=self._trace_id)
             of.recent.first_token(now_s - self._arrived_s)
             num_tokens -= 1
         if num_tokens:
@@ -123,7 +126,7 @@ class _Request(RequestObserver):
         of = self._of
         of.recent.broken_off()
         if self._first_s is None:
-            of.without_token_s.observe(end.total_s)
+            of.without_token_s.observe(end.total_s, trace_id=self._trace_id)
         if end.error is None:
             of.requests.add(1, "cancelled")
         elif not self._admitted:
@@ -135,11 +138,11 @@ class _Request(RequestObserver):
     def _finished(self, end: RequestEnd, outcome: str) -> None:
         of = self._of
         of.requests.add(1, outcome)
-        of.request_s.observe(end.total_s)
+        of.request_s.observe(end.total_s, trace_id=self._trace_id)
         of.recent.finished(end.total_s)
         of.completion_sizes.observe(end.num_completion_tokens)
         if self._first_s is not None:
-            of.decode_s.observe(max(self._last_s.values()) - self._first_s)
+            of.decode_s.observe(max(self._last_s.values()) - self._first_s, trace_id=self._trace_id)
 
 
 @dataclass(frozen=True, slots=True)

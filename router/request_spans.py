@@ -5,7 +5,7 @@
                            └─ event first_token
 
 `generate` is the parent of what the workers do. Attributes follow OpenTelemetry's conventions
-for generative AI; nothing of prompt or completion but their lengths is told.
+for generative AI; nothing of prompt or completion but their lengths is told, nor are stop strings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from opentelemetry.trace import Span, Tracer, get_current_span, set_span_in_cont
 from tandem.errors import TandemError
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart, RouterObserver
 from tandem.telemetry.trace_context import CANCELLED, context_of, mark_failed, traceparent_of
-from tandem.types import PlacementReason, PrefixAt, WorkerInfo
+from tandem.types import Language, PlacementReason, PrefixAt, SamplingParams, WorkerInfo
+
+_MAX_INT64 = (1 << 63) - 1
 
 
 def request_spans(tracer: Tracer | None, model: str) -> Sequence[RouterObserver]:
@@ -31,12 +33,14 @@ class _RequestSpans(RouterObserver):
         self._model = model
 
     def request(self, start: RequestStart) -> RequestObserver:
-        attributes: dict[str, str | int] = {
-            "gen_ai.operation.name": "text_completion",
+        attributes: dict[str, str | float] = {
+            "gen_ai.operation.name": "chat" if start.is_chat else "text_completion",
             "gen_ai.provider.name": "tandem",
             "gen_ai.request.model": self._model,
-            "gen_ai.request.max_tokens": start.max_tokens,
+            "gen_ai.response.model": self._model,
+            "gen_ai.response.id": start.request_id,
             "gen_ai.usage.input_tokens": start.num_prompt_tokens,
+            **_sampling_attributes(start.sampling),
             "tandem.request_id": start.request_id,
             "tandem.priority": start.priority,
         }
@@ -71,6 +75,10 @@ class _RequestSpan(RequestObserver):
         self._span.add_event("placed", workers)
         self._span.set_attribute("tandem.placement.reason", reason.value)
 
+    def prompt_computed(self, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
+        if not self._has_tokens:  # of a replay, the first try's figure stands
+            self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached_tokens)
+
     def tokens(self, num_tokens: int, index: int = 0) -> None:
         if not self._has_tokens:
             self._has_tokens = True
@@ -100,3 +108,23 @@ class _RequestSpan(RequestObserver):
         if failure is not None:
             mark_failed(queue, failure)
         queue.end()
+
+
+def _sampling_attributes(sampling: SamplingParams) -> dict[str, str | float]:
+    """What is in effect; left out is what changes nothing, and a seed that the conventions' int64 does not hold."""
+    attributes: dict[str, str | float] = {"gen_ai.request.max_tokens": sampling.max_tokens}
+    if not sampling.beam_width:
+        attributes["gen_ai.request.temperature"] = sampling.temperature
+        if sampling.seed <= _MAX_INT64:
+            attributes["gen_ai.request.seed"] = sampling.seed
+    if sampling.top_k:
+        attributes["gen_ai.request.top_k"] = float(sampling.top_k)
+    if sampling.top_p < 1:
+        attributes["gen_ai.request.top_p"] = sampling.top_p
+    if sampling.presence_penalty:
+        attributes["gen_ai.request.presence_penalty"] = sampling.presence_penalty
+    if sampling.frequency_penalty:
+        attributes["gen_ai.request.frequency_penalty"] = sampling.frequency_penalty
+    if sampling.constraint is not None and sampling.constraint.language is Language.JSON_SCHEMA:
+        attributes["gen_ai.output.type"] = "json"
+    return attributes

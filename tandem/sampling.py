@@ -18,7 +18,7 @@ from tandem.limits import Limits
 from tandem.types import Constraint, EarlyStopping, Language, SamplingParams, TextParams, TokenId
 from tandem.validation import Validator
 
-_DRAW_SEED = partial(secrets.randbits, 64)
+_DRAW_SEED = partial(secrets.randbits, 63)  # what other tools, traces among them, hold as a signed integer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,7 @@ class AdminContent:
     health: HealthServicer
     """The process's own, for the probes."""
     report: Callable[[], RouterReport | WorkerReport]
-    metrics: Callable[[], tuple[bytes, str]]
-    """Body and content type of a scrape's answer."""
+    metrics: Callable[[str], tuple[bytes, str]]
+    """Body and content type of a scrape's answer; given what the scraper accepts, as its header says it."""
     targets: Callable[[], Sequence[ScrapeTarget]] | None = None
     """The admin ports for Prometheus; None on a worker, which knows no other process."""

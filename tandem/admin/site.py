@@ -2,7 +2,7 @@
 
     GET /             a page to look at           GET /livez    the process does what it is there for
     GET /status.json  what the page shows         GET /readyz   it can serve now
-    GET /metrics      Prometheus' text format     GET /targets  Prometheus' HTTP service discovery (routers)
+    GET /metrics      for Prometheus              GET /targets  Prometheus' HTTP service discovery (routers)
 
 Probes need no token, since a kubelet has none, and tell no more than yes or no.
 """
@@ -55,14 +55,14 @@ class Site:
             "/livez": lambda: content.health.alive,
             "/readyz": lambda: content.health.serving,
         }
-        self._routes: dict[str, Callable[[], web.Response]] = {
+        self._routes: dict[str, Callable[[str], web.Response]] = {
             **{path: _static(*page) for path, page in _PAGE.items()},
-            "/status.json": lambda: _json(asdict(content.report())),
-            "/metrics": lambda: _response(200, *content.metrics()),
+            "/status.json": lambda _: _json(asdict(content.report())),
+            "/metrics": lambda accept: _response(200, *content.metrics(accept)),
         }
         targets = content.targets
         if targets is not None:
-            self._routes["/targets"] = lambda: _json([_target(each) for each in targets() if each.address])
+            self._routes["/targets"] = lambda _: _json([_target(each) for each in targets() if each.address])
 
     async def handle(self, request: web.Request) -> web.Response:
         """The answer to one request; 500 without the reason where this process has a bug."""
@@ -83,7 +83,7 @@ class Site:
         if self._tokens is not None and not self._tokens.allows(request.headers.get("Authorization")):
             return _plain(401, "a token is needed", {"WWW-Authenticate": 'Basic realm="tandem", charset="UTF-8"'})
         route = self._routes.get(request.path)
-        return _plain(404, "no such page") if route is None else route()
+        return _plain(404, "no such page") if route is None else route(request.headers.get("Accept", ""))
 
 
 def _is_own_name(name: str, own_names: frozenset[str] | None) -> bool:
@@ -113,9 +113,9 @@ def _target(target: ScrapeTarget) -> object:
     return {"targets": [target.address], "labels": labels}
 
 
-def _static(name: str, content_type: str) -> Callable[[], web.Response]:
+def _static(name: str, content_type: str) -> Callable[[str], web.Response]:
     body = files("tandem.admin").joinpath("page", name).read_bytes()
-    return lambda: _response(200, body, content_type)
+    return lambda _: _response(200, body, content_type)
 
 
 def _json(value: object) -> web.Response:

@@ -3,6 +3,9 @@
     observers ─add, observe─▶ Counter, Cells ─┐
     queues, pools, registry ──── Reader ──────┴─ at scrape time ─▶ exposition()
 
+A bucket of a histogram keeps the last trace that was named with an observation, an exemplar; those who scrape
+OpenMetrics are shown them.
+
 State is read when somebody asks, so it costs nothing in between. Shows the metrics that
 `metric_names` declares for the process, and their aliases. Single-threaded: call
 `exposition` on the loop that counts.
@@ -16,6 +19,7 @@ own.
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +28,9 @@ from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from tandem import __version__
@@ -55,18 +61,22 @@ class Counter:
 class Cells:
     """One histogram's counts, for one set of label values."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "_exemplars", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """`bounds`: ascending upper bounds, without infinity."""
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
+        self._exemplars: dict[int, Exemplar] = {}
         self._sum = 0.0
 
-    def observe(self, value: float, times: int = 1) -> None:
-        """Counts `value`, as often as told."""
-        self._counts[bisect_left(self._bounds, value)] += times
+    def observe(self, value: float, times: int = 1, trace_id: str = "") -> None:
+        """Counts `value`, as often as told; `trace_id` is of a recorded trace in which it was met."""
+        index = bisect_left(self._bounds, value)
+        self._counts[index] += times
         self._sum += value * times
+        if trace_id:
+            self._exemplars[index] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     @property
     def sum(self) -> float:
@@ -80,6 +90,14 @@ class Cells:
         """
         for bound in (*bounds, math.inf):
             yield bound, sum(self._counts[: bisect_left(self._bounds, bound) + 1])
+
+    def exemplars(self, bounds: Iterable[float]) -> Iterator[Exemplar | None]:
+        """The latest one in each bucket that `cumulative` tells of."""
+        above = 0
+        for bound in (*bounds, math.inf):
+            below, above = above, bisect_left(self._bounds, bound) + 1
+            inside = (self._exemplars[index] for index in range(below, above) if index in self._exemplars)
+            yield max(inside, key=lambda each: each.timestamp or 0.0, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +139,11 @@ class _View:
         """The family of a histogram."""
         family = HistogramMetricFamily(self.name, self.text, labels=self.labels)
         for labels, each in cells.items():
-            shown = each.cumulative(self.buckets)
-            buckets = [(floatToGoString(bound), float(count)) for bound, count in shown]  # type: ignore[no-untyped-call]
+            shown = zip(each.cumulative(self.buckets), each.exemplars(self.buckets), strict=True)
+            buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+            for (bound, count), exemplar in shown:
+                name: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
+                buckets.append((name, float(count)) if exemplar is None else (name, float(count), exemplar))
             family.add_metric(self._label_values(labels), buckets, each.sum)
         return family
 
@@ -179,8 +200,12 @@ class Metrics(Collector):
         self._readers.append(reader)
         self._shown += shown
 
-    def exposition(self) -> tuple[bytes, str]:
-        """The body of a scrape's answer, and its content type."""
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """The body of a scrape's answer, and its content type; `accept` is the header by which a scraper asks."""
+        if "application/openmetrics-text" in accept:
+            # Escaping by underscores would take the colon out of names, which is valid in them.
+            body = openmetrics.generate_latest(self._registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+            return body, openmetrics.CONTENT_TYPE_LATEST
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def collect(self) -> Iterator[Family]:

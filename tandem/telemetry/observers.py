@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import TandemError
-from tandem.types import FinishReason, GroupSpec, MoveReason, PlacementReason, PrefixAt, RequestId, WorkerInfo
+from tandem.types import FinishReason, GroupSpec, PlacementReason, PrefixAt, RequestId, SamplingParams, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,15 @@ class RequestStart:
 
     request_id: RequestId
     num_prompt_tokens: int
-    max_tokens: int
+    sampling: SamplingParams
     priority: int
     traceparent: str
     """W3C trace context that the caller sent, or that was minted."""
     age_s: float
     """Time since the call arrived: reading and tokenizing took it."""
     num_choices: int = 1
+    is_chat: bool = False
+    """Its prompt came as a chat, to be rendered here."""
 
 
 @dataclass(frozen=True, slots=True)

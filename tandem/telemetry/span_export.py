@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from opentelemetry.exporter.otlp.proto.grpc.exporter import InvalidCompressionValueException
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from tandem.telemetry.logging import get_logger
-from tandem.telemetry.trace_export import TraceExport
+from tandem.telemetry.trace_export import HTTP, TraceExport
 
 _log = get_logger(__name__)
 
@@ -36,8 +35,11 @@ BAD_VALUES = (ValueError, RuntimeError, InvalidCompressionValueException)
 _GIVE_UP_S = 0.5
 """Given to an export whose connection was just closed."""
 _REMIND_S = 300.0
-_EXPORTER_LOGGER = "opentelemetry.exporter.otlp.proto.grpc.exporter"
-_NOISY_LOGGERS = (_EXPORTER_LOGGER, "opentelemetry.sdk._shared_internal", "opentelemetry.sdk.trace.export")
+_EXPORTER_LOGGERS = (
+    "opentelemetry.exporter.otlp.proto.grpc.exporter",
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+)
+_NOISY_LOGGERS = (*_EXPORTER_LOGGERS, "opentelemetry.sdk._shared_internal", "opentelemetry.sdk.trace.export")
 """They log each failed batch and each dropped span."""
 _HEADERS_LOGGER = "opentelemetry.util.re"
 """It quotes what it cannot read of OTEL_EXPORTER_OTLP_HEADERS, which hold keys."""
@@ -52,7 +54,7 @@ class _SdkLog(logging.Filter):
     last = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.name == _EXPORTER_LOGGER:
+        if record.name in _EXPORTER_LOGGERS:
             self.last = _USER.sub("", record.getMessage())[:_MAX_ERROR_CHARS]
         return False
 
@@ -105,10 +107,10 @@ class ReportingExporter(SpanExporter):
 def export_spans(provider: TracerProvider, wanted: TraceExport) -> Callable[[], None]:
     """Starts the exporting thread; it connects when there is something to export.
 
-    What it returns exports what waits, within FLUSH_S; then gives it up.
+    What it returns exports what waits, within FLUSH_S; then gives it up. Raises one of BAD_VALUES.
     """
     logging.getLogger(_HEADERS_LOGGER).addFilter(_UNQUOTED)
-    exporter = ReportingExporter(OTLPSpanExporter(timeout=None if wanted.sets_timeout else EXPORT_TIMEOUT_S))
+    exporter = ReportingExporter(_otlp_exporter(wanted.protocol, None if wanted.sets_timeout else EXPORT_TIMEOUT_S))
     batch_spans = None if wanted.sets_batch_size else BATCH_SPANS
     provider.add_span_processor(BatchSpanProcessor(exporter, max_export_batch_size=batch_spans))
     for name in _NOISY_LOGGERS:  # from now on: what they say of bad variables has been said
@@ -124,3 +126,18 @@ def export_spans(provider: TracerProvider, wanted: TraceExport) -> Callable[[], 
             flush.join(_GIVE_UP_S)
 
     return close
+
+
+def _otlp_exporter(protocol: str, timeout_s: float | None) -> SpanExporter:
+    if protocol == HTTP:
+        try:
+            from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
+        except ImportError as error:
+            raise RuntimeError(
+                f"OTEL_EXPORTER_OTLP_PROTOCOL={HTTP} wants the package opentelemetry-exporter-otlp-proto-http"
+            ) from error
+        exporter: SpanExporter = over_http.OTLPSpanExporter(timeout=timeout_s)
+        return exporter
+    from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc
+
+    return over_grpc.OTLPSpanExporter(timeout=timeout_s)

@@ -49,6 +49,12 @@ def trace_id_of(traceparent: str) -> str:
     return parts[1] if len(parts) >= 4 else ""
 
 
+def sampled_trace_id_of(traceparent: str) -> str:
+    """The same, of a trace that is recorded somewhere; empty of one that is not."""
+    parts = traceparent.split("-")
+    return parts[1] if len(parts) >= 4 and parts[3][-1:] in set("13579bdf") else ""
+
+
 def context_from_metadata(metadata: Metadata | None) -> Context:
     """What the caller's spans are to be the parents of; an empty context if it sent none that is well-formed."""
     carrier: dict[str, list[str]] = {}

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+GRPC, HTTP = "grpc", "http/protobuf"
+"""What OTEL_EXPORTER_OTLP_PROTOCOL can say here."""
+
 
 @dataclass(frozen=True, slots=True)
 class TraceExport:
@@ -16,6 +19,7 @@ class TraceExport:
     sets_timeout: bool = False
     """Whether the operator gave one, so that ours does not apply."""
     sets_batch_size: bool = False
+    protocol: str = GRPC
     foreign_propagators: str = ""
     """OTEL_PROPAGATORS, where it leaves out W3C's trace context, the only one that is spoken."""
 
@@ -40,9 +44,10 @@ def trace_export(environ: Mapping[str, str]) -> TraceExport:
     if exporters and "otlp" not in exporters:
         obstacle = f"OTEL_TRACES_EXPORTER={','.join(sorted(exporters))}; only otlp is known"
     protocol = given("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL").lower()
-    if protocol not in {"", "grpc"}:
-        obstacle = f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}; only grpc is known"
+    if protocol not in {"", GRPC, HTTP}:
+        obstacle = f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}; only {GRPC} and {HTTP} are known"
     timeout = given("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
     propagators = given("OTEL_PROPAGATORS")
     foreign = "" if "tracecontext" in propagators.lower() else propagators
-    return TraceExport(True, obstacle, bool(timeout), bool(given("OTEL_BSP_MAX_EXPORT_BATCH_SIZE")), foreign)
+    sets_batch_size = bool(given("OTEL_BSP_MAX_EXPORT_BATCH_SIZE"))
+    return TraceExport(True, obstacle, bool(timeout), sets_batch_size, protocol or GRPC, foreign)

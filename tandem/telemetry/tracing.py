@@ -58,7 +58,7 @@ def _start(wanted: TraceExport, service_name: str, instance_id: str) -> tuple[Tr
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         close = export_spans(provider, wanted)
     except BAD_VALUES as error:
-        _log.warning("traces cannot be exported", obstacle=f"a bad OTEL_ variable: {error}")
+        _log.warning("traces cannot be exported", obstacle=f"bad OTEL_ variables, or a package is missing: {error}")
         return None
     _log.info("traces are exported", service=provider.resource.attributes["service.name"])
     return provider.get_tracer("tandem", tandem.__version__), close

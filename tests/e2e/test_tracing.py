@@ -112,7 +112,8 @@ def test_spans_say_what_the_conventions_ask_for(client: Client, collector: Colle
     assert generate.attributes["gen_ai.usage.input_tokens"] == done.usage.prompt_tokens
     assert generate.attributes["gen_ai.usage.output_tokens"] == 20
     assert generate.attributes["gen_ai.response.finish_reasons"] == ["length"]
-    assert generate.attributes["tandem.request_id"] == "traced-2"
+    assert generate.attributes["gen_ai.request.seed"] >= 0
+    assert generate.attributes["gen_ai.response.id"] == generate.attributes["tandem.request_id"] == "traced-2"
     assert generate.events["placed"] == {
         "tandem.prefill.worker_id": "prefill-0",
         "tandem.decode.worker_id": "decode-0",

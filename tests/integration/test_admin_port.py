@@ -50,7 +50,7 @@ async def start() -> AsyncIterator[StartProcess]:
             content = AdminContent(
                 health=server.health,
                 report=lambda: RouterReport(cluster=ClusterStatus("demo", True, "", 0, 0, 0, ())),
-                metrics=lambda: (b"up 1\n", "text/plain; version=0.0.4"),
+                metrics=lambda _: (b"up 1\n", "text/plain; version=0.0.4"),
                 targets=lambda: (),
             )
             address = await stack.enter_async_context(admin_port("127.0.0.1:0", content, incoming))

@@ -46,7 +46,7 @@ from tests.registering import INFO
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, expected_tokens
 
 NUM_BLOCKS = 64
-START = RequestStart(RequestId("r"), 1, 3, 0, "", 0.0)
+START = RequestStart(RequestId("r"), 1, SamplingParams(3), 0, "", 0.0)
 
 
 def spec_of(num_prompt_tokens: int, max_tokens: int, salt: int = 0, num_choices: int = 1) -> GroupSpec:

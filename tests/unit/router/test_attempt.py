@@ -108,7 +108,7 @@ class Pair:
         for each in spec.choices:
             if each.output_token_ids:
                 self.delivery.push(TokenDelta(0, each.output_token_ids, index=each.index))
-        observer = RecordedRequest(RequestStart(RequestId("r"), 1, 3, 0, "", 0.0))
+        observer = RecordedRequest(RequestStart(RequestId("r"), 1, SamplingParams(3), 0, "", 0.0))
         links: Any = self
         self.clock = clock
         self.stages: list[RequestState] = []

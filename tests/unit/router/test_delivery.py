@@ -17,7 +17,16 @@ from router.metrics import Summary
 from router.text import Detokenizer
 from tandem.errors import Unavailable
 from tandem.telemetry.observers import RequestObserver, RequestStart
-from tandem.types import ChoiceSpec, FinishReason, RequestId, TextParams, TokenDelta, TokenId, TokenLogprobs
+from tandem.types import (
+    ChoiceSpec,
+    FinishReason,
+    RequestId,
+    SamplingParams,
+    TextParams,
+    TokenDelta,
+    TokenId,
+    TokenLogprobs,
+)
 from tests.recording_observers import RecordedRequest
 
 SUMMARY = Summary(1, 3, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
@@ -250,7 +259,7 @@ async def test_each_choice_ends_by_itself_and_the_last_one_brings_the_summary(by
 async def test_a_stop_string_ends_its_choice_alone_and_later_tokens_of_it_are_dropped(
     byte_tokenizer: Tokenizer,
 ) -> None:
-    observer = RecordedRequest(RequestStart(RequestId("r"), 1, 9, 0, "", 0.0))
+    observer = RecordedRequest(RequestStart(RequestId("r"), 1, SamplingParams(9), 0, "", 0.0))
     made = delivery(byte_tokenizer, 2, observer, stop=("b",))
     made.push(delta(b"abab", 0, index=0))
     made.push(delta(b"cc", 4, index=0))

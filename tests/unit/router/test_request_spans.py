@@ -9,11 +9,23 @@ from router.request_spans import request_spans
 from tandem.errors import DeadlineExceeded, Overloaded, Reason, Unavailable
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart
 from tandem.telemetry.trace_context import traceparent_of
-from tandem.types import FinishReason, Incarnation, PlacementReason, PrefixAt, RequestId, Role, WorkerId, WorkerInfo
+from tandem.types import (
+    Constraint,
+    FinishReason,
+    Incarnation,
+    Language,
+    PlacementReason,
+    PrefixAt,
+    RequestId,
+    Role,
+    SamplingParams,
+    WorkerId,
+    WorkerInfo,
+)
 from tests.recorded_spans import RecordedSpans
 
 TRACE_ID, SPAN_ID = "a" * 32, "b" * 16
-START = RequestStart(RequestId("r1"), 7, 20, 3, f"00-{TRACE_ID}-{SPAN_ID}-01", 0.01)
+START = RequestStart(RequestId("r1"), 7, SamplingParams(20, seed=5), 3, f"00-{TRACE_ID}-{SPAN_ID}-01", 0.01)
 DONE = RequestEnd(12, 1.5, (FinishReason.STOP,))
 
 
@@ -62,6 +74,10 @@ def test_it_says_what_was_asked_and_what_came(recorded: RecordedSpans) -> None:
         "gen_ai.provider.name": "tandem",
         "gen_ai.request.model": "demo",
         "gen_ai.request.max_tokens": 20,
+        "gen_ai.request.temperature": 1.0,
+        "gen_ai.request.seed": 5,
+        "gen_ai.response.id": "r1",
+        "gen_ai.response.model": "demo",
         "gen_ai.usage.input_tokens": 7,
         "gen_ai.usage.output_tokens": 12,
         "gen_ai.response.finish_reasons": ("stop",),
@@ -69,6 +85,57 @@ def test_it_says_what_was_asked_and_what_came(recorded: RecordedSpans) -> None:
         "tandem.priority": 3,
     }
     assert recorded.failure("generate") is None
+
+
+def test_a_chat_is_called_one(recorded: RecordedSpans) -> None:
+    begin(recorded, replace(START, is_chat=True)).ended(DONE)
+    assert recorded.attributes("generate")["gen_ai.operation.name"] == "chat"
+
+
+def requested(recorded: RecordedSpans, sampling: SamplingParams) -> dict[str, object]:
+    """What a span says of how tokens are chosen, without the prefix that all of it has."""
+    begin(recorded, replace(START, sampling=sampling)).ended(DONE)
+    prefix = "gen_ai.request."
+    attributes = recorded.attributes("generate")
+    return {name.removeprefix(prefix): attributes[name] for name in attributes if name.startswith(prefix)}
+
+
+def test_it_says_how_tokens_are_chosen(recorded: RecordedSpans) -> None:
+    sampling = SamplingParams(
+        9, temperature=0.5, top_k=40, top_p=0.9, presence_penalty=0.25, frequency_penalty=-0.5, seed=(1 << 63) - 1
+    )
+    assert requested(recorded, sampling) == {
+        "model": "demo",
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_k": 40.0,
+        "top_p": 0.9,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.5,
+        "seed": (1 << 63) - 1,
+    }
+    assert type(recorded.attributes("generate")["gen_ai.request.top_k"]) is float  # as the conventions have it
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(9, seed=1 << 63), SamplingParams(9, beam_width=4)])
+def test_a_seed_that_is_too_large_or_not_used_is_left_out(recorded: RecordedSpans, sampling: SamplingParams) -> None:
+    assert "seed" not in requested(recorded, sampling)
+
+
+def test_json_that_is_asked_for_is_told_without_its_schema(recorded: RecordedSpans) -> None:
+    sampling = SamplingParams(9, constraint=Constraint(Language.JSON_SCHEMA, ('{"title": "secret"}',)))
+    requested(recorded, sampling)
+    assert recorded.attributes("generate")["gen_ai.output.type"] == "json"
+    assert "secret" not in recorded.one("generate").to_json()
+
+
+def test_cached_tokens_are_those_of_the_first_try(recorded: RecordedSpans) -> None:
+    request = begin(recorded)
+    request.prompt_computed(0.1, 0.2, 5)
+    request.tokens(1)
+    request.prompt_computed(0.3, 0.2, 7)
+    request.ended(DONE)
+    assert recorded.attributes("generate")["gen_ai.usage.cache_read.input_tokens"] == 5
 
 
 def test_of_several_choices_it_says_how_many_and_why_each_ended(recorded: RecordedSpans) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics import RouterMetrics
@@ -13,7 +14,17 @@ from tandem.telemetry.metric import Process
 from tandem.telemetry.metrics import Metrics
 from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart
 from tandem.telemetry.recent_latencies import RecentLatencies
-from tandem.types import FinishReason, Incarnation, PlacementReason, PrefixAt, RequestId, Role, WorkerId, WorkerInfo
+from tandem.types import (
+    FinishReason,
+    Incarnation,
+    PlacementReason,
+    PrefixAt,
+    RequestId,
+    Role,
+    SamplingParams,
+    WorkerId,
+    WorkerInfo,
+)
 from tests.manual_clock import ManualClock
 
 NOT_OF_SEQUENCES = {Reason.TLS_FAILED, Reason.WORKER_ID_TAKEN, Reason.PREFIX_NOT_HELD}
@@ -36,12 +47,19 @@ class Scene:
         self.metrics = Metrics(Process.ROUTER, "demo")
         self.observer = RouterMetrics(self.metrics, self.recent, self.clock)
 
-    def request(self, *, num_prompt_tokens: int = 10, age_s: float = 0.0) -> RequestObserver:
+    def request(
+        self, *, num_prompt_tokens: int = 10, age_s: float = 0.0, traceparent: str = "00-a-b-01"
+    ) -> RequestObserver:
         return self.observer.request(
-            RequestStart(
-                RequestId("r"), num_prompt_tokens, max_tokens=8, priority=0, traceparent="00-a-b-01", age_s=age_s
-            )
+            RequestStart(RequestId("r"), num_prompt_tokens, SamplingParams(8), 0, traceparent, age_s)
         )
+
+    def traces(self, name: str) -> set[str]:
+        """Trace ids that OpenMetrics shows with the buckets of a histogram."""
+        body, _ = self.metrics.exposition("application/openmetrics-text")
+        families = openmetrics_families(body.decode())  # type: ignore[no-untyped-call]
+        samples = [sample for family in families for sample in family.samples if sample.name == f"{name}_bucket"]
+        return {sample.exemplar.labels["trace_id"] for sample in samples if sample.exemplar}
 
     def value(self, name: str, **labels: Any) -> float:
         """The one sample of this name and these labels."""
@@ -202,3 +220,23 @@ def test_gaps_are_those_within_a_choice(scene: Scene) -> None:
     assert scene.value("tandem_inter_token_seconds_sum") == pytest.approx(0.08)
     assert scene.value("tandem_completion_tokens_total") == 4
     assert scene.value("tandem_requests_total", outcome="length") == 1
+
+
+@pytest.mark.parametrize(("flags", "shown"), [("01", {"a"}), ("03", {"a"}), ("00", set())])
+def test_latencies_of_a_recorded_trace_name_it(scene: Scene, flags: str, shown: set[str]) -> None:
+    request = scene.request(traceparent=f"00-a-b-{flags}")
+    request.admitted()
+    request.prompt_computed(0.1, 0.2, 0)
+    request.tokens(2)
+    request.ended(RequestEnd(2, 0.5, (FinishReason.LENGTH,)))
+    stages = (
+        "time_to_first_token",
+        "request",
+        "request_admission",
+        "request_queue",
+        "request_prefill",
+        "request_decode",
+    )
+    assert [scene.traces(f"tandem_{stage}_seconds") for stage in stages] == [shown] * len(stages)
+    assert scene.traces("vllm:e2e_request_latency_seconds") == shown
+    assert scene.traces("tandem_inter_token_seconds") == set()

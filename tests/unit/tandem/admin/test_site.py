@@ -36,7 +36,7 @@ def content() -> AdminContent:
     return AdminContent(
         health=HealthServicer([]),
         report=lambda: RouterReport(cluster=CLUSTER),
-        metrics=lambda: (b"up 1\n", "text/plain; version=0.0.4"),
+        metrics=lambda _: (b"up 1\n", "text/plain; version=0.0.4"),
         targets=lambda: TARGETS,
     )
 
@@ -45,9 +45,13 @@ def site_of(content: AdminContent, listen: str = "127.0.0.1:9", tokens: Tokens |
     site = Site(content, listen, tokens)
 
     def get(
-        path: str, method: str = "GET", host: str | None = "localhost:9", authorization: str | None = None
+        path: str,
+        method: str = "GET",
+        host: str | None = "localhost:9",
+        authorization: str | None = None,
+        accept: str | None = None,
     ) -> web.Response:
-        headers = {"Host": host, "Authorization": authorization}
+        headers = {"Host": host, "Authorization": authorization, "Accept": accept}
         shown = {name: value for name, value in headers.items() if value is not None}
         return site.answer(make_mocked_request(method, path, shown))
 
@@ -80,6 +84,11 @@ def test_a_worker_reports_itself(content: AdminContent) -> None:
 
     assert (told["process"], told["info"]["worker_id"], told["load"]["pool"]["live"]) == ("decode", "d", 1)
     assert get("/targets").status == 404
+
+
+def test_metrics_come_as_the_scraper_asks(content: AdminContent) -> None:
+    get = site_of(replace(content, metrics=lambda accept: (accept.encode(), "text/plain")))
+    assert [body_of(get("/metrics", accept=accept)) for accept in ("text/plain", None)] == [b"text/plain", b""]
 
 
 def test_metrics_are_passed_on_with_their_type(get: Get) -> None:

@@ -38,3 +38,20 @@ def test_fewer_bounds_show_the_same_observations(shown: tuple[float, ...]) -> No
         fine.observe(value)
     expected = [(bound, sum(value <= bound for value in values)) for bound in (*shown, math.inf)]
     assert list(fine.cumulative(shown)) == expected
+
+
+def test_a_bucket_shows_the_latest_trace_that_was_met_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((1.0, 2.0, 3.0))
+    monkeypatch.setattr("tandem.telemetry.metrics.time.time", lambda: next(times))
+    cells = Cells((0.1, 0.2, 0.3))
+    cells.observe(0.15, trace_id="a")
+    cells.observe(0.05, trace_id="b")
+    cells.observe(0.15)
+    cells.observe(9.0, trace_id="c")
+
+    def shown(*bounds: float) -> list[str | None]:
+        return [each and each.labels["trace_id"] for each in cells.exemplars(bounds)]
+
+    assert shown(0.1, 0.2, 0.3) == ["b", "a", None, "c"]
+    assert shown(0.2) == ["b", "c"]
+    assert shown() == ["c"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem import __version__
@@ -119,3 +120,24 @@ def test_an_alias_stands_for_one_metric_per_process_and_shows_it_as_its_kind() -
         for metric in alias.of:
             assert bool(alias.buckets) == (metric.kind is Kind.HISTOGRAM), alias.name
             assert alias.name.endswith("_total") or metric.kind is not Kind.COUNTER, alias.name
+
+
+PROMETHEUS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.1"
+"""How Prometheus asks."""
+
+
+@pytest.mark.parametrize("process", list(Process))
+def test_who_asks_for_openmetrics_gets_it_with_traces(process: Process) -> None:
+    metrics = Metrics(process, "demo")
+    histograms = [each for each in names.ALL if each.kind is Kind.HISTOGRAM and process in each.on and not each.labels]
+    for metric in histograms:
+        metrics.histogram(metric).observe(0.015, trace_id="a" * 32)
+    for metric in (each for each in names.ALL if each.kind is Kind.COUNTER and process in each.on):
+        metrics.counter(metric)
+    body, content_type = metrics.exposition(PROMETHEUS)
+    assert content_type.startswith("application/openmetrics-text; version=1.0.0")
+    families = {family.name: family for family in openmetrics_families(body.decode())}  # type: ignore[no-untyped-call]
+    for metric in histograms:
+        met = [sample for sample in families[metric.name].samples if sample.exemplar]
+        assert [(each.exemplar.labels, each.exemplar.value) for each in met] == [({"trace_id": "a" * 32}, 0.015)]
+    assert b"trace_id" not in metrics.exposition()[0]

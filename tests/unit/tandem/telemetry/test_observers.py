@@ -13,7 +13,7 @@ from tandem.telemetry.observers import (
 from tandem.types import GroupSpec, PlacementReason, PrefixAt, RequestId, SamplingParams, TokenId
 from tests.recording_observers import RecordingRouter, RecordingWorker
 
-START = RequestStart(RequestId("r"), 3, 4, 0, "trace", 0.5)
+START = RequestStart(RequestId("r"), 3, SamplingParams(4), 0, "trace", 0.5)
 SPEC = GroupSpec(RequestId("r"), (TokenId(1),), SamplingParams(max_tokens=1))
 CALLS = {
     "admitted": (),

@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import grpc
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
@@ -193,7 +197,7 @@ def test_the_log_says_once_why_a_collector_refuses(
 
 
 def test_no_password_of_an_address_is_kept() -> None:
-    said = {"name": span_export._EXPORTER_LOGGER, "msg": "failed: %s", "args": ("me:secret@collector:4317",)}
+    said = {"name": span_export._EXPORTER_LOGGERS[0], "msg": "failed: %s", "args": ("me:secret@collector:4317",)}
     assert not span_export._SDK_LOG.filter(logging.makeLogRecord(said))
     assert span_export._SDK_LOG.last == "failed: collector:4317"
 
@@ -227,6 +231,64 @@ def test_a_bad_value_of_the_sdks_own_is_told_and_the_process_goes_on(
     with tracing("tandem-router") as tracer:
         assert tracer is None
     assert lines(caplog) == ["traces cannot be exported"]
+
+
+@pytest.fixture
+def http_endpoint() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
+    """A collector that speaks HTTP, and what was posted to it: path and body."""
+    posted: list[tuple[str, bytes]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posted.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", posted
+        server.shutdown()
+        thread.join()
+
+
+def test_spans_go_by_http_where_the_protocol_says_so(
+    endpoint_of: pytest.MonkeyPatch, http_endpoint: tuple[str, list[tuple[str, bytes]]]
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    endpoint, posted = http_endpoint
+    endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    endpoint_of.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    with tracing("tandem-router", "r0") as tracer:
+        assert tracer is not None
+        tracer.start_span("span").end()
+    ((path, body),) = posted
+    (group,) = ExportTraceServiceRequest.FromString(body).resource_spans
+    assert (path, [span.name for span in group.scope_spans[0].spans]) == ("/v1/traces", ["span"])
+
+
+def test_a_collector_by_http_that_says_nothing_does_not_hold_the_end(endpoint_of: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    endpoint_of.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{mute.getsockname()[1]}")
+        assert closes_in_time()
+
+
+def test_without_the_package_for_http_the_log_names_it(
+    endpoint_of: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint_of.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)  # importing it raises
+    endpoint_of.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    endpoint_of.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    with tracing("tandem-router") as tracer:
+        assert tracer is None
+    (warning,) = [record for record in caplog.records if record.name.startswith("tandem")]
+    assert "opentelemetry-exporter-otlp-proto-http" in warning.fields["obstacle"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +333,8 @@ ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
         (ENDPOINT | {"OTEL_SDK_DISABLED": "false"}, True),
         (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, True),
         (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "GRPC"}, True),
-        (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, False),
+        (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, True),
+        (ENDPOINT | {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"}, False),
         ({"OTEL_TRACES_EXPORTER": "zipkin"}, False),
     ],
 )
@@ -280,7 +343,7 @@ def test_the_standard_variables_decide_whether_to_export(environ: dict[str, str]
 
 
 @pytest.mark.parametrize(
-    "environ", [ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, {"OTEL_TRACES_EXPORTER": "zipkin"}]
+    "environ", [ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, {"OTEL_TRACES_EXPORTER": "zipkin"}]
 )
 def test_what_is_asked_for_and_not_known_has_a_name(environ: dict[str, str]) -> None:
     obstacle = trace_export(environ).obstacle
