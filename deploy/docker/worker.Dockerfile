@@ -16,15 +16,20 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 RUN python -m venv --without-pip /opt/tandem
 WORKDIR /src
-# A layer of its own: large, and seldom another.
-COPY constraints.txt .
-RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt torch
+# Dependencies in a layer of their own: large, and a change of the source does not install them again.
+COPY pyproject.toml constraints.txt deploy/docker/requirements.py ./
+RUN python requirements.py worker > requirements.txt \
+    && pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt -r requirements.txt
 COPY . .
-RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt ./deploy/client '.[worker]'
+RUN pip --python /opt/tandem/bin/python install --no-cache-dir --no-deps -c constraints.txt ./deploy/client .
 # setup.py goes on without native kernels; an image should not.
 RUN cd / && /opt/tandem/bin/python -c "import sys; from kernels.cpu import build; sys.exit(not build.LIBRARY.exists())"
 
 FROM ${PYTHON_IMAGE} AS cpu
+LABEL org.opencontainers.image.title="tandem-worker" \
+    org.opencontainers.image.description="Prefill and decode workers of Tandem, for CPUs." \
+    org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.licenses="Apache-2.0"
 RUN useradd --uid 65532 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin tandem
 COPY --from=build-cpu /opt/tandem /opt/tandem
 ENV PATH=/opt/tandem/bin:${PATH} HOME=/tmp PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
@@ -44,8 +49,9 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 RUN python3 -m venv --without-pip /opt/tandem
 WORKDIR /src
-COPY constraints.txt .
-RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt torch
+COPY pyproject.toml constraints.txt deploy/docker/requirements.py ./
+RUN python3 requirements.py "${EXTRAS}" > requirements.txt \
+    && pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt -r requirements.txt
 # Compiled against the torch that was just installed, hence without isolation.
 RUN if [ "${FLASH_ATTN}" = 1 ]; then \
         pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt packaging psutil setuptools wheel \
@@ -53,10 +59,14 @@ RUN if [ "${FLASH_ATTN}" = 1 ]; then \
             'flash-attn>=2.7'; \
     fi
 COPY . .
-RUN pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt ./deploy/client ".[${EXTRAS}]"
+RUN pip --python /opt/tandem/bin/python install --no-cache-dir --no-deps -c constraints.txt ./deploy/client .
 RUN cd / && /opt/tandem/bin/python -c "import sys; from kernels.cpu import build; sys.exit(not build.LIBRARY.exists())"
 
 FROM nvidia/cuda:${CUDA_VERSION}-base-ubuntu24.04 AS cuda
+LABEL org.opencontainers.image.title="tandem-worker" \
+    org.opencontainers.image.description="Prefill and decode workers of Tandem, for NVIDIA GPUs." \
+    org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.licenses="Apache-2.0"
 # Triton compiles a small launcher in C when it first runs a kernel.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev python3 python3-dev \

@@ -124,7 +124,7 @@ def containers(manifests: Iterable[Manifest]) -> Iterator[Container]:
     everything = tuple(manifests)
     for workload in of_kind(everything, "Deployment", "StatefulSet"):
         pod = workload["spec"]["template"]["spec"]
-        assert "initContainers" not in pod  # nothing here would look at them
+        assert "initContainers" not in pod  # tests of `router-files` look at the only one
         for spec in pod["containers"]:
             yield Container(workload, spec, everything)
 

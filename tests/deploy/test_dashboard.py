@@ -35,7 +35,7 @@ def test_it_can_be_imported_anywhere(dashboard: dict[str, Any]) -> None:
     assert dashboard["schemaVersion"] >= 38  # Grafana 10
     assert "id" not in dashboard  # the instance's to give
     variables = {each["name"]: each["type"] for each in dashboard["templating"]["list"]}
-    assert variables == {"datasource": "datasource", "model": "query"}
+    assert variables == {"datasource": "datasource", "namespace": "query", "model": "query"}
 
 
 def test_rows_follow_the_way_of_a_request(dashboard: dict[str, Any]) -> None:
@@ -76,7 +76,10 @@ def test_panels_have_their_own_ids_and_places(dashboard: dict[str, Any]) -> None
 def test_every_query_is_one_that_prometheus_parses(panels: list[dict[str, Any]], tmp_path: Path) -> None:
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
     rules = [
-        {"record": f"panel:{number}", "expr": query.replace("$__rate_interval", "1m").replace("$model", ".*")}
+        {
+            "record": f"panel:{number}",
+            "expr": query.replace("$__rate_interval", "1m").replace("$model", ".*").replace("$namespace", ".*"),
+        }
         for number, query in enumerate(queries)
     ]
     file = tmp_path / "queries.yml"
@@ -86,3 +89,9 @@ def test_every_query_is_one_that_prometheus_parses(panels: list[dict[str, Any]],
     )
     assert done.returncode == 0, done.stderr
     assert not any("$" in rule["expr"] for rule in rules)
+
+
+def test_every_query_keeps_to_the_namespaces_and_models_chosen(panels: list[dict[str, Any]]) -> None:
+    for panel in panels:
+        for target in panel["targets"]:
+            assert '{namespace=~"$namespace", model=~"$model"' in target["expr"], panel["title"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import tandem
 from tests.deploy.dockerfile import Stage, ignored, parse
 from tests.deploy.manifests import DEPLOY, ROOT, overlay
 from tests.deploy.pods import COMMANDS, containers
@@ -69,7 +70,7 @@ def test_an_image_is_as_it_should_be(file: str, target: str) -> None:
         ("USER 65532:65532", "USER 0:0", "does not run as a number other than 0"),
         ("python:3.12-slim-bookworm", "python:slim", "is built on a rolling tag"),
         ("--from=build ", "--from=builder ", "copies from a stage that is not there"),
-        (" -c constraints.txt .", " .", "installs versions that are not pinned"),
+        (" -c constraints.txt ./deploy", " ./deploy", "installs versions that are not pinned"),
         ('ENTRYPOINT ["tandem"]', 'ENTRYPOINT ["python"]', "does not start tandem itself"),
     ],
 )
@@ -155,8 +156,46 @@ def test_the_context_holds_nothing_else(path: str) -> None:
 
 def test_the_router_s_image_installs_no_extra_and_so_no_torch() -> None:
     text = (DEPLOY / "docker/router.Dockerfile").read_text()
-    assert not re.search(r"\[\w+\]'|torch\b", "\n".join(line for line in text.splitlines() if not line.startswith("#")))
+    assert not re.search(
+        r"\[\w+\]'|torch\b|requirements.py \w+ >",
+        "\n".join(line for line in text.splitlines() if not line.startswith("#")),
+    )
     assert not any(re.match(r"torch|numpy|triton|flash", each) for each in DEPENDENCIES)
+
+
+@EVERY_IMAGE
+def test_an_image_says_what_it_is(file: str, target: str) -> None:
+    prefix = "org.opencontainers.image."
+    labels = dict(re.findall(rf'{prefix}(\w+)="([^"]*)"', FILES[file][target].last("LABEL")))
+    assert labels.pop("description")
+    assert labels == {
+        "title": f"tandem-{file}",
+        "version": tandem.__version__,
+        "licenses": PROJECT["project"]["license"],
+    }
+
+
+@pytest.mark.parametrize("extras", [(), ("worker",), ("worker", "nixl"), ("nixl",)])
+def test_dependencies_installed_before_the_source_are_all_that_it_asks_for(extras: tuple[str, ...]) -> None:
+    command = [sys.executable, str(DEPLOY / "docker/requirements.py"), ",".join(extras)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=20)
+    optional = PROJECT["project"]["optional-dependencies"]
+    wanted = {
+        *DEPENDENCIES,
+        *(each for extra in {*extras, *(("worker",) if extras else ())} for each in optional[extra]),
+    }
+    listed = done.stdout.splitlines()
+    assert sorted(listed) == sorted(each for each in wanted if not each.startswith("tandem-serving"))
+
+
+@EVERY_FILE
+def test_a_change_of_the_source_installs_no_dependency_again(file: str) -> None:
+    for stage in FILES[file].values():
+        words = [f"{each.word} {each.rest}" for each in stage.instructions]
+        if "COPY . ." in words:
+            after = [word for word in words[words.index("COPY . .") :] if " install " in word]
+            assert after
+            assert all("--no-deps" in word for word in after)
 
 
 WITHOUT_WORKERS = """

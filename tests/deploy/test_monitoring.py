@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from tests.deploy.manifests import DEPLOY, ROOT, Manifest, matches, named, of_kind, overlay
+from tests.deploy.manifests import DEPLOY, ROOT, Manifest, composed, matches, named, of_kind, overlay
 from tests.deploy.pods import containers
 from tests.programs import program
 
@@ -55,6 +55,16 @@ def test_scraping_shows_the_authority_and_the_token_that_the_processes_expect(na
             endpoint["tlsConfig"]["ca"]["secret"]["name"],
             endpoint["authorization"]["credentials"]["name"],
         } == secrets
+
+
+@pytest.mark.parametrize("base", ["overlays/dev", "overlays/cpu"])
+def test_without_tls_and_tokens_scraping_needs_neither(tmp_path: Path, base: str) -> None:
+    manifests = composed(tmp_path, base, ["monitoring", "insecure"])
+    endpoints = named(manifests, "PodMonitor", "tandem")["spec"]["podMetricsEndpoints"]
+    whole = named(overlay("monitoring"), "PodMonitor", "tandem")["spec"]["podMetricsEndpoints"]
+    assert [each["port"] for each in endpoints] == [each["port"] for each in whole]
+    assert all(each["scheme"] == "http" and not each.keys() & {"tlsConfig", "authorization"} for each in endpoints)
+    assert all(each.config().security.insecure for each in containers(manifests))
 
 
 def test_the_rules_are_those_of_prometheus_alone() -> None:

@@ -14,6 +14,8 @@ from tests.programs import program
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "deploy" / "prometheus"
+SITE = "https://docs.example.com/tandem"
+"""Stands for where the pages are read."""
 
 
 def alerts() -> list[dict[str, Any]]:
@@ -50,8 +52,8 @@ def test_every_alert_has_a_test_in_which_it_fires_and_one_in_which_it_does_not()
 def test_an_alert_says_how_grave_it_is_what_it_means_and_what_to_do(alert: dict[str, Any]) -> None:
     name = alert["alert"]
     assert alert["labels"]["severity"] in {"critical", "warning"}
-    assert set(alert["annotations"]) == {"summary", "description", "runbook"}
-    assert alert["annotations"]["runbook"] == f"docs/operations.md#{name.lower()}"
+    assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}
+    assert alert["annotations"]["runbook_url"] == f"{SITE}/operations.html#{name.lower()}"
     section = re.search(rf"^### {name}\n\n(.+)", (ROOT / "docs" / "operations.md").read_text(), flags=re.MULTILINE)
     assert section, f"docs/operations.md has no section on {name}"
 

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
+import yaml
 
 from tests.deploy.manifests import COMPONENTS, DEPLOY, OVERLAYS, Manifest, composed, named, of_kind, overlay
 
@@ -24,8 +25,14 @@ TOGETHER = (
     ("overlays/gpu-nccl", ["cert-manager", "monitoring", "autoscale-keda"]),
     ("overlays/gpu-same-pod", ["cert-manager", "monitoring"]),
     ("overlays/cpu", ["model-volume", "insecure"]),
+    ("overlays/monitoring", ["insecure"]),
+    ("overlays/cpu", ["model-volume", "model-fetch", "router-files"]),
+    ("overlays/cpu", ["model-claim", "grpc-route"]),
+    ("overlays/cpu", ["ingress"]),
 )
 """Overlays that users may make."""
+TOGETHER_LATER = (("overlays/cpu", ["model-image"]), ("overlays/cpu", ["model-image", "router-files"]))
+"""Those that want a newer Kubernetes."""
 
 
 def check(manifest: Manifest, version: str) -> None:
@@ -49,8 +56,14 @@ def test_components_go_together(tmp_path: Path, base: str, components: list[str]
         check(manifest, OLDEST)
 
 
+@pytest.mark.parametrize(("base", "components"), TOGETHER_LATER, ids=str)
+def test_components_that_want_a_newer_kubernetes_go_together(tmp_path: Path, base: str, components: list[str]) -> None:
+    for manifest in composed(tmp_path, base, components):
+        check(manifest, VERSIONS[-1])
+
+
 def test_every_component_is_part_of_an_overlay_that_was_checked() -> None:
-    used = {name for _, components in TOGETHER for name in components}
+    used = {name for _, components in (*TOGETHER, *TOGETHER_LATER) for name in components}
     for name in OVERLAYS:
         text = (DEPLOY / "overlays" / name / "kustomization.yaml").read_text()
         used |= {component for component in COMPONENTS if f"../../components/{component}\n" in text}
@@ -85,6 +98,12 @@ def spoilt(overlay_name: str, kind: str, name: str, spoil: Callable[[dict[str, A
     return manifest
 
 
+def spoilt_route(spoil: Callable[[dict[str, Any]], object]) -> Manifest:
+    (manifest, *_) = yaml.safe_load_all((DEPLOY / "components/grpc-route/route.yaml").read_text())
+    spoil(manifest["spec"])
+    return dict(manifest)
+
+
 @pytest.mark.parametrize(
     "manifest",
     [
@@ -94,6 +113,7 @@ def spoilt(overlay_name: str, kind: str, name: str, spoil: Callable[[dict[str, A
         lambda: spoilt("monitoring", "PodMonitor", "tandem", lambda spec: spec["podMetricsEndpoints"][0].pop("port")),
         lambda: spoilt("autoscale-keda", "ScaledObject", "tandem-decode", lambda spec: spec.update(minReplicas=1)),
         lambda: spoilt("autoscale-keda", "ScaledObject", "tandem-decode", lambda spec: spec.pop("triggers")),
+        lambda: spoilt_route(lambda spec: spec["rules"][0].update(backend=[])),
         lambda: spoilt("autoscale-hpa", "HorizontalPodAutoscaler", "tandem-decode", lambda spec: spec.update(least=1)),
         lambda: {"apiVersion": "v1", "kind": "Nothing", "metadata": {"name": "n"}},
     ],
