@@ -26,11 +26,12 @@ Messages carry ids and numbers, never prompts. The table from class to gRPC stat
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 
+from tandem.str_enum import StrEnum
 
-class Reason(enum.StrEnum):
+
+class Reason(StrEnum):
     """Machine-readable cause; documented in docs/protocol.md."""
 
     INVALID_FIELD = "INVALID_FIELD"

@@ -66,6 +66,15 @@ class Option:
         words = self.parse.words if self.none_word is None else (self.none_word, *self.parse.words)
         return f"{{{','.join(words)}}}"
 
+    @property
+    def shown_default(self) -> str:
+        """For the help."""
+        if self.default is None:
+            return self.none_word or "unset"
+        if self.is_list:
+            return ",".join(self.default) or "none"
+        return str(self.default) or "empty"
+
     def value_of(self, source: str, text: str) -> Any:
         """Parses `text`; raises ConfigError that names `source`, the flag or the variable."""
         if self.none_word is not None and text == self.none_word:
@@ -118,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
         if each.name in added:
             continue
         added.add(each.name)
-        described = f"{each.help} [{_shown_default(each)}; {each.variable}]".replace("%", "%%")
+        described = f"{each.help} [{each.shown_default}; {each.variable}]".replace("%", "%%")
         if each.is_switch:
             parser.add_argument(each.flag, action=argparse.BooleanOptionalAction, default=None, help=described)
         else:
@@ -166,14 +175,6 @@ def _value(each: Option, namespace: argparse.Namespace, environ: Mapping[str, st
     if each.variable in environ:
         return each.value_of(each.variable, environ[each.variable])
     return each.default
-
-
-def _shown_default(each: Option) -> str:
-    if each.default is None:
-        return each.none_word or "unset"
-    if each.is_list:
-        return ",".join(each.default) or "none"
-    return str(each.default) or "empty"
 
 
 def check_known(environ: Mapping[str, str], known: Iterable[type[Any]]) -> None:

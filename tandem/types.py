@@ -5,11 +5,12 @@ Plain frozen data. Knows nothing of protobuf (see `convert`), sockets or tensors
 
 from __future__ import annotations
 
-import enum
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, NewType, TypeAlias
+
+from tandem.str_enum import StrEnum
 
 if TYPE_CHECKING:
     from tandem.token_ids import TokenIds
@@ -35,7 +36,7 @@ def new_incarnation() -> Incarnation:
     return Incarnation(secrets.token_hex(16))
 
 
-class Role(enum.StrEnum):
+class Role(StrEnum):
     """What a worker does."""
 
     PREFILL = "prefill"
@@ -53,14 +54,14 @@ class Role(enum.StrEnum):
         return self is not Role.PREFILL
 
 
-class FinishReason(enum.StrEnum):
+class FinishReason(StrEnum):
     """Why a choice ended."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
-class WaitReason(enum.StrEnum):
+class WaitReason(StrEnum):
     """What a request waits for that a worker holds and makes no tokens of. See worker.proto for each."""
 
     PREFILL_LINE = "prefill_line"
@@ -73,7 +74,7 @@ class WaitReason(enum.StrEnum):
     SEARCH = "search"
 
 
-class EarlyStopping(enum.StrEnum):
+class EarlyStopping(StrEnum):
     """When a beam search stops; as transformers' early_stopping False, True and "never"."""
 
     HEURISTIC = "heuristic"
@@ -81,7 +82,7 @@ class EarlyStopping(enum.StrEnum):
     NEVER = "never"
 
 
-class Language(enum.StrEnum):
+class Language(StrEnum):
     """How a constraint says what may be written; named as the fields of inference.proto."""
 
     JSON_SCHEMA = "json_schema"
@@ -249,7 +250,7 @@ class TokenDelta(NamedTuple):
         return self.offset + len(self.token_ids)
 
 
-class PrefixAt(enum.StrEnum):
+class PrefixAt(StrEnum):
     """Where KV of a request's first tokens seems to be when it is placed."""
 
     CHOSEN = "chosen"
@@ -259,14 +260,7 @@ class PrefixAt(enum.StrEnum):
     NOWHERE = "nowhere"
 
 
-class MoveReason(enum.StrEnum):
-    """Why a decode worker hands a running request over."""
-
-    DRAIN = "drain"
-    OVERLOAD = "overload"
-
-
-class PlacementReason(enum.StrEnum):
+class PlacementReason(StrEnum):
     """Why a request's prompt is computed where it is."""
 
     LOCAL_STATIC = "local_static"

@@ -18,7 +18,7 @@ MODULES = frozenset(
     {
         *("tandem.__init__", "tandem.cluster_status", "tandem.config", "tandem.convert"),
         *("tandem.errors", "tandem.limits", "tandem.option_values", "tandem.options", "tandem.types"),
-        *("tandem.token_ids", "tandem.worker_config"),
+        *("tandem.str_enum", "tandem.token_ids", "tandem.worker_config"),
         *("tandem.rpc.__init__", "tandem.rpc.channel", "tandem.rpc.google_messages", "tandem.rpc.received_error"),
         *("tandem.rpc.tls", "tandem.telemetry.__init__", "tandem.telemetry.logger"),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -27,6 +27,9 @@ from tandem.rpc.channel import open_channel
 from tandem.rpc.google_messages import SERVING, HealthCheckRequest
 from tandem.rpc.received_error import error_from_rpc
 from tandem.v1 import cluster_pb2, inference_pb2
+
+if TYPE_CHECKING:
+    from typing import Self, Unpack  # not in Python 3.10
 
 
 class AsyncClient(Caller):
@@ -118,18 +121,22 @@ class AsyncClient(Caller):
         Raises DeadlineExceeded after `timeout_s`.
         """
         why = "it does not say SERVING"
+
+        async def until_serving() -> None:
+            nonlocal why
+            while True:
+                try:
+                    await self._watch_until_serving()
+                    return
+                except Unavailable as error:
+                    if error.reason is Reason.TLS_FAILED:  # waiting does not mend it
+                        raise
+                    why = error.message
+                await asyncio.sleep(RETRY_S)
+
         try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    try:
-                        await self._watch_until_serving()
-                        return
-                    except Unavailable as error:
-                        if error.reason is Reason.TLS_FAILED:  # waiting does not mend it
-                            raise
-                        why = error.message
-                    await asyncio.sleep(RETRY_S)
-        except TimeoutError as error:
+            await asyncio.wait_for(until_serving(), timeout_s)
+        except asyncio.TimeoutError as error:  # noqa: UP041  (Python 3.10's is not the built-in one)
             raise DeadlineExceeded(f"{self._target} is not ready after {timeout_s:g} s: {why}") from error
 
     async def _watch_until_serving(self) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -27,6 +27,9 @@ from tandem.rpc.channel import open_blocking_channel
 from tandem.rpc.google_messages import SERVING, HealthCheckRequest
 from tandem.rpc.received_error import error_from_rpc
 from tandem.v1 import cluster_pb2, inference_pb2
+
+if TYPE_CHECKING:
+    from typing import Self, Unpack  # not in Python 3.10
 
 
 class Client(Caller):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+# In Python 3.10 it has no type arguments at run time.
+_Adapter = logging.LoggerAdapter[logging.Logger] if TYPE_CHECKING else logging.LoggerAdapter
 
 
-class Logger(logging.LoggerAdapter[logging.Logger]):
+class Logger(_Adapter):
     """Logs events with fields: `log.info("worker registered", worker_id=..., role=...)`.
 
     `debug`: to find a bug; `info`: rare and normal; `warning`: something is wrong, and dealt with; `error`: something

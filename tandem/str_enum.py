@@ -1,0 +1,18 @@
+"""`enum.StrEnum`, which Python 3.10 lacks: clients run there too."""
+
+from __future__ import annotations
+
+import enum
+import sys
+
+__all__ = ["StrEnum"]
+
+if sys.version_info >= (3, 11):
+    from enum import StrEnum
+else:
+
+    class StrEnum(str, enum.Enum):
+        """Members are their values, also where they are written out."""
+
+        __str__ = str.__str__
+        __format__ = str.__format__
