@@ -1,7 +1,7 @@
 """Strict reading of a GGUF file's tensors, by Hugging Face's names: exactly the expected ones, each of its shape.
 
-GGUF lays out the rows of q and k of llama for rotation of neighbouring pairs; they are put back here. Types of blocks
-that are not in `models.gguf_blocks` are refused by name.
+GGUF lays out the rows of q and k of llama for rotation of neighbouring pairs; they are put back here. It adds 1 to the
+norms of Gemma, which is taken away again. Types of blocks that are not in `models.gguf_blocks` are refused by name.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ _LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_POST_NORM_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+"""Instead, where what attention and MLP return is normed too."""
 _DERIVED = "rope_freqs.weight"
 """Already in the config."""
 _PAIRED = "llama"
@@ -45,10 +51,11 @@ class GgufStore:
     def __init__(self, gguf: Gguf, config: ModelConfig) -> None:
         self._gguf = gguf
         self._config = config
+        layer_names = _LAYER_NAMES | (_POST_NORM_NAMES if config.post_norms else {})
         self._name_of = _NAMES | {
             f"{layer_prefix(layer)}{ours}.{part}": f"blk.{layer}.{theirs}.{part}"
             for layer in range(config.num_layers)
-            for ours, theirs in _LAYER_NAMES.items()
+            for ours, theirs in layer_names.items()
             for part in ("weight", "bias")
         }
 
@@ -84,7 +91,8 @@ class GgufStore:
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A copy of one tensor, dequantised if need be."""
-        return dequantized(self.read_weight(name, dtype, device))
+        content = dequantized(self.read_weight(name, dtype, device))
+        return content - 1 if self._config.norm_offset and name.endswith("norm.weight") else content
 
     def read_weight(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor | QuantizedWeight:
         """The weight of one linear map, for activations of `dtype`, in the form that the file has it in."""

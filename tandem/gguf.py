@@ -29,8 +29,11 @@ _FAMILIES = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
 """`model_type` and architecture by the name of an architecture in GGUF; Mistral is called llama there."""
+_GEMMA3_27B_LAYERS = 62
+"""The one size of Gemma 3 whose scores are not scaled by the size of a head; no key says so."""
 _PLAIN = {0: "float32", 1: "float16", 30: "bfloat16"}
 """Types of tensors that are not quantised, by number."""
 _ROPE_FREQS = "rope_freqs.weight"
@@ -94,6 +97,10 @@ class Gguf:
             "mlp_bias": "blk.0.ffn_gate.bias" in self.tensors,
             "dtype": _PLAIN.get(embedding.kind, "bfloat16"),
         }
+        if name == "gemma3":
+            is_27b = config["num_hidden_layers"] == _GEMMA3_27B_LAYERS
+            config["query_pre_attn_scalar"] = config["hidden_size"] // heads if is_27b else head_dim
+            config["rope_local_base_freq"] = self._of("rope.freq_base_swa", 10000.0)
         for key in ("bos", "eos"):
             config[f"{key}_token_id"] = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
         return {key: value for key, value in config.items() if value is not None}

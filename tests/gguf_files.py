@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,20 @@ PARTS = {
 }
 
 
-def gguf_name(name: str) -> str:
+GEMMA_PARTS = PARTS | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def gguf_name(name: str, parts: Mapping[str, str] = PARTS) -> str:
     whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     stem, part = name.rsplit(".", 1)
     if stem in whole:
         return f"{whole[stem]}.{part}"
     layer, module = stem.removeprefix("model.layers.").split(".", 1)
-    return f"blk.{layer}.{PARTS[module]}.{part}"
+    return f"blk.{layer}.{parts[module]}.{part}"
 
 
 def random_blocks(kind: int, shape: tuple[int, int], seed: int) -> np.ndarray:
@@ -62,6 +70,7 @@ def write_gguf(plain: Path, folder: Path, kinds: tuple[int, ...], **metadata: An
     meant = shutil.copytree(plain, folder / "meant")
     config = json.loads((plain / "config.json").read_text())
     weights, tensors = load_file(plain / "model.safetensors"), {}
+    is_gemma = config["model_type"] == "gemma3_text"
     matrices = 0
     for name, tensor in weights.items():
         kind, rows = F32, tensor.numpy()
@@ -78,7 +87,9 @@ def write_gguf(plain: Path, folder: Path, kinds: tuple[int, ...], **metadata: An
         if heads and config["model_type"] == "llama":  # rows (head, side, pair) become (head, pair, side)
             by_head = rows.reshape(config[heads], 2, -1, *rows.shape[1:])
             rows = by_head.swapaxes(1, 2).reshape(rows.shape)
-        tensors[gguf_name(name)] = (tuple(tensor.shape), kind, rows.tobytes())
+        if is_gemma and tensor.dim() == 1:
+            rows = 1 + rows
+        tensors[gguf_name(name, GEMMA_PARTS if is_gemma else PARTS)] = (tuple(tensor.shape), kind, rows.tobytes())
     save_file(
         {name: each.contiguous() for name, each in weights.items()}, meant / "model.safetensors", {"format": "pt"}
     )
@@ -90,7 +101,8 @@ def write_gguf(plain: Path, folder: Path, kinds: tuple[int, ...], **metadata: An
 
 
 def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
-    arch = config["model_type"]
+    arch = config["model_type"].removesuffix("_text")
+    rope = config["rope_parameters"]
     values = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -99,8 +111,10 @@ def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
+        "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
     }
+    if config.get("sliding_window"):
+        values["attention.sliding_window"] = config["sliding_window"]
     if config.get("head_dim"):
         values |= {"attention.key_length": config["head_dim"], "rope.dimension_count": config["head_dim"]}
     keyed = {f"{arch}.{key}": value for key, value in values.items()}

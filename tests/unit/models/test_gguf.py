@@ -32,6 +32,12 @@ LLAMA = TinyModel("llama-wide", "llama", WIDE | {"head_dim": 64})
 QWEN2 = TinyModel("qwen2-wide", "qwen2", WIDE | {"tie_word_embeddings": True})
 QWEN3 = TinyModel("qwen3-wide", "qwen3", WIDE | {"head_dim": 64})
 
+GEMMA3 = TinyModel(
+    "gemma3-wide",
+    "gemma3_text",
+    WIDE | {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 16, "num_hidden_layers": 6},
+)
+
 
 @pytest.fixture
 def written(checkpoint, tmp_path):
@@ -60,6 +66,7 @@ def test_blocks_mean_what_the_package_gguf_says(kind):
         (LLAMA, (F16, BF16, F32)),
         (QWEN2, (Q4_K, Q6_K)),
         (QWEN3, (Q4_0, Q8_0)),
+        (GEMMA3, (Q8_0, Q4_0)),
     ],
     ids=str,
 )
