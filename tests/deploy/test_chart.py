@@ -1,0 +1,157 @@
+"""The chart makes what the kustomize overlays make."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+import tandem
+from tests.deploy.chart import CHART, rendered, values
+from tests.deploy.manifests import ROOT, Manifest, composed, of_kind
+from tests.deploy.pods import container, containers
+from tests.deploy.test_schemas import OLDEST, VERSIONS, check
+from tests.deploy.test_workloads import security_complaints
+from tests.programs import program
+
+Identity = tuple[str, str]
+
+
+def normal(manifests: list[Manifest]) -> dict[Identity, Any]:
+    """By kind and name; without the hashes in names of ConfigMaps and the annotations that stand in their place."""
+    hashes = {each["metadata"]["name"]: _unhashed(each["metadata"]["name"]) for each in of_kind(manifests, "ConfigMap")}
+    text = json.dumps(manifests)
+    for name, plain in hashes.items():
+        text = text.replace(f'"{name}"', f'"{plain}"')
+    found = {}
+    for each in json.loads(text):
+        if each["kind"] == "Deployment":
+            each["spec"]["template"]["metadata"].pop("annotations", None)
+            each["spec"]["template"]["spec"]["volumes"].sort(key=lambda volume: volume["name"])
+            for spec in each["spec"]["template"]["spec"]["containers"]:
+                spec.get("env", []).sort(key=lambda entry: entry["name"])
+        found[each["kind"], each["metadata"]["name"]] = each
+    return found
+
+
+def _unhashed(name: str) -> str:
+    return re.sub(r"-[a-z0-9]{10}$", "", name)
+
+
+@pytest.mark.parametrize(
+    ("files", "changes", "components"),
+    [
+        ((), {}, []),
+        ((), {"insecure": True}, ["insecure"]),
+        (("values-gpu.yaml",), {}, ["gpu", "model-claim"]),
+        (("values-gpu.yaml",), {"insecure": True}, ["gpu", "model-claim", "insecure"]),
+    ],
+    ids=["plain", "insecure", "gpu", "gpu-insecure"],
+)
+def test_the_chart_renders_the_same_objects_as_kustomize(
+    tmp_path: Path, files: tuple[str, ...], changes: dict[str, Any], components: list[str]
+) -> None:
+    ours = normal(rendered(tmp_path, values(*files, **changes)))
+    theirs = normal(composed(tmp_path, "base", components))
+    assert ours.keys() == theirs.keys()
+    for identity, manifest in theirs.items():
+        assert ours[identity] == manifest, identity
+
+
+def test_values_reach_their_places(tmp_path: Path) -> None:
+    own = {"TANDEM_MAX_SEQS": 8}
+    given = values(
+        image={"worker": {"repository": "registry.example.com/worker", "tag": "7"}},
+        imagePullSecrets=["pull"],
+        options={"TANDEM_MODEL": "/models/model", "TANDEM_DTYPE": "float32"},
+        model={"image": "registry.example.com/model:1"},
+        decode={
+            "replicas": 5,
+            "options": own,
+            "nodeSelector": {"pool": "big"},
+            "resources": {"limits": {"memory": "9Gi"}},
+        },
+    )
+    manifests = rendered(tmp_path, given, "other")
+    assert {each["metadata"]["namespace"] for each in manifests} == {"other"}
+    decode, prefill = container(manifests, "decode"), container(manifests, "prefill")
+    assert decode.workload["spec"]["replicas"] == 5
+    assert (decode.spec["image"], decode.pod["imagePullSecrets"]) == (
+        "registry.example.com/worker:7",
+        [{"name": "pull"}],
+    )
+    assert decode.pod["nodeSelector"] == {"pool": "big"}
+    assert "nodeSelector" not in prefill.pod
+    assert decode.spec["resources"]["limits"] == {"cpu": "2", "memory": "9Gi"}
+    assert [each.config().max_seqs for each in (decode, prefill)] == [8, 64]  # type: ignore[union-attr]
+    assert {each.config().model for each in containers(manifests)} == {"/models/model"}
+    volume = next(each for each in decode.pod["volumes"] if each["name"] == "model")
+    assert volume["image"]["reference"] == "registry.example.com/model:1"
+
+
+def test_a_router_can_have_options_of_its_own(tmp_path: Path) -> None:
+    manifests = rendered(tmp_path, values(router={"options": {"TANDEM_MAX_RETRIES": "1"}}))
+    assert container(manifests, "router").config().max_retries == 1  # type: ignore[union-attr]
+
+
+def test_pods_roll_when_options_change(tmp_path: Path) -> None:
+    def annotations(**options: str) -> list[Any]:
+        deployments = of_kind(rendered(tmp_path, values(options=options)), "Deployment")
+        return [each["spec"]["template"]["metadata"]["annotations"] for each in deployments]
+
+    assert annotations() == annotations()
+    for plain, changed in zip(annotations(), annotations(TANDEM_MODEL='a: "b" #'), strict=True):
+        assert plain != changed
+        assert changed["tandem/TANDEM_MODEL"] == 'a: "b" #'
+
+
+@pytest.mark.parametrize("changes", [{}, {"insecure": True}, {"model": {"claim": "mine"}}], ids=str)
+def test_what_it_renders_is_valid_and_restricted(tmp_path: Path, changes: dict[str, Any]) -> None:
+    manifests = rendered(tmp_path, values(**changes))
+    for manifest in manifests:
+        check(manifest, OLDEST)
+        check(manifest, VERSIONS[-1])
+    for each in containers(manifests):
+        assert security_complaints(each) == []
+
+
+def test_templates_use_nothing_that_helm_adds_to_go() -> None:
+    known = {"if", "else", "end", "range", "printf"}
+    for template in (CHART / "templates").glob("*.yaml"):
+        for action in re.findall(r"\{\{-? *(.*?) *\}\}", template.read_text()):
+            words = re.findall(r"(?<![\w.$\"%])[a-zA-Z]\w*", action)
+            assert set(words) <= known, action
+
+
+def test_the_chart_is_of_this_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == tandem.__version__
+    assert chart["kubeVersion"] == f">={OLDEST}.0-0"
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    """What makes the templates."""
+    spec = importlib.util.spec_from_file_location("helm_chart", ROOT / ".ci/checks/helm_chart.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_template_that_is_not_the_base_s_is_noticed(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program("kubectl")
+    monkeypatch.setattr(sys, "argv", ["helm_chart.py"])
+    assert script.main() == 0
+    monkeypatch.setattr(script, "TEMPLATES", tmp_path)
+    assert script.main() == 1
