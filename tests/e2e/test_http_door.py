@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -152,3 +154,38 @@ def test_many_at_once(client: openai.OpenAI) -> None:
     with ThreadPoolExecutor(16) as pool:
         texts = list(pool.map(one, range(32)))
     assert all(texts[number] == texts[number % 4] for number in range(32))
+
+
+LACKS = {
+    "/version": ({}, 404),
+    "/metrics": ({}, 404),
+    "/v1/tokenize": ({"prompt": "Once"}, 200),
+    "/tokenize": ({"prompt": "Once"}, 404),
+    "/v1/embeddings": ({"input": "Once"}, 501),
+    "/score": ({"text_1": "a", "text_2": "b"}, 404),
+    "/v1/completions": ({"prompt": [5, 6, 7], "max_tokens": 1}, 400),
+}
+"""Paths with what is sent there, and the answer's status."""
+
+
+@pytest.mark.parametrize("path", LACKS)
+def test_what_the_gateway_lacks_is_as_the_page_says(base_url: str, path: str) -> None:
+    fields, status = LACKS[path]
+    body = json.dumps({"model": "demo", **fields}).encode() if fields else None
+    request = urllib.request.Request(base_url + path, body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            found = answer.status
+    except urllib.error.HTTPError as error:
+        with error:
+            found = error.code
+    assert found == status
+
+
+def test_a_field_that_the_gateway_does_not_know_is_not_heeded(client: openai.OpenAI) -> None:
+    asked = {"max_tokens": 8, "prompt": "Once", **GREEDY}
+    plain = client.completions.create(**asked).choices[0].text
+    unknown = {"structured_outputs": {"regex": "[0-9]+"}}
+    assert client.completions.create(**asked, extra_body=unknown).choices[0].text == plain
+    followed = client.completions.create(**asked, extra_body={"regex": "[0-9]+"}).choices[0].text
+    assert re.fullmatch("[0-9]+", followed)
