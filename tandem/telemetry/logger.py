@@ -6,8 +6,10 @@ import logging
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-# In Python 3.10 it has no type arguments at run time.
-_Adapter = logging.LoggerAdapter[logging.Logger] if TYPE_CHECKING else logging.LoggerAdapter
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter  # in Python 3.10 it takes no type arguments
 
 
 class Logger(_Adapter):
