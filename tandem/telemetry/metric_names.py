@@ -275,9 +275,9 @@ PREEMPTIONS = Metric(
 )
 HAND_OVERS = Metric(
     "tandem_hand_overs_total",
-    "Running requests that went on at another decode worker, with their KV: because this one drains, or because its pool "
-    "is too small for all of them.",
-    DECODING,
+    "Running requests that went on at another decode worker, with their KV: as this one drains, or its pool is too "
+    "small for them all.",
+    WORKERS,
     {"reason": tuple(MoveReason)},
 )
 SEQUENCES = Metric(
