@@ -86,7 +86,10 @@ class RouterPort(Protocol):
         """Who handed the KV over: every block is verified and attached. Nothing follows."""
 
     def leaving(self, handle: Handle) -> None:
-        """Decode worker: it drains or is overloaded, and would hand this running request over. Answered by `WorkerCore.hand_over`."""
+        """Decode worker: it drains or is overloaded, and would hand this running request over.
+
+        Answered by `WorkerCore.hand_over`.
+        """
 
     def waiting(self, reason: WaitReason, handles: Sequence[Handle]) -> None:
         """All its requests that wait for this now. A later word with the same reason replaces one not yet taken."""
