@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import itertools
 import logging
 import mmap
@@ -351,6 +352,7 @@ def run(transport: str, seed: int, cases: Iterable[int]) -> list[str]:
     for thread in threading.enumerate():
         if thread.name.startswith("kv-"):  # lanes free what is theirs there, and nobody waits for it
             thread.join(CASE_S)
+    gc.collect()  # errors hold the frames that they passed through, and those the pools of this process
     after = usage(os.getpid())
     assert before is not None
     assert after is not None

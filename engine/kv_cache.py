@@ -17,6 +17,7 @@ import torch
 
 from engine.device import synchronize
 from engine.memory import MIN_RING_ROWS
+from engine.numa import bind_near
 from engine.pool_memory import PoolAllocation
 from engine.pool_staging import PoolStaging
 from models.dtypes import torch_dtype
@@ -135,8 +136,10 @@ class KvCache:
             if pool is not None:
                 pool.close()
             raise ConfigError("--kv-memory", f"{size_bytes} bytes of KV on {device}: {error}") from error
-        if device.type == "cuda" and not host.pin(device):
-            _log.warning("host ring is not pinned, hand-offs are slower", size_bytes=host_bytes)
+        if device.type == "cuda":
+            bind_near(host.bytes, device)
+            if not host.pin(device):
+                _log.warning("host ring is not pinned, hand-offs are slower", size_bytes=host_bytes)
         return cls(layout, host, pool)
 
     @property
