@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import asyncio
 import os
+import random
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
-from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import torch
+import uvloop
 
+from bench.peers.served import DISAGGREGATED, TANDEM_SERVERS, tandem_turns, warm_up
+from bench.peers.streams import Stream, StreamClient, fresh_prompts
 from bench.step_timer import StepTimer
 from engine.loading import keep_freed_memory
 from engine.step import Step
@@ -30,20 +32,16 @@ _MIXED = ((1, 32), (4, 64), (8, 128), (8, 512))
 """(sequences that decode, prompt tokens beside them)"""
 _CONTEXT_OF_MIXED = 300
 _REPEATS = 3
-_SHARED_SEQS, _SHARED_CHUNK = 4, 128
-"""Of the steps that are timed with and without a neighbour, and that a neighbour computes."""
-_SHARED_ROUNDS = 6
-_SHARED_DECODES = 8
-"""Decode steps that a neighbour computes for each chunk: about as long."""
-_NEIGHBOUR_READY_S = 120.0
+_SHARED_PROMPTS, _SHARED_PROMPT_TOKENS = 6, 512
+_SHARED_STREAMS, _SHARED_CONTEXT, _SHARED_TOKENS = 4, 64, 400
+"""Streams last longer than the prompts beside them."""
 BLOCK_SIZE = 16
 
 
 def calibrate(model: Path, threads: int, device: str = "cpu") -> tuple[CostModel, Fit]:
-    """Times decode steps, chunks of prompts, and both together; then how much a second worker slows them.
+    """Times decode steps, chunks of prompts, and both together; then how much two served workers slow each other.
 
-    On a CPU with cores for two: as `tandem serve` places two workers, on cores of their own. Takes about 20 s for 135M
-    on two cores.
+    The latter on a CPU with cores for two, each on cores of its own. Takes about 45 s for 135M on two cores.
     """
     cores = usable_cores()
     has_room = device == "cpu" and len(cores) >= 2 * threads
@@ -51,10 +49,12 @@ def calibrate(model: Path, threads: int, device: str = "cpu") -> tuple[CostModel
         loaded, timer = _timer(model, threads, device)
         try:
             samples = [(StepWork.of(step.seqs), timer.median_s(step, _REPEATS)) for step in _steps(timer)]
-            theirs = cores[threads : 2 * threads]
-            sharing = _sharing(timer, model, theirs) if has_room else Sharing()
         finally:
             timer.close()
+    sharing = Sharing()
+    if has_room:
+        with _bound(cores[: 2 * threads]):
+            sharing = _sharing(model, loaded.config.vocab_size)
     fitted = fit(samples)
     layout = loaded.kv_layout(BLOCK_SIZE)
     costs = CostModel(
@@ -87,52 +87,65 @@ def _steps(timer: StepTimer) -> list[Step]:
     return steps
 
 
-def _shared_steps(timer: StepTimer) -> tuple[Step, Step]:
-    """Of decodes, and of a prompt."""
-    return timer.step(_SHARED_SEQS, _CONTEXT_OF_MIXED, 1), timer.step(1, 0, _SHARED_CHUNK)
+def _sharing(model: Path, vocab_size: int) -> Sharing:
+    """How much a prefill and a decode worker of `tandem serve` slow each other: everything that serving does, too."""
+    return uvloop.run(_served_sharing(model, vocab_size))
 
 
-def _sharing(timer: StepTimer, model: Path, cores: Sequence[int]) -> Sharing:
-    """Times both kinds of step alone and beside a process that computes on `cores`, by turns."""
-    context = multiprocessing.get_context("spawn")
-    ready, go = context.Event(), context.Event()
-    neighbour = context.Process(target=_compute_beside, args=(model, tuple(cores), ready, go), daemon=True)
-    neighbour.start()
-    try:
-        if not ready.wait(_NEIGHBOUR_READY_S):
-            raise RuntimeError("the second process did not load the model")
-        decode, prompt = _shared_steps(timer)
-        ratios: dict[str, list[float]] = {"decode": [], "prompt": []}
-        for _ in range(_SHARED_ROUNDS):
-            alone = _mean_s(timer, decode), _mean_s(timer, prompt, 2)
-            go.set()
-            beside = _mean_s(timer, decode), _mean_s(timer, prompt, 2)
-            go.clear()
-            ratios["decode"].append(beside[0] / alone[0])
-            ratios["prompt"].append(beside[1] / alone[1])
-        print({name: [round(each, 2) for each in found] for name, found in ratios.items()}, file=sys.stderr)
-        return Sharing(**{name: max(1.0, statistics.median(found)) for name, found in ratios.items()})
-    finally:
-        neighbour.terminate()
-        neighbour.join()
+async def _served_sharing(model: Path, vocab_size: int) -> Sharing:
+    async with tandem_turns(model, TANDEM_SERVERS[DISAGGREGATED]) as turn, turn() as client:
+        await warm_up(client, vocab_size)
+        return await measure_sharing(client, vocab_size)
 
 
-def _mean_s(timer: StepTimer, step: Step, count: int = _SHARED_DECODES) -> float:
-    timer.run(step)  # while the other process comes and goes
-    return statistics.fmean(timer.run(step) for _ in range(count))
+async def measure_sharing(client: StreamClient, vocab_size: int) -> Sharing:
+    """Of a server with one prefill and one decode worker: prompts alone, streams alone, then both at once."""
+    rng = random.Random(0)
+
+    async def prompts() -> list[Stream]:
+        """One after the other; their second tokens are no matter."""
+        texts = fresh_prompts(rng, _SHARED_PROMPTS, _SHARED_PROMPT_TOKENS, vocab_size)
+        return [await client.generate(text, 1) for text in texts]
+
+    async def streams() -> list[asyncio.Task[Stream]]:
+        """That have all begun to decode."""
+        begun = asyncio.Semaphore(0)
+        texts = fresh_prompts(rng, _SHARED_STREAMS, _SHARED_CONTEXT, vocab_size)
+        tasks = [asyncio.create_task(client.generate(text, _SHARED_TOKENS, begun.release)) for text in texts]
+        for _ in tasks:
+            await begun.acquire()
+        return tasks
+
+    prompts_alone = await prompts()
+    streams_alone = await asyncio.gather(*await streams())
+    running = await streams()
+    prompts_beside = await prompts()
+    streams_beside = await asyncio.gather(*running)
+    return sharing_of(prompts_alone, prompts_beside, streams_alone, streams_beside)
 
 
-def _compute_beside(model: Path, cores: tuple[int, ...], ready: Event, go: Event) -> None:
-    """A second worker's process: decodes and prompts by turns, while `go` is set."""
-    with _bound(cores):
-        _, timer = _timer(model, len(cores), "cpu")
-        decode, prompt = _shared_steps(timer)
-        ready.set()
-        while go.wait():
-            timer.run(prompt)
-            for _ in range(_SHARED_DECODES):
-                if go.is_set():
-                    timer.run(decode)
+def sharing_of(
+    prompts_alone: Sequence[Stream],
+    prompts_beside: Sequence[Stream],
+    streams_alone: Sequence[Stream],
+    streams_beside: Sequence[Stream],
+) -> Sharing:
+    """By medians; of the gaps, those within the time in which the other kind was under way. At least 1."""
+    begin_s = max(each.sent_s + each.ttft_s for each in streams_beside)
+    end_s = min(each.end_s for each in streams_beside)
+    among = [each for each in prompts_beside if begin_s <= each.sent_s and each.end_s <= end_s]
+    if not among:
+        raise RuntimeError("no prompt was computed while all streams ran")
+    alone_from_s = max(each.sent_s + each.ttft_s for each in streams_alone)
+    gaps_s = [gap for each in streams_alone for gap in each.gaps_s(alone_from_s)]
+    gaps_beside_s = [gap for each in streams_beside for gap in each.gaps_s(among[0].sent_s, among[-1].end_s)]
+    return Sharing(
+        decode=max(1.0, statistics.median(gaps_beside_s) / statistics.median(gaps_s)),
+        prompt=max(
+            1.0,
+            statistics.median(each.ttft_s for each in among) / statistics.median(each.ttft_s for each in prompts_alone),
+        ),
+    )
 
 
 @contextmanager

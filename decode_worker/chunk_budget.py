@@ -8,18 +8,22 @@ seen, those of few sequences, and at least `OWN_STEPS` of the same size: what ca
 It gives way to the line of prompts. A prompt's first token should come within `waiting_served_ratio` times the time
 that the prompt takes alone (the option of this name in TGI weighs the same two). Of n equal prompts the last one waits
 n times that long even if nothing decodes; so prompts need n / ratio of a step, and where the objective leaves them
-less, the step is longer: the decode step is 1 - n / ratio of it. From n = ratio on, chunks are whole: a sudden
-crowd of prompts is served at full speed, and streams that start with it wait once instead of crawling with it.
+less, the step is longer: the decode step is 1 - n / ratio of it. Chunks are whole from n = ratio on, and
+as long as a prompt is in line that will have waited `LATE` times the ratio when it is computed, the time before now
+counted. So prompts that come at once are all computed at full speed: streams that begin meanwhile have a few long gaps,
+not many shorter ones.
 
 Learned by moving averages from the steps that ended: how long a decode step takes, by size class, and how many tokens
-per second prompts get beyond that. A size that was not seen without prompts is taken for the nearest one that was;
-before any was, a mixed step with a small chunk tells, by the rate of prompts. Results are multiples of a 128th of
-`chunk_tokens`, at least one of them: prompts always advance, and few shapes of steps occur.
+per second prompts get beyond that; and how much longer mixed steps took than these two told, since a prompt's later
+tokens cost more: the next chunks are smaller. A size that was not seen without prompts is taken for the nearest one
+that was; before any was, a mixed step with a small chunk tells, by the rate of prompts. Results are multiples of a
+128th of `chunk_tokens`, at least one of them: prompts always advance, and few shapes of steps occur.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from worker.token_rate import TokenRate
 
@@ -27,6 +31,10 @@ FEW_STEPS = 2.2
 OWN_STEPS = 1.6
 MARGIN = 0.9
 """Of the longest step, that a chunk may make it last by what was measured: other processes slow some steps down."""
+LATE = 2
+"""Times `waiting_served_ratio`: who waits for longer in all is computed at full speed, whoever streams."""
+_MOST_OVERRUN = 2.0
+"""Of one mixed step that counts."""
 _GRAINS = 128
 _FIRST_GRAINS = 8
 """Beside decodes, before anything is known of either."""
@@ -38,6 +46,18 @@ _FIRST_STEP_TOKENS = 32
 """Prompt tokens that take as long as a step of few sequences, before either was measured."""
 _MOST_GAIN = 4.0
 """Beside decodes, prompts get at most so many times their rate alone: less than nothing cannot be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInLine:
+    """One that is being computed, or waits for that."""
+
+    num_left: int
+    """Tokens that it lacks."""
+    num_tokens: int
+    """That it lacked when it came."""
+    waited_tokens: int
+    """Prompt tokens that were computed here since it came: its age, as `worker.turns` counts it."""
 
 
 class ChunkBudget:
@@ -55,9 +75,14 @@ class ChunkBudget:
         """Of prompts, alone and beside decodes, without the time that these take."""
         self._num_decodes = 0
         """Of the last step that had any."""
+        self._overrun = 1.0
+        """How many times as long mixed steps take as expected."""
+        self.num_prompt_tokens = 0
+        """That were computed so far."""
 
     def step_took(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
         """A step has ended."""
+        self.num_prompt_tokens += num_prompt_tokens
         if num_decodes:
             self._num_decodes = num_decodes
         if not num_decodes:
@@ -73,6 +98,9 @@ class ChunkBudget:
     def _mixed_step_took(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
         decode_s, per_s = self._expected_s(num_decodes), self._prompts.per_s
         least_s = num_prompt_tokens / (_MOST_GAIN * per_s) if per_s else seconds / 100
+        if decode_s and per_s:
+            overrun = min(seconds / (decode_s + num_prompt_tokens / per_s), _MOST_OVERRUN)
+            self._overrun += _WEIGHT * (overrun - self._overrun)
         if decode_s:
             self._prompts.add(num_prompt_tokens, max(seconds - decode_s, least_s))
         elif per_s and num_prompt_tokens <= _FIRST_GRAINS * self._grain_tokens:
@@ -88,7 +116,7 @@ class ChunkBudget:
         share = wait_ratio / self._most_wait_ratio
         if share >= 1:
             return self._chunk_tokens
-        longest_s = max(MARGIN * self.objective_s(num_decodes), decode_s / (1 - share))
+        longest_s = max(MARGIN * self.objective_s(num_decodes), decode_s / (1 - share)) / max(1.0, self._overrun)
         num_grains = round((longest_s - decode_s) * per_s) // self._grain_tokens
         return min(max(1, num_grains) * self._grain_tokens, self._chunk_tokens)
 
@@ -99,10 +127,11 @@ class ChunkBudget:
         few_s = min(self._decode_s.values(), default=0.0)
         return max(FEW_STEPS * few_s, OWN_STEPS * self._expected_s(num_decodes))
 
-    def wait_ratio(self, prompts: Iterable[int]) -> float:
-        """See the function: of prompts that this worker computes."""
-        step_tokens = min(self._decode_s.values(), default=0.0) * self._prompts.per_s
-        return wait_ratio(prompts, step_tokens or _FIRST_STEP_TOKENS)
+    def wait_ratio(self, line: Sequence[PromptInLine]) -> float:
+        """Of prompts that this worker computes, in their order, for `tokens`; 0 = there is none."""
+        step_tokens = min(self._decode_s.values(), default=0.0) * self._prompts.per_s or _FIRST_STEP_TOKENS
+        ratio, late = wait_ratio((each.num_left for each in line), step_tokens), LATE * self._most_wait_ratio
+        return max(ratio, late) if _whole_wait_ratio(line, step_tokens) >= late else ratio
 
     # --- what the worker reports ---
 
@@ -140,4 +169,13 @@ def wait_ratio(prompts: Iterable[int], step_tokens: float) -> float:
     for num_tokens in prompts:
         before += num_tokens
         most = max(most, (before + step_tokens) / (num_tokens + step_tokens))
+    return most
+
+
+def _whole_wait_ratio(line: Iterable[PromptInLine], step_tokens: float) -> float:
+    """The same, with what each has waited already."""
+    before, most = 0, 0.0
+    for each in line:
+        before += each.num_left
+        most = max(most, (each.waited_tokens + before + step_tokens) / (each.num_tokens + step_tokens))
     return most

@@ -15,7 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from decode_worker.chunk_budget import ChunkBudget
+from decode_worker.chunk_budget import ChunkBudget, PromptInLine
 from decode_worker.decoding import Decoding, may_join
 from decode_worker.growth import Forecast, Growth
 from decode_worker.scheduler import Beside, StepLimits, StepPlan, plan_step
@@ -254,7 +254,13 @@ class RunningBatch:
             and (num_tokens := each.group.num_remaining_tokens) > len(each.group.running)  # a decode lacks one
         ]
         lacking.sort(key=lambda each: turn_of(*each))
-        return self.budget.wait_ratio(num_tokens for _, num_tokens in lacking)
+        return self.budget.wait_ratio([self._in_line(*each) for each in lacking])
+
+    def _in_line(self, request: Request, num_left: int) -> PromptInLine:
+        num_tokens = len(request.spec.prefix_token_ids) - request.group.prefix.num_cached_tokens
+        # Once it has its first token, it is a stream that goes on, of whatever age.
+        waited = self.budget.num_prompt_tokens - request.came_after_tokens if request.owes_prefill_done else 0
+        return PromptInLine(num_left, max(num_left, num_tokens), waited)
 
     @property
     def num_streams(self) -> int:

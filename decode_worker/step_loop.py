@@ -140,8 +140,6 @@ class StepLoop:
         self._overlap = overlap
         self._guides = guides
         self._timing = StepTiming(max_planning_share)
-        self.num_prompt_tokens = 0
-        """Prompt tokens that were computed so far."""
         self._in_flight: deque[_InFlight] = deque()
         self._work = asyncio.Event()
 
@@ -358,7 +356,6 @@ class StepLoop:
             self._guides.follow(each.guide for each in sequences)
 
     def _report(self, batched: BatchedStep, seconds: float) -> None:
-        self.num_prompt_tokens += batched.num_prompt_tokens
         self._batch.budget.step_took(batched.num_decodes, batched.num_prompt_tokens, seconds)
         if batched.is_decode:
             self._timing.step_took(len(batched.seqs), seconds)

@@ -129,7 +129,7 @@ class DecodeWorker:
             self._parts.observer.sequence(spec, for_another=destination is not None),
             destination or "",
         )
-        request.came_after_tokens = self._steps.num_prompt_tokens
+        request.came_after_tokens = self._batch.budget.num_prompt_tokens
         self._requests[session, handle] = request
         self._idle.clear()
         return request

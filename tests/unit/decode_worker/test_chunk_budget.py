@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from decode_worker.chunk_budget import FEW_STEPS, MARGIN, OWN_STEPS, ChunkBudget, wait_ratio
+from decode_worker.chunk_budget import FEW_STEPS, LATE, MARGIN, OWN_STEPS, ChunkBudget, PromptInLine, wait_ratio
 
 CHUNK = 512
 GRAIN_TOKENS = 4
@@ -86,10 +86,39 @@ def test_the_worst_off_of_a_line_waits_so_many_times_its_own_time() -> None:
 def test_a_prompt_s_own_time_is_at_least_a_step_as_long_as_it_was_measured() -> None:
     slow_steps = learned(decode_s=0.027, per_s=7800.0)  # a large model on a fast processor: as long as 210 tokens
     fast_steps = learned(decode_s=0.012, per_s=1250.0)
-    line = [2000, 30]
+    line = in_line(2000, 30)
     assert slow_steps.wait_ratio(line) == pytest.approx((2030 + 210.6) / (30 + 210.6))
     assert fast_steps.wait_ratio(line) == pytest.approx((2030 + 15) / (30 + 15))
-    assert ChunkBudget(512).wait_ratio([320, 1]) == pytest.approx(353 / 33)
+    assert ChunkBudget(512).wait_ratio(in_line(320, 1)) == pytest.approx(353 / 33)
+
+
+def in_line(*prompts: int) -> list[PromptInLine]:
+    """Prompts that have just come."""
+    return [PromptInLine(each, each, 0) for each in prompts]
+
+
+def test_the_last_prompts_of_a_crowd_are_computed_at_full_speed_though_their_line_is_short() -> None:
+    budget = learned(None, 3.0)
+    rest = PromptInLine(256, 256, waited_tokens=7 * 256)
+    assert budget.wait_ratio([rest]) == LATE * 3.0
+    assert budget.tokens(8, budget.wait_ratio([rest])) == CHUNK
+
+
+def test_prompts_that_waited_for_less_get_what_their_line_needs() -> None:
+    budget = learned(None, 3.0)
+    assert budget.wait_ratio([PromptInLine(256, 256, 2 * 256)]) == budget.wait_ratio(in_line(256))
+    assert budget.wait_ratio([PromptInLine(16, 2048, 2032)]) == 1, "its own chunks are no waiting"
+
+
+def test_when_mixed_steps_take_longer_than_expected_the_next_ones_get_less() -> None:
+    budget = learned(0.04)
+    before = budget.tokens(8, 1)
+    for _ in range(8):  # the rate of prompts changes slowly, their context quickly
+        budget.step_took(8, before, 0.06)
+    assert budget.tokens(8, 1) < 0.6 * before
+    for _ in range(40):
+        budget.step_took(8, before, 0.036)
+    assert budget.tokens(8, 1) == pytest.approx(before, rel=0.15)
 
 
 def test_a_decode_step_that_was_never_seen_alone_is_told_from_mixed_ones() -> None:
