@@ -46,7 +46,7 @@ class Spent:
     work_ms: float
     wait_ms: float
     num_bytes: int
-    """Of bfloat16 weights or KV; 0 where it reads neither."""
+    """Of weights as they are held, or of bfloat16 KV; 0 where it reads neither."""
 
 
 def spent_by_phase(clock: PhaseClock, steps: int, num_bytes: dict[str, int]) -> dict[str, Spent]:
@@ -59,8 +59,10 @@ def spent_by_phase(clock: PhaseClock, steps: int, num_bytes: dict[str, int]) -> 
     return dict(sorted(found.items(), key=lambda pair: -(pair[1].work_ms + pair[1].wait_ms)))
 
 
-def profile(timer: StepTimer, clock: PhaseClock, config: ModelConfig) -> list[dict[str, Any]]:
-    """One document per step."""
+def profile(
+    timer: StepTimer, clock: PhaseClock, config: ModelConfig, weight_bytes: dict[str, int]
+) -> list[dict[str, Any]]:
+    """One document per step; `weight_bytes` by kind of phase, as the model holds them."""
     profiles = []
     for phase, seqs, context, query in (*STEPS, *PROMPTS):
         repeats = _REPEATS[phase]
@@ -69,7 +71,7 @@ def profile(timer: StepTimer, clock: PhaseClock, config: ModelConfig) -> list[di
         clock.take()
         total_ms = sum(timer.run(step) for _ in range(repeats)) / repeats * 1e3
         lens = [(query, context + query)] * seqs
-        spent = spent_by_phase(clock, repeats, phase_bytes(config, lens, torch.bfloat16))
+        spent = spent_by_phase(clock, repeats, phase_bytes(config, lens, torch.bfloat16) | weight_bytes)
         rest_ms = total_ms - sum(each.work_ms + each.wait_ms for each in spent.values())
         profiles.append(
             {
@@ -95,7 +97,7 @@ def measure(folder: Path, form: QuantForm | None, tier: str | None) -> dict[str,
     num_tokens = max(seqs * (context + query + _BLOCK_SIZE) for _, seqs, context, query in (*STEPS, *PROMPTS))
     timer = StepTimer(model, _BLOCK_SIZE, num_tokens, kernels)
     assert isinstance(model.config, ModelConfig)  # a native step is of a decoder of ours
-    profiles = profile(timer, step.clock, model.config)
+    profiles = profile(timer, step.clock, model.config, step.weight_bytes())
     timer.close()
     return {
         "tier": tier or cpu_tier(),

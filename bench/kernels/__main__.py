@@ -27,19 +27,21 @@ from bench.kernels.decode_share import StepShares, document, measure_shares, tri
 from bench.kernels.gpu import describe_gpu
 from bench.kernels.launch_gaps import measure_gaps
 from bench.kernels.measurement import HEADER, Measurement
-from bench.kernels.operation_calls import linear_calls, small_calls
+from bench.kernels.operation_calls import linear_calls, quantized_linear_calls, small_calls
 from bench.kernels.product_peers import MakesLinear, OneDnn, other_tiers
 from bench.kernels.shapes import CPU_ATTENTION, CUDA_ATTENTION, SHAPE_8B, SHAPE_135M, AttentionShape
 from bench.record import write_record
 from bench.timing import captured_s, time_s
 from kernels.dispatch import available_backends, select_kernels
 from kernels.operations import Kernels
+from kernels.quantized import QuantForm
+from kernels.quantized_kv import LARGEST
 
 _MAX_DIFFERENCE = 0.05
 """Of one element of attention's result between two back-ends in bfloat16."""
 _CPU_TOKENS = (1, 4, 16, 64, 256, 512, 2048)
 _OTHER_TIERS_TOKENS = 64
-"""Up to so many tokens the tiers that are not in use are measured too."""
+"""Up to so many tokens the tiers that are not in use are measured too, and quantised products."""
 _CUDA_TOKENS = (1, 32, 256, 4096)
 _STEPS = ((1, 2048), (32, 2048), (128, 1024), (256, 1024))
 """`(batch, context)` of the decode steps that are taken apart on a GPU."""
@@ -78,6 +80,10 @@ class Run:
             self._try(f"operations at {tokens}", partial(self._measure_operations, tokens, ceilings))
             if not self.on_gpu:
                 self._try(f"products at {tokens}", partial(self._measure_product_peers, tokens, ceilings))
+            if "cpu" in self.sets and tokens <= _OTHER_TIERS_TOKENS:
+                self._try(
+                    f"quantised products at {tokens}", partial(self._measure_quantized_products, tokens, ceilings)
+                )
         results: dict[str, Any] = {
             **machine,
             "ceilings": asdict(ceilings),
@@ -115,6 +121,15 @@ class Run:
                 self._fail(f"{name} at {shape}: differs by {difference:.3g}")
             kernel = "decode" if shape.is_decode else "prefill"
             self._add(Measurement(kernel, str(shape), name, took_s, shape.cost(_DTYPE)), ceilings)
+        for kv_dtype in LARGEST if shape.is_decode and not self.on_gpu else ():
+            self._measure_quantized_kv(shape, kv_dtype, ceilings)
+
+    def _measure_quantized_kv(self, shape: AttentionShape, kv_dtype: torch.dtype, ceilings: Ceilings) -> None:
+        batch = AttentionBatch(shape, _DTYPE, self.device, kv_dtype)
+        for name, kernels in self.sets.items():
+            took_s = time_s(batch.calls(kernels.attention), self.device, _BUDGET_S)
+            label = f"{shape}, KV {str(kv_dtype).removeprefix('torch.')}"
+            self._add(Measurement("decode", label, name, took_s, shape.quantized_cost(_DTYPE)), ceilings)
 
     def _measure_operations(self, tokens: int, ceilings: Ceilings) -> None:
         """Linear maps and small operations of one layer, by each distinct implementation."""
@@ -125,6 +140,15 @@ class Run:
                     took_s = time_s(each.calls, self.device, _BUDGET_S)
                     shape = f"{layer.name}, T {tokens}"
                     self._add(Measurement(each.name, shape, operations.name, took_s, each.cost), ceilings)
+
+    def _measure_quantized_products(self, tokens: int, ceilings: Ceilings) -> None:
+        """Those that native kernels multiply as they are."""
+        operations = self.sets["cpu"].operations
+        for form in QuantForm:
+            for each in quantized_linear_calls(operations, SHAPE_135M, tokens, form, self.device):
+                took_s = time_s(each.calls, self.device, _BUDGET_S)
+                shape = f"{SHAPE_135M.name}, T {tokens}"
+                self._add(Measurement(each.name, shape, operations.name, took_s, each.cost), ceilings)
 
     def _measure_product_peers(self, tokens: int, ceilings: Ceilings) -> None:
         """The same linear maps by oneDNN, and by our other tiers if none is forced."""

@@ -15,6 +15,7 @@ import torch
 from bench.kernels.shapes import AttentionShape
 from bench.timing import Call
 from kernels.attention import AttentionBackend, AttentionMetadata, AttentionParams
+from kernels.quantized_kv import quantize_rows
 
 _TURNOVER_BYTES = 192 << 20
 """KV of all layers, at least."""
@@ -22,9 +23,14 @@ _MAX_LAYERS = 30
 
 
 class AttentionBatch:
-    """Random q, k, v and pool of `shape`; the pool already holds k and v of this step."""
+    """Random q, k, v and pool of `shape`; the pool already holds k and v of this step.
 
-    def __init__(self, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> None:
+    With `kv_dtype` the pool is quantised to it, for shapes that have context alone.
+    """
+
+    def __init__(
+        self, shape: AttentionShape, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
+    ) -> None:
         self.shape = shape
         self.device = device
         self._params = AttentionParams(shape.head_dim**-0.5)
@@ -43,6 +49,8 @@ class AttentionBatch:
         self.metadata = self._make_metadata(device)
         for layer in range(self._num_layers if shape.is_fresh else 0):
             self._store(self._kv[:, layer])
+        if kv_dtype is not None:
+            self._kv = _quantized_pool(self._kv, kv_dtype)
 
     def calls(self, backend: AttentionBackend) -> list[Call]:
         """`backend` on each layer in turn."""
@@ -110,6 +118,13 @@ class AttentionBatch:
             positions = torch.arange(seq_len - query_len, seq_len)
             slots.append(torch.tensor(table)[positions // size] * size + positions % size)
         return torch.cat(slots).to(device)
+
+
+def _quantized_pool(kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A pool `[N, L, 2, Hkv, S, D]` as `dtype`, each head's scales behind its elements (`kernels.quantized_kv`)."""
+    values, scales = quantize_rows(kv, dtype)
+    raw = torch.cat([values.view(torch.uint8).flatten(-2), scales.contiguous().view(torch.uint8)], -1)
+    return raw[..., : values[0, 0, 0, 0].numel()].unflatten(-1, kv.shape[-2:]).view(dtype)
 
 
 def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -23,7 +23,8 @@ from bench.roofline import (
     silu_mul_cost,
 )
 from bench.timing import Call
-from kernels.operations import Operations, Rotation
+from kernels.operations import LinearMap, Operations, Rotation
+from kernels.quantized import QuantForm, quantize
 
 _EPS = 1e-5
 _BLOCK_SIZE = 16
@@ -44,14 +45,37 @@ def linear_calls(
     operations: MakesLinear, layer: LayerShape, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[OperationCalls]:
     """Every linear map of a layer and the output projection, each packed by `operations`."""
+    for name, weights, cost in _linears(layer, tokens, dtype, device):
+        yield OperationCalls(
+            name, _calls([operations.linear(each, None) for each in weights], weights[0], tokens), cost
+        )
+
+
+def quantized_linear_calls(
+    operations: Operations, layer: LayerShape, tokens: int, form: QuantForm, device: torch.device
+) -> Iterator[OperationCalls]:
+    """As `linear_calls` in bfloat16, of weights rounded to `form`; the cost counts values and scales."""
+    for name, weights, cost in _linears(layer, tokens, torch.bfloat16, device):
+        rounded = [quantize(each, form) for each in weights]
+        calls = _calls([operations.linear(each, None) for each in rounded], weights[0], tokens)
+        saved = weights[0].nbytes - rounded[0].values.nbytes - 2 * rounded[0].scales.numel()  # scales take two bytes
+        yield OperationCalls(f"{name} {form}", calls, Cost(cost.num_bytes - saved, cost.flops, cost.dtype))
+
+
+def _linears(
+    layer: LayerShape, tokens: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, list[torch.Tensor], Cost]]:
+    """Names, weights `[out, in]` that take turns, and costs."""
     for name, (in_features, out_features) in {**layer.linears, "lm_head": (layer.hidden, layer.vocab_size)}.items():
-        x = torch.randn(tokens, in_features, device=device).to(dtype)
         weight_bytes = in_features * out_features * dtype.itemsize
         count = 1 if device.type == "cuda" else min(layer.num_layers, 1 + _TURNOVER_BYTES // weight_bytes)
-        weights = (torch.randn(out_features, in_features, device=device).to(dtype) * 0.02 for _ in range(count))
-        maps = [operations.linear(weight, None) for weight in weights]
-        calls: list[Call] = [partial(each, x) for each in maps]
-        yield OperationCalls(name, calls, linear_cost(tokens, in_features, out_features, dtype))
+        weights = [torch.randn(out_features, in_features, device=device).to(dtype) * 0.02 for _ in range(count)]
+        yield name, weights, linear_cost(tokens, in_features, out_features, dtype)
+
+
+def _calls(maps: list[LinearMap], weight: torch.Tensor, tokens: int) -> list[Call]:
+    x = torch.randn(tokens, weight.shape[1], device=weight.device).to(weight.dtype)
+    return [partial(each, x) for each in maps]
 
 
 def small_calls(

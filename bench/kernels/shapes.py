@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.roofline import Cost, attention_cost
+from tandem.kv_layout import SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,12 @@ class AttentionShape:
     def kv_bytes(self, dtype: torch.dtype) -> int:
         """Keys and values of all seqs."""
         return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize * sum(seq_len for _, seq_len in self.lens)
+
+    def quantized_cost(self, dtype: torch.dtype) -> Cost:
+        """Of the call over KV of a byte per element and a float32 scale per row."""
+        plain = self.cost(dtype)
+        rows_bytes = self.kv_bytes(torch.int8) * (self.head_dim + SCALE_BYTES) // self.head_dim
+        return Cost(plain.num_bytes - self.kv_bytes(dtype) + rows_bytes, plain.flops, dtype)
 
 
 def decode_shape(batch: int, context: int, heads: tuple[int, int, int], block_size: int = 16) -> AttentionShape:

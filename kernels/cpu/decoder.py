@@ -30,6 +30,7 @@ PHASE_KINDS = (
     *("output", "gate_up", "down", "lm_head", "keep_rows"),
 )
 """`PhaseKind` of `src/decoder.cpp`, in order."""
+_PRODUCT_KINDS = ("qkv", "output", "gate_up", "down")  # of a layer; `LayerParts` names its maps so
 _FAULTS = {1: "token_ids", 2: "rows", 3: "slot_mapping"}
 
 
@@ -100,6 +101,14 @@ class NativeStep:
             *(parts.intermediate_size, parts.embedding.element_size()),
             *(parts.eps, 0.0 if qk_norm is None else qk_norm.eps),
         )
+
+    def weight_bytes(self) -> dict[str, int]:
+        """Of the packed weights, scales included, that each kind of phase reads over all layers."""
+        layers = self._parts.layers
+        return {
+            **{kind: sum(_num_bytes(getattr(layer, kind)) for layer in layers) for kind in _PRODUCT_KINDS},
+            "lm_head": _num_bytes(self._parts.lm_head),
+        }
 
     def serves(self, kv_cache: torch.Tensor) -> bool:
         """See `CompiledStep.serves`: a pool of the model's own dtype, or quantised."""
@@ -208,6 +217,11 @@ def _address(linear: LinearMap) -> int | None:
     """Of its `Product`, if it has one."""
     address: int | None = getattr(linear, "product_address", None)
     return address
+
+
+def _num_bytes(linear: LinearMap) -> int:
+    num_bytes: int = getattr(linear, "num_bytes", 0)
+    return num_bytes
 
 
 class _Layer(ctypes.Structure):

@@ -13,10 +13,12 @@ from bench.kernels.attention_peers import peer_calls
 from bench.kernels.decode_share import measure_shares
 from bench.kernels.launch_gaps import LaunchGap
 from bench.kernels.measurement import Measurement
+from bench.kernels.operation_calls import linear_calls, quantized_linear_calls
 from bench.kernels.shapes import LayerShape, chunk_shape, decode_shape, mixed_shape, prompt_shape
 from bench.roofline import Cost
 from kernels.dispatch import select_kernels
 from kernels.operations import Kernels
+from kernels.quantized import QuantForm
 
 CPU = torch.device("cpu")
 HEADS = (4, 2, 16)
@@ -49,6 +51,29 @@ def test_peers_compute_the_same_batch(shape):
     own = batch.calls(select_kernels("reference", CPU, torch.float32).attention)[0]()
     for _, calls in peer_calls(batch):
         assert largest_difference(own, calls[0]()) < 1e-5
+
+
+@pytest.mark.parametrize(("kv_dtype", "bound"), [(torch.int8, 0.02), (torch.float8_e4m3fn, 0.1)])
+@pytest.mark.usefixtures("one_layer")
+def test_a_quantized_pool_holds_nearly_the_same_keys_and_values(kv_dtype, bound):
+    shape, backend = decode_shape(3, 37, HEADS), select_kernels("reference", CPU, torch.float32).attention
+    results = []
+    for each in (None, kv_dtype):
+        torch.manual_seed(0)
+        results.append(AttentionBatch(shape, torch.float32, CPU, each).calls(backend)[0]())
+    assert 0 < largest_difference(*results) < bound
+    plain, quantized = shape.cost(torch.bfloat16), shape.quantized_cost(torch.bfloat16)
+    assert plain.num_bytes - quantized.num_bytes == 2 * 2 * 3 * 37 * (2 * 16 - (16 + 4))
+
+
+@pytest.mark.usefixtures("one_layer")
+def test_quantized_products_cost_fewer_bytes():
+    operations = select_kernels("reference", CPU, torch.bfloat16).operations
+    plain = {each.name: each for each in linear_calls(operations, LAYER, 2, torch.bfloat16, CPU)}
+    for each in quantized_linear_calls(operations, LAYER, 2, QuantForm.INT8, CPU):
+        inputs, outputs = {**LAYER.linears, "lm_head": (32, 128)}[each.name.removesuffix(" int8")]
+        assert plain[each.name.removesuffix(" int8")].cost.num_bytes - each.cost.num_bytes == outputs * (inputs - 2)
+        assert each.calls[0]().shape == (2, outputs)
 
 
 def test_layers_take_turns_until_they_outrun_the_cache():

@@ -14,6 +14,7 @@ from bench.step_timer import StepTimer
 from kernels.cpu import library
 from kernels.cpu.decoder import PHASE_KINDS, NativeStep, PhaseClock
 from kernels.dispatch import select_kernels
+from kernels.quantized import QuantForm
 from models.config import load_model_config
 from models.loading import load_model
 
@@ -36,6 +37,20 @@ def test_the_bytes_of_the_phases_are_those_of_the_roofline(checkpoint: Path) -> 
     assert sum(found[each] for each in ("qkv", "output", "gate_up", "down")) == costs["linear"].num_bytes
     written = 2 * len(lens) * config.num_kv_heads * config.head_dim * config.num_layers * 2
     assert found["attend"] == costs["attention"].num_bytes - written
+
+
+@pytest.mark.skipif(library.obstacle() is not None, reason="no native kernels here")
+@pytest.mark.parametrize(("form", "least", "most"), [(None, 1.0, 1.2), (QuantForm.INT8, 0.5, 0.7)])
+def test_the_weights_bytes_are_those_that_the_model_holds(
+    checkpoint: Path, form: QuantForm | None, least: float, most: float
+) -> None:
+    model = load_model(checkpoint, "bfloat16", CPU, select_kernels("cpu", CPU, torch.bfloat16), form)
+    step = model.decoder.compiled
+    assert isinstance(step, NativeStep)
+    plain = phase_bytes(load_model_config(checkpoint), [(1, 257)], torch.bfloat16)
+    found = step.weight_bytes()
+    assert set(plain) - set(found) == {"attend"}
+    assert all(least <= found[kind] / plain[kind] <= most for kind in found)
 
 
 @pytest.mark.skipif(library.obstacle() is not None, reason="no native kernels here")
