@@ -124,7 +124,9 @@ def _quantized_pool(kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A pool `[N, L, 2, Hkv, S, D]` as `dtype`, each head's scales behind its elements (`kernels.quantized_kv`)."""
     values, scales = quantize_rows(kv, dtype)
     raw = torch.cat([values.view(torch.uint8).flatten(-2), scales.contiguous().view(torch.uint8)], -1)
-    return raw[..., : values[0, 0, 0, 0].numel()].unflatten(-1, kv.shape[-2:]).view(dtype)
+    block_size, head_dim = kv.shape[-2:]
+    heads = raw.view(dtype)[..., : block_size * head_dim]
+    return heads.as_strided(kv.shape, (*heads.stride()[:-1], head_dim, 1))
 
 
 def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
