@@ -124,7 +124,9 @@ def _compute_parts() -> dict[str, ConsoleRenderable]:
     try:
         import torch
     except ModuleNotFoundError:
-        return dict.fromkeys(("devices", "attention", "quantised weights", "transports"), plain(_NEEDS_TORCH))
+        return dict.fromkeys(
+            ("devices", "attention", "quantised weights", "KV pools", "transports"), plain(_NEEDS_TORCH)
+        )
     from kernels import dispatch
     from kvtransfer import transports
 
@@ -142,11 +144,17 @@ def _compute_parts() -> dict[str, ConsoleRenderable]:
         for name, forms in dispatch.held_forms(torch.device(device), torch.bfloat16).items()
         for form, groups in forms.items()
     ]
+    pools = [
+        (device, name, ", ".join(str(each).removeprefix("torch.") for each in dtypes))
+        for device in devices
+        for name, dtypes in dispatch.taken_kv(torch.device(device), torch.bfloat16).items()
+    ]
     moves = [(device, *_verdict(status)) for device in devices for status in transports.available(device)]
     return {
         "devices": table(("device", "what"), list(devices.items())),
         "attention": table(("device", "dtype", "back-end", "works", "why"), attention),
         "quantised weights": table(("device", "back-end", "form", "scales by"), held),
+        "KV pools": table(("device", "back-end", "in steps of bfloat16 takes"), pools),
         "transports": table(("KV pool on", "transport", "works", "why"), moves),
     }
 

@@ -14,9 +14,11 @@ from importlib.util import find_spec
 import torch
 
 from kernels import cpu, flash, triton
-from kernels.operations import Kernels
+from kernels.operations import Kernels, Rotation
 from kernels.quantized import QuantForm, zero_weight
-from tandem.errors import ConfigError
+from kernels.quantized_kv import LARGEST
+from tandem.errors import ConfigError, InternalError
+from tandem.kv_layout import SCALE_BYTES
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
@@ -90,6 +92,30 @@ def held_forms(device: torch.device, dtype: torch.dtype) -> dict[str, dict[Quant
             tried = {group: zero_weight(form, _TRIED_SHAPE, group or _TRIED_SHAPE[1], dtype) for group in TRIED_GROUPS}
             held.setdefault(entry.name, {})[form] = tuple(group for group, weight in tried.items() if keeps(weight))
     return held
+
+
+def taken_kv(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, ...]]:
+    """By usable set the dtypes of the KV pool that it takes in steps of `dtype`: it stores one token in each."""
+    sets = (entry for entry in _REGISTRY if entry.obstacle(device, dtype) is None)
+    return {
+        entry.name: tuple(each for each in (dtype, *LARGEST) if _stores(entry.load(), device, dtype, each))
+        for entry in sets
+    }
+
+
+def _stores(kernels: Kernels, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
+    block_size, head_dim = 16, 64
+    raw = torch.zeros(1, 2, 1, block_size * (head_dim + SCALE_BYTES), dtype=kv_dtype, device=device)
+    strides = (*raw.stride()[:-1], head_dim, 1)
+    kv_layer = raw.as_strided((1, 2, 1, block_size, head_dim), strides)  # [N, 2, Hkv, S, D], scales behind
+    angles = torch.zeros(1, head_dim // 2, device=device)
+    rotation = Rotation(angles.cos(), angles, torch.zeros(1, dtype=torch.int64, device=device))
+    qkv = torch.zeros(1, 3, head_dim, dtype=dtype, device=device)
+    try:
+        kernels.operations.rotate_and_store(qkv, rotation, None, kv_layer)
+    except InternalError:
+        return False
+    return True
 
 
 def watch_compilations(device: torch.device) -> None:

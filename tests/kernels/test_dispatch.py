@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.cpu import build, library
-from kernels.dispatch import available_backends, held_forms, select_kernels
+from kernels.dispatch import available_backends, held_forms, select_kernels, taken_kv
 from kernels.quantized import QuantForm
 from tandem.errors import ConfigError
 
@@ -84,6 +84,12 @@ def test_a_tier_that_cannot_run_is_refused_by_name(name, device, tier, message):
 def test_no_tier_can_be_forced_where_there_is_no_library(no_library):
     with pytest.raises(ConfigError, match="--cpu-tier: baseline cannot run on cpu: not built"):
         select_kernels("auto", CPU, torch.bfloat16, "baseline")
+
+
+def test_a_set_says_which_pools_it_stores_to():
+    found = taken_kv(CPU, torch.bfloat16)
+    assert {"reference", "cpu"} & set(found)
+    assert set(found.values()) == {(torch.bfloat16, torch.int8, torch.float8_e4m3fn)}
 
 
 def test_a_set_says_which_quantised_weights_it_holds():

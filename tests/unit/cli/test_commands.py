@@ -152,6 +152,7 @@ def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert "shm" in output
     assert "cores usable" in output
     assert "quantised weights" in output
+    assert "bfloat16, int8, float8_e4m3fn" in output
 
 
 def test_doctor_works_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
