@@ -260,6 +260,13 @@ class PrefixAt(StrEnum):
     NOWHERE = "nowhere"
 
 
+class MoveReason(StrEnum):
+    """Why a decode worker hands a running request over."""
+
+    DRAIN = "drain"
+    OVERLOAD = "overload"
+
+
 class PlacementReason(StrEnum):
     """Why a request's prompt is computed where it is."""
 

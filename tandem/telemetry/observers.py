@@ -22,7 +22,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import TandemError
-from tandem.types import FinishReason, GroupSpec, PlacementReason, PrefixAt, RequestId, SamplingParams, WorkerInfo
+from tandem.types import (
+    FinishReason,
+    GroupSpec,
+    MoveReason,
+    PlacementReason,
+    PrefixAt,
+    RequestId,
+    SamplingParams,
+    WorkerInfo,
+)
 
 
 @dataclass(frozen=True, slots=True)
