@@ -74,7 +74,7 @@ def test_elastic_workers_work_beside_static_ones(expected: Answers) -> None:
 
 @pytest.mark.timeout(240)
 def test_an_elastic_worker_killed_in_the_middle_changes_no_token() -> None:
-    requests = [{"token_ids": tuple(range(5, 65 + 40 * i)), "max_tokens": 140, "seed": i} for i in range(8)]
+    requests = [{"token_ids": tuple(range(5, 65 + 40 * i)), "max_tokens": 300, "seed": i} for i in range(8)]
     with serve("demo", "--roles", "auto", "--workers", "2", *SMALL) as cluster, Client(cluster.target) as client:
         client.wait_ready(timeout_s=READY_S)
         assert eventually(lambda: len(client.status().workers) == 2, READY_S)

@@ -166,7 +166,7 @@ def _dashboard_queries() -> list[str]:
     dashboard = json.loads((DEPLOY / "grafana" / "tandem.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     return [
-        query.replace("$__rate_interval", "1m").replace("$model", "demo")
+        query.replace("$__rate_interval", "1m").replace("$namespace", ".*").replace("$model", "demo")
         for query in queries
         if 'code!="OK"' not in query
     ]

@@ -165,7 +165,7 @@ def test_a_pool_too_small_for_all_groups_changes_no_token() -> None:
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_a_worker_killed_in_the_middle_changes_no_token(role: Role) -> None:
-    requests = [options(60 + 40 * i, 150, seed=100 * i) for i in range(6)]
+    requests = [options(60 + 40 * i, 400, seed=100 * i) for i in range(6)]
     pair = ("--prefill", "2", "--decode", "2")
     with serve("demo", *pair) as cluster, Client(cluster.target) as client:
         client.wait_ready(timeout_s=30)

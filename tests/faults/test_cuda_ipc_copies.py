@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from tandem.errors import TransferError
 from tandem.types import BlockId
 from tests.faults import kv_peer
 from tests.faults.kv_peer import FILL, PATIENCE_S, Peer, heard
-from tests.faults.test_kv_fault_matrix import FAILED, Listener, held
+from tests.faults.test_kv_fault_matrix import FAILED, SETTLED_WITHIN, Listener, held
 from tests.standins.build import obstacle
 from tests.standins.cuda import StandInCuda, fresh, standin
 from tests.transports import PRINTS, TestPool, make_pool
@@ -45,9 +46,10 @@ async def _push_one(pipe: Pipe, settings: dict[str, str]) -> None:
     error = ""
     try:
         await handoff.push(0, (BlockId(0),))
+        await handoff.commit(b"")
     except TransferError as failure:
         error = str(failure)
-    await handoff.abort()
+        await handoff.abort()
     pipe.send(("ended", error))
     await sender.stop()
     pipe.send(("stopped",))
@@ -59,7 +61,7 @@ def _run(pipe: Pipe, settings: dict[str, str]) -> None:
 
 
 class SendingPeer(Peer):
-    """A process whose driver has `settings`, and that pushes one block."""
+    """A process whose driver has `settings`, and that hands one block over."""
 
     def __init__(self, settings: dict[str, str]) -> None:
         self._pipe, theirs = kv_peer._CONTEXT.Pipe()
@@ -99,6 +101,10 @@ def cuda() -> Iterator[StandInCuda]:
     before = held()
     with fresh() as standin_cuda:
         yield standin_cuda
+    for _ in range(SETTLED_WITHIN):  # a thread that was joined is gone a moment later
+        if held() == before:
+            break
+        time.sleep(0.01)
     assert held() == before
 
 

@@ -40,7 +40,7 @@ async def test_what_it_starts_from_is_told(cluster: Any) -> None:
     await cluster.add_pair()
     await cluster.read_tokens(cluster.generate(*PROMPT, max_tokens=8))
     start = (await only_request(cluster)).start
-    assert (start.num_prompt_tokens, start.max_tokens, start.priority) == (2, 8, 0)
+    assert (start.num_prompt_tokens, start.sampling.max_tokens, start.priority) == (2, 8, 0)
     assert 0 <= start.age_s < 5
 
 
