@@ -39,9 +39,8 @@ from tandem.types import BlockId
 
 PIECE_BYTES = 8 * 1024 * 1024
 """Most payload of one WRITE (at least one block), so that several hand-offs share a connection fairly."""
-PIECES_AHEAD = 4
-"""Pieces of one hand-off that are placed at a time: its thread has the next ones at hand while a WRITE is on its way,
-however late the loop comes to announce it."""
+PIECES_AHEAD = 2
+"""Pieces of one hand-off that are placed at a time: its thread has the next one at hand while a WRITE is on its way."""
 
 T = TypeVar("T")
 

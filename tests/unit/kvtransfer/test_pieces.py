@@ -29,7 +29,6 @@ class _WatchedLane:
 
 async def test_the_next_piece_is_placed_before_the_one_at_hand_is_announced(paired, make_recorder, monkeypatch):
     monkeypatch.setattr("kvtransfer.handoff.PIECE_BYTES", 1)
-    monkeypatch.setattr("kvtransfer.handoff.PIECES_AHEAD", 2)
     async with paired("shm") as pair:
         listener = make_recorder()
         handoff = await pair.open(pair.offer(listener, (4, 5, 6)))
