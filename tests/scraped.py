@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -39,10 +40,19 @@ def expositions(client: Client) -> dict[Process, str]:
 
 def counted(exposition: str, name: str, **labels: str) -> float:
     """The one sample of this name and these labels."""
-    (found,) = [
-        sample.value
+    (found,) = _values(exposition, name, labels)
+    return found
+
+
+def total(exposition: str, name: str, **labels: str) -> float:
+    """The sum of the samples of this name that have these labels, of which there may be none."""
+    return sum(_values(exposition, name, labels))
+
+
+def _values(exposition: str, name: str, labels: Mapping[str, str]) -> list[float]:
+    return [
+        float(sample.value)
         for family in text_string_to_metric_families(exposition)
         for sample in family.samples
         if sample.name == name and labels.items() <= sample.labels.items()
     ]
-    return float(found)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.scripts import ROOT, load_script
 
 
 def client_files() -> list[Path]:
     """Modules of the distribution, as deploy/client/contents.py lists them."""
-    spec = importlib.util.spec_from_file_location("contents", ROOT / "deploy/client/contents.py")
-    assert spec is not None
-    assert spec.loader is not None
-    contents = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(contents)
+    contents = load_script("deploy/client/contents.py")
     files = sorted((ROOT / "tandem").rglob("*.py"))
     return [file for file in files if contents.is_for_clients(".".join(file.parent.relative_to(ROOT).parts), file.stem)]
 

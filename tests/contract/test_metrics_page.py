@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.scripts import ROOT, load_script
 
 
 @pytest.fixture
 def check() -> ModuleType:
     """The script that makes the page's tables."""
-    spec = importlib.util.spec_from_file_location("metrics_page", ROOT / ".ci/checks/metrics_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(".ci/checks/metrics_page.py")
 
 
 def test_the_tables_are_those_of_the_declarations(check: ModuleType) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -12,20 +11,15 @@ import pytest
 
 from tandem.config import ClientConfig, DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, ServeConfig
 from tandem.options import options_of
+from tests.scripts import load_script
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = (RouterConfig, PrefillConfig, DecodeConfig, ElasticConfig, ServeConfig, ClientConfig)
 
 
 @pytest.fixture
 def check() -> ModuleType:
     """The script that makes the page."""
-    spec = importlib.util.spec_from_file_location("options_page", ROOT / ".ci/checks/options_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(".ci/checks/options_page.py")
 
 
 def test_the_page_is_that_of_the_declarations(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

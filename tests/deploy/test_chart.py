@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -15,11 +14,12 @@ import yaml
 
 import tandem
 from tests.deploy.chart import CHART, rendered, values
-from tests.deploy.manifests import ROOT, Manifest, composed, of_kind
+from tests.deploy.manifests import Manifest, composed, of_kind
 from tests.deploy.pods import container, containers
 from tests.deploy.test_schemas import OLDEST, VERSIONS, check
 from tests.deploy.test_workloads import security_complaints
 from tests.programs import program
+from tests.scripts import load_script
 
 Identity = tuple[str, str]
 
@@ -139,12 +139,7 @@ def test_the_chart_is_of_this_version() -> None:
 @pytest.fixture
 def script() -> ModuleType:
     """What makes the templates."""
-    spec = importlib.util.spec_from_file_location("helm_chart", ROOT / ".ci/checks/helm_chart.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(".ci/checks/helm_chart.py")
 
 
 def test_a_template_that_is_not_the_base_s_is_noticed(

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
 
-from tests.deploy.manifests import DEPLOY, ROOT, Manifest, composed, matches, named, of_kind, overlay
+from tests.deploy.manifests import DEPLOY, Manifest, composed, matches, named, of_kind, overlay
 from tests.deploy.pods import containers
 from tests.programs import program
+from tests.scripts import load_script
 
 MONITORED = pytest.mark.parametrize("name", ["monitoring", "autoscale-hpa", "autoscale-keda"])
-
-
-def load_check() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prometheus_rule", ROOT / ".ci/checks/prometheus_rule.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @MONITORED
@@ -75,7 +65,7 @@ def test_the_rules_are_those_of_prometheus_alone() -> None:
 
 
 def test_stale_rules_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    check = load_check()
+    check = load_script(".ci/checks/prometheus_rule.py")
     monkeypatch.setattr(sys, "argv", ["prometheus_rule.py"])
     assert check.main() == 0
     stale = tmp_path / "deploy.yaml"

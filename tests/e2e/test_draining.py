@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import urllib.request
 from collections.abc import Callable, Iterator
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from bench.cluster import becomes_idle, eventually
 from bench.fleet import Fleet
@@ -16,6 +14,7 @@ from bench.ports import free_ports
 from tandem.client import AsyncClient, Client, GenerateOptions
 from tandem.telemetry import metric_names as names
 from tandem.types import Role
+from tests.scraped import fetch, total
 
 NUM_STREAMS = 6
 OUTPUT_TOKENS = 300
@@ -42,11 +41,8 @@ def options_of(stream: int) -> GenerateOptions:
 
 
 def counted(client: Client, name: str, **labels: str) -> float:
-    """Of the router's metrics."""
-    with urllib.request.urlopen(f"http://{client.status().admin_address}/metrics", timeout=10) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-    samples = (sample for family in families for sample in family.samples if sample.name == name)
-    return sum(each.value for each in samples if labels.items() <= each.labels.items())
+    """Of the router's metrics. Not of the others: one of them may stand still."""
+    return total(fetch(f"http://{client.status().admin_address}/metrics").decode(), name, **labels)
 
 
 def expected(client: Client) -> list[tuple[int, ...]]:

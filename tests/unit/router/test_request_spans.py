@@ -12,7 +12,6 @@ from tandem.telemetry.trace_context import traceparent_of
 from tandem.types import (
     Constraint,
     FinishReason,
-    Incarnation,
     Language,
     PlacementReason,
     PrefixAt,
@@ -23,6 +22,7 @@ from tandem.types import (
     WorkerInfo,
 )
 from tests.recorded_spans import RecordedSpans
+from tests.registering import INFO
 
 TRACE_ID, SPAN_ID = "a" * 32, "b" * 16
 START = RequestStart(RequestId("r1"), 7, SamplingParams(20, seed=5), 3, f"00-{TRACE_ID}-{SPAN_ID}-01", 0.01)
@@ -30,7 +30,7 @@ DONE = RequestEnd(12, 1.5, (FinishReason.STOP,))
 
 
 def worker(name: str, role: Role) -> WorkerInfo:
-    return WorkerInfo(WorkerId(name), Incarnation("i"), role, "", "m", "", "", "", (), 0, 64, 1, "cpu")
+    return replace(INFO, worker_id=WorkerId(name), role=role)
 
 
 PREFILL, DECODE = worker("p0", Role.PREFILL), worker("d0", Role.DECODE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,16 +17,15 @@ from tandem.telemetry.observers import RequestEnd, RequestObserver, RequestStart
 from tandem.telemetry.recent_latencies import RecentLatencies
 from tandem.types import (
     FinishReason,
-    Incarnation,
     PlacementReason,
     PrefixAt,
     RequestId,
     Role,
     SamplingParams,
-    WorkerId,
     WorkerInfo,
 )
 from tests.manual_clock import ManualClock
+from tests.registering import INFO
 
 NOT_OF_SEQUENCES = {Reason.TLS_FAILED, Reason.WORKER_ID_TAKEN, Reason.PREFIX_NOT_HELD}
 """Of which no worker says a word about a sequence, or for which no worker is at fault."""
@@ -35,7 +35,7 @@ MOVING = [each for each in Reason if rebuild_error(each, "").retryable and each 
 
 def worker(role: Role) -> WorkerInfo:
     """One that nothing is known of but its role."""
-    return WorkerInfo(WorkerId("w"), Incarnation("i"), role, "", "demo", "", "", "", (), 0, 1, 1, "cpu")
+    return replace(INFO, role=role)
 
 
 class Scene:
