@@ -52,16 +52,21 @@ def serve(model: str, *options: str) -> contextlib.AbstractContextManager[Cluste
     return run_command("serve", "--model", model, "--listen", "127.0.0.1:0", *fleet, *options)
 
 
-@contextlib.contextmanager
-def run_command(*arguments: str) -> Iterator[Cluster]:
-    """Any `tandem` command that says `ready HOST:PORT`. Raises RuntimeError with the log if it does not get ready."""
-    process = subprocess.Popen(
+def open_command(*arguments: str) -> subprocess.Popen[str]:
+    """Starts a `tandem` command with pipes for what it writes. End-to-end tests put another way in its place."""
+    return subprocess.Popen(
         [sys.executable, "-m", "cli.main", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         bufsize=1,
     )
+
+
+@contextlib.contextmanager
+def run_command(*arguments: str) -> Iterator[Cluster]:
+    """Any `tandem` command that says `ready HOST:PORT`. Raises RuntimeError with the log if it does not get ready."""
+    process = open_command(*arguments)
     assert process.stdout is not None
     assert process.stderr is not None
     log: list[str] = []

@@ -7,19 +7,37 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from bench.cluster import Cluster, becomes_idle, serve
+from bench import cluster
+from bench.cluster import Cluster, becomes_idle, open_command, serve
 from models.demo.text import Story, make_story
 from tandem.client import Client
 from tandem.telemetry.metric import Process
 from tandem.telemetry.metric_names import REQUESTS
+from tests.forked_commands import forking
 from tests.scraped import counted, expositions
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_commands() -> Iterator[None]:
+    """What `bench.cluster` starts is forked: nothing is imported once more."""
+    with forking() as fork, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "open_command", fork)
+        yield
+
+
+@pytest.fixture(scope="module")
+def real_commands(forked_commands: None) -> Iterator[None]:
+    """For files whose tests are about how processes start, with `usefixtures`: what they start is not forked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "open_command", open_command)
+        yield
 
 
 @pytest.fixture(scope="session")
 def demo_cluster() -> Iterator[Cluster]:
     """Router, one prefill and one decode worker on the demo model."""
-    with serve("demo", "--prefill", "1", "--decode", "1") as cluster:
-        yield cluster
+    with serve("demo", "--prefill", "1", "--decode", "1") as running:
+        yield running
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from bench.tiny_models import TINY_MODELS, save_tiny_model
 from tests.standins import cuda
 from tests.standins.build import built
 
+pytestmark = pytest.mark.usefixtures("real_commands")  # the stand-ins come by PYTHONPATH
+
 SITE = Path(cuda.__file__).parent / "site"
 ROOT = Path(cuda.__file__).parents[2]
 DELAY_US = "3000"

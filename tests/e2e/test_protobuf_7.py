@@ -15,6 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from bench.cluster import Cluster, serve
 from tandem.client import Client
 
+pytestmark = pytest.mark.usefixtures("real_commands")
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = Path(sys.prefix, "protobuf7")
 """Made by `make test`."""

@@ -6,10 +6,14 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from bench.cluster import Cluster, eventually, serve
 from bench.processes import children
 from tandem.client import Client
 from tandem.errors import TandemError
+
+pytestmark = pytest.mark.usefixtures("real_commands")
 
 REPLACED_WITHIN_S = 60.0
 

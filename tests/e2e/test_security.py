@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.cluster import Cluster, becomes_idle, eventually, run_command, serve
+from bench.processes import children
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.handshake import Hello
 from tandem.client import Client
@@ -109,20 +110,10 @@ def parent_of(pid: int) -> int:
 
 def router_ports(worker_pid: int) -> set[int]:
     """Of the router, a child of the same parent."""
-    parent = parent_of(worker_pid)
-    siblings = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    (router,) = [pid for pid in siblings if is_router(pid, parent)]
+    router = children(parent_of(worker_pid))["router"]
     ports = listening_ports(router)
     assert len(ports) == 2  # gRPC, admin
     return ports
-
-
-def is_router(pid: int, parent: int) -> bool:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return parent_of(pid) == parent and b"router" in command
-    except OSError:  # ended since
-        return False
 
 
 def caller_context(pki: Pki, identity: Identity | None = None) -> ssl.SSLContext:

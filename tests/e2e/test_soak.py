@@ -9,6 +9,8 @@ import pytest
 from bench.soak import setups, soak
 from bench.soak_round import Account
 
+pytestmark = pytest.mark.usefixtures("real_commands")
+
 MINUTES = len(setups()) / 2
 
 

@@ -16,6 +16,8 @@ from tandem.checkpoint import resolve_model
 from tandem.client import Client
 from tandem.errors import Unavailable
 
+pytestmark = pytest.mark.usefixtures("real_commands")
+
 LOADS_FOR_EVER = """
 import sys, threading
 from cli.main import main

@@ -15,6 +15,8 @@ from tandem.client import Client
 from tandem.errors import TandemError
 from tandem.types import Role
 
+pytestmark = pytest.mark.usefixtures("real_commands")
+
 REPLACED_WITHIN_S = 60.0
 
 
