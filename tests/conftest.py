@@ -9,8 +9,11 @@ import os
 # inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from kernels.cpu.library import obstacle
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read once, when anything imports triton: transformers does
@@ -21,6 +24,14 @@ settings.register_profile(
     "long", settings.get_profile("tandem"), max_examples=6000
 )  # `pytest --hypothesis-profile long`
 settings.load_profile("tandem")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without native kernels, Tandem works on torch alone, and their tests say why they do not run."""
+    native = [item for item in items if item.get_closest_marker("native")]
+    if native and not os.environ.get("REQUIRE_PROGRAMS") and (reason := obstacle()) is not None:
+        for item in native:
+            item.add_marker(pytest.mark.skip(reason=f"native CPU kernels: {reason}"))
 
 
 def pytest_collection_finish() -> None:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from kernels.attention import AttentionParams
 from kernels.cpu.attention import CpuAttention
-from kernels.cpu.library import Library, obstacle, usable_tiers
+from kernels.cpu.library import Library, usable_tiers
 from tandem.errors import InternalError
 from tests.kernels.oracle import LENS, QUANTIZED, Case
 
-pytestmark = pytest.mark.skipif(obstacle() is not None, reason=f"no native kernels: {obstacle()}")
+pytestmark = pytest.mark.native
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EDGES = [(1, 15), (1, 16), (17, 17), (0, 9), (16, 31), (1, 300)]

@@ -23,22 +23,26 @@ def elsewhere(monkeypatch, tmp_path):
     library._open.cache_clear()
 
 
+@pytest.mark.native
 def test_the_library_runs_here():
     assert cpu.obstacle(CPU, torch.bfloat16) is None
     assert usable_tiers()[0] == "baseline"
     assert Library().tier == usable_tiers()[-1]
 
 
+@pytest.mark.native
 def test_one_openmp_runtime_is_mapped_after_a_call():
     Library().bind("rms_norm_f32")
     assert len(openmp_runtimes()) == 1
 
 
+@pytest.mark.native
 def test_the_library_names_no_openmp_runtime_of_its_own():
     assert b"libgomp" not in build.LIBRARY.read_bytes()
     assert b"libomp" not in build.LIBRARY.read_bytes()
 
 
+@pytest.mark.native
 def test_threads_are_those_that_torch_set():
     before = torch.get_num_threads()
     try:
@@ -61,6 +65,7 @@ def test_a_file_that_is_no_library_is_an_obstacle(elsewhere):
     assert "cannot be opened" in cpu.obstacle(CPU, torch.float32)
 
 
+@pytest.mark.native
 def test_a_library_of_other_sources_is_an_obstacle(monkeypatch):
     monkeypatch.setattr(build, "source_hash", lambda: "of something newer")
     library._open.cache_clear()
@@ -77,6 +82,7 @@ def test_a_gpu_is_an_obstacle():
     assert cpu.obstacle(torch.device("cuda"), torch.bfloat16) is not None
 
 
+@pytest.mark.native
 def test_an_unknown_tier_or_function_raises_by_name():
     with pytest.raises(InternalError, match="tier avx9"):
         Library("avx9")

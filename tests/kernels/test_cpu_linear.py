@@ -13,6 +13,8 @@ from kernels.cpu.packed_memory import PackedMemory
 from tandem.errors import InternalError
 from tests.kernels.operations_oracle import TOLERANCES, silu_mul
 
+pytestmark = pytest.mark.native
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

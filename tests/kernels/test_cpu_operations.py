@@ -11,6 +11,8 @@ from tandem.errors import InternalError
 from tests.kernels import operations_oracle as oracle
 from tests.kernels.operations_oracle import TOLERANCES
 
+pytestmark = pytest.mark.native
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOKENS = (0, 1, 2, 15, 16, 17, 257)
 HEADS = [(1, 1), (2, 1), (9, 3), (8, 1), (16, 1)]

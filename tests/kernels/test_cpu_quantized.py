@@ -11,6 +11,8 @@ from kernels.quantized import QuantForm, QuantizedWeight, pack_int4
 from tandem.errors import InternalError
 from tests.kernels.operations_oracle import TOLERANCES, silu_mul
 
+pytestmark = pytest.mark.native
+
 _DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 _CASES = [
     # form, [out, in], group, has_offsets, scales exact in 16 bits

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import xxhash
 
-from kernels.cpu.library import Library, obstacle, usable_tiers
+from kernels.cpu.library import Library, usable_tiers
 from kernels.cpu.row_digest import MIN_ROW_BYTES, RowDigest
 from tandem.errors import InternalError
 
-pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+pytestmark = pytest.mark.native
 
 SIZES = (MIN_ROW_BYTES, 255, 256, 257, 1023, 1024, 1025, 1088, 1089, 2048, 4999, 16384, 300_001)
 """Around the stripes of 64 bytes, the 16 of them between two scramblings, and beyond what keeps the lock."""

@@ -9,6 +9,8 @@ from kernels.cpu.library import Library, usable_tiers
 from kernels.cpu.row_max import RowMax
 from tandem.errors import InternalError
 
+pytestmark = pytest.mark.native
+
 
 @pytest.fixture(params=usable_tiers(), scope="module")
 def row_max(request):

@@ -16,6 +16,8 @@ import torch
 from kernels.cpu.library import Library
 from kernels.cpu.row_max import RowMax
 
+pytestmark = pytest.mark.native
+
 MANY_THREADS = 48
 """More than any machine of ours has cores, so that some are always starved."""
 

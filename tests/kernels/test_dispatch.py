@@ -22,6 +22,7 @@ def no_library(monkeypatch, tmp_path):
     library._open.cache_clear()
 
 
+@pytest.mark.native
 def test_auto_takes_the_native_kernels_on_a_cpu():
     kernels = select_kernels("auto", CPU, torch.bfloat16)
     assert kernels.name == "cpu"
@@ -43,6 +44,7 @@ def test_auto_takes_the_reference_for_what_only_it_computes():
     assert select_kernels("auto", CPU, torch.float64).name == "reference"
 
 
+@pytest.mark.native
 def test_the_list_gives_each_backend_a_reason():
     backends = available_backends(CPU)
     assert [status.name for status in backends if status.usable] == ["cpu", "reference"]
@@ -76,6 +78,7 @@ def test_a_tier_can_be_forced(name):
         ("auto", "cuda", "baseline", "baseline cannot run on cuda: native code for the CPU only"),
     ],
 )
+@pytest.mark.native
 def test_a_tier_that_cannot_run_is_refused_by_name(name, device, tier, message):
     with pytest.raises(ConfigError, match=f"--cpu-tier: {message}"):
         select_kernels(name, torch.device(device), torch.bfloat16, tier)

@@ -69,6 +69,7 @@ def _team_members() -> int:
     return names.count("tandem-team\n")
 
 
+@pytest.mark.native
 async def test_native_steps_have_their_threads_to_themselves_and_end_them_with_the_engine(
     options: EngineOptions, make_seq: Callable[..., Sequence]
 ) -> None:

@@ -16,6 +16,8 @@ from models.loading import load_model
 from tandem.errors import InternalError
 from tandem.kv_layout import QuantDType
 
+pytestmark = pytest.mark.native
+
 CPU = torch.device("cpu")
 
 
