@@ -28,7 +28,7 @@ from typing import Final, TypeVar
 
 from kernels.cuda_driver import CudaDriver
 from kvtransfer.nccl_library import NcclError, NcclLibrary
-from kvtransfer.to_its_end import to_its_end
+from kvtransfer.to_its_end import thread_to_its_end
 from tandem.clock import Deadline, MonotonicClock
 from tandem.errors import PeerLost, TransferError
 
@@ -135,10 +135,9 @@ class Communicator:
         self._thread.shutdown(wait=False)
 
     async def closed(self) -> None:
-        """After `close`: returns once nothing is left of it and its thread, even if cancelled."""
+        """After `close`: returns once nothing is left of it and its thread; see `thread_to_its_end`."""
         if self._ending is not None:
-            await to_its_end(self._ending)
-        self._thread.shutdown()  # its last work is done
+            await thread_to_its_end(self._thread, self._ending)
 
     def _run(self, work: Callable[[], T]) -> asyncio.Future[T]:
         started = asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvtransfer.local_pool import LocalPool
-from kvtransfer.to_its_end import to_its_end
+from kvtransfer.to_its_end import thread_to_its_end
 from tandem.config import keep_ucx_off_other_processes
 from tandem.errors import InternalError, PeerLost, TransferError
 
@@ -122,9 +122,8 @@ class Agent:
         return self.ending
 
     async def ended(self) -> None:
-        """After `end`: returns once nothing is left of the agent and its thread, even if cancelled."""
-        await to_its_end(self.end())
-        self._thread.shutdown()  # its last work is done
+        """After `end`: returns once nothing is left of the agent and its thread; see `thread_to_its_end`."""
+        await thread_to_its_end(self._thread, self.end())
 
     def open(self) -> bytes:
         """Registers the blocks. Returns what a peer needs to write there."""

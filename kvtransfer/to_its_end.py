@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+THREAD_ENDS_WITHIN_S = 15.0
+"""Longer than any deadline that a lane's own work has."""
+
+_log = logging.getLogger(__name__)
 
 
 async def to_its_end(work: asyncio.Future[Any], hurry: Callable[[], None] | None = None) -> None:
@@ -22,3 +29,17 @@ async def to_its_end(work: asyncio.Future[Any], hurry: Callable[[], None] | None
                 hurry()
     if cancelled:
         raise asyncio.CancelledError
+
+
+async def thread_to_its_end(thread: ThreadPoolExecutor, last: asyncio.Future[Any]) -> None:
+    """Joins a thread whose last work is `last`, even if cancelled. One that hangs longer is logged and left.
+
+    Nothing is proven of a thread that was left: what it may still touch is not to be freed.
+    """
+    try:
+        await to_its_end(asyncio.ensure_future(asyncio.wait({last}, timeout=THREAD_ENDS_WITHIN_S)))
+    finally:
+        if last.done():
+            thread.shutdown()
+        else:
+            _log.error("a thread of a kv connection did not end within %g s and is left behind", THREAD_ENDS_WITHIN_S)

@@ -91,7 +91,10 @@ class Lane(Speaker, Protocol):
         """Releases everything that is the peer's; nothing of this lane may be running. Idempotent, never waits."""
 
     async def closed(self) -> None:
-        """After `close`: returns once what it left to a thread has ended too, even if cancelled. Never raises else."""
+        """After `close`: returns once what it left to a thread has ended too, even if cancelled. Never raises else.
+
+        A thread that hangs is left after `to_its_end.THREAD_ENDS_WITHIN_S`, so that no worker stands still with it.
+        """
 
 
 class SendingLane(Lane, Protocol):

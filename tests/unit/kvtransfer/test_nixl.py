@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kernels.digest import MIX64
-from kvtransfer import nixl_agent
+from kvtransfer import nixl_agent, to_its_end
 from kvtransfer.base import BlockRef, DeviceMemory, PoolMemory
 from kvtransfer.connection import Connection
 from kvtransfer.frame import Frame, FrameType
@@ -117,6 +117,35 @@ async def test_an_agent_whose_write_stood_still_leaves_no_descriptor(
         assert num_descriptors() == before
     finally:
         gc.enable()
+
+
+@needs_nixl
+async def test_a_connection_whose_agent_hangs_is_closed_and_its_blocks_stay_in_quarantine(
+    paired: Any, make_recorder: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(to_its_end, "THREAD_ENDS_WITHIN_S", 0.05)
+    hangs, listener = threading.Event(), make_recorder()
+    drop = Agent.drop
+
+    def hanging(self: Agent) -> None:
+        hangs.wait(PATIENCE_S)
+        drop(self)
+
+    try:
+        async with paired("nixl") as pair:
+            handoff = await pair.open(pair.offer(listener, TARGETS))
+            await handoff.push(0, SOURCES)
+            monkeypatch.setattr(Agent, "drop", hanging)
+            for session in tuple(pair.receiver._sessions.values()):
+                session._connection._break(PeerLost("cut"))  # no BYE: only the agent's end would prove anything
+            async with asyncio.timeout(PATIENCE_S / 2):  # longer would be the hanging thread
+                await pair.sender.stop()
+                await pair.receiver.stop()
+        assert caplog.text.count("did not end within 0.05 s") == 2
+        assert listener.calls == ["receiving", "failed"]
+    finally:
+        hangs.set()
+    await until(lambda: kv_threads() == 0)
 
 
 @needs_nixl
