@@ -5,9 +5,10 @@ of a worker whose pool is too small for them (`pressure`).
        └──begin──▶ suspended: no new step ──steps in flight have ended──▶ its blocks are pushed ──▶ committed: gone
                                                                       └──▶ failed: its router is told, and replays it
 
-Only what a hand-off can carry may leave: one choice, no beam, its prompt computed, all its KV here. The blocks that
-are pushed hold what the other worker asked for; the tokens behind that go with the commit, and their KV is computed
-there. Tokens of steps that were in flight are told as ever, before the end of the hand-off is.
+Only what a hand-off can carry may leave: no beams, all KV here. The blocks that are pushed hold what the other worker
+asked for: of one choice the prompt and what is known of its completion, of several the prompt alone, once. The tokens
+behind what is known go with the commit; their KV, and that of several choices' completions, is computed there. Tokens
+of steps that were in flight are told as ever, before the end of the hand-off is.
 
 The request stays in the batch, and holds its blocks, until the owner ends it. The worker stays until the router has
 released what it handed over: a worker that left sooner could take the last word on it, HandoffDone, with it.
@@ -20,18 +21,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from decode_worker.pressure import Pressure
 from decode_worker.running_batch import RunningBatch
 from engine.prefix_cache import PrefixCache
-from engine.sequence import Sequence
 from kvtransfer.base import Sender, TransferReport
 from tandem.errors import InvalidRequest, Reason, TandemError, Unavailable
 from tandem.first_tokens import FirstTokens, NextTokens, encode_first_tokens
 from tandem.types import Handle, MoveReason
 from worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
-from worker.ports import RouterPort
+from worker.ports import Destination, RouterPort
 from worker.request import Request
 
 _POLICY = OutgoingPolicy(overlap=False)
@@ -39,15 +38,6 @@ OFFER_S = 5.0
 """From one offer of an overloaded worker to the next."""
 STAY_S = 60.0
 """For which a request that was handed over to here is not offered again because of overload."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What the other decode worker asked for."""
-
-    num_output_tokens: int
-    ticket: bytes
-    kv_endpoint: bytes
 
 
 class HandOvers:
@@ -78,7 +68,7 @@ class HandOvers:
         """From when on an overloaded worker may offer one."""
         self._stay_until_s: dict[Request, float] = {}
         """Those that were handed over to here."""
-        self._suspended: dict[Request, _Wanted] = {}
+        self._suspended: dict[Request, Destination] = {}
         """Who waits for the end of their steps."""
         self._transfers: dict[Request, OutgoingTransfer] = {}
         """Those under way, and of ended requests such whose blocks the sender still uses."""
@@ -129,25 +119,30 @@ class HandOvers:
         self._told.add(request)
         request.router.leaving(request.handle)
 
-    def begin(self, request: Request, num_output_tokens: int, ticket: bytes, kv_endpoint: bytes) -> None:
+    def begin(self, request: Request, to: Destination) -> None:
         """Suspends it; the rest follows. A no-op if it is suspended already.
 
-        Raises Unavailable if it cannot leave, InvalidRequest if there is no token behind `num_output_tokens`.
+        Raises Unavailable if it cannot leave, InvalidRequest if there is no such choice, or no token of one behind what
+        is known there.
         """
         if request in self._suspended or request in self._transfers:
             return
         if not self._may_leave(request):
             raise Unavailable("its KV is not here: it goes on elsewhere from its tokens", Reason.DRAINING)
-        if num_output_tokens >= _sequence(request).num_output_tokens:
+        going = [each for each in request.group.sequences if each.index in to.choices]
+        if not going or len(going) < len(to.choices):
+            raise InvalidRequest("hand_over.choices", "they are not choices of this request")
+        if any(to.num_output_tokens >= each.num_output_tokens for each in going):
             raise InvalidRequest("hand_over.output_tokens", "there is no token behind them")
         self._batch.suspend(request)
-        self._suspended[request] = _Wanted(num_output_tokens, ticket, kv_endpoint)
+        self._suspended[request] = to
         self.steps_ended()
 
     def steps_ended(self) -> None:
         """Steps may have: those that no step in flight computes any more are pushed."""
-        for request in [each for each in self._suspended if not _sequence(each).num_pending_tokens]:
-            self._push(request, self._suspended.pop(request))
+        for request in tuple(self._suspended):
+            if not any(each.num_pending_tokens for each in request.group.running):
+                self._push(request, self._suspended.pop(request))
 
     def released(self, router: RouterPort, handle: Handle | None = None) -> None:
         """The router knows what became of it; None = of all its requests, or it is gone. Idempotent."""
@@ -165,29 +160,30 @@ class HandOvers:
             self._transfers[request].abort()
 
     def _may_leave(self, request: Request) -> bool:
-        """Whether all KV but its last token's is here, or comes with the steps in flight."""
+        """Whether all KV but that of each choice's last token is here, or comes with the steps in flight."""
         group = request.group
-        if self._sender is None or request not in self._batch:
+        if self._sender is None or request not in self._batch or request.spec.sampling.beam_width:
             return False
-        if len(group.sequences) > 1 or request.spec.sampling.beam_width:
-            return False
-        seq = group.sequences[0]
-        return group.is_forked and not seq.is_finished and seq.num_remaining_tokens == 1
+        return (
+            group.is_forked and not group.is_finished and all(each.num_remaining_tokens == 1 for each in group.running)
+        )
 
-    def _push(self, request: Request, wanted: _Wanted) -> None:
+    def _push(self, request: Request, to: Destination) -> None:
         """INVARIANT: nothing writes into its blocks from here on: it is in no step (test_hand_overs)."""
-        seq = _sequence(request)
-        num_tokens = request.spec.num_prompt_tokens + wanted.num_output_tokens
+        going = [each for each in request.group.sequences if each.index in to.choices]
+        bearer = next((each for each in going if not each.is_finished), None)
+        num_tokens = request.spec.num_prompt_tokens + (to.num_output_tokens if len(going) == 1 else 0)
         num_blocks = -(-num_tokens // self._cache.pool.block_size)
-        if self._cache.num_loaded(seq.block_table[:num_blocks]) < num_blocks:
+        if bearer is None or self._cache.num_loaded(bearer.block_table[:num_blocks]) < num_blocks:
             self._end(request, Unavailable("its KV is not in place", Reason.DRAINING))
             return
+        tokens = NextTokens({each.index: each.output_token_ids[to.num_output_tokens :] for each in going})
         assert self._sender is not None  # else nothing may leave
         transfer = OutgoingTransfer(request, self._sender, self._cache.pool, _POLICY, self)
         self._transfers[request] = transfer
         transfer.start()
-        transfer.grant(wanted.ticket, wanted.kv_endpoint)
-        transfer.finish(num_blocks, encode_first_tokens(NextTokens(seq.output_token_ids[wanted.num_output_tokens :])))
+        transfer.grant(to.ticket, to.kv_endpoint)
+        transfer.finish(num_blocks, encode_first_tokens(tokens), bearer)
 
     # --- from transfers (OutgoingOwner) ---
 
@@ -211,8 +207,3 @@ class HandOvers:
         if self._transfers[request].has_ended:
             del self._transfers[request]
         self._on_returned()
-
-
-def _sequence(request: Request) -> Sequence:
-    (sequence,) = request.group.sequences
-    return sequence

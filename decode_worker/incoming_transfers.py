@@ -210,8 +210,8 @@ class IncomingTransfer:
             self._all.owner.blocks_freed()
 
     def _first_tokens(self, payload: bytes) -> FirstTokens:
-        """Raises FrameError unless it brings one token of the vocabulary for each choice that is due, all that a single
-        one has, or candidates.
+        """Raises FrameError unless it brings one token of the vocabulary for each choice that is due, the next ones of
+        every choice, or candidates.
         """
         first = decode_first_tokens(payload)
         is_search = self._request.spec.sampling.beam_width > 0
@@ -219,9 +219,7 @@ class IncomingTransfer:
             raise FrameError(f"first {'tokens' if is_search else 'candidates'}, which are not what is due")
         highest: int
         if isinstance(first, NextTokens):
-            if len(self._request.spec.choices) > 1:
-                raise FrameError("tokens of a single choice, where several are due")
-            highest = max(first.token_ids)
+            highest = max(map(max, self._request.group.unknown_tokens(first).values()))
         elif isinstance(first, Mapping):
             due = {choice.index for choice in self._request.group.prefix.drawers}
             if first.keys() != due:

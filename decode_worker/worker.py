@@ -45,7 +45,7 @@ from tandem.telemetry.logging import get_logger
 from tandem.telemetry.trace_context import trace_id_of
 from tandem.types import BlockId, GroupSpec, Handle, WaitReason, WorkerLoad
 from worker.constraints import begin_guides
-from worker.ports import RouterPort
+from worker.ports import Destination, RouterPort
 from worker.request import Request
 from worker.ticker import ticking
 from worker.waits import REPORT_S, Wait, report_waits
@@ -177,14 +177,12 @@ class DecodeWorker:
         if request is not None and request.for_another:
             self._prompts.grant(request, ticket, kv_endpoint)
 
-    def hand_over(
-        self, session: RouterPort, handle: Handle, num_output_tokens: int, ticket: bytes, kv_endpoint: bytes
-    ) -> None:
+    def hand_over(self, session: RouterPort, handle: Handle, to: Destination) -> None:
         """Gives a running request to another decode worker; where that cannot be, it fails, to be replayed."""
         request = self._requests.get((session, handle))
         if request is not None:
             try:
-                self._hand_overs.begin(request, num_output_tokens, ticket, kv_endpoint)
+                self._hand_overs.begin(request, to)
             except TandemError as error:
                 self._end(request, error)
 

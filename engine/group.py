@@ -22,9 +22,9 @@ from engine.prefix_cache import PrefixCache
 from engine.prompt_scores import PromptScores
 from engine.sequence import BlockTable, Sequence, new_token_array
 from engine.step import BlockCopy
-from tandem.errors import InternalError
+from tandem.errors import FrameError, InternalError
 from tandem.first_tokens import FirstTokens, NextTokens
-from tandem.types import BlockId, GroupSpec
+from tandem.types import BlockId, GroupSpec, TokenId
 
 
 class Group:
@@ -178,24 +178,43 @@ class Group:
 
     def land(self, blocks: SequenceOf[BlockId], first_tokens: FirstTokens, pool: BlockPool) -> None:
         """Takes over blocks into which the rest of the prefix's KV was received, with the first token of each choice
-        that is not resumed among others, or all that a single one has; then forks.
+        that is not resumed among others, or with the next ones of every choice that ran elsewhere; then forks.
 
         Raises InternalError if a token is missing or not asked for; nothing has been taken over then.
         """
-        due = {each.index for each in self.prefix.drawers}
-        if isinstance(first_tokens, NextTokens) and self._alone:
-            next_tokens = {self.prefix.index: first_tokens.token_ids}
-        elif isinstance(first_tokens, Mapping) and set(first_tokens) == due:
+        ran_elsewhere = isinstance(first_tokens, NextTokens)
+        takers = self.sequences if ran_elsewhere else self.prefix.drawers
+        if isinstance(first_tokens, NextTokens):
+            next_tokens = self.unknown_tokens(first_tokens)
+        elif isinstance(first_tokens, Mapping):
             next_tokens = {index: (token_id,) for index, token_id in first_tokens.items()}
         else:
-            raise InternalError(f"not the first tokens of choices {sorted(due)}")
+            next_tokens = {}
+        if next_tokens.keys() != {each.index for each in takers}:
+            raise InternalError(f"not the tokens of choices {sorted(each.index for each in takers)}")
         self.prompt_scores = self.prefix.prompt_scores = None  # told by whoever computed the prompt
         self.prefix.add_blocks(blocks)
         self.prefix.advance(self.prefix.num_remaining_tokens)
-        for each in self.prefix.drawers:
+        for each in takers:
             for token_id in next_tokens[each.index]:
                 each.append_token(token_id)
         self.fork(pool)
+
+    def unknown_tokens(self, told: NextTokens) -> dict[int, tuple[TokenId, ...]]:
+        """Per choice, what it does not know of the tokens that choices which ran elsewhere have.
+
+        Raises FrameError if these are not those of all choices, contradict what is known, or bring one nothing.
+        """
+        if told.by_choice.keys() != {each.index for each in self.sequences}:
+            raise FrameError(f"tokens of choices {sorted(told.by_choice)}, not of all that are due")
+        num_before = min(each.num_output_tokens for each in self.sequences)
+        unknown = {}
+        for each in self.sequences:
+            known, tokens = each.output_token_ids[num_before:], told.by_choice[each.index]
+            if tokens[: len(known)] != known or len(tokens) == len(known):
+                raise FrameError(f"tokens of choice {each.index} that do not go on from those that are known")
+            unknown[each.index] = tokens[len(known) :]
+        return unknown
 
     def fork(self, pool: BlockPool) -> None:
         """The prefix is computed: its blocks become those of every choice that has not finished."""

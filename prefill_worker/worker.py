@@ -36,7 +36,7 @@ from tandem.types import GroupSpec, Handle, WaitReason, WorkerLoad
 from tandem.validation import Validator
 from worker.constraints import begin_guides
 from worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
-from worker.ports import RouterPort, StepEngine
+from worker.ports import Destination, RouterPort, StepEngine
 from worker.request import Request
 from worker.ticker import ticking
 from worker.waits import REPORT_S, Wait, report_waits
@@ -129,9 +129,7 @@ class PrefillWorker:
         if request is not None:
             self._transfers[request].grant(ticket, kv_endpoint)
 
-    def hand_over(
-        self, session: RouterPort, handle: Handle, num_output_tokens: int, ticket: bytes, kv_endpoint: bytes
-    ) -> None:
+    def hand_over(self, session: RouterPort, handle: Handle, to: Destination) -> None:
         """Refuses, which ends the stream: what this worker holds, it hands over by `grant`."""
         raise InvalidRequest("hand_over", "this is a prefill worker")
 

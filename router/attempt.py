@@ -117,10 +117,10 @@ class Attempt:
 
     @property
     def leaves(self) -> bool:
-        """Whether its decode worker would hand the request over now, with the KV of all but its last token."""
-        is_single = len(self._group.choices) == 1 and not self._delivery.finished
-        has_token = is_single and self._delivery.num_tokens_of(self._group.choices[0].index) > 0
-        return self._offered and has_token and not self._prefill_is_open and self._error is None
+        """Whether its decode worker would hand the request over now, each choice with a token at least."""
+        if not self._offered or self._prefill_is_open or self._error is not None or self._delivery.finished:
+            return False
+        return all(each.output_token_ids for each in self._delivery.open_choices)
 
     async def _raising_cause(self, walk: Awaitable[None]) -> None:
         try:
@@ -174,7 +174,9 @@ class Attempt:
         source._decode = _Leg(leg.info, self._workers)
         source.release()
         self._started = self._computed = True
-        self._awaited = dict.fromkeys(self._awaited, sys.maxsize)  # more may follow until it says HandoffDone
+        self._awaited = {
+            each.index: sys.maxsize for each in self._group.choices
+        }  # more may follow until it says HandoffDone
         if leg.handle is None or leg.link is None or not leg.link.listen(leg.handle, self):
             self.failed(leg.info, Unavailable(f"worker {leg.info.worker_id} was lost", Reason.WORKER_LOST))
 
@@ -273,8 +275,7 @@ class Attempt:
                 self._prefill.link.grant(self._prefill.handle, ticket, kv_endpoint)
             else:
                 self._moves = True
-                num_output_tokens = len(self._group.choices[0].output_token_ids)
-                self._prefill.link.hand_over(self._prefill.handle, num_output_tokens, ticket, kv_endpoint)
+                self._prefill.link.hand_over(self._prefill.handle, self._group.choices, ticket, kv_endpoint)
         self._hear(sender, wake=True)
 
     def prompt_logprobs(self, sender: WorkerInfo, offset: int, logprobs: Sequence[TokenLogprobs]) -> None:

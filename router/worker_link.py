@@ -134,14 +134,20 @@ class WorkerLink:
             grant = worker_pb2.Grant(handle=handle, ticket=ticket, kv_endpoint=kv_endpoint)
             self._enqueue(worker_pb2.ConnectRequest(grant=grant))
 
-    def hand_over(self, handle: Handle, num_output_tokens: int, ticket: bytes, kv_endpoint: bytes) -> None:
+    def hand_over(
+        self, handle: Handle, choices: Sequence[worker_pb2.GroupChoice], ticket: bytes, kv_endpoint: bytes
+    ) -> None:
         """Tells a decode worker where the KV of a running request goes. A no-op if the request has ended there.
 
-        The other worker expects that of the prompt and `num_output_tokens` of the completion.
+        `choices` are those that go, as the other worker knows them.
         """
         if handle in self._listeners:
             hand_over = worker_pb2.HandOver(
-                handle=handle, output_tokens=num_output_tokens, ticket=ticket, kv_endpoint=kv_endpoint
+                handle=handle,
+                choices=[each.index for each in choices],
+                output_tokens=min(len(each.output_token_ids) for each in choices),
+                ticket=ticket,
+                kv_endpoint=kv_endpoint,
             )
             self._enqueue(worker_pb2.ConnectRequest(hand_over=hand_over))
 

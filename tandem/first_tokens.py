@@ -3,13 +3,13 @@
     version u8 = 3 · kind u8 · count u16 · entries, big-endian
         kind 0   count × (choice index u16 · token id u32)     the first token of each choice that has one
         kind 1   count × (token id u32 · log-probability f32)  the candidates of a beam search, best first
-        kind 2   count × (token id u32)                        the tokens that a choice has behind what was handed over
+        kind 3   count × (choice index u16 · token id u32)     the next tokens of each choice, in its order
 
-Written by the prefill worker (kind 2 by a decode worker that hands over what it runs), read by the decode worker,
-opaque to everything between. A choice that
-is resumed among others is not named: its tokens are known, and their KV is computed where it decodes.
+Written by the prefill worker (kind 3 by a decode worker that hands over what it runs), read by the decode worker,
+opaque to everything between. Kind 0 does not name a choice that
+is resumed among others: its tokens are known, and their KV is computed where it decodes.
 Candidates cost a few bytes each, so that no token of the prompt is computed twice.
-Version 2 had no kinds; version 1 was the four bytes of one token id.
+Kind 2 was kind 3 without an index. Version 2 had no kinds; version 1 was the four bytes of one token id.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from tandem.types import Candidates, TokenId
 
 @dataclass(frozen=True, slots=True)
 class NextTokens:
-    """What the one choice of a running request has behind the tokens whose KV is handed over; at least one."""
+    """What each choice of a running request has behind the fewest tokens that the reader knows of any; at least one."""
 
-    token_ids: tuple[TokenId, ...]
+    by_choice: Mapping[int, tuple[TokenId, ...]]
 
 
 FirstTokens: TypeAlias = Mapping[int, TokenId] | Candidates | NextTokens
-"""Tokens by choice index, the first candidates of a beam search, or the tokens of a choice that ran elsewhere."""
+"""Tokens by choice index, the first candidates of a beam search, or the tokens of choices that ran elsewhere."""
 
 FIRST_TOKENS_VERSION = 3
-_TOKENS, _CANDIDATES, _NEXT = 0, 1, 2
+_TOKENS, _CANDIDATES, _NEXT = 0, 1, 3
 _HEAD = struct.Struct("!BBH")
-_ENTRIES = {_TOKENS: struct.Struct("!HI"), _CANDIDATES: struct.Struct("!If"), _NEXT: struct.Struct("!I")}
+_ENTRIES = {_TOKENS: struct.Struct("!HI"), _CANDIDATES: struct.Struct("!If"), _NEXT: struct.Struct("!HI")}
 
 
 def encode_first_tokens(first: FirstTokens) -> bytes:
@@ -45,7 +45,7 @@ def encode_first_tokens(first: FirstTokens) -> bytes:
     kind: int
     entries: Iterable[tuple[float, ...]]
     if isinstance(first, NextTokens):
-        kind, entries = _NEXT, [(token_id,) for token_id in first.token_ids]
+        kind, entries = _NEXT, [(index, each) for index, ids in first.by_choice.items() for each in ids]
     else:
         kind, entries = (_TOKENS, first.items()) if isinstance(first, Mapping) else (_CANDIDATES, first)
     try:
@@ -75,7 +75,10 @@ def decode_first_tokens(payload: bytes) -> FirstTokens:
     if kind == _NEXT:
         if not entries:
             raise FrameError("no next token")
-        return NextTokens(tuple(token_id for (token_id,) in entries))
+        by_choice: dict[int, list[TokenId]] = {}
+        for index, token_id in entries:
+            by_choice.setdefault(index, []).append(token_id)
+        return NextTokens({index: tuple(token_ids) for index, token_ids in by_choice.items()})
     if len({first for first, _ in entries}) != count:
         raise FrameError("first-token payload names a choice or a token twice")
     return dict(entries) if kind == _TOKENS else _checked(entries)

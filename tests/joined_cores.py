@@ -52,7 +52,7 @@ from tests.manual_clock import ManualClock
 from tests.registering import INFO
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine
 from worker.outgoing_transfer import OutgoingPolicy
-from worker.ports import RouterPort
+from worker.ports import Destination, RouterPort
 
 BLOCK_SIZE = 4
 SILENCE_S = 0.01
@@ -180,8 +180,12 @@ class CoreLink(RouterPort):
     def grant(self, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
         self._core.grant(self, handle, ticket, kv_endpoint)
 
-    def hand_over(self, handle: Handle, num_output_tokens: int, ticket: bytes, kv_endpoint: bytes) -> None:
-        self._core.hand_over(self, handle, num_output_tokens, ticket, kv_endpoint)
+    def hand_over(
+        self, handle: Handle, choices: Sequence[worker_pb2.GroupChoice], ticket: bytes, kv_endpoint: bytes
+    ) -> None:
+        num_known = min(len(each.output_token_ids) for each in choices)
+        to = Destination(frozenset(each.index for each in choices), num_known, ticket, kv_endpoint)
+        self._core.hand_over(self, handle, to)
 
     def listen(self, handle: Handle, listener: GroupListener) -> bool:
         if handle not in self._listeners:

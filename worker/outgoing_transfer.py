@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.block_pool import BlockPool
+from engine.sequence import Sequence
 from kvtransfer.base import Handoff, Sender, TransferReport
 from tandem.errors import InternalError, TandemError
 from tandem.types import BlockId
@@ -104,12 +105,15 @@ class OutgoingTransfer:
         Does nothing after the transfer has ended.
         """
         if self._policy.overlap and self._takes_blocks():
-            self._lend_up_to(num_finished)
+            self._lend_up_to(num_finished, self._request.group.prefix)
 
-    def finish(self, num_blocks: int, payload: bytes) -> None:
-        """Lends the rest of its first `num_blocks` blocks; commits with `payload` once all are pushed."""
+    def finish(self, num_blocks: int, payload: bytes, of_choice: Sequence | None = None) -> None:
+        """Lends the rest of its first `num_blocks` blocks, of the prefix or of a choice that runs by itself.
+
+        Commits with `payload` once all are pushed.
+        """
         if self._takes_blocks():
-            self._lend_up_to(num_blocks)
+            self._lend_up_to(num_blocks, of_choice or self._request.group.prefix)
             self._payload = payload
             self._work.set()
 
@@ -124,8 +128,8 @@ class OutgoingTransfer:
     def _takes_blocks(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    def _lend_up_to(self, num_finished: int) -> None:
-        blocks = self._request.group.prefix.block_table[self._num_pushed + len(self._lent) : num_finished]
+    def _lend_up_to(self, num_finished: int, sequence: Sequence) -> None:
+        blocks = sequence.block_table[self._num_pushed + len(self._lent) : num_finished]
         if blocks:
             self._pool.retain(blocks)
             self._lent.extend(blocks)

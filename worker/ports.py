@@ -18,6 +18,19 @@ from tandem.errors import TandemError
 from tandem.types import FinishReason, GroupSpec, Handle, TokenId, TokenLogprobs, WaitReason, WorkerLoad
 
 
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a running request goes on, and what is known of it there."""
+
+    choices: frozenset[int]
+    """Indices of those that go."""
+    num_output_tokens: int
+    """Tokens of the completion that are known there; of several choices, of the one with the fewest. The KV of the
+    prompt is expected, and theirs too where one choice goes."""
+    ticket: bytes
+    kv_endpoint: bytes
+
+
 @dataclass(slots=True)
 class TokenColumns:
     """One token of each of several choices, which none of them ends with and of which nothing else is to be told: a row
@@ -137,12 +150,10 @@ class WorkerCore(Protocol):
     def grant(self, session: RouterPort, handle: Handle, ticket: bytes, kv_endpoint: bytes) -> None:
         """Prefill worker: where its KV goes, both as minted by the decode worker. A no-op for an unknown handle."""
 
-    def hand_over(
-        self, session: RouterPort, handle: Handle, num_output_tokens: int, ticket: bytes, kv_endpoint: bytes
-    ) -> None:
-        """Decode worker: gives a running request to another one, as minted by that; a no-op for an unknown handle.
+    def hand_over(self, session: RouterPort, handle: Handle, to: Destination) -> None:
+        """Decode worker: gives a running request to another one; a no-op for an unknown handle.
 
-        The other one expects the KV of the prompt and of `num_output_tokens`, which are fewer than have been told.
+        Of each choice fewer tokens are known there than have been told.
         """
 
     def release(self, session: RouterPort, handle: Handle) -> None:

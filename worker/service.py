@@ -20,7 +20,7 @@ from tandem.token_ids import TokenIds
 from tandem.types import GroupSpec, Handle, Incarnation
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from worker.cache_reports import CacheReports
-from worker.ports import WorkerCore
+from worker.ports import Destination, WorkerCore
 from worker.router_session import RouterSession
 
 _log = get_logger(__name__)
@@ -99,9 +99,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     self._core.grant(session, Handle(grant.handle), grant.ticket, grant.kv_endpoint)
                 case "hand_over":
                     over = request.hand_over
-                    self._core.hand_over(
-                        session, Handle(over.handle), over.output_tokens, over.ticket, over.kv_endpoint
-                    )
+                    to = Destination(frozenset(over.choices), over.output_tokens, over.ticket, over.kv_endpoint)
+                    self._core.hand_over(session, Handle(over.handle), to)
                 case "release":
                     handle = Handle(request.release.handle)
                     session.close_handle(handle)

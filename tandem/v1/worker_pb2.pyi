@@ -153,16 +153,18 @@ class Grant(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., ticket: _Optional[bytes] = ..., kv_endpoint: _Optional[bytes] = ...) -> None: ...
 
 class HandOver(_message.Message):
-    __slots__ = ("handle", "output_tokens", "ticket", "kv_endpoint")
+    __slots__ = ("handle", "output_tokens", "ticket", "kv_endpoint", "choices")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     KV_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
     handle: int
     output_tokens: int
     ticket: bytes
     kv_endpoint: bytes
-    def __init__(self, handle: _Optional[int] = ..., output_tokens: _Optional[int] = ..., ticket: _Optional[bytes] = ..., kv_endpoint: _Optional[bytes] = ...) -> None: ...
+    choices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handle: _Optional[int] = ..., output_tokens: _Optional[int] = ..., ticket: _Optional[bytes] = ..., kv_endpoint: _Optional[bytes] = ..., choices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("handle",)

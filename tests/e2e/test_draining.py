@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import pytest
 
@@ -32,11 +33,16 @@ def fleet() -> Iterator[Fleet]:
 
 
 def options_of(stream: int) -> GenerateOptions:
-    """Half of them are sampled; each has a prompt of its own."""
+    """Half of them are sampled, one has several choices; each has a prompt of its own."""
     prompt = [4 + (stream * 97 + i * 13) % 500 for i in range(100)]
     temperature = 0.9 if stream % 2 else 0.0
     return GenerateOptions(
-        token_ids=prompt, max_tokens=OUTPUT_TOKENS, temperature=temperature, seed=stream, ignore_eos=True
+        token_ids=prompt,
+        max_tokens=OUTPUT_TOKENS,
+        temperature=temperature,
+        seed=stream,
+        ignore_eos=True,
+        n=1 + 2 * (stream == 5),
     )
 
 
@@ -45,21 +51,26 @@ def counted(client: Client, name: str, **labels: str) -> float:
     return total(fetch(f"http://{client.status().admin_address}/metrics").decode(), name, **labels)
 
 
-def expected(client: Client) -> list[tuple[int, ...]]:
-    return [tuple(client.complete(**options_of(each)).choices[0].token_ids) for each in range(NUM_STREAMS)]
+Tokens: TypeAlias = dict[int, list[int]]
+"""By choice."""
 
 
-async def streams_during(target: str, disturb: Callable[[], None]) -> list[tuple[int, ...]]:
+def expected(client: Client) -> list[Tokens]:
+    answers = (client.complete(**options_of(each)) for each in range(NUM_STREAMS))
+    return [{each.index: list(each.token_ids) for each in answer.choices} for answer in answers]
+
+
+async def streams_during(target: str, disturb: Callable[[], None]) -> list[Tokens]:
     """All tokens of every stream; `disturb` is called when each has begun."""
     begun = [asyncio.Event() for _ in range(NUM_STREAMS)]
 
-    async def read(client: AsyncClient, stream: int) -> tuple[int, ...]:
-        tokens: list[int] = []
+    async def read(client: AsyncClient, stream: int) -> Tokens:
+        tokens: Tokens = {}
         async for update in client.generate(**options_of(stream)):
-            tokens += update.token_ids
-            if len(tokens) > 1:
+            tokens.setdefault(update.index, []).extend(update.token_ids)
+            if len(tokens[update.index]) > 1:
                 begun[stream].set()
-        return tuple(tokens)
+        return tokens
 
     async with AsyncClient(target) as client, asyncio.timeout(240), asyncio.TaskGroup() as tasks:
         reading = [tasks.create_task(read(client, stream)) for stream in range(NUM_STREAMS)]

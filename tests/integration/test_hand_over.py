@@ -41,6 +41,7 @@ from tests.manual_clock import ManualClock
 from tests.recording_observers import RecordedRequest, RecordingWorker
 from tests.registering import INFO
 from tests.token_engine import VOCAB_SIZE, WAIT_S, FakeEngine, expected_tokens
+from worker.ports import Destination
 
 NUM_BLOCKS = 64
 START = RequestStart(RequestId("r"), 1, SamplingParams(3), 0, "", 0.0)
@@ -192,8 +193,8 @@ class TwoDecoders:
         async with asyncio.timeout(WAIT_S):
             await stream.task
         assert stream.attempt.leaves
-        (choice,) = stream.delivery.open_choices
-        known = replace(stream.spec, choices=(replace(choice, output_token_ids=choice.output_token_ids[:-1]),))
+        choices = [replace(each, output_token_ids=each.output_token_ids[:-1]) for each in stream.delivery.open_choices]
+        known = replace(stream.spec, choices=tuple(choices))
         placement = Placement(self.old.info, self.new.info)
         stream.attempt = self._attempt(placement, stream.delivery, stream.observer, stream.attempt)
         stream.task = asyncio.create_task(stream.attempt.run(known))
@@ -345,13 +346,32 @@ async def test_no_token_comes_from_the_old_one_once_its_blocks_are_pushed() -> N
         await cores.finish(stream)
 
 
-async def test_several_choices_stay_and_end_where_they_are() -> None:
-    async with drained_at(3, spec_of(8, 20, num_choices=2)) as (cores, stream):
-        cores.old.core.tick()
-        cores.old.core.report_waits()
+@pytest.mark.parametrize("overlap_steps", [True, False])
+@pytest.mark.parametrize("num_prompt_tokens", range(9, 14))
+async def test_several_choices_go_on_with_the_kv_of_their_prompt(num_prompt_tokens: int, overlap_steps: bool) -> None:
+    spec = spec_of(num_prompt_tokens, 30, num_choices=3)
+    async with drained_at(7, spec, overlap_steps=overlap_steps) as (cores, stream):
+        await cores.move(stream)
         cores.old.engine.let_go()
         await cores.finish(stream)
-        assert not cores.new.link.handles
+        (moved,) = cores.old.observer.sequences
+        contexts = [seq.context_len for step in cores.new.engine.steps for seq in step.seqs]
+    assert "transferred" in moved.names
+    assert min(contexts) >= num_prompt_tokens, "the prompt was computed again"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 11])
+async def test_choices_that_have_ended_stay_ended_where_the_others_go(num_tokens: int) -> None:
+    """Also one that ends in a step that was in flight when the others left, of which the other worker did not know."""
+    for num_choices in (2, 3):
+        spec = spec_of(9, 40, num_choices=num_choices)
+        ends = expected_tokens(spec, 1)[num_tokens]
+        spec = replace(spec, sampling=replace(spec.sampling, end_token_ids=frozenset((ends,))))
+        async with drained_at(num_tokens, spec) as (cores, stream):
+            await cores.move(stream)
+            cores.old.engine.let_go()
+            await cores.finish(stream)
+            assert cores.new.engine.steps or all(ends in each for each in stream.ids)
 
 
 async def test_what_has_no_kv_fails_to_be_replayed() -> None:
@@ -360,7 +380,7 @@ async def test_what_has_no_kv_fails_to_be_replayed() -> None:
         stream = cores.start(spec_of(8, 20))
         await cores.old.engine.until_launched(1)
         (handle,) = cores.old.link.handles
-        cores.old.core.hand_over(cores.old.link, handle, 0, b"ticket", b"endpoint")
+        cores.old.core.hand_over(cores.old.link, handle, Destination(frozenset((0,)), 0, b"ticket", b"endpoint"))
         cores.old.engine.let_go()
         with pytest.raises(TandemError) as failure:
             await stream.task

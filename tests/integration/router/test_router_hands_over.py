@@ -93,17 +93,21 @@ async def test_without_another_decode_worker_it_ends_where_it_is(cluster: Any) -
     assert placements(cluster) == [("p0", "d0")]
 
 
-async def test_several_choices_are_not_handed_over(cluster: Any) -> None:
-    _, old = await cluster.add_pair()
+async def test_several_choices_go_on_together_where_the_old_worker_is_told_which(cluster: Any) -> None:
+    prefill, old = await cluster.add_pair()
     call = await standing_at(cluster, old, n=2)
     new = await cluster.add(Role.DECODE, "d1")
     old.offer_all()
-    old.let_go()
     tokens: dict[int, list[int]] = {0: [], 1: []}
     async for response in call:
         tokens[response.index] += response.token_ids
     assert tokens == {index: cluster.completion(PROMPT, LENGTH, index) for index in tokens}
-    assert not new.specs
+    assert len(prefill.specs) == 1
+    assert replays(cluster) == 0
+    (handed,) = old.hand_overs
+    (spec,) = new.specs
+    assert list(handed.choices) == [each.index for each in spec.choices] == [0, 1]
+    assert handed.output_tokens == min(len(each.output_token_ids) for each in spec.choices)
 
 
 async def test_a_target_lost_in_mid_hand_over_gives_a_replay(cluster: Any) -> None:

@@ -7,7 +7,7 @@ Steps are carried out when they are launched, as a device does in order; their t
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -17,6 +17,7 @@ from engine.block_pool import BlockPool, PoolExhausted
 from engine.group import Group
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
+from tandem.first_tokens import NextTokens, decode_first_tokens, encode_first_tokens
 from tandem.types import BlockId, ChoiceSpec, FinishReason, GroupSpec, RequestId, SamplingParams, TokenId
 
 NUM_BLOCKS, BLOCK_SIZE = 20, 3
@@ -127,6 +128,38 @@ class GroupMachine(RuleBasedStateMachine):
         assert self.pool.num_free == num_free
         assert not group.holds_blocks
 
+    @precondition(lambda self: any(self._may_move(group) for group in self.groups))
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        """A running group goes on in another one, as on another worker, which knows some of each choice's tokens."""
+        old = next(group for group in self.groups if self._may_move(group))
+        going = data.draw(st.lists(st.sampled_from(old.sequences), min_size=1, unique=True), "choices")
+        bearer = next((each for each in going if not each.is_finished), None)
+        if bearer is None:
+            return
+        known = {each: data.draw(st.integers(0, each.num_output_tokens - 1), "known") for each in going}
+        choices = tuple(
+            ChoiceSpec(each.index, each.output_token_ids[: known[each]]) for each in old.sequences if each in known
+        )
+        num_before = min(known.values())
+        new = Group(replace(old.spec, choices=choices))
+        num_blocks = new.prefix.blocks_wanted(new.prefix.num_tokens, BLOCK_SIZE)
+        if num_blocks > self.pool.num_free:
+            return
+        blocks = self.pool.allocate(num_blocks)
+        for source, target in zip(bearer.block_table[:num_blocks], blocks, strict=True):
+            for slot in range(BLOCK_SIZE):
+                self.memory[target, slot] = self.memory.get((source, slot), ())
+        tokens = NextTokens({each.index: each.output_token_ids[num_before:] for each in going})
+        new.land(blocks, decode_first_tokens(encode_first_tokens(tokens)), self.pool)
+        for each in new.sequences:
+            (same,) = (one for one in going if one.index == each.index)
+            assert each.output_token_ids == same.output_token_ids
+            assert each.finish_reason == same.finish_reason
+            self.drawn[id(each)] = list(each.output_token_ids)
+        self._release(old)
+        self.groups[self.groups.index(old)] = new
+
     @precondition(lambda self: self.groups and all(group.is_finished for group in self.groups))
     @rule()
     def end_all(self) -> None:
@@ -167,6 +200,10 @@ class GroupMachine(RuleBasedStateMachine):
 
     def _holders(self, group: Group) -> set[Sequence]:
         return {group.prefix, *group.sequences}
+
+    def _may_move(self, group: Group) -> bool:
+        ready = not self._is_in_flight(group) and group.is_forked and not group.is_finished
+        return ready and all(each.num_remaining_tokens == 1 and each.num_output_tokens for each in group.running)
 
     def _is_in_flight(self, group: Group) -> bool:
         return any(each.group is group for each in self.in_flight)

@@ -31,16 +31,21 @@ def test_tokens_come_back_as_they_went(tokens: dict[int, TokenId]) -> None:
     assert decode_first_tokens(encode_first_tokens(tokens)) == tokens
 
 
-@given(st.lists(st.integers(0, 2**32 - 1).map(TokenId), min_size=1, max_size=20))
-def test_tokens_of_a_running_choice_come_back_in_order(token_ids: list[TokenId]) -> None:
-    next_tokens = NextTokens(tuple(token_ids))
+RUNNING = st.dictionaries(
+    st.integers(0, 2**16 - 1), st.lists(st.integers(0, 2**32 - 1).map(TokenId), min_size=1, max_size=9), min_size=1
+)
+
+
+@given(RUNNING)
+def test_tokens_of_running_choices_come_back_in_order(by_choice: dict[int, list[TokenId]]) -> None:
+    next_tokens = NextTokens({index: tuple(token_ids) for index, token_ids in by_choice.items()})
     assert decode_first_tokens(encode_first_tokens(next_tokens)) == next_tokens
 
 
 def test_the_payload_is_as_documented() -> None:
     assert (
-        encode_first_tokens(NextTokens((TokenId(258), TokenId(3))))
-        == b"\x03\x02\x00\x02\x00\x00\x01\x02\x00\x00\x00\x03"
+        encode_first_tokens(NextTokens({1: (TokenId(258), TokenId(3))}))
+        == b"\x03\x03\x00\x02\x00\x01\x00\x00\x01\x02\x00\x01\x00\x00\x00\x03"
     )
     assert encode_first_tokens({3: TokenId(258)}) == b"\x03\x00\x00\x01\x00\x03\x00\x00\x01\x02"
     assert encode_first_tokens(((TokenId(258), -0.5),)) == b"\x03\x01\x00\x01\x00\x00\x01\x02\xbf\x00\x00\x00"
@@ -65,9 +70,9 @@ def test_a_payload_that_is_cut_short_is_refused(tokens: dict[int, TokenId], leng
     [
         (b"\x00\x00\x00\x07", "version 0"),
         (b"\x02\x00\x00\x00", "version 2"),
-        (b"\x03\x03\x00\x00", "kind 3"),
-        (b"\x03\x02\x00\x00", "no next token"),
-        (b"\x03\x02\x00\x02\x00\x00\x00\x05", "does not hold"),
+        (b"\x03\x02\x00\x00", "kind 2"),
+        (b"\x03\x03\x00\x00", "no next token"),
+        (b"\x03\x03\x00\x02\x00\x00\x00\x00\x00\x05", "does not hold"),
         (b"\x03\x00\x00\x00\x00", "does not hold"),
         (b"\x03\x00\x00\x02" + 2 * b"\x00\x01\x00\x00\x00\x05", "twice"),
         (b"\x03\x01\x00\x02" + 2 * (b"\x00\x00\x00\x05" + struct.pack("!f", -1.0)), "twice"),
