@@ -191,7 +191,7 @@ class Group:
         else:
             next_tokens = {}
         if next_tokens.keys() != {each.index for each in takers}:
-            raise InternalError(f"not the tokens of choices {sorted(each.index for each in takers)}")
+            raise InternalError(f"not the first tokens of choices {sorted(each.index for each in takers)}")
         self.prompt_scores = self.prefix.prompt_scores = None  # told by whoever computed the prompt
         self.prefix.add_blocks(blocks)
         self.prefix.advance(self.prefix.num_remaining_tokens)

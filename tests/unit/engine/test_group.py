@@ -11,7 +11,8 @@ from engine.group import Group
 from engine.prefix_cache import PrefixCache
 from engine.runner import Runner
 from engine.step import Step
-from tandem.errors import InternalError
+from tandem.errors import FrameError, InternalError
+from tandem.first_tokens import NextTokens
 from tandem.types import ChoiceSpec, GroupSpec, RequestId, SamplingParams, TokenId
 
 BLOCK_SIZE = 4
@@ -139,3 +140,27 @@ def test_received_blocks_become_every_choices(worker, pool) -> None:
     assert {pool.ref_count(block) for block in blocks} == {3}
     with pytest.raises(InternalError, match="forks once"):
         group.fork(pool)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {0: (8, 9)},
+        {0: (8, 9), 1: (7,), 2: (7,)},
+        {0: (8, 9), 1: ()},
+        {0: (8,), 1: (7,)},
+        {0: (6, 9), 1: (7,)},
+    ],
+    ids=[
+        "one is missing",
+        "one is not due",
+        "nothing new",
+        "nothing new behind what is known",
+        "another than is known",
+    ],
+)
+def test_tokens_that_do_not_go_on_from_those_that_are_known_are_refused(told: dict[int, tuple[TokenId, ...]]) -> None:
+    group = Group(spec_of((5, 8), (5,)))
+    assert group.unknown_tokens(NextTokens({0: (TokenId(8), TokenId(9)), 1: (TokenId(7),)})) == {0: (9,), 1: (7,)}
+    with pytest.raises(FrameError):
+        group.unknown_tokens(NextTokens(told))
