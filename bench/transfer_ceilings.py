@@ -27,6 +27,8 @@ from kvtransfer.handoff import PIECE_BYTES
 from kvtransfer.row_copy import copy_rows, row_checksums
 
 _TIMEOUT_S = 30.0
+_TAKE_IN, _REST, _HASH = "take in", "rest", "hash"
+"""What a child of `NixlCeiling` is asked."""
 
 
 class CopyCeiling:
@@ -116,7 +118,10 @@ class DeviceCopyCeiling:
 
 
 class NixlCeiling:
-    """NIXL's own write of the same blocks to a child process that takes them in; neither sleeps. `stop` ends it."""
+    """NIXL's own write of the same blocks to a child process that takes them in: neither sleeps during a write.
+
+    Between writes the child waits, or it would take a core from all else that is measured. `stop` ends it.
+    """
 
     def __init__(self, blocks: torch.Tensor) -> None:
         """`blocks` `[N, block_bytes]` uint8 in host memory, which outlive this."""
@@ -134,11 +139,13 @@ class NixlCeiling:
     def move(self) -> float:
         """Seconds until all blocks lie in the other side's memory."""
         transfer = self._agent.make_prepped_xfer("WRITE", self._ours, self._ids, self._theirs, self._ids)
+        self._ask(_TAKE_IN)
         started_s = time.perf_counter()
         state = self._agent.transfer(transfer)
         while state == "PROC":
             state = self._agent.check_xfer_state(transfer)
         seconds = time.perf_counter() - started_s
+        self._ask(_REST)
         transfer.release()
         if state != "DONE":
             raise RuntimeError(f"a write of NIXL's ended as {state}")
@@ -151,14 +158,17 @@ class NixlCeiling:
         hashed_s = time.perf_counter() - started_s
         moved_s = self.move()
         started_s = time.perf_counter()
-        self._pipe.send("hash")
-        self._pipe.recv()
+        self._ask(_HASH)
         return hashed_s + moved_s + time.perf_counter() - started_s
 
     def stop(self) -> None:
         """Ends the child."""
-        self._pipe.send("end")
+        self._pipe.close()
         self._child.join(_TIMEOUT_S)
+
+    def _ask(self, order: str) -> None:
+        self._pipe.send(order)
+        self._pipe.recv()
 
 
 def _take_in_all(pipe: Connection, shape: tuple[int, int]) -> None:
@@ -166,12 +176,14 @@ def _take_in_all(pipe: Connection, shape: tuple[int, int]) -> None:
     agent = _registered(blocks)
     pipe.send((agent.get_agent_metadata(), blocks.data_ptr()))
     rows, ids = blocks.numpy(), range(shape[0])
-    while True:
-        while not pipe.poll():
-            agent.get_new_notifs()
-        if pipe.recv() == "end":
-            return
-        pipe.send(len(row_checksums(rows, ids)))
+    with contextlib.suppress(EOFError):
+        while True:
+            order = pipe.recv()
+            if order == _HASH:
+                row_checksums(rows, ids)
+            pipe.send(order)
+            while order == _TAKE_IN and not pipe.poll():
+                agent.get_new_notifs()
 
 
 def _registered(blocks: torch.Tensor) -> Any:

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvtransfer.base import BlockRef
+from kvtransfer.base import BlockRef, BlockRefs
 from kvtransfer.connection import Connection
 from kvtransfer.fields import required, required_int
 from kvtransfer.frame import Frame
@@ -138,7 +138,7 @@ class _SendingLane(HostSendingLane):
         peer, num_bytes = self._peer, len(sources) * self._pool.block_bytes
         if peer is None:
             raise PeerLost("the mapping of the peer's pool is closed")
-        rows = room.rows or tuple(target.block_id for target in targets)
+        rows = room.rows or BlockRefs.of(targets).block_ids.tolist()
         if self._pool.ring is None:
             return await self._pool.start(lambda: copy_rows(self._pool.rows, sources, peer.rows, rows), num_bytes)
         await self._pool.copy_out(sources, peer, rows)
