@@ -132,6 +132,25 @@ TINY_MODELS = (
             "attention_bias": True,
         },
     ),
+    TinyModel("olmo2", "olmo2", {"attention_bias": True}),
+    TinyModel("olmo2-single-kv-head", "olmo2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    TinyModel(
+        "olmo3",
+        "olmo3",
+        {
+            "sliding_window": 37,
+            "num_hidden_layers": 5,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 512,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+    ),
     TinyModel("phi3", "phi3"),
     TinyModel("phi3-windowed", "phi3", {"sliding_window": 41, "tie_word_embeddings": True}),
     TinyModel("smollm3", "smollm3", {"num_hidden_layers": 5}),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.config_json import ConfigJson
-from models.family import FAMILIES, Activation, Bias, Family, Windows
+from models.family import FAMILIES, PLAIN_NORMS, Activation, Bias, Family, LayerNorms, Windows
 from models.rope_config import RopeConfig, read_ropes, stretched_context
 from tandem.gguf import find_gguf, read_gguf
 from tandem.kv_layout import DType
@@ -56,11 +56,15 @@ class ModelConfig(ModelShape):
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    whole_qk_norm: bool
+    """Over all heads of a row as one."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer in tokens, the query itself included; None sees all."""
     activation: Activation
-    post_norms: bool
+    norms: LayerNorms
     norm_offset: bool
+    wide_norms: bool
+    """Norms multiply by float32 weights before they round."""
     fused: bool
     embedding_scale: float
     residual_scale: float
@@ -75,8 +79,9 @@ class ModelConfig(ModelShape):
         """Whether layers are norms before, attention and MLP with SiLU, one rotation, and nothing besides."""
         return (
             self.activation is Activation.SILU
-            and not self.post_norms
-            and not self.norm_offset
+            and self.norms == PLAIN_NORMS
+            and not self.wide_norms
+            and not self.whole_qk_norm
             and all(self.rotated)
             and self.local_rope is None
             and self.embedding_scale == self.residual_scale == self.logit_divisor == 1.0
@@ -115,10 +120,12 @@ def load_model_config(path: Path) -> ModelConfig:
         output_bias=_read_bias(config, family.output_bias, "attention_bias"),
         mlp_bias=_read_bias(config, family.mlp_bias, "mlp_bias"),
         qk_norm=family.qk_norm,
+        whole_qk_norm=family.whole_qk_norm,
         windows=_read_windows(config, family, rotated),
         activation=family.activation,
-        post_norms=family.post_norms,
+        norms=family.norms,
         norm_offset=family.norm_offset,
+        wide_norms=family.wide_norms or family.norm_offset,
         fused=family.fused,
         embedding_scale=config.integer("hidden_size") ** 0.5
         if family.scaled_embedding
@@ -133,9 +140,11 @@ def load_model_config(path: Path) -> ModelConfig:
 
 
 def read_config(path: Path) -> ConfigJson:
-    """`path/config.json`, or what a GGUF file says in its place."""
+    """`path/config.json`, or of a checkpoint that takes images too its language part, or what a GGUF file says."""
     gguf = find_gguf(path)
-    return ConfigJson.read(path / CONFIG_FILE) if gguf is None else ConfigJson(gguf, read_gguf(gguf).config())
+    if gguf is not None:
+        return ConfigJson(gguf, read_gguf(gguf).config())
+    return ConfigJson.read(path / CONFIG_FILE).language_part()
 
 
 def _read_family(config: ConfigJson) -> Family:

@@ -8,17 +8,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tandem.errors import CheckpointError
+from tandem.language_part import CONTAINERS, TEXT_CONFIG, language_config
 
 
 class ConfigJson:
     """One JSON object of a file; `prefix` is where it lies within the file."""
 
-    __slots__ = ("_items", "_path", "_prefix")
+    __slots__ = ("_items", "_path", "_prefix", "is_language_part")
 
     def __init__(self, path: Path, items: Mapping[str, object], prefix: str = "") -> None:
         self._path = path
         self._items = items
         self._prefix = prefix
+        self.is_language_part = False
+        """Whether it stands for the language part of a checkpoint that takes images too."""
 
     @classmethod
     def read(cls, path: Path) -> ConfigJson:
@@ -32,6 +35,19 @@ class ConfigJson:
         if not isinstance(items, dict):
             raise CheckpointError(f"{path}: is not a JSON object")
         return cls(path, items)
+
+    def language_part(self) -> ConfigJson:
+        """What it says of the language part, as a text model's would. Raises CheckpointError."""
+        container = CONTAINERS.get(self.text("model_type"))
+        if container is None:
+            return self
+        if self.has("architectures") and container.architecture not in self.texts("architectures"):
+            raise self.error("architectures", f"{container.architecture} is the only one served")
+        prefix = f"{TEXT_CONFIG}." if self.has(TEXT_CONFIG) else ""
+        self.section(TEXT_CONFIG)
+        part = ConfigJson(self._path, language_config(self._items), prefix)
+        part.is_language_part = True
+        return part
 
     def error(self, key: str, problem: str) -> CheckpointError:
         """The error to raise about `key`."""

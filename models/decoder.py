@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.compiled_step import CompiledStep, DecoderParts, LayerParts
 from kernels.operations import Kernels, LinearMap, QkNorm, Rotation
-from models.layers import GatedMlp, RmsNorm
+from models.layers import GatedMlp, NoNorm, RmsNorm
 from models.rope import RotaryEmbedding
 
 
@@ -38,8 +38,8 @@ class Attention:
     heads: HeadShape
     params: AttentionParams
     kernels: Kernels
-    wide_qk_norm: tuple[RmsNorm, RmsNorm] | None = None
-    """In the place of `qk_norm`, where its weights are wider than q and k."""
+    apart_qk_norm: tuple[RmsNorm, RmsNorm] | None = None
+    """In the place of `qk_norm`, where its weights are wider than q and k, or norm all heads of a row as one."""
 
     def __call__(
         self,
@@ -55,9 +55,10 @@ class Attention:
         """
         num_heads, num_rotated = self.heads.num_heads, self.heads.num_heads + self.heads.num_kv_heads
         qkv = self.qkv(x).view(len(x), -1, self.heads.head_dim)  # [T, H + 2 * Hkv, D]
-        if self.wide_qk_norm is not None:
-            for heads, norm in zip((qkv[:, :num_heads], qkv[:, num_heads:num_rotated]), self.wide_qk_norm, strict=True):
-                heads.copy_(norm(heads.reshape(-1, self.heads.head_dim)).view_as(heads))
+        if self.apart_qk_norm is not None:
+            parts = qkv[:, :num_heads], qkv[:, num_heads:num_rotated]
+            for heads, norm in zip(parts, self.apart_qk_norm, strict=True):
+                heads.copy_(norm(heads.reshape(-1, len(norm.weight))).view_as(heads))
         self.kernels.operations.rotate_and_store(qkv, rotation, self.qk_norm, kv_layer)
         attended = self.kernels.attention.attend(
             qkv[:, :num_heads],
@@ -73,16 +74,31 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention and MLP, each with its norm before, its residual around and, if it has one, its norm after."""
+    """Attention and MLP, each with its residual around, and its norm before, after, or both."""
 
-    attention_norm: RmsNorm
+    attention_norm: RmsNorm | NoNorm
     attention: Attention
-    mlp_norm: RmsNorm
+    attention_post_norm: RmsNorm | NoNorm
+    mlp_norm: RmsNorm | NoNorm
     mlp: GatedMlp
-    attention_post_norm: RmsNorm | None = None
-    mlp_post_norm: RmsNorm | None = None
+    mlp_post_norm: RmsNorm | NoNorm
     rope: int = 0
     """Which of the decoder's ropes turns its q and k."""
+
+    def parts(self) -> LayerParts:
+        """What `Kernels.compile_step` takes; only of a layer with norms before."""
+        assert isinstance(self.attention_norm, RmsNorm)
+        assert isinstance(self.mlp_norm, RmsNorm)
+        return LayerParts(
+            attention_norm=self.attention_norm.weight,
+            qkv=self.attention.qkv,
+            qk_norm=self.attention.qk_norm,
+            params=self.attention.params,
+            output=self.attention.output,
+            mlp_norm=self.mlp_norm.weight,
+            gate_up=self.mlp.gate_up,
+            down=self.mlp.down,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,22 +129,9 @@ class Decoder:
     def parts(self) -> DecoderParts:
         """What `Kernels.compile_step` takes."""
         heads = self.layers[0].attention.heads
-        layers = (
-            LayerParts(
-                attention_norm=layer.attention_norm.weight,
-                qkv=layer.attention.qkv,
-                qk_norm=layer.attention.qk_norm,
-                params=layer.attention.params,
-                output=layer.attention.output,
-                mlp_norm=layer.mlp_norm.weight,
-                gate_up=layer.mlp.gate_up,
-                down=layer.mlp.down,
-            )
-            for layer in self.layers
-        )
         return DecoderParts(
             embedding=self.embedding,
-            layers=tuple(layers),
+            layers=tuple(layer.parts() for layer in self.layers),
             norm=self.norm.weight,
             lm_head=self.lm_head,
             eps=self.norm.eps,
@@ -208,11 +211,11 @@ class Decoder:
         delta = self._delta(last.mlp(last.mlp_norm.add(attended, hidden)), last.mlp_post_norm)
         return self.norm.add(delta, hidden)
 
-    def _delta(self, computed: torch.Tensor, post_norm: RmsNorm | None) -> torch.Tensor:
+    def _delta(self, computed: torch.Tensor, post_norm: RmsNorm | NoNorm) -> torch.Tensor:
         """What is added for what attention or MLP `computed` `[T, E]`."""
-        normed = computed if post_norm is None else post_norm(computed)
+        normed = post_norm(computed)
         return normed if self.scales.residual == 1.0 else normed * self.scales.residual
 
 
-def _add_norm(norm: RmsNorm, delta: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+def _add_norm(norm: RmsNorm | NoNorm, delta: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
     return norm(hidden) if delta is None else norm.add(delta, hidden)

@@ -43,6 +43,23 @@ class Activation(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """What the norms of a layer are called in the checkpoint; None: there is none at that place."""
+
+    before_attention: str | None
+    after_attention: str | None
+    before_mlp: str | None
+    after_mlp: str | None
+
+
+PLAIN_NORMS = LayerNorms("input_layernorm", None, "post_attention_layernorm", None)
+NORMS_AROUND = LayerNorms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+NORMS_AFTER = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One family, by its `model_type` in config.json."""
 
@@ -53,7 +70,9 @@ class Family:
     output_bias: Bias = Bias.NEVER
     mlp_bias: Bias = Bias.NEVER
     qk_norm: bool = False
-    """RMSNorm over each head's q and k before they are rotated."""
+    """RMSNorm over q and k before they are rotated."""
+    whole_qk_norm: bool = False
+    """It takes all heads of a row as one, not each head."""
     windows: Windows = Windows.NONE
     absent_window: int | None = 4096
     """If config.json has no `sliding_window`; null there means none."""
@@ -61,10 +80,11 @@ class Family:
     """See `Windows.PATTERN`; `sliding_window_pattern` of config.json comes first."""
     activation: Activation = Activation.SILU
     activation_key: str = "hidden_act"
-    post_norms: bool = False
-    """What attention and MLP return is normed too, before it is added."""
+    norms: LayerNorms = PLAIN_NORMS
     norm_offset: bool = False
     """Norms multiply by 1 + weight."""
+    wide_norms: bool = False
+    """Norms multiply by their weight before they round; implied by `norm_offset`."""
     scaled_embedding: bool = False
     """Embeddings are multiplied by the root of `hidden_size`."""
     query_scale: bool = False
@@ -91,12 +111,22 @@ class Family:
 _GEMMA: Any = {
     "activation": Activation.GELU_TANH,
     "activation_key": "hidden_activation",
-    "post_norms": True,
+    "norms": NORMS_AROUND,
     "norm_offset": True,
     "scaled_embedding": True,
     "query_scale": True,
     "absent_head_dim": 256,
     "absent_tied": True,
+}
+
+_OLMO: Any = {
+    "qkv_bias": Bias.CONFIGURED,
+    "output_bias": Bias.CONFIGURED,
+    "qk_norm": True,
+    "whole_qk_norm": True,
+    "norms": NORMS_AFTER,
+    "wide_norms": True,
+    "absent_rms_norm_eps": 1e-5,
 }
 
 FAMILIES = {
@@ -159,6 +189,16 @@ FAMILIES = {
             output_bias=Bias.CONFIGURED,
             mlp_bias=Bias.CONFIGURED,
             multipliers=True,
+        ),
+        Family(name="olmo2", architecture="Olmo2ForCausalLM", **_OLMO),
+        Family(
+            name="olmo3",
+            architecture="Olmo3ForCausalLM",
+            windows=Windows.PATTERN,
+            global_every=4,
+            local_theta=500_000.0,
+            absent_theta=500_000.0,
+            **_OLMO,
         ),
         Family(
             name="phi3",

@@ -51,7 +51,7 @@ class GgufStore:
     def __init__(self, gguf: Gguf, config: ModelConfig) -> None:
         self._gguf = gguf
         self._config = config
-        layer_names = _LAYER_NAMES | (_POST_NORM_NAMES if config.post_norms else {})
+        layer_names = _LAYER_NAMES | (_POST_NORM_NAMES if config.norms.after_attention else {})
         self._name_of = _NAMES | {
             f"{layer_prefix(layer)}{ours}.{part}": f"blk.{layer}.{theirs}.{part}"
             for layer in range(config.num_layers)

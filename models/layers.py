@@ -37,6 +37,19 @@ class RmsNorm:
         return self.operations.add_rms_norm(x, residual, self.weight, self.eps)
 
 
+@dataclass(frozen=True, slots=True)
+class NoNorm:
+    """In the place of a norm, where a family has none."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """X as it is."""
+        return x
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Adds x `[T, E]` to `residual` in place and returns the sum."""
+        return residual.add_(x)
+
+
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`gelu(gate) * up`, gelu by its approximation with tanh, for `gate_up` `[T, 2 * I]`, gate first → `[T, I]`."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,15 +20,13 @@ from models.dtypes import torch_dtype
 from models.family import FAMILIES, Activation
 from models.fingerprint import fingerprint_files
 from models.gguf_store import GgufStore
-from models.layers import GatedMlp, RmsNorm, gelu_tanh_mul
+from models.layers import GatedMlp, NoNorm, RmsNorm, gelu_tanh_mul
 from models.quantization.config import read_quantization
 from models.rope import NoRotation, RotaryEmbedding
 from models.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
     LM_HEAD,
-    PLAIN_NORMS,
-    POST_NORMS,
     expected_tensors,
     layer_prefix,
 )
@@ -37,6 +35,7 @@ from models.weight_files import find_weight_files
 from tandem.errors import CheckpointError, ConfigError
 from tandem.gguf import find_gguf, read_gguf
 from tandem.kv_layout import DType, KvLayout, QuantDType
+from tandem.language_part import CONTAINERS, language_tensor
 from tandem.progress import track
 from tandem.telemetry.logging import get_logger
 
@@ -99,7 +98,9 @@ def load_model(
     if gguf is None:
         files = find_weight_files(path)
         hashed = (path / CONFIG_FILE, *files.paths)
-        store = TensorStore(files, expected_tensors(config), read_quantization(ConfigJson.read(path / CONFIG_FILE)))
+        written = ConfigJson.read(path / CONFIG_FILE)
+        rename = language_tensor if written.text("model_type") in CONTAINERS else str
+        store = TensorStore(files, expected_tensors(config), read_quantization(written), rename)
     else:
         hashed = (gguf,)
         store = GgufStore(read_gguf(gguf), config)
@@ -203,16 +204,15 @@ class _DecoderBuilder:
 
     def _layer(self, index: int) -> DecoderLayer:
         prefix, config = layer_prefix(index), self._config
-        names = PLAIN_NORMS + POST_NORMS if config.post_norms else PLAIN_NORMS
-        norms = [self._norm(f"{prefix}{name}.weight") for name in names]
+        norms = [self._norm(f"{prefix}{name}.weight") if name else NoNorm() for name in astuple(config.norms)]
         is_local = config.local_rope is not None and config.windows[index] is not None
         return DecoderLayer(
             attention_norm=norms[0],
             attention=self._attention(f"{prefix}self_attn.", config.windows[index]),
-            mlp_norm=norms[2 if config.post_norms else 1],
+            mlp_norm=norms[2],
             mlp=self._mlp(f"{prefix}mlp."),
-            attention_post_norm=norms[1] if config.post_norms else None,
-            mlp_post_norm=norms[3] if config.post_norms else None,
+            attention_post_norm=norms[1],
+            mlp_post_norm=norms[3],
             rope=int(is_local or not config.rotated[index]),
         )
 
@@ -220,15 +220,15 @@ class _DecoderBuilder:
         config = self._config
         qkv = tuple(f"{prefix}{name}" for name in (("qkv_proj",) if config.fused else ("q_proj", "k_proj", "v_proj")))
         norms = self._qk_norm(prefix) if config.qk_norm else None
-        is_wide = norms is not None and norms[0].weight.dtype is not self._dtype
+        is_apart = config.whole_qk_norm or (norms is not None and norms[0].weight.dtype is not self._dtype)
         return Attention(
             qkv=self._linear(qkv, bias=config.qkv_bias),
             output=self._linear((f"{prefix}o_proj",), bias=config.output_bias),
-            qk_norm=QkNorm(norms[0].weight, norms[1].weight, norms[0].eps) if norms and not is_wide else None,
+            qk_norm=QkNorm(norms[0].weight, norms[1].weight, norms[0].eps) if norms and not is_apart else None,
             heads=HeadShape(config.num_heads, config.num_kv_heads, config.head_dim),
             params=AttentionParams(config.score_scale, sliding_window, config.score_cap),
             kernels=self._kernels,
-            wide_qk_norm=norms if is_wide else None,
+            apart_qk_norm=norms if is_apart else None,
         )
 
     def _mlp(self, prefix: str) -> GatedMlp:
@@ -265,8 +265,9 @@ class _DecoderBuilder:
         return RmsNorm(self._norm_weight(name), self._config.rms_norm_eps, self._operations)
 
     def _norm_weight(self, name: str) -> torch.Tensor:
-        """An offset weight stays float32, as it is not rounded in the families' own code."""
-        return 1 + self._read(name, dtype=torch.float32) if self._config.norm_offset else self._read(name)
+        """A wide weight stays float32, as it is not rounded in the families' own code."""
+        weight = self._read(name, dtype=torch.float32) if self._config.wide_norms else self._read(name)
+        return 1 + weight if self._config.norm_offset else weight
 
     def _qk_norm(self, prefix: str) -> tuple[RmsNorm, RmsNorm]:
         return self._norm(f"{prefix}q_norm.weight"), self._norm(f"{prefix}k_norm.weight")  # [D] each

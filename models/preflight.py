@@ -16,6 +16,7 @@ from models.transformers_families import FAMILIES
 from tandem.checkpoint import CheckpointInfo, read_checkpoint, resolve_model
 from tandem.errors import CheckpointError
 from tandem.gguf import find_gguf
+from tandem.language_part import CONTAINERS, TEXT_CONFIG
 
 NATIVE, TRANSFORMERS = "native", "transformers"
 
@@ -36,7 +37,7 @@ def read_servable(model: str) -> Servable:
     path = resolve_model(model)
     config = read_config(path)
     family = config.text("model_type")
-    if family not in FAMILIES | NATIVE_FAMILIES.keys():
+    if family not in (NATIVE_FAMILIES if config.is_language_part else FAMILIES | NATIVE_FAMILIES.keys()):
         raise config.error("model_type", _unknown(family, config))
     implementation = NATIVE if family in NATIVE_FAMILIES else TRANSFORMERS
     quantization = _quantization(path, config)
@@ -51,8 +52,12 @@ def _unknown(family: str, config: ConfigJson) -> str:
     served = f"; served are {', '.join(sorted(FAMILIES | NATIVE_FAMILIES.keys()))}"
     if config.has("auto_map"):
         return f"{family!r} brings code of its own, which is never run: take a model of a family that is served{served}"
-    if config.has("text_config"):
-        return f"{family!r} is more than a text model: take a text-only checkpoint of a family that is served{served}"
+    if config.is_language_part:
+        served = f": take one of {', '.join(sorted(NATIVE_FAMILIES))}, or a text-only checkpoint"
+        return f"{family!r} is not served as the language part of a model that takes images{served}"
+    if config.has(TEXT_CONFIG):
+        wanted = f"take a text-only one, or one whose language part is served ({', '.join(CONTAINERS)})"
+        return f"{family!r} is more than a text model: {wanted}{served}"
     return f"{family!r} is not served: take a model of a family that is{served}"
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 from models.config import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
-
-PLAIN_NORMS = ("input_layernorm", "post_attention_layernorm")
-"""Before attention, before the MLP; with norms after them the second comes after attention, and these follow."""
-POST_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 Shape = tuple[int, ...]
 
@@ -35,10 +33,10 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
 def _layer_tensors(config: ModelConfig) -> dict[str, Shape]:
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    norms = PLAIN_NORMS + POST_NORMS if config.post_norms else PLAIN_NORMS
-    tensors: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in norms}
+    tensors: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in astuple(config.norms) if name is not None}
     if config.qk_norm:
-        tensors |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+        q_width, k_width = (q_size, kv_size) if config.whole_qk_norm else (config.head_dim, config.head_dim)
+        tensors |= {"self_attn.q_norm.weight": (q_width,), "self_attn.k_norm.weight": (k_width,)}
     stacked: tuple[tuple[str, int, int, bool], ...] = (
         ("self_attn.q_proj", q_size, hidden, config.qkv_bias),
         ("self_attn.k_proj", kv_size, hidden, config.qkv_bias),

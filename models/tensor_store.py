@@ -8,7 +8,7 @@ the files may go once it is closed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,14 @@ class TensorStore:
     """
 
     def __init__(
-        self, files: WeightFiles, expected: Mapping[str, Shape], quantization: Quantization | None = None
+        self,
+        files: WeightFiles,
+        expected: Mapping[str, Shape],
+        quantization: Quantization | None = None,
+        rename: Callable[[str], str | None] = str,
     ) -> None:
+        """`rename`: from a name in the files to the expected one; None is of no concern and not read."""
+        self._rename = rename
         self._weight_files = files
         self._shapes = expected
         self._quantization = quantization
@@ -54,6 +60,8 @@ class TensorStore:
         self._stack = ExitStack()
         self._opened: dict[Path, Any] = {}
         self._path_of: dict[str, Path] = {}
+        self._stored: dict[str, str] = {}
+        """What the files call each tensor."""
 
     def __enter__(self) -> TensorStore:
         try:
@@ -107,7 +115,7 @@ class TensorStore:
 
     def _read(self, name: str) -> torch.Tensor:
         try:
-            tensor: torch.Tensor = self._opened[self._path_of[name]].get_tensor(name)
+            tensor: torch.Tensor = self._opened[self._path_of[name]].get_tensor(self._stored[name])
         except SafetensorError as error:
             raise CheckpointError(f"{self._path_of[name]}: {name}: {error}") from error
         return tensor
@@ -118,16 +126,23 @@ class TensorStore:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: is no readable safetensors file: {error}: download it again") from error
         self._opened[path] = opened
-        for name in opened.keys():  # noqa: SIM118 - not a dict
+        for stored in opened.keys():  # noqa: SIM118 - not a dict
+            name = self._rename(stored)
+            if name is None:
+                continue
             if name in self._path_of:
                 raise CheckpointError(f"{path}: {name}: tensor is also in {self._path_of[name].name}")
             self._path_of[name] = path
+            self._stored[name] = stored
 
     def _check_index(self) -> None:
         weight_map = self._weight_files.weight_map
         if weight_map is None:
             return
-        for name, file_name in weight_map.items():
+        for stored, file_name in weight_map.items():
+            name = self._rename(stored)
+            if name is None:
+                continue
             path = self._path_of.get(name)
             if path is None or path.name != file_name:
                 raise CheckpointError(f"{name}: tensor is missing from {file_name}, where {INDEX_FILE} has it")
@@ -183,7 +198,7 @@ class TensorStore:
         return list(head.get_shape()) == list(embedding.get_shape()) and torch.equal(head[:], embedding[:])
 
     def _slice(self, name: str) -> Any:
-        return self._opened[self._path_of[name]].get_slice(name)
+        return self._opened[self._path_of[name]].get_slice(self._stored[name])
 
 
 def _more(names: list[str]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from tandem.errors import CheckpointError
 from tandem.gguf import SUFFIX, find_gguf, read_gguf
+from tandem.language_part import language_config
 from tandem.model_path import check_model_path
 from tandem.types import TokenId
 
@@ -92,6 +93,7 @@ def read_checkpoint(model: str) -> CheckpointInfo:
     gguf = find_gguf(path)
     folder = path if path.is_dir() else path.parent
     config = _Document.read(path / "config.json") if gguf is None else _Document(gguf, read_gguf(gguf).config())
+    config = replace(config, values=language_config(config.values))
     generation = _Document.read(folder / "generation_config.json", optional=True)
     vocab_size = config.integer("vocab_size", low=1)
     return CheckpointInfo(

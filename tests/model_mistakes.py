@@ -194,10 +194,10 @@ MODEL_MISTAKES = (
     Mistake(
         MODEL,
         "The model also takes images or sound.",
-        "…/config.json: model_type: 'llava' is more than a text model: take a text-only checkpoint of a family that is "
-        "served; served are …",
-        "Take the text-only checkpoint.",
-        spoil=_config(model_type="llava", text_config={"model_type": "llama"}),
+        "…/config.json: model_type: 'idefics3' is more than a text model: take a text-only one, or one whose language "
+        "part is served (…); served are …",
+        "Take a text-only checkpoint, or one of those named: text is served of it.",
+        spoil=_config(model_type="idefics3", text_config={"model_type": "llama"}),
     ),
     Mistake(
         MODEL,

@@ -107,6 +107,7 @@ def test_null_kv_heads_mean_one_for_each_head(write):
         ("gemma2", {}, (4096, None, 4096, None)),
         ("gemma3_text", {"sliding_window": 8, "sliding_window_pattern": 3}, (8, 8, None, 8)),
         ("gemma3_text", {"sliding_window": 8}, (8, 8, 8, 8)),
+        ("olmo3", {"sliding_window": 8}, (8, 8, 8, None)),
         ("phi3", {"sliding_window": 8}, (8,) * 4),
         ("smollm3", {"sliding_window": 8}, (None,) * 4),
         ("smollm3", {"sliding_window": 8, "use_sliding_window": True}, (None, None, None, 8)),
@@ -153,7 +154,7 @@ def test_caps_that_gemma_2_does_not_mention_are_its_own_and_null_is_none(write):
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (base("gemma3"), "model_type: 'gemma3' is not supported"),
+        (base("gemma4"), "model_type: 'gemma4' is not supported"),
         (base(model_type="absent"), "model_type: is missing"),
         (base(architectures=["LlamaForSequenceClassification"]), "architectures"),
         (base(hidden_act="gelu"), "hidden_act"),
