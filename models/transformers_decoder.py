@@ -2,6 +2,7 @@
 
     transformers' forward ─▶ attention  paged, over our pool, by each layer's own scale, window and soft cap
                           ─▶ linear maps as the kernel set packs them, those of experts and their routers too
+                          ─▶ rotation, where it is the usual one of halves: by our attention, as it stores keys
 
 What each layer asks of attention is recorded once, at load, on one token: a layer that attends as our kernels do not,
 or does not attend at all, is refused by name. A token's logits do not depend on what else is in the batch: all
@@ -10,9 +11,11 @@ products are ours, and the rest of such a model works row by row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -24,14 +27,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.operations import Kernels, LinearMap, Operations, Rotation
+from models.transformers_fusion import Pack, fuse_products
 
 IMPLEMENTATION = "tandem"
 """As transformers knows our attention and experts. It is none of its mask functions, so models make no masks for it."""
 _IGNORED_RULES = frozenset({"position_ids", "use_cache", "cache_position", "dropout", "is_causal"})
 """What models tell attention, and ours needs not."""
-
-Pack: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], LinearMap]
-"""Makes a linear map of weight `[out, in]` and bias `[out]`."""
+_PROBED_TOKENS = 5
 
 
 class UnsupportedModel(Exception):
@@ -48,12 +50,68 @@ class _Attends(Protocol):
 
 
 @dataclass(slots=True)
+class _Turns:
+    """What a model asked to turn q and k by, which is left to attention."""
+
+    asked: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Cos and sin `[1, T, D]`, of the layer that attends next."""
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        asked, self.asked = self.asked, None
+        return asked
+
+
+_turns: _Turns | None = None
+"""Of the model that computes now, if it leaves its rotations to attention; one thread computes."""
+
+
+@contextmanager
+def _left_to(turns: _Turns | None) -> Iterator[None]:
+    global _turns  # noqa: PLW0603 - models call a function of their module, which knows no model
+    _turns = turns
+    try:
+        yield
+    finally:
+        _turns = None
+
+
+def _defer_rotation(module: Any) -> None:
+    """`apply_rotary_pos_emb` of a model's module asks attention to rotate, while a model computes that leaves it so."""
+    theirs = module.apply_rotary_pos_emb
+    if hasattr(theirs, "tandem"):
+        return
+
+    def apply(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if _turns is None or cos.shape != (1, *q.shape[-2:]):
+            turned: tuple[torch.Tensor, torch.Tensor] = theirs(q, k, cos, sin, *rest, **options)
+            return turned
+        _turns.asked = cos, sin
+        return q, k
+
+    apply.tandem = theirs  # type: ignore[attr-defined]
+    module.apply_rotary_pos_emb = apply
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """X `[1, H, T, D]`, as `rotate_and_store` turns it: by the first half of cos and sin `[1, T, D]`."""
+    if cos.shape[-1] != x.shape[-1]:
+        return x  # a part of each head was to be turned; as it is, it does not pass for it
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = (each[:, None, :, : x.shape[-1] // 2].float() for each in (cos, sin))
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+@dataclass(slots=True)
 class _Probe:
     """Records what each layer asks."""
 
     params: dict[int, AttentionParams] = field(default_factory=dict)
     kv_shapes: set[tuple[int, int]] = field(default_factory=set)
     """`(num_kv_heads, head_dim)`."""
+    turned: list[torch.Tensor] = field(default_factory=list)
+    """Q and k of each layer as attention multiplies them."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: dict[str, Any]
@@ -71,6 +129,8 @@ class _Probe:
             k.shape[-1] ** -0.5 if scale is None else float(scale), rules.get("sliding_window"), rules.get("softcap")
         )
         self.kv_shapes.add((k.shape[1], k.shape[-1]))
+        turns = None if _turns is None else _turns.take()
+        self.turned += (q, k) if turns is None else (_turned(q, *turns), _turned(k, *turns))
         return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(1, 2)
 
 
@@ -80,8 +140,12 @@ class _Paged:
 
     kernels: Kernels
     params: dict[int, AttentionParams]
+    turns: _Turns | None
+    """Where the model's rotations are left to attention."""
     step: tuple[torch.Tensor, AttentionMetadata, Rotation] | None = None
-    """KV cache `[N, L, 2, Hkv, S, D]`, and a rotation that turns nothing: the model has done so by itself."""
+    """KV cache `[N, L, 2, Hkv, S, D]`, and a rotation that turns nothing, for layers that have turned, or turn not."""
+    rotations: list[tuple[torch.Tensor, Rotation]] = field(default_factory=list)
+    """Of the step, by the model's cos."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: dict[str, Any]
@@ -89,10 +153,22 @@ class _Paged:
         assert self.step is not None
         kv_cache, metadata, rotation = self.step
         kv_layer, num_heads, num_rotated = kv_cache[:, layer], q.shape[1], q.shape[1] + k.shape[1]
-        qkv = torch.cat((q[0], k[0], v[0])).transpose(0, 1).contiguous()  # [T, H + 2 * Hkv, D]
+        turns = None if self.turns is None else self.turns.take()
+        if turns is not None:
+            rotation = self._rotation(*turns, metadata)
+        qkv = torch.cat([each[0].transpose(0, 1) for each in (q, k, v)], dim=1)  # [T, H + 2 * Hkv, D]
         self.kernels.operations.rotate_and_store(qkv, rotation, None, kv_layer)
         parts = qkv[:, :num_heads], qkv[:, num_heads:num_rotated], qkv[:, num_rotated:]
         return self.kernels.attention.attend(*parts, kv_layer, metadata, self.params[layer])[None]
+
+    def _rotation(self, cos: torch.Tensor, sin: torch.Tensor, metadata: AttentionMetadata) -> Rotation:
+        for known, rotation in self.rotations:
+            if known is cos:
+                return rotation
+        halves = [each[0, :, : cos.shape[-1] // 2].float().contiguous() for each in (cos, sin)]
+        rotation = Rotation(halves[0], halves[1], metadata.slot_mapping)
+        self.rotations.append((cos, rotation))
+        return rotation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,9 +207,11 @@ class TransformersDecoder:
         ones = torch.ones((len(token_ids), kv_cache.shape[-1] // 2), device=token_ids.device)
         self.paged.step = kv_cache, metadata, Rotation(ones, torch.zeros_like(ones), metadata.slot_mapping)
         try:
-            output = self.base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+            with _left_to(self.paged.turns):
+                output = self.base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         finally:
             self.paged.step = None
+            self.paged.rotations.clear()
         hidden: torch.Tensor = output.last_hidden_state[0]  # [T, E]
         return hidden[sample_rows]
 
@@ -196,27 +274,53 @@ class _Norm(nn.Module):
         return self.operations.rms_norm(x.reshape(-1, x.shape[-1]), self.scale, self.eps).view(x.shape)
 
 
-def build(model: PreTrainedModel, kernels: Kernels, pack: Pack) -> tuple[TransformersDecoder, set[tuple[int, int]]]:
+def build(
+    model: PreTrainedModel, kernels: Kernels, pack: Pack, pack_gated: Pack
+) -> tuple[TransformersDecoder, set[tuple[int, int]]]:
     """Puts our parts into `model`, whose weights are loaded; also returns the `(num_kv_heads, head_dim)` of its layers.
 
     Raises UnsupportedModel.
     """
-    base, probe = model.base_model, _Probe()
+    base = model.base_model
     if base is model:
         raise UnsupportedModel("a causal model without a base")
+    fuse_products(model, pack, pack_gated)
     _map_products(model, pack)
     _replace_norms(base, kernels.operations)
-    _seat(base, probe)
-    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    with torch.inference_mode():
-        base(input_ids=token, position_ids=token, use_cache=False)
+    probe, turns = _probe(base, model.device, None), _Turns()
+    for module in _modules_that_rotate(base):
+        _defer_rotation(module)
+    deferred = _probe(base, model.device, turns)
+    is_deferred = all(map(_is_same, deferred.turned, probe.turned))
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if set(probe.params) != set(range(num_layers)):
         raise UnsupportedModel(f"{num_layers} layers of which {len(probe.params)} attend")
-    paged, given = _Paged(kernels, probe.params), GivenHidden()
+    paged, given = _Paged(kernels, probe.params, turns if is_deferred else None), GivenHidden()
     _seat(base, paged)
     setattr(model, model.base_model_prefix, given)
     return TransformersDecoder(base, model, given, paged), probe.kv_shapes
+
+
+def _probe(base: nn.Module, device: torch.device, turns: _Turns | None) -> _Probe:
+    """Of a pass over a few tokens."""
+    probe = _Probe()
+    _seat(base, probe)
+    tokens = torch.arange(_PROBED_TOKENS, device=device)[None]
+    with torch.inference_mode(), _left_to(turns):
+        base(input_ids=tokens, position_ids=tokens, use_cache=False)
+    return probe
+
+
+def _is_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Up to rounding."""
+    bound = 4 * torch.finfo(theirs.dtype).eps * float(theirs.abs().max())
+    return ours.shape == theirs.shape and torch.allclose(ours.float(), theirs.float(), rtol=0, atol=bound)
+
+
+def _modules_that_rotate(base: nn.Module) -> list[Any]:
+    """Python modules of the library whose layers rotate by a function of theirs."""
+    names = {type(module).__module__ for module in base.modules() if hasattr(module, "layer_idx")}
+    return [sys.modules[name] for name in sorted(names) if hasattr(sys.modules[name], "apply_rotary_pos_emb")]
 
 
 def _seat(base: nn.Module, attends: _Attends) -> None:
@@ -278,11 +382,13 @@ def _attend(
 
 def _compute_experts(module: Any, x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """X `[T, E]`, `expert_ids` and `shares` `[T, K]` → `[T, E]`; a token's experts are added in ascending order."""
-    out = torch.zeros_like(x)
-    for expert, (gate_up, down) in enumerate(module.tandem):
-        tokens, ranks = torch.where(expert_ids == expert)
-        if len(tokens):
-            computed = down(module._apply_gate(gate_up(x[tokens]))) * shares[tokens, ranks, None]
+    out, flat = torch.zeros_like(x), expert_ids.flatten()
+    counts = torch.bincount(flat, minlength=len(module.tandem)).tolist()
+    order = flat.argsort(stable=True)  # those of one expert after the other, in order of tokens
+    for (gate_up, down), picked in zip(module.tandem, torch.split_with_sizes(order, counts), strict=False):
+        if len(picked):
+            tokens = picked // expert_ids.shape[1]
+            computed = down(module._apply_gate(gate_up(x[tokens]))) * shares.flatten()[picked, None]
             out.index_add_(0, tokens, computed.to(out.dtype))
     return out
 

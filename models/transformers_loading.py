@@ -6,6 +6,7 @@ no code of a checkpoint is ever run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from kernels.operations import Kernels, LinearMap, Operations
-from kernels.quantized import QuantForm, quantize
+from kernels.operations import Kernels, LinearMap
+from kernels.quantized import QuantForm, QuantizedWeight, quantize
 from models.config import ModelShape
 from models.dtypes import torch_dtype
 from models.transformers_decoder import IMPLEMENTATION, TransformersDecoder, UnsupportedModel, build
@@ -57,7 +58,12 @@ def load_decoder(
     model.requires_grad_(requires_grad=False).to(device).train(mode=False)
     try:
         with torch.inference_mode():
-            decoder, kv_shapes = build(model, kernels, partial(_pack, kernels.operations, form))
+            decoder, kv_shapes = build(
+                model,
+                kernels,
+                partial(_pack, kernels.operations.linear, form),
+                partial(_pack, kernels.operations.gated_linear, form),
+            )
     except UnsupportedModel as error:
         raise CheckpointError(f"{path}: {config.model_type} is not supported: {error}") from error
     if len(kv_shapes) != 1:
@@ -94,5 +100,10 @@ def _read_config(path: Path) -> PreTrainedConfig:
     return config
 
 
-def _pack(operations: Operations, form: QuantForm | None, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
-    return operations.linear(weight if form is None else quantize(weight, form), bias)
+def _pack(
+    made: Callable[[torch.Tensor | QuantizedWeight, torch.Tensor | None], LinearMap],
+    form: QuantForm | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> LinearMap:
+    return made(weight if form is None else quantize(weight, form), bias)
