@@ -83,6 +83,32 @@ TINY_MODELS = (
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    TinyModel("mixtral", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 41}),
+    TinyModel(
+        "qwen2-moe",
+        "qwen2_moe",
+        {
+            "num_hidden_layers": 3,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [1],
+        },
+    ),
+    TinyModel(
+        "qwen3-moe",
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+        },
+    ),
     TinyModel("gemma2", "gemma2", {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 37}),
     TinyModel(
         "gemma2-caps",

@@ -285,7 +285,7 @@ def _capture_graphs(
     """On the engine thread; None where there is nothing to capture: of transformers' code nobody knows if it may be."""
     if model.device.type != "cuda" or kernels_name not in CAPTURABLE or not options.graph_seqs:
         return None
-    if not isinstance(model.decoder, Decoder):
+    if not isinstance(model.decoder, Decoder) or model.decoder.waits_for_device:
         return None
     max_seq_len = min(model.config.context_tokens, kv_cache.num_blocks * kv_cache.layout.block_size)
     shapes = (batch_sizes(options.graph_seqs), context_bounds(max_seq_len))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.config_json import ConfigJson
-from models.family import FAMILIES, PLAIN_NORMS, Activation, Bias, Family, LayerNorms, Windows
+from models.family import FAMILIES, PLAIN_NORMS, Activation, Bias, ExpertNames, Family, LayerNorms, Windows
 from models.rope_config import RopeConfig, read_ropes, stretched_context
 from tandem.gguf import find_gguf, read_gguf
 from tandem.kv_layout import DType
@@ -37,6 +37,22 @@ class ModelShape:
     """What the weights were saved as, if config.json says so."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """Experts of a decoder: X in all, K for each token."""
+
+    names: ExpertNames
+    num_experts: int
+    num_active: int
+    intermediate_size: int
+    shared_intermediate_size: int | None
+    """Of the expert that every token has."""
+    adds_to_one: bool
+    """The shares of a token's experts."""
+    layers: tuple[bool, ...]
+    """Whether each layer has experts; else an MLP."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(ModelShape):
     """A decoder of `models.decoder`: E hidden_size, H num_heads."""
@@ -44,6 +60,7 @@ class ModelConfig(ModelShape):
     hidden_size: int
     num_heads: int
     intermediate_size: int
+    experts: ExpertConfig | None
     rms_norm_eps: float
     rope: RopeConfig
     local_rope: RopeConfig | None
@@ -79,6 +96,7 @@ class ModelConfig(ModelShape):
         """Whether layers are norms before, attention and MLP with SiLU, one rotation, and nothing besides."""
         return (
             self.activation is Activation.SILU
+            and self.experts is None
             and self.norms == PLAIN_NORMS
             and not self.wide_norms
             and not self.whole_qk_norm
@@ -108,6 +126,7 @@ def load_model_config(path: Path) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         intermediate_size=config.integer("intermediate_size"),
+        experts=_read_experts(config, family.experts, num_layers) if family.experts is not None else None,
         rms_norm_eps=config.number("rms_norm_eps", family.absent_rms_norm_eps),
         context_tokens=stretched_context(rope.scaling, max_position_embeddings)
         if local_rope is None
@@ -178,7 +197,27 @@ def _read_heads(config: ConfigJson, family: Family) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
+def _read_experts(config: ConfigJson, names: ExpertNames, num_layers: int) -> ExpertConfig:
+    count_key = "num_local_experts" if config.has("num_local_experts") else "num_experts"  # transformers writes either
+    num_experts, num_active = config.integer(count_key), config.integer("num_experts_per_tok")
+    if num_active > num_experts:
+        raise config.error("num_experts_per_tok", f"is {num_active} of {num_experts} experts")
+    every = config.integer("decoder_sparse_step", 1)
+    plain = config.integers("mlp_only_layers") if config.has("mlp_only_layers") else ()
+    return ExpertConfig(
+        names=names,
+        num_experts=num_experts,
+        num_active=num_active,
+        intermediate_size=config.integer(names.size_key),
+        shared_intermediate_size=config.integer("shared_expert_intermediate_size") if names.shared else None,
+        adds_to_one=config.flag("norm_topk_prob", default=False) if names.adds_to_one is None else names.adds_to_one,
+        layers=tuple((layer + 1) % every == 0 and layer not in plain for layer in range(num_layers)),
+    )
+
+
 def _read_bias(config: ConfigJson, bias: Bias, key: str) -> bool:
+    if bias is Bias.NAMED:
+        return config.flag("qkv_bias", default=True)
     return bias is Bias.ALWAYS or (bias is Bias.CONFIGURED and config.flag(key, default=False))
 
 
@@ -234,9 +273,11 @@ def _read_windows(config: ConfigJson, family: Family, rotated: tuple[bool, ...])
         return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
     if config.has("layer_types") and len(set(config.texts("layer_types"))) > 1:
         raise config.error("layer_types", f"{family.name} does not mix layer types")
-    if family.windows is Windows.NONE:
-        if config.has("sliding_window"):
-            raise config.error("sliding_window", f"{family.name} has none")
+    if family.windows is Windows.SWITCHED and config.flag("use_sliding_window", default=False):
+        raise config.error("use_sliding_window", f"windows of {family.name} are not supported")
+    if family.windows is Windows.NONE and config.has("sliding_window"):
+        raise config.error("sliding_window", f"{family.name} has none")
+    if family.windows in {Windows.NONE, Windows.SWITCHED}:
         return (None,) * num_layers
     return (_read_window(config, family),) * num_layers
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.compiled_step import CompiledStep, DecoderParts, LayerParts
 from kernels.operations import Kernels, LinearMap, QkNorm, Rotation
+from models.experts import MixtureOfExperts
 from models.layers import GatedMlp, NoNorm, RmsNorm
 from models.rope import RotaryEmbedding
 
@@ -80,15 +81,16 @@ class DecoderLayer:
     attention: Attention
     attention_post_norm: RmsNorm | NoNorm
     mlp_norm: RmsNorm | NoNorm
-    mlp: GatedMlp
+    mlp: GatedMlp | MixtureOfExperts
     mlp_post_norm: RmsNorm | NoNorm
     rope: int = 0
     """Which of the decoder's ropes turns its q and k."""
 
     def parts(self) -> LayerParts:
-        """What `Kernels.compile_step` takes; only of a layer with norms before."""
+        """What `Kernels.compile_step` takes; only of a layer with norms before, and an MLP."""
         assert isinstance(self.attention_norm, RmsNorm)
         assert isinstance(self.mlp_norm, RmsNorm)
+        assert isinstance(self.mlp, GatedMlp)
         return LayerParts(
             attention_norm=self.attention_norm.weight,
             qkv=self.attention.qkv,
@@ -126,9 +128,15 @@ class Decoder:
     compiled: CompiledStep | None = None
     """Computes whole steps where it serves the pool; else, and where it is None, one operation follows the other."""
 
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether a step reads on the host what its layers computed, so that no graph can hold it."""
+        return any(isinstance(layer.mlp, MixtureOfExperts) and layer.mlp.waits_for_device for layer in self.layers)
+
     def parts(self) -> DecoderParts:
-        """What `Kernels.compile_step` takes."""
-        heads = self.layers[0].attention.heads
+        """What `Kernels.compile_step` takes; only of layers with an MLP."""
+        heads, mlp = self.layers[0].attention.heads, self.layers[0].mlp
+        assert isinstance(mlp, GatedMlp)
         return DecoderParts(
             embedding=self.embedding,
             layers=tuple(layer.parts() for layer in self.layers),
@@ -138,7 +146,7 @@ class Decoder:
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
-            intermediate_size=self.layers[0].mlp.intermediate_size,
+            intermediate_size=mlp.intermediate_size,
         )
 
     def forward(

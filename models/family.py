@@ -17,6 +17,8 @@ class Bias(enum.Enum):
     ALWAYS = "always"
     CONFIGURED = "configured"
     """As config.json says: `attention_bias` for attention, `mlp_bias` for the MLP."""
+    NAMED = "named"
+    """As `qkv_bias` of config.json says; with one if it is silent."""
 
 
 class Windows(enum.Enum):
@@ -25,6 +27,8 @@ class Windows(enum.Enum):
     NONE = "none"
     ALL_LAYERS = "all layers"
     """`sliding_window`, if not null, holds for every layer."""
+    SWITCHED = "switched"
+    """None, as `use_sliding_window` must be off; `sliding_window` then says nothing."""
     BY_LAYER = "by layer"
     """`use_sliding_window` with `layer_types`, or from layer `max_window_layers` on."""
     TYPED = "typed"
@@ -57,6 +61,21 @@ NORMS_AROUND = LayerNorms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
 NORMS_AFTER = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What config.json and the checkpoint call a family's experts."""
+
+    size_key: str = "moe_intermediate_size"
+    block: str = "mlp"
+    """Of a layer: holds the router (`gate`) and `experts`."""
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Of an expert: gate, up, down."""
+    adds_to_one: bool | None = None
+    """Whether the shares of a token's experts do; None: as `norm_topk_prob` says."""
+    shared: bool = False
+    """Every token has one more expert, `shared_expert`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +119,8 @@ class Family:
     absent_tied: bool = False
     unrotated: bool = False
     """Some layers do not rotate q and k (`no_rope_layers`)."""
+    experts: ExpertNames | None = None
+    """Of layers that have them in the place of an MLP."""
     fused: bool = False
     """The checkpoint holds q, k and v as one tensor, gate and up as another."""
     absent_head_dim: int | None = None
@@ -157,6 +178,38 @@ FAMILIES = {
             windows=Windows.BY_LAYER,
             absent_head_dim=128,
             absent_kv_heads=32,
+        ),
+        Family(
+            name="mixtral",
+            architecture="MixtralForCausalLM",
+            windows=Windows.ALL_LAYERS,
+            absent_window=None,
+            absent_rms_norm_eps=1e-5,
+            absent_kv_heads=8,
+            experts=ExpertNames(
+                size_key="intermediate_size",
+                block="block_sparse_moe",
+                projections=("w1", "w3", "w2"),
+                adds_to_one=True,
+            ),
+        ),
+        Family(
+            name="qwen2_moe",
+            architecture="Qwen2MoeForCausalLM",
+            qkv_bias=Bias.NAMED,
+            windows=Windows.SWITCHED,
+            absent_kv_heads=16,
+            experts=ExpertNames(shared=True),
+        ),
+        Family(
+            name="qwen3_moe",
+            architecture="Qwen3MoeForCausalLM",
+            qkv_bias=Bias.CONFIGURED,
+            output_bias=Bias.CONFIGURED,
+            qk_norm=True,
+            windows=Windows.SWITCHED,
+            absent_kv_heads=4,
+            experts=ExpertNames(),
         ),
         Family(
             name="gemma2",

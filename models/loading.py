@@ -13,10 +13,11 @@ import torch
 from kernels.attention import AttentionParams
 from kernels.operations import ActivatedLinear, Kernels, LinearMap, QkNorm
 from kernels.quantized import QuantForm, QuantizedWeight, dequantized, quantize, stack
-from models.config import CONFIG_FILE, ModelConfig, ModelShape, load_model_config, read_config, read_dtype
+from models.config import CONFIG_FILE, ExpertConfig, ModelConfig, ModelShape, load_model_config, read_config, read_dtype
 from models.config_json import ConfigJson
 from models.decoder import Attention, Decoder, DecoderLayer, HeadShape, Scales
 from models.dtypes import torch_dtype
+from models.experts import Experts, MixtureOfExperts, Router, SeparateExperts, SharedExpert, grouped_experts
 from models.family import FAMILIES, Activation
 from models.fingerprint import fingerprint_files
 from models.gguf_store import GgufStore
@@ -27,6 +28,7 @@ from models.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
     LM_HEAD,
+    MLP_PROJECTIONS,
     expected_tensors,
     layer_prefix,
 )
@@ -210,7 +212,9 @@ class _DecoderBuilder:
             attention_norm=norms[0],
             attention=self._attention(f"{prefix}self_attn.", config.windows[index]),
             mlp_norm=norms[2],
-            mlp=self._mlp(f"{prefix}mlp."),
+            mlp=self._mixture(prefix, config.experts)
+            if config.experts is not None and config.experts.layers[index]
+            else self._mlp(f"{prefix}mlp."),
             attention_post_norm=norms[1],
             mlp_post_norm=norms[3],
             rope=int(is_local or not config.rotated[index]),
@@ -232,13 +236,39 @@ class _DecoderBuilder:
         )
 
     def _mlp(self, prefix: str) -> GatedMlp:
-        bias, names = self._config.mlp_bias, ("gate_up_proj",) if self._config.fused else ("gate_proj", "up_proj")
-        weight, offset = self._map(tuple(f"{prefix}{name}" for name in names), bias=bias)
+        config = self._config
+        names = ("gate_up_proj", "down_proj") if config.fused else MLP_PROJECTIONS
+        return self._gated(prefix, names, config.intermediate_size, bias=config.mlp_bias)
+
+    def _gated(self, prefix: str, names: tuple[str, ...], intermediate_size: int, *, bias: bool = False) -> GatedMlp:
+        """`names` of the weights that are stacked as gate and up, then of down."""
+        *gate_up, down = names
+        weight, offset = self._map(tuple(f"{prefix}{name}" for name in gate_up), bias=bias)
         if self._config.activation is Activation.SILU:
-            gate_up = self._operations.gated_linear(weight, offset)
+            into = self._operations.gated_linear(weight, offset)
         else:
-            gate_up = ActivatedLinear(self._operations.linear(weight, offset), gelu_tanh_mul)
-        return GatedMlp(gate_up, self._linear((f"{prefix}down_proj",), bias=bias), self._config.intermediate_size)
+            into = ActivatedLinear(self._operations.linear(weight, offset), gelu_tanh_mul)
+        return GatedMlp(into, self._linear((f"{prefix}{down}",), bias=bias), intermediate_size)
+
+    def _mixture(self, prefix: str, config: ExpertConfig) -> MixtureOfExperts:
+        """Routers and gates keep the form that the checkpoint has them in: they are small, and choose."""
+        operations, names = self._operations, config.names.projections
+        prefix = f"{prefix}{config.names.block}."
+        router = operations.linear(self._read_weight(f"{prefix}gate.weight"), None)
+        shared = None
+        if config.shared_intermediate_size is not None:
+            gate = operations.linear(self._read_weight(f"{prefix}shared_expert_gate.weight"), None)
+            mlp = self._gated(f"{prefix}shared_expert.", names, config.shared_intermediate_size)
+            shared = SharedExpert(mlp, gate)
+        prefixes = [f"{prefix}experts.{expert}." for expert in range(config.num_experts)]
+        is_quantized = self._form is not None or self._store.is_quantized(f"{prefixes[0]}{names[0]}.weight")
+        experts: Experts
+        if self._device.type == "cpu" or self._dtype is not torch.bfloat16 or is_quantized:
+            experts = SeparateExperts(tuple(self._gated(each, names, config.intermediate_size) for each in prefixes))
+        else:
+            weights = [[self._read(f"{each}{name}.weight") for name in names] for each in prefixes]
+            experts = grouped_experts(weights, operations.silu_mul)
+        return MixtureOfExperts(Router(router, config.num_active, config.adds_to_one), experts, shared)
 
     def _linear(self, names: tuple[str, ...], *, bias: bool) -> LinearMap:
         return self._operations.linear(*self._map(names, bias=bias))

@@ -10,6 +10,8 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 
+MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
 Shape = tuple[int, ...]
 
 
@@ -24,37 +26,59 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     tensors: dict[str, Shape] = {EMBEDDING: embedding, FINAL_NORM: (config.hidden_size,)}
     if not config.tied:
         tensors[LM_HEAD] = embedding
-    layer_tensors = _layer_tensors(config)
     for layer in range(config.num_layers):
-        tensors |= {layer_prefix(layer) + name: shape for name, shape in layer_tensors.items()}
+        has_experts = config.experts is not None and config.experts.layers[layer]
+        mlp = _expert_tensors(config) if has_experts else _mlp_tensors(config)
+        tensors |= {layer_prefix(layer) + name: shape for name, shape in (_attention_tensors(config) | mlp).items()}
     return tensors
 
 
-def _layer_tensors(config: ModelConfig) -> dict[str, Shape]:
-    hidden, intermediate = config.hidden_size, config.intermediate_size
+def _attention_tensors(config: ModelConfig) -> dict[str, Shape]:
+    """And the norms of a layer."""
+    hidden = config.hidden_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     tensors: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in astuple(config.norms) if name is not None}
     if config.qk_norm:
         q_width, k_width = (q_size, kv_size) if config.whole_qk_norm else (config.head_dim, config.head_dim)
         tensors |= {"self_attn.q_norm.weight": (q_width,), "self_attn.k_norm.weight": (k_width,)}
-    stacked: tuple[tuple[str, int, int, bool], ...] = (
-        ("self_attn.q_proj", q_size, hidden, config.qkv_bias),
-        ("self_attn.k_proj", kv_size, hidden, config.qkv_bias),
-        ("self_attn.v_proj", kv_size, hidden, config.qkv_bias),
-        ("mlp.gate_proj", intermediate, hidden, config.mlp_bias),
-        ("mlp.up_proj", intermediate, hidden, config.mlp_bias),
-    )
     if config.fused:
-        stacked = (
-            ("self_attn.qkv_proj", q_size + 2 * kv_size, hidden, config.qkv_bias),
-            ("mlp.gate_up_proj", 2 * intermediate, hidden, config.mlp_bias),
-        )
-    for name, out_size, in_size, has_bias in (
-        *stacked,
-        ("self_attn.o_proj", hidden, q_size, config.output_bias),
-        ("mlp.down_proj", hidden, intermediate, config.mlp_bias),
-    ):
-        tensors[f"{name}.weight"] = (out_size, in_size)
-        if has_bias:
-            tensors[f"{name}.bias"] = (out_size,)
+        tensors |= _map_tensors("self_attn.qkv_proj", q_size + 2 * kv_size, hidden, has_bias=config.qkv_bias)
+    else:
+        for name, out_size in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)):
+            tensors |= _map_tensors(f"self_attn.{name}", out_size, hidden, has_bias=config.qkv_bias)
+    return tensors | _map_tensors("self_attn.o_proj", hidden, q_size, has_bias=config.output_bias)
+
+
+def _mlp_tensors(config: ModelConfig) -> dict[str, Shape]:
+    hidden, intermediate, has_bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    if config.fused:
+        tensors = _map_tensors("mlp.gate_up_proj", 2 * intermediate, hidden, has_bias=has_bias)
+        return tensors | _map_tensors("mlp.down_proj", hidden, intermediate, has_bias=has_bias)
+    return _gated_tensors("mlp.", MLP_PROJECTIONS, intermediate, hidden, has_bias=has_bias)
+
+
+def _expert_tensors(config: ModelConfig) -> dict[str, Shape]:
+    experts, hidden = config.experts, config.hidden_size
+    assert experts is not None
+    block, names = f"{experts.names.block}.", experts.names.projections
+    tensors: dict[str, Shape] = {f"{block}gate.weight": (experts.num_experts, hidden)}
+    for expert in range(experts.num_experts):
+        tensors |= _gated_tensors(f"{block}experts.{expert}.", names, experts.intermediate_size, hidden)
+    if experts.shared_intermediate_size is not None:
+        tensors[f"{block}shared_expert_gate.weight"] = (1, hidden)
+        tensors |= _gated_tensors(f"{block}shared_expert.", names, experts.shared_intermediate_size, hidden)
     return tensors
+
+
+def _gated_tensors(
+    prefix: str, names: tuple[str, str, str], intermediate: int, hidden: int, *, has_bias: bool = False
+) -> dict[str, Shape]:
+    """Gate, up and down of an MLP."""
+    gate, up, down = (prefix + name for name in names)
+    into = [_map_tensors(name, intermediate, hidden, has_bias=has_bias) for name in (gate, up)]
+    return into[0] | into[1] | _map_tensors(down, hidden, intermediate, has_bias=has_bias)
+
+
+def _map_tensors(name: str, out_size: int, in_size: int, *, has_bias: bool) -> dict[str, Shape]:
+    weight: dict[str, Shape] = {f"{name}.weight": (out_size, in_size)}
+    return weight | {f"{name}.bias": (out_size,)} if has_bias else weight

@@ -100,7 +100,10 @@ def load(folder: Path, dtype: str | None = None) -> LoadedModel:
 
 
 def load_transformers(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    """Experts one by one: grouped products know no float64."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, experts_implementation="eager"
+    )
     return model.eval()
 
 

@@ -10,7 +10,9 @@ from kernels.dispatch import select_kernels
 from models.loading import load_model
 
 BESIDE_WEIGHTS = [
-    tiny for tiny in TINY_MODELS if tiny.name in {"gemma2-caps", "gemma3", "granite", "olmo2", "smollm3-windowed"}
+    tiny
+    for tiny in TINY_MODELS
+    if tiny.name in {"gemma2-caps", "gemma3", "granite", "olmo2", "qwen2-moe", "smollm3-windowed"}
 ]
 """Whose layers compute more than products, norms, rotation and attention."""
 

@@ -1,0 +1,68 @@
+"""Experts: the two ways of computing them agree, and forms of weights go with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.tiny_models import TINY_MODELS
+from kernels.operations import Kernels, PlainLinear
+from kernels.quantized import QuantForm
+from kernels.reference import ReferenceBackend
+from kernels.reference_operations import ReferenceOperations
+from models.experts import MixtureOfExperts, Router, SeparateExperts, grouped_experts
+from models.layers import GatedMlp
+from models.loading import load_model
+
+TINY = next(tiny for tiny in TINY_MODELS if tiny.name == "qwen3-moe")
+NUM_EXPERTS, HIDDEN, INTERMEDIATE = 5, 32, 24
+
+
+@pytest.fixture
+def weights():
+    torch.manual_seed(0)
+    shapes = ((INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+    return [[torch.randn(shape, dtype=torch.bfloat16) / 4 for shape in shapes] for _ in range(NUM_EXPERTS)]
+
+
+def mixture(experts):
+    scores = PlainLinear(torch.randn(NUM_EXPERTS, HIDDEN, dtype=torch.bfloat16), None)
+    return MixtureOfExperts(Router(scores, 2, adds_to_one=True), experts)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 9])
+def test_grouped_products_give_what_separate_ones_do(weights, num_tokens):
+    operations = ReferenceOperations()
+    separate = SeparateExperts(
+        tuple(
+            GatedMlp(operations.gated_linear(torch.cat((gate, up)), None), operations.linear(down, None), INTERMEDIATE)
+            for gate, up, down in weights
+        )
+    )
+    grouped = grouped_experts(weights, operations.silu_mul)
+    x = torch.randn(num_tokens, HIDDEN, dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    expected = mixture(separate)(x)
+    torch.manual_seed(1)
+    torch.testing.assert_close(mixture(grouped)(x), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_a_router_names_experts_in_ascending_order_with_their_own_shares():
+    scores = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    ids, shares = Router(PlainLinear(scores.T.contiguous(), None), 2, adds_to_one=False)(torch.ones(1, 1))
+    assert ids.tolist() == [[1, 3]]
+    torch.testing.assert_close(shares, torch.softmax(scores, -1)[:, [1, 3]])
+
+
+@pytest.mark.parametrize("form", QuantForm)
+def test_rounded_experts_write_nearly_what_plain_ones_do(tools, checkpoint, form):
+    folder, prompt = checkpoint(TINY), tools.random_prompt(40)
+    kernels = Kernels(ReferenceBackend(), ReferenceOperations())
+
+    def logits(form):
+        model = load_model(folder, "float32", torch.device("cpu"), kernels, form)
+        return tools.driver(model, 16, 8).step([(tools.seq(prompt), len(prompt))])
+
+    plain, rounded = logits(None), logits(form)
+    error = (rounded - plain).pow(2).mean().sqrt() / plain.std()
+    assert 0 < error < {"int8": 0.1, "fp8": 0.3, "int4": 0.8}[form]
