@@ -72,6 +72,22 @@ PEER_SHAPES = {
             },
         ),
         PeerShape(
+            "moe",
+            "qwen3_moe",
+            {
+                "hidden_size": 768,
+                "intermediate_size": 2048,
+                "moe_intermediate_size": 384,
+                "num_experts": 32,
+                "num_experts_per_tok": 4,
+                "num_hidden_layers": 12,
+                "num_attention_heads": 12,
+                "num_key_value_heads": 4,
+                "head_dim": 64,
+                "vocab_size": 32768,
+            },
+        ),
+        PeerShape(
             "smoke",
             "llama",
             {
