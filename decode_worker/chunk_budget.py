@@ -22,7 +22,7 @@ that was; before any was, a mixed step with a small chunk tells, by the rate of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from worker.token_rate import TokenRate
@@ -127,11 +127,20 @@ class ChunkBudget:
         few_s = min(self._decode_s.values(), default=0.0)
         return max(FEW_STEPS * few_s, OWN_STEPS * self._expected_s(num_decodes))
 
-    def wait_ratio(self, line: Sequence[PromptInLine]) -> float:
-        """Of prompts that this worker computes, in their order, for `tokens`; 0 = there is none."""
+    def wait_ratio(self, line: Iterable[PromptInLine]) -> float:
+        """How many times its own computing time the worst off of these prompts waits for its first token; 0 = none is.
+
+        At any one rate, from now on; at least `LATE` times the option where one will have waited that long in all.
+        `line`: in the order in which they are computed. The own time of a prompt is that of its tokens and of a step.
+        """
         step_tokens = min(self._decode_s.values(), default=0.0) * self._prompts.per_s or _FIRST_STEP_TOKENS
-        ratio, late = wait_ratio((each.num_left for each in line), step_tokens), LATE * self._most_wait_ratio
-        return max(ratio, late) if _whole_wait_ratio(line, step_tokens) >= late else ratio
+        before, from_now, in_all = 0, 0.0, 0.0
+        for each in line:
+            before += each.num_left
+            from_now = max(from_now, (before + step_tokens) / (each.num_left + step_tokens))
+            in_all = max(in_all, (each.waited_tokens + before + step_tokens) / (each.num_tokens + step_tokens))
+        late = LATE * self._most_wait_ratio
+        return max(from_now, late) if in_all >= late else from_now
 
     # --- what the worker reports ---
 
@@ -157,25 +166,3 @@ class ChunkBudget:
         """A decode step of the next size class that is known, the smaller one of two; 0 = none is."""
         size = num_decodes.bit_length()
         return self._decode_s[min(self._decode_s, key=lambda each: (abs(each - size), each))] if self._decode_s else 0.0
-
-
-def wait_ratio(prompts: Iterable[int], step_tokens: float) -> float:
-    """How many times its own computing time the worst off of these prompts waits for its first token, at any one rate.
-
-    `prompts`: tokens that each lacks, in the order in which they are computed. Its own time is that of its tokens and
-    of a step, which takes as long as `step_tokens`.
-    """
-    before, most = 0, 0.0
-    for num_tokens in prompts:
-        before += num_tokens
-        most = max(most, (before + step_tokens) / (num_tokens + step_tokens))
-    return most
-
-
-def _whole_wait_ratio(line: Iterable[PromptInLine], step_tokens: float) -> float:
-    """The same, with what each has waited already."""
-    before, most = 0, 0.0
-    for each in line:
-        before += each.num_left
-        most = max(most, (each.waited_tokens + before + step_tokens) / (each.num_tokens + step_tokens))
-    return most

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from decode_worker.chunk_budget import FEW_STEPS, LATE, MARGIN, OWN_STEPS, ChunkBudget, PromptInLine, wait_ratio
+from decode_worker.chunk_budget import FEW_STEPS, LATE, MARGIN, OWN_STEPS, ChunkBudget, PromptInLine
 
 CHUNK = 512
 GRAIN_TOKENS = 4
@@ -76,11 +76,12 @@ def test_chunks_are_whole_for_a_line_that_not_even_the_whole_worker_serves_in_ti
 
 
 def test_the_worst_off_of_a_line_waits_so_many_times_its_own_time() -> None:
-    assert wait_ratio([], 0) == 0
-    assert wait_ratio([700], 20) == 1
-    assert wait_ratio([256] * 8, 0) == 8
-    assert wait_ratio([10, 90, 2000], 0) == pytest.approx(100 / 90)
-    assert wait_ratio([2000, 50], 0) == 41
+    budget = learned(decode_s=0.001, per_s=1000.0)  # a step as long as a token
+    assert budget.wait_ratio([]) == 0
+    assert budget.wait_ratio(in_line(700)) == 1
+    assert budget.wait_ratio(in_line(*[255] * 8)) == pytest.approx(2041 / 256)
+    assert budget.wait_ratio(in_line(9, 89, 1999)) == pytest.approx(99 / 90)
+    assert budget.wait_ratio(in_line(1999, 49)) == pytest.approx(2049 / 50)
 
 
 def test_a_prompt_s_own_time_is_at_least_a_step_as_long_as_it_was_measured() -> None:
