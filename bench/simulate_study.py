@@ -19,6 +19,7 @@ from simulator.costs import CostModel, StepCosts
 from simulator.outcomes import Slo
 from simulator.sizing import highest_rate
 from simulator.traces import Dialogue, LogNormal, Trace, conversation
+from simulator.worker import ElasticOptions
 
 PAGE = ROOT / "docs" / "capacity.md"
 BEGIN, END = "<!-- study -->", "<!-- end of the study -->"
@@ -66,6 +67,8 @@ H100 = CostModel(
 )
 COLOCATED_H100 = replace(H100, chunk_tokens=256)
 """Chunks that keep the objective beside decodes, as an operator would choose; elastic workers size their own."""
+ELASTIC = {name: ElasticOptions(slo.itl_s, waiting_served_ratio=20.0) for name, slo in SLOS.items()}
+"""The objective, and first tokens that may wait: with the default ratio of 3 the chunks of a line become whole."""
 FLEETS = (
     Fleet(Policy.STATIC, 3, 1),
     Fleet(Policy.STATIC, 2, 2),
@@ -92,7 +95,8 @@ def study(name: str, span_s: float = SPAN_S) -> Document:
 
 def _study(name: str, fleet: Fleet, span_s: float) -> Document | None:
     slo = SLOS[name]
-    setup = Setup(fleet, COLOCATED_H100 if fleet.policy is Policy.COLOCATED else H100)
+    costs = COLOCATED_H100 if fleet.policy is Policy.COLOCATED else H100
+    setup = Setup(fleet, costs, elastic=ELASTIC[name])
 
     def make(rate_per_s: float) -> Trace:
         return conversation(DIALOGUES[name], rate_per_s, max(_LEAST_REQUESTS, round(rate_per_s * span_s)), seed=0)
@@ -139,6 +143,7 @@ def run() -> None:
         "span_s": SPAN_S,
         "costs": H100.document(),
         "slo": {name: asdict(slo) for name, slo in SLOS.items()},
+        "elastic": {name: asdict(each) for name, each in ELASTIC.items()},
         "losses": asdict(LOSSES),
         "traces": {name: study(name) for name in DIALOGUES},
     }

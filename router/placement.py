@@ -3,16 +3,17 @@
 Only pairs with equal model and layout fingerprints and a common transport count. Of these, only
 the ones with the fewest workers that failed this request or are set aside for failing others
 (see `ejection`). Decode is chosen first, then its partner, each as the least costly of a few: two at
-random (Mitzenmacher 2001: near the best, and no herd on old figures), and two of those that hold the
-most of the prompt's KV. Cost is load and the work that the prompt makes there, so that who holds a
-popular prefix is not given more than that is worth:
+random (Mitzenmacher 2001: near the best, and no herd on old figures; more where streams are packed),
+and two of those that hold the most of the prompt's KV. Cost is load and the work that the prompt makes
+there, so that who holds a popular prefix is not given more than that is worth:
 
     decode     share of its seats or blocks in use, whichever is larger; less `PREFIX_WORTH` if it holds the prompt
     prefill    time to compute the prompt tokens that wait there, and those of this prompt that it lacks
 
 Who computes the prompt is decided then, and `PlacementReason` says why. A decode worker of a fixed role computes
 short prompts, and those of which it lacks no more than that. An elastic one computes every prompt, unless another
-worker would have computed it and handed it over sooner, by a margin.
+worker would have computed it and handed it over sooner, by a margin. Where many streams would wait meanwhile, the
+other one may take longer, within a bound.
 
 Looks at groups of workers and at a handful of them: the time it takes does not grow with their number, but with that
 of the workers that are under suspicion. Knows nothing of streams or time.
@@ -50,6 +51,11 @@ __all__ = [
 REMOTE_MARGIN = 0.25
 """Share of the time that an elastic worker would take for a prompt by which another one must be faster, the hand-off
 counted, to be given it: figures are a heartbeat old, and what goes to and fro costs both sides."""
+CROWDED_FACTOR = 3.0
+"""Times as long as a crowded worker would take for a prompt, that another one may take which prompts slow down less: it
+has fewer streams to keep waiting."""
+FASTER = 1.3
+"""Times the rate of prompts of a crowded worker, from which on another one counts as such."""
 SPARE_SHARE = 0.75
 """Of a decode worker that may be in use with a stream which another one hands over because of overload: one that is
 nearly as full would soon do the same. What drains goes to any."""
@@ -57,6 +63,9 @@ _NO_BURDENS: Mapping[Pair, int] = {}
 _Rank: TypeAlias = tuple[int, int]
 """Of a worker or a pair, least first: in how many ways it is suspect; how often in a row it was set aside."""
 _CLEAN: _Rank = (0, 0)
+_DRAWS = 2
+_ELASTIC_DRAWS = 8
+"""Where some are elastic: streams are packed only on a worker that is among those drawn."""
 _MOST_NAMED = 8
 """Workers that an error names: it must fit into a gRPC trailer."""
 
@@ -127,7 +136,9 @@ def _is_worth_a_hand_off(demand: Demand, decode: WorkerView, prefill: WorkerView
     rate = decode.prompt_tokens_per_s or prefill.prompt_tokens_per_s
     handoff_s = demand.handoff_s if rate else 0.0
     remote_s = prefill.prompt_s(demand, rate or 1.0) + handoff_s
-    return remote_s < (1 - REMOTE_MARGIN) * decode.prompt_s(demand, rate or 1.0)
+    spares_streams = decode.is_crowded and prefill.prompt_tokens_per_s > FASTER * decode.prompt_tokens_per_s
+    factor = CROWDED_FACTOR if spares_streams else 1 - REMOTE_MARGIN
+    return remote_s < factor * decode.prompt_s(demand, rate or 1.0)
 
 
 class Search:
@@ -193,8 +204,10 @@ class Search:
     def least_costly(
         self, workers: WorkerSet, best_of: Callable[[Sequence[WorkerView]], WorkerView], rng: Random
     ) -> tuple[int, WorkerView]:
-        """Of two at random, and two of those that hold most; by chance if they are equal."""
-        numbers = draw(workers, 2, rng) + draw(self._candidates.held.most(workers), 2, rng)
+        """Of a few at random, and two of those that hold most; by chance if they are equal."""
+        is_elastic = any(kind.role is Role.ELASTIC for kind in self._candidates.fleet.groups)
+        numbers = draw(workers, _ELASTIC_DRAWS if is_elastic else _DRAWS, rng)
+        numbers += draw(self._candidates.held.most(workers), _DRAWS, rng)
         views = [self._candidates.view(each) for each in numbers]
         best = best_of(views)
         return numbers[views.index(best)], best

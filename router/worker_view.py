@@ -13,7 +13,11 @@ PREFIX_WORTH = 0.25
 it holds is neither computed nor moved again. A bound on how far a popular prefix draws load to one place."""
 PACKED_SHARE = 3 / 16
 """Share of an elastic worker's seats up to which streams join others: so few make each other hardly slower, and a
-worker without any computes prompts that keep nobody waiting for a token. Beyond it they spread."""
+worker without any computes prompts that keep nobody waiting for a token. Beyond it they spread, unless:"""
+PACKED_STEP = 0.6
+"""Share of the longest step that its streams allow up to which a decode step is short, and streams join others too."""
+PACKED_MOST = 3 / 4
+"""Share of its seats or blocks, whichever is larger, beyond which they spread in any case."""
 
 
 class Obstacle(enum.StrEnum):
@@ -87,9 +91,18 @@ class WorkerView:
         worth = PREFIX_WORTH * min(1.0, self.likely_tokens / max(1, demand.num_prefix_tokens))
         num_seqs = self._num_seqs
         is_few = num_seqs + demand.num_choices <= PACKED_SHARE * self.info.max_seqs
-        if self.info.role is Role.ELASTIC and is_few and share <= 1 / 2:
+        if self.info.role is Role.ELASTIC and (is_few or self._has_short_steps) and share <= PACKED_MOST:
             return -num_seqs / self.info.max_seqs - worth
         return share - worth if share <= 1 else share
+
+    @property
+    def _has_short_steps(self) -> bool:
+        return self.load is not None and 0 < self.load.step_s <= PACKED_STEP * self.load.step_objective_s
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether a prompt that is computed there makes more than a few streams wait longer for each token."""
+        return self._num_seqs > PACKED_SHARE * self.info.max_seqs
 
     @property
     def _num_seqs(self) -> int:

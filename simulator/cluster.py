@@ -19,7 +19,7 @@ from simulator.outcomes import Outcome, Result, RoleUse
 from simulator.requests import Attempt, Rooms, serve
 from simulator.traces import Trace, rate_of
 from simulator.transfers import Network
-from simulator.worker import MODEL, SimulatedWorker
+from simulator.worker import MODEL, ElasticOptions, SimulatedWorker
 from tandem.errors import InternalError
 from tandem.types import Role, WorkerId, WorkerInfo
 
@@ -84,6 +84,7 @@ class Setup:
     max_active: int = _MANY
     """Requests under way at a time; others wait at the router."""
     seed: int = 0
+    elastic: ElasticOptions = ElasticOptions()
 
 
 def simulate(setup: Setup, trace: Trace) -> Result:
@@ -112,7 +113,14 @@ class _Cluster:
             if number % setup.costs.workers_per_host == 0:
                 host = Host(setup.costs.sharing)
             worker = SimulatedWorker(
-                name, role, setup.costs, network, host, workers.heartbeat, computes_prompts=computes
+                name,
+                role,
+                setup.costs,
+                network,
+                host,
+                workers.heartbeat,
+                computes_prompts=computes,
+                elastic=setup.elastic,
             )
             self._named[WorkerId(name)] = worker
             worker.come()

@@ -12,6 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerPolicy
@@ -38,6 +39,15 @@ from worker.ports import RouterPort
 HEARTBEAT_S = 0.25
 VOCAB_SIZE = 2**31 - 1
 MODEL = "simulated"
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticOptions:
+    """Of elastic workers, as an operator sets them."""
+
+    inter_token_objective_s: float | None = None
+    """None = a multiple of the measured steps."""
+    waiting_served_ratio: float = 3.0
 
 
 class Link:
@@ -68,6 +78,7 @@ class SimulatedWorker:
         on_heartbeat: Callable[[WorkerInfo, WorkerLoad], None],
         *,
         computes_prompts: bool,
+        elastic: ElasticOptions,
     ) -> None:
         """`computes_prompts`: whether a decode worker computes all prompts for itself."""
         self.role = role
@@ -83,6 +94,7 @@ class SimulatedWorker:
         self._network = network
         self._host = host
         self._on_heartbeat = on_heartbeat
+        self._elastic = elastic
         self._local_tokens = None if role is Role.ELASTIC or computes_prompts else 0
         self._num_lives = 0
         self._life: _Life | None = None
@@ -163,7 +175,7 @@ class SimulatedWorker:
         if life_number != self._num_lives or not self.is_up:
             return
         if self._life is None:
-            self._life = _Life(self.role, self._costs, self._network, self._host, self.link)
+            self._life = _Life(self.role, self._costs, self._network, self._host, self.link, self._elastic)
         self._life.run(self._beat)
         what(self._life.core)
 
@@ -190,7 +202,9 @@ class SimulatedWorker:
 class _Life:
     """Core, engine and caches from the first request to the loss of the worker."""
 
-    def __init__(self, role: Role, costs: CostModel, network: Network, host: Host, link: Link) -> None:
+    def __init__(
+        self, role: Role, costs: CostModel, network: Network, host: Host, link: Link, elastic: ElasticOptions
+    ) -> None:
         self.engine = SimulatedEngine(costs.decode_step or costs.step if role is Role.DECODE else costs.step, host)
         self._news = ExitStack()
         self._task: asyncio.Task[None] | None = None
@@ -201,7 +215,7 @@ class _Life:
         news = CacheNews(lambda: _tell(news, link))
         self._news.enter_context(reports.telling(news))
         self._receiver = SimulatedReceiver(network)
-        self.core = _core(role, costs, self.engine, cache, self._receiver, SimulatedSender(network))
+        self.core = _core(role, costs, self.engine, cache, self._receiver, SimulatedSender(network), elastic)
 
     @property
     def is_idle(self) -> bool:
@@ -251,6 +265,7 @@ def _core(
     cache: PrefixCache,
     receiver: SimulatedReceiver,
     sender: Sender,
+    options: ElasticOptions,
 ) -> DecodeWorker | PrefillWorker:
     tokens = costs.max_sequence_tokens
     validator = Validator(Limits(), VOCAB_SIZE, context_tokens=tokens)
@@ -259,6 +274,13 @@ def _core(
         parts = PrefillParts(engine, cache, sender, validator, clock, WorkerObserver())
         return PrefillWorker(parts, BatchLimits(costs.prefill_chunk_tokens, costs.max_seqs), OutgoingPolicy(), tokens)
     limits = StepLimits(costs.block_size, costs.max_seqs, costs.chunk_tokens)
-    elastic = role is Role.ELASTIC
-    policy = WorkerPolicy(limits, tokens, inter_token_objective_s=None if elastic else 0.0, elastic=elastic)
+    policy = WorkerPolicy(limits, tokens)
+    if role is Role.ELASTIC:
+        policy = WorkerPolicy(
+            limits,
+            tokens,
+            inter_token_objective_s=options.inter_token_objective_s,
+            waiting_served_ratio=options.waiting_served_ratio,
+            elastic=True,
+        )
     return DecodeWorker(DecodeParts(engine, cache, receiver, validator, clock, sender=sender), policy)

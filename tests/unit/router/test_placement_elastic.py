@@ -16,7 +16,7 @@ from router.handoff_times import HandoffTimes
 from router.placement import REMOTE_MARGIN, Demand, Obstacle, Placement, WorkerView, place, readiness
 from router.prefix_map import Prefix
 from router.room import common_sequence, longest_sequence
-from router.worker_view import PACKED_SHARE
+from router.worker_view import PACKED_SHARE, PREFIX_WORTH
 from router.workers import Workers
 from tandem.errors import Unavailable
 from tandem.types import Incarnation, PlacementReason, Role, TokenId
@@ -132,8 +132,11 @@ def test_a_worker_at_its_objective_comes_after_others(worker: View) -> None:
         ({"waiting_seqs": 1}, True),
         ({"running_seqs": 8, "waiting_seqs": 3}, True),
         ({"running_seqs": 8, "waiting_seqs": 4}, False),  # three sixteenths of its seats, and then no more
+        ({"running_seqs": 20, "step_s": 0.03, "step_objective_s": 0.05}, True),  # more, while its steps are short
+        ({"running_seqs": 20, "step_s": 0.031, "step_objective_s": 0.05}, False),
+        ({"running_seqs": 48, "step_s": 0.03, "step_objective_s": 0.05}, False),  # three quarters of its seats
         ({"running_seqs": 1, "step_s": 0.05, "step_objective_s": 0.05}, False),
-        ({"running_seqs": 1, "queued_prompt_tokens": 40_000}, False),
+        ({"running_seqs": 1, "queued_prompt_tokens": 50_000}, False),
     ],
 )
 def test_few_streams_join_others_and_leave_a_worker_free_for_prompts(
@@ -144,6 +147,23 @@ def test_few_streams_join_others_and_leave_a_worker_free_for_prompts(
     assert outcome(workers, demand)[1] == ("streams" if packs else "idle")
     fixed = [worker(D, "streams", local=None, **heartbeat), worker(D, "idle", local=None)]
     assert outcome(fixed, demand)[1] == "idle"
+
+
+@pytest.mark.parametrize(
+    ("streams", "rate", "queued", "stays"),
+    [
+        (13, 200.0, 4_900, False),  # it takes 29.5 s there, 10 here
+        (13, 200.0, 5_100, True),  # 30.5 s
+        (12, 200.0, 4_900, True),  # few streams wait
+        (13, 130.0, 0, True),  # prompts make streams wait there as well
+    ],
+)
+def test_many_streams_are_spared_a_prompt_that_another_computes_within_three_times_its_time(
+    worker: View, streams: int, rate: float, queued: int, stays: bool
+) -> None:
+    crowded = worker(E, "crowded", running_seqs=streams, step_s=0.01, step_objective_s=0.05)
+    other = worker(P, "other", rate, queued_prompt_tokens=queued)
+    assert outcome([crowded, other])[0] == (None if stays else "other")
 
 
 def test_an_elastic_worker_never_hands_over_to_itself_and_no_suspect_is_asked(worker: View) -> None:
@@ -211,7 +231,8 @@ def test_work_given_all_at_once_is_packed_no_further_than_the_bound(
         assert not draining or members[0].incarnation not in assignment.placement.incarnations
     seats = [view.assigned_seqs for view in workers.views()][draining:]
     even = 8 * num_workers * num_choices / len(seats)
-    assert max(seats) <= max(PACKED_SHARE * 64, even + 6 * num_choices)
+    packed = max(PACKED_SHARE, PREFIX_WORTH) * 64 + num_choices  # who holds the prefix may be fuller by that
+    assert max(seats) <= max(packed, even + 6 * num_choices)
 
 
 def test_a_hand_off_is_expected_to_take_as_long_as_those_before_it() -> None:
