@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import cast
 
@@ -84,7 +84,7 @@ class Setup:
     max_active: int = _MANY
     """Requests under way at a time; others wait at the router."""
     seed: int = 0
-    elastic: ElasticOptions = ElasticOptions()
+    elastic: ElasticOptions = field(default_factory=ElasticOptions)
 
 
 def simulate(setup: Setup, trace: Trace) -> Result:
