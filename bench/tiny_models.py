@@ -177,7 +177,10 @@ TINY_MODELS = (
             },
         },
     ),
+    TinyModel("glm", "glm", {"head_dim": 16, "eos_token_id": -1}),
+    TinyModel("glm4", "glm4", {"head_dim": 24, "eos_token_id": -1, "partial_rotary_factor": 0.75}),
     TinyModel("phi3", "phi3"),
+    TinyModel("phi3-partial", "phi3", {"partial_rotary_factor": 0.75}),
     TinyModel("phi3-windowed", "phi3", {"sliding_window": 41, "tie_word_embeddings": True}),
     TinyModel("smollm3", "smollm3", {"num_hidden_layers": 5}),
     TinyModel(

@@ -82,7 +82,10 @@ class ModelConfig(ModelShape):
     norm_offset: bool
     wide_norms: bool
     """Norms multiply by float32 weights before they round."""
-    fused: bool
+    fused_qkv: bool
+    fused_gate_up: bool
+    rotates_neighbours: bool
+    """See `models.family.Family`."""
     embedding_scale: float
     residual_scale: float
     """Of what attention and MLP return, before it is added."""
@@ -113,7 +116,7 @@ def load_model_config(path: Path) -> ModelConfig:
     family = _read_family(config)
     num_layers = config.integer("num_hidden_layers")
     max_position_embeddings = config.integer("max_position_embeddings")
-    rope, local_rope = read_ropes(config, max_position_embeddings, family.absent_theta, family.local_theta)
+    rope, local_rope = read_ropes(config, max_position_embeddings, family)
     rotated = _read_rotated(config, family, num_layers)
     score_cap, logit_cap = _read_soft_caps(config, family)
     num_heads, num_kv_heads, head_dim = _read_heads(config, family)
@@ -135,9 +138,9 @@ def load_model_config(path: Path) -> ModelConfig:
         local_rope=local_rope,
         rotated=rotated,
         tied=config.flag("tie_word_embeddings", default=family.absent_tied),
-        qkv_bias=_read_bias(config, family.qkv_bias, "attention_bias"),
-        output_bias=_read_bias(config, family.output_bias, "attention_bias"),
-        mlp_bias=_read_bias(config, family.mlp_bias, "mlp_bias"),
+        qkv_bias=_read_bias(config, family.qkv_bias, "attention_bias", absent=family.absent_bias),
+        output_bias=_read_bias(config, family.output_bias, "attention_bias", absent=family.absent_bias),
+        mlp_bias=_read_bias(config, family.mlp_bias, "mlp_bias", absent=False),
         qk_norm=family.qk_norm,
         whole_qk_norm=family.whole_qk_norm,
         windows=_read_windows(config, family, rotated),
@@ -145,7 +148,9 @@ def load_model_config(path: Path) -> ModelConfig:
         norms=family.norms,
         norm_offset=family.norm_offset,
         wide_norms=family.wide_norms or family.norm_offset,
-        fused=family.fused,
+        fused_qkv=family.fused_qkv,
+        fused_gate_up=family.fused_gate_up,
+        rotates_neighbours=family.rotates_neighbours,
         embedding_scale=config.integer("hidden_size") ** 0.5
         if family.scaled_embedding
         else _read_multiplier(config, family, "embedding_multiplier"),
@@ -215,10 +220,10 @@ def _read_experts(config: ConfigJson, names: ExpertNames, num_layers: int) -> Ex
     )
 
 
-def _read_bias(config: ConfigJson, bias: Bias, key: str) -> bool:
+def _read_bias(config: ConfigJson, bias: Bias, key: str, *, absent: bool) -> bool:
     if bias is Bias.NAMED:
         return config.flag("qkv_bias", default=True)
-    return bias is Bias.ALWAYS or (bias is Bias.CONFIGURED and config.flag(key, default=False))
+    return bias is Bias.ALWAYS or (bias is Bias.CONFIGURED and config.flag(key, default=absent))
 
 
 def _read_multiplier(config: ConfigJson, family: Family, key: str) -> float:

@@ -93,6 +93,8 @@ class Family:
     whole_qk_norm: bool = False
     """It takes all heads of a row as one, not each head."""
     windows: Windows = Windows.NONE
+    absent_bias: bool = False
+    """If config.json has no `attention_bias`."""
     absent_window: int | None = 4096
     """If config.json has no `sliding_window`; null there means none."""
     global_every: int = 1
@@ -121,8 +123,13 @@ class Family:
     """Some layers do not rotate q and k (`no_rope_layers`)."""
     experts: ExpertNames | None = None
     """Of layers that have them in the place of an MLP."""
-    fused: bool = False
-    """The checkpoint holds q, k and v as one tensor, gate and up as another."""
+    fused_qkv: bool = False
+    """The checkpoint holds q, k and v as one tensor."""
+    fused_gate_up: bool = False
+    rotated_share: float | None = None
+    """Of a head's dimensions, if config.json has no `partial_rotary_factor`; None: all, whatever it says."""
+    rotates_neighbours: bool = False
+    """Dimensions 2i and 2i + 1 are a pair; else i and i + half of those that are rotated."""
     absent_head_dim: int | None = None
     """If config.json has no `head_dim`; None means `hidden_size / num_attention_heads`."""
     absent_kv_heads: int | None = None
@@ -138,6 +145,17 @@ _GEMMA: Any = {
     "query_scale": True,
     "absent_head_dim": 256,
     "absent_tied": True,
+}
+
+_GLM: Any = {
+    "qkv_bias": Bias.CONFIGURED,
+    "absent_bias": True,
+    "fused_gate_up": True,
+    "rotated_share": 0.5,
+    "rotates_neighbours": True,
+    "absent_head_dim": 128,
+    "absent_kv_heads": 2,
+    "absent_rms_norm_eps": 1.5625e-7,
 }
 
 _OLMO: Any = {
@@ -243,6 +261,15 @@ FAMILIES = {
             mlp_bias=Bias.CONFIGURED,
             multipliers=True,
         ),
+        Family(name="glm", architecture="GlmForCausalLM", **_GLM),
+        Family(
+            name="glm4",
+            architecture="Glm4ForCausalLM",
+            norms=LayerNorms(
+                "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+            ),
+            **_GLM,
+        ),
         Family(name="olmo2", architecture="Olmo2ForCausalLM", **_OLMO),
         Family(
             name="olmo3",
@@ -259,7 +286,9 @@ FAMILIES = {
             windows=Windows.ALL_LAYERS,
             absent_window=None,
             absent_rms_norm_eps=1e-5,
-            fused=True,
+            fused_qkv=True,
+            fused_gate_up=True,
+            rotated_share=1.0,
         ),
         Family(
             name="smollm3",

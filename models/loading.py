@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import astuple, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from models.fingerprint import fingerprint_files
 from models.gguf_store import GgufStore
 from models.layers import GatedMlp, NoNorm, RmsNorm, gelu_tanh_mul
 from models.quantization.config import read_quantization
-from models.rope import NoRotation, RotaryEmbedding
+from models.rope import NoRotation, RotaryEmbedding, order_of_dims
 from models.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
@@ -222,11 +222,16 @@ class _DecoderBuilder:
 
     def _attention(self, prefix: str, sliding_window: int | None) -> Attention:
         config = self._config
-        qkv = tuple(f"{prefix}{name}" for name in (("qkv_proj",) if config.fused else ("q_proj", "k_proj", "v_proj")))
+        names = ("qkv_proj",) if config.fused_qkv else ("q_proj", "k_proj", "v_proj")
+        weight, bias = self._map(tuple(f"{prefix}{name}" for name in names), bias=config.qkv_bias)
+        order = self._order_of_heads
+        if order is not None:
+            weight = weight.rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
+            bias = None if bias is None else bias[order]
         norms = self._qk_norm(prefix) if config.qk_norm else None
         is_apart = config.whole_qk_norm or (norms is not None and norms[0].weight.dtype is not self._dtype)
         return Attention(
-            qkv=self._linear(qkv, bias=config.qkv_bias),
+            qkv=self._operations.linear(weight, bias),
             output=self._linear((f"{prefix}o_proj",), bias=config.output_bias),
             qk_norm=QkNorm(norms[0].weight, norms[1].weight, norms[0].eps) if norms and not is_apart else None,
             heads=HeadShape(config.num_heads, config.num_kv_heads, config.head_dim),
@@ -235,9 +240,21 @@ class _DecoderBuilder:
             apart_qk_norm=norms if is_apart else None,
         )
 
+    @cached_property
+    def _order_of_heads(self) -> torch.Tensor | None:
+        """Rows of q, k and v `[(H + 2 * Hkv) * D]` in our order; None: they are."""
+        config = self._config
+        dims = order_of_dims(config.rope, config.head_dim, neighbours=config.rotates_neighbours)  # [D]
+        if torch.equal(dims, torch.arange(config.head_dim)):
+            return None
+        assert not config.qk_norm  # whose weights would need it too
+        turned = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * config.head_dim + dims
+        values = torch.arange(turned.numel(), turned.numel() + config.num_kv_heads * config.head_dim)
+        return torch.cat((turned.flatten(), values)).to(self._device)
+
     def _mlp(self, prefix: str) -> GatedMlp:
         config = self._config
-        names = ("gate_up_proj", "down_proj") if config.fused else MLP_PROJECTIONS
+        names = ("gate_up_proj", "down_proj") if config.fused_gate_up else MLP_PROJECTIONS
         return self._gated(prefix, names, config.intermediate_size, bias=config.mlp_bias)
 
     def _gated(self, prefix: str, names: tuple[str, ...], intermediate_size: int, *, bias: bool = False) -> GatedMlp:

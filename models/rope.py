@@ -27,8 +27,11 @@ class RotaryEmbedding:
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
         scaling = config.scaling
         self._theta = config.theta
-        self._exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim  # [D / 2]
-        self._frequencies = _frequencies(config, self._exponents).to(device)  # [D / 2]
+        num_rotated = rotated_dims(config, head_dim)  # R
+        self._exponents = torch.arange(0, num_rotated, 2, dtype=torch.float32) / num_rotated  # [R / 2]
+        frequencies = torch.zeros(head_dim // 2)  # what is not rotated has angle 0
+        frequencies[: num_rotated // 2] = _frequencies(config, self._exponents)
+        self._frequencies = frequencies.to(device)  # [D / 2]
         self._exponents = self._exponents.to(device)
         self._dynamic = scaling if isinstance(scaling, DynamicScaling) else None
         self._attention_factor = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
@@ -61,8 +64,25 @@ class NoRotation(RotaryEmbedding):
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Ones and zeros, each `[T, D / 2]` float32."""
-        ones = torch.ones((len(positions), len(self._exponents)), device=positions.device)
+        ones = torch.ones((len(positions), len(self._frequencies)), device=positions.device)
         return ones, torch.zeros_like(ones)
+
+
+def rotated_dims(config: RopeConfig, head_dim: int) -> int:
+    """R: dimensions of a head that are rotated, the first ones; even."""
+    return int(head_dim * config.rotated_share)
+
+
+def order_of_dims(config: RopeConfig, head_dim: int, *, neighbours: bool) -> torch.Tensor:
+    """Which dimension of a checkpoint's head stands at each place of ours `[D]`, where i pairs with i + D / 2.
+
+    In the checkpoint pairs are neighbours, or i and i + R / 2; dimensions from R on, in order, fill the places between.
+    Scores stay as they are if q and k have the same order.
+    """
+    dims, half = torch.arange(head_dim), rotated_dims(config, head_dim) // 2
+    rotated, rest = dims[: 2 * half], dims[2 * half :]
+    first, second = (rotated[0::2], rotated[1::2]) if neighbours else (rotated[:half], rotated[half:])
+    return torch.cat((first, rest[: len(rest) // 2], second, rest[len(rest) // 2 :]))
 
 
 def _frequencies(config: RopeConfig, exponents: torch.Tensor) -> torch.Tensor:

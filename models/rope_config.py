@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from models.config_json import ConfigJson
+from models.family import Family
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ class RopeConfig:
 
     theta: float
     scaling: RopeScaling | None
+    rotated_share: float = 1.0
+    """Of a head's dimensions."""
 
 
 def stretched_context(scaling: RopeScaling | None, max_position_embeddings: int) -> int:
@@ -74,36 +77,41 @@ def stretched_context(scaling: RopeScaling | None, max_position_embeddings: int)
 
 
 def read_ropes(
-    config: ConfigJson, max_position_embeddings: int, absent_theta: float, local_theta: float | None
+    config: ConfigJson, max_position_embeddings: int, family: Family
 ) -> tuple[RopeConfig, RopeConfig | None]:
-    """Reads the rope keys of config.json: that of all layers, or of global and of local ones (`local_theta`).
+    """Reads the rope keys of config.json: that of all layers, or of global and of local ones (`Family.local_theta`).
 
     Raises CheckpointError naming the key.
     """
     rope = config.section("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
+    local_theta = family.local_theta
     if local_theta is None:
         for layer_type in ("full_attention", "sliding_attention"):
             if rope.mentions(layer_type):
                 raise rope.error(layer_type, "rope parameters that differ by layer are not supported")
-        return _read_rope(config, rope, max_position_embeddings, absent_theta), None
+        return _read_rope(config, rope, max_position_embeddings, family), None
     if not rope.mentions("full_attention") and not rope.mentions("sliding_attention"):
         # The old form: what it says of scaling is meant for global layers.
         local = RopeConfig(config.number("rope_local_base_freq", local_theta), None)
-        return _read_rope(config, rope, max_position_embeddings, absent_theta), local
+        return _read_rope(config, rope, max_position_embeddings, family), local
     ours, local_section = rope.section("full_attention"), rope.section("sliding_attention")
     local = RopeConfig(
         local_section.number("rope_theta", config.number("rope_local_base_freq", local_theta)),
         _read_scaling(config, local_section, max_position_embeddings),
     )
-    return _read_rope(config, ours, max_position_embeddings, absent_theta), local
+    return _read_rope(config, ours, max_position_embeddings, family), local
 
 
-def _read_rope(config: ConfigJson, rope: ConfigJson, max_position_embeddings: int, absent_theta: float) -> RopeConfig:
-    theta = rope.number("rope_theta", config.number("rope_theta", absent_theta))
-    for section in (config, rope):
-        if section.number("partial_rotary_factor", 1.0) != 1.0:
-            raise section.error("partial_rotary_factor", "only 1.0 is supported")
-    return RopeConfig(theta, _read_scaling(config, rope, max_position_embeddings))
+def _read_rope(config: ConfigJson, rope: ConfigJson, max_position_embeddings: int, family: Family) -> RopeConfig:
+    theta = rope.number("rope_theta", config.number("rope_theta", family.absent_theta))
+    absent_share = family.rotated_share or 1.0
+    share = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", absent_share))
+    if share > 1 or (share != 1 and family.rotated_share is None):
+        raise config.error("partial_rotary_factor", f"is {share}: {family.name} rotates whole heads")
+    scaling = _read_scaling(config, rope, max_position_embeddings)
+    if share != 1 and isinstance(scaling, DynamicScaling):
+        raise rope.error("rope_type", "dynamic scaling of a part of each head is not supported")
+    return RopeConfig(theta, scaling, share)
 
 
 def _read_scaling(config: ConfigJson, rope: ConfigJson, max_position_embeddings: int) -> RopeScaling | None:

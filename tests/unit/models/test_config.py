@@ -180,7 +180,7 @@ def test_caps_that_gemma_2_does_not_mention_are_its_own_and_null_is_none(write):
         (base(final_logit_softcapping=5.0), "final_logit_softcapping: llama has none"),
         (base("smollm3", no_rope_layers=[1]), "no_rope_layers: is not 0 or 1 for each of 4 layers"),
         (base("phi3", rope_scaling={"type": "longrope"}), "rope_type: 'longrope' is not supported"),
-        (base("phi3", partial_rotary_factor=0.75), "partial_rotary_factor: only 1.0"),
+        (base("llama", partial_rotary_factor=0.75), "partial_rotary_factor: is 0.75"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_file_and_key(write, config, named):
