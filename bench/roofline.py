@@ -130,7 +130,8 @@ def step_costs(config: ModelConfig, lens: Lens, dtype: torch.dtype) -> dict[str,
     hidden, heads = config.hidden_size, (config.num_heads, config.num_kv_heads)
     query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     kv_weights, lm_head = 2 * hidden * kv_size, config.vocab_size * hidden
-    weights = kv_weights + 2 * hidden * query_size + 3 * hidden * config.intermediate_size
+    read, used = _mlp_weights(config, tokens)
+    weights = kv_weights + 2 * hidden * query_size + used
     multiplied = tokens * (weights * (layers - 1) + kv_weights) + rows * (weights - kv_weights)
     sampled = [(1, seq_len) for _, seq_len in lens]
     attended = [
@@ -141,10 +142,25 @@ def step_costs(config: ModelConfig, lens: Lens, dtype: torch.dtype) -> dict[str,
     kv_bytes = sum(each.num_bytes for each in attended) - queries * dtype.itemsize
     kv_bytes += 2 * tokens * kv_size * layers * dtype.itemsize  # written, before it is read
     return {
-        "linear": Cost(weights * layers * dtype.itemsize, 2 * multiplied, dtype),
+        "linear": Cost((weights + read - used) * layers * dtype.itemsize, 2 * multiplied, dtype),
         "attention": Cost(kv_bytes, sum(each.flops for each in attended), dtype),
         "lm_head": Cost(lm_head * dtype.itemsize, 2 * rows * lm_head, dtype),
     }
+
+
+def _mlp_weights(config: ModelConfig, tokens: int) -> tuple[int, int]:
+    """Of a layer's MLP, mean over layers: those that `tokens` read, and those that each of them is multiplied by.
+
+    Of experts: as many different ones as routers that choose evenly would name (each layer's own router is trained to).
+    """
+    plain, experts = 3 * config.hidden_size * config.intermediate_size, config.experts
+    if experts is None:
+        return plain, plain
+    share = sum(experts.layers) / len(experts.layers)
+    one = 3 * config.hidden_size * experts.intermediate_size
+    always = (1 - share) * plain + share * 3 * config.hidden_size * (experts.shared_intermediate_size or 0)
+    named = experts.num_experts * (1 - (1 - experts.num_active / experts.num_experts) ** tokens)
+    return int(always + share * named * one), int(always + share * experts.num_active * one)
 
 
 def phase_bytes(config: ModelConfig, lens: Lens, dtype: torch.dtype) -> dict[str, int]:

@@ -1,5 +1,10 @@
 """Bytes and flops of kernels and phases against counts by hand and by brute force."""
 
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -16,49 +21,45 @@ from bench.roofline import (
     rotate_and_store_cost,
     serial_limit_s,
     silu_mul_cost,
+    step_costs,
 )
-from models.config import ModelConfig
-from models.family import Activation
-from models.rope_config import RopeConfig
+from models.config import load_model_config
 
 BF16 = torch.bfloat16
 CEILINGS = Ceilings("cpu", 2, read_gb_s=50.0, copy_gb_s=40.0, bf16_tflop_s=1.0, f32_tflop_s=0.2)
 
 
-def config(window=None):
-    """The 135M shape of the issue's measurements."""
-    return ModelConfig(
-        family="llama",
-        vocab_size=49152,
-        hidden_size=576,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        intermediate_size=1536,
-        rms_norm_eps=1e-5,
-        context_tokens=8192,
-        rope=RopeConfig(10000.0, None),
-        local_rope=None,
-        rotated=(True,) * 30,
-        tied=True,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        windows=(window,) * 30,
-        activation=Activation.SILU,
-        post_norms=False,
-        norm_offset=False,
-        fused=False,
-        embedding_scale=1.0,
-        residual_scale=1.0,
-        score_scale=64**-0.5,
-        score_cap=None,
-        logit_divisor=1.0,
-        logit_cap=None,
-        dtype=None,
-    )
+SHAPE = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+"""Of the 135M model."""
+
+
+@cache
+def config(window=None, **more):
+    items = SHAPE | {"model_type": "mistral", "sliding_window": window} | more
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(items))
+        return load_model_config(Path(folder))
+
+
+def test_of_experts_those_are_read_that_tokens_name_and_each_is_multiplied_by_its_own():
+    moe = config(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
+    dense = config()
+    one, many = (step_costs(each, [(1, 9)] * 64, BF16)["linear"] for each in (dense, moe))
+    expert_bytes = 30 * 3 * 576 * 1536 * 2
+    assert many.num_bytes - one.num_bytes == pytest.approx(7 * expert_bytes, rel=1e-6)  # 64 tokens name all
+    assert many.flops - one.flops == 64 * expert_bytes  # each a second one: two flops for each two bytes
+    alone = step_costs(moe, [(1, 9)], BF16)["linear"]
+    assert alone.num_bytes - step_costs(dense, [(1, 9)], BF16)["linear"].num_bytes == expert_bytes
 
 
 def test_linear_counts_weights_once_and_two_flops_per_multiply_add():
