@@ -27,7 +27,7 @@ demo: install
 ## test      every test that needs neither a GPU nor hours
 # Files in their own order: the long ones of tests/e2e come early, and no process waits long for the other's last one.
 test: install $(PROTOBUF7)/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not soak'
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not gpu and not soak'
 
 ## site      docs/ as a site in build/site, without a warning; needs mkdocs-material
 .PHONY: site
