@@ -70,7 +70,8 @@ def _simulate(args: argparse.Namespace) -> None:
 
 def _validate(args: argparse.Namespace) -> None:
     if args.measured:
-        parts = [json.loads(each.read_text()) for each in args.measured]
+        documents = [json.loads(each.read_text()) for each in args.measured]
+        parts = [each.get("results", each) for each in documents]  # of a record, or what --json wrote
     else:
         parts = [simulate_validation.measure(args.loads, args.servers, args.rate, args.requests)]
         _write(args.json, parts[0])
