@@ -87,7 +87,7 @@ def costs_by_threads(threads: set[int]) -> list[CostModel]:
 
 
 def compare(results: Document, measured_costs: Sequence[CostModel]) -> list[Row]:
-    """Predicted and measured, for each trial and for each search of more than one.
+    """Predicted and measured, for each trial whose requests all ended, and for each search of more than one trial.
 
     `measured_costs`: for each number of threads that `fleets` names.
     """
@@ -103,6 +103,8 @@ def compare(results: Document, measured_costs: Sequence[CostModel]) -> list[Row]
             fleet, threads = kinds[server]
             setup = Setup(fleet, as_served(costs[threads], fleet, load, each["unloaded"][server], effort["unloaded"]))
             for trial in found["trials"]:
+                if trial["ended"] < trial["requests"]:
+                    continue  # it was left early: what it attained is not that of a whole trial
                 result = _trial(setup, load, trial["rate_per_s"], trial["requests"])
                 rate = trial["rate_per_s"]
                 predicted = rate * result.attainment(slo)

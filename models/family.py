@@ -127,7 +127,7 @@ class Family:
     """The checkpoint holds q, k and v as one tensor."""
     fused_gate_up: bool = False
     rotated_share: float | None = None
-    """Of a head's dimensions, if config.json has no `partial_rotary_factor`; None: all, whatever it says."""
+    """Of a head's dimensions, if config.json has no `partial_rotary_factor`; None: all; any other share is refused."""
     rotates_neighbours: bool = False
     """Dimensions 2i and 2i + 1 are a pair; else i and i + half of those that are rotated."""
     absent_head_dim: int | None = None
