@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from kvtransfer.base import TransferReport
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.local_pool import LocalPool
@@ -37,7 +39,7 @@ from tandem.clock import Clock
 from tandem.errors import FrameError, PeerLost, TransferError
 from tandem.types import BlockId
 
-PIECE_BYTES = 8 * 1024 * 1024
+PIECE_BYTES = 16 * 1024 * 1024
 """Most payload of one WRITE (at least one block), so that several hand-offs share a connection fairly."""
 PIECES_AHEAD = 2
 """Pieces of one hand-off that are placed at a time: its thread has the next one at hand while a WRITE is on its way."""
@@ -75,8 +77,9 @@ class OutgoingHandoff:
         self._clock = clock
         self._timing = timing
         self._progress = progress
-        self._checksums: dict[int, int | None] = {}
-        """By position; None = pushed and not placed yet."""
+        self._checksums = np.zeros(len(ticket.blocks), np.uint64)
+        """In the offer's order; of those that are placed."""
+        self._is_pushed, self._is_placed = np.zeros((2, len(ticket.blocks)), bool)
         self._window = 0
         """WRITEs that may be unanswered at a time; 0 = the ticket is not accepted yet."""
         self._unanswered = 0
@@ -127,12 +130,11 @@ class OutgoingHandoff:
         started_s = self._clock.now_s()
         if not self._committed:
             self._raise_if_ended()
-            digest = digest_of([known for _, known in sorted(self._checksums.items()) if known is not None])
-            commit = Commit(self._num_writes, digest, first_token_payload)
+            commit = Commit(self._num_writes, digest_of(self._checksums[self._is_placed]), first_token_payload)
             self._send(FrameType.COMMIT, payload=commit.encode())
             await self._until(lambda: self._committed)
             self._busy_s += self._clock.now_s() - started_s
-        num_blocks = len(self._checksums)  # committed, so that every one was placed
+        num_blocks = len(self._checksums)  # committed, so that every one was pushed
         return TransferReport(self._lane.name, num_blocks, num_blocks * self._pool.block_bytes, self._busy_s)
 
     async def abort(self) -> None:
@@ -187,11 +189,17 @@ class OutgoingHandoff:
         if not self._ticket.first_block <= first <= end <= self._ticket.end:
             offered = f"{self._ticket.first_block}:{self._ticket.end}"
             raise TransferError(f"positions {first}:{end} leave the offer of {offered}")
-        if not all(0 <= block_id < self._pool.num_blocks for block_id in sources):
+        if sources and not 0 <= min(sources) <= max(sources) < self._pool.num_blocks:
             raise TransferError(f"source blocks leave the pool of {self._pool.num_blocks}")
-        if any(position in self._checksums for position in range(first, end)):
+        span = self._span(first, len(sources))
+        if self._is_pushed[span].any():
             raise TransferError(f"positions {first}:{end} were pushed before")
-        self._checksums.update(dict.fromkeys(range(first, end)))
+        self._is_pushed[span] = True
+
+    def _span(self, first: int, num_blocks: int) -> slice:
+        """Where positions lie in the offer."""
+        start = first - self._ticket.first_block
+        return slice(start, start + num_blocks)
 
     async def _room(self, num_blocks: int, placing: deque[_Placing], sending: list[asyncio.Future[None]]) -> Room:
         """Waits until one more WRITE may be sent and has room, after it has announced all of `placing` if need be.
@@ -216,8 +224,7 @@ class OutgoingHandoff:
         return wanted.result()
 
     def _place(self, first: int, sources: tuple[BlockId, ...], room: Room) -> _Placing:
-        start = first - self._ticket.first_block
-        targets = self._ticket.blocks[start : start + len(sources)]
+        targets = self._ticket.blocks[self._span(first, len(sources))]
         placed = self._lend(asyncio.ensure_future(self._lane.place(sources, targets, room)))
         return _Placing(first, sources, room, placed)
 
@@ -229,7 +236,8 @@ class OutgoingHandoff:
         """Announces a piece once it is placed; returns once those in `sending` have left, and puts it there instead."""
         checksums = await _result(piece.placed)
         self._raise_if_ended()
-        self._checksums.update(enumerate(checksums, piece.first))
+        span = self._span(piece.first, len(checksums))
+        self._checksums[span], self._is_placed[span] = checksums, True
         seq, self._num_writes = self._num_writes, self._num_writes + 1
         write = Frame(FrameType.WRITE, self._ticket.number, seq, Write(piece.first, checksums).encode())
         self._placed.remove(piece.room)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from kvtransfer.base import BlockRefs, HandoffListener
 from kvtransfer.messages import Commit, Write, digest_of
 from kvtransfer.ticket import Ticket
@@ -32,7 +34,9 @@ class Incoming:
         self.show_by = show_by
         self.writer: Writer | None = None
         self.state = TransferState.OFFERED
-        self._checksums: list[int | None] = [None] * len(ticket.blocks)
+        self._checksums = np.zeros(len(ticket.blocks), np.uint64)
+        """As announced, in the offer's order."""
+        self._is_claimed = np.zeros(len(ticket.blocks), bool)
         self._num_writes = 0
         self._num_verified = 0
 
@@ -48,17 +52,17 @@ class Incoming:
         if not first <= write.first <= write.end <= end:
             raise FrameError(f"WRITE of positions {write.first}:{write.end} leaves the offer of {first}:{end}")
         span = slice(write.first - first, write.end - first)
-        if any(known is not None for known in self._checksums[span]):
+        if self._is_claimed[span].any():
             raise FrameError(f"WRITE of positions {write.first}:{write.end} repeats a block")
-        self._checksums[span] = write.checksums
+        self._checksums[span], self._is_claimed[span] = write.checksums, True
         self._num_writes += 1
         return tuple(BlockRefs.of(self.ticket.blocks[span]).block_ids.tolist())
 
     def verify(self, write: Write, found: tuple[int, ...]) -> None:
         """Compares what lies in the blocks with what was announced. Raises ChecksumMismatch."""
-        for position, (announced, actual) in enumerate(zip(write.checksums, found, strict=True), write.first):
-            if announced != actual:
-                raise ChecksumMismatch(f"block at position {position} differs from what was announced")
+        if found != write.checksums:
+            differs = next(i for i, pair in enumerate(zip(write.checksums, found, strict=True)) if pair[0] != pair[1])
+            raise ChecksumMismatch(f"block at position {write.first + differs} differs from what was announced")
         self._num_verified += len(found)
 
     def check_commit(self, commit: Commit) -> None:
@@ -67,5 +71,5 @@ class Incoming:
             raise FrameError(f"COMMIT counts {commit.num_writes} writes, {self._num_writes} came")
         if self._num_verified != len(self._checksums):
             raise FrameError(f"COMMIT after {self._num_verified} of {len(self._checksums)} blocks")
-        if commit.digest != digest_of([known for known in self._checksums if known is not None]):
+        if commit.digest != digest_of(self._checksums[self._is_claimed]):
             raise ChecksumMismatch("digest over all blocks differs")

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from tandem.errors import (
@@ -84,9 +86,9 @@ class Commit:
         return cls(num_writes, digest, data[_COMMIT.size :])
 
 
-def digest_of(checksums: Sequence[int]) -> int:
+def digest_of(checksums: Sequence[int] | npt.NDArray[np.uint64]) -> int:
     """xxh3-64 over the blocks' checksums in the offer's order, each a little-endian u64."""
-    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(checksums)}Q", *checksums))
+    return xxhash.xxh3_64_intdigest(np.asarray(checksums, "<u8").tobytes())
 
 
 def encode_window(num_writes: int) -> bytes:

@@ -13,7 +13,7 @@ class Timing:
     reply_s: float = 10.0
     """Most time for an answer (credit, COMMITTED) from a peer that is alive, since anything moved on the connection.
 
-    With pieces of 8 MiB, a wire slower than 0.8 MB/s counts as standing still."""
+    With pieces of 16 MiB, a wire slower than 1.7 MB/s counts as standing still."""
     stop_s: float = 2.0
     """Most time that `stop` waits for peers to say that they stopped writing."""
 
