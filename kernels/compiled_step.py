@@ -11,12 +11,12 @@ from typing import Protocol
 import torch
 
 from kernels.attention import AttentionMetadata, AttentionParams
-from kernels.operations import LinearMap, QkNorm, Rotation
+from kernels.operations import ExpertMaps, LinearMap, QkNorm, Rotation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerParts:
-    """One decoder layer: attention and gated MLP, each with its norm before."""
+    """One decoder layer: attention, and a gated MLP or experts, each with its norm before."""
 
     attention_norm: torch.Tensor
     """`[E]`, as `mlp_norm`."""
@@ -27,10 +27,8 @@ class LayerParts:
     output: LinearMap
     """H * D → E."""
     mlp_norm: torch.Tensor
-    gate_up: LinearMap
-    """E → I, activated."""
-    down: LinearMap
-    """I → E."""
+    mlp: tuple[LinearMap, LinearMap] | ExpertMaps
+    """E → I, activated, and I → E; or both of all experts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +48,7 @@ class DecoderParts:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
+    """I: of the MLPs; 0 where all layers have experts."""
 
 
 class CompiledStep(Protocol):

@@ -7,7 +7,7 @@ Dimensions as in `kernels.attention`; E hidden. One implementation per device (`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,6 +27,23 @@ class LinearMap(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X `[T, in]` → `[T, out]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How tokens choose experts: softmax over the scores of all, then the highest."""
+
+    num_active: int
+    """K: experts of a token."""
+    adds_to_one: bool
+    """The shares of those K do; else they are what softmax over all gave them."""
+
+
+class ExpertMaps(Protocol):
+    """A router and its gated MLPs as one operation."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """X `[T, E]` → what each token's experts make of it, by their shares, added in ascending order: float32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +107,11 @@ class Operations(Protocol):
 
     def gated_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
         """Packs `weight` `[2 * I, E]` once, gate first, for `silu(gate) * up` of `linear`: `[T, E]` → `[T, I]`."""
+
+    def experts(
+        self, router: LinearMap, mlps: Sequence[tuple[LinearMap, LinearMap]], routing: Routing
+    ) -> ExpertMaps | None:
+        """Of scores `[X, E]`, and of each expert its `gated_linear` and `linear`; None where that gains nothing."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Root mean square norm (arXiv 1910.07467) of x `[T, E]`, times `weight` `[E]` → `[T, E]`."""

@@ -6,10 +6,12 @@ bfloat16 rounds in the same places.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional as F
 
-from kernels.operations import ActivatedLinear, LinearMap, PlainLinear, QkNorm, Rotation
+from kernels.operations import ActivatedLinear, LinearMap, PlainLinear, QkNorm, Rotation, Routing
 from kernels.quantized import QuantizedWeight, dequantized
 from kernels.quantized_kv import is_quantized, kv_scales, quantize_rows
 from kernels.spec import check_block_pairs, check_rotate_and_store
@@ -31,6 +33,9 @@ class ReferenceOperations:
     def gated_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.gated_linear`; two operations, so gate and up are rounded too."""
         return ActivatedLinear(self.linear(weight, bias), self.silu_mul)
+
+    def experts(self, router: LinearMap, mlps: Sequence[tuple[LinearMap, LinearMap]], routing: Routing) -> None:
+        """See `Operations.experts`: one by one."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Operations.rms_norm`; any number of leading dimensions."""

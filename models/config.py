@@ -96,10 +96,10 @@ class ModelConfig(ModelShape):
 
     @property
     def has_plain_layers(self) -> bool:
-        """Whether layers are norms before, attention and MLP with SiLU, one rotation, and nothing besides."""
+        """Whether layers are norms before, attention, MLP or experts with SiLU, one rotation, and nothing besides."""
         return (
             self.activation is Activation.SILU
-            and self.experts is None
+            and (self.experts is None or self.experts.shared_intermediate_size is None)
             and self.norms == PLAIN_NORMS
             and not self.wide_norms
             and not self.whole_qk_norm

@@ -87,10 +87,9 @@ class DecoderLayer:
     """Which of the decoder's ropes turns its q and k."""
 
     def parts(self) -> LayerParts:
-        """What `Kernels.compile_step` takes; only of a layer with norms before, and an MLP."""
+        """What `Kernels.compile_step` takes; only of a layer with norms before, and no shared expert."""
         assert isinstance(self.attention_norm, RmsNorm)
         assert isinstance(self.mlp_norm, RmsNorm)
-        assert isinstance(self.mlp, GatedMlp)
         return LayerParts(
             attention_norm=self.attention_norm.weight,
             qkv=self.attention.qkv,
@@ -98,8 +97,7 @@ class DecoderLayer:
             params=self.attention.params,
             output=self.attention.output,
             mlp_norm=self.mlp_norm.weight,
-            gate_up=self.mlp.gate_up,
-            down=self.mlp.down,
+            mlp=(self.mlp.gate_up, self.mlp.down) if isinstance(self.mlp, GatedMlp) else self.mlp.experts,
         )
 
 
@@ -134,9 +132,9 @@ class Decoder:
         return any(isinstance(layer.mlp, MixtureOfExperts) and layer.mlp.waits_for_device for layer in self.layers)
 
     def parts(self) -> DecoderParts:
-        """What `Kernels.compile_step` takes; only of layers with an MLP."""
-        heads, mlp = self.layers[0].attention.heads, self.layers[0].mlp
-        assert isinstance(mlp, GatedMlp)
+        """What `Kernels.compile_step` takes; see `DecoderLayer.parts`."""
+        heads = self.layers[0].attention.heads
+        widths = (layer.mlp.intermediate_size for layer in self.layers if isinstance(layer.mlp, GatedMlp))
         return DecoderParts(
             embedding=self.embedding,
             layers=tuple(layer.parts() for layer in self.layers),
@@ -146,7 +144,7 @@ class Decoder:
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
-            intermediate_size=mlp.intermediate_size,
+            intermediate_size=max(widths, default=0),
         )
 
     def forward(

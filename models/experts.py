@@ -12,24 +12,21 @@ from typing import Protocol
 
 import torch
 
-from kernels.operations import LinearMap
+from kernels.operations import ExpertMaps, LinearMap, Routing
 from models.layers import GatedMlp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Router:
-    """Chooses experts and their shares: softmax over all, then the highest."""
+    """Chooses experts and their shares."""
 
     scores: LinearMap  # [X, E]
-    num_active: int
-    """K: experts of a token."""
-    adds_to_one: bool
-    """The shares of those K do; else they are what softmax over all gave them."""
+    routing: Routing
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """X `[T, E]` → expert ids `[T, K]` int64, ascending in each row, and their shares `[T, K]` float32."""
-        shares, ids = torch.topk(torch.softmax(self.scores(x).float(), dim=-1), self.num_active, dim=-1)
-        if self.adds_to_one:
+        shares, ids = torch.topk(torch.softmax(self.scores(x).float(), dim=-1), self.routing.num_active, dim=-1)
+        if self.routing.adds_to_one:
             shares = shares / shares.sum(dim=-1, keepdim=True)
         ids, order = torch.sort(ids, dim=-1)
         return ids, shares.gather(-1, order)
@@ -103,20 +100,14 @@ class SharedExpert:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MixtureOfExperts:
-    """The MLP of a layer with experts."""
+class RoutedExperts:
+    """The router, then the experts: implements `kernels.operations.ExpertMaps` on any device."""
 
     router: Router
     experts: Experts
-    shared: SharedExpert | None = None
-
-    @property
-    def waits_for_device(self) -> bool:
-        """See `Experts`."""
-        return self.experts.waits_for_device
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """X `[T, E]` → `[T, E]`. Added in float32, rounded once."""
+        """See `ExpertMaps`."""
         ids, shares = self.router(x)  # [T, K]
         by_expert, order = torch.sort(ids.flatten(), stable=True)  # [T * K]
         computed = self.experts(x[order // ids.shape[1]], by_expert)
@@ -126,6 +117,24 @@ class MixtureOfExperts:
         total = parts[:, 0]
         for rank in range(1, ids.shape[1]):  # in this order, which a sum over the dimension does not promise
             total = total + parts[:, rank]
+        return total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixtureOfExperts:
+    """The MLP of a layer with experts."""
+
+    experts: RoutedExperts | ExpertMaps
+    shared: SharedExpert | None = None
+
+    @property
+    def waits_for_device(self) -> bool:
+        """See `Experts`."""
+        return isinstance(self.experts, RoutedExperts) and self.experts.experts.waits_for_device
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """X `[T, E]` → `[T, E]`. Added in float32, rounded once."""
+        total = self.experts(x)
         if self.shared is not None:
             total = total + self.shared(x)
         return total.to(x.dtype)

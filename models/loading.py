@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.attention import AttentionParams
-from kernels.operations import ActivatedLinear, Kernels, LinearMap, QkNorm
+from kernels.operations import ActivatedLinear, Kernels, LinearMap, QkNorm, Routing
 from kernels.quantized import QuantForm, QuantizedWeight, dequantized, quantize, stack
 from models.config import CONFIG_FILE, ExpertConfig, ModelConfig, ModelShape, load_model_config, read_config, read_dtype
 from models.config_json import ConfigJson
 from models.decoder import Attention, Decoder, DecoderLayer, HeadShape, Scales
 from models.dtypes import torch_dtype
-from models.experts import Experts, MixtureOfExperts, Router, SeparateExperts, SharedExpert, grouped_experts
+from models.experts import MixtureOfExperts, RoutedExperts, Router, SeparateExperts, SharedExpert, grouped_experts
 from models.family import FAMILIES, Activation
 from models.fingerprint import fingerprint_files
 from models.gguf_store import GgufStore
@@ -277,15 +277,16 @@ class _DecoderBuilder:
             gate = operations.linear(self._read_weight(f"{prefix}shared_expert_gate.weight"), None)
             mlp = self._gated(f"{prefix}shared_expert.", names, config.shared_intermediate_size)
             shared = SharedExpert(mlp, gate)
+        routing = Routing(config.num_active, config.adds_to_one)
         prefixes = [f"{prefix}experts.{expert}." for expert in range(config.num_experts)]
         is_quantized = self._form is not None or self._store.is_quantized(f"{prefixes[0]}{names[0]}.weight")
-        experts: Experts
         if self._device.type == "cpu" or self._dtype is not torch.bfloat16 or is_quantized:
-            experts = SeparateExperts(tuple(self._gated(each, names, config.intermediate_size) for each in prefixes))
-        else:
-            weights = [[self._read(f"{each}{name}.weight") for name in names] for each in prefixes]
-            experts = grouped_experts(weights, operations.silu_mul)
-        return MixtureOfExperts(Router(router, config.num_active, config.adds_to_one), experts, shared)
+            mlps = tuple(self._gated(each, names, config.intermediate_size) for each in prefixes)
+            fused = operations.experts(router, [(mlp.gate_up, mlp.down) for mlp in mlps], routing)
+            return MixtureOfExperts(fused or RoutedExperts(Router(router, routing), SeparateExperts(mlps)), shared)
+        weights = [[self._read(f"{each}{name}.weight") for name in names] for each in prefixes]
+        experts = grouped_experts(weights, operations.silu_mul)
+        return MixtureOfExperts(RoutedExperts(Router(router, routing), experts), shared)
 
     def _linear(self, names: tuple[str, ...], *, bias: bool) -> LinearMap:
         return self._operations.linear(*self._map(names, bias=bias))

@@ -6,7 +6,8 @@ All that a step reads and writes is checked before the call. Which thread comput
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Mapping
 from ctypes import c_float, c_int64, c_void_p
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from kernels.attention import AttentionMetadata
 from kernels.compiled_step import DecoderParts, LayerParts
 from kernels.cpu.attention import AttendShape, check_lengths
+from kernels.cpu.experts import NativeExperts
 from kernels.cpu.library import Library
 from kernels.cpu.operations import DTYPES, NAMES, RotateShape
 from kernels.operations import LinearMap, Rotation
@@ -23,14 +25,14 @@ from tandem.errors import InternalError
 _MOST_SHAPES = 2
 """Kinds of attention among the layers: with and without a window."""
 _CALLS = ("rms_norm", "add_rms_norm", "multiply_units")
+_EXPERT_CALLS = ("experts_bytes", "experts_phases")
 _KV_CALLS = ("rotate_and_store", "attend_plan", "attend_phase")
 """Kernels that a step calls by their addresses: of the model's dtype, and of that and the pool's."""
 PHASE_KINDS = (
     *("embed", "norm", "qkv", "rotate", "attend"),
-    *("output", "gate_up", "down", "lm_head", "keep_rows"),
+    *("output", "gate_up", "down", "experts", "lm_head", "keep_rows"),
 )
 """`PhaseKind` of `src/decoder.cpp`, in order."""
-_PRODUCT_KINDS = ("qkv", "output", "gate_up", "down")  # of a layer; `LayerParts` names its maps so
 _FAULTS = {1: "token_ids", 2: "rows", 3: "slot_mapping"}
 
 
@@ -39,9 +41,9 @@ def compile_step(library: Library, parts: DecoderParts) -> NativeStep | None:
     kinds = {layer.params for layer in parts.layers}
     if parts.embedding.dtype not in DTYPES or len(kinds) > _MOST_SHAPES:
         return None
-    addresses = [[_address(each) for each in _maps(layer)] for layer in parts.layers]
-    head = _address(parts.lm_head)
-    if head is None or any(address is None for layer in addresses for address in layer):
+    maps = [parts.lm_head, *(each for layer in parts.layers for each in _maps(layer).values())]
+    experts = [layer.mlp for layer in parts.layers if not isinstance(layer.mlp, tuple)]
+    if any(_address(each) is None for each in maps) or not all(isinstance(each, NativeExperts) for each in experts):
         return None
     return NativeStep(library, parts)
 
@@ -94,6 +96,7 @@ class NativeStep:
         return _Decoder(
             *(library.address(f"{call}_{name}") for call in _CALLS),
             *(library.address(f"{call}_{kv_name}") for call in _KV_CALLS),
+            *(library.address(f"{call}_{name}") for call in _EXPERT_CALLS),
             library.address("product_units"),
             *(ctypes.addressof(self._layers), parts.embedding.data_ptr(), parts.norm.data_ptr()),
             *(_address(parts.lm_head), len(parts.layers), vocab_size, hidden_size),
@@ -103,12 +106,14 @@ class NativeStep:
         )
 
     def weight_bytes(self) -> dict[str, int]:
-        """Of the packed weights, scales included, that each kind of phase reads over all layers."""
-        layers = self._parts.layers
-        return {
-            **{kind: sum(_num_bytes(getattr(layer, kind)) for layer in layers) for kind in _PRODUCT_KINDS},
-            "lm_head": _num_bytes(self._parts.lm_head),
-        }
+        """Of the packed weights, scales included, that each kind of phase reads over all layers; not of experts.
+
+        Which experts are read depends on the tokens.
+        """
+        found = Counter(lm_head=_num_bytes(self._parts.lm_head))
+        for layer in self._parts.layers:
+            found.update({kind: _num_bytes(each) for kind, each in _maps(layer).items()})
+        return dict(found)
 
     def serves(self, kv_cache: torch.Tensor) -> bool:
         """See `CompiledStep.serves`: a pool of the model's own dtype, or quantised."""
@@ -202,15 +207,19 @@ class NativeStep:
         q_norm = k_norm = None
         if layer.qk_norm is not None:
             q_norm, k_norm = layer.qk_norm.q_weight.data_ptr(), layer.qk_norm.k_weight.data_ptr()
-        qkv, output, gate_up, down = map(_address, _maps(layer))
+        maps = {kind: _address(each) for kind, each in _maps(layer).items()}
         return _Layer(
-            *(layer.attention_norm.data_ptr(), qkv, q_norm, k_norm, output),
-            *(layer.mlp_norm.data_ptr(), gate_up, down, self._kinds.index(layer.params)),
+            *(layer.attention_norm.data_ptr(), maps["qkv"], q_norm, k_norm, maps["output"]),
+            *(layer.mlp_norm.data_ptr(), maps.get("gate_up"), maps.get("down")),
+            layer.mlp.experts_address if isinstance(layer.mlp, NativeExperts) else None,
+            self._kinds.index(layer.params),
         )
 
 
-def _maps(layer: LayerParts) -> Iterable[LinearMap]:
-    return layer.qkv, layer.output, layer.gate_up, layer.down
+def _maps(layer: LayerParts) -> Mapping[str, LinearMap]:
+    """Of a layer, but for its experts; by the kind of phase that reads it."""
+    mlp = dict(zip(("gate_up", "down"), layer.mlp, strict=True)) if isinstance(layer.mlp, tuple) else {}
+    return {"qkv": layer.qkv, "output": layer.output, **mlp}
 
 
 def _address(linear: LinearMap) -> int | None:
@@ -229,7 +238,7 @@ class _Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("attention_norm", "qkv", "q_norm", "k_norm", "output")),
-        *((name, c_void_p) for name in ("mlp_norm", "gate_up", "down")),
+        *((name, c_void_p) for name in ("mlp_norm", "gate_up", "down", "experts")),
         ("attend_slot", c_int64),
     )
 
@@ -238,7 +247,7 @@ class _Decoder(ctypes.Structure):
     """`Decoder` of `src/decoder.cpp`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in (*_CALLS, *_KV_CALLS, "product_units")),
+        *((name, c_void_p) for name in (*_CALLS, *_KV_CALLS, *_EXPERT_CALLS, "product_units")),
         *((name, c_void_p) for name in ("layers", "embedding", "norm", "lm_head")),
         *((name, c_int64) for name in ("num_layers", "vocab", "hidden", "qkv", "attended", "intermediate")),
         ("element_bytes", c_int64),

@@ -19,7 +19,7 @@ from kernels.operations import LinearMap, PlainLinear
 from kernels.spec import Dims
 from tandem.errors import InternalError
 
-_FORMS = {torch.float32: (0, "f32"), torch.bfloat16: (1, "bf16"), torch.float16: (2, "f16")}
+FORMS = {torch.float32: (0, "f32"), torch.bfloat16: (1, "bf16"), torch.float16: (2, "f16")}
 """Number of each plain form, as `product::Form` has it, and how the kernels' names call it."""
 MEMORY = PackedMemory()
 """Of all packed weights."""
@@ -41,7 +41,7 @@ class Product(ctypes.Structure):
 def open_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
     """The fastest map for `weight` `[out, in]` and `bias` `[out]`. Raises InternalError if they do not fit."""
     _check(weight, bias)
-    return _open(library, weight, bias, gated=False) if weight.dtype in _FORMS else PlainLinear(weight, bias)
+    return _open(library, weight, bias, gated=False) if weight.dtype in FORMS else PlainLinear(weight, bias)
 
 
 def open_gated_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap | None:
@@ -51,7 +51,7 @@ def open_gated_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor
     """
     if _check(weight, bias)["out"] % 2:
         raise InternalError(f"weight: {len(weight)} rows are not as many of gate and up")
-    return _open(library, weight, bias, gated=True) if weight.dtype in _FORMS else None
+    return _open(library, weight, bias, gated=True) if weight.dtype in FORMS else None
 
 
 def _check(weight: torch.Tensor, bias: torch.Tensor | None) -> Dims:
@@ -63,7 +63,7 @@ def _check(weight: torch.Tensor, bias: torch.Tensor | None) -> Dims:
 
 
 def _open(library: Library, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> NativeLinear:
-    form, suffix = _FORMS[weight.dtype]
+    form, suffix = FORMS[weight.dtype]
     product = Product(form, weight.shape[1], weight.shape[0] // 2 if gated else weight.shape[0], int(gated))
     address, num_bytes = ctypes.addressof(product), c_int64()
     library.bind("packed_bytes", c_void_p, c_void_p)(address, ctypes.addressof(num_bytes))
@@ -78,8 +78,8 @@ class NativeLinear:
     """A packed weight and what it needs. A token's result does not depend on the others."""
 
     __slots__ = (
-        *("_bias", "_dtype", "_long", "_num_inputs", "_num_outputs", "_packed", "_product", "_short", "_short_tokens"),
-        "product_address",
+        *("_bias", "_long", "_num_inputs", "_num_outputs", "_packed", "_product", "_short", "_short_tokens"),
+        *("dtype", "product_address"),
     )
 
     def __init__(
@@ -92,14 +92,15 @@ class NativeLinear:
     ) -> None:
         """`product` points into `packed`, all of whose memory it reads; `dtype` of the activations and `bias`."""
         self._num_inputs, self._num_outputs = int(product.inputs), int(product.outputs)
-        self._dtype = dtype
+        self.dtype = dtype
+        """Of the activations."""
         self._product, self._packed = product, packed
         self._bias = None if bias is None else bias.contiguous()
         product.bias = None if self._bias is None else self._bias.data_ptr()
         self.product_address = ctypes.addressof(product)
         """Of the struct that native code multiplies by; lives as long as this does."""
         argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_void_p)
-        name = f"linear_{_FORMS[dtype][1]}"
+        name = f"linear_{FORMS[dtype][1]}"
         self._short, self._long = (library.bind(name, *argtypes, keeps_gil=keep) for keep in (True, False))
         self._short_tokens = _SHORT_TOKENS if self.num_bytes <= _SHORT_BYTES else 0
 
@@ -107,6 +108,11 @@ class NativeLinear:
     def num_inputs(self) -> int:
         """Of a token."""
         return self._num_inputs
+
+    @property
+    def num_outputs(self) -> int:
+        """Of a token."""
+        return self._num_outputs
 
     @property
     def num_bytes(self) -> int:
@@ -119,14 +125,14 @@ class NativeLinear:
         if (
             len(shape) != 2
             or shape[1] != self._num_inputs
-            or x.dtype is not self._dtype
+            or x.dtype is not self.dtype
             or x.stride()[1] != 1
             or not x.is_cpu
         ):
-            Dims(**{"in": self._num_inputs}).check("x", x, ("T", "in"), self._dtype, torch.device("cpu"))
+            Dims(**{"in": self._num_inputs}).check("x", x, ("T", "in"), self.dtype, torch.device("cpu"))
             raise InternalError(f"x: {list(shape)} cannot be multiplied")
         tokens = shape[0]
-        out = torch.empty(tokens, self._num_outputs, dtype=self._dtype)
+        out = torch.empty(tokens, self._num_outputs, dtype=self.dtype)
         call = self._short if tokens <= self._short_tokens else self._long
         call(self.product_address, x.data_ptr(), x.stride()[0], tokens, out.data_ptr())
         return out

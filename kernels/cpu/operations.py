@@ -8,15 +8,16 @@ wrong. A short call keeps the GIL: to give it up beside a busy thread costs as m
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int64, c_void_p
 
 import torch
 
+from kernels.cpu.experts import open_experts
 from kernels.cpu.library import Library
 from kernels.cpu.linear import open_gated_linear, open_linear
 from kernels.cpu.quantized import can_keep, open_quantized
-from kernels.operations import ActivatedLinear, LinearMap, QkNorm, Rotation
+from kernels.operations import ActivatedLinear, ExpertMaps, LinearMap, QkNorm, Rotation, Routing
 from kernels.quantized import QuantizedWeight, dequantized
 from kernels.spec import Dims, check_block_pairs, check_rotate_and_store
 from tandem.errors import InternalError
@@ -94,6 +95,12 @@ class CpuOperations:
         plain = dequantized(weight)
         fused = open_gated_linear(self._library, plain, bias)
         return ActivatedLinear(self.linear(plain, bias), self.silu_mul) if fused is None else fused
+
+    def experts(
+        self, router: LinearMap, mlps: Sequence[tuple[LinearMap, LinearMap]], routing: Routing
+    ) -> ExpertMaps | None:
+        """See `Operations.experts`: where all weights are packed."""
+        return open_experts(self._library, router, mlps, routing)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Operations.rms_norm`. Rounded once, at the end."""

@@ -5,9 +5,11 @@ Plain linear maps are left to cuBLAS.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from kernels.operations import ActivatedLinear, LinearMap, PlainLinear
+from kernels.operations import ActivatedLinear, LinearMap, PlainLinear, Routing
 from kernels.quantized import QuantizedWeight, dequantized
 from kernels.triton.activation import silu_mul
 from kernels.triton.blocks import copy_blocks
@@ -34,6 +36,9 @@ class TritonOperations:
     def gated_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.gated_linear`; two operations, so gate and up are rounded too."""
         return ActivatedLinear(self.linear(weight, bias), self.silu_mul)
+
+    def experts(self, router: LinearMap, mlps: Sequence[tuple[LinearMap, LinearMap]], routing: Routing) -> None:
+        """See `Operations.experts`: one by one."""
 
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)

@@ -8,14 +8,16 @@
 #include <string.h>
 #include <time.h>
 
+#include "experts.h"
 #include "rotate_shape.h"
 #include "team.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
+struct Product;
+
 namespace {
 
-struct Product;
 struct AttendShape;
 
 // Exported functions of one tier and dtype.
@@ -31,6 +33,9 @@ struct Calls {
   const void* (*attend_plan)(const AttendShape* shape, int64_t slot);
   void (*attend_phase)(const void* q, const void* kv, void* out, const AttendShape* shape, const void* plan,
                        TandemTeam* team, uint64_t phase);
+  int64_t (*experts_bytes)(const Experts* experts, int64_t tokens);
+  void (*experts_phases)(const Experts* experts, const void* x, int64_t tokens, void* out, char* memory,
+                         TandemTeam* team, uint64_t phase);
   void (*product_units)(const Product* product, int64_t* units, int64_t* tokens);
 };
 
@@ -40,7 +45,8 @@ struct Layer {
   const void *q_norm, *k_norm;  // null if heads are not normed
   const Product* output;
   const void* mlp_norm;
-  const Product *gate_up, *down;
+  const Product *gate_up, *down;  // null if the layer has experts
+  const Experts* experts;         // or null
   int64_t attend_slot;  // which of the step's attention shapes is this layer's
 };
 
@@ -68,7 +74,7 @@ struct Step {
   int64_t* spent_ns;                         // null, or [kPhaseKinds][2]: what the calling thread takes is added
 };
 
-enum PhaseKind { kEmbed, kNorm, kQkv, kRotate, kAttend, kOutput, kGateUp, kDown, kHead, kKeepRows };
+enum PhaseKind { kEmbed, kNorm, kQkv, kRotate, kAttend, kOutput, kGateUp, kDown, kExperts, kHead, kKeepRows };
 
 // Of the thread that called for the step; elsewhere it is off. At work in a phase: from its begin until no unit is left
 // to take. Waiting for it: from there until the next one begins.
@@ -125,7 +131,7 @@ struct Workspace {
 thread_local Workspace workspace;
 
 struct Rows {
-  char *residual, *normed, *qkv, *attended, *activated, *delta;
+  char *residual, *normed, *qkv, *attended, *activated, *delta, *experts;
 };
 
 // One member's part of a step.
@@ -165,6 +171,10 @@ class Work {
       if (is_last && step_.num_rows < tokens_) keep_rows();
       multiply(kOutput, layer.output, at_.attended, decoder_.attended, at_.delta, decoder_.hidden);
       add_norm(layer.mlp_norm, at_.normed);
+      if (layer.experts) {
+        mix(layer.experts);
+        continue;
+      }
       multiply(kGateUp, layer.gate_up, at_.normed, decoder_.hidden, at_.activated, decoder_.intermediate);
       multiply(kDown, layer.down, at_.activated, decoder_.intermediate, at_.delta, decoder_.hidden);
     }
@@ -243,6 +253,13 @@ class Work {
     clock_.end();
   }
 
+  void mix(const Experts* experts) {
+    clock_.begin(kExperts, &phases_);
+    calls_.experts_phases(experts, at_.normed, tokens_, at_.delta, at_.experts, phases_.team(), phases_.phase());
+    for (int i = 0; i < kExpertPhases; ++i) phases_.end();
+    clock_.end();
+  }
+
   // After the last layer's KV only the wanted rows matter.
   void keep_rows() {
     const int64_t bytes = hidden_bytes(), attended_bytes = decoder_.attended * decoder_.element_bytes;
@@ -268,7 +285,16 @@ int64_t carve(const Decoder& d, const Step& step, char* base, Rows* at, Rows* la
   };
   const int64_t tokens = step.num_tokens;
   *at = Rows{take(tokens, d.hidden),   take(tokens, d.hidden),       take(tokens, d.qkv),
-             take(tokens, d.attended), take(tokens, d.intermediate), take(tokens, d.hidden)};
+             take(tokens, d.attended), take(tokens, d.intermediate), take(tokens, d.hidden),
+             nullptr};
+  int64_t experts = 0;
+  for (int64_t i = 0; i < d.num_layers; ++i)
+    if (d.layers[i].experts) {
+      const int64_t bytes = d.calls.experts_bytes(d.layers[i].experts, tokens);
+      experts = bytes > experts ? bytes : experts;
+    }
+  at->experts = to;
+  to += (experts + 63) / 64 * 64;
   *last = *at;
   last->residual = take(step.num_rows, d.hidden);
   last->attended = take(step.num_rows, d.attended);

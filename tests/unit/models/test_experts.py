@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from bench.tiny_models import TINY_MODELS
-from kernels.operations import Kernels, PlainLinear
+from kernels.operations import Kernels, PlainLinear, Routing
 from kernels.quantized import QuantForm
 from kernels.reference import ReferenceBackend
 from kernels.reference_operations import ReferenceOperations
-from models.experts import MixtureOfExperts, Router, SeparateExperts, grouped_experts
+from models.experts import MixtureOfExperts, RoutedExperts, Router, SeparateExperts, grouped_experts
 from models.layers import GatedMlp
 from models.loading import load_model
 
@@ -27,7 +27,7 @@ def weights():
 
 def mixture(experts):
     scores = PlainLinear(torch.randn(NUM_EXPERTS, HIDDEN, dtype=torch.bfloat16), None)
-    return MixtureOfExperts(Router(scores, 2, adds_to_one=True), experts)
+    return MixtureOfExperts(RoutedExperts(Router(scores, Routing(2, adds_to_one=True)), experts))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 9])
@@ -49,7 +49,7 @@ def test_grouped_products_give_what_separate_ones_do(weights, num_tokens):
 
 def test_a_router_names_experts_in_ascending_order_with_their_own_shares():
     scores = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
-    ids, shares = Router(PlainLinear(scores.T.contiguous(), None), 2, adds_to_one=False)(torch.ones(1, 1))
+    ids, shares = Router(PlainLinear(scores.T.contiguous(), None), Routing(2, adds_to_one=False))(torch.ones(1, 1))
     assert ids.tolist() == [[1, 3]]
     torch.testing.assert_close(shares, torch.softmax(scores, -1)[:, [1, 3]])
 

@@ -1,0 +1,19 @@
+// The experts of a layer, as those see them who only pass them on.
+
+#pragma once
+
+#include <stdint.h>
+
+struct Product;
+
+// Built by kernels/cpu/experts.py, field by field.
+struct Experts {
+  const Product* router;           // E -> X scores
+  const Product* const* gate_up;   // [X] E -> I, gated
+  const Product* const* down;      // [X] I -> E
+  int64_t experts, active;         // X, and K of each token
+  int64_t adds_to_one;             // 1: the shares of those K do; else they are what softmax over all gave them
+};
+
+// Phases of a team's job that `tandem_experts_phases_<type>` takes.
+constexpr int kExpertPhases = 6;
