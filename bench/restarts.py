@@ -44,7 +44,10 @@ IDLE_WITHIN_S = 20.0
 _POLL_S = 0.05
 _ENDLESS = 10**9
 VICTIMS = ("prefill-0", "decode-0")
-_OPTIONS = ("--prefill", "1", "--decode", "1", "--no-prefix-cache", "--patience-seconds", "60", "--kv-blocks", "200")
+_OPTIONS = (
+    *("--prefill", "1", "--decode", "1", "--kv-blocks", "200", "--patience-seconds", "60"),
+    *("--no-prefix-cache", "--max-restart-delay-seconds", "0"),
+)
 """Without caches, each prompt travels. A busy machine takes long to load a worker."""
 
 

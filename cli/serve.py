@@ -149,7 +149,7 @@ class _Server:
                 supervisor.kill()
 
     def _supervise(self, spec: ChildSpec, start: Callable[[], Child], connect: Connect | None = None) -> Supervisor:
-        policy = RestartPolicy(MonotonicClock())
+        policy = RestartPolicy(MonotonicClock(), max_delay_s=self._config.max_restart_delay_s)
         supervisor = Supervisor(spec.name, start, connect or self._connect, policy, spec.stop_grace_s)
         self._tasks.create_task(supervisor.run(), name=f"keep-{spec.name}")
         return supervisor

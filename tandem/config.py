@@ -217,6 +217,12 @@ class ServeConfig:
         none_word="none",
     )
     router_processes: int = option("router-processes", 1, _PROCESSES, integer(1, MAX_ROUTER_PROCESSES))
+    max_restart_delay_s: float = option(
+        "max-restart-delay-seconds",
+        30.0,
+        "longest wait before a process that keeps ending is started again; waits begin at 1 s and double",
+        seconds(0),
+    )
     router: RouterConfig = grouped(RouterConfig, own=("processes", "process"))
     prefill_worker: PrefillConfig = grouped(PrefillConfig, own=_SET_BY_SERVE)
     decode_worker: DecodeConfig = grouped(DecodeConfig, own=_SET_BY_SERVE)
