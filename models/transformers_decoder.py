@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.operations import Kernels, LinearMap, Operations, Rotation
-from models.transformers_fusion import Pack, fuse_products
+from models.transformers_fusion import Pack, Replacement, fuse_products
 
 IMPLEMENTATION = "tandem"
 """As transformers knows our attention and experts. It is none of its mask functions, so models make no masks for it."""
@@ -237,7 +237,7 @@ class GivenHidden(nn.Module):
         return MoeModelOutputWithPast(last_hidden_state=self.hidden)
 
 
-class _Mapped(nn.Module):
+class _Mapped(Replacement):
     """A linear map of ours in the place of theirs."""
 
     def __init__(self, linear: LinearMap, num_outputs: int) -> None:
@@ -261,7 +261,7 @@ class _MappedWeight(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-class _Norm(nn.Module):
+class _Norm(Replacement):
     """RMSNorm by our operations."""
 
     def __init__(self, weight: torch.Tensor, eps: float, operations: Operations) -> None:

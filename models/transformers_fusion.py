@@ -22,6 +22,15 @@ _GATED = ("gate_proj", "up_proj", "down_proj")
 _ACTIVATION = "act_fn"
 
 
+class Replacement(nn.Module):
+    """A module of ours, called without the hooks that torch looks for at each of its own: 3 µs of a step's call."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See `forward`."""
+        computed: torch.Tensor = self.forward(x)
+        return computed
+
+
 class _Stack:
     """One map in the place of several with the same input; computed for the first that is asked, kept for the last."""
 
@@ -42,7 +51,7 @@ class _Stack:
         return part
 
 
-class _StackPart(nn.Module):
+class _StackPart(Replacement):
     """In the place of one of several linear maps that a `_Stack` holds."""
 
     def __init__(self, stack: _Stack, index: int) -> None:
@@ -54,7 +63,7 @@ class _StackPart(nn.Module):
         return self.stack.part(self.index, x)
 
 
-class _GatedMlp(nn.Module):
+class _GatedMlp(Replacement):
     """`down(silu(gate(x)) * up(x))` as two products."""
 
     def __init__(self, gate_up: LinearMap, down: LinearMap) -> None:

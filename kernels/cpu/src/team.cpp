@@ -30,9 +30,11 @@ constexpr int kJobShift = 16;
 constexpr uint64_t kOpen = uint64_t{1} << 15;
 constexpr uint64_t kInside = kOpen - 1;
 
-// A wait spins this long before it sleeps: less after each one that had to sleep, more after each that had not.
-constexpr int64_t kMostPatience_ns = 50000;
+// A wait spins this long before it sleeps: more after each one that was short, asleep or not, less after each long one.
+// Between two calls from Python lie some tens of microseconds; waking a sleeper takes as long again.
+constexpr int64_t kMostPatience_ns = 100000;
 constexpr int64_t kLeastPatience_ns = 2000;
+constexpr int64_t kShort_ns = 2 * kMostPatience_ns;
 
 thread_local bool is_inside = false;
 thread_local int64_t taken_threads = 0;  // by tandem_take_threads
@@ -62,8 +64,7 @@ void sleep_on(uint32_t* word, uint32_t value) {
 }
 
 template <typename Condition>
-bool spin_until(const Condition& holds) {
-  const int64_t end_ns = now_ns() + patience_ns;
+bool spin_until(const Condition& holds, int64_t end_ns) {
   do {
     for (int i = 0; i < 16; ++i) {
       if (holds()) return true;
@@ -77,11 +78,8 @@ bool spin_until(const Condition& holds) {
 // first and looks at the condition then. So one of the two sees the other.
 template <typename Condition>
 void wait_until(TandemTeam* team, const Condition& holds) {
-  if (spin_until(holds)) {
-    patience_ns = patience_ns + kLeastPatience_ns < kMostPatience_ns ? patience_ns + kLeastPatience_ns : kMostPatience_ns;
-    return;
-  }
-  patience_ns = patience_ns / 2 > kLeastPatience_ns ? patience_ns / 2 : kLeastPatience_ns;
+  const int64_t began_ns = now_ns();
+  if (spin_until(holds, began_ns + patience_ns)) return;
   __atomic_add_fetch(&team->sleepers, 1u, __ATOMIC_SEQ_CST);
   for (;;) {
     const uint32_t bell = __atomic_load_n(&team->bell, __ATOMIC_SEQ_CST);
@@ -89,6 +87,8 @@ void wait_until(TandemTeam* team, const Condition& holds) {
     sleep_on(&team->bell, bell);
   }
   __atomic_sub_fetch(&team->sleepers, 1u, __ATOMIC_SEQ_CST);
+  const int64_t wanted_ns = now_ns() - began_ns < kShort_ns ? 2 * patience_ns : patience_ns / 2;
+  patience_ns = wanted_ns < kLeastPatience_ns ? kLeastPatience_ns : wanted_ns < kMostPatience_ns ? wanted_ns : kMostPatience_ns;
 }
 
 void ring_if_awaited(TandemTeam* team) {
