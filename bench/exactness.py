@@ -4,7 +4,8 @@ Greedy, float32, prompts that sit on and beside every block and chunk border, 16
 each block size and chunk budget, by the engine alone, disaggregated over each transport, and
 colocated (real processes): token ids must be equal. Then bfloat16: the error of the
 logits against float64 may be at most 1.2 times that of transformers. Exits 1 if any differ.
-`--families` makes the random checkpoints of `bench.tiny_models` and `bench.tiny_transformers` and checks them all.
+`--families` makes the random checkpoints of `bench.tiny_models` and `bench.tiny_transformers` and checks them all;
+`--only NAME` some of them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ MAX_TOKENS = 64
 LONGEST_PROMPT = 3000
 TOGETHER = 16
 """Prompts given to the system at once."""
+RANDOM_MODELS = (*TINY_MODELS, *(tiny for tiny in TINY_TRANSFORMERS if tiny.family not in FAMILIES))
+"""One checkpoint of each shape, by the implementation that `auto` chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +112,14 @@ def _print_line(label: str, system: str, settings: Settings, result: str) -> Non
 
 
 @contextmanager
-def _checkpoints(model: str | None) -> Iterator[list[tuple[str, Path]]]:
+def _checkpoints(model: str | None, only: Sequence[str]) -> Iterator[list[tuple[str, Path]]]:
     """Label and folder of each checkpoint; the random ones live as long as the context."""
     if model is not None:
         yield [(model, resolve_model(model))]
         return
     with tempfile.TemporaryDirectory() as folder:
-        others = (tiny for tiny in TINY_TRANSFORMERS if tiny.family not in FAMILIES)
-        yield [(tiny.name, save_tiny_model(tiny, Path(folder) / tiny.name)) for tiny in (*TINY_MODELS, *others)]
+        chosen = (tiny for tiny in RANDOM_MODELS if not only or tiny.name in only)
+        yield [(tiny.name, save_tiny_model(tiny, Path(folder) / tiny.name)) for tiny in chosen]
 
 
 def main() -> int:
@@ -125,6 +128,8 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="checkpoint folder, or demo")
     which.add_argument("--families", action="store_true", help="random checkpoints of all families")
+    names = [tiny.name for tiny in RANDOM_MODELS]
+    parser.add_argument("--only", action="append", choices=names, metavar="NAME", help="of --families; default: all")
     parser.add_argument("--system", action="append", choices=sorted(SYSTEMS), help="what to check; default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where served systems compute")
     parser.add_argument("--block-size", type=int, action="append", help=f"default: {BLOCK_SIZES}")
@@ -142,7 +147,7 @@ def main() -> int:
         for block_size in args.block_size or BLOCK_SIZES
         for chunk_tokens in args.chunk_tokens or CHUNK_BUDGETS
     ]
-    with _checkpoints(args.model) as checkpoints:
+    with _checkpoints(args.model, args.only or ()) as checkpoints:
         results = [
             check_checkpoint(label, folder, systems, settings, args.longest, args.seed) for label, folder in checkpoints
         ]
