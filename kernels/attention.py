@@ -7,7 +7,7 @@ back-end may branch on `AttentionMetadata.max_query_len`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -55,6 +55,9 @@ class AttentionParams:
     """w: a query sees its last w positions, itself included."""
     soft_cap: float | None = None
     """c: scaled scores s become `c * tanh(s / c)` before the mask (Gemma 2)."""
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+    """`[H]` float32, contiguous, on the pool's device: one more score in each softmax of a head, whose value is zero
+    (gpt-oss; arXiv 2309.17453). Layers are of one kind whatever theirs are: equality leaves them out."""
 
 
 class AttentionBackend(Protocol):

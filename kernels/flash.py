@@ -8,7 +8,7 @@ A batch is cut into runs of neighbouring seqs:
 
 Heads have up to 256 elements; those that are no multiple of 8 would be padded, which would copy the pool. flash-attn 2
 takes blocks of 256 tokens and their multiples only ("Paged KV cache block size must be divisible by 256"), version 3
-any. What the package does not take goes to the other back-end.
+any. What the package does not take, sinks among it, goes to the other back-end.
 
 torch has a copy of the same kernels (`torch.nn.attention.varlen`) without soft cap; it is not
 used, since Triton's kernels stand there already and nothing shows that it would beat them.
@@ -244,8 +244,9 @@ class FlashAttention:
         params: AttentionParams,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        dims = check_attend(q, kv_layer, metadata)
-        if dims["D"] > MAX_HEAD_DIM or dims["D"] % HEAD_DIM_MULTIPLE or is_quantized(kv_layer):
+        dims = check_attend(q, kv_layer, metadata, params)
+        wrong_heads = dims["D"] > MAX_HEAD_DIM or dims["D"] % HEAD_DIM_MULTIPLE
+        if wrong_heads or is_quantized(kv_layer) or params.sinks is not None:
             return self.other.attend(q, k, v, kv_layer, metadata, params)
         runs = plan_runs(metadata.query_lens_host, metadata.seq_lens_host, MIN_FRESH_TOKENS)
         if len(runs) == 1:

@@ -38,7 +38,7 @@ class ReferenceBackend:
         params: AttentionParams,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`. q `[T, H, D]` → `[T, H, D]`; nothing is mutated."""
-        check_attend(q, kv_layer, metadata)
+        check_attend(q, kv_layer, metadata, params)
         singles = tuple(i for i, query_len in enumerate(metadata.query_lens_host) if query_len == 1)
         groups = _of_like_length(singles, metadata.seq_lens_host)
         if groups and len(groups[0]) == len(metadata.query_lens_host):
@@ -99,7 +99,8 @@ def _attend_singles(
         visible &= positions >= lens[:, None] - params.sliding_window
     # The query heads of one KV head stand where queries do: no KV is repeated.
     grouped = q.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)  # [B, Hkv, G, D]
-    out = _softmax_attention(grouped, kv[0], kv[1], visible[:, None, None], params)
+    sinks = None if params.sinks is None else params.sinks.view(num_kv_heads, -1)  # [Hkv, G]
+    out = _softmax_attention(grouped, kv[0], kv[1], visible[:, None, None], params, sinks)
     return out.reshape(num_seqs, num_heads, head_dim)
 
 
@@ -118,26 +119,43 @@ def _attend_chunk(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, par
     """One seq's chunk: q `[Q, H, D]` over keys, values `[Hkv, K, D]` → `[Q, H, D]`; q is the last Q of the K."""
     query_len, seq_len = q.shape[0], keys.shape[1]
     mask = None
-    if seq_len > query_len or params.soft_cap is not None or (params.sliding_window or seq_len) < seq_len:
+    is_plain = params.soft_cap is None and params.sinks is None
+    if seq_len > query_len or not is_plain or (params.sliding_window or seq_len) < seq_len:
         mask = _causal_mask(query_len, seq_len, params.sliding_window, q.device)
-    out = _softmax_attention(q.transpose(0, 1)[None], keys[None], values[None], mask, params)  # [1, H, Q, D]
+    sinks = None if params.sinks is None else params.sinks[:, None]  # [H, 1]
+    out = _softmax_attention(q.transpose(0, 1)[None], keys[None], values[None], mask, params, sinks)  # [1, H, Q, D]
     return out[0].transpose(0, 1)
 
 
 def _softmax_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, params: AttentionParams
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    params: AttentionParams,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Q `[B, H, Q, D]` over `[B, Hkv, K, D]`; `mask` is true where a query sees a key, None = causal, Q = K."""
+    """Q `[B, H, Q, D]` over `[B, Hkv, K, D]`; `mask` is true where a query sees a key, None = causal, Q = K.
+
+    `sinks`: of each head `[H, 1]`, or of each query too `[H, Q]`.
+    """
     grouped = q.shape[1] != keys.shape[1]
-    if params.soft_cap is None:
+    if params.soft_cap is None and sinks is None:
         return scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, is_causal=mask is None, scale=params.scale, enable_gqa=grouped
         )
     if grouped:
         keys, values = (side.repeat_interleave(q.shape[1] // side.shape[1], 1) for side in (keys, values))
-    scores = torch.tanh(q @ keys.mT * (params.scale / params.soft_cap)) * params.soft_cap
+    scores = q @ keys.mT
+    if params.soft_cap is None:
+        scores = scores * params.scale
+    else:
+        scores = torch.tanh(scores * (params.scale / params.soft_cap)) * params.soft_cap
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:  # one more key, whose value is zero
+        column = sinks.to(scores.dtype)[..., None].expand(*scores.shape[:-1], 1)
+        return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1] @ values
     return scores.softmax(-1) @ values
 
 

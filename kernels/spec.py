@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.attention import AttentionMetadata
+from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.operations import QkNorm, Rotation
 from kernels.quantized_kv import LARGEST
 from tandem.errors import InternalError
@@ -100,7 +100,7 @@ def check_rotate_and_store(
     return dims
 
 
-def check_attend(q: torch.Tensor, kv_layer: torch.Tensor, metadata: AttentionMetadata) -> Dims:
+def check_attend(q: torch.Tensor, kv_layer: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams) -> Dims:
     """Checks the arguments of `AttentionBackend.attend`; returns the bound sizes."""
     dims = Dims(KV=2)
     device, dtype = kv_layer.device, _check_kv_layer(dims, kv_layer, q)
@@ -112,6 +112,8 @@ def check_attend(q: torch.Tensor, kv_layer: torch.Tensor, metadata: AttentionMet
         raise InternalError(f"cu_seqlens_q: has {dims['B+1']} entries for {dims['B']} seqs")
     if dims["H"] % dims["Hkv"]:
         raise InternalError(f"q: {dims['H']} heads do not divide into {dims['Hkv']} KV heads")
+    if params.sinks is not None:
+        dims.check("sinks", params.sinks, ("H",), torch.float32, device)
     return dims
 
 

@@ -15,7 +15,7 @@ import torch
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.cpu.library import Library
 from kernels.cpu.operations import COMPUTED, NAMES
-from kernels.spec import check_attend
+from kernels.spec import Dims, check_attend
 from tandem.errors import InternalError
 
 _SHORT_PAIRS = 8192
@@ -42,7 +42,7 @@ class CpuAttention:
     __slots__ = ("_check", "_long", "_short", "_step")
 
     def __init__(self, library: Library) -> None:
-        pointers = (c_void_p, c_void_p, c_void_p, c_void_p)
+        pointers = (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)
         self._check = library.bind("attend_check", c_void_p, c_void_p, c_void_p)
         self._short, self._long = (
             {name: library.bind(f"attend_{name}", *pointers, keeps_gil=keeps) for name in NAMES.values()}
@@ -70,14 +70,14 @@ class CpuAttention:
             step = self._step = self._open_step(q, kv_layer, metadata, params)
         out = torch.empty(step.q_shape, dtype=step.dtype)
         calls = self._short if step.is_short else self._long
-        calls[step.name](q.data_ptr(), kv_layer.data_ptr(), out.data_ptr(), step.address)
+        calls[step.name](q.data_ptr(), kv_layer.data_ptr(), out.data_ptr(), step.address, _address_of_sinks(q, params))
         return out
 
     def _open_step(
         self, q: torch.Tensor, kv_layer: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
     ) -> _Step:
         """Checks all arguments; raises InternalError by name."""
-        check_attend(q, kv_layer, metadata)
+        check_attend(q, kv_layer, metadata, params)
         if (q.dtype, kv_layer.dtype) not in NAMES or not q.is_cpu:
             raise InternalError(f"q: {q.dtype} on {q.device}; the native kernels compute {COMPUTED} on CPUs")
         if q.shape[1] > 1 and q.stride(1) != q.shape[2]:
@@ -87,6 +87,14 @@ class CpuAttention:
         step = _Step(q, kv_layer, metadata, params)
         check_lengths(self._check, step.shape)
         return step
+
+
+def _address_of_sinks(q: torch.Tensor, params: AttentionParams) -> int | None:
+    """Checked for each layer: unlike the rest, they are its own."""
+    if params.sinks is None:
+        return None
+    Dims(H=q.shape[1]).check("sinks", params.sinks, ("H",), torch.float32, q.device)
+    return params.sinks.data_ptr()
 
 
 class AttendShape(ctypes.Structure):

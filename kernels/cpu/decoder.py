@@ -37,9 +37,10 @@ _FAULTS = {1: "token_ids", 2: "rows", 3: "slot_mapping"}
 
 
 def compile_step(library: Library, parts: DecoderParts) -> NativeStep | None:
-    """None if a weight is not packed for native products, or the layers attend in more ways than planned for."""
+    """None if a weight is not packed for native products, or the layers attend in ways that are not planned for."""
     kinds = {layer.params for layer in parts.layers}
-    if parts.embedding.dtype not in DTYPES or len(kinds) > _MOST_SHAPES:
+    has_sinks = any(kind.sinks is not None for kind in kinds)
+    if parts.embedding.dtype not in DTYPES or len(kinds) > _MOST_SHAPES or has_sinks:
         return None
     maps = [parts.lm_head, *(each for layer in parts.layers for each in _maps(layer).values())]
     experts = [layer.mlp for layer in parts.layers if not isinstance(layer.mlp, tuple)]

@@ -31,7 +31,7 @@ class TritonAttention:
         params: AttentionParams,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`. Never synchronizes; a pure decode step can be captured in a graph."""
-        dims = check_attend(q, kv_layer, metadata)
+        dims = check_attend(q, kv_layer, metadata, params)
         dims.check("k", k, ("T", "Hkv", "D"), q.dtype, q.device)
         dims.check("v", v, ("T", "Hkv", "D"), q.dtype, q.device)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, H, D]

@@ -40,6 +40,7 @@ from kernels.triton.tile import (
     row_scales,
     score_factors,
     scores,
+    softmax_start,
 )
 from kernels.triton.variant import POINTERS, Variant, launch_options
 
@@ -72,11 +73,11 @@ def _splits_of(
 
 @triton.jit(do_not_specialize=["num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=INDEX_TENSORS)
 def decode_kernel(
-    q, kv_layer, scales, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
+    q, kv_layer, scales, sinks, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
     num_seqs, max_splits, num_kv_heads, group,
     stride_qt, stride_qh, stride_block, stride_side, stride_head, stride_slot, stride_table,
     window, cap_factor, factor,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SUNK: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr,
     COUNTED: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -103,11 +104,12 @@ def decode_kernel(
             seq = first_seq + tl.sum(before.to(tl.int32), 0)
             split = taken - tl.max(tl.where(before, ends, counted), 0)
             _attend_split(
-                q, kv_layer, scales, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
+                q, kv_layer, scales, sinks, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
                 seq, split, max_splits, num_kv_heads, group,
                 stride_qt, stride_qh, stride_block, stride_side, stride_head, stride_slot, stride_table,
                 window, cap_factor, factor,
-                WINDOWED, CAPPED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_SIZE, QUANT, MIN_SPLIT, MAX_SPLITS, STEP,
+                WINDOWED, CAPPED, SUNK, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_SIZE, QUANT,
+                MIN_SPLIT, MAX_SPLITS, STEP,
             )  # fmt: skip
             taken += tl.num_programs(1)
         counted = end
@@ -115,11 +117,11 @@ def decode_kernel(
 
 @triton.jit
 def _attend_split(
-    q, kv_layer, scales, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
+    q, kv_layer, scales, sinks, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
     seq, split, max_splits, num_kv_heads, group,
     stride_qt, stride_qh, stride_block, stride_side, stride_head, stride_slot, stride_table,
     window, cap_factor, factor,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SUNK: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr,
     MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -134,8 +136,7 @@ def _attend_split(
     q_base = q + token.to(tl.int64) * stride_qt
     q_tile = load_tile(q_base, heads * stride_qh, valid, True, HEAD_DIM, BLOCK_D)
 
-    largest = tl.full([BLOCK_M], UNSEEN, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    largest, total = softmax_start(sinks, heads, valid, split == 0, SUNK, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     pool = kv_layer + tl.cast(kv_head, tl.int64) * stride_head
     pool_scales = scales + tl.cast(kv_head, tl.int64) * (stride_head // 4)
@@ -241,14 +242,14 @@ def decode(
     cap_factor, factor = score_factors(params)
     num_tiles = num_kv_heads * -(-group // config.block_m)
     decode_kernel[(num_tiles, num_programs(q.device, num_tiles, num_seqs * max_splits))](
-        q, *pool_arguments(kv_layer), out, partial_out, partial_lse,
+        q, *pool_arguments(kv_layer), q if params.sinks is None else params.sinks, out, partial_out, partial_lse,
         metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables,
         num_seqs, max_splits, num_kv_heads, group,
         q.stride(0), q.stride(1), *kv_layer.stride()[:4], metadata.block_tables.stride(0),
         window, cap_factor, factor,
         **constants(
             config, head_dim, block_size, windowed=windowed, capped=params.soft_cap is not None,
-            quant=QUANT.get(kv_layer.dtype, 0),
+            sunk=params.sinks is not None, quant=QUANT.get(kv_layer.dtype, 0),
         ),
         COUNTED=_COUNTED, **_SPLITTING,
         **launch_options(config.num_warps, config.num_stages),
@@ -268,6 +269,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
             yield _decode_variant(arch, head_dim, dtype, block_size=16, edges=False)
     for head_dim, block_size in ((128, 1), (256, 256)):
         yield _decode_variant(arch, head_dim, torch.bfloat16, block_size, edges=True)
+    yield _decode_variant(arch, 64, torch.bfloat16, 16, edges=True, sunk=True)
     for quant in QUANT.values():
         yield _decode_variant(arch, 128, torch.bfloat16, 16, edges=False, quant=quant)
     for head_dim in (64, 80, 128, 256):
@@ -275,11 +277,19 @@ def compile_variants(arch: int) -> Iterator[Variant]:
 
 
 def _decode_variant(
-    arch: int, head_dim: int, dtype: torch.dtype, block_size: int, *, edges: bool, quant: int = 0
+    arch: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    block_size: int,
+    *,
+    edges: bool,
+    sunk: bool = False,
+    quant: int = 0,
 ) -> Variant:
-    """`edges`: with sliding window and soft cap."""
+    """`edges`: with sliding window and, without sinks, soft cap."""
     config = attention_config("decode", head_dim, dtype, arch)
-    constexprs = constants(config, head_dim, block_size, windowed=edges, capped=edges, quant=quant)
+    capped = edges and not sunk
+    constexprs = constants(config, head_dim, block_size, windowed=edges, capped=capped, sunk=sunk, quant=quant)
     return attention_variant(decode_kernel, "decode", config, dtype, {**constexprs, "COUNTED": _COUNTED, **_SPLITTING})
 
 

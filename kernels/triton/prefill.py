@@ -32,6 +32,7 @@ from kernels.triton.tile import (
     row_scales,
     score_factors,
     scores,
+    softmax_start,
 )
 from kernels.triton.variant import POINTERS, Variant, launch_options
 
@@ -135,12 +136,12 @@ def _sweep_edges_apart(
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tiles", "stride_table"], do_not_specialize_on_alignment=INDEX_TENSORS)
 def prefill_kernel(
-    q, k, v, kv_layer, scales, out, cu_seqlens_q, seq_lens, block_tables,
+    q, k, v, kv_layer, scales, sinks, out, cu_seqlens_q, seq_lens, block_tables,
     num_seqs, num_tiles, num_kv_heads, group,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     stride_block, stride_side, stride_head, stride_slot, stride_table,
     window, cap_factor, factor,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SUNK: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CONTEXT_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
@@ -163,8 +164,7 @@ def prefill_kernel(
     first_q = start.to(tl.int64)  # row of the ragged batch
     q_tile = load_tile(q, (first_q + tokens) * stride_qt + heads * stride_qh, valid, True, HEAD_DIM, BLOCK_D)
 
-    largest = tl.full([BLOCK_M], UNSEEN, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    largest, total = softmax_start(sinks, heads, valid, True, SUNK, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     pool = kv_layer + tl.cast(kv_head, tl.int64) * stride_head
     table = block_tables + tl.cast(seq, tl.int64) * stride_table
@@ -218,14 +218,15 @@ def prefill(
     windowed, window = params.sliding_window is not None, params.sliding_window or 0
     cap_factor, factor = score_factors(params)
     prefill_kernel[(num_tiles * num_kv_heads,)](
-        q, k, v, *pool_arguments(kv_layer), out, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables,
+        q, k, v, *pool_arguments(kv_layer), q if params.sinks is None else params.sinks, out,
+        metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables,
         num_seqs, num_tiles, num_kv_heads, group,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *kv_layer.stride()[:4], metadata.block_tables.stride(0),
         window, cap_factor, factor,
         **constants(
             config, head_dim, block_size, windowed=windowed, capped=params.soft_cap is not None,
-            quant=QUANT.get(kv_layer.dtype, 0),
+            sunk=params.sinks is not None, quant=QUANT.get(kv_layer.dtype, 0),
         ),
         CONTEXT_N=_context_tile(config),
         **launch_options(config.num_warps, config.num_stages),
@@ -244,13 +245,24 @@ def compile_variants(arch: int) -> Iterator[Variant]:
             yield _variant(arch, head_dim, dtype, block_size=16, edges=False)
     for head_dim, block_size in ((64, 16), (128, 1), (128, 256), (256, 256)):
         yield _variant(arch, head_dim, torch.bfloat16, block_size, edges=True)
+    yield _variant(arch, 64, torch.bfloat16, 16, edges=True, sunk=True)
     for quant in QUANT.values():
         yield _variant(arch, 128, torch.bfloat16, 16, edges=False, quant=quant)
 
 
-def _variant(arch: int, head_dim: int, dtype: torch.dtype, block_size: int, *, edges: bool, quant: int = 0) -> Variant:
-    """`edges`: with sliding window and soft cap."""
+def _variant(
+    arch: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    block_size: int,
+    *,
+    edges: bool,
+    sunk: bool = False,
+    quant: int = 0,
+) -> Variant:
+    """`edges`: with sliding window and, without sinks, soft cap."""
     config = attention_config("prefill", head_dim, dtype, arch)
-    constexprs = constants(config, head_dim, block_size, windowed=edges, capped=edges, quant=quant)
+    capped = edges and not sunk
+    constexprs = constants(config, head_dim, block_size, windowed=edges, capped=capped, sunk=sunk, quant=quant)
     constexprs["CONTEXT_N"] = _context_tile(config)
     return attention_variant(prefill_kernel, "prefill", config, dtype, constexprs)

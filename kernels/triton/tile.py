@@ -58,12 +58,20 @@ def pool_arguments(kv_layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def constants(
-    config: KernelConfig, head_dim: int, block_size: int, *, windowed: bool, capped: bool, quant: int = 0
+    config: KernelConfig,
+    head_dim: int,
+    block_size: int,
+    *,
+    windowed: bool,
+    capped: bool,
+    sunk: bool = False,
+    quant: int = 0,
 ) -> dict[str, int | bool]:
     """Compile-time arguments of both kernels."""
     return {
         "WINDOWED": windowed,
         "CAPPED": capped,
+        "SUNK": sunk,
         "HEAD_DIM": head_dim,
         "BLOCK_D": padded_head_dim(head_dim),
         "BLOCK_M": config.block_m,
@@ -83,7 +91,7 @@ def attention_variant(
     kernel: Any, name: str, config: KernelConfig, dtype: torch.dtype, constexprs: Mapping[str, int | bool]
 ) -> Variant:
     """One compilation of either kernel; their arguments are named alike."""
-    edges = " windowed capped" if constexprs["WINDOWED"] else ""
+    edges = "".join(f" {name.lower()}" for name in ("WINDOWED", "CAPPED", "SUNK") if constexprs[name])
     quant = constexprs["QUANT"]
     pool = {"kv_layer": "*i8", "scales": "*fp32"} if quant else dict.fromkeys(("kv_layer", "scales"), POINTERS[dtype])
     return Variant(
@@ -92,6 +100,7 @@ def attention_variant(
             **dict.fromkeys(("q", "k", "v", "out"), POINTERS[dtype]),
             **pool,
             **dict.fromkeys(("partial_out", "partial_lse"), "*fp32"),
+            "sinks": "*fp32" if constexprs["SUNK"] else POINTERS[dtype],
             **dict.fromkeys(("cu_seqlens_q", "seq_lens", "block_tables"), "*i32"),
             "stride_block": "i64",
             **dict.fromkeys(("cap_factor", "factor"), "fp32"),
@@ -171,6 +180,18 @@ def fold(s, values, value_scales, factor, largest, total, acc, dtype: tl.constex
         weights = weights * value_scales[None, :]
     acc = tl.dot(weights.to(dtype), widened(values, dtype, QUANT), acc * shrink[:, None], input_precision=_EXACT)
     return now_largest, total, acc
+
+
+@triton.jit
+def softmax_start(sinks, heads, valid, sees_sink, SUNK: tl.constexpr, BLOCK_M: tl.constexpr):
+    """`largest` and `total` `[M]` before any key: of rows that see their head's sink, that of a key with value zero."""
+    largest = tl.full([BLOCK_M], UNSEEN, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SUNK:
+        seen = valid & sees_sink
+        largest = tl.where(seen, tl.load(sinks + heads, mask=seen, other=0.0) * 1.4426950408889634, largest)
+        total = tl.where(seen, 1.0, total)
+    return largest, total
 
 
 @triton.jit

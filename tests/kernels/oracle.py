@@ -113,12 +113,17 @@ class Case:
         self.q, self.k, self.v, self.kv_layer = (moved(x, device) for x in (self.q, self.k, self.v, self.kv_layer))
         return self
 
-    def attend(self, backend, window=None, soft_cap=None):
-        params = AttentionParams(self.q.shape[-1] ** -0.5, window, soft_cap)
+    def sinks(self):
+        """One per head, some above every score."""
+        return torch.linspace(-2.0, 9.0, self.q.shape[1])
+
+    def attend(self, backend, window=None, soft_cap=None, *, sunk=False):
+        sinks = self.sinks().to(self.q.device) if sunk else None
+        params = AttentionParams(self.q.shape[-1] ** -0.5, window, soft_cap, sinks)
         return backend.attend(self.q, self.k, self.v, self.kv_layer, self.metadata, params)
 
-    def oracle(self, window=None, soft_cap=None):
-        """Softmax of each query over the keys that it sees, in float64."""
+    def oracle(self, window=None, soft_cap=None, *, sunk=False):
+        """Softmax of each query over the keys that it sees, and its head's sink, in float64."""
         group = self.q.shape[1] // self.keys[0].shape[1]
         rows = iter(self.q.double().cpu())
         out = []
@@ -129,13 +134,17 @@ class Case:
                 scores = torch.einsum("hd,khd->hk", next(rows), wide[0][seen]) / math.sqrt(self.q.shape[-1])
                 if soft_cap is not None:
                     scores = soft_cap * torch.tanh(scores / soft_cap)
-                out.append(torch.einsum("hk,khd->hd", scores.softmax(-1), wide[1][seen]))
+                if sunk:
+                    scores = torch.cat((scores, self.sinks().double()[:, None]), dim=1)
+                weights = scores.softmax(-1)[:, : len(wide[1][seen])]
+                out.append(torch.einsum("hk,khd->hd", weights, wide[1][seen]))
         return torch.stack(out)
 
-    def check(self, backend, window=None, soft_cap=None):
+    def check(self, backend, window=None, soft_cap=None, *, sunk=False):
         """`backend` is within its dtype's bound of the oracle."""
-        out = self.attend(backend, window, soft_cap)
+        out = self.attend(backend, window, soft_cap, sunk=sunk)
         assert out.shape == self.q.shape
         assert out.dtype == self.q.dtype
         tolerance = TOLERANCES[self.q.dtype]
-        torch.testing.assert_close(out.double().cpu(), self.oracle(window, soft_cap), atol=tolerance, rtol=tolerance)
+        expected = self.oracle(window, soft_cap, sunk=sunk)
+        torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=tolerance)

@@ -68,6 +68,21 @@ def test_matches_the_oracle_over_several_shares_and_blocks_of_keys(backend, wind
     Case([(1, 700), (5, 700), (1, 129), (1, 128)], 16, (3, 1), 64, dtype).check(backend, window)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 2), (20, 4), (16, 2)], ids=str)
+def test_sinks_match_the_oracle_at_every_group_and_over_several_shares(backend, heads, dtype):
+    case = Case([(1, 700), (5, 700), (1, 9), (12, 12), (1, 1)], 16, heads, 32, dtype)
+    case.check(backend, sunk=True)
+    case.check(backend, window=37, sunk=True)
+
+
+def test_sinks_of_each_layer_are_its_own(best):
+    case = Case(LENS["mixed"], 16)
+    plain = case.attend(best)
+    case.check(best, sunk=True)
+    torch.testing.assert_close(case.attend(best), plain, rtol=0, atol=0)
+
+
 def test_matches_the_oracle_on_long_contexts(best):
     for dtype in DTYPES:
         Case([(1, 4095), (2, 4095)], 16, (3, 1), 64, dtype).check(best)

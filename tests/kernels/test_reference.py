@@ -98,6 +98,12 @@ def test_a_soft_cap_bends_the_scores(lens, window):
     Case(lens, 16).check(BACKEND, window, soft_cap=0.5)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
+def test_a_sink_takes_its_share_of_the_softmax(lens, window):
+    Case(lens, 16).check(BACKEND, window, sunk=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS)

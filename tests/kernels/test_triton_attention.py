@@ -89,6 +89,12 @@ def test_scores_are_capped(soft_cap, window, device):
 
 
 @on_each_device
+@pytest.mark.parametrize("window", [None, 37])
+def test_a_sink_takes_its_share_of_the_softmax_once(window, device):
+    Case([*MIXED, (1, 2 * MIN_SPLIT + 9)], 16, (6, 2), head_dim=64).to(device).check(BACKEND, window, sunk=True)
+
+
+@on_each_device
 @pytest.mark.parametrize(("head_dim", "window"), [(64, None), (80, 2000)])
 def test_long_contexts_are_exact_over_their_splits(head_dim, window, device):
     longest = MIN_SPLIT * MAX_SPLITS + 77  # splits of more than MIN_SPLIT

@@ -195,23 +195,24 @@ void attend(const AttendArgs& a) {
 
 }  // namespace
 
-// attend: out of q [T, H, D] and the blocks of one layer, out [T, H, D]. The shape has passed `tandem_attend_check`.
+// attend: out of q [T, H, D] and the blocks of one layer, out [T, H, D]; sinks [H] or null. The shape has passed
+// `tandem_attend_check`.
 // attend_plan: a plan for all calls with this shape, valid until the calling thread makes another one in the same
 // `slot` of kPlans.
-// attend_phase: `attend` as a phase of a team's job, with a plan for the shape; there must be tokens.
+// attend_phase: `attend` without sinks as a phase of a team's job, with a plan for the shape; there must be tokens.
 #define TANDEM_ATTENTION(suffix, ...)                                                                           \
   TANDEM_EXPORT(void, tandem_attend_##suffix)                                                                   \
-  (const void* q, const void* kv, void* out, const AttendShape* shape) {                                        \
-    attend<__VA_ARGS__>(AttendArgs{*shape, q, kv, out});                                                        \
+  (const void* q, const void* kv, void* out, const AttendShape* shape, const float* sinks) {                    \
+    attend<__VA_ARGS__>(AttendArgs{*shape, q, kv, out, sinks});                                                 \
   }                                                                                                             \
   TANDEM_EXPORT(const void*, tandem_attend_plan_##suffix)(const AttendShape* shape, int64_t slot) {             \
-    const AttendArgs args{*shape, nullptr, nullptr, nullptr};                                                   \
+    const AttendArgs args{*shape, nullptr, nullptr, nullptr, nullptr};                                          \
     return make_plan<__VA_ARGS__>(args, tandem_threads(), step_arenas[slot]);                                   \
   }                                                                                                             \
   TANDEM_EXPORT(void, tandem_attend_phase_##suffix)                                                             \
   (const void* q, const void* kv, void* out, const AttendShape* shape, const void* plan, TandemTeam* team,      \
    uint64_t phase) {                                                                                            \
-    const AttendArgs args{*shape, q, kv, out};                                                                  \
+    const AttendArgs args{*shape, q, kv, out, nullptr};                                                         \
     attend_phase<__VA_ARGS__>(args, *static_cast<const Plan*>(plan), Phases(team, phase));                      \
   }
 

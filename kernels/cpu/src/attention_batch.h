@@ -24,9 +24,10 @@ struct AttendShape {
 };
 
 struct AttendArgs : AttendShape {
-  const void* q;   // [T, H, D], heads contiguous
-  const void* kv;  // [N, 2, Hkv, S, D], dims contiguous; as T or quantized
-  void* out;       // [T, H, D], contiguous
+  const void* q;       // [T, H, D], heads contiguous
+  const void* kv;      // [N, 2, Hkv, S, D], dims contiguous; as T or quantized
+  void* out;           // [T, H, D], contiguous
+  const float* sinks;  // [H]; null = none
 };
 
 constexpr float kLog2E = 1.44269504088896341f;

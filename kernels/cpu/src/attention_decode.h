@@ -92,6 +92,8 @@ class Decode {
     }
     if (has_sets()) memset(queries_, 0, a_.num_kv_heads * dims_ / 2 * 16 * sizeof(float));
     for (int64_t head = first_head(); head < end_head(); ++head) start_head(head);
+    if (a_.sinks != nullptr && unit.part == 0)
+      for (int64_t head = first_head(); head < end_head(); ++head) start_sink(head);
     for (int64_t first = unit.begin; first < unit.end;) {
       key_rows(a_, unit.seq, first, count, rows_);
       const int64_t next = first + count, next_count = next < unit.end ? count_from(unit, next) : 0;
@@ -150,6 +152,13 @@ class Decode {
       uint32_t* to = reinterpret_cast<uint32_t*>(queries_) + kv_head * dims_ / 2 * 16 + lane;
       for (int64_t word = 0; word < dims_ / 2; ++word) memcpy(to + word * 16, query + 2 * word, 4);
     }
+  }
+
+  // A sink is a key of the first share, whose value is zero.
+  void start_sink(int64_t head) {
+    const Stats stats = stats_of(head);
+    for (int64_t i = stats.at; i < stats.end; i += stats.step) maxima_[i] = a_.sinks[head] * kLog2E;
+    totals_[stats.at] = 1;
   }
 
 #if defined(__AMX_BF16__)
@@ -322,20 +331,28 @@ class Decode {
       for (int j = 0; j < kVectors; ++j) store(sums + g * width_ + j * kLanes, sum[g][j]);
   }
 
-  // Maximum (in units of log2) and total of one head, from the lanes of its run.
-  void read_stats(int64_t head, float* maximum, float* total) const {
+  // Where a head's maximum and total stand: at, at + step, … before end.
+  struct Stats {
+    int64_t at, step, end;
+  };
+
+  Stats stats_of(int64_t head) const {
     if (has_sets()) {
       const int64_t lane = (head - first_head()) % (set_size() * group_), at = (head - lane) * kLanes + lane;
-      *maximum = maxima_[at], *total = totals_[at];
-      return;
+      return {at, 1, at + 1};
     }
     const int64_t g = head % group_;
     int64_t start = 0;
     while (start + run_lanes(start) <= g) start += run_lanes(start);
-    const int64_t at = (head - g + start) * kLanes;
-    *maximum = maxima_[at + g - start];
-    *total = 0;
-    for (int64_t lane = g - start; lane < kLanes; lane += run_lanes(start)) *total += totals_[at + lane];
+    const int64_t run = (head - g + start) * kLanes;
+    return {run + g - start, run_lanes(start), run + kLanes};
+  }
+
+  // Maximum (in units of log2) and total of one head, from the lanes of its run.
+  void read_stats(int64_t head, float* maximum, float* total) const {
+    const Stats stats = stats_of(head);
+    *maximum = maxima_[stats.at], *total = 0;
+    for (int64_t i = stats.at; i < stats.end; i += stats.step) *total += totals_[i];
   }
 
   void write_head(int64_t head, float total) {

@@ -134,6 +134,9 @@ class Prefill {
       store(maxima_ + tile * kTile + j, splat(kHidden));
       store(totals_ + tile * kTile + j, F32{});
     }
+    // A sink is a key that each row has seen, and whose value is zero.
+    for (int64_t i = tile * kTile; a_.sinks != nullptr && i < (tile + 1) * kTile; ++i)
+      maxima_[i] = a_.sinks[head_ * group_ + (begin_ + i) % group_] * kLog2E, totals_[i] = 1;
   }
 
   template <typename Row>
