@@ -11,8 +11,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 
 def load_transformers(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The checkpoint by transformers, from disk only, ready to run."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    """The checkpoint by transformers, from disk only, ready to run.
+
+    Experts one by one: grouped products know no float64.
+    """
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, experts_implementation="eager"
+    )
     model.train(mode=False)
     return model
 
