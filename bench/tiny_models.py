@@ -109,6 +109,28 @@ TINY_MODELS = (
             "decoder_sparse_step": 2,
         },
     ),
+    TinyModel(
+        "gpt-oss",
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 32,
+            "sliding_window": 37,
+            "swiglu_limit": 2.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 512,
+            },
+        },
+    ),
     TinyModel("gemma2", "gemma2", {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 37}),
     TinyModel(
         "gemma2-caps",
@@ -199,10 +221,12 @@ def build_tiny_model(tiny: TinyModel, seed: int = 0) -> PreTrainedModel:
     model.train(mode=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):
+            if name.endswith((".bias", "_proj_bias")):
                 parameter.normal_(0.0, _INITIALIZER_RANGE)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith(".sinks"):
+                parameter.normal_(1.0, 1.0)
     return model
 
 

@@ -20,6 +20,8 @@ _GIB = 1024**3
 _MIB = 1024**2
 _ROUNDED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
 """Of a weight under `--quantize`, its share of a scale included."""
+_MXFP4_GROWTH = 2.0
+"""Of its files, when they are loaded: four bits become eight."""
 Row = tuple[str, str]
 
 
@@ -42,11 +44,17 @@ def _identity(found: Servable, dtype: DType, config: DecodeConfig) -> Iterator[R
     yield "path", str(checkpoint.path)
     yield "family", f"{checkpoint.family}, computed by {implementation}"
     yield "dtype", str(dtype)
-    yield "weights", found.quantization or (f"plain, rounded to {config.quantize}" if config.quantize else "plain")
+    yield "weights", _form(found, config.quantize)
     yield "context", f"{checkpoint.context_tokens} tokens"
     if implementation == TRANSFORMERS and find_spec("transformers") is None:
         yield "missing", "transformers: pip install 'tandem-serving[worker]'"
     yield from _kernels(dtype, config)
+
+
+def _form(found: Servable, quantize: str | None) -> str:
+    if found.quantization == "mxfp4":
+        return "mxfp4, held as int8 of the same values"
+    return found.quantization or (f"plain, rounded to {quantize}" if quantize else "plain")
 
 
 def _texts(found: Servable) -> Iterator[Row]:
@@ -134,7 +142,7 @@ def _weight_bytes(found: Servable, dtype: DType, quantize: str | None) -> float:
     files = (gguf,) if gguf is not None else find_weight_files(path).paths
     num_bytes = sum(file.stat().st_size for file in files)
     if found.quantization is not None:
-        return num_bytes
+        return num_bytes * (_MXFP4_GROWTH if found.quantization == "mxfp4" else 1.0)
     saved = (read_dtype(read_config(path)) or DType.FLOAT32).itemsize_bytes
     held = dtype.itemsize_bytes if quantize is None else _ROUNDED_BYTES[quantize]
     return num_bytes / saved * held

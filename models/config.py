@@ -20,6 +20,7 @@ CONFIG_FILE = "config.json"
 _ABSENT_MAX_WINDOW_LAYERS = 28
 _ABSENT_QUERY_SCALAR = 256.0
 _ABSENT_NO_ROPE_INTERVAL = 4
+_ABSENT_SWIGLU_ALPHA, _ABSENT_SWIGLU_LIMIT = 1.702, 7.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,14 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class SwigluClamp:
+    """Of `models.layers.ClampedSwiglu`."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertConfig:
     """Experts of a decoder: X in all, K for each token."""
 
@@ -49,6 +58,8 @@ class ExpertConfig:
     """Of the expert that every token has."""
     adds_to_one: bool
     """The shares of a token's experts."""
+    clamp: SwigluClamp | None
+    """Of their activation, if it is not that of the family's MLPs."""
     layers: tuple[bool, ...]
     """Whether each layer has experts; else an MLP."""
 
@@ -91,6 +102,7 @@ class ModelConfig(ModelShape):
     """Of what attention and MLP return, before it is added."""
     score_scale: float
     score_cap: float | None
+    sinks: bool
     logit_divisor: float
     logit_cap: float | None
 
@@ -105,6 +117,7 @@ class ModelConfig(ModelShape):
             and not self.whole_qk_norm
             and all(self.rotated)
             and self.local_rope is None
+            and not self.sinks
             and self.embedding_scale == self.residual_scale == self.logit_divisor == 1.0
             and self.logit_cap is None
         )
@@ -157,6 +170,7 @@ def load_model_config(path: Path) -> ModelConfig:
         residual_scale=_read_multiplier(config, family, "residual_multiplier"),
         score_scale=_read_score_scale(config, family, head_dim),
         score_cap=score_cap,
+        sinks=family.sinks,
         logit_divisor=_read_multiplier(config, family, "logits_scaling"),
         logit_cap=logit_cap,
         dtype=read_dtype(config),
@@ -209,6 +223,9 @@ def _read_experts(config: ConfigJson, names: ExpertNames, num_layers: int) -> Ex
         raise config.error("num_experts_per_tok", f"is {num_active} of {num_experts} experts")
     every = config.integer("decoder_sparse_step", 1)
     plain = config.integers("mlp_only_layers") if config.has("mlp_only_layers") else ()
+    clamp = SwigluClamp(
+        config.number("swiglu_alpha", _ABSENT_SWIGLU_ALPHA), config.number("swiglu_limit", _ABSENT_SWIGLU_LIMIT)
+    )
     return ExpertConfig(
         names=names,
         num_experts=num_experts,
@@ -216,6 +233,7 @@ def _read_experts(config: ConfigJson, names: ExpertNames, num_layers: int) -> Ex
         intermediate_size=config.integer(names.size_key),
         shared_intermediate_size=config.integer("shared_expert_intermediate_size") if names.shared else None,
         adds_to_one=config.flag("norm_topk_prob", default=False) if names.adds_to_one is None else names.adds_to_one,
+        clamp=clamp if names.clamped else None,
         layers=tuple((layer + 1) % every == 0 and layer not in plain for layer in range(num_layers)),
     )
 

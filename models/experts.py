@@ -68,6 +68,8 @@ class GroupedExperts:
     down: torch.Tensor  # [X, E, I] bfloat16
     activate: Callable[[torch.Tensor], torch.Tensor]
     """`[M, 2 * I]` → `[M, I]`."""
+    gate_up_bias: torch.Tensor | None = None  # [X, 2 * I]
+    down_bias: torch.Tensor | None = None  # [X, E]
     waits_for_device: bool = False
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
@@ -76,7 +78,10 @@ class GroupedExperts:
         counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids, dtype=torch.int32))
         ends = counts.cumsum(0, dtype=torch.int32)
         gate_up = torch._grouped_mm(x, self.gate_up.transpose(1, 2), offs=ends)
-        return torch._grouped_mm(self.activate(gate_up), self.down.transpose(1, 2), offs=ends)
+        if self.gate_up_bias is not None:
+            gate_up = gate_up + self.gate_up_bias[expert_ids]
+        down = torch._grouped_mm(self.activate(gate_up), self.down.transpose(1, 2), offs=ends)
+        return down if self.down_bias is None else down + self.down_bias[expert_ids]
 
 
 def grouped_experts(

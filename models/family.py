@@ -76,6 +76,11 @@ class ExpertNames:
     """Whether the shares of a token's experts do; None: as `norm_topk_prob` says."""
     shared: bool = False
     """Every token has one more expert, `shared_expert`."""
+    router: str = "gate"
+    stacked: bool = False
+    """A tensor holds all experts, inputs first, gate and up in turns; router and experts have biases (gpt-oss)."""
+    clamped: bool = False
+    """The activation is `models.layers.ClampedSwiglu`, by `swiglu_alpha` and `swiglu_limit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,10 @@ class Family:
     absent_theta: float = 10_000.0
     absent_rms_norm_eps: float = 1e-6
     absent_tied: bool = False
+    scaled_rope: bool = False
+    """config.json must say how the rotation is scaled: transformers would assume more than a base."""
+    sinks: bool = False
+    """Each head of a layer has one more score in its softmax, without a value."""
     unrotated: bool = False
     """Some layers do not rotate q and k (`no_rope_layers`)."""
     experts: ExpertNames | None = None
@@ -269,6 +278,26 @@ FAMILIES = {
                 "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
             ),
             **_GLM,
+        ),
+        Family(
+            name="gpt_oss",
+            architecture="GptOssForCausalLM",
+            qkv_bias=Bias.CONFIGURED,
+            output_bias=Bias.CONFIGURED,
+            absent_bias=True,
+            windows=Windows.PATTERN,
+            absent_window=128,
+            global_every=2,
+            wide_norms=True,
+            absent_theta=150_000.0,
+            scaled_rope=True,
+            absent_rms_norm_eps=1e-5,
+            absent_head_dim=64,
+            absent_kv_heads=8,
+            sinks=True,
+            experts=ExpertNames(
+                size_key="intermediate_size", adds_to_one=True, router="router", stacked=True, clamped=True
+            ),
         ),
         Family(name="olmo2", architecture="Olmo2ForCausalLM", **_OLMO),
         Family(

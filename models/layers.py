@@ -56,6 +56,20 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """`(up + 1) * gate * sigmoid(alpha * gate)`, of gates up to `limit` and ups within it (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`gate_up` `[T, 2 * I]`, gate first → `[T, I]`; computed in float32."""
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return ((up + 1) * (gate * torch.sigmoid(gate * self.alpha))).to(gate_up.dtype)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedMlp:
     """`down(activation(gate(x)) * up(x))`; gate and up are one matrix."""

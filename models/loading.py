@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,13 +25,16 @@ from models.gguf_store import GgufStore
 from models.layers import GatedMlp, NoNorm, RmsNorm, gelu_tanh_mul
 from models.quantization.config import read_quantization
 from models.rope import NoRotation, RotaryEmbedding, order_of_dims
+from models.stacked_experts import StackedExperts
 from models.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
     LM_HEAD,
     MLP_PROJECTIONS,
+    STACKED_PROJECTIONS,
     expected_tensors,
     layer_prefix,
+    stacked_tensor,
 )
 from models.tensor_store import TensorStore
 from models.weight_files import find_weight_files
@@ -101,7 +105,10 @@ def load_model(
         files = find_weight_files(path)
         hashed = (path / CONFIG_FILE, *files.paths)
         written = ConfigJson.read(path / CONFIG_FILE)
-        rename = language_tensor if written.text("model_type") in CONTAINERS else str
+        is_stacked = config.experts is not None and config.experts.names.stacked
+        rename: Callable[[str], str | None] = stacked_tensor if is_stacked else str
+        if written.text("model_type") in CONTAINERS:
+            rename = language_tensor
         store = TensorStore(files, expected_tensors(config), read_quantization(written), rename)
     else:
         hashed = (gguf,)
@@ -235,7 +242,12 @@ class _DecoderBuilder:
             output=self._linear((f"{prefix}o_proj",), bias=config.output_bias),
             qk_norm=QkNorm(norms[0].weight, norms[1].weight, norms[0].eps) if norms and not is_apart else None,
             heads=HeadShape(config.num_heads, config.num_kv_heads, config.head_dim),
-            params=AttentionParams(config.score_scale, sliding_window, config.score_cap),
+            params=AttentionParams(
+                config.score_scale,
+                sliding_window,
+                config.score_cap,
+                self._read(f"{prefix}sinks", dtype=torch.float32) if config.sinks else None,
+            ),
             kernels=self._kernels,
             apart_qk_norm=norms if is_apart else None,
         )
@@ -271,22 +283,39 @@ class _DecoderBuilder:
         """Routers and gates keep the form that the checkpoint has them in: they are small, and choose."""
         operations, names = self._operations, config.names.projections
         prefix = f"{prefix}{config.names.block}."
-        router = operations.linear(self._read_weight(f"{prefix}gate.weight"), None)
+        router_name = f"{prefix}{config.names.router}"
+        router_bias = self._read(f"{router_name}.bias") if config.names.stacked else None
+        router = Router(
+            operations.linear(self._read_weight(f"{router_name}.weight"), router_bias),
+            Routing(config.num_active, config.adds_to_one),
+        )
+        if config.names.stacked:
+            return MixtureOfExperts(RoutedExperts(router, self._stacked_experts(f"{prefix}experts.", config)))
         shared = None
         if config.shared_intermediate_size is not None:
             gate = operations.linear(self._read_weight(f"{prefix}shared_expert_gate.weight"), None)
             mlp = self._gated(f"{prefix}shared_expert.", names, config.shared_intermediate_size)
             shared = SharedExpert(mlp, gate)
-        routing = Routing(config.num_active, config.adds_to_one)
         prefixes = [f"{prefix}experts.{expert}." for expert in range(config.num_experts)]
         is_quantized = self._form is not None or self._store.is_quantized(f"{prefixes[0]}{names[0]}.weight")
         if self._device.type == "cpu" or self._dtype is not torch.bfloat16 or is_quantized:
             mlps = tuple(self._gated(each, names, config.intermediate_size) for each in prefixes)
-            fused = operations.experts(router, [(mlp.gate_up, mlp.down) for mlp in mlps], routing)
-            return MixtureOfExperts(fused or RoutedExperts(Router(router, routing), SeparateExperts(mlps)), shared)
+            fused = operations.experts(router.scores, [(mlp.gate_up, mlp.down) for mlp in mlps], router.routing)
+            return MixtureOfExperts(fused or RoutedExperts(router, SeparateExperts(mlps)), shared)
         weights = [[self._read(f"{each}{name}.weight") for name in names] for each in prefixes]
-        experts = grouped_experts(weights, operations.silu_mul)
-        return MixtureOfExperts(RoutedExperts(Router(router, routing), experts), shared)
+        return MixtureOfExperts(RoutedExperts(router, grouped_experts(weights, operations.silu_mul)), shared)
+
+    def _stacked_experts(self, prefix: str, config: ExpertConfig) -> Experts:
+        names = [f"{prefix}{name}" for name in STACKED_PROJECTIONS]
+        (gate_up, gate_up_bias), (down, down_bias) = (
+            (self._read_weight(f"{name}.weight"), self._read(f"{name}.bias")) for name in names
+        )
+        stacked = StackedExperts(gate_up, gate_up_bias, down, down_bias, config)
+        if self._device.type != "cpu" and self._dtype is torch.bfloat16 and self._form is None:
+            grouped = stacked.grouped()
+            if grouped is not None:
+                return grouped
+        return stacked.separate(self._operations, lambda weight: self._form_of((f"{names[0]}.weight",), weight))
 
     def _linear(self, names: tuple[str, ...], *, bias: bool) -> LinearMap:
         return self._operations.linear(*self._map(names, bias=bias))
@@ -296,7 +325,9 @@ class _DecoderBuilder:
         weight = self._form_of(tuple(f"{name}.weight" for name in names))
         return weight, torch.cat([self._read(f"{name}.bias") for name in names]) if bias else None
 
-    def _form_of(self, names: tuple[str, ...], known: torch.Tensor | None = None) -> torch.Tensor | QuantizedWeight:
+    def _form_of(
+        self, names: tuple[str, ...], known: torch.Tensor | QuantizedWeight | None = None
+    ) -> torch.Tensor | QuantizedWeight:
         """The weights of `names` as one (`known`, if given), in the form that is asked for or in the checkpoint's."""
         weight = _stack([self._read_weight(name) for name in names]) if known is None else known
         if self._form is not None and isinstance(weight, torch.Tensor):

@@ -84,6 +84,8 @@ def read_ropes(
     Raises CheckpointError naming the key.
     """
     rope = config.section("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
+    if family.scaled_rope and not rope.mentions("rope_type") and not rope.mentions("type"):
+        raise config.error("rope_scaling", f"is missing, which {family.name} needs")
     local_theta = family.local_theta
     if local_theta is None:
         for layer_type in ("full_attention", "sliding_attention"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import astuple
 
 from models.config import ModelConfig
@@ -11,13 +12,25 @@ FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+STACKED_PROJECTIONS = ("gate_up_proj", "down_proj")
+"""Of experts that are one tensor."""
 
 Shape = tuple[int, ...]
+
+_STACKED = re.compile(r"(\.experts\.(?:gate_up|down)_proj)(?:_(bias|blocks|scales))?")
 
 
 def layer_prefix(layer: int) -> str:
     """What the names of one layer's tensors begin with."""
     return f"model.layers.{layer}."
+
+
+def stacked_tensor(name: str) -> str:
+    """What stacked experts call a tensor, in the form that every module's have: a name, a dot, and the part."""
+    match = _STACKED.search(name)
+    if match is None or match.end() < len(name):
+        return name
+    return f"{name[: match.end(1)]}.{match[2] or 'weight'}"
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
@@ -38,6 +51,8 @@ def _attention_tensors(config: ModelConfig) -> dict[str, Shape]:
     hidden = config.hidden_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     tensors: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in astuple(config.norms) if name is not None}
+    if config.sinks:
+        tensors["self_attn.sinks"] = (config.num_heads,)
     if config.qk_norm:
         q_width, k_width = (q_size, kv_size) if config.whole_qk_norm else (config.head_dim, config.head_dim)
         tensors |= {"self_attn.q_norm.weight": (q_width,), "self_attn.k_norm.weight": (k_width,)}
@@ -61,7 +76,16 @@ def _expert_tensors(config: ModelConfig) -> dict[str, Shape]:
     experts, hidden = config.experts, config.hidden_size
     assert experts is not None
     block, names = f"{experts.names.block}.", experts.names.projections
-    tensors: dict[str, Shape] = {f"{block}gate.weight": (experts.num_experts, hidden)}
+    router = f"{block}{experts.names.router}"
+    tensors = _map_tensors(router, experts.num_experts, hidden, has_bias=experts.names.stacked)
+    if experts.names.stacked:
+        num_experts, gate_up = experts.num_experts, 2 * experts.intermediate_size
+        return tensors | {
+            f"{block}experts.gate_up_proj.weight": (num_experts, hidden, gate_up),
+            f"{block}experts.gate_up_proj.bias": (num_experts, gate_up),
+            f"{block}experts.down_proj.weight": (num_experts, experts.intermediate_size, hidden),
+            f"{block}experts.down_proj.bias": (num_experts, hidden),
+        }
     for expert in range(experts.num_experts):
         tensors |= _gated_tensors(f"{block}experts.{expert}.", names, experts.intermediate_size, hidden)
     if experts.shared_intermediate_size is not None:

@@ -154,10 +154,11 @@ class TensorStore:
             module, _, part = name.rpartition(".")
             found = self._slice(name)
             headers.setdefault(module, {})[part] = Header(tuple(found.get_shape()), found.get_dtype())
+        num_dims = 3 if self._quantization and self._quantization.of_experts else 2
         for name, shape in self._shapes.items():
             specs = None
             module = name.removesuffix(_WEIGHT)
-            if self._quantization and name.endswith(_WEIGHT) and name != EMBEDDING and len(shape) == 2:
+            if self._quantization and name.endswith(_WEIGHT) and name != EMBEDDING and len(shape) == num_dims:
                 specs = self._quantization.scheme.specs(shape, headers.get(module, {}))
             if specs is None:
                 self._expected[name] = Spec((shape,))

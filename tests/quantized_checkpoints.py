@@ -243,3 +243,41 @@ FORMS = (
     torchao("IntxWeightOnlyConfig", int8_by_group, granularity={"_type": "PerGroup", "_data": {"group_size": 32}}),
     torchao("Float8WeightOnlyConfig", float8_by_output),
 )
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def mxfp4(stacked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of experts `[X, in, out]`: blocks `[X, out, in / 32, 16]`, scales `[X, out, in / 32]`, and what they mean."""
+    grouped = stacked.numpy().swapaxes(1, 2).reshape(-1, 32)
+    blocks = np.zeros((len(grouped), 16), dtype=np.uint8)
+    scales, meant = np.zeros(len(grouped), dtype=np.uint8), np.zeros_like(grouped)
+    for row, values in enumerate(grouped):
+        exponent = int(np.floor(np.log2(np.abs(values).max()))) - 2
+        scales[row] = exponent + 127
+        for i, value in enumerate(values / 2.0**exponent):
+            code = int(np.argmin(np.abs(np.array(E2M1) - value)))
+            blocks[row, i // 2] |= code << (4 * (i % 2))
+            meant[row, i] = E2M1[code] * 2.0**exponent
+    num_experts, num_inputs, num_outputs = stacked.shape
+    shape = (num_experts, num_outputs, num_inputs // 32)
+    whole = torch.from_numpy(meant).view(num_experts, num_outputs, num_inputs).transpose(1, 2)
+    return torch.from_numpy(blocks).view(*shape, 16), torch.from_numpy(scales).view(shape), whole.contiguous()
+
+
+def write_mxfp4(plain: Path, folder: Path) -> tuple[Path, Path]:
+    """As `write`, of a checkpoint with stacked experts."""
+    quantized, meant = (shutil.copytree(plain, folder / name) for name in ("quantized", "meant"))
+    tensors = load_file(plain / "model.safetensors")
+    parts, weights = dict(tensors), dict(tensors)
+    for name in tensors:
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            parts[f"{name}_blocks"], parts[f"{name}_scales"], weights[name] = mxfp4(parts.pop(name))
+    save_file(parts, quantized / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, meant / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((quantized / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (quantized / "config.json").write_text(json.dumps(config))
+    return quantized, meant

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from models.config_json import ConfigJson
 from models.quantization.gptq import AwqScheme, GptqScheme
 from models.quantization.methods import REMEDY, SECTIONS
+from models.quantization.mxfp4 import Mxfp4Scheme
 from models.quantization.scaled import ScaledScheme
 from models.quantization.scheme import Scheme
 
@@ -33,6 +34,8 @@ class Quantization:
     scheme: Scheme
     rounds_activations: bool = False
     """Whether it was made for activations in 8 bits too; here they stay as they are."""
+    of_experts: bool = False
+    """Whether what is quantised is stacked experts `[X, in, out]`, else linear maps."""
 
 
 def read_quantization(config: ConfigJson) -> Quantization | None:
@@ -131,6 +134,10 @@ def _group(section: ConfigJson) -> int:
     return size
 
 
+def _read_mxfp4(_: ConfigJson) -> Quantization:
+    return Quantization("mxfp4", Mxfp4Scheme(), of_experts=True)
+
+
 _READERS: dict[str, Callable[[ConfigJson], Quantization]] = {
     "gptq": _read_gptq,
     "awq": _read_awq,
@@ -138,4 +145,5 @@ _READERS: dict[str, Callable[[ConfigJson], Quantization]] = {
     "fbgemm_fp8": _read_fp8,
     "compressed-tensors": _read_compressed,
     "torchao": _read_torchao,
+    "mxfp4": _read_mxfp4,
 }

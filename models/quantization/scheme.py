@@ -52,10 +52,15 @@ class Scheme(Protocol):
     """How one method stores weights. A module's tensors are called by what follows its name and a dot."""
 
     def specs(self, shape: Shape, found: Mapping[str, Header]) -> dict[str, Spec] | None:
-        """The tensors that stand for a weight `shape` = (out, in), given those found; None if it is plain."""
+        """The tensors that stand for a weight `shape` = (out, in), given those found; None if it is plain.
+
+        Of stacked experts (`Quantization.of_experts`) `shape` = (experts, in, out).
+        """
 
     def decode(self, shape: Shape, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
         """The weight, for activations of `dtype`; plain where no `QuantizedWeight` can say what the tensors say.
+
+        Of stacked experts as one `[experts * out, in]`.
 
         Raises ValueError saying what is wrong with their content.
         """

@@ -9,10 +9,13 @@ import sys
 import pytest
 from transformers import AutoConfig
 
-from models.config import load_model_config
+from models.config import SwigluClamp, load_model_config
 from models.rope_config import LinearScaling, RopeConfig
 from tandem.errors import CheckpointError
 from tandem.kv_layout import DType
+
+YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}
+GPT_OSS = {**YARN, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def base(family="llama", **keys):
@@ -107,6 +110,8 @@ def test_null_kv_heads_mean_one_for_each_head(write):
         ("gemma2", {}, (4096, None, 4096, None)),
         ("gemma3_text", {"sliding_window": 8, "sliding_window_pattern": 3}, (8, 8, None, 8)),
         ("gemma3_text", {"sliding_window": 8}, (8, 8, 8, 8)),
+        ("gpt_oss", {**GPT_OSS, "sliding_window": 8}, (8, None, 8, None)),
+        ("gpt_oss", GPT_OSS, (128, None, 128, None)),
         ("olmo3", {"sliding_window": 8}, (8, 8, 8, None)),
         ("phi3", {"sliding_window": 8}, (8,) * 4),
         ("smollm3", {"sliding_window": 8}, (None,) * 4),
@@ -151,6 +156,27 @@ def test_caps_that_gemma_2_does_not_mention_are_its_own_and_null_is_none(write):
     assert (null.score_cap, null.logit_cap) == (None, None)
 
 
+PUBLISHED_GPT_OSS = """{"architectures": ["GptOssForCausalLM"], "attention_bias": true, "attention_dropout": 0.0,
+"eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+"initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,
+"layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 131072, "model_type": "gpt_oss",
+"num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 2, "num_key_value_heads": 8,
+"num_local_experts": 32, "output_router_logits": false, "pad_token_id": 199999,
+"quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"}, "rms_norm_eps": 1e-05,
+"rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+"rope_type": "yarn", "truncate": false}, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
+"swiglu_limit": 7.0, "tie_word_embeddings": false, "use_cache": true, "vocab_size": 201088}"""
+
+
+def test_gpt_oss_is_read_as_it_is_published(write):
+    config = load_model_config(write(json.loads(PUBLISHED_GPT_OSS)))
+    assert config.experts is not None
+    assert (config.experts.num_experts, config.experts.num_active) == (32, 4)
+    assert config.experts.clamp == SwigluClamp(1.702, 7.0)
+    assert (config.windows, config.qkv_bias, config.output_bias, config.sinks) == ((128, None), True, True, True)
+    assert config.context_tokens == 131072
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -181,6 +207,8 @@ def test_caps_that_gemma_2_does_not_mention_are_its_own_and_null_is_none(write):
         (base("smollm3", no_rope_layers=[1]), "no_rope_layers: is not 0 or 1 for each of 4 layers"),
         (base("phi3", rope_scaling={"type": "longrope"}), "rope_type: 'longrope' is not supported"),
         (base("llama", partial_rotary_factor=0.75), "partial_rotary_factor: is 0.75"),
+        (base("gpt_oss", **(GPT_OSS | {"rope_scaling": None})), "rope_scaling: is missing, which gpt_oss needs"),
+        (base("gpt_oss", **GPT_OSS, swiglu_limit=0), "swiglu_limit"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_file_and_key(write, config, named):

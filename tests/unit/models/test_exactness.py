@@ -12,7 +12,7 @@ from models.loading import load_model
 BESIDE_WEIGHTS = [
     tiny
     for tiny in TINY_MODELS
-    if tiny.name in {"gemma2-caps", "gemma3", "granite", "olmo2", "qwen2-moe", "smollm3-windowed"}
+    if tiny.name in {"gemma2-caps", "gemma3", "gpt-oss", "granite", "olmo2", "qwen2-moe", "smollm3-windowed"}
 ]
 """Whose layers compute more than products, norms, rotation and attention."""
 

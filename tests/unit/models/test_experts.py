@@ -10,7 +10,7 @@ from kernels.operations import Kernels, PlainLinear, Routing
 from kernels.quantized import QuantForm
 from kernels.reference import ReferenceBackend
 from kernels.reference_operations import ReferenceOperations
-from models.experts import MixtureOfExperts, RoutedExperts, Router, SeparateExperts, grouped_experts
+from models.experts import GroupedExperts, MixtureOfExperts, RoutedExperts, Router, SeparateExperts, grouped_experts
 from models.layers import GatedMlp
 from models.loading import load_model
 
@@ -39,12 +39,32 @@ def test_grouped_products_give_what_separate_ones_do(weights, num_tokens):
             for gate, up, down in weights
         )
     )
-    grouped = grouped_experts(weights, operations.silu_mul)
+    check_alike(grouped_experts(weights, operations.silu_mul), separate, num_tokens)
+
+
+def test_grouped_products_have_the_bias_of_each_row_s_expert(weights):
+    operations = ReferenceOperations()
+    into = torch.stack([torch.cat((gate, up)) for gate, up, _ in weights])
+    out = torch.stack([down for _, _, down in weights])
+    biases = [torch.randn(each.shape[:2], dtype=torch.bfloat16) for each in (into, out)]
+    separate = SeparateExperts(
+        tuple(
+            GatedMlp(
+                operations.gated_linear(into[i], biases[0][i]), operations.linear(out[i], biases[1][i]), INTERMEDIATE
+            )
+            for i in range(NUM_EXPERTS)
+        )
+    )
+    # Rounded once more than separate ones, before a bias is added.
+    check_alike(GroupedExperts(into, out, operations.silu_mul, *biases), separate, 9, tolerance=6e-2)
+
+
+def check_alike(grouped, separate, num_tokens, tolerance=2e-2):
     x = torch.randn(num_tokens, HIDDEN, dtype=torch.bfloat16)
     torch.manual_seed(1)
     expected = mixture(separate)(x)
     torch.manual_seed(1)
-    torch.testing.assert_close(mixture(grouped)(x), expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(mixture(grouped)(x), expected, atol=tolerance, rtol=2e-2)
 
 
 def test_a_router_names_experts_in_ascending_order_with_their_own_shares():
