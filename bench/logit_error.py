@@ -18,9 +18,8 @@ from engine.batch import build_batch
 from engine.kv_cache import KvCache
 from engine.step import ScheduledSeq
 from kernels.dispatch import AUTO, select_kernels
-from models.config import load_model_config
 from models.loading import load_model
-from tandem.checkpoint import resolve_model
+from tandem.checkpoint import read_checkpoint, resolve_model
 from tandem.kv_layout import QuantDType
 from tandem.types import BlockId, TokenId
 
@@ -46,7 +45,7 @@ class LogitError:
 
 def measure_logit_error(folder: Path, seed: int, kv_dtype: QuantDType | None = None) -> LogitError:
     """Random tokens through all three; `kv_dtype` is how ours stores KV, None as it is computed."""
-    config = load_model_config(folder)
+    config = read_checkpoint(str(folder))
     rng = random.Random(seed)
     token_ids = [rng.randrange(config.vocab_size) for _ in range(min(_NUM_TOKENS, config.context_tokens))]
     theirs = load_transformers(folder, torch.bfloat16)

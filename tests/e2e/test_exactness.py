@@ -29,6 +29,7 @@ MODELS = {tiny.name: tiny for tiny in (*TINY_TRANSFORMERS, *TINY_MODELS)}  # of 
         ("mistral-windowed", [("shm", 1, 64), ("tcp", 64, 64), ("colocated", 16, 512)]),
         ("qwen2", [("shm", 64, 512), ("tcp", 16, 512), ("colocated", 1, 64)]),
         ("qwen3-biased", [("shm", 16, 512), ("tcp", 16, 64), ("colocated", 64, 512)]),
+        ("gpt-oss", [("tcp", 16, 64)]),
     ],
 )
 def test_served_tokens_are_those_of_transformers(model: str, ways: list[tuple[str, int, int]], tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_served_tokens_are_those_of_transformers_over_nixl_too(tmp_path: Path) -
     assert check_system("nixl", folder, Settings(16, 64), work) == []
 
 
-@pytest.mark.parametrize("model", ["llama", "mistral-windowed", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model", ["llama", "mistral-windowed", "qwen2", "qwen3", "gpt-oss", "apertus"])
 def test_bfloat16_logits_lie_as_near_to_the_truth_as_those_of_transformers(model: str, tmp_path: Path) -> None:
     folder = save_tiny_model(MODELS[model], tmp_path / model)
 
