@@ -47,6 +47,14 @@ class TinyModel:
         return AutoConfig.for_model(self.family, **(common | dict(self.overrides)))
 
 
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0 + place / 10 for place in range(8)],
+    "long_factor": [1.0 + place for place in range(8)],
+}
+"""Of heads of 16."""
+
 TINY_MODELS = (
     TinyModel("llama", "llama"),
     TinyModel("llama-biased", "llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -203,6 +211,17 @@ TINY_MODELS = (
     TinyModel("glm4", "glm4", {"head_dim": 24, "eos_token_id": 319, "partial_rotary_factor": 0.75}),
     TinyModel("phi3", "phi3"),
     TinyModel("phi3-partial", "phi3", {"partial_rotary_factor": 0.75}),
+    # transformers takes the long factors for texts of more than one token, the short ones for none of this context.
+    TinyModel(
+        "phi3-longrope",
+        "phi3",
+        {"original_max_position_embeddings": 1, "rope_parameters": _LONG_ROPE | {"attention_factor": 1.2}},
+    ),
+    TinyModel(
+        "phi3-longrope-short",
+        "phi3",
+        {"original_max_position_embeddings": CONTEXT_TOKENS, "rope_parameters": _LONG_ROPE},
+    ),
     TinyModel("phi3-windowed", "phi3", {"sliding_window": 41, "tie_word_embeddings": True}),
     TinyModel("smollm3", "smollm3", {"num_hidden_layers": 5}),
     TinyModel(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from models.config import load_model_config, read_config, read_dtype
 from models.preflight import NATIVE, TRANSFORMERS, Servable, read_servable
+from models.rope_config import LongRopeScaling
 from models.weight_files import find_weight_files
 from router.chat_template import load_chat_template
 from tandem.config import DecodeConfig
@@ -45,10 +46,20 @@ def _identity(found: Servable, dtype: DType, config: DecodeConfig) -> Iterator[R
     yield "family", f"{checkpoint.family}, computed by {implementation}"
     yield "dtype", str(dtype)
     yield "weights", _form(found, config.quantize)
-    yield "context", f"{checkpoint.context_tokens} tokens"
+    yield "context", f"{checkpoint.context_tokens} tokens{_rotation(found)}"
     if implementation == TRANSFORMERS and find_spec("transformers") is None:
         yield "missing", "transformers: pip install 'tandem-serving[worker]'"
     yield from _kernels(dtype, config)
+
+
+def _rotation(found: Servable) -> str:
+    """Which of longrope's lists is taken."""
+    if found.implementation != NATIVE:
+        return ""
+    scaling = load_model_config(found.checkpoint.path).rope.scaling
+    if not isinstance(scaling, LongRopeScaling):
+        return ""
+    return f"; longrope with its factors for {'long' if scaling.is_long else 'short'} texts, whatever a text's length"
 
 
 def _form(found: Servable, quantize: str | None) -> str:

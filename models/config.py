@@ -10,7 +10,7 @@ from pathlib import Path
 
 from models.config_json import ConfigJson
 from models.family import FAMILIES, PLAIN_NORMS, Activation, Bias, ExpertNames, Family, LayerNorms, Windows
-from models.rope_config import RopeConfig, read_ropes, stretched_context
+from models.rope_config import LongRopeScaling, RopeConfig, read_ropes, stretched_context
 from tandem.gguf import find_gguf, read_gguf
 from tandem.kv_layout import DType
 
@@ -133,6 +133,11 @@ def load_model_config(path: Path) -> ModelConfig:
     rotated = _read_rotated(config, family, num_layers)
     score_cap, logit_cap = _read_soft_caps(config, family)
     num_heads, num_kv_heads, head_dim = _read_heads(config, family)
+    if isinstance(rope.scaling, LongRopeScaling) and 2 * len(rope.scaling.factors) != int(
+        head_dim * rope.rotated_share
+    ):
+        count = int(head_dim * rope.rotated_share) // 2
+        raise config.error("rope_scaling", f"has {len(rope.scaling.factors)} factors for {count} frequencies")
     return ModelConfig(
         family=family.name,
         vocab_size=config.integer("vocab_size"),

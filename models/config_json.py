@@ -116,6 +116,14 @@ class ConfigJson:
             raise self.error(key, "is not a list of integers")
         return tuple(value)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of positive finite numbers."""
+        value = self._value(key, None)
+        if not isinstance(value, list):
+            raise self.error(key, "is not a list of numbers")
+        each = ConfigJson(self._path, {str(place): item for place, item in enumerate(value)}, f"{self._prefix}{key}.")
+        return tuple(each.number(str(place)) for place in range(len(value)))
+
     def text_map(self, key: str) -> dict[str, str]:
         """An object whose values are strings."""
         items = self.section(key)._items

@@ -126,6 +126,8 @@ class Family:
     absent_tied: bool = False
     scaled_rope: bool = False
     """config.json must say how the rotation is scaled: transformers would assume more than a base."""
+    long_rope_context: int | None = None
+    """`su` and `yarn` mean longrope too; this is what an absent `original_max_position_embeddings` means."""
     sinks: bool = False
     """Each head of a layer has one more score in its softmax, without a value."""
     unrotated: bool = False
@@ -318,6 +320,7 @@ FAMILIES = {
             fused_qkv=True,
             fused_gate_up=True,
             rotated_share=1.0,
+            long_rope_context=4096,
         ),
         Family(
             name="smollm3",

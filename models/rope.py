@@ -16,7 +16,14 @@ import math
 
 import torch
 
-from models.rope_config import DynamicScaling, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from models.rope_config import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 
 class RotaryEmbedding:
@@ -34,7 +41,8 @@ class RotaryEmbedding:
         self._frequencies = frequencies.to(device)  # [D / 2]
         self._exponents = self._exponents.to(device)
         self._dynamic = scaling if isinstance(scaling, DynamicScaling) else None
-        self._attention_factor = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
+        has_factor = isinstance(scaling, YarnScaling | LongRopeScaling)
+        self._attention_factor = scaling.attention_factor if has_factor else 1.0
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cos and sin, each `[T, D / 2]` float32, for `positions` `[T]`."""
@@ -94,6 +102,8 @@ def _frequencies(config: RopeConfig, exponents: torch.Tensor) -> torch.Tensor:
             return plain / factor
         case Llama3Scaling() as scaling:
             return _llama3_frequencies(plain, scaling)
+        case LongRopeScaling(factors=factors):
+            return 1.0 / (torch.tensor(factors) * periods)
         case YarnScaling() as scaling:
             return _yarn_frequencies(periods, config.theta, scaling)
         case _:

@@ -52,7 +52,23 @@ class YarnScaling:
     """Multiplies cos and sin."""
 
 
-RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """Each frequency divided by a factor of its own (LongRoPE, arXiv 2402.13753).
+
+    A checkpoint has two lists, for texts within the context that it was first trained on and for longer ones.
+    transformers takes one of them for each forward pass, by its longest text, which a KV cache cannot follow: here one
+    is chosen for good, by the context that is served.
+    """
+
+    factors: tuple[float, ...]
+    is_long: bool
+    """Whether they are those for longer texts."""
+    attention_factor: float
+    """Multiplies cos and sin."""
+
+
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +115,7 @@ def read_ropes(
     ours, local_section = rope.section("full_attention"), rope.section("sliding_attention")
     local = RopeConfig(
         local_section.number("rope_theta", config.number("rope_local_base_freq", local_theta)),
-        _read_scaling(config, local_section, max_position_embeddings),
+        _read_scaling(config, local_section, max_position_embeddings, family),
     )
     return _read_rope(config, ours, max_position_embeddings, family), local
 
@@ -110,17 +126,21 @@ def _read_rope(config: ConfigJson, rope: ConfigJson, max_position_embeddings: in
     share = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", absent_share))
     if share > 1 or (share != 1 and family.rotated_share is None):
         raise config.error("partial_rotary_factor", f"is {share}: {family.name} rotates whole heads")
-    scaling = _read_scaling(config, rope, max_position_embeddings)
+    scaling = _read_scaling(config, rope, max_position_embeddings, family)
     if share != 1 and isinstance(scaling, DynamicScaling):
         raise rope.error("rope_type", "dynamic scaling of a part of each head is not supported")
     return RopeConfig(theta, scaling, share)
 
 
-def _read_scaling(config: ConfigJson, rope: ConfigJson, max_position_embeddings: int) -> RopeScaling | None:
-    rope_type = rope.text("rope_type", rope.text("type", "default"))
+def _read_scaling(
+    config: ConfigJson, rope: ConfigJson, max_position_embeddings: int, family: Family
+) -> RopeScaling | None:
+    rope_type, key = rope.text("rope_type", rope.text("type", "default")), "original_max_position_embeddings"
     # A value outside takes precedence: some checkpoints keep the length of pre-training there.
-    original = config if config.has("original_max_position_embeddings") else rope
-    original_tokens = original.integer("original_max_position_embeddings", max_position_embeddings)
+    original_tokens = (config if config.has(key) else rope).integer(key, max_position_embeddings)
+    if family.long_rope_context is not None:
+        rope_type = "longrope" if rope_type in {"su", "yarn"} else rope_type
+        original_tokens = config.integer(key, family.long_rope_context)
     match rope_type:
         case "default":
             return None
@@ -135,8 +155,11 @@ def _read_scaling(config: ConfigJson, rope: ConfigJson, max_position_embeddings:
             return Llama3Scaling(rope.number("factor"), low, high, original_tokens)
         case "yarn":
             return _read_yarn(rope, original_tokens, max_position_embeddings)
+        case "longrope":
+            return _read_long_rope(rope, original_tokens, max_position_embeddings)
         case _:
-            raise rope.error("rope_type", f"{rope_type!r} is not supported (default, linear, dynamic, llama3, yarn)")
+            known = "default, linear, dynamic, llama3, yarn, longrope"
+            raise rope.error("rope_type", f"{rope_type!r} is not supported ({known})")
 
 
 def _read_yarn(rope: ConfigJson, original_tokens: int, max_position_embeddings: int) -> YarnScaling:
@@ -157,6 +180,19 @@ def _read_yarn(rope: ConfigJson, original_tokens: int, max_position_embeddings: 
         truncate=rope.flag("truncate", default=True),
         attention_factor=attention_factor,
     )
+
+
+def _read_long_rope(rope: ConfigJson, original_tokens: int, max_position_embeddings: int) -> LongRopeScaling:
+    is_long = max_position_embeddings > original_tokens
+    factors = rope.numbers("long_factor"), rope.numbers("short_factor")
+    growth = rope.number("factor", max_position_embeddings / original_tokens)
+    if rope.has("attention_factor"):
+        attention_factor = rope.number("attention_factor")
+    elif original_tokens < 2:
+        raise rope.error("original_max_position_embeddings", f"is {original_tokens}: no attention_factor follows")
+    else:
+        attention_factor = 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(original_tokens))
+    return LongRopeScaling(factors[0 if is_long else 1], is_long, attention_factor)
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:

@@ -158,7 +158,7 @@ class _Document:
 
 def _context_tokens(config: _Document) -> int:
     trained = config.integer("max_position_embeddings", low=1)
-    if config.values.get("model_type") == "gemma3_text":  # whose max_position_embeddings is that of the scaled rope
+    if config.values.get("model_type") in {"gemma3_text", "phi3"}:  # of a scaled rope, max_position_embeddings is that
         return trained
     rope = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
     if not isinstance(rope, dict):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from bench.tiny_models import TinyModel
 from models.config import load_model_config
@@ -127,6 +128,27 @@ def test_generation_with_scaling_equals_transformers(tools, checkpoint, scaling)
     assert driver.generate(prompts, 24, 64) == [tools.reference_tokens(reference, prompt, 24) for prompt in prompts]
 
 
+@pytest.mark.parametrize("keys", [{}, {"attention_factor": 1.3}, {"factor": 9.0}, {"type": "yarn"}], ids=str)
+@pytest.mark.parametrize(("context", "is_long"), [(CONTEXT, True), (32, False)])
+def test_factors_of_longrope_are_those_that_transformers_takes_for_a_text_of_the_whole_context(
+    write_config, context, is_long, keys
+):
+    factors = {"long_factor": [2.0 + i for i in range(16)], "short_factor": [1.0 + i / 7 for i in range(16)]}
+    folder = write_config(
+        model_type="phi3",
+        max_position_embeddings=context,
+        original_max_position_embeddings=32,
+        rope_scaling={"type": "longrope", **factors, **keys},
+        pad_token_id=None,
+    )
+    config, positions = load_model_config(folder), torch.arange(context)
+    assert config.rope.scaling.is_long == is_long
+    ours = RotaryEmbedding(config.rope, config.head_dim, CPU).cos_sin(positions)
+    theirs = Phi3RotaryEmbedding(AutoConfig.from_pretrained(folder))(torch.zeros(1), positions[None])
+    assert torch.equal(torch.stack(ours), torch.stack(theirs)[:, 0, :, :16])
+    assert config.context_tokens == read_checkpoint(str(folder)).context_tokens == context
+
+
 def test_dynamic_scaling_generates_as_transformers_does_across_the_end_of_the_context(tools, checkpoint):
     overrides = {"max_position_embeddings": 64, "rope_parameters": {**SCALINGS["dynamic"], "rope_theta": 10_000.0}}
     folder = checkpoint(TinyModel("llama-dynamic-64", "llama", overrides))
@@ -140,7 +162,8 @@ def test_dynamic_scaling_generates_as_transformers_does_across_the_end_of_the_co
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling.long_factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor"),
