@@ -258,7 +258,8 @@ class _MappedWeight(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and isinstance(args[1], cls) and len(args) == 2 and not kwargs:
             return args[1].mapped(args[0])
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunctionSubclass():  # of another dtype it is a plain tensor, which no map stands for
+            return func(*args, **(kwargs or {}))
 
 
 class _Norm(Replacement):

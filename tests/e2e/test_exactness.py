@@ -65,7 +65,7 @@ def test_served_tokens_are_those_of_transformers_over_nixl_too(tmp_path: Path) -
     assert check_system("nixl", folder, Settings(16, 64), work) == []
 
 
-@pytest.mark.parametrize("model", ["llama", "mistral-windowed", "qwen2", "qwen3", "gpt-oss", "apertus"])
+@pytest.mark.parametrize("model", ["llama", "mistral-windowed", "qwen2", "qwen3", "gpt-oss", "apertus", "glm4_moe"])
 def test_bfloat16_logits_lie_as_near_to_the_truth_as_those_of_transformers(model: str, tmp_path: Path) -> None:
     folder = save_tiny_model(MODELS[model], tmp_path / model)
 
