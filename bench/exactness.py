@@ -4,8 +4,8 @@ Greedy, float32, prompts that sit on and beside every block and chunk border, 16
 each block size and chunk budget, by the engine alone, disaggregated over each transport, and
 colocated (real processes): token ids must be equal. Then bfloat16: the error of the
 logits against float64 may be at most 1.2 times that of transformers. Exits 1 if any differ.
-`--families` makes the random checkpoints of `bench.tiny_models` and `bench.tiny_transformers` and checks them all;
-`--only NAME` some of them.
+`--families` makes the random checkpoints of `bench.tiny_models`, `bench.tiny_language_parts` and
+`bench.tiny_transformers` and checks them all; `--only NAME` some of them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from bench.exactness_reference import Reference
 from bench.exactness_served import SERVED_SYSTEMS, served_on
 from bench.exactness_system import ENGINE_SYSTEMS, Settings
 from bench.logit_error import MAX_RATIO, measure_logit_error
+from bench.tiny_language_parts import TINY_LANGUAGE_PARTS
 from bench.tiny_models import TINY_MODELS, save_tiny_model
 from bench.tiny_transformers import TINY_TRANSFORMERS
 from models.family import FAMILIES
@@ -38,7 +39,11 @@ MAX_TOKENS = 64
 LONGEST_PROMPT = 3000
 TOGETHER = 16
 """Prompts given to the system at once."""
-RANDOM_MODELS = (*TINY_MODELS, *(tiny for tiny in TINY_TRANSFORMERS if tiny.family not in FAMILIES))
+RANDOM_MODELS = (
+    *TINY_MODELS,
+    *TINY_LANGUAGE_PARTS,
+    *(tiny for tiny in TINY_TRANSFORMERS if tiny.family not in FAMILIES),
+)
 """One checkpoint of each shape, by the implementation that `auto` chooses."""
 
 

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
+
+from models.config import CONFIG_FILE
+from models.config_json import ConfigJson
+from tandem.language_part import CONTAINERS
 
 
 def load_transformers(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -15,7 +19,9 @@ def load_transformers(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
     Experts one by one: grouped products know no float64.
     """
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    is_whole = ConfigJson.read(folder / CONFIG_FILE).text("model_type") in CONTAINERS
+    auto: Any = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_pretrained(
         folder, dtype=dtype, local_files_only=True, experts_implementation="eager"
     )
     model.train(mode=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -25,6 +25,9 @@ _INITIALIZER_RANGE = 0.25
 class TinyModel:
     """One shape: a family and what of its config differs from the common tiny one."""
 
+    auto: ClassVar[Any] = AutoModelForCausalLM
+    is_nested: ClassVar[bool] = False
+    """Whether its text model is a part of it, which transformers then fills with small numbers."""
     name: str
     family: str
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -235,7 +238,7 @@ TINY_MODELS = (
 def build_tiny_model(tiny: TinyModel, seed: int = 0) -> PreTrainedModel:
     """The model in float32 by transformers, ready to generate."""
     torch.manual_seed(seed)
-    from_config: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
+    from_config: Callable[..., PreTrainedModel] = tiny.auto.from_config
     model = from_config(tiny.config(), dtype=torch.float32)
     model.train(mode=False)
     with torch.no_grad():
@@ -246,6 +249,8 @@ def build_tiny_model(tiny: TinyModel, seed: int = 0) -> PreTrainedModel:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith(".sinks"):
                 parameter.normal_(1.0, 1.0)
+            elif tiny.is_nested and parameter.ndim == 2:
+                parameter.normal_(0.0, _INITIALIZER_RANGE)
     return model
 
 

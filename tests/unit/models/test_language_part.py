@@ -10,55 +10,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from bench.tiny_models import TINY_MODELS
+from bench.tiny_language_parts import TINY_LANGUAGE_PARTS
 from models.config import load_model_config
 from models.preflight import read_servable
 from tandem.checkpoint import read_checkpoint
 from tandem.errors import CheckpointError
+from tandem.language_part import CONTAINERS
 
-TINY = {tiny.name: tiny for tiny in TINY_MODELS}
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-}
-_QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64}
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-KINDS = {
-    "gemma3": ("gemma3", _VISION, {"mm_tokens_per_image": 4}),
-    "llava": ("llama", _VISION, {}),
-    "mistral3": ("mistral", _VISION | {"head_dim": 16}, {}),
-    "qwen2_vl": ("qwen2", {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64}, {}),
-    "qwen2_5_vl": ("qwen2", _QWEN_VISION, {}),
-}
-"""By container: the tiny model that its language part is, its vision, and other keys."""
+KINDS = {tiny.family: tiny for tiny in TINY_LANGUAGE_PARTS}
+
+
+def test_each_kind_that_is_served_has_its_checkpoint():
+    assert KINDS.keys() == CONTAINERS.keys()
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def folder(request, tmp_path_factory):
+def folder(request, checkpoint):
     """A checkpoint as transformers saves it."""
-    kind = request.param
-    name, vision, keys = KINDS[kind]
-    text = TINY[name].config().to_dict()
-    if kind.startswith("qwen"):
-        text |= {"model_type": f"{kind}_text", "rope_parameters": _MROPE}
-        keys = keys | {"tie_word_embeddings": True}
-    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, **keys)
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for tensor_name, parameter in model.named_parameters():
-            if tensor_name.endswith(".bias"):
-                parameter.normal_(0.0, 0.25)
-            elif "norm" in tensor_name:
-                parameter.uniform_(0.5, 1.5)
-            elif parameter.ndim == 2:
-                parameter.normal_(0.0, 0.25)
-    folder = tmp_path_factory.mktemp(kind)
-    model.save_pretrained(folder)
-    return folder
+    return checkpoint(KINDS[request.param])
 
 
 def test_tokens_of_the_language_part_are_those_of_transformers(tools, folder):
