@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,6 +30,7 @@ Row = tuple[str, str]
 def model_rows(config: DecodeConfig) -> list[Row]:
     """Rows of name and value, at a worker's options. Raises CheckpointError, ConfigError, each with the remedy."""
     found = read_servable(config.model)
+    found = replace(found, checkpoint=found.checkpoint.within(config.context_tokens))
     layout, dtype = _kv_layout(found, config), _dtype(found.checkpoint.path, config)
     weight_bytes = _weight_bytes(found, dtype, config.quantize)
     return [*_identity(found, dtype, config), *_texts(found), *_memory(found, layout, weight_bytes, config)]
@@ -56,7 +58,7 @@ def _rotation(found: Servable) -> str:
     """Which of longrope's lists is taken."""
     if found.implementation != NATIVE:
         return ""
-    scaling = load_model_config(found.checkpoint.path).rope.scaling
+    scaling = load_model_config(found.checkpoint.path, found.checkpoint.context_tokens).rope.scaling
     if not isinstance(scaling, LongRopeScaling):
         return ""
     return f"; longrope with its factors for {'long' if scaling.is_long else 'short'} texts, whatever a text's length"

@@ -58,6 +58,8 @@ class EngineOptions:
     dtype: str = AUTO
     model_impl: str = AUTO
     """Whose code computes it: `models.loading.load_model`'s implementation."""
+    context_tokens: int | None = None
+    """Longest sequence that is served; None = as long as the model's context."""
     quantize: str | None = None
     """What the weights of a plain checkpoint are rounded to: a `QuantForm`; None = nothing."""
     kv_dtype: str = AUTO
@@ -107,6 +109,7 @@ class EngineOptions:
             device=config.device,
             dtype=config.dtype,
             model_impl=config.model_impl,
+            context_tokens=config.context_tokens,
             quantize=config.quantize,
             kv_dtype=config.kv_dtype,
             block_size=config.block_size,
@@ -182,7 +185,7 @@ def load_engine(options: EngineOptions) -> Engine:
         kernels = select_kernels(options.attention_backend, device, _probe_dtype(options), options.cpu_tier)
         form = None if options.quantize is None else QuantForm(options.quantize)
         loading = (options.model_path, options.dtype, device, kernels, form, options.model_impl)
-        model = executor.submit(load_model, *loading).result()
+        model = executor.submit(load_model, *loading, options.context_tokens).result()
         keep_freed_memory()
         if kernels.take_thread is not None:
             executor.submit(kernels.take_thread).result()

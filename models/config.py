@@ -5,7 +5,7 @@ Strict: a key that would change the computation and is not understood is refused
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from models.config_json import ConfigJson
@@ -123,8 +123,11 @@ class ModelConfig(ModelShape):
         )
 
 
-def load_model_config(path: Path) -> ModelConfig:
-    """Reads `path/config.json`, or what a GGUF file says. Raises CheckpointError naming the file and the key."""
+def load_model_config(path: Path, context_tokens: int | None = None) -> ModelConfig:
+    """Reads `path/config.json`, or what a GGUF file says. Raises CheckpointError naming the file and the key.
+
+    `context_tokens`: the longest sequence that is served, if that is less than the model's.
+    """
     config = read_config(path)
     family = _read_family(config)
     num_layers = config.integer("num_hidden_layers")
@@ -133,11 +136,12 @@ def load_model_config(path: Path) -> ModelConfig:
     rotated = _read_rotated(config, family, num_layers)
     score_cap, logit_cap = _read_soft_caps(config, family)
     num_heads, num_kv_heads, head_dim = _read_heads(config, family)
-    if isinstance(rope.scaling, LongRopeScaling) and 2 * len(rope.scaling.factors) != int(
-        head_dim * rope.rotated_share
-    ):
-        count = int(head_dim * rope.rotated_share) // 2
-        raise config.error("rope_scaling", f"has {len(rope.scaling.factors)} factors for {count} frequencies")
+    model_context = max_position_embeddings
+    if local_rope is None:
+        model_context = stretched_context(rope.scaling, max_position_embeddings)
+    served_context = min(context_tokens or model_context, model_context)
+    if isinstance(rope.scaling, LongRopeScaling):
+        rope = replace(rope, scaling=_read_factors(config, rope, head_dim).within(served_context))
     return ModelConfig(
         family=family.name,
         vocab_size=config.integer("vocab_size"),
@@ -149,9 +153,7 @@ def load_model_config(path: Path) -> ModelConfig:
         intermediate_size=config.integer("intermediate_size"),
         experts=_read_experts(config, family.experts, num_layers) if family.experts is not None else None,
         rms_norm_eps=config.number("rms_norm_eps", family.absent_rms_norm_eps),
-        context_tokens=stretched_context(rope.scaling, max_position_embeddings)
-        if local_rope is None
-        else max_position_embeddings,
+        context_tokens=served_context,
         rope=rope,
         local_rope=local_rope,
         rotated=rotated,
@@ -180,6 +182,16 @@ def load_model_config(path: Path) -> ModelConfig:
         logit_cap=logit_cap,
         dtype=read_dtype(config),
     )
+
+
+def _read_factors(config: ConfigJson, rope: RopeConfig, head_dim: int) -> LongRopeScaling:
+    """Of longrope, one for each frequency."""
+    scaling, count = rope.scaling, int(head_dim * rope.rotated_share) // 2
+    assert isinstance(scaling, LongRopeScaling)
+    for factors in (scaling.short_factors, scaling.long_factors):
+        if len(factors) != count:
+            raise config.error("rope_scaling", f"has {len(factors)} factors for {count} frequencies")
+    return scaling
 
 
 def read_config(path: Path) -> ConfigJson:

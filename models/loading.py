@@ -25,6 +25,7 @@ from models.gguf_store import GgufStore
 from models.layers import GatedMlp, NoNorm, RmsNorm, gelu_tanh_mul
 from models.quantization.config import read_quantization
 from models.rope import NoRotation, RotaryEmbedding, order_of_dims
+from models.rope_config import LongRopeScaling
 from models.stacked_experts import StackedExperts
 from models.tensor_names import (
     EMBEDDING,
@@ -87,18 +88,20 @@ def load_model(
     kernels: Kernels,
     form: QuantForm | None = None,
     implementation: str = AUTO,
+    context_tokens: int | None = None,
 ) -> LoadedModel:
     """Loads the folder or GGUF file `path` onto `device` for activations of `dtype` (None or `auto`: as saved).
 
     Linear maps of a plain checkpoint are rounded to `form`, the output projection too, the embedding not.
+    `context_tokens`: the longest sequence that is served; None = as long as the model's context.
     `implementation`: `auto` is `native` for the families that it has, `transformers` for all others.
     Raises CheckpointError naming the file, key or tensor at fault, ConfigError for a bad `dtype` or `form`.
     """
     if implementation == AUTO:
         implementation = NATIVE if read_config(path).text("model_type") in FAMILIES else TRANSFORMERS
     if implementation == TRANSFORMERS:
-        return _load_with_transformers(path, dtype, device, kernels, form)
-    config = load_model_config(path)
+        return _load_with_transformers(path, dtype, device, kernels, form, context_tokens)
+    config = load_model_config(path, context_tokens)
     gguf = find_gguf(path)
     store: Store
     if gguf is None:
@@ -120,11 +123,18 @@ def load_model(
         builder = _DecoderBuilder(config, store, torch_dtype(chosen), device, kernels, form)
         decoder = builder.build()
     builder.tell()
-    return LoadedModel(config, decoder, chosen, device, fingerprint_files(hashed, chosen, form))
+    scaling = config.rope.scaling
+    takes_long = "long factors" if isinstance(scaling, LongRopeScaling) and scaling.is_long else None
+    return LoadedModel(config, decoder, chosen, device, fingerprint_files(hashed, chosen, form, takes_long))
 
 
 def _load_with_transformers(
-    path: Path, dtype: str | None, device: torch.device, kernels: Kernels, form: QuantForm | None
+    path: Path,
+    dtype: str | None,
+    device: torch.device,
+    kernels: Kernels,
+    form: QuantForm | None,
+    context_tokens: int | None,
 ) -> LoadedModel:
     from models.transformers_loading import load_decoder  # imports transformers, which takes seconds
 
@@ -133,6 +143,7 @@ def _load_with_transformers(
     hashed = (path / CONFIG_FILE, *find_weight_files(path).paths)
     chosen = _choose_dtype(dtype, read_dtype(read_config(path)) or DType.FLOAT32)
     decoder, shape = load_decoder(path, chosen, device, kernels, form)
+    shape = replace(shape, context_tokens=min(context_tokens or shape.context_tokens, shape.context_tokens))
     _log.info("transformers runs this model, with our attention and linear maps", family=shape.family)
     fingerprint = fingerprint_files(hashed, chosen, form, TRANSFORMERS)  # its KV differs from ours in the last bits
     return LoadedModel(shape, decoder, chosen, device, fingerprint)

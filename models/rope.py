@@ -41,8 +41,9 @@ class RotaryEmbedding:
         self._frequencies = frequencies.to(device)  # [D / 2]
         self._exponents = self._exponents.to(device)
         self._dynamic = scaling if isinstance(scaling, DynamicScaling) else None
-        has_factor = isinstance(scaling, YarnScaling | LongRopeScaling)
-        self._attention_factor = scaling.attention_factor if has_factor else 1.0
+        self._attention_factor = 1.0
+        if isinstance(scaling, YarnScaling | LongRopeScaling):
+            self._attention_factor = scaling.attention_factor
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cos and sin, each `[T, D / 2]` float32, for `positions` `[T]`."""
@@ -102,8 +103,8 @@ def _frequencies(config: RopeConfig, exponents: torch.Tensor) -> torch.Tensor:
             return plain / factor
         case Llama3Scaling() as scaling:
             return _llama3_frequencies(plain, scaling)
-        case LongRopeScaling(factors=factors):
-            return 1.0 / (torch.tensor(factors) * periods)
+        case LongRopeScaling() as scaling:
+            return 1.0 / (torch.tensor(scaling.factors) * periods)
         case YarnScaling() as scaling:
             return _yarn_frequencies(periods, config.theta, scaling)
         case _:

@@ -8,7 +8,7 @@ a `rope_theta` inside before one outside. Knows no tensors; frequencies are in `
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.config_json import ConfigJson
 from models.family import Family
@@ -61,11 +61,22 @@ class LongRopeScaling:
     is chosen for good, by the context that is served.
     """
 
-    factors: tuple[float, ...]
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
     is_long: bool
-    """Whether they are those for longer texts."""
+    """Which of the two is taken."""
+    original_context_tokens: int
     attention_factor: float
     """Multiplies cos and sin."""
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """Those that are taken."""
+        return self.long_factors if self.is_long else self.short_factors
+
+    def within(self, context_tokens: int) -> LongRopeScaling:
+        """Where no text is longer than that."""
+        return replace(self, is_long=context_tokens > self.original_context_tokens)
 
 
 RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
@@ -183,8 +194,6 @@ def _read_yarn(rope: ConfigJson, original_tokens: int, max_position_embeddings: 
 
 
 def _read_long_rope(rope: ConfigJson, original_tokens: int, max_position_embeddings: int) -> LongRopeScaling:
-    is_long = max_position_embeddings > original_tokens
-    factors = rope.numbers("long_factor"), rope.numbers("short_factor")
     growth = rope.number("factor", max_position_embeddings / original_tokens)
     if rope.has("attention_factor"):
         attention_factor = rope.number("attention_factor")
@@ -192,7 +201,13 @@ def _read_long_rope(rope: ConfigJson, original_tokens: int, max_position_embeddi
         raise rope.error("original_max_position_embeddings", f"is {original_tokens}: no attention_factor follows")
     else:
         attention_factor = 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(original_tokens))
-    return LongRopeScaling(factors[0 if is_long else 1], is_long, attention_factor)
+    return LongRopeScaling(
+        short_factors=rope.numbers("short_factor"),
+        long_factors=rope.numbers("long_factor"),
+        is_long=max_position_embeddings > original_tokens,
+        original_context_tokens=original_tokens,
+        attention_factor=attention_factor,
+    )
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:

@@ -79,7 +79,7 @@ class Router:
         """
         self.config, self.clock = config, clock or MonotonicClock()
         self._security = Security.load(config.security, config.ports)
-        read = read_servable(config.model).checkpoint
+        read = read_servable(config.model).checkpoint.within(config.context_tokens)
         checkpoint = read.called(config.served_model_names)
         name = "" if config.process is None else f"router-{config.process}"
         self.metrics, self.recent = Metrics(Process.ROUTER, checkpoint.name, name), RecentLatencies(self.clock)

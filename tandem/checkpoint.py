@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, ConfigError
 from tandem.gguf import SUFFIX, find_gguf, read_gguf
 from tandem.language_part import language_config
 from tandem.model_path import check_model_path
@@ -69,6 +69,17 @@ class CheckpointInfo:
     def called(self, names: tuple[str, ...]) -> CheckpointInfo:
         """The same, known to clients by these names instead, if there are any; the first is its own."""
         return replace(self, name=names[0], other_names=names[1:]) if names else self
+
+    def within(self, context_tokens: int | None) -> CheckpointInfo:
+        """The same, of which sequences up to that length are served; None = as long as the model's context.
+
+        Raises ConfigError if that is longer.
+        """
+        if context_tokens is None:
+            return self
+        if context_tokens > self.context_tokens:
+            raise ConfigError("--context-tokens", f"{context_tokens} is above the model's {self.context_tokens}")
+        return replace(self, context_tokens=context_tokens)
 
     def answers_to(self, name: str) -> bool:
         """Whether it is what a client means; empty means whatever is served."""

@@ -23,6 +23,7 @@ from tandem.worker_config import (
     PrefillConfig,
     WorkerConfig,
     admin_listen_option,
+    context_option,
     drain_grace_option,
     lease_option,
     log_format_option,
@@ -68,6 +69,7 @@ class RouterConfig:
     """`tandem router`."""
 
     model: str = model_option()
+    context_tokens: int | None = context_option()
     served_model_names: tuple[str, ...] = option(
         "served-model-name",
         (),

@@ -16,6 +16,14 @@ Ports: TypeAlias = tuple[tuple[str, str | None], ...]
 model_option = partial(
     option, "model", "demo", "checkpoint folder in Hugging Face layout, GGUF file, or 'demo'", text(r".+", "a path")
 )
+context_option = partial(
+    option,
+    "context-tokens",
+    None,
+    "longest sequence, prompt and answer together; the same for all processes; model = its whole context",
+    integer(1),
+    none_word="model",
+)
 log_format_option = partial(option, "log-format", "text", "text or json", one_of("text", "json"))
 log_level_option = partial(
     option, "log-level", "info", "least severe level logged", one_of("debug", "info", "warning", "error")
@@ -45,6 +53,7 @@ class WorkerConfig:
     """What both kinds of workers take."""
 
     model: str = model_option()
+    context_tokens: int | None = context_option()
     router: tuple[str, ...] = option(
         "router", (), "routers to register with; a DNS name stands for all its addresses", host_port()
     )

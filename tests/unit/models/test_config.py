@@ -206,7 +206,7 @@ def test_gpt_oss_is_read_as_it_is_published(write):
         (base("gemma3_text", use_bidirectional_attention=True), "use_bidirectional_attention: only causal"),
         (base(final_logit_softcapping=5.0), "final_logit_softcapping: llama has none"),
         (base("smollm3", no_rope_layers=[1]), "no_rope_layers: is not 0 or 1 for each of 4 layers"),
-        (base("phi3", rope_scaling={"type": "longrope"}), "long_factor: is missing"),
+        (base("phi3", rope_scaling={"type": "longrope"}), "short_factor: is missing"),
         (base("phi3", rope_scaling=LONG | {"long_factor": [1.0, -2.0]}), "long_factor.1: is -2.0"),
         (base("phi3", rope_scaling=LONG), "rope_scaling: has 2 factors for 8 frequencies"),
         (base("llama", partial_rotary_factor=0.75), "partial_rotary_factor: is 0.75"),

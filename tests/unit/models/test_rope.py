@@ -11,7 +11,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from bench.tiny_models import TinyModel
+from kernels.operations import Kernels
+from kernels.reference import ReferenceBackend
+from kernels.reference_operations import ReferenceOperations
 from models.config import load_model_config
+from models.loading import load_model
 from models.rope import RotaryEmbedding
 from tandem.checkpoint import read_checkpoint
 from tandem.errors import CheckpointError
@@ -129,9 +133,11 @@ def test_generation_with_scaling_equals_transformers(tools, checkpoint, scaling)
 
 
 @pytest.mark.parametrize("keys", [{}, {"attention_factor": 1.3}, {"factor": 9.0}, {"type": "yarn"}], ids=str)
-@pytest.mark.parametrize(("context", "is_long"), [(CONTEXT, True), (32, False)])
-def test_factors_of_longrope_are_those_that_transformers_takes_for_a_text_of_the_whole_context(
-    write_config, context, is_long, keys
+@pytest.mark.parametrize(
+    ("context", "served", "is_long"), [(CONTEXT, CONTEXT, True), (CONTEXT, 32, False), (32, 32, False)]
+)
+def test_factors_of_longrope_are_those_that_transformers_takes_for_a_text_of_all_that_is_served(
+    write_config, context, served, is_long, keys
 ):
     factors = {"long_factor": [2.0 + i for i in range(16)], "short_factor": [1.0 + i / 7 for i in range(16)]}
     folder = write_config(
@@ -141,12 +147,29 @@ def test_factors_of_longrope_are_those_that_transformers_takes_for_a_text_of_the
         rope_scaling={"type": "longrope", **factors, **keys},
         pad_token_id=None,
     )
-    config, positions = load_model_config(folder), torch.arange(context)
+    config, positions = load_model_config(folder, served), torch.arange(served)
     assert config.rope.scaling.is_long == is_long
     ours = RotaryEmbedding(config.rope, config.head_dim, CPU).cos_sin(positions)
     theirs = Phi3RotaryEmbedding(AutoConfig.from_pretrained(folder))(torch.zeros(1), positions[None])
     assert torch.equal(torch.stack(ours), torch.stack(theirs)[:, 0, :, :16])
-    assert config.context_tokens == read_checkpoint(str(folder)).context_tokens == context
+    assert config.context_tokens == served
+    assert read_checkpoint(str(folder)).context_tokens == context
+
+
+def test_longrope_of_a_short_context_generates_as_transformers_does_and_keeps_apart_from_that_of_a_long_one(
+    tools, checkpoint
+):
+    factors = {"short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, **factors}
+    folder = checkpoint(TinyModel("phi3-64", "phi3", {"original_max_position_embeddings": 64, "rope_parameters": rope}))
+    kernels = Kernels(ReferenceBackend(), ReferenceOperations())
+    served = {tokens: load_model(folder, None, CPU, kernels, context_tokens=tokens) for tokens in (None, 64, 63)}
+    prompts = [tools.random_prompt(length) for length in (1, 17, 40)]
+    reference = tools.load_transformers(folder)
+    expected = [tools.reference_tokens(reference, prompt, 24) for prompt in prompts]
+    assert tools.driver(served[64], 16, 64).generate(prompts, 24, 64) == expected
+    assert tools.driver(served[None], 16, 64).generate(prompts, 24, 64) != expected
+    assert served[64].fingerprint == served[63].fingerprint != served[None].fingerprint
 
 
 def test_dynamic_scaling_generates_as_transformers_does_across_the_end_of_the_context(tools, checkpoint):
@@ -163,7 +186,7 @@ def test_dynamic_scaling_generates_as_transformers_does_across_the_end_of_the_co
     ("keys", "named"),
     [
         ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_scaling.rope_type"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling.long_factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling.short_factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor"),
