@@ -18,7 +18,15 @@ from models.config import CONFIG_FILE, ExpertConfig, ModelConfig, ModelShape, lo
 from models.config_json import ConfigJson
 from models.decoder import Attention, Decoder, DecoderLayer, HeadShape, Scales
 from models.dtypes import torch_dtype
-from models.experts import Experts, MixtureOfExperts, RoutedExperts, Router, SeparateExperts, SharedExpert, grouped_experts
+from models.experts import (
+    Experts,
+    MixtureOfExperts,
+    RoutedExperts,
+    Router,
+    SeparateExperts,
+    SharedExpert,
+    grouped_experts,
+)
 from models.family import FAMILIES, Activation
 from models.fingerprint import fingerprint_files
 from models.gguf_store import GgufStore
