@@ -137,23 +137,26 @@ class _Handoff:
         self._network = network
         self._name = name
         self._sender = sender
-        self._began_s = asyncio.get_running_loop().time()
+        self._busy_s = 0.0
+        """In pushes and the commit: waiting for the prompt's next chunk is no part of a hand-off's time."""
         self._num_blocks = 0
 
     async def push(self, first: int, source_blocks: Sequence[BlockId]) -> None:
         """See `Handoff`."""
         self._network.get(self._name)
         self._num_blocks += len(source_blocks)
+        began_s = asyncio.get_running_loop().time()
         await self._sender.move(len(source_blocks) * self._block_bytes)
+        self._busy_s += asyncio.get_running_loop().time() - began_s
 
     async def commit(self, first_token_payload: bytes) -> TransferReport:
         """See `Handoff`."""
         await asyncio.sleep(self._network.costs.handoff_s / 2)
+        self._busy_s += self._network.costs.handoff_s / 2
         offer = self._network.get(self._name)
         self._network.close(self._name)
         offer.listener.on_committed(first_token_payload)
-        seconds = asyncio.get_running_loop().time() - self._began_s
-        return TransferReport(TRANSPORT, self._num_blocks, self._num_blocks * self._block_bytes, seconds)
+        return TransferReport(TRANSPORT, self._num_blocks, self._num_blocks * self._block_bytes, self._busy_s)
 
     async def abort(self) -> None:
         """See `Handoff`."""
