@@ -24,11 +24,11 @@ from models.loading import LoadedModel, load_model
 from simulator.costs import CostModel, Fit, Sharing, StepWork, fit
 from tandem.cores import usable_cores
 
-_SEQS = (1, 4, 16)
+_SEQS = (1, 4, 8, 16)
 _CONTEXTS = (128, 1024)
-_CHUNKS = (16, 64, 256, 512)
+_CHUNKS = (4, 16, 32, 64, 256, 512)
 _BEFORE = (0, 1024)
-_MIXED = ((1, 32), (4, 64), (8, 128), (8, 512))
+_MIXED = ((1, 4), (1, 8), (2, 16), (1, 32), (4, 8), (4, 16), (4, 64), (8, 8), (8, 128), (8, 512))
 """(sequences that decode, prompt tokens beside them)"""
 _CONTEXT_OF_MIXED = 300
 _REPEATS = 3

@@ -77,10 +77,13 @@ class Unloaded:
     ttft_s: list[float] = field(default_factory=list)
     itl_s: list[float] = field(default_factory=list)
     """The 95th percentile of each request's gaps."""
+    gap_s: list[float] = field(default_factory=list)
+    """All gaps."""
 
     def document(self) -> dict[str, float]:
         """Medians, for the record."""
-        return {"ttft_ms": statistics.median(self.ttft_s) * 1e3, "itl_ms": statistics.median(self.itl_s) * 1e3}
+        found = {"ttft_ms": self.ttft_s, "itl_ms": self.itl_s, "gap_ms": self.gap_s}
+        return {name: statistics.median(values) * 1e3 for name, values in found.items()}
 
 
 def objectives_of(unloaded: Sequence[Unloaded]) -> Objectives:
@@ -99,6 +102,7 @@ async def measure_unloaded(
     for request, prompt in zip(requests, _prompts(requests, vocab_size, seed), strict=True):
         stream = await client.generate(prompt, request.output_tokens)
         outcome = Outcome.of(stream.sent_s, [at_s for at_s, _ in stream.arrivals])
+        into.gap_s += stream.gaps_s()
         into.ttft_s.append(outcome.ttft_s)
         into.itl_s.append(outcome.itl_s)
 

@@ -8,12 +8,14 @@ into them.
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import uvloop
@@ -25,7 +27,7 @@ from bench.goodput_search import RateSearch
 from bench.goodput_trial import UNLOADED_LENGTHS_SEED
 from bench.markdown import table
 from bench.peers.model import PEER_SHAPES, write_checkpoint
-from bench.peers.served import AUTO, COLOCATED, DISAGGREGATED
+from bench.peers.served import AUTO, COLOCATED, DISAGGREGATED, WARM_UP_OUTPUT, WARM_UP_PROMPTS
 from simulator.cluster import Fleet, Policy, Setup, simulate
 from simulator.costs import CostModel, served
 from simulator.outcomes import Result, Slo
@@ -38,6 +40,7 @@ _APART_S = 60.0
 _UNLOADED = 3
 """Requests alone, of each load on each server."""
 _LENGTHS_SEED = 13
+_P95 = NormalDist().inv_cdf(0.95)
 Document = dict[str, Any]
 
 
@@ -59,6 +62,24 @@ class Row:
     def error(self) -> float:
         """Relative."""
         return self.predicted_per_s / self.measured_per_s - 1 if self.measured_per_s else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Requests one at a time."""
+
+    ttft_s: float
+    gap_s: float
+    """Median."""
+    gap_p95_s: float
+    """Of each request's own gaps, the median of requests."""
+
+    @classmethod
+    def of(cls, results: Document, load: str, server: str) -> Alone:
+        """As measured. Records that lack the gaps' median have that of the requests alone in the part "at once"."""
+        unloaded = results["loads"][load]["unloaded"][server]
+        gap_ms = unloaded.get("gap_ms") or results[goodput.TOGETHER][server]["alone_gap_ms_p50"]
+        return cls(unloaded["ttft_ms"] / 1e3, gap_ms / 1e3, unloaded["itl_ms"] / 1e3)
 
 
 def measure(loads: Sequence[str], servers: Sequence[str], rate_per_s: float, requests: int) -> Document:
@@ -101,11 +122,12 @@ def compare(results: Document, measured_costs: Sequence[CostModel]) -> list[Row]
             if server not in kinds:
                 continue
             fleet, threads = kinds[server]
-            setup = Setup(fleet, as_served(costs[threads], fleet, load, each["unloaded"][server], effort["unloaded"]))
+            alone = Alone.of(results, name, server)
+            setup = Setup(fleet, as_served(costs[threads], fleet, load, alone, effort["unloaded"]))
             for trial in found["trials"]:
                 if trial["ended"] < trial["requests"]:
                     continue  # it was left early: what it attained is not that of a whole trial
-                result = _trial(setup, load, trial["rate_per_s"], trial["requests"])
+                result = _trial(setup, load, trial["rate_per_s"], trial["requests"], effort["unloaded"])
                 rate = trial["rate_per_s"]
                 predicted = rate * result.attainment(slo)
                 ttft_s = (
@@ -119,21 +141,20 @@ def compare(results: Document, measured_costs: Sequence[CostModel]) -> list[Row]
     return rows
 
 
-def as_served(costs: CostModel, fleet: Fleet, load: Load, unloaded: Mapping[str, float], count: int) -> CostModel:
+def as_served(costs: CostModel, fleet: Fleet, load: Load, alone: Alone, count: int) -> CostModel:
     """With what serving adds, so that requests one at a time take what they were measured to take.
 
     To every step the same time is added: control loop and messages cost it once per step, however large that is. What
-    is then missing to the first token is in the prompts' tokens.
+    is then missing to the first token is in the prompts' tokens. Steps differ from each other as the gaps did.
     """
     for _ in range(4):  # the two touch each other a little
-        alone = [replace(each, at_s=number * _APART_S) for number, each in enumerate(_alone(load, count))]
-        outcomes = simulate(Setup(fleet, costs), alone).outcomes
+        outcomes = simulate(Setup(fleet, costs), _alone(load, count)).outcomes
         ttft_s = statistics.median(each.ttft_s or 0.0 for each in outcomes)
-        itl_s = statistics.median(each.itl_s or 0.0 for each in outcomes)
-        added_s = max(unloaded["itl_ms"] / 1e3 - itl_s, -0.9 * costs.step.base)
-        factor = max(0.1, 1.0 + (unloaded["ttft_ms"] / 1e3 - ttft_s - added_s) / ttft_s)
+        gap_s = statistics.median(each.itl_s or 0.0 for each in outcomes)
+        added_s = max(alone.gap_s - gap_s, -0.9 * costs.step.base)
+        factor = max(0.1, 1.0 + (alone.ttft_s - ttft_s - added_s) / ttft_s)
         costs = replace(costs, step=served(costs.step, added_s, factor))
-    return costs
+    return replace(costs, jitter=max(0.0, math.log(alone.gap_p95_s / alone.gap_s)) / _P95)
 
 
 def section(rows: Sequence[Row]) -> str:
@@ -147,7 +168,7 @@ def section(rows: Sequence[Row]) -> str:
                 row.what,
                 f"{row.measured_per_s:.2f}",
                 f"{row.predicted_per_s:.2f}",
-                f"{100 * row.error:+.0f} %",
+                f"{100 * row.error:+.0f} %" if row.measured_per_s else "–",
                 "" if row.ttft_s is None else f"{row.ttft_s[0]:.2f}, {row.ttft_s[1]:.2f}",
             ]
             for row in rows
@@ -159,22 +180,31 @@ def _search(setup: Setup, load: Load, slo: Slo, effort: Document) -> float:
     """The same search as `bench.goodput`'s."""
     search = RateSearch(1.0, effort["ratio"], effort["first_stride"], effort["trials"])
     while (rate := search.next_per_s) is not None:
-        search.tell(passed=passes(_trial(setup, load, rate, effort["requests"]), slo))
+        search.tell(passed=passes(_trial(setup, load, rate, effort["requests"], effort["unloaded"]), slo))
     return search.passed_per_s or 0.0
 
 
-def _trial(setup: Setup, load: Load, rate_per_s: float, requests: int) -> Result:
-    return simulate(setup, _asks(arrivals(load, rate_per_s, requests, _LENGTHS_SEED)))
+def _trial(setup: Setup, load: Load, rate_per_s: float, requests: int, unloaded: int) -> Result:
+    """After what the measured server had done before: its workers have learned what their steps take."""
+    before = [*_warm_up(), *_alone(load, unloaded)]
+    asks = _asks(arrivals(load, rate_per_s, requests, _LENGTHS_SEED), (len(before) + 1) * _APART_S)
+    result = simulate(setup, [*before, *asks])
+    return replace(result, outcomes=result.outcomes[len(before) :])
+
+
+def _warm_up() -> list[Ask]:
+    return [Ask(0.0, (Piece(number, tokens),), WARM_UP_OUTPUT) for number, tokens in enumerate(WARM_UP_PROMPTS, 10**6)]
 
 
 def _alone(load: Load, count: int) -> list[Ask]:
-    return _asks(arrivals(load, 1.0, count, UNLOADED_LENGTHS_SEED))
+    requests = arrivals(load, 1.0, count, UNLOADED_LENGTHS_SEED)
+    return _asks([replace(each, at_s=number * _APART_S) for number, each in enumerate(requests, 1)], name=2 * 10**6)
 
 
-def _asks(requests: Sequence[Arrival]) -> list[Ask]:
+def _asks(requests: Sequence[Arrival], after_s: float = 0.0, name: int = 1) -> list[Ask]:
     return [
-        Ask(each.at_s, (Piece(number, each.prompt_tokens),), each.output_tokens)
-        for number, each in enumerate(requests, 1)
+        Ask(after_s + each.at_s, (Piece(number, each.prompt_tokens),), each.output_tokens)
+        for number, each in enumerate(requests, name)
     ]
 
 

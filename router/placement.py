@@ -53,9 +53,9 @@ REMOTE_MARGIN = 0.25
 counted, to be given it: figures are a heartbeat old, and what goes to and fro costs both sides."""
 CROWDED_FACTOR = 3.0
 """Times as long as a crowded worker would take for a prompt, that another one may take which prompts slow down less: it
-has fewer streams to keep waiting."""
+has fewer streams to keep waiting. The fewer streams the first one has, the less, by the square of their number."""
 FASTER = 1.3
-"""Times the rate of prompts of a crowded worker, from which on another one counts as such."""
+"""Times the rate of prompts of a worker with streams, from which on another one counts as such."""
 SPARE_SHARE = 0.75
 """Of a decode worker that may be in use with a stream which another one hands over because of overload: one that is
 nearly as full would soon do the same. What drains goes to any."""
@@ -136,8 +136,9 @@ def _is_worth_a_hand_off(demand: Demand, decode: WorkerView, prefill: WorkerView
     rate = decode.prompt_tokens_per_s or prefill.prompt_tokens_per_s
     handoff_s = demand.handoff_s if rate else 0.0
     remote_s = prefill.prompt_s(demand, rate or 1.0) + handoff_s
-    spares_streams = decode.is_crowded and prefill.prompt_tokens_per_s > FASTER * decode.prompt_tokens_per_s
-    factor = CROWDED_FACTOR if spares_streams else 1 - REMOTE_MARGIN
+    factor = 1 - REMOTE_MARGIN
+    if prefill.prompt_tokens_per_s > FASTER * decode.prompt_tokens_per_s:
+        factor += decode.crowd**2 * (CROWDED_FACTOR - factor)
     return remote_s < factor * decode.prompt_s(demand, rate or 1.0)
 
 

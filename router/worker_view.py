@@ -11,6 +11,9 @@ from tandem.types import Incarnation, Role, WorkerInfo, WorkerLoad
 PREFIX_WORTH = 0.25
 """Share of a decode worker by which it may be fuller than others and still be taken, if it holds the whole prompt: what
 it holds is neither computed nor moved again. A bound on how far a popular prefix draws load to one place."""
+PACKED_PREFIX_WORTH = 1 / 40
+"""The same where streams are packed, as a share of seats: who holds a prompt is no reason to begin streams there beside
+prompts, while others have streams already."""
 PACKED_SHARE = 3 / 16
 """Share of an elastic worker's seats up to which streams join others: so few make each other hardly slower, and a
 worker without any computes prompts that keep nobody waiting for a token. Beyond it they spread, unless:"""
@@ -88,21 +91,21 @@ class WorkerView:
         A worker whose steps take as long as its streams allow comes after all that have room and time.
         """
         share = self.share_with(demand) + self.is_at_objective
-        worth = PREFIX_WORTH * min(1.0, self.likely_tokens / max(1, demand.num_prefix_tokens))
+        held = min(1.0, self.likely_tokens / max(1, demand.num_prefix_tokens))
         num_seqs = self._num_seqs
         is_few = num_seqs + demand.num_choices <= PACKED_SHARE * self.info.max_seqs
         if self.info.role is Role.ELASTIC and (is_few or self._has_short_steps) and share <= PACKED_MOST:
-            return -num_seqs / self.info.max_seqs - worth
-        return share - worth if share <= 1 else share
+            return -num_seqs / self.info.max_seqs - PACKED_PREFIX_WORTH * held
+        return share - PREFIX_WORTH * held if share <= 1 else share
 
     @property
     def _has_short_steps(self) -> bool:
         return self.load is not None and 0 < self.load.step_s <= PACKED_STEP * self.load.step_objective_s
 
     @property
-    def is_crowded(self) -> bool:
-        """Whether a prompt that is computed there makes more than a few streams wait longer for each token."""
-        return self._num_seqs > PACKED_SHARE * self.info.max_seqs
+    def crowd(self) -> float:
+        """How many streams a prompt that is computed there keeps waiting: 0 = none, 1 = more than a few."""
+        return min(1.0, self._num_seqs / (PACKED_SHARE * self.info.max_seqs)) if self.info.max_seqs else 0.0
 
     @property
     def _num_seqs(self) -> int:

@@ -121,6 +121,7 @@ class _Cluster:
                 workers.heartbeat,
                 computes_prompts=computes,
                 elastic=setup.elastic,
+                seed=setup.seed,
             )
             self._named[WorkerId(name)] = worker
             worker.come()

@@ -1,23 +1,30 @@
 """What a worker's steps, hand-offs and messages cost: a few numbers, fitted to a measured machine and kept as JSON.
 
-    step_s = base + per_seq * decodes + per_context_token * their context
-                  + per_prompt_token * prompt tokens + per_prompt_context * (prompt tokens * context before each)
+    step_s = base + max(0, per_seq * decodes + per_prompt_token * prompt tokens - hidden)
+                  + per_context_token * context of decodes
+                  + per_prompt_context * (prompt tokens * context before each)
 
-It is linear in its numbers, so least squares finds them; none is negative. Relative errors count, since a short step
-matters as much to its streams as a long one.
+A step reads all weights however few tokens it has, and multiplies meanwhile: `hidden` is what that hides, the flat part
+of a roofline (Williams et al. 2009). So a few prompt tokens beside a few decodes take no time of their own.
+
+It is linear in its numbers but for where the flat part ends. Least squares finds them for each such place, and the best
+one is taken; no number is negative. Relative errors count, since a short step matters as much to its streams as a long
+one.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from engine.step import ScheduledSeq
 from tandem.errors import ConfigError
+
+_MOST_HIDDEN_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +53,15 @@ class StepWork:
         return cls(decodes, context, prompts, before)
 
     @property
-    def terms(self) -> tuple[float, ...]:
-        """What the numbers of `StepCosts` multiply, in order."""
-        return 1.0, self.decodes, self.context_tokens, self.prompt_tokens, self.prompt_context
+    def rows(self) -> int:
+        """Of the model's products."""
+        return self.decodes + self.prompt_tokens
+
+    def terms(self, hidden_rows: int) -> tuple[float, ...]:
+        """What the numbers of `StepCosts` multiply, in order, if reading weights hides the arithmetic of so many."""
+        if self.rows <= hidden_rows:
+            return 1.0, 0.0, self.context_tokens, 0.0, self.prompt_context, 0.0
+        return 1.0, self.decodes, self.context_tokens, self.prompt_tokens, self.prompt_context, -float(hidden_rows > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +73,14 @@ class StepCosts:
     per_context_token: float = 0.0
     per_prompt_token: float = 0.0
     per_prompt_context: float = 0.0
+    hidden: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
         """Of one step."""
         return (
             self.base
-            + self.per_seq * work.decodes
+            + max(0.0, self.per_seq * work.decodes + self.per_prompt_token * work.prompt_tokens - self.hidden)
             + self.per_context_token * work.context_tokens
-            + self.per_prompt_token * work.prompt_tokens
             + self.per_prompt_context * work.prompt_context
         )
 
@@ -88,6 +101,8 @@ class CostModel:
     decode_step: StepCosts | None = None
     """Of a worker of the fixed role decode, where it has other hardware (or cores) than the others; None = `step`."""
     sharing: Sharing = Sharing()
+    jitter: float = 0.0
+    """Standard deviation of the logarithm of a step's time: equal steps differ, and `step` is their median."""
     workers_per_host: int = 1
     threads: int = 1
     """With which the steps were measured."""
@@ -139,13 +154,20 @@ class Fit:
     """Costs, and how far measured steps are from them."""
 
     costs: StepCosts
-    median_error: float = field(default=0.0)
+    median_error: float
     """Relative."""
+    mean_square: float
+    """Of relative errors."""
 
 
 def fit(samples: Sequence[tuple[StepWork, float]]) -> Fit:
     """Least squares over (work, seconds), no number negative."""
-    terms = np.array([work.terms for work, _ in samples], dtype=np.float64)
+    places = sorted({0, *(work.rows for work, _ in samples if work.rows <= _MOST_HIDDEN_ROWS)})
+    return min((_fit(samples, rows) for rows in places), key=lambda found: found.mean_square)
+
+
+def _fit(samples: Sequence[tuple[StepWork, float]], hidden_rows: int) -> Fit:
+    terms = np.array([work.terms(hidden_rows) for work, _ in samples], dtype=np.float64)
     seconds = np.array([each for _, each in samples], dtype=np.float64)
     weighted = terms / seconds[:, None]
     free = [column for column in range(terms.shape[1]) if weighted[:, column].any()]
@@ -156,8 +178,9 @@ def fit(samples: Sequence[tuple[StepWork, float]]) -> Fit:
         del free[int(found.argmin())]
     numbers = np.zeros(terms.shape[1])
     numbers[free] = found
-    errors = np.abs(terms @ numbers / seconds - 1)
-    return Fit(StepCosts(*numbers.tolist()), float(np.median(errors)))
+    costs = StepCosts(*numbers.tolist())
+    errors = np.array([costs.seconds(work) / each - 1 for work, each in samples])
+    return Fit(costs, float(np.median(np.abs(errors))), float(np.mean(errors**2)))
 
 
 def served(costs: StepCosts, added_s: float, prompt_factor: float) -> StepCosts:

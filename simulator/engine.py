@@ -6,8 +6,10 @@ Engines of one host share its memory and caches: while others compute too, all o
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from dataclasses import dataclass, field
+from random import Random
 
 from engine.step import SampledToken, Step, StepResult
 from simulator.costs import Sharing, StepCosts, StepWork
@@ -82,7 +84,8 @@ class Host:
 class SimulatedEngine:
     """Steps run one after the other, in order of launch."""
 
-    def __init__(self, costs: StepCosts, host: Host) -> None:
+    def __init__(self, costs: StepCosts, host: Host, rng: Random, jitter: float = 0.0) -> None:
+        """`jitter`: as `CostModel` has it."""
         self.num_steps = 0
         self.busy_s = 0.0
         """Time in steps."""
@@ -90,13 +93,17 @@ class SimulatedEngine:
         """Of that, what their prompt tokens added."""
         self._costs = costs
         self._host = host
+        self._rng = rng
+        self._jitter = jitter
         self._launched: deque[_Run] = deque()
 
     def launch(self, step: Step) -> asyncio.Future[StepResult]:
         """See `StepEngine`."""
         work = StepWork.of(step.seqs)
-        seconds = self._costs.seconds(work)
-        decode_s = self._costs.seconds(StepWork(work.decodes, work.context_tokens, 0, 0)) if work.decodes else 0.0
+        times = math.exp(self._rng.gauss(0.0, self._jitter)) if self._jitter else 1.0
+        seconds = times * self._costs.seconds(work)
+        decodes = StepWork(work.decodes, work.context_tokens, 0, 0)
+        decode_s = times * self._costs.seconds(decodes) if work.decodes else 0.0
         outputs = tuple([(_TOKEN,) * len(seq.samples) for seq in step.seqs])
         run = _Run(self, outputs, decode_s, seconds - decode_s, seconds)
         self._launched.append(run)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from random import Random
 
 from decode_worker.scheduler import StepLimits
 from decode_worker.worker import DecodeWorker, WorkerPolicy
@@ -79,6 +80,7 @@ class SimulatedWorker:
         *,
         computes_prompts: bool,
         elastic: ElasticOptions,
+        seed: int,
     ) -> None:
         """`computes_prompts`: whether a decode worker computes all prompts for itself."""
         self.role = role
@@ -96,6 +98,7 @@ class SimulatedWorker:
         self._on_heartbeat = on_heartbeat
         self._elastic = elastic
         self._local_tokens = None if role is Role.ELASTIC or computes_prompts else 0
+        self._rng = Random(f"{seed} {name}")
         self._num_lives = 0
         self._life: _Life | None = None
         self._inbox: deque[tuple[int, Callable[[DecodeWorker | PrefillWorker], None]]] = deque()
@@ -175,7 +178,7 @@ class SimulatedWorker:
         if life_number != self._num_lives or not self.is_up:
             return
         if self._life is None:
-            self._life = _Life(self.role, self._costs, self._network, self._host, self.link, self._elastic)
+            self._life = _Life(self.role, self._costs, self._network, self._host, self.link, self._elastic, self._rng)
         self._life.run(self._beat)
         what(self._life.core)
 
@@ -203,9 +206,18 @@ class _Life:
     """Core, engine and caches from the first request to the loss of the worker."""
 
     def __init__(
-        self, role: Role, costs: CostModel, network: Network, host: Host, link: Link, elastic: ElasticOptions
+        self,
+        role: Role,
+        costs: CostModel,
+        network: Network,
+        host: Host,
+        link: Link,
+        elastic: ElasticOptions,
+        rng: Random,
     ) -> None:
-        self.engine = SimulatedEngine(costs.decode_step or costs.step if role is Role.DECODE else costs.step, host)
+        step = costs.decode_step or costs.step if role is Role.DECODE else costs.step
+        self.engine = SimulatedEngine(step, host, rng, costs.jitter)
+        self._rng = rng
         self._news = ExitStack()
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -219,15 +231,16 @@ class _Life:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is held or under way."""
+        """Whether nothing is held or under way; blocks of what was released are held until their step has ended."""
         load = self.core.load()
-        return not (load.running_seqs or load.waiting_seqs or load.live_transfers)
+        is_held = load.pool.free + load.pool.cached < load.pool.total
+        return not (load.running_seqs or load.waiting_seqs or load.live_transfers or is_held)
 
     def run(self, beat: Callable[[], None]) -> None:
         """Steps, and calls `beat` from time to time, until it rests."""
         if self._task is None:
             self._task = asyncio.create_task(self.core.run())
-            self._schedule(beat)
+            self._schedule(beat, HEARTBEAT_S * self._rng.random())  # a real worker's beats go on while it rests
 
     def rest(self) -> None:
         """Nothing is to be done."""
@@ -243,11 +256,11 @@ class _Life:
         self.rest()
         self._news.close()
 
-    def _schedule(self, beat: Callable[[], None]) -> None:
-        self._timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat, beat)
+    def _schedule(self, beat: Callable[[], None], after_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(after_s, self._beat, beat)
 
     def _beat(self, beat: Callable[[], None]) -> None:
-        self._schedule(beat)
+        self._schedule(beat, HEARTBEAT_S)
         beat()
 
 

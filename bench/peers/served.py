@@ -32,6 +32,10 @@ TANDEM_SERVERS: Mapping[str, tuple[str, ...]] = {
 AUTO = "tandem auto"
 AUTO_OPTIONS = ("--roles", "auto")
 VLLM_SERVER = "vllm"
+WARM_UP_PROMPTS = (*[32] * 16, 1024)
+"""Tokens of those that warm a server up, all at once."""
+WARM_UP_OUTPUT = 8
+"""Tokens of each answer then."""
 _READY_TIMEOUT_S = 60.0
 _SETTLE_S = 0.3
 
@@ -82,8 +86,8 @@ async def measure_turn(client: StreamClient, shape: ServedShape, vocab_size: int
 async def warm_up(client: StreamClient, vocab_size: int) -> None:
     """A short batch and a long prompt, not counted."""
     rng = random.Random(0)
-    prompts = fresh_prompts(rng, 16, 32, vocab_size) + fresh_prompts(rng, 1, 1024, vocab_size)
-    await asyncio.gather(*(client.generate(prompt, 8) for prompt in prompts))
+    prompts = [fresh_prompts(rng, 1, length, vocab_size)[0] for length in WARM_UP_PROMPTS]
+    await asyncio.gather(*(client.generate(prompt, WARM_UP_OUTPUT) for prompt in prompts))
 
 
 @contextlib.asynccontextmanager

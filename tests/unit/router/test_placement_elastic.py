@@ -149,16 +149,26 @@ def test_few_streams_join_others_and_leave_a_worker_free_for_prompts(
     assert outcome(fixed, demand)[1] == "idle"
 
 
+def test_a_prefix_draws_no_stream_away_from_where_streams_are_but_decides_among_equals(worker: View) -> None:
+    holder = worker(E, "holder", held=992)
+    assert outcome([holder, worker(E, "streams", running_seqs=4)])[1] == "streams"
+    assert outcome([holder, worker(E, "streams", running_seqs=1)])[1] == "holder"
+    assert outcome([holder, worker(E, "idle")])[1] == "holder"
+
+
 @pytest.mark.parametrize(
     ("streams", "rate", "queued", "stays"),
     [
         (13, 200.0, 4_900, False),  # it takes 29.5 s there, 10 here
         (13, 200.0, 5_100, True),  # 30.5 s
-        (12, 200.0, 4_900, True),  # few streams wait
+        (12, 200.0, 4_900, False),
+        (6, 200.0, 1_600, False),  # half as many streams, a quarter of the patience: 13 s, not 13.5
+        (6, 200.0, 1_700, True),
+        (1, 200.0, 700, True),
         (13, 130.0, 0, True),  # prompts make streams wait there as well
     ],
 )
-def test_many_streams_are_spared_a_prompt_that_another_computes_within_three_times_its_time(
+def test_streams_are_spared_a_prompt_that_another_computes_within_three_times_its_time_or_less_where_they_are_few(
     worker: View, streams: int, rate: float, queued: int, stays: bool
 ) -> None:
     crowded = worker(E, "crowded", running_seqs=streams, step_s=0.01, step_objective_s=0.05)

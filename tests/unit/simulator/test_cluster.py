@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from dataclasses import replace
 from itertools import pairwise
+from statistics import NormalDist
 
 import pytest
 
@@ -61,6 +64,21 @@ def test_a_step_is_slower_only_for_as_long_as_another_worker_computes() -> None:
     result = simulate(Setup(Fleet(Policy.COLOCATED, 2), costs), [_ask(0.0, 0), _ask(PROMPT_S / 2, 1)])
     for each in result.outcomes:
         assert each.ttft_s == pytest.approx(1.5 * PROMPT_S + 4 * MESSAGE_S)
+
+
+def test_steps_differ_by_the_jitter_and_their_median_is_that_of_the_costs() -> None:
+    quiet, noisy = (replace(COSTS, jitter=each) for each in (0.0, 0.2))
+    trace = [_ask(10.0 * number, number, output_tokens=100) for number in range(10)]
+    gaps_s = [
+        statistics.median(
+            each.itl_s or 0.0 for each in simulate(Setup(Fleet(Policy.COLOCATED, 1), costs), trace).outcomes
+        )
+        for costs in (quiet, noisy)
+    ]
+    assert gaps_s == [
+        pytest.approx(STEP_S),
+        pytest.approx(STEP_S * math.exp(0.2 * NormalDist().inv_cdf(0.95)), rel=0.05),
+    ]
 
 
 def test_prompts_that_come_evenly_wait_as_a_deterministic_queue_does() -> None:

@@ -63,8 +63,24 @@ def test_the_fit_finds_the_numbers_that_made_the_steps() -> None:
     works = [StepWork(n, n * c, p, p * b) for n in (0, 1, 8) for c in (64, 900) for p in (0, 32, 512) for b in (0, 500)]
     fitted = fit([(work, costs.seconds(work)) for work in works if work.decodes or work.prompt_tokens])
     for name in StepCosts.__slots__:
-        assert getattr(fitted.costs, name) == pytest.approx(getattr(costs, name), rel=1e-6)
+        assert getattr(fitted.costs, name) == pytest.approx(getattr(costs, name), rel=1e-6, abs=1e-9)
     assert fitted.median_error < 1e-9
+
+
+def test_the_fit_finds_how_much_arithmetic_reading_the_weights_hides() -> None:
+    costs = StepCosts(0.01, 1e-3, 1e-6, 1e-3, 1e-8, hidden=8e-3)
+    works = [
+        StepWork(n, n * c, p, p * b)
+        for n in (0, 1, 4, 8, 16)
+        for p in (0, 4, 64, 512)
+        for c, b in ((64, 0), (900, 500))
+    ]
+    fitted = fit([(work, costs.seconds(work)) for work in works if work.rows])
+    for name in StepCosts.__slots__:
+        assert getattr(fitted.costs, name) == pytest.approx(getattr(costs, name), rel=1e-6)
+    assert (
+        costs.seconds(StepWork(1, 0, 7, 0)) == costs.seconds(StepWork(1, 0, 0, 0)) < costs.seconds(StepWork(1, 0, 8, 0))
+    )
 
 
 def test_no_fitted_number_is_negative() -> None:
