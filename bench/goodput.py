@@ -26,7 +26,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,8 @@ SERVERS: Mapping[str, Sequence[str]] = {**TANDEM_SERVERS, AUTO: AUTO_OPTIONS}
 """Of Tandem: options of `tandem serve` by name."""
 TOGETHER, BURST = "served", "interference"
 PARTS = (*LOADS, TOGETHER, BURST)
-_LENGTHS_SEED = 13
+ARRIVALS_SEED = 13
+"""Of times and lengths, unless another one is asked for."""
 _SETTLE_S = 0.3
 
 Document = dict[str, Any]
@@ -107,6 +108,10 @@ class Plan:
     objectives: Mapping[str, Objectives]
     """Those that are given, by load; the others are measured."""
     first_per_s: float
+    """Rate of each search's first trial, unless `first_rates` has it."""
+    first_rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By load and server."""
+    arrivals_seed: int = ARRIVALS_SEED
 
     @property
     def vocab_size(self) -> int:
@@ -125,6 +130,7 @@ class Plan:
             "threads": len(self.cores),
             "servers": {name: list(options) for name, options in self.servers.items()},
             "effort": asdict(self.effort),
+            "arrivals_seed": self.arrivals_seed,
             "loads": {load.name: asdict(load) for load in self.loads},
             "served": asdict(ServedShape()),
             "burst": asdict(burst_shape(self.shape)),
@@ -164,9 +170,11 @@ class Comparison:
             f"{load.name}: objectives: first token {objectives.ttft_s * 1e3:.0f} ms, "
             f"between tokens {objectives.itl_s * 1e3:.1f} ms"
         )
-        effort = self._plan.effort
+        effort, first_rates = self._plan.effort, self._plan.first_rates.get(load.name, {})
         searches = {
-            name: RateSearch(self._plan.first_per_s, effort.ratio, effort.first_stride, effort.trials)
+            name: RateSearch(
+                first_rates.get(name, self._plan.first_per_s), effort.ratio, effort.first_stride, effort.trials
+            )
             for name in self._turns
         }
         trials: dict[str, list[Trial]] = {name: [] for name in searches}
@@ -202,7 +210,7 @@ class Comparison:
 
     async def _trial(self, name: str, load: Load, rate_per_s: float, objectives: Objectives) -> Trial:
         effort = self._plan.effort
-        requests = arrivals(load, rate_per_s, effort.requests, _LENGTHS_SEED)
+        requests = arrivals(load, rate_per_s, effort.requests, self._plan.arrivals_seed)
         async with self._turn(name) as client:
             trial = await run_trial(
                 client,

@@ -73,7 +73,11 @@ def _validate(args: argparse.Namespace) -> None:
         documents = [json.loads(each.read_text()) for each in args.measured]
         parts = [each.get("results", each) for each in documents]  # of a record, or what --json wrote
     else:
-        parts = [simulate_validation.measure(args.loads, args.servers, args.rate, args.requests)]
+        record = json.loads(args.rates_of.read_text()) if args.rates_of else None
+        rates = simulate_validation.carried(record.get("results", record)) if record else {}
+        parts = [
+            simulate_validation.measure(args.loads, args.servers, args.rate, args.requests, rates, args.arrivals_seed)
+        ]
         _write(args.json, parts[0])
     if args.costs:
         costs = [read_costs(each) for each in args.costs]
@@ -109,6 +113,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--costs", type=Path, nargs="+", metavar="FILE", help="of --validate, for 1 and 2 threads; default: measured"
     )
+    parser.add_argument("--rates-of", type=Path, metavar="FILE", help="of --validate: rates that servers carried there")
+    parser.add_argument("--arrivals-seed", type=int, help="of --validate; default: that of bench.goodput")
     parser.add_argument("--loads", nargs="+", choices=sorted(LOADS), default=sorted(LOADS))
     parser.add_argument("--servers", nargs="+", default=[DISAGGREGATED, COLOCATED, AUTO])
     parser.add_argument("--study", action="store_true", help="write the record and the page's tables")

@@ -39,7 +39,6 @@ SHAPE = "135m"
 _APART_S = 60.0
 _UNLOADED = 3
 """Requests alone, of each load on each server."""
-_LENGTHS_SEED = 13
 _P95 = NormalDist().inv_cdf(0.95)
 Document = dict[str, Any]
 
@@ -82,14 +81,33 @@ class Alone:
         return cls(unloaded["ttft_ms"] / 1e3, gap_ms / 1e3, unloaded["itl_ms"] / 1e3)
 
 
-def measure(loads: Sequence[str], servers: Sequence[str], rate_per_s: float, requests: int) -> Document:
-    """One trial of each load on each server, as a document of `bench.goodput`."""
+def measure(
+    loads: Sequence[str],
+    servers: Sequence[str],
+    rate_per_s: float,
+    requests: int,
+    rates: Mapping[str, Mapping[str, float]],
+    seed: int | None,
+) -> Document:
+    """One trial of each load on each server, as a document of `bench.goodput`.
+
+    `rates`: by load and server, instead of `rate_per_s`. `seed`: of the arrivals; None = those of `bench.goodput`.
+    """
     cores = usable_cores()[:2]
     effort = replace(goodput.QUICK, requests=requests, unloaded=_UNLOADED, trials=1, leaves_early=False)
     chosen = {name: goodput.SERVERS[name] for name in servers}
-    plan = goodput.Plan(SHAPE, cores, chosen, None, tuple(loads), effort, {}, rate_per_s)
+    arrivals_seed = goodput.ARRIVALS_SEED if seed is None else seed
+    plan = goodput.Plan(SHAPE, cores, chosen, None, tuple(loads), effort, {}, rate_per_s, rates, arrivals_seed)
     with _checkpoint() as model:
         return uvloop.run(goodput.measure(plan, model))
+
+
+def carried(record: Document) -> dict[str, dict[str, float]]:
+    """Highest rates at which 90 % attained in a record of `bench.goodput`, by load and server."""
+    return {
+        load: {server: found["goodput_per_s"] for server, found in each["servers"].items() if found["goodput_per_s"]}
+        for load, each in record["loads"].items()
+    }
 
 
 def fleets(cores: int) -> Mapping[str, tuple[Fleet, int]]:
@@ -124,10 +142,12 @@ def compare(results: Document, measured_costs: Sequence[CostModel]) -> list[Row]
             fleet, threads = kinds[server]
             alone = Alone.of(results, name, server)
             setup = Setup(fleet, as_served(costs[threads], fleet, load, alone, effort["unloaded"]))
+            seed = results["settings"].get("arrivals_seed", goodput.ARRIVALS_SEED)
+            replay = _Replay(setup, load, effort["unloaded"], seed)
             for trial in found["trials"]:
                 if trial["ended"] < trial["requests"]:
                     continue  # it was left early: what it attained is not that of a whole trial
-                result = _trial(setup, load, trial["rate_per_s"], trial["requests"], effort["unloaded"])
+                result = replay.trial(trial["rate_per_s"], trial["requests"])
                 rate = trial["rate_per_s"]
                 predicted = rate * result.attainment(slo)
                 ttft_s = (
@@ -136,7 +156,7 @@ def compare(results: Document, measured_costs: Sequence[CostModel]) -> list[Row]
                 )
                 rows.append(Row(name, server, rate * trial["attainment"], predicted, f"at {rate:.2f}/s", ttft_s))
             if len(found["trials"]) > 1:
-                predicted = _search(setup, load, slo, effort)
+                predicted = replay.search(slo, effort)
                 rows.append(Row(name, server, found["goodput_per_s"] or 0.0, predicted, "highest with 90 %"))
     return rows
 
@@ -176,20 +196,31 @@ def section(rows: Sequence[Row]) -> str:
     )
 
 
-def _search(setup: Setup, load: Load, slo: Slo, effort: Document) -> float:
-    """The same search as `bench.goodput`'s."""
-    search = RateSearch(1.0, effort["ratio"], effort["first_stride"], effort["trials"])
-    while (rate := search.next_per_s) is not None:
-        search.tell(passed=passes(_trial(setup, load, rate, effort["requests"], effort["unloaded"]), slo))
-    return search.passed_per_s or 0.0
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """One measured server under one load, simulated."""
 
+    setup: Setup
+    load: Load
+    unloaded: int
+    """Requests alone that came before the trials."""
+    seed: int
+    """Of the arrivals."""
 
-def _trial(setup: Setup, load: Load, rate_per_s: float, requests: int, unloaded: int) -> Result:
-    """After what the measured server had done before: its workers have learned what their steps take."""
-    before = [*_warm_up(), *_alone(load, unloaded)]
-    asks = _asks(arrivals(load, rate_per_s, requests, _LENGTHS_SEED), (len(before) + 1) * _APART_S)
-    result = simulate(setup, [*before, *asks])
-    return replace(result, outcomes=result.outcomes[len(before) :])
+    def search(self, slo: Slo, effort: Document) -> float:
+        """The same search as `bench.goodput`'s."""
+        search = RateSearch(1.0, effort["ratio"], effort["first_stride"], effort["trials"])
+        while (rate := search.next_per_s) is not None:
+            search.tell(passed=passes(self.trial(rate, effort["requests"]), slo))
+        return search.passed_per_s or 0.0
+
+    def trial(self, rate_per_s: float, requests: int) -> Result:
+        """After what the measured server had done before: its workers have learned what their steps take."""
+        before = [*_warm_up(), *_alone(self.load, self.unloaded)]
+        after_s = (len(before) + 1) * _APART_S
+        asks = _asks(arrivals(self.load, rate_per_s, requests, self.seed), after_s)
+        result = simulate(self.setup, [*before, *asks])
+        return replace(result, outcomes=result.outcomes[len(before) :])
 
 
 def _warm_up() -> list[Ask]:
