@@ -129,7 +129,7 @@ class Link:
             await handoff.quiet()
         self._handoffs.clear()
         self._lane.close()
+        await self._lane.closed()
         self._connection.send(Frame(FrameType.BYE))
         await self._connection.finish()
         await self._connection.close()
-        await self._lane.closed()

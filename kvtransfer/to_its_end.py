@@ -31,8 +31,8 @@ async def to_its_end(work: asyncio.Future[Any], hurry: Callable[[], None] | None
         raise asyncio.CancelledError
 
 
-async def thread_to_its_end(thread: ThreadPoolExecutor, last: asyncio.Future[Any]) -> None:
-    """Joins a thread whose last work is `last`, even if cancelled. One that hangs longer is logged and left.
+async def thread_to_its_end(thread: ThreadPoolExecutor, last: asyncio.Future[Any]) -> bool:
+    """Joins a thread whose last work is `last`, even if cancelled. One that hangs longer is logged and left: False.
 
     Nothing is proven of a thread that was left: what it may still touch is not to be freed.
     """
@@ -43,3 +43,4 @@ async def thread_to_its_end(thread: ThreadPoolExecutor, last: asyncio.Future[Any
             thread.shutdown()
         else:
             _log.error("a thread of a kv connection did not end within %g s and is left behind", THREAD_ENDS_WITHIN_S)
+    return last.done()

@@ -242,7 +242,7 @@ class _SendingLane(HostLane):
         try:
             return await self._work.run(partial(self._copier.copy, pieces, partial(self._work.digests, sources)))
         except TransferError as error:
-            if isinstance(error.__cause__, _NotStopped):
+            if isinstance(error.__cause__, _NotStopped | TimeoutError):
                 self._cut()
             raise
 
@@ -253,6 +253,10 @@ class _SendingLane(HostLane):
 
     def close(self) -> None:
         self._work.close(self._copier.close)
+
+    async def closed(self) -> None:
+        if not await self._work.closed():
+            self._cut()
 
     def _cut(self) -> None:
         """Nothing that is said here may claim that this process has stopped writing: now only its death proves it."""
@@ -280,6 +284,9 @@ class _ReceivingLane(SharingLane):
     def close(self) -> None:
         self._work.close()
         super().close()
+
+    async def closed(self) -> None:
+        await self._work.closed()
 
 
 def _ordinal(memory: DeviceMemory) -> int:

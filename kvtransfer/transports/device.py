@@ -13,8 +13,12 @@ from typing import TypeVar
 import torch
 
 from kernels.digest import as_unsigned, digest_blocks
+from kvtransfer.to_its_end import thread_to_its_end
 from tandem.errors import TransferError
 from tandem.types import BlockId
+
+ANSWERS_WITHIN_S = 10.0
+"""Copies and digests of one WRITE take milliseconds; a device that takes longer hangs."""
 
 T = TypeVar("T")
 
@@ -27,17 +31,19 @@ class DeviceWork:
         self._blocks = blocks
         self._stream = torch.cuda.Stream(blocks.device) if blocks.is_cuda else None  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-device")
-        self._closed = False
+        self._ending: asyncio.Future[None] | None = None
 
     async def run(self, work: Callable[[], T]) -> T:
         """What `work` returns on the thread; a cancelled call leaves it running. Raises TransferError for RuntimeError.
 
-        RuntimeError is torch's word, and the driver's here, for whatever the device says.
+        RuntimeError is torch's word, and the driver's here, for whatever the device says. One that says nothing is
+        left to run, too: the TransferError's cause is then a TimeoutError.
         """
         started = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        await asyncio.wait({started})
         try:
-            return started.result()
+            return await asyncio.wait_for(asyncio.shield(started), ANSWERS_WITHIN_S)
+        except TimeoutError as error:
+            raise TransferError(f"the device did not answer within {ANSWERS_WITHIN_S:g} s") from error
         except RuntimeError as error:
             raise TransferError(f"the device failed: {error}") from error
 
@@ -47,12 +53,12 @@ class DeviceWork:
             ids = torch.tensor(block_ids, dtype=torch.int64, device=self._blocks.device)
             return as_unsigned(digest_blocks(self._blocks, ids))
 
-    def close(self, last: Callable[[], None] | None = None) -> None:
-        """Ends what runs, then runs `last` on the thread. Idempotent: `last` runs once."""
-        if self._closed:
-            return
-        self._closed = True
-        if last is not None:
-            self._thread.submit(last).result()
-        self._thread.shutdown()
-        self._blocks = torch.empty(0, 0, dtype=torch.uint8)
+    def close(self, last: Callable[[], None] = lambda: None) -> None:
+        """Begins to end: what runs first, then `last`, on the thread. Idempotent: `last` runs once."""
+        if self._ending is None:
+            self._ending = asyncio.wrap_future(self._thread.submit(last))
+            self._thread.shutdown(wait=False)
+
+    async def closed(self) -> bool:
+        """After `close`: whether all of it has ended; see `thread_to_its_end`."""
+        return self._ending is None or await thread_to_its_end(self._thread, self._ending)

@@ -226,7 +226,10 @@ class _SendingLane(HostSendingLane):
         self._work.close()
 
     async def closed(self) -> None:
-        await self._communicator.closed()
+        try:
+            await self._communicator.closed()
+        finally:
+            await self._work.closed()
 
 
 class _ReceivingLane(HostReceivingLane):
@@ -275,7 +278,10 @@ class _ReceivingLane(HostReceivingLane):
         self._work.close()
 
     async def closed(self) -> None:
-        await self._communicator.closed()
+        try:
+            await self._communicator.closed()
+        finally:
+            await self._work.closed()
 
     def _addresses(self, targets: Sequence[BlockId], count: int) -> list[int]:
         """Of `targets`, or `count` times the same scrap."""

@@ -230,6 +230,7 @@ async def _raw(offer: Offer, transport: str, hello: Hello | None = None) -> Asyn
         yield RawSender(connection, lane, pool)
     finally:
         lane.close()
+        await lane.closed()
         if WAYS[transport].peer_writes:
             connection.send(Frame(FrameType.BYE))
             await connection.finish()
