@@ -41,7 +41,8 @@ class DeviceWork:
         """
         started = asyncio.get_running_loop().run_in_executor(self._thread, work)
         try:
-            return await asyncio.wait_for(asyncio.shield(started), ANSWERS_WITHIN_S)
+            async with asyncio.timeout(ANSWERS_WITHIN_S):
+                return await asyncio.shield(started)
         except TimeoutError as error:
             raise TransferError(f"the device did not answer within {ANSWERS_WITHIN_S:g} s") from error
         except RuntimeError as error:
@@ -61,4 +62,7 @@ class DeviceWork:
 
     async def closed(self) -> bool:
         """After `close`: whether all of it has ended; see `thread_to_its_end`."""
-        return self._ending is None or await thread_to_its_end(self._thread, self._ending)
+        ended = self._ending is None or await thread_to_its_end(self._thread, self._ending)
+        if ended:
+            self._blocks = torch.empty(0, 0, dtype=torch.uint8)
+        return ended
