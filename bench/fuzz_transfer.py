@@ -5,9 +5,12 @@
     receiver    a receiver hears a sender: HELLO, OPEN, WRITE, COMMIT, … near true ones, in any order
     sender      a sender hears a receiver: HELLO, OPEN_OK, WITHDRAWN, … near true ones, in any order
 
-Over each transport that works here. Whatever comes may end in a TransferError or well, within the case's time. All else
-is a violation, told with the case that `--seed S --only-case N` draws again: another exception, a log line of a bug of
-our own, a hang, an offer without an end, memory or descriptors that grow. Exit code 1 if there was one.
+Over each transport that works for pools in host memory, or the one named: cuda_ipc then has its pools on the first GPU.
+`PYTHONPATH=tests/standins/site:.` adds cuda_ipc and nccl over the stand-ins for their libraries.
+
+Whatever comes may end in a TransferError or well, within the case's time. All else is a violation, told with the case
+that `--seed S --only-case N` draws again: another exception, a log line of a bug of our own, a hang, an offer without
+an end, memory or descriptors that grow. Exit code 1 if there was one.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ import contextlib
 import gc
 import itertools
 import logging
-import mmap
 import os
 import random
 import secrets
@@ -26,15 +28,15 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-import torch
 import uvloop
 
 from bench.fuzz_bytes import DECODERS, near, near_decoder, near_fields, near_frame
+from bench.fuzz_pools import NUM_BLOCKS, PRINTS, MakeMemory, memory_for
 from bench.processes import usage
-from kvtransfer.base import BlockRef, Fingerprints, Offer, PoolMemory
+from kvtransfer.base import BlockRef, Offer, PoolMemory
 from kvtransfer.connection import Connection
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.frame import Frame, FrameType
@@ -45,15 +47,12 @@ from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.ticket import Ticket
 from kvtransfer.timing import Timing
-from kvtransfer.transport import ListenOptions
+from kvtransfer.transport import ListenOptions, ReceivingLane, SendingLane
 from kvtransfer.transports import named, usable
 from tandem.clock import Clock, MonotonicClock
 from tandem.errors import PeerLost, TransferError
-from tandem.kv_layout import DType, KvLayout
-from tandem.types import BlockId, new_incarnation
+from tandem.types import BlockId
 
-NUM_BLOCKS = 16
-PRINTS = Fingerprints("fuzz", KvLayout(2, 1, 4, 8, DType.BFLOAT16))
 TIMING = Timing(lease_s=0.5, reply_s=0.5, stop_s=0.05)
 CASE_S = 30.0
 """A case that takes longer hangs."""
@@ -62,21 +61,6 @@ CHECK_EVERY = 200
 MORE_RSS_BYTES = 64 * 1024 * 1024
 MORE_DESCRIPTORS = 8
 LOOPBACK = "127.0.0.1"
-
-MakeMemory = Callable[[], contextlib.AbstractContextManager[PoolMemory]]
-
-
-@contextmanager
-def host_memory() -> Iterator[PoolMemory]:
-    """A pool in shared host memory."""
-    size = NUM_BLOCKS * PRINTS.layout.block_bytes
-    fd = os.memfd_create("tandem-fuzz")
-    try:
-        os.ftruncate(fd, size)
-        blocks = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8).view(NUM_BLOCKS, -1)
-        yield PoolMemory(blocks, fd, new_incarnation())
-    finally:
-        os.close(fd)
 
 
 class _Listener:
@@ -191,11 +175,11 @@ class World:
             sock, lane = await self._transport.dial(self._hostile, fields, None)
             connection = Connection(sock, TIMING)
             try:
+                await lane.secure(connection)
                 hello = Frame(FrameType.HELLO, payload=Hello.of(self._hostile, lane).encode())
                 true_hello = rng.random() < 0.8
                 await self._say(connection, hello.encode() if true_hello else near_frame(rng, hello))
-                if true_hello:
-                    await lane.receive_hello(connection)
+                await self._hear_hello(lane, connection, must_come=true_hello)
                 for frame in _sender_says(rng, offer):
                     await self._say(connection, near_frame(rng, frame) if rng.random() < 0.4 else frame.encode())
                     if frame.type is FrameType.WRITE and rng.random() < 0.9:
@@ -206,6 +190,16 @@ class World:
             finally:
                 lane.close()
                 await connection.close()
+                await lane.closed()
+
+    async def _hear_hello(self, lane: SendingLane, connection: Connection, *, must_come: bool) -> None:
+        """Raises TransferError if it must come and does not."""
+        try:
+            async with asyncio.timeout(CASE_S if must_come else TIMING.lease_s):
+                await lane.receive_hello(connection)
+        except (TransferError, TimeoutError):
+            if must_come:
+                raise
 
     async def sender_hears(self, rng: random.Random) -> None:
         """From a receiver that speaks by hand."""
@@ -230,22 +224,10 @@ class World:
             sock, _ = await asyncio.get_running_loop().sock_accept(acceptor.sock)
             connection = Connection(sock, TIMING)
             with contextlib.suppress(TransferError, OSError):
-                lane = acceptor.accept(sock)
                 try:
-                    await connection.receive()
-                    hello = Frame(FrameType.HELLO, payload=Hello.of(self._hostile, lane).encode())
-                    if rng.random() < 0.5:
-                        hello = Frame(FrameType.HELLO, payload=near_fields(rng, hello.payload))
-                    if rng.random() < 0.9:
-                        lane.send_hello(connection, hello)
-                        connection.start()
-                    else:
-                        await self._say(connection, near_frame(rng, hello))
-                    for frame in _receiver_says(rng, number):
-                        await self._say(connection, near_frame(rng, frame) if rng.random() < 0.4 else frame.encode())
+                    await self._answer(rng, connection, acceptor.accept(sock), number)
                 finally:
-                    lane.close()
-            await connection.close()
+                    await connection.close()
 
         serving = asyncio.create_task(serve())
         try:
@@ -256,6 +238,23 @@ class World:
             acceptor.sock.close()
             if not serving.cancelled():
                 serving.result()
+
+    async def _answer(self, rng: random.Random, connection: Connection, lane: ReceivingLane, number: int) -> None:
+        try:
+            await connection.receive()
+            hello = Frame(FrameType.HELLO, payload=Hello.of(self._hostile, lane).encode())
+            if rng.random() < 0.5:
+                hello = Frame(FrameType.HELLO, payload=near_fields(rng, hello.payload))
+            if rng.random() < 0.9:
+                lane.send_hello(connection, hello)
+                connection.start()
+            else:
+                await self._say(connection, near_frame(rng, hello))
+            for frame in _receiver_says(rng, number):
+                await self._say(connection, near_frame(rng, frame) if rng.random() < 0.4 else frame.encode())
+        finally:
+            lane.close()
+            await lane.closed()
 
     @contextmanager
     def _offered(self) -> Iterator[tuple[Offer, _Listener]]:
@@ -313,7 +312,7 @@ def _shuffled(rng: random.Random, frames: list[Frame], others: tuple[FrameType, 
 
 
 async def fuzz(
-    transport: str, seed: int, cases: Iterable[int], make_memory: MakeMemory = host_memory
+    transport: str, seed: int, cases: Iterable[int], make_memory: MakeMemory
 ) -> tuple[Counter[str], list[str]]:
     """How often cases ended how, and what was violated, at most one thing: what follows it would tell no more."""
     bugs, outcomes = _Bugs(), Counter[str]()
@@ -348,7 +347,8 @@ async def fuzz(
 def run(transport: str, seed: int, cases: Iterable[int]) -> list[str]:
     """Fuzzes, prints what came of it. Returns what was violated."""
     before = usage(os.getpid())
-    outcomes, violations = uvloop.run(fuzz(transport, seed, cases))  # as workers do; asyncio's own accept can break
+    work = fuzz(transport, seed, cases, memory_for(transport))
+    outcomes, violations = uvloop.run(work)  # as workers do; asyncio's own accept can break
     for thread in threading.enumerate():
         if thread.name.startswith("kv-"):  # lanes free what is theirs there, and nobody waits for it
             thread.join(CASE_S)

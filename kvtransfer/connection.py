@@ -178,12 +178,14 @@ class Connection:
             self.sock.shutdown(socket.SHUT_WR)
 
     async def close(self) -> None:
-        """Drops what is queued and closes the socket. Idempotent."""
-        if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.wait({self._writing})
-        self._break(PeerLost("the connection was closed here"))
-        self.sock.close()
+        """Drops what is queued and closes the socket, even if cancelled. Idempotent."""
+        try:
+            if self._writing is not None:
+                self._writing.cancel()
+                await asyncio.wait({self._writing})
+        finally:
+            self._break(PeerLost("the connection was closed here"))
+            self.sock.close()
 
     async def _linger(self) -> None:
         """Reads on for a moment: a socket closed with bytes unread would take back what was said last."""

@@ -129,13 +129,12 @@ class NcclTransport:
             raise TransferError("nccl would send blocks to another machine without TLS")
         communicator = self._communicator(pool.device)
         try:
-            unique_id = await communicator.unique_id()
             sock = await tcp.dial(host, port)
         except BaseException:
             communicator.close()
             await communicator.closed()
             raise
-        return sock, _SendingLane(pool, pool.device, communicator, unique_id, host, tls)
+        return sock, _SendingLane(pool, pool.device, communicator, host, tls)
 
     def _communicator(self, memory: DeviceMemory) -> _Counted:
         """Raises TransportFull."""
@@ -181,14 +180,12 @@ class _SendingLane(HostSendingLane):
         pool: LocalPool,
         memory: DeviceMemory,
         communicator: Communicator,
-        unique_id: bytes,
         host: str,
         tls: ClientTls | None,
     ) -> None:
         super().__init__(pool)
-        self.details = {_UNIQUE_ID: unique_id.hex()}
         self._communicator = communicator
-        self._unique_id = unique_id
+        self._unique_id = b""
         self._source = memory.blocks.data_ptr()
         self._work = DeviceWork(memory.blocks)
         self._host = host
@@ -199,6 +196,9 @@ class _SendingLane(HostSendingLane):
         if self._tls is not None:
             await connection.begin_tls(self._tls.context(), self._tls.server_name or self._host)
         self._communicator.watch(connection.sock)
+        # Not before there is a peer: NCCL keeps for good what waits for one that never comes.
+        self._unique_id = await self._communicator.unique_id()
+        self.details = {_UNIQUE_ID: self._unique_id.hex()}
 
     async def receive_hello(self, connection: Connection) -> Frame:
         """The receiver's word, then the end of its and our beginning: whether that went well is `attach`'s to say."""

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.ports import free_ports
 from kvtransfer.base import BlockRef
+from kvtransfer.endpoint import Endpoint
 from kvtransfer.nccl_communicator import Limits
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
@@ -307,6 +309,19 @@ async def test_a_peer_that_does_not_come_to_the_meeting_is_given_up(
         with pytest.raises(PeerLost, match="to meet the peer took longer"):
             await begin(receiver, sender, recorder)
         assert recorder.calls == []
+
+
+async def test_where_nobody_listens_no_communicator_is_named(joined: Any, recorder: Any, nccl: StandInNccl) -> None:
+    async with joined() as ends:
+        receiver, _ = await ends.receiver()
+        sender, _ = ends.sender()
+        offered, before = offer(receiver, recorder), nccl.live()["ids"]
+        (port,) = free_ports(1)
+        known = Endpoint.decode(offered.endpoint)
+        nowhere = Endpoint(known.incarnation, {"nccl": {**known.reach["nccl"], "port": str(port)}})
+        with pytest.raises(PeerLost):
+            await sender.open(offered.ticket, nowhere.encode(), 10.0)
+        assert nccl.live()["ids"] == before  # the library would keep it for good
 
 
 async def test_an_idle_connection_makes_room_on_the_senders_side(joined: Any, make_recorder: Any, nccl: Any) -> None:
