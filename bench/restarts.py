@@ -4,7 +4,8 @@ One prefill and one decode worker of `tandem serve` on the demo model. In the fi
 worker is killed, in the second half the decode worker; a round ends when its successor serves and some answers have
 come. Before and after each half the cluster comes to rest. Then, as in `bench.soak`, whoever survived the half (the
 other worker, the router, `serve`) must hold no more descriptors, threads, mappings and memory than before it, beyond
-a small slack. Exit code 1 on that, on a wrong token, and on a worker that does not come back.
+a small slack. Exit code 1 on that, on a wrong token, on a worker that does not come back, and on one that did not
+survive the other's deaths, as happens where the machine itself stands still for seconds.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Restarts:
         violations += [f"{wrong} answers with wrong tokens"] if wrong else []
         violations += leaks(before, after)
         stayed = {name: (then, now) for name, then, now in survivors(before, after)}
+        violations += [f"{name} did not survive" for name in sorted(before.keys() - stayed.keys() - {victim})]
         return Half(
             victim,
             rounds,
