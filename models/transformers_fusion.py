@@ -5,61 +5,48 @@ A module is only replaced where ours equals it on random rows; what is not recog
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from kernels.operations import LinearMap
-
-Pack: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], LinearMap]
-"""Makes a linear map of weight `[out, in]` and bias `[out]`."""
+from models.transformers_parts import Pack, Replacement
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _ACTIVATION = "act_fn"
 
 
-class Replacement(nn.Module):
-    """A module of ours, called without the hooks that torch looks for at each of its own: 3 µs of a step's call."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See `forward`."""
-        computed: torch.Tensor = self.forward(x)
-        return computed
-
-
-class _Stack:
+class Stack:
     """One map in the place of several with the same input; computed for the first that is asked, kept for the last."""
 
     def __init__(self, linear: LinearMap, sizes: list[int]) -> None:
-        self._linear = linear
-        self._sizes = sizes
+        self.linear = linear
+        self.sizes = sizes
         self._given: torch.Tensor | None = None
         self._parts: tuple[torch.Tensor, ...] = ()
 
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """What the `index`-th map makes of x `[…, in]`. In order, and of the same tensor, they cost one product."""
         if self._given is not x:
-            rows = self._linear(x.reshape(-1, x.shape[-1]))
-            self._given, self._parts = x, torch.split_with_sizes(rows.view(*x.shape[:-1], -1), self._sizes, dim=-1)
+            rows = self.linear(x.reshape(-1, x.shape[-1]))
+            self._given, self._parts = x, torch.split_with_sizes(rows.view(*x.shape[:-1], -1), self.sizes, dim=-1)
         part = self._parts[index]
-        if index == len(self._sizes) - 1:
+        if index == len(self.sizes) - 1:
             self._given, self._parts = None, ()
         return part
 
 
-class _StackPart(Replacement):
-    """In the place of one of several linear maps that a `_Stack` holds."""
+class StackPart(Replacement):
+    """In the place of one of several linear maps that a `Stack` holds."""
 
-    def __init__(self, stack: _Stack, index: int) -> None:
+    def __init__(self, stack: Stack, index: int) -> None:
         super().__init__()
         self.stack = stack
         self.index = index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """X `[…, in]` → `[…, out of this part]`."""
         return self.stack.part(self.index, x)
 
 
@@ -84,9 +71,9 @@ def fuse_products(model: nn.Module, pack: Pack, pack_gated: Pack) -> None:
                 setattr(module, name, mlp)
         projections = _linears(module, _ATTENTION)
         if projections is not None:
-            stack = _Stack(pack(*_stacked(projections)), [each.out_features for each in projections])
+            stack = Stack(pack(*_stacked(projections)), [each.out_features for each in projections])
             for index, name in enumerate(_ATTENTION):
-                setattr(module, name, _StackPart(stack, index))
+                setattr(module, name, StackPart(stack, index))
 
 
 def _linears(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linear] | None:

@@ -18,7 +18,8 @@ from kernels.operations import Kernels, LinearMap
 from kernels.quantized import QuantForm, QuantizedWeight, quantize
 from models.config import ModelShape
 from models.dtypes import torch_dtype
-from models.transformers_decoder import IMPLEMENTATION, TransformersDecoder, UnsupportedModel, build
+from models.transformers_attention import UnsupportedModel
+from models.transformers_decoder import IMPLEMENTATION, TransformersDecoder, build
 from models.transformers_families import FAMILIES
 from tandem.checkpoint import read_checkpoint
 from tandem.errors import CheckpointError
