@@ -88,6 +88,7 @@ async def test_where_there_is_no_other_pair_the_caller_is_told_that_it_was_not_t
     decode.hold("decode")
     call = cluster.generate(*PROMPT, max_tokens=LENGTH)
     first = await call.read()
+    await cluster.until(lambda: decode.offsets == [1])
     decode.say(1, 4_000_000_000)
     error, code, tokens = await cluster.error_of(call)
     assert (type(error), code) == (InvalidOutput, grpc.StatusCode.INTERNAL)

@@ -175,6 +175,7 @@ async def test_a_special_token_has_no_text(cluster: Any) -> None:
     decode.hold("decode")
     call = cluster.generate(*PROMPT, max_tokens=4, ignore_eos=True)
     first = await call.read()
+    await cluster.until(lambda: decode.offsets == [1])
     decode.say(1, 256)
     second = await call.read()
     assert (first.text, second.text) == (bytes(first.token_ids).decode(), "")
