@@ -40,7 +40,7 @@ from kernels.triton.tile import (
     row_scales,
     score_factors,
     scores,
-    softmax_start,
+    with_sink,
 )
 from kernels.triton.variant import POINTERS, Variant, launch_options
 
@@ -73,7 +73,7 @@ def _splits_of(
 
 @triton.jit(do_not_specialize=["num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=INDEX_TENSORS)
 def decode_kernel(
-    q, kv_layer, scales, sinks, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
+    q, kv_layer, scales, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
     num_seqs, max_splits, num_kv_heads, group,
     stride_qt, stride_qh, stride_block, stride_side, stride_head, stride_slot, stride_table,
     window, cap_factor, factor,
@@ -104,7 +104,7 @@ def decode_kernel(
             seq = first_seq + tl.sum(before.to(tl.int32), 0)
             split = taken - tl.max(tl.where(before, ends, counted), 0)
             _attend_split(
-                q, kv_layer, scales, sinks, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
+                q, kv_layer, scales, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
                 seq, split, max_splits, num_kv_heads, group,
                 stride_qt, stride_qh, stride_block, stride_side, stride_head, stride_slot, stride_table,
                 window, cap_factor, factor,
@@ -117,7 +117,7 @@ def decode_kernel(
 
 @triton.jit
 def _attend_split(
-    q, kv_layer, scales, sinks, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
+    q, kv_layer, scales, out, partial_out, partial_lse, cu_seqlens_q, seq_lens, block_tables,
     seq, split, max_splits, num_kv_heads, group,
     stride_qt, stride_qh, stride_block, stride_side, stride_head, stride_slot, stride_table,
     window, cap_factor, factor,
@@ -136,7 +136,8 @@ def _attend_split(
     q_base = q + token.to(tl.int64) * stride_qt
     q_tile = load_tile(q_base, heads * stride_qh, valid, True, HEAD_DIM, BLOCK_D)
 
-    largest, total = softmax_start(sinks, heads, valid, split == 0, SUNK, BLOCK_M)
+    largest = tl.full([BLOCK_M], UNSEEN, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     pool = kv_layer + tl.cast(kv_head, tl.int64) * stride_head
     pool_scales = scales + tl.cast(kv_head, tl.int64) * (stride_head // 4)
@@ -162,7 +163,7 @@ def _attend_split(
     columns = tl.arange(0, BLOCK_D)
     stored = valid[:, None] & (columns < HEAD_DIM)[None, :]
     num_heads = num_kv_heads * group
-    if num_splits == 1:
+    if (num_splits == 1) & (not SUNK):
         out_rows = token.to(tl.int64) * num_heads + heads
         pointers = out + out_rows[:, None] * HEAD_DIM + columns[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=stored)
@@ -174,24 +175,28 @@ def _attend_split(
 
 @triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=INDEX_TENSORS)
 def merge_kernel(
-    partial_out, partial_lse, out, cu_seqlens_q, seq_lens, max_splits, num_heads, window,
-    WINDOWED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    partial_out, partial_lse, sinks, out, cu_seqlens_q, seq_lens, max_splits, num_heads, window,
+    WINDOWED: tl.constexpr, SUNK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Grid `[B, H]`: adds the splits of one head of one seq, each weighted by its share of the softmax's sum."""
+    """Grid `[B, H]`: adds the splits of one head of one seq, each weighted by its share of the softmax's sum.
+
+    A sink (SUNK) is one more of them, whose value is zero: then single splits come here too.
+    """
     seq = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.load(cu_seqlens_q + seq)
     _, _, num_splits = _splits_of(tl.load(seq_lens + seq), window, WINDOWED, MIN_SPLIT, MAX_SPLITS, STEP)
-    if tl.load(cu_seqlens_q + seq + 1) - token != 1 or num_splits == 1:
+    if tl.load(cu_seqlens_q + seq + 1) - token != 1 or (num_splits == 1 and not SUNK):
         return
     splits = tl.arange(0, MAX_SPLITS)
     used = splits < num_splits
     columns = tl.arange(0, BLOCK_D)
     rows = (seq.to(tl.int64) * num_heads + head) * max_splits + splits
     lse = tl.load(partial_lse + rows, mask=used, other=UNSEEN)
-    weights = tl.exp2(lse - tl.max(lse, 0))
-    weights = weights / tl.sum(weights, 0)
+    largest = tl.max(lse, 0)
+    weights = tl.exp2(lse - largest)
+    weights = weights / with_sink(tl.sum(weights, 0), largest, sinks + head, SUNK)
     parts = load_tile(partial_out, rows * HEAD_DIM, used, True, HEAD_DIM, BLOCK_D)
     merged = tl.sum(weights[:, None] * parts, 0)
     out_row = token.to(tl.int64) * num_heads + head
@@ -234,7 +239,8 @@ def decode(
     group = num_heads // num_kv_heads
     config = attention_config("decode", head_dim, q.dtype, arch_of(q.device))
     max_splits = max_splits_for(metadata.max_seq_len, params.sliding_window)
-    merged = max_splits > 1
+    sunk = params.sinks is not None
+    merged = max_splits > 1 or sunk
     workspace = (num_seqs, num_heads, max_splits) if merged else (0, 0, 0)
     partial_out = torch.empty((*workspace, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(workspace, dtype=torch.float32, device=q.device)
@@ -242,22 +248,23 @@ def decode(
     cap_factor, factor = score_factors(params)
     num_tiles = num_kv_heads * -(-group // config.block_m)
     decode_kernel[(num_tiles, num_programs(q.device, num_tiles, num_seqs * max_splits))](
-        q, *pool_arguments(kv_layer), q if params.sinks is None else params.sinks, out, partial_out, partial_lse,
+        q, *pool_arguments(kv_layer), out, partial_out, partial_lse,
         metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables,
         num_seqs, max_splits, num_kv_heads, group,
         q.stride(0), q.stride(1), *kv_layer.stride()[:4], metadata.block_tables.stride(0),
         window, cap_factor, factor,
         **constants(
             config, head_dim, block_size, windowed=windowed, capped=params.soft_cap is not None,
-            sunk=params.sinks is not None, quant=QUANT.get(kv_layer.dtype, 0),
+            sunk=sunk, quant=QUANT.get(kv_layer.dtype, 0),
         ),
         COUNTED=_COUNTED, **_SPLITTING,
         **launch_options(config.num_warps, config.num_stages),
     )  # fmt: skip
     if merged:
         merge_kernel[(num_seqs, num_heads)](
-            partial_out, partial_lse, out, metadata.cu_seqlens_q, metadata.seq_lens, max_splits, num_heads, window,
-            WINDOWED=windowed, HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
+            partial_out, partial_lse, params.sinks if sunk else partial_lse, out,
+            metadata.cu_seqlens_q, metadata.seq_lens, max_splits, num_heads, window,
+            WINDOWED=windowed, SUNK=sunk, HEAD_DIM=head_dim, BLOCK_D=padded_head_dim(head_dim),
             **_SPLITTING, **launch_options(_MERGE_WARPS),
         )  # fmt: skip
 
@@ -273,7 +280,8 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     for quant in QUANT.values():
         yield _decode_variant(arch, 128, torch.bfloat16, 16, edges=False, quant=quant)
     for head_dim in (64, 80, 128, 256):
-        yield _merge_variant(head_dim)
+        yield _merge_variant(head_dim, sunk=False)
+    yield _merge_variant(64, sunk=True)
 
 
 def _decode_variant(
@@ -293,15 +301,21 @@ def _decode_variant(
     return attention_variant(decode_kernel, "decode", config, dtype, {**constexprs, "COUNTED": _COUNTED, **_SPLITTING})
 
 
-def _merge_variant(head_dim: int) -> Variant:
+def _merge_variant(head_dim: int, *, sunk: bool) -> Variant:
     return Variant(
         kernel=merge_kernel,
         signature={
-            **dict.fromkeys(("partial_out", "partial_lse"), "*fp32"),
+            **dict.fromkeys(("partial_out", "partial_lse", "sinks"), "*fp32"),
             "out": "*bf16",
             **dict.fromkeys(("cu_seqlens_q", "seq_lens"), "*i32"),
         },
-        constexprs={"WINDOWED": True, "HEAD_DIM": head_dim, "BLOCK_D": padded_head_dim(head_dim), **_SPLITTING},
+        constexprs={
+            "WINDOWED": True,
+            "SUNK": sunk,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": padded_head_dim(head_dim),
+            **_SPLITTING,
+        },
         num_warps=_MERGE_WARPS,
-        label=f"decode merge D={head_dim}",
+        label=f"decode merge D={head_dim}{' sunk' if sunk else ''}",
     )

@@ -32,7 +32,7 @@ from kernels.triton.tile import (
     row_scales,
     score_factors,
     scores,
-    softmax_start,
+    with_sink,
 )
 from kernels.triton.variant import POINTERS, Variant, launch_options
 
@@ -164,7 +164,8 @@ def prefill_kernel(
     first_q = start.to(tl.int64)  # row of the ragged batch
     q_tile = load_tile(q, (first_q + tokens) * stride_qt + heads * stride_qh, valid, True, HEAD_DIM, BLOCK_D)
 
-    largest, total = softmax_start(sinks, heads, valid, True, SUNK, BLOCK_M)
+    largest = tl.full([BLOCK_M], UNSEEN, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     pool = kv_layer + tl.cast(kv_head, tl.int64) * stride_head
     table = block_tables + tl.cast(seq, tl.int64) * stride_table
@@ -193,6 +194,7 @@ def prefill_kernel(
     columns = tl.arange(0, BLOCK_D)
     pointers = out + out_rows[:, None] * HEAD_DIM + columns[None, :]
     stored = (tokens < query_len)[:, None] & (columns < HEAD_DIM)[None, :]
+    total = with_sink(total, largest, sinks + heads, SUNK)
     tl.store(pointers, averaged(total, acc).to(out.dtype.element_ty), mask=stored)
 
 

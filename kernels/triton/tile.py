@@ -183,15 +183,14 @@ def fold(s, values, value_scales, factor, largest, total, acc, dtype: tl.constex
 
 
 @triton.jit
-def softmax_start(sinks, heads, valid, sees_sink, SUNK: tl.constexpr, BLOCK_M: tl.constexpr):
-    """`largest` and `total` `[M]` before any key: of rows that see their head's sink, that of a key with value zero."""
-    largest = tl.full([BLOCK_M], UNSEEN, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+def with_sink(total, largest, sink_pointers, SUNK: tl.constexpr):
+    """`total`, a softmax's sum relative to `largest`, and with SUNK a sink in it: a key whose value is zero.
+
+    A sink beyond 2^120 times the largest weight counts as that much: nothing is left of the values then.
+    """
     if SUNK:
-        seen = valid & sees_sink
-        largest = tl.where(seen, tl.load(sinks + heads, mask=seen, other=0.0) * 1.4426950408889634, largest)
-        total = tl.where(seen, 1.0, total)
-    return largest, total
+        total += tl.exp2(tl.minimum(tl.load(sink_pointers) * 1.4426950408889634 - largest, 120.0))
+    return total
 
 
 @triton.jit
