@@ -190,12 +190,11 @@ def prefill_kernel(
     rows = first_row + tl.arange(0, BLOCK_M)
     tokens = (rows + group) // group - 1
     heads = kv_head * group + rows - tokens * group
-    out_rows = (first_q + tokens) * (num_kv_heads * group) + heads
     columns = tl.arange(0, BLOCK_D)
-    pointers = out + out_rows[:, None] * HEAD_DIM + columns[None, :]
+    pointers = out + ((first_q + tokens) * (num_kv_heads * group) + heads)[:, None] * HEAD_DIM + columns[None, :]
     stored = (tokens < query_len)[:, None] & (columns < HEAD_DIM)[None, :]
-    total = with_sink(total, largest, sinks + heads, SUNK)
-    tl.store(pointers, averaged(total, acc).to(out.dtype.element_ty), mask=stored)
+    averages = averaged(with_sink(total, largest, sinks + heads, SUNK), acc)
+    tl.store(pointers, averages.to(out.dtype.element_ty), mask=stored)
 
 
 def prefill(
