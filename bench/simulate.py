@@ -126,7 +126,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ttft", type=float, default=2.0, metavar="S", help="objective for the first token")
     parser.add_argument("--itl", type=float, default=0.1, metavar="S", help="objective between tokens, 95th percentile")
-    parser.add_argument("--search", action="store_true", help="the highest rate at which 90 % attain both")
+    parser.add_argument("--search", action="store_true", help="the highest rate at which 90 %% attain both")
     parser.add_argument("--lose-every", type=float, metavar="S", help="lose a worker")
     parser.add_argument("--back-after", type=float, default=30.0, metavar="S")
     parser.add_argument("--json", type=Path, metavar="FILE")
