@@ -37,7 +37,7 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 #define ID_BYTES 128
-#define MAX_IDS 64
+#define MAX_IDS 4096
 #define MAX_MOVES 4096
 #define CONFIG_MAGIC 0xcafebeefu
 

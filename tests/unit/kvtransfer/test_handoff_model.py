@@ -6,7 +6,6 @@ About ten minutes, by hand: `pytest --hypothesis-profile long --timeout 0 tests/
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +25,7 @@ from tandem.errors import TransferError
 from tandem.types import BlockId
 from tests.manual_clock import ManualClock
 from tests.pumped import PumpedTransport
+from tests.standins.nccl import num_descriptors
 from tests.transports import EVERY, PRINTS, WAYS, TestPool, make_pool
 
 NUM_BLOCKS = 16
@@ -140,7 +140,7 @@ class Handoffs(RuleBasedStateMachine):
     def __init__(self, transport: str) -> None:
         super().__init__()
         self.peer_writes = WAYS[transport].peer_writes
-        self.descriptors = len(os.listdir("/proc/self/fd"))
+        self.descriptors = num_descriptors()
         self.loop = asyncio.new_event_loop()
         self.clock = ManualClock()
         self.transport = PumpedTransport(named((transport,))[0])
@@ -366,7 +366,7 @@ class Handoffs(RuleBasedStateMachine):
             self.source.pool.close()
             self.target.pool.close()
             self.loop.close()
-        assert len(os.listdir("/proc/self/fd")) <= self.descriptors
+        assert num_descriptors() <= self.descriptors
 
     async def come_to_an_end(self) -> None:
         """Every call that was begun returns while bytes move."""
