@@ -29,6 +29,11 @@ demo: install
 test: install $(PROTOBUF7)/.installed
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not gpu and not soak'
 
+## arm64     the native kernels' tests on an arm64 processor that QEMU imitates: half an hour; .ci/arm64.sh says what it needs
+.PHONY: arm64
+arm64: install
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash .ci/arm64.sh
+
 ## site      docs/ as a site in build/site, without a warning; needs mkdocs-material
 .PHONY: site
 site: install

@@ -32,11 +32,17 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
 _X86_TIERS = {
+    "baseline": (),
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512_bf16": _AVX512_BF16,
     "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
 }
+_ARM64_TIERS = {"baseline": (), "neon_bf16": ("-march=armv8.2-a+bf16",)}
+_ALL_TIERS: dict[str, dict[str, tuple[str, ...]]] = {"x86_64": _X86_TIERS, "aarch64": _ARM64_TIERS}
+_INTRINSICS = {"x86_64": "immintrin.h", "aarch64": "arm_neon.h"}
+TIERS = tuple(_ALL_TIERS.get(platform.machine(), {"baseline": ()}))
+"""Of this architecture, lowest first; each has all instructions of those before it. The library counts them so."""
 _ONCE = ("decoder.cpp", "machine.cpp", "team.cpp")
 """Files that compute nothing; all others hold kernels and are compiled once per tier."""
 
@@ -51,7 +57,7 @@ def build(library: Path = LIBRARY, objects: Path = _HERE / "_objects") -> None:
     if compiler is None:
         raise BuildError(f"no C++ compiler: looked for {', '.join(_COMPILERS)}")
     objects.mkdir(parents=True, exist_ok=True)
-    tiers = {"baseline": (), **_extra_tiers(compiler, objects)}
+    tiers = _tiers_of(compiler, objects)
     commands = list(_compilations(compiler, tiers, objects))
     changed = max(path.stat().st_mtime for path in (*SOURCES.glob("*.h"), Path(__file__)))
     stale = [command for command in commands if _is_stale(Path(command[-1]), Path(command[-3]), changed)]
@@ -73,13 +79,14 @@ def source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def _extra_tiers(compiler: str, objects: Path) -> dict[str, tuple[str, ...]]:
-    """The tiers above the baseline that this architecture has and this compiler knows."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return {}
+def _tiers_of(compiler: str, objects: Path) -> dict[str, tuple[str, ...]]:
+    """The flags of each tier that this architecture has and this compiler knows."""
+    machine = platform.machine()
+    if machine not in _ALL_TIERS:
+        return {"baseline": ()}
     probe = objects / "probe.cpp"
-    probe.write_text("#include <immintrin.h>\n")
-    return {tier: flags for tier, flags in _X86_TIERS.items() if _accepts(compiler, flags, probe)}
+    probe.write_text(f"#include <{_INTRINSICS[machine]}>\n")
+    return {tier: flags for tier, flags in _ALL_TIERS[machine].items() if _accepts(compiler, flags, probe)}
 
 
 def _accepts(compiler: str, flags: tuple[str, ...], probe: Path) -> bool:

@@ -18,9 +18,6 @@ import torch  # maps its OpenMP runtime
 from kernels.cpu import build
 from tandem.errors import InternalError
 
-TIERS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
-"""Lowest first; each has all instructions of those before it. `tandem_machine_tier` counts in this order."""
-
 _OPENMP = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 _REBUILD = "python -m kernels.cpu.build"
 
@@ -88,7 +85,7 @@ def usable_tiers() -> tuple[str, ...]:
     except _Unavailable:
         return ()
     built = _text(handle, "tandem_built_tiers").split()
-    allowed = TIERS[: handle.tandem_machine_tier() + 1]
+    allowed = build.TIERS[: handle.tandem_machine_tier() + 1]
     return tuple(tier for tier in allowed if tier in built)
 
 

@@ -26,19 +26,24 @@ template <int kGroup, int kHeads>
 void add_value_pairs(const Bf16* const* rows, int64_t offset, int64_t count, int64_t dims, float* weights,
                      const float* decay, float* sums, int64_t width, Fetch& fetch);
 
-#if defined(__AVX512BF16__)
+#if defined(TANDEM_BF16_PAIRS)
 
 template <>
 constexpr bool kHasPairs<Bf16, Bf16> = true;
 
-TANDEM_INLINE __m512i load_row(const Bf16* from) { return _mm512_loadu_si512(from); }
-TANDEM_INLINE __m512i load_row_n(const Bf16* from, int64_t n) {
-  return _mm512_maskz_loadu_epi16(__mmask32((uint64_t{1} << n) - 1), from);
+TANDEM_INLINE U32 load_row(const Bf16* from) {
+  U32 x;
+  memcpy(&x, from, sizeof x);
+  return x;
 }
-
-// sum + a * b of neighbouring elements.
-TANDEM_INLINE F32 add_pairs(F32 sum, __m512i a, __m512i b) {
-  return bit_cast<F32>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(a), bit_cast<__m512bh>(b)));
+TANDEM_INLINE U32 load_row_n(const Bf16* from, int64_t n) {
+#if defined(__AVX512BW__)
+  return bit_cast<U32>(_mm512_maskz_loadu_epi16(__mmask32((uint64_t{1} << n) - 1), from));
+#else
+  U32 x = {};
+  memcpy(&x, from, size_t(n) * sizeof(Bf16));
+  return x;
+#endif
 }
 
 // Scores [tokens, kGroup] of kHeads heads with `queries` [kHeads, width], zeros from dim `dims` on.
@@ -53,13 +58,13 @@ void score_pairs(const Bf16* const* rows, int64_t offset, const Bf16* queries, i
     F32 sum[kLanes] = {};
     for (int64_t d = 0; d < dims; d += kRowWords) {
       const bool whole = d + kRowWords <= dims;
-      __m512i query[kHeads];
+      U32 query[kHeads];
       for (int g = 0; g < kHeads; ++g) query[g] = load_row(queries + g * width + d);
 #pragma GCC unroll 16
       for (int i = 0; i < kAtOnce; ++i) {
-        const __m512i key = whole ? load_row(keys[i] + d) : load_row_n(keys[i] + d, dims - d);
+        const U32 key = whole ? load_row(keys[i] + d) : load_row_n(keys[i] + d, dims - d);
 #pragma GCC unroll 4
-        for (int g = 0; g < kHeads; ++g) sum[i * kGroup + g] = add_pairs(sum[i * kGroup + g], key, query[g]);
+        for (int g = 0; g < kHeads; ++g) sum[i * kGroup + g] = add_bf16_pairs(sum[i * kGroup + g], key, query[g]);
       }
     }
     store(scores + t * kGroup, sums(sum));
@@ -92,18 +97,19 @@ void add_some_pairs(const Bf16* const* rows, int64_t offset, int64_t count, int6
   for (int64_t t = 0; t < count; t += 2) {
     fetch.some(1);
     const Bf16 *from = rows[t] + offset, *next = rows[least(t + 1, count - 1)] + offset;
-    __m512i first[kSteps], second[kSteps];
+    U32 first[kSteps], second[kSteps];
     for (int j = 0; j < kSteps; ++j) {
-      const __m512i even = kTail ? load_row_n(from, rest) : load_row(from + j * kRowWords);
-      const __m512i odd = kTail ? load_row_n(next, rest) : load_row(next + j * kRowWords);
-      first[j] = _mm512_unpacklo_epi16(even, odd), second[j] = _mm512_unpackhi_epi16(even, odd);
+      const U32 even = kTail ? load_row_n(from, rest) : load_row(from + j * kRowWords);
+      const U32 odd = kTail ? load_row_n(next, rest) : load_row(next + j * kRowWords);
+      first[j] = bit_cast<U32>(pair_low(bit_cast<I16>(even), bit_cast<I16>(odd)));
+      second[j] = bit_cast<U32>(pair_high(bit_cast<I16>(even), bit_cast<I16>(odd)));
     }
 #pragma GCC unroll 4
     for (int g = 0; g < kHeads; ++g) {
-      const __m512i pair = _mm512_set1_epi32(bit_cast<int32_t>(pairs[t / 2 * kGroup + g]));
+      const U32 pair = bit_cast<U32>(splat(pairs[t / 2 * kGroup + g]));
       for (int j = 0; j < kSteps; ++j) {
-        low[g][j] = add_pairs(low[g][j], first[j], pair);
-        high[g][j] = add_pairs(high[g][j], second[j], pair);
+        low[g][j] = add_bf16_pairs(low[g][j], first[j], pair);
+        high[g][j] = add_bf16_pairs(high[g][j], second[j], pair);
       }
     }
   }
@@ -129,6 +135,6 @@ void add_value_pairs(const Bf16* const* rows, int64_t offset, int64_t count, int
     add_some_pairs<kGroup, kHeads, 1, true>(rows, offset + d, count, dims - d, weights, decay, sums + d, width, fetch);
 }
 
-#endif  // __AVX512BF16__
+#endif  // TANDEM_BF16_PAIRS
 
 }  // namespace

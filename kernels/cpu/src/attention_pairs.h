@@ -1,6 +1,6 @@
 // The products of attention_panel.h in bfloat16, summed in float32, where the processor has them.
 //
-// Neighbours along K share one 32-bit word, as AMX tiles and vdpbf16ps take them: A's rows are plain
+// Neighbours along K share one 32-bit word, as AMX tiles, vdpbf16ps and BFDOT take them: A's rows are plain
 // rows, B is [K / 2, kTile] words.
 
 #pragma once
@@ -13,7 +13,7 @@
 
 namespace {
 
-#if defined(__AVX512BF16__)
+#if defined(TANDEM_BF16_PAIRS)
 
 struct Pairs {
   using Element = Bf16;
@@ -47,24 +47,22 @@ struct Pairs {
   static TANDEM_INLINE void multiply(const Bf16* a, int64_t row, int64_t rows, int64_t depth, const uint32_t* b,
                                      float* c) {
     for (int64_t m = 0; m < rows; m += kRows, a += kRows * row, c += kRows * kTile) {
-      __m512 sum[kRows][kVectors];
+      F32 sum[kRows][kVectors];
       for (int i = 0; i < kRows; ++i)
-        for (int j = 0; j < kVectors; ++j)
-          sum[i][j] = kAdd ? _mm512_loadu_ps(c + i * kTile + j * kLanes) : _mm512_setzero_ps();
+        for (int j = 0; j < kVectors; ++j) sum[i][j] = kAdd ? load(c + i * kTile + j * kLanes) : F32{};
       for (int64_t k = 0; k < depth; ++k) {
-        __m512bh right[kVectors];
-        for (int j = 0; j < kVectors; ++j)
-          right[j] = bit_cast<__m512bh>(_mm512_loadu_si512(b + k * kTile + j * kLanes));
+        U32 right[kVectors];
+        memcpy(right, b + k * kTile, sizeof right);
 #pragma GCC unroll 8
         for (int i = 0; i < kRows; ++i) {
           int32_t pair;
           memcpy(&pair, a + i * row + 2 * k, sizeof pair);
-          const __m512bh left = bit_cast<__m512bh>(_mm512_set1_epi32(pair));
-          for (int j = 0; j < kVectors; ++j) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], left, right[j]);
+          const U32 left = bit_cast<U32>(splat_int(pair));
+          for (int j = 0; j < kVectors; ++j) sum[i][j] = add_bf16_pairs(sum[i][j], left, right[j]);
         }
       }
       for (int i = 0; i < kRows; ++i)
-        for (int j = 0; j < kVectors; ++j) _mm512_storeu_ps(c + i * kTile + j * kLanes, sum[i][j]);
+        for (int j = 0; j < kVectors; ++j) store(c + i * kTile + j * kLanes, sum[i][j]);
     }
   }
 
@@ -79,13 +77,13 @@ struct Pairs {
 #endif
 };
 
-#endif  // __AVX512BF16__
+#endif  // TANDEM_BF16_PAIRS
 
 template <typename T>
 struct FormOf {
   using Form = Wide;
 };
-#if defined(__AVX512BF16__)
+#if defined(TANDEM_BF16_PAIRS)
 template <>
 struct FormOf<Bf16> {
   using Form = Pairs;

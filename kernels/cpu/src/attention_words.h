@@ -57,6 +57,9 @@ TANDEM_INLINE I32 add_pairs(I32 sum, I16 a, I16 b) {
   return sum + bit_cast<I32>(_mm256_madd_epi16(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
 #elif defined(__SSE2__)
   return sum + bit_cast<I32>(_mm_madd_epi16(bit_cast<__m128i>(a), bit_cast<__m128i>(b)));
+#elif defined(__aarch64__)
+  const int16x8_t x = bit_cast<int16x8_t>(a), y = bit_cast<int16x8_t>(b);
+  return sum + bit_cast<I32>(vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y)));
 #else
   const I32 x = bit_cast<I32>(a), y = bit_cast<I32>(b);
   return sum + (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);

@@ -89,6 +89,8 @@ TANDEM_INLINE I32 to_int(F32 x) {
   return bit_cast<I32>(_mm256_cvtps_epi32(bit_cast<__m256>(x)));
 #elif defined(__SSE2__)
   return bit_cast<I32>(_mm_cvtps_epi32(bit_cast<__m128>(x)));
+#elif defined(__aarch64__)
+  return bit_cast<I32>(vcvtnq_s32_f32(bit_cast<float32x4_t>(x)));
 #else
   I32 rounded;
   for (int i = 0; i < kLanes; ++i) rounded[i] = int32_t(__builtin_rintf(x[i]));

@@ -8,6 +8,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -77,8 +79,8 @@ EXPORT const char* tandem_built_tiers() { return TANDEM_BUILT_TIERS; }
 // The hash of the sources that this library was built from.
 EXPORT const char* tandem_sources() { return TANDEM_SOURCES; }
 
-// The highest tier that processor and operating system allow: 0 baseline, 1 avx2, 2 avx512, 3 avx512_bf16, 4 amx.
-// Asks the kernel for AMX tiles on the way.
+// The highest tier that processor and operating system allow, counted from 0: baseline, avx2, avx512, avx512_bf16, amx;
+// on arm64 baseline, neon_bf16. Asks the kernel for AMX tiles on the way.
 EXPORT int tandem_machine_tier() {
 #if defined(__x86_64__)
   const uint64_t states = saved_states();
@@ -86,6 +88,9 @@ EXPORT int tandem_machine_tier() {
   if (!has_avx512(states)) return 1;
   if (!has_avx512_bf16()) return 2;
   return may_use_amx(states) ? 4 : 3;
+#elif defined(__aarch64__) && defined(__linux__)
+  constexpr unsigned long kBf16 = 1ul << 14;
+  return getauxval(AT_HWCAP2) & kBf16 ? 1 : 0;
 #else
   return 0;
 #endif

@@ -48,7 +48,7 @@ struct Dot {
   static TANDEM_INLINE F32 load_words(const T* x) { return load(x); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(TANDEM_BF16_PAIRS)
 template <>
 struct Dot<Bf16> {
   using Word = int32_t;
@@ -56,10 +56,11 @@ struct Dot<Bf16> {
   static constexpr int kParts = 1;
   static constexpr int64_t kChunk = 8;
 
-  static TANDEM_INLINE F32 weight(const char* row, int, int) { return load(reinterpret_cast<const float*>(row)); }
+  static TANDEM_INLINE F32 weight(const char* row, int, int v) {
+    return load(reinterpret_cast<const float*>(row) + v * kLanes);
+  }
   static TANDEM_INLINE F32 add(F32 weight, Word x, F32 to) {
-    return bit_cast<F32>(_mm512_dpbf16_ps(bit_cast<__m512>(to), bit_cast<__m512bh>(weight),
-                                          bit_cast<__m512bh>(_mm512_set1_epi32(x))));
+    return add_bf16_pairs(to, bit_cast<U32>(weight), bit_cast<U32>(splat_int(x)));
   }
   static TANDEM_INLINE F32 load_words(const Bf16* x) { return load(reinterpret_cast<const float*>(x)); }
 };

@@ -17,7 +17,7 @@ namespace product {
 // Whether T is multiplied in pairs of bfloat16, else as float32.
 template <typename T>
 constexpr bool kInPairs = false;
-#if defined(__AVX512BF16__)
+#if defined(TANDEM_BF16_PAIRS)
 template <>
 constexpr bool kInPairs<Bf16> = true;
 #endif

@@ -19,6 +19,13 @@ TANDEM_INLINE bool is_quantized(const Product& p) { return p.form >= kInt8; }
 
 // Each form has: the inputs of a row; `value`, one input of each word as float32; and `pair`, two of them as words of
 // bfloat16, the first in the lower half (HasTables: registers are left for them). Both are to be multiplied by kUnit.
+// Values of these forms have at most eight bits of mantissa: the lower halves of float32 are zero.
+template <typename Form>
+TANDEM_INLINE F32 pair_of_values(I32 words, int pair) {
+  const F32 even = Form::value(words, 2 * pair), odd = Form::value(words, 2 * pair + 1);
+  return bit_cast<F32>(bit_cast<U32>(even) >> 16 | bit_cast<U32>(odd));
+}
+
 struct Int8 {
   static constexpr int kRowInputs = 4;
   static constexpr float kUnit = 0x1p-24f;  // a value stands in the upper byte of what is converted
@@ -26,14 +33,10 @@ struct Int8 {
   static TANDEM_INLINE F32 value(I32 words, int input) {
     return __builtin_convertvector((words << (24 - 8 * input)) & int32_t(0xff000000), F32);
   }
-#if defined(__AVX512BF16__)
-  // Eight bits of mantissa leave the lower halves of float32 zero.
   template <bool HasTables>
   static TANDEM_INLINE F32 pair(I32 words, int pair) {
-    if (!HasTables) {
-      const F32 even = value(words, 2 * pair), odd = value(words, 2 * pair + 1);
-      return bit_cast<F32>(bit_cast<U32>(even) >> 16 | bit_cast<U32>(odd));
-    }
+#if defined(__AVX512BF16__)
+    if (!HasTables) return pair_of_values<Int8>(words, pair);
     // The same in fewer instructions, by tables in registers.
     const __m512i middle = _mm512_broadcast_i32x4(
         pair ? _mm_setr_epi8(-1, -1, -1, 2, -1, -1, -1, 6, -1, -1, -1, 10, -1, -1, -1, 14)
@@ -45,8 +48,10 @@ struct Int8 {
         63, 31, 61, 29, 59, 27, 57, 25, 55, 23, 53, 21, 51, 19, 49, 17, 47, 15, 45, 13, 43, 11, 41, 9, 39, 7, 37, 5, 35,
         3, 33, 1);
     return bit_cast<F32>(_mm512_permutex2var_epi16(bit_cast<__m512i>(even), upper_halves, bit_cast<__m512i>(odd)));
-  }
+#else
+    return pair_of_values<Int8>(words, pair);
 #endif
+  }
 };
 
 struct Int4 {
@@ -62,17 +67,19 @@ struct Int4 {
     return __builtin_convertvector((words << (28 - shift)) >> 28, F32);
 #endif
   }
-#if defined(__AVX512BF16__)
   template <bool>
   static TANDEM_INLINE F32 pair(I32 words, int pair) {
+#if defined(__AVX512BF16__)
     // 0 … 7, -8 … -1, twice: the instruction looks at five bits.
     const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
         0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, int16_t(0xc100), int16_t(0xc0e0), int16_t(0xc0c0),
         int16_t(0xc0a0), int16_t(0xc080), int16_t(0xc040), int16_t(0xc000), int16_t(0xbf80)));
     const __m512i index = _mm512_srli_epi16(bit_cast<__m512i>(words), unsigned(4 * pair));
     return bit_cast<F32>(_mm512_permutexvar_epi16(index, table));
-  }
+#else
+    return pair_of_values<Int4>(words, pair);
 #endif
+  }
 };
 
 struct Fp8 {
@@ -84,9 +91,9 @@ struct Fp8 {
     // The product moves the exponent's bias from 7 to 127, of denormals too.
     return bit_cast<F32>(((top >> 4) & 0x07f00000) | (top & int32_t(0x80000000))) * 0x1p120f;
   }
-#if defined(__AVX512BF16__)
   template <bool>
   static TANDEM_INLINE F32 pair(I32 words, int pair) {
+#if defined(__AVX512BF16__)
     const __m512i both = bit_cast<__m512i>(words);
     const __m512i top = pair ? both : _mm512_slli_epi16(both, 8);  // what is left in the lower bytes does no harm
     const __m512i sign_and_rest = _mm512_and_si512(_mm512_srai_epi16(top, 4), _mm512_set1_epi16(int16_t(0x87f0)));
@@ -101,8 +108,10 @@ struct Fp8 {
       result = _mm512_mask_mov_epi16(result, is_denormal, _mm512_or_si512(sign, magnitude));
     }
     return bit_cast<F32>(result);
-  }
+#else
+    return pair_of_values<Fp8>(words, pair);
 #endif
+  }
 };
 
 }  // namespace product

@@ -65,6 +65,8 @@ TANDEM_INLINE Words fold_product(Words x) {
   return (Words)_mm256_mul_epu32((__m256i)x, (__m256i)(x >> 32));
 #elif defined(__x86_64__)
   return (Words)_mm_mul_epu32((__m128i)x, (__m128i)(x >> 32));
+#elif defined(__aarch64__)
+  return (Words)vmull_u32(vmovn_u64((uint64x2_t)x), vshrn_n_u64((uint64x2_t)x, 32));
 #else
   return (x & 0xffffffffu) * (x >> 32);
 #endif

@@ -11,6 +11,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "tier.h"
@@ -26,6 +28,10 @@ namespace {
 #endif
 
 constexpr int kLanes = TANDEM_LANES;
+
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define TANDEM_BF16_PAIRS  // add_bf16_pairs
+#endif
 
 typedef float F32 __attribute__((vector_size(TANDEM_LANES * 4)));
 typedef int32_t I32 __attribute__((vector_size(TANDEM_LANES * 4)));
@@ -90,6 +96,8 @@ TANDEM_INLINE F32 widen(U16 x) {
 TANDEM_INLINE U16 narrow(F32 x) {
 #if defined(__AVX512BF16__)
   return bit_cast<U16>(_mm512_cvtneps_pbh(bit_cast<__m512>(x)));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return bit_cast<U16>(vcvt_bf16_f32(bit_cast<float32x4_t>(x)));
 #else
   const U32 bits = bit_cast<U32>(x);
   const U32 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -105,6 +113,8 @@ TANDEM_INLINE F32 widen_half(U16 x) {
   return bit_cast<F32>(_mm512_cvtph_ps(bit_cast<__m256i>(x)));
 #elif defined(__F16C__)
   return bit_cast<F32>(_mm256_cvtph_ps(bit_cast<__m128i>(x)));
+#elif defined(__aarch64__)
+  return bit_cast<F32>(vcvt_f32_f16(bit_cast<float16x4_t>(x)));
 #else
   const U32 bits = __builtin_convertvector(x, U32);
   // The product moves the exponent's bias from 15 to 127, of denormals too.
@@ -120,6 +130,8 @@ TANDEM_INLINE U16 narrow_half(F32 x) {
   return bit_cast<U16>(_mm512_cvtps_ph(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined(__F16C__)
   return bit_cast<U16>(_mm256_cvtps_ph(bit_cast<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+  return bit_cast<U16>(vcvt_f16_f32(bit_cast<float32x4_t>(x)));
 #else
   const U32 bits = bit_cast<U32>(x), magnitude = bits & 0x7fffffff;
   const U32 normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
@@ -254,6 +266,17 @@ TANDEM_INLINE F32 fma(F32 a, F32 b, F32 c) {
   return a * b + c;
 #endif
 }
+
+#if defined(TANDEM_BF16_PAIRS)
+// sum + a * b of the two bfloat16 of each word.
+TANDEM_INLINE F32 add_bf16_pairs(F32 sum, U32 a, U32 b) {
+#if defined(__AVX512BF16__)
+  return bit_cast<F32>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(a), bit_cast<__m512bh>(b)));
+#else
+  return bit_cast<F32>(vbfdotq_f32(bit_cast<float32x4_t>(sum), bit_cast<bfloat16x8_t>(a), bit_cast<bfloat16x8_t>(b)));
+#endif
+}
+#endif
 
 // b where either is NaN.
 TANDEM_INLINE F32 max(F32 a, F32 b) { return a > b ? a : b; }
