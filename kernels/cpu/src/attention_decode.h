@@ -42,7 +42,7 @@ class Decode {
   const K** rows_;   // [kTokens] of K, KV head 0
   float* scales_;    // quantized: [kTokens + kLanes] of one KV head and side
   Words words_;
-  Fetch fetch_;      // of the next kTokens, while these are used
+  Fetch fetch_;      // of what stands kTokens further, while these are used
   float* weights_;   // [kTokens, 4], of a set [kTokens + 16, 16]
   uint32_t* pairs_;  // of a set [kTokens / 16 + 1, kPairRows, 16 tokens]: see tile_values_of_heads
   float* products_;  // of a set [D / 32, 16, 16]
@@ -57,7 +57,7 @@ class Decode {
     rows_ = carver.take<const K*>(kTokens);
     scales_ = carver.take<float>(kHasScales<K> ? kTokens + kLanes : 0);
     words_.carve(carver, kInteger ? a_.num_heads : 0, width_, kTokens);
-    fetch_.carve(carver, Fetch::most_pieces(a_, kTokens));
+    fetch_.carve(carver);
     weights_ = carver.take<float>((kTokens + 16) * 16);
     pairs_ = carver.take<uint32_t>(has_sets() ? (kTokens / 16 + 1) * kPairRows * 16 : 0);
     products_ = carver.take<float>(has_sets() ? dims_ / 32 * 256 : 0);
@@ -76,7 +76,8 @@ class Decode {
         width_(width_of(a)),
         group_(a.num_heads / a.num_kv_heads),
         partials_(partials),
-        pending_(pending) {}
+        pending_(pending),
+        fetch_(a, sizeof(K), kHasScales<K>) {}
 
   // Floats of one partial result.
   static int64_t partial_size(const AttendArgs& a) { return a.num_heads * (width_of(a) + kStats); }
@@ -85,27 +86,22 @@ class Decode {
   void run(const Unit& unit, const Unit* then, Arena& arena) {
     unit_ = &unit;
     carve(arena.reserve(carve(nullptr) - static_cast<char*>(nullptr)));
-    int64_t count = count_from(unit, unit.begin);
-    if (&unit != fetched_) {
-      fetch_.plan<K>(a_, unit, unit.begin, count);
-      fetch_.rest();
-    }
+    if (&unit != fetched_) fetch_.start(unit, count_from(unit, unit.begin));
+    fetch_.follow(then);
     if (has_sets()) memset(queries_, 0, a_.num_kv_heads * dims_ / 2 * 16 * sizeof(float));
     for (int64_t head = first_head(); head < end_head(); ++head) start_head(head);
     if (a_.sinks != nullptr && unit.part == 0)
       for (int64_t head = first_head(); head < end_head(); ++head) start_sink(head);
-    for (int64_t first = unit.begin; first < unit.end;) {
+    for (int64_t first = unit.begin, count = 0; first < unit.end; first += count) {
+      count = count_from(unit, first);
       key_rows(a_, unit.seq, first, count, rows_);
-      const int64_t next = first + count, next_count = next < unit.end ? count_from(unit, next) : 0;
-      if (next_count) fetch_.plan<K>(a_, unit, next, next_count);
-      else if (then != nullptr) fetch_.plan<K>(a_, *then, then->begin, count_from(*then, then->begin));
+      fetch_.owe(unit, count);
       if (has_sets())
         for (int64_t kv_head = unit.kv_head; kv_head < unit.kv_head_end; kv_head += set_size())
           update_set(kv_head, least(kv_head + set_size(), unit.kv_head_end), first, count);
       else
         for (int64_t kv_head = unit.kv_head; kv_head < unit.kv_head_end; ++kv_head) update_group(kv_head, first, count);
       fetch_.rest();
-      first = next, count = next_count;
     }
     fetched_ = then;
     if (unit.num_parts == 1)
