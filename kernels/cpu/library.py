@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,9 @@ def take_threads() -> None:
     """
     torch.get_num_threads()  # it sets its threads at the first call on a thread, and must not later
     _open()[0].tandem_take_threads()
+    # The MKL in torch has a number of threads of its own, which a step's cosines, sines and exponentials would wake.
+    with suppress(OSError, AttributeError):  # a torch without it
+        ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).MKL_Set_Num_Threads_Local(1)
 
 
 def openmp_runtimes() -> tuple[str, ...]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -51,6 +55,26 @@ def test_threads_are_those_that_torch_set():
             assert library.max_threads() == count
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.native
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_torch_computes_alone_on_a_thread_that_kernels_took():
+    before = torch.get_num_threads()
+
+    def threads_begun() -> int:
+        torch.set_num_threads(4)
+        library.take_threads()
+        others = set(os.listdir("/proc/self/task"))
+        values = torch.ones(64, 512)
+        values.cos(), values.sin(), values.exp(), values @ values.T  # what MKL shares out by a setting of its own
+        return len(set(os.listdir("/proc/self/task")) - others)
+
+    with ThreadPoolExecutor(1) as executor:
+        try:
+            assert executor.submit(threads_begun).result() == 0
+        finally:
+            torch.set_num_threads(before)
 
 
 def test_no_library_is_an_obstacle_that_says_how_to_build_it(elsewhere):
