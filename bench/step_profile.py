@@ -88,12 +88,15 @@ def profile(
 def measure(folder: Path, form: QuantForm | None, tier: str | None) -> dict[str, Any]:
     """Of the model in `folder`. Exits if it has no native step."""
     device = torch.device("cpu")
+    threads, read_gb_s = torch.get_num_threads(), measure_read_gb_s(device, _READ_BYTES)
     kernels = select_kernels(AUTO, device, torch.bfloat16, tier)
     model = load_model(folder, "bfloat16", device, kernels, form)
     step = model.decoder.compiled
     if not isinstance(step, NativeStep):
         sys.exit(f"the kernels {kernels.name} have no native step here")
     step.clock = PhaseClock()
+    if kernels.take_thread is not None:
+        kernels.take_thread()  # as the engine's thread does: torch's own threads would disturb every step
     num_tokens = max(seqs * (context + query + _BLOCK_SIZE) for _, seqs, context, query in (*STEPS, *PROMPTS))
     timer = StepTimer(model, _BLOCK_SIZE, num_tokens, kernels)
     assert isinstance(model.config, ModelConfig)  # a native step is of a decoder of ours
@@ -101,8 +104,8 @@ def measure(folder: Path, form: QuantForm | None, tier: str | None) -> dict[str,
     timer.close()
     return {
         "tier": tier or cpu_tier(),
-        "threads": torch.get_num_threads(),
-        "read_gb_s": measure_read_gb_s(device, _READ_BYTES),
+        "threads": threads,
+        "read_gb_s": read_gb_s,
         "profiles": profiles,
     }
 
