@@ -1,4 +1,4 @@
-"""Attention written out in float64, one query at a time: what every back-end is compared with."""
+"""Attention written out in float64, one seq at a time: what every back-end is compared with."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def empty_pool(num_blocks, num_layers, num_kv_heads, block_size, head_dim, dtype
     width = block_size * (head_dim * element_bytes + (SCALE_BYTES if dtype in QUANTIZED else 0))
     pool = torch.full((num_blocks, num_layers, 2, num_kv_heads, width), 0xFF, dtype=torch.uint8).view(dtype)
     return pool[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim))
+
+
+def indexable(rows: torch.Tensor) -> torch.Tensor:
+    """A view of the same bytes: torch does not index by tensors what is quantized."""
+    return rows.view(torch.uint8) if rows.dtype in QUANTIZED else rows
 
 
 class Case:
@@ -89,18 +94,19 @@ class Case:
 
     def _store(self, side, table, rows, kv_dtype):
         """Rows `[K, Hkv, D]` of one seq into its blocks."""
-        size = self.kv_layer.shape[3]
         values, scales = (rows, None) if kv_dtype is None else quantize_rows(rows, kv_dtype)
-        for p in range(len(rows)):
-            self.kv_layer[table[p // size], side, :, p % size] = values[p]
-            if scales is not None:
-                kv_scales(self.kv_layer)[table[p // size], side, :, p % size] = scales[p]
+        positions = torch.arange(len(rows))
+        size = self.kv_layer.shape[3]
+        blocks, slots = torch.tensor(table)[positions // size], positions % size
+        indexable(self.kv_layer)[blocks, side, :, slots] = indexable(values)
+        if scales is not None:
+            kv_scales(self.kv_layer)[blocks, side, :, slots] = scales
 
     def _stored(self, side, table, seq_len):
         """What the pool holds of one seq, `[K, Hkv, D]` float64."""
-        blocks = self.kv_layer[:, side].double()[table]
+        blocks = indexable(self.kv_layer)[table, side].view(self.kv_layer.dtype).double()
         if self.kv_layer.dtype in QUANTIZED:
-            blocks *= kv_scales(self.kv_layer)[:, side].double()[table][..., None]
+            blocks *= kv_scales(self.kv_layer)[table, side].double()[..., None]
         return blocks.transpose(1, 2).flatten(0, 1)[:seq_len]
 
     def _each(self):
@@ -125,20 +131,21 @@ class Case:
     def oracle(self, window=None, soft_cap=None, *, sunk=False):
         """Softmax of each query over the keys that it sees, and its head's sink, in float64."""
         group = self.q.shape[1] // self.keys[0].shape[1]
-        rows = iter(self.q.double().cpu())
+        queries = self.q.double().cpu().split([query_len for query_len, _ in self.lens])
         out = []
-        for (query_len, seq_len), keys, values in zip(self.lens, self.keys, self.values, strict=True):
+        for q, (query_len, seq_len), keys, values in zip(queries, self.lens, self.keys, self.values, strict=True):
             wide = [side.repeat_interleave(group, 1) for side in (keys, values)]
-            for position in range(seq_len - query_len, seq_len):
-                seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
-                scores = torch.einsum("hd,khd->hk", next(rows), wide[0][seen]) / math.sqrt(self.q.shape[-1])
-                if soft_cap is not None:
-                    scores = soft_cap * torch.tanh(scores / soft_cap)
-                if sunk:
-                    scores = torch.cat((scores, self.sinks().double()[:, None]), dim=1)
-                weights = scores.softmax(-1)[:, : len(wide[1][seen])]
-                out.append(torch.einsum("hk,khd->hd", weights, wide[1][seen]))
-        return torch.stack(out)
+            scores = torch.einsum("qhd,khd->hqk", q, wide[0]) / math.sqrt(q.shape[-1])
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            distance = torch.arange(seq_len - query_len, seq_len)[:, None] - torch.arange(seq_len)  # [Q, K]
+            seen = (distance >= 0) & (distance < (window or seq_len))
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if sunk:
+                sinks = self.sinks().double()[:, None, None].expand(-1, query_len, 1)
+                scores = torch.cat((scores, sinks), dim=-1)
+            out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :seq_len], wide[1]))
+        return torch.cat(out)
 
     def check(self, backend, window=None, soft_cap=None, *, sunk=False):
         """`backend` is within its dtype's bound of the oracle."""
