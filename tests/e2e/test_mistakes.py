@@ -6,7 +6,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from bench.cluster import run_command
 from cli.main import main
 from tandem.checkpoint import resolve_model
+from tests.finished_command import finished
 from tests.mistake import Mistake
 from tests.mistakes import ANY, MISTAKES, PAGE, busy_address, page
 from tests.pki import LOOPBACK, OTHER_TOKEN, TOKEN, Pki
@@ -60,7 +60,11 @@ def test_the_message_says_what_is_wrong_and_what_to_do(
     argv = [part.format_map({**places, "model": model}) for part in mistake.argv]
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
 
-    code, told = _run_apart(argv) if mistake.own_process else _run_here(argv, capsys)
+    if mistake.own_process:
+        done = finished(*argv)
+        code, told = done.returncode, done.stderr
+    else:
+        code, told = _run_here(argv, capsys)
 
     wanted = mistake.message if mistake.message.startswith("tandem ") else f"tandem: {mistake.message}"
     assert re.fullmatch(re.escape(wanted).replace(re.escape(ANY), ".*"), told.splitlines()[-1]), told
@@ -75,12 +79,6 @@ def _run_here(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
     except SystemExit as ended:
         code = int(ended.code or 0)
     return code, capsys.readouterr().err
-
-
-def _run_apart(argv: list[str]) -> tuple[int, str]:
-    command = [sys.executable, "-m", "cli.main", *argv]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return done.returncode, done.stderr
 
 
 def test_there_are_thirty_at_least_and_none_twice() -> None:

@@ -14,6 +14,7 @@ from google.protobuf import json_format
 from bench.cluster import Cluster
 from tandem.client import Client
 from tandem.v1 import inference_pb2
+from tests.finished_command import finished
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
@@ -42,13 +43,7 @@ def test_a_command_line_example_works(command: str, demo_cluster: Cluster, clien
     words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', command)]
     target = [] if command == "doctor" else ["--target", demo_cluster.target]
 
-    done = subprocess.run(
-        [sys.executable, "-m", "cli.main", *words, *target],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = finished(*words, *target)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import ssl
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from kvtransfer.handshake import Hello
 from tandem.client import Client
 from tandem.errors import Unauthenticated
 from tandem.types import Incarnation, Role
+from tests.finished_command import finished
 from tests.listening import listening_ports
 from tests.pki import LOOPBACK, OTHER_TOKEN, TOKEN, Identity, Pki, replace_file
 
@@ -68,13 +66,6 @@ def command_line(pki: Pki, cluster: Cluster) -> list[str]:
     """The options of a command that is let in, but for the token."""
     identity = pki.issue("a-client")
     return ["--target", cluster.target, "--tls-ca", pki.ca, "--tls-cert", identity.cert, "--tls-key", identity.key]
-
-
-def tandem(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cli.main", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=os.environ | environment, check=False
-    )
 
 
 def test_the_same_tokens_come_as_without_any_of_it(secure_client: Client, client: Client) -> None:
@@ -156,7 +147,7 @@ def answers_in_clear(port: int) -> bool:
 
 
 def test_generate_takes_the_options(command_line: list[str], tokens: str) -> None:
-    answer = tandem("generate", PROMPT, "--max-tokens", "5", *command_line, "--token-file", tokens)
+    answer = finished("generate", PROMPT, "--max-tokens", "5", *command_line, "--token-file", tokens)
 
     assert answer.returncode == 0
     assert answer.stdout.strip()
@@ -178,7 +169,7 @@ def test_generate_takes_the_options(command_line: list[str], tokens: str) -> Non
 def test_whoever_lacks_something_is_told_in_one_line(
     command_line: list[str], tmp_path: Path, without: Callable[[list[str], Pki], list[str]], said: str
 ) -> None:
-    refused = tandem("generate", PROMPT, *without(command_line, Pki(tmp_path)))
+    refused = finished("generate", PROMPT, *without(command_line, Pki(tmp_path)))
 
     assert refused.returncode == 1
     assert said in refused.stderr
@@ -191,9 +182,9 @@ def test_health_needs_a_certificate_but_no_token_and_reads_the_environment(clust
     identity = pki.issue("a-probe")
     environment = {"TANDEM_TLS_CA": pki.ca, "TANDEM_TLS_CERT": identity.cert, "TANDEM_TLS_KEY": identity.key}
 
-    serving = tandem("health", "--target", cluster.target, **environment)
-    unknown = tandem("health", "--target", cluster.target, "--service", "nobody", **environment)
-    refused = tandem("health", "--target", cluster.target)
+    serving = finished("health", "--target", cluster.target, **environment)
+    unknown = finished("health", "--target", cluster.target, "--service", "nobody", **environment)
+    refused = finished("health", "--target", cluster.target)
 
     assert (serving.returncode, serving.stdout) == (0, "SERVING\n")
     assert (unknown.returncode, unknown.stdout) == (1, "NOT_SERVING\n")
@@ -251,7 +242,7 @@ def test_tokens_are_rotated_under_a_running_cluster(cluster: Cluster, pki: Pki, 
 
 @pytest.mark.parametrize("command", ["serve", "router", "decode", "prefill"])
 def test_no_process_listens_beyond_loopback_unprotected(command: str) -> None:
-    refused = tandem(command, "--model", "demo", "--listen", "0.0.0.0:0")
+    refused = finished(command, "--model", "demo", "--listen", "0.0.0.0:0")
 
     assert refused.returncode == 2
     assert "--listen: other machines can reach 0.0.0.0:0" in refused.stderr
@@ -259,7 +250,7 @@ def test_no_process_listens_beyond_loopback_unprotected(command: str) -> None:
 
 
 def test_a_worker_takes_its_token_to_no_router_elsewhere_in_clear(tokens: str) -> None:
-    refused = tandem("decode", "--router", "192.0.2.1:50051", "--token-file", tokens)
+    refused = finished("decode", "--router", "192.0.2.1:50051", "--token-file", tokens)
 
     assert refused.returncode == 2
     assert refused.stderr.startswith("tandem: --router: the token of --token-file would cross the network")
@@ -268,12 +259,12 @@ def test_a_worker_takes_its_token_to_no_router_elsewhere_in_clear(tokens: str) -
 def test_insecure_is_taken_at_its_word() -> None:
     with run_command("router", "--model", "demo", "--listen", "0.0.0.0:0", "--insecure") as router:
         port = router.target.rpartition(":")[2]
-        assert tandem("health", "--target", f"{LOOPBACK}:{port}").stdout == "NOT_SERVING\n"
+        assert finished("health", "--target", f"{LOOPBACK}:{port}").stdout == "NOT_SERVING\n"
 
 
 def test_a_worker_whose_certificate_cannot_be_read_ends_with_code_2(pki: Pki) -> None:
     shown = pki.issue()
-    refused = tandem("decode", "--tls-cert", shown.cert, "--tls-key", "/no/key.pem", "--tls-ca", pki.ca)
+    refused = finished("decode", "--tls-cert", shown.cert, "--tls-key", "/no/key.pem", "--tls-ca", pki.ca)
 
     assert refused.returncode == 2
     assert refused.stderr.startswith("tandem: --tls-key: cannot read /no/key.pem")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from tandem.admin import port
 from tandem.rpc import bounds
 from tandem.security.tls import HANDSHAKE_TIMEOUT_S, ServerTls
 from tandem.security.tokens import MIN_TOKEN_CHARS
+from tests.finished_command import finished
 from tests.programs import program
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
@@ -55,8 +55,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
 
 def call(cluster: Cluster, folder: Path) -> subprocess.CompletedProcess[str]:
     words = [word.replace("127.0.0.1:50051", cluster.target) for word in arguments("call", folder)]
-    command = [sys.executable, "-m", "cli.main", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return finished(*words)
 
 
 def test_the_page_serves_and_calls(cluster: Cluster, folder: Path) -> None:

@@ -15,8 +15,7 @@ from bench.cluster import eventually, run_command
 from tandem.checkpoint import resolve_model
 from tandem.client import Client
 from tandem.errors import Unavailable
-
-pytestmark = pytest.mark.usefixtures("real_commands")
+from tests.finished_command import finished
 
 LOADS_FOR_EVER = """
 import sys, threading
@@ -30,13 +29,6 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "cli.main", *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A copy of the demo checkpoint, to be broken."""
@@ -44,7 +36,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    done = run("serve", "--model", str(tmp_path / "nowhere"))
+    done = finished("serve", "--model", str(tmp_path / "nowhere"))
 
     assert done.returncode == 2
     assert "nowhere" in done.stderr
@@ -54,7 +46,7 @@ def test_a_corrupt_weights_file_is_named(checkpoint: Path) -> None:
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
 
-    done = run("decode", "--model", str(checkpoint), "--router", "127.0.0.1:1")
+    done = finished("decode", "--model", str(checkpoint), "--router", "127.0.0.1:1")
 
     assert done.returncode == 2
     assert "model.safetensors" in done.stderr
@@ -64,7 +56,7 @@ def test_a_corrupt_weights_file_is_named(checkpoint: Path) -> None:
 def test_a_worker_that_cannot_start_ends_serve(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(b"no tensors here")
 
-    done = run("serve", "--model", str(checkpoint), "--listen", "127.0.0.1:0")
+    done = finished("serve", "--model", str(checkpoint), "--listen", "127.0.0.1:0")
 
     assert done.returncode == 2
     assert "model.safetensors" in done.stderr
@@ -75,7 +67,7 @@ def test_an_unknown_architecture_is_named(checkpoint: Path) -> None:
     config["model_type"], config["architectures"] = "mamba", ["MambaForCausalLM"]
     (checkpoint / "config.json").write_text(json.dumps(config))
 
-    done = run("prefill", "--model", str(checkpoint), "--router", "127.0.0.1:1")
+    done = finished("prefill", "--model", str(checkpoint), "--router", "127.0.0.1:1")
 
     assert done.returncode == 2
     assert "mamba" in done.stderr.lower()
@@ -87,7 +79,7 @@ def test_a_port_in_use_is_named() -> None:
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
 
-        done = run("router", "--listen", address)
+        done = finished("router", "--listen", address)
 
     assert done.returncode == 2
     assert address in done.stderr
@@ -106,7 +98,7 @@ def test_a_port_in_use_is_named() -> None:
     ],
 )
 def test_a_bad_option_is_named(arguments: tuple[str, ...], named: str) -> None:
-    done = run(*arguments)
+    done = finished(*arguments)
 
     assert done.returncode == 2
     assert named in done.stderr
@@ -115,7 +107,7 @@ def test_a_bad_option_is_named(arguments: tuple[str, ...], named: str) -> None:
 def test_workers_whose_block_layouts_differ_are_no_pair() -> None:
     """A router that only has an unequal pair says why it cannot serve."""
     with (
-        run_command("router", "--model", "demo", "--listen", "127.0.0.1:0") as router,
+        run_command("router", "--model", "demo", "--listen", "127.0.0.1:0", "--patience-seconds", "0") as router,
         run_command("prefill", "--router", router.target, "--block-size", "16"),
         run_command("decode", "--router", router.target, "--block-size", "32"),
         Client(router.target) as unequal,
