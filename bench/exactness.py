@@ -53,6 +53,7 @@ class Workload:
 
     prompts: tuple[tuple[int, ...], ...]
     expected: tuple[list[int], ...]
+    max_tokens: int
 
 
 def border_lengths(longest: int) -> list[int]:
@@ -63,14 +64,16 @@ def border_lengths(longest: int) -> list[int]:
     return sorted(length for length in lengths if 1 <= length <= longest)
 
 
-def make_workload(folder: Path, reference: Reference, longest: int, seed: int) -> Workload:
+def make_workload(
+    folder: Path, reference: Reference, longest: int, seed: int, max_tokens: int = MAX_TOKENS
+) -> Workload:
     """Random prompts of every border length that the model's context admits."""
     config = read_checkpoint(str(folder))
     rng = random.Random(seed)
-    lengths = border_lengths(min(longest, config.context_tokens - MAX_TOKENS))
+    lengths = border_lengths(min(longest, config.context_tokens - max_tokens))
     rng.shuffle(lengths)  # so that each batch mixes long and short
     prompts = tuple(tuple(rng.randrange(config.vocab_size) for _ in range(length)) for length in lengths)
-    return Workload(prompts, tuple(reference.generate(prompt, MAX_TOKENS) for prompt in prompts))
+    return Workload(prompts, tuple(reference.generate(prompt, max_tokens) for prompt in prompts), max_tokens)
 
 
 def check_system(name: str, folder: Path, settings: Settings, work: Workload) -> list[tuple[int, int]]:
@@ -78,7 +81,7 @@ def check_system(name: str, folder: Path, settings: Settings, work: Workload) ->
     completions: list[list[int]] = []
     with SYSTEMS[name](folder, settings) as system:
         for start in range(0, len(work.prompts), TOGETHER):
-            completions += system.generate(work.prompts[start : start + TOGETHER], MAX_TOKENS)
+            completions += system.generate(work.prompts[start : start + TOGETHER], work.max_tokens)
     differing = []
     for number, (ours, theirs) in enumerate(zip(completions, work.expected, strict=True)):
         if ours != theirs:

@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import pytest
@@ -45,16 +46,23 @@ def assert_same(found: Sequence[Choice], right: Sequence[Choice]) -> None:
     assert [each.score for each in found] == pytest.approx([each.score for each in right], rel=1e-5)
 
 
-@pytest.fixture(scope="module")
+@cache
 def model() -> Any:
     return load_transformers(resolve_model(DEMO), torch.float32)
 
 
-def expected(model: Any, request: dict[str, Any]) -> list[tuple[tuple[int, ...], float]]:
+def expected(request: dict[str, Any]) -> list[tuple[tuple[int, ...], float]]:
     """Completions, up to the token that ends them, and scores."""
+    return found_by_transformers(tuple(sorted(request.items())))
+
+
+@cache
+def found_by_transformers(options: tuple[tuple[str, Any], ...]) -> list[tuple[tuple[int, ...], float]]:
+    """Once for all ways of serving."""
+    request = dict(options)
     prompt, ends = request["token_ids"], [EOS, *request.get("stop_token_ids", ())]
     early_stopping = {"heuristic": False, "always": True, "never": "never"}[request.get("early_stopping", "heuristic")]
-    out = model.generate(
+    out = model().generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         num_beams=request["beam_width"],
@@ -100,14 +108,12 @@ def client(cluster: Cluster) -> Iterator[Client]:
 
 @pytest.mark.parametrize("beam_width", [2, 3, 4, 8])
 @pytest.mark.parametrize("num_prompt_tokens", [1, BLOCK_SIZE, 75])
-def test_what_is_served_is_what_transformers_finds(
-    client: Client, model: Any, beam_width: int, num_prompt_tokens: int
-) -> None:
+def test_what_is_served_is_what_transformers_finds(client: Client, beam_width: int, num_prompt_tokens: int) -> None:
     request = options(num_prompt_tokens, 40, beam_width)
 
     completion = client.complete(**request)
 
-    assert_found(completion.choices, expected(model, request))
+    assert_found(completion.choices, expected(request))
     assert completion.usage.completion_tokens == sum(len(choice.token_ids) for choice in completion.choices)
 
 
@@ -123,10 +129,10 @@ def test_what_is_served_is_what_transformers_finds(
         {"n": 2},
     ],
 )
-def test_every_parameter_means_what_it_means_there(client: Client, model: Any, more: dict[str, Any]) -> None:
+def test_every_parameter_means_what_it_means_there(client: Client, more: dict[str, Any]) -> None:
     request = options(33, 24, 4) | more
 
-    assert_found(client.complete(**request).choices, expected(model, request))
+    assert_found(client.complete(**request).choices, expected(request))
 
 
 def test_a_stream_brings_each_choice_with_its_score_at_its_end(client: Client) -> None:
@@ -173,7 +179,7 @@ def test_a_client_that_leaves_frees_every_beam(client: Client) -> None:
     assert becomes_idle(client, 5), client.status()
 
 
-def test_a_pool_too_small_for_all_searches_changes_nothing(model: Any) -> None:
+def test_a_pool_too_small_for_all_searches_changes_nothing() -> None:
     requests = [options(60 + i, 60, 5) for i in range(5)]
     with serve("demo", "--kv-blocks", "48", "--block-size", "16") as small, Client(small.target) as client:
         client.wait_ready(timeout_s=30)
@@ -184,7 +190,7 @@ def test_a_pool_too_small_for_all_searches_changes_nothing(model: Any) -> None:
             completions = [future.result(timeout=120) for future in futures]
 
         for request, completion in zip(requests, completions, strict=True):
-            assert_found(completion.choices, expected(model, request))
+            assert_found(completion.choices, expected(request))
         assert sum(worker.load.preemptions for worker in client.status().workers) > 0
         assert becomes_idle(client, 10), client.status()
         with pytest.raises(InvalidRequest, match=r"sampling\.beam_width: "):
@@ -197,8 +203,8 @@ def test_a_worker_killed_in_the_middle_changes_nothing(role: Role) -> None:
     with serve("demo", "--prefill", "2", "--decode", "2") as cluster, Client(cluster.target) as client:
         client.wait_ready(timeout_s=30)
         assert eventually(lambda: len(client.status().workers) == 4, 30)
-        right = [client.complete(**each).choices for each in requests]
         with ThreadPoolExecutor(len(requests)) as callers:
+            right = [each.choices for each in callers.map(lambda each: client.complete(**each), requests)]
             futures = [callers.submit(client.complete, timeout_s=60, **each) for each in requests]
             assert eventually(lambda: any(w.load.running_seqs >= 4 for w in client.status().workers), 20)
             workers = [each for each in client.status().workers if each.info.role is role]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 import pytest
@@ -56,8 +57,9 @@ Tokens: TypeAlias = dict[int, list[int]]
 
 
 def expected(client: Client) -> list[Tokens]:
-    answers = (client.complete(**options_of(each)) for each in range(NUM_STREAMS))
-    return [{each.index: list(each.token_ids) for each in answer.choices} for answer in answers]
+    with ThreadPoolExecutor(NUM_STREAMS) as callers:
+        answers = callers.map(lambda each: client.complete(**options_of(each)), range(NUM_STREAMS))
+        return [{each.index: list(each.token_ids) for each in answer.choices} for answer in answers]
 
 
 async def streams_during(target: str, disturb: Callable[[], None]) -> list[Tokens]:

@@ -79,8 +79,9 @@ def test_an_elastic_worker_killed_in_the_middle_changes_no_token() -> None:
         client.wait_ready(timeout_s=READY_S)
         assert eventually(lambda: len(client.status().workers) == 2, READY_S)
         options = {"n": 2, "ignore_eos": True, "temperature": 0.8, "timeout_s": 90}
-        expected = [[c.token_ids for c in client.complete(**options, **each).choices] for each in requests]
         with ThreadPoolExecutor(len(requests)) as callers:
+            calm = callers.map(lambda each: client.complete(**options, **each), requests)
+            expected = [[choice.token_ids for choice in each.choices] for each in calm]
             futures = [callers.submit(client.complete, **options, **each) for each in requests]
             assert eventually(lambda: sum(w.load.running_seqs for w in client.status().workers) > 4, 20)
             busiest = max(client.status().workers, key=lambda worker: worker.load.pool.live)
