@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.cluster import serve
-from bench.exactness import MAX_TOKENS, Workload, make_workload
+from bench.exactness import Workload, make_workload
 from bench.exactness_reference import Reference
 from bench.exactness_served import ServedSystem
 from bench.tiny_models import TINY_MODELS, save_tiny_model
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def work(folder: Path) -> Workload:
-    return make_workload(folder, Reference(folder), longest=500, seed=5)
+    return make_workload(folder, Reference(folder), longest=500, seed=5, max_tokens=8)
 
 
 @pytest.mark.timeout(180)
@@ -52,5 +52,5 @@ def test_tokens_are_those_of_transformers(
         system = ServedSystem(cluster.target)
         for first in range(0, len(work.prompts), 8):
             some = slice(first, first + 8)
-            assert system.generate(work.prompts[some], MAX_TOKENS) == list(work.expected[some])
+            assert system.generate(work.prompts[some], work.max_tokens) == list(work.expected[some])
     assert any(f"kv goes over {transport}" in line for line in cluster.log)

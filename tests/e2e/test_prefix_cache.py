@@ -108,8 +108,9 @@ def test_crowds_that_evict_each_other_give_the_tokens_that_each_gives_alone(clie
 def test_with_a_worker_killed_in_the_middle_nothing_changes(client: Client, role: Role) -> None:
     prompts = [prompt_of(40, 500) + prompt_of(number, 20) for number in range(6)]
     long = DRAWN | {"max_tokens": 60}
-    expected = [tokens_of(client.complete(token_ids=each, cache_salt="calm", **long)) for each in prompts]
     with ThreadPoolExecutor(len(prompts)) as callers:
+        calm: Any = callers.map(lambda each: client.complete(token_ids=each, cache_salt="calm", **long), prompts)
+        expected = [tokens_of(each) for each in calm]
         for _ in range(2):
             running = [callers.submit(client.complete, token_ids=each, cache_salt=role, **long) for each in prompts]
             if not running[0].done():
