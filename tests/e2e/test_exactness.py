@@ -36,7 +36,8 @@ MODELS = {tiny.name: tiny for tiny in (*TINY_TRANSFORMERS, *TINY_MODELS)}  # of 
 )
 def test_served_tokens_are_those_of_transformers(model: str, ways: list[tuple[str, int, int]], tmp_path: Path) -> None:
     folder = save_tiny_model(MODELS[model], tmp_path / model)
-    work = make_workload(folder, Reference(folder), longest=3000, seed=3, max_tokens=MAX_TOKENS)
+    longest = 600 if model == "gpt-oss" else 3000  # transformers takes 16 s for its experts, one by one
+    work = make_workload(folder, Reference(folder), longest, seed=3, max_tokens=MAX_TOKENS)
 
     for way, block_size, chunk_tokens in ways:
         differing = check_system(way, folder, Settings(block_size, chunk_tokens), work)
