@@ -251,9 +251,8 @@ class Handoffs(RuleBasedStateMachine):
 
     def push(self, which: int, skip: int, count: int, *, cancel: bool) -> None:
         deal = self.pick(which, lambda deal: deal.handoff and not deal.committing and not deal.whole)
-        if deal is None or not self.source.mine:
+        if deal is None or deal.handoff is None or not self.source.mine:
             return
-        assert deal.handoff is not None
         task = self.begin(self.pushed(deal, deal.handoff, skip, count, which))
         if cancel and not task.done():
             deal.given_up = True
@@ -281,8 +280,7 @@ class Handoffs(RuleBasedStateMachine):
 
     def commit(self, which: int) -> None:
         deal = self.pick(which, lambda deal: deal.handoff and not deal.committing and not deal.pushing)
-        if deal is not None:
-            assert deal.handoff is not None
+        if deal is not None and deal.handoff is not None:
             self.begin(self.committed(deal, deal.handoff, which))
 
     async def committed(self, deal: Deal, handoff: Handoff, which: int) -> None:
