@@ -166,7 +166,11 @@ class _SendingLane(HostSendingLane):
             self._work.close()
 
     async def closed(self) -> None:
-        await self._agent.ended()
+        try:
+            await self._agent.ended()
+        finally:
+            if self._work is not None:
+                await self._work.closed()
 
 
 class _ReceivingLane(HostReceivingLane):
@@ -223,7 +227,11 @@ class _ReceivingLane(HostReceivingLane):
             self._work.close()
 
     async def closed(self) -> None:
-        await self._agent.ended()
+        try:
+            await self._agent.ended()
+        finally:
+            if self._work is not None:
+                await self._work.closed()
 
 
 def _has_blocks(pool: LocalPool) -> bool:

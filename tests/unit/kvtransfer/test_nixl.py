@@ -7,7 +7,8 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
 from kvtransfer.transport import ListenOptions
-from kvtransfer.transports import nixl
+from kvtransfer.transports import device, nixl
+from kvtransfer.transports.device import DeviceWork
 from tandem.errors import ConfigError, PeerLost, TransferError
 from tandem.types import BlockId
 from tests.manual_clock import ManualClock
@@ -265,10 +267,24 @@ async def test_a_handshake_that_fails_leaves_no_agent(paired: Any, recorder: Any
     assert kv_threads() == 0
 
 
-@needs_nixl
-async def test_pools_on_a_device_are_written_and_verified_there_past_their_rows(
-    make_pool: Any, prints: Any, recorder: Any, quick: Timing
-) -> None:
+@dataclass(frozen=True, slots=True)
+class DevicePair:
+    """Both ends of links between pools on a device."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+    rows: torch.Tensor
+    """Those of host memory, which no block may pass through."""
+    sender: KvSender
+    receiver: KvReceiver
+
+    async def open(self, listener: Any) -> Any:
+        offer = self.receiver.offer(tuple(BlockRef(BlockId(i), 1) for i in TARGETS), listener, 30.0)
+        return await self.sender.open(offer.ticket, offer.endpoint, 5.0)
+
+
+@pytest.fixture
+async def device_pair(make_pool: Callable[..., Any], prints: Any, quick: Timing) -> AsyncIterator[DevicePair]:
     """The device is host memory here; NIXL is told of it by the tensor."""
     source, target, rows = make_pool(), make_pool(), torch.zeros(16, prints.layout.block_bytes, dtype=torch.uint8)
     memories = [
@@ -280,16 +296,50 @@ async def test_pools_on_a_device_are_written_and_verified_there_past_their_rows(
     sender = KvSender(memories[0], prints, clock, "nixl", timing=quick)
     await receiver.start()
     try:
-        offer = receiver.offer(tuple(BlockRef(BlockId(i), 1) for i in TARGETS), recorder, 30.0)
-        handoff = await sender.open(offer.ticket, offer.endpoint, 5.0)
-        assert handoff._lane.verify == (MIX64,)
-        await handoff.push(0, SOURCES)
-        await handoff.commit(b"")
-        assert torch.equal(source.blocks[list(SOURCES)], target.blocks[list(TARGETS)])
-        assert not rows.any()
+        yield DevicePair(source.blocks, target.blocks, rows, sender, receiver)
     finally:
         await sender.stop()
         await receiver.stop()
+
+
+@needs_nixl
+async def test_pools_on_a_device_are_written_and_verified_there_past_their_rows(
+    device_pair: DevicePair, recorder: Any
+) -> None:
+    handoff = await device_pair.open(recorder)
+    assert handoff._lane.verify == (MIX64,)
+    await handoff.push(0, SOURCES)
+    await handoff.commit(b"")
+    assert torch.equal(device_pair.source[list(SOURCES)], device_pair.target[list(TARGETS)])
+    assert not device_pair.rows.any()
+
+
+@needs_nixl
+async def test_who_stops_waits_for_digests_that_still_read_a_pool_on_a_device(
+    device_pair: DevicePair, recorder: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    over, digests = threading.Event(), DeviceWork.digests
+
+    def hang_at_the_receiver(self: DeviceWork, block_ids: Sequence[BlockId]) -> tuple[int, ...]:
+        return () if tuple(block_ids) == TARGETS and over.wait(PATIENCE_S) else digests(self, block_ids)
+
+    monkeypatch.setattr(DeviceWork, "digests", hang_at_the_receiver)
+    monkeypatch.setattr(device, "ANSWERS_WITHIN_S", 0.05)
+    monkeypatch.setattr(to_its_end, "THREAD_ENDS_WITHIN_S", 0.5)
+    handoff = await device_pair.open(recorder)
+    try:
+        with pytest.raises(TransferError, match="the device did not answer within"):
+            await push_and_commit(handoff)
+        await device_pair.sender.stop()
+        await device_pair.receiver.stop()
+        assert "did not end within 0.5 s and is left behind" in caplog.text
+    finally:
+        over.set()
+
+
+async def push_and_commit(handoff: Any) -> None:
+    await handoff.push(0, SOURCES)
+    await handoff.commit(b"")
 
 
 @needs_nixl
