@@ -112,7 +112,7 @@ goodput: install $(VLLM_VENV)/.installed
 
 ## exact     token ids against transformers: every family, transport, block size and chunk budget (half an hour)
 exact: install
-	$(BIN)/python -m bench.exactness --families
+	$(BIN)/python -m tests.served_families --families
 
 # The oldest grpcio-tools that Tandem supports: code that it generates runs on newer runtimes, not the reverse.
 $(GEN)/.installed: $(VENV)/.installed

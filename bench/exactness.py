@@ -5,7 +5,8 @@ each block size and chunk budget, by the engine alone, disaggregated over each t
 colocated (real processes): token ids must be equal. Then bfloat16: the error of the
 logits against float64 may be at most 1.2 times that of transformers. Exits 1 if any differ.
 `--families` makes the random checkpoints of `bench.tiny_models`, `bench.tiny_language_parts` and
-`bench.tiny_transformers` and checks them all; `--only NAME` some of them.
+`bench.tiny_transformers` and checks them all; `--only NAME` some of them. `--record FILE` appends each
+line and runs nothing again whose line says that all was equal: a run that was ended goes on there.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from transformers.utils import logging
 
 from bench.exactness_reference import Reference
 from bench.exactness_served import SERVED_SYSTEMS, served_on
-from bench.exactness_system import ENGINE_SYSTEMS, Settings
+from bench.exactness_system import AUTO_IMPL, ENGINE_SYSTEMS, Settings
 from bench.logit_error import MAX_RATIO, measure_logit_error
 from bench.tiny_language_parts import TINY_LANGUAGE_PARTS
-from bench.tiny_models import TINY_MODELS, save_tiny_model
+from bench.tiny_models import TINY_MODELS, TinyModel, save_tiny_model
 from bench.tiny_transformers import TINY_TRANSFORMERS
 from models.family import FAMILIES
 from tandem.checkpoint import read_checkpoint, resolve_model
@@ -54,6 +55,25 @@ class Workload:
     prompts: tuple[tuple[int, ...], ...]
     expected: tuple[list[int], ...]
     max_tokens: int
+
+
+class Record:
+    """Lines of results: printed, and kept in a file if there is one."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._good = file.read_text().splitlines() if file is not None and file.exists() else []
+
+    def has(self, head: str) -> bool:
+        """Whether a line with that head is there."""
+        return any(line.startswith(head) for line in self._good)
+
+    def add(self, head: str, result: str, *, is_good: bool) -> None:
+        """What is not good is printed alone, so that it runs again."""
+        print(head + result, flush=True)
+        if self._file is not None and is_good:
+            with self._file.open("a") as file:
+                file.write(f"{head}{result}\n")
 
 
 def border_lengths(longest: int) -> list[int]:
@@ -91,43 +111,53 @@ def check_system(name: str, folder: Path, settings: Settings, work: Workload) ->
 
 
 def check_checkpoint(
-    label: str, folder: Path, systems: Sequence[str], settings: Sequence[Settings], longest: int, seed: int
+    label: str, folder: Path, cells: Sequence[tuple[str, Settings]], longest: int, seed: int, record: Record
 ) -> bool:
-    """Checks one checkpoint in every setting, printing a line for each; True if all is exact."""
-    reference = Reference(folder)
-    work = make_workload(folder, reference, longest, seed)
+    """Checks one checkpoint in every cell that `record` lacks, a line for each; True if all is exact."""
+    missing = [cell for cell in cells if not record.has(_cell_head(label, *cell))]
     exact = True
-    for name in systems:
-        for setting in settings:
-            differing = check_system(name, folder, setting, work)
-            exact = exact and not differing
-            _print_line(label, name, setting, f"{len(work.prompts) - len(differing)}/{len(work.prompts)} prompts equal")
-            for number, token in differing:
-                prompt, expected = work.prompts[number], work.expected[number]
-                gap = reference.margin((*prompt, *expected[:token]))
-                print(
-                    f"    prompt of {len(prompt)} tokens differs at token {token}; the reference's margin is {gap:.2e}"
-                )
+    if missing:
+        reference = Reference(folder)
+        work = make_workload(folder, reference, longest, seed)
+    for name, setting in missing:
+        differing = check_system(name, folder, setting, work)
+        exact = exact and not differing
+        equal = f"{len(work.prompts) - len(differing)}/{len(work.prompts)} prompts equal"
+        record.add(_cell_head(label, name, setting), equal, is_good=not differing)
+        for number, token in differing:
+            prompt, expected = work.prompts[number], work.expected[number]
+            gap = reference.margin((*prompt, *expected[:token]))
+            print(f"    prompt of {len(prompt)} tokens differs at token {token}; the reference's margin is {gap:.2e}")
+    head = f"{label:24} bfloat16 logits: "
+    if record.has(head) or any(setting.model_impl != AUTO_IMPL for _, setting in cells):
+        return exact
     error = measure_logit_error(folder, seed)
-    print(
-        f"{label:24} bfloat16 logits: error {error.ours:.3e}, transformers {error.theirs:.3e}, ratio {error.ratio:.2f}"
+    within = error.ratio <= MAX_RATIO
+    record.add(
+        head, f"error {error.ours:.3e}, transformers {error.theirs:.3e}, ratio {error.ratio:.2f}", is_good=within
     )
-    return exact and error.ratio <= MAX_RATIO
+    return exact and within
 
 
-def _print_line(label: str, system: str, settings: Settings, result: str) -> None:
-    print(f"{label:24} {system:9} block {settings.block_size:2} chunk {settings.chunk_tokens:3}  {result}", flush=True)
+def _cell_head(label: str, system: str, settings: Settings) -> str:
+    return f"{label:24} {system:9} block {settings.block_size:2} chunk {settings.chunk_tokens:3}  "
+
+
+def shapes_by(model_impl: str) -> tuple[TinyModel, ...]:
+    """What `--families` checks with that implementation."""
+    return TINY_TRANSFORMERS if model_impl == "transformers" else RANDOM_MODELS
 
 
 @contextmanager
-def _checkpoints(model: str | None, only: Sequence[str]) -> Iterator[list[tuple[str, Path]]]:
-    """Label and folder of each checkpoint; the random ones live as long as the context."""
+def _checkpoints(model: str | None, only: Sequence[str], model_impl: str) -> Iterator[Iterator[tuple[str, Path]]]:
+    """Label and folder of each checkpoint; the random ones are made one by one and live as long as the context."""
     if model is not None:
-        yield [(model, resolve_model(model))]
+        yield iter([(model, resolve_model(model))])
         return
+    prefix = "" if model_impl == AUTO_IMPL else f"{model_impl}:"
     with tempfile.TemporaryDirectory() as folder:
-        chosen = (tiny for tiny in RANDOM_MODELS if not only or tiny.name in only)
-        yield [(tiny.name, save_tiny_model(tiny, Path(folder) / tiny.name)) for tiny in chosen]
+        chosen = (tiny for tiny in shapes_by(model_impl) if not only or tiny.name in only)
+        yield ((prefix + tiny.name, save_tiny_model(tiny, Path(folder) / tiny.name)) for tiny in chosen)
 
 
 def main() -> int:
@@ -136,13 +166,17 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="checkpoint folder, or demo")
     which.add_argument("--families", action="store_true", help="random checkpoints of all families")
-    names = [tiny.name for tiny in RANDOM_MODELS]
-    parser.add_argument("--only", action="append", choices=names, metavar="NAME", help="of --families; default: all")
+    names = {tiny.name for tiny in (*RANDOM_MODELS, *TINY_TRANSFORMERS)}
+    parser.add_argument(
+        "--only", action="append", choices=sorted(names), metavar="NAME", help="of --families; default: all"
+    )
     parser.add_argument("--system", action="append", choices=sorted(SYSTEMS), help="what to check; default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where served systems compute")
     parser.add_argument("--block-size", type=int, action="append", help=f"default: {BLOCK_SIZES}")
     parser.add_argument("--chunk-tokens", type=int, action="append", help=f"default: {CHUNK_BUDGETS}")
     parser.add_argument("--longest", type=int, default=LONGEST_PROMPT, help="longest prompt in tokens")
+    parser.add_argument("--model-impl", choices=(AUTO_IMPL, "native", "transformers"), default=AUTO_IMPL)
+    parser.add_argument("--record", type=Path, help="file of lines: those that it has are not run again")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -150,14 +184,16 @@ def main() -> int:
     disable_progress_bar: Callable[[], None] = logging.disable_progress_bar
     disable_progress_bar()
     systems = args.system or sorted([*ENGINE_SYSTEMS, *served_on(args.device)])
-    settings = [
-        Settings(block_size, chunk_tokens, args.device)
+    cells = [
+        (system, Settings(block_size, chunk_tokens, args.device, args.model_impl))
+        for system in systems
         for block_size in args.block_size or BLOCK_SIZES
         for chunk_tokens in args.chunk_tokens or CHUNK_BUDGETS
     ]
-    with _checkpoints(args.model, args.only or ()) as checkpoints:
+    record = Record(args.record)
+    with _checkpoints(args.model, args.only or (), args.model_impl) as checkpoints:
         results = [
-            check_checkpoint(label, folder, systems, settings, args.longest, args.seed) for label, folder in checkpoints
+            check_checkpoint(label, folder, cells, args.longest, args.seed, record) for label, folder in checkpoints
         ]
     print(f"{sum(results)} of {len(results)} checkpoints are exact")
     return 0 if all(results) else 1

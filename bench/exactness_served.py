@@ -45,6 +45,7 @@ def _open(folder: Path, settings: Settings, roles: tuple[str, ...]) -> Iterator[
         *("--dtype", "float32", "--block-size", str(settings.block_size)),
         *("--chunk-tokens", str(settings.chunk_tokens), "--max-seqs", str(MAX_SEQS)),
         *("--kv-blocks", str(POOL_TOKENS // settings.block_size), "--device", settings.device),
+        *("--model-impl", settings.model_impl),
     )
     with serve(str(folder), *roles, *options) as cluster:
         yield ServedSystem(cluster.target)

@@ -24,6 +24,7 @@ from models.loading import load_model
 from tandem.types import RequestId, SamplingParams, TokenId
 
 MAX_SEQS = 16
+AUTO_IMPL = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Settings:
     """Prefill budget of one step."""
     device: str = "cpu"
     """Where served systems compute; the engine alone does so on the CPU."""
+    model_impl: str = AUTO_IMPL
+    """Whose forward pass: `tandem serve --model-impl`."""
 
 
 class System(Protocol):
@@ -91,7 +94,7 @@ def open_engine(folder: Path, settings: Settings) -> Iterator[System]:
     """The engine alone: no worker, no hand-off. Its pool starts poisoned, so that a stray read shows."""
     device = torch.device("cpu")
     kernels = select_kernels(AUTO, device, torch.float32)
-    model = load_model(folder, "float32", device, kernels)
+    model = load_model(folder, "float32", device, kernels, implementation=settings.model_impl)
     layout = model.kv_layout(settings.block_size)
     num_blocks = MAX_SEQS * layout.blocks_for(min(model.config.context_tokens, 4096))
     kv_cache = KvCache.create(layout, num_blocks, device)
