@@ -20,7 +20,7 @@ Cells = Mapping[str, frozenset[tuple[int, int]]]
 """By system: (block size, chunk budget) of each setting in which every prompt was equal."""
 
 
-def exact_cells(record: str) -> dict[str, Cells]:
+def exact_cells(record: str) -> Mapping[str, Cells]:
     """By label. A setting in which one prompt differed is not among them."""
     cells: dict[str, dict[str, frozenset[tuple[int, int]]]] = {}
     for label, system, block_size, chunk_tokens, equal, prompts in _LINE.findall(record):
