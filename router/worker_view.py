@@ -104,8 +104,12 @@ class WorkerView:
 
     @property
     def crowd(self) -> float:
-        """How many streams a prompt that is computed there keeps waiting: 0 = none, 1 = more than a few."""
-        return min(1.0, self._num_seqs / (PACKED_SHARE * self.info.max_seqs)) if self.info.max_seqs else 0.0
+        """How many streams a prompt that is computed there keeps waiting for a token: 0 = none, 1 = more than a few.
+
+        Those that wait for their own prompts are not among them: what is there sooner is best for all of them.
+        """
+        num_seqs = 0 if self.load is None else self.load.running_seqs
+        return min(1.0, num_seqs / (PACKED_SHARE * self.info.max_seqs)) if self.info.max_seqs else 0.0
 
     @property
     def _num_seqs(self) -> int:

@@ -174,6 +174,8 @@ def test_streams_are_spared_a_prompt_that_another_computes_within_three_times_it
     crowded = worker(E, "crowded", running_seqs=streams, step_s=0.01, step_objective_s=0.05)
     other = worker(P, "other", rate, queued_prompt_tokens=queued)
     assert outcome([crowded, other])[0] == (None if stays else "other")
+    waiting = worker(E, "waiting", waiting_seqs=streams, step_s=0.01, step_objective_s=0.05)
+    assert outcome([waiting, other])[0] is None, "nobody waits there for a token"
 
 
 def test_an_elastic_worker_never_hands_over_to_itself_and_no_suspect_is_asked(worker: View) -> None:
@@ -241,7 +243,8 @@ def test_work_given_all_at_once_is_packed_no_further_than_the_bound(
         assert not draining or members[0].incarnation not in assignment.placement.incarnations
     seats = [view.assigned_seqs for view in workers.views()][draining:]
     even = 8 * num_workers * num_choices / len(seats)
-    packed = max(PACKED_SHARE, PREFIX_WORTH) * 64 + num_choices  # who holds the prefix may be fuller by that
+    # Who holds the prefix may be fuller than others by its worth.
+    packed = max(PACKED_SHARE * 64, min(seats) + PREFIX_WORTH * 64) + num_choices
     assert max(seats) <= max(packed, even + 6 * num_choices)
 
 
