@@ -34,6 +34,11 @@ test: install $(PROTOBUF7)/.installed
 arm64: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash .ci/arm64.sh
 
+## pythons   the client's distribution on every Python in PATH that it is for, with the newest grpcio and protobuf
+.PHONY: pythons
+pythons: install
+	bash .ci/client_pythons.sh $(BIN)
+
 ## site      docs/ as a site in build/site, without a warning; needs mkdocs-material
 .PHONY: site
 site: install
