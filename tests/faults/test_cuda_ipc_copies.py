@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
@@ -20,9 +19,10 @@ from kvtransfer.timing import Timing
 from tandem.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.types import BlockId
+from tests import held
 from tests.faults import kv_peer
 from tests.faults.kv_peer import FILL, PATIENCE_S, Peer, heard
-from tests.faults.test_kv_fault_matrix import FAILED, SETTLED_WITHIN, Listener, held
+from tests.faults.test_kv_fault_matrix import FAILED, Listener
 from tests.standins.build import obstacle
 from tests.standins.cuda import StandInCuda, fresh, standin
 from tests.transports import PRINTS, TestPool, make_pool
@@ -95,17 +95,12 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @pytest.fixture
-def cuda() -> Iterator[StandInCuda]:
+async def cuda() -> AsyncIterator[StandInCuda]:
     kv_peer.warm_up()
     standin()
-    before = held()
-    with fresh() as standin_cuda:
-        yield standin_cuda
-    for _ in range(SETTLED_WITHIN):  # a thread that was joined is gone a moment later
-        if held() == before:
-            break
-        time.sleep(0.01)
-    assert held() == before
+    async with held.nothing_stays():
+        with fresh() as standin_cuda:
+            yield standin_cuda
 
 
 @pytest.fixture

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,13 +18,13 @@ from kvtransfer.timing import Timing
 from tandem.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.types import BlockId
+from tests import held
 from tests.faults.kv_peer import FILL, PATIENCE_S, PAYLOAD, RECEIVER_POINTS, SENDER_POINTS, TARGETS, Peer, peers
 from tests.transports import EVERY_AND_RINGS, PRINTS, TestPool, make_pool, transport_of, way_of
 
 DYING = Timing(lease_s=30.0, reply_s=30.0, stop_s=1.0)
 """No silence is noticed: a death is seen as such."""
 STANDING = Timing(lease_s=2.0, reply_s=2.0, stop_s=1.0)
-SETTLED_WITHIN = 2000
 NUM_BLOCKS = 32
 BESIDE = (BlockId(30), BlockId(31))
 """Blocks of the hand-off that nothing happens to."""
@@ -113,26 +110,13 @@ async def at_home(transport: str, timing: Timing) -> AsyncIterator[Home]:
         source.close()
 
 
-def held() -> tuple[int, int, int]:
-    """Descriptors, threads and mappings of memory that has a descriptor."""
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
-    of_the_loop = sum(thread.name.startswith("asyncio_") for thread in threading.enumerate())  # it resolves names
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")) - of_the_loop, maps.count("memfd:")
-
-
 @pytest.fixture
 async def nothing_stays(transport: str) -> AsyncIterator[None]:
     async with at_home(transport, DYING):  # what is opened once per process
         with peers("send", transport, (), DYING):
             pass
-    before = held()
-    yield
-    for _ in range(SETTLED_WITHIN):  # libraries end their threads a moment later
-        if all(now <= then for now, then in zip(held(), before, strict=True)):
-            break
-        await asyncio.sleep(0.01)
-    else:
-        raise AssertionError(f"{held()} is held, {before} was")
+    async with held.nothing_stays():
+        yield
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 

@@ -1,13 +1,12 @@
 """Whole hand-offs over real sockets, in one process."""
 
 import asyncio
-import os
-from pathlib import Path
 
 import pytest
 import uvloop
 
 from tandem.errors import PeerLost, TransferError
+from tests import held
 from tests.transports import EVERY, PEER_WRITES
 
 
@@ -228,16 +227,10 @@ async def test_the_sender_stopping_releases_the_receiver(paired, recorder, trans
 @pytest.mark.parametrize("transport", EVERY)
 async def test_stop_leaves_no_tasks_descriptors_or_mappings(paired, make_recorder, transport):
     await _hand_over(paired, make_recorder, transport)  # what is opened once per process
-    before = _held()
-    for _ in range(3):
-        await _hand_over(paired, make_recorder, transport)
-    assert _held() == before
+    async with held.nothing_stays():
+        for _ in range(3):
+            await _hand_over(paired, make_recorder, transport)
     assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-def _held() -> tuple[int, int]:
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
-    return len(os.listdir("/proc/self/fd")), maps.count("memfd:test-pool")
 
 
 async def _busy_copying(handoff):
