@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +25,7 @@ from tandem import progress
 from tandem.client import AsyncClient
 from tandem.clock import MonotonicClock
 from tandem.config import RouterConfig, ServeConfig, add_arguments, argv_of, environment, load
+from tandem.core_loans import CoreLedger, CoreLoan
 from tandem.cores import plan_cores, share_all_cores, usable_cores
 from tandem.errors import ConfigError
 from tandem.gpus import DevicePlan, DeviceShare, find_gpu, find_gpus, plan_devices
@@ -41,7 +43,7 @@ _ADMIN_LISTEN = "127.0.0.1:0"
 """Of workers, unless the router is to have no admin port either."""
 DEFAULT_CPU_WORKERS = 2
 """Measured on two cores: a core each, they compute 17 % more prompt tokens than one worker on both, and only then can
-prompts go where nobody decodes (bench/LOG.md)."""
+prompts go where nobody decodes (bench/LOG.md). While one is idle, the other has both."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -93,6 +95,7 @@ class _Server:
         self._router_listen = config.router.listen
         self._workers: list[Supervisor] = []
         self._fork_server = ForkServer()
+        self._ledger = CoreLedger(self._cores) if config.lend_cores and sys.platform == "linux" else None
 
     async def start(self) -> None:
         """Returns once the ready line is printed; a child's failure ends the task group instead."""
@@ -104,7 +107,8 @@ class _Server:
             if not await self._fork_server.ready():
                 _log.warning("there is no fork server: each worker imports everything by itself")
             address = local_address(self._router_listen)
-            for spec in worker_specs(self._config, self._cores, address, self._devices):
+            ledger = self._ledger.path if self._ledger else None
+            for spec in worker_specs(self._config, self._cores, address, self._devices, ledger):
                 self._workers.append(self._supervise(spec, partial(self._start_child, spec)))
             counting = [self._tasks.create_task(_call_when_ready(worker, started)) for worker in self._workers]
             for router in self._routers:
@@ -250,8 +254,13 @@ def check_host_memory(config: ServeConfig, devices: DevicePlan, available_bytes:
         )
 
 
-def worker_specs(config: ServeConfig, cores: Sequence[int], router: str, devices: DevicePlan) -> list[ChildSpec]:
-    """All workers, registered with the router at HOST:PORT `router`; on loopback, as only it calls them."""
+def worker_specs(
+    config: ServeConfig, cores: Sequence[int], router: str, devices: DevicePlan, ledger: str | None = None
+) -> list[ChildSpec]:
+    """All workers, registered with the router at HOST:PORT `router`; on loopback, as only it calls them.
+
+    `ledger`: the path of that by which they lend each other cores; None = they do not.
+    """
     counts = len(devices.prefill), len(devices.decode)
     split = share_all_cores if devices.on_gpus else plan_cores
     plan = split(cores, *counts, config.decode_worker.threads)
@@ -272,6 +281,7 @@ def worker_specs(config: ServeConfig, cores: Sequence[int], router: str, devices
                 router=(router,),
                 worker_id=name,
                 threads=share.threads,
+                core_loan=CoreLoan(ledger, share.others) if ledger and share.others else None,
                 admin_listen=None if config.router.admin_listen is None else _ADMIN_LISTEN,
                 device=device.device,
                 device_workers=device.num_workers,

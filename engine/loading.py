@@ -127,7 +127,7 @@ class EngineOptions:
             cpu_tier=config.cpu_tier,
             shared_kv=shared_kv,
             device_shared_kv=device_shared_kv,
-            placement=ThreadPlacement(threads=config.threads),
+            placement=ThreadPlacement(threads=config.threads, loan=config.core_loan),
         )
 
 
@@ -188,7 +188,7 @@ def load_engine(options: EngineOptions) -> Engine:
         model = executor.submit(load_model, *loading, options.context_tokens).result()
         keep_freed_memory()
         if kernels.take_thread is not None:
-            executor.submit(kernels.take_thread).result()
+            executor.submit(kernels.take_thread, options.placement.loan).result()
         layout = _layout(options, model)
         chunk_tokens = chunk_tokens_of(options.chunk_tokens, device, options.gpu_chunk_tokens)
         step_bytes = executor.submit(_warm_up, options, model, kernels, layout, chunk_tokens).result()

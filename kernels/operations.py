@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from kernels.attention import AttentionBackend
 from kernels.quantized import QuantizedWeight
 from kernels.sampling import RowMaximum, Sampler
+from tandem.core_loans import CoreLoan
 
 if TYPE_CHECKING:
     from kernels.compiled_step import CompiledStep, DecoderParts
@@ -147,8 +148,10 @@ class Kernels:
     """Draws tokens in kernels of its own; None leaves it to `engine.sampler`."""
     row_max: RowMaximum | None = None
     """Serves rows that only want their best token; None leaves them to `engine.row_scan`."""
-    take_thread: Callable[[], None] | None = None
-    """Makes the calling thread the one that steps: torch computes alone on it, and its other threads rest."""
+    take_thread: Callable[[CoreLoan | None], None] | None = None
+    """Makes the calling thread the one that steps: torch computes alone on it, and its other threads rest.
+
+    With cores that its kernels may borrow, if any. Raises ConfigError if these cannot be had."""
     compile_step: Callable[[DecoderParts], CompiledStep | None] | None = None
     """Makes one call of a decoder's step; None, or what returns None, leaves it to the operations one by one."""
 

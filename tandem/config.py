@@ -178,6 +178,7 @@ _SET_BY_SERVE = (
     "kv_port",
     "device_workers",
     "host_workers",
+    "core_loan",
     "kv_events",
     "kv_events_replay",
     "elastic",
@@ -217,6 +218,9 @@ class ServeConfig:
         "address at which the gateway smg serves OpenAI's and Anthropic's APIs over HTTP",
         host_port(port_zero=True),
         none_word="none",
+    )
+    lend_cores: bool = option(
+        "lend-cores", True, "workers on a CPU use the cores of those that compute nothing, without --threads"
     )
     router_processes: int = option("router-processes", 1, _PROCESSES, integer(1, MAX_ROUTER_PROCESSES))
     max_restart_delay_s: float = option(

@@ -4,7 +4,7 @@ Measured on two cores, decoding beside an endless prefill (inter-token p99): one
 pinned, 17 ms; both with two threads 952 ms, since OpenMP threads spin at barriers for peers that
 the other process keeps off the core; the same with prefill at nice 5, 29 ms; at nice 19 prefill
 starves. Hence: never more threads than cores of one's own, and a mild nice only where cores must be
-shared.
+shared. What others leave idle is borrowed while it lasts (`tandem/core_loans.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class CoreShare:
     threads: int
     """Threads of its engine."""
     nice: int = 0
+    others: tuple[int, ...] = ()
+    """Cores of other workers, which it may borrow while these compute nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,9 @@ def plan_cores(cores: Sequence[int], num_prefill: int, num_decode: int, threads:
     """Splits `cores` (at least one) among the workers; `threads` per worker overrides the split's size.
 
     Enough cores: disjoint shares, prefill workers get the remainder since computing prompts
-    scales with cores where decoding waits for memory. Too few: one thread each, cores dealt round
-    (decode workers first), or no pinning at all if `threads` asks for more than fits.
+    scales with cores where decoding waits for memory; without `threads`, each may borrow what the
+    others leave idle. Too few: one thread each, cores dealt round (decode workers first), or no
+    pinning at all if `threads` asks for more than fits.
     """
     num_workers = num_prefill + num_decode
     if threads is not None and num_workers > 1 and threads * num_workers > len(cores):
@@ -71,7 +74,8 @@ def _disjoint(cores: Sequence[int], num_prefill: int, num_decode: int, threads: 
     plan: list[CoreShare] = []
     for worker in range(num_prefill + num_decode):
         own = tuple(islice(left, share + (1 if worker < remainder else 0)))
-        plan.append(CoreShare(own, threads or len(own)))
+        others = () if threads else tuple(core for core in cores if core not in own)
+        plan.append(CoreShare(own, threads or len(own), others=others))
     return CorePlan(tuple(plan[:num_prefill]), tuple(plan[num_prefill:]))
 
 

@@ -7,6 +7,7 @@ which tier it runs, is a value (`obstacle`, `usable_tiers`), not an exception: t
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +18,8 @@ from typing import Any
 import torch  # maps its OpenMP runtime
 
 from kernels.cpu import build
-from tandem.errors import InternalError
+from tandem.core_loans import ENTRY_BYTES, CoreLoan
+from tandem.errors import ConfigError, InternalError
 
 _OPENMP = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 _REBUILD = "python -m kernels.cpu.build"
@@ -95,16 +97,42 @@ def max_threads() -> int:
     return int(_open()[0].tandem_max_threads())
 
 
-def take_threads() -> None:
+def take_threads(loan: CoreLoan | None) -> None:
     """Kernels called from this thread use the threads that torch has now, and torch on this thread only this one.
 
-    Torch's own threads spin when they have nothing to do, on cores that the kernels need. Idempotent.
+    Torch's own threads spin when they have nothing to do, on cores that the kernels need. With a `loan`, kernels also
+    use the cores of others while these compute nothing, and say when they compute. Idempotent but for the loan, which
+    is taken once. Raises ConfigError if its ledger cannot be used.
     """
     torch.get_num_threads()  # it sets its threads at the first call on a thread, and must not later
     _open()[0].tandem_take_threads()
     # The MKL in torch has a number of threads of its own, which a step's cosines, sines and exponentials would wake.
     with suppress(OSError, AttributeError):  # a torch without it
         ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).MKL_Set_Num_Threads_Local(1)
+    if loan is not None:
+        try:
+            _share_cores(loan)
+        except OSError as error:
+            raise ConfigError("--core-loan", f"{loan.ledger} cannot be used: {error}") from error
+
+
+def _share_cores(loan: CoreLoan) -> None:
+    own = sorted(os.sched_getaffinity(0))
+    descriptor = os.open(loan.ledger, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        num_cores = os.fstat(descriptor).st_size // ENTRY_BYTES
+        if max(*own, *loan.cores) >= num_cores:
+            raise OSError(f"it has entries of cores below {num_cores}")
+        error = ctypes.c_int(0)
+        arrays = [(ctypes.c_int32 * len(cores))(*cores) for cores in (own, loan.cores)]
+        counts = [ctypes.c_int64(len(cores)) for cores in (own, loan.cores)]
+        _open()[0].tandem_share_cores(
+            descriptor, ctypes.c_int64(num_cores), arrays[0], counts[0], arrays[1], counts[1], ctypes.byref(error)
+        )
+        if error.value:
+            raise OSError(error.value, os.strerror(error.value))
+    finally:
+        os.close(descriptor)
 
 
 def openmp_runtimes() -> tuple[str, ...]:

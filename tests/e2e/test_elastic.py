@@ -9,6 +9,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from bench.cluster import Cluster, becomes_idle, eventually, run_command, serve
 from bench.random_requests import MAX_PRIORITY, make_requests
 from bench.same_tokens import Answers, ask_cluster
 from tandem.client import Client
+from tandem.cores import usable_cores
 from tandem.types import Role
 
 REQUESTS = make_requests(60, seed=5)
@@ -62,6 +64,21 @@ def test_two_elastic_workers_give_the_tokens_of_one_that_does_all(transport: str
         assert answers_of(cluster) == expected
         assert {worker.info.role for worker in client.status().workers} == {Role.ELASTIC}
         assert becomes_idle(client, 10), client.status()
+
+
+@pytest.mark.native
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
+def test_workers_of_serve_use_each_others_cores() -> None:
+    with serve("demo", "--roles", "auto", "--workers", "2") as cluster, Client(cluster.target) as client:
+        client.wait_ready(timeout_s=READY_S)
+        assert eventually(lambda: len(client.status().workers) == 2, READY_S)
+        client.complete("Once upon a time", max_tokens=20)
+        names = [_thread_names(worker.info.pid) for worker in client.status().workers]
+        assert any("tandem-guest" in of_worker for of_worker in names), names  # of who served it
+
+
+def _thread_names(pid: int) -> set[str]:
+    return {path.read_text().strip() for path in Path(f"/proc/{pid}/task").glob("*/comm")}
 
 
 @pytest.mark.timeout(240)

@@ -64,7 +64,7 @@ def test_torch_computes_alone_on_a_thread_that_kernels_took():
 
     def threads_begun() -> int:
         torch.set_num_threads(4)
-        library.take_threads()
+        library.take_threads(None)
         others = set(os.listdir("/proc/self/task"))
         values = torch.ones(64, 512)
         values.cos(), values.sin(), values.exp(), values @ values.T  # what MKL shares out by a setting of its own

@@ -161,6 +161,7 @@ class Work {
   void run() {
     embed();
     for (int64_t i = 0; i < decoder_.num_layers; ++i) {
+      if (phases_.is_recalled()) return;
       const Layer& layer = decoder_.layers[i];
       if (i > 0) add_norm(layer.attention_norm, at_.normed);
       multiply(kQkv, layer.qkv, at_.normed, decoder_.hidden, at_.qkv, decoder_.qkv);

@@ -2,21 +2,25 @@
 //
 // The gate counts jobs and lets members in: job << kJobShift | kOpen | members inside. The owner opens it, works, closes
 // it, and waits until nobody is inside. A member that wakes up too late finds it closed and has missed nothing.
+//
+// Guests are called to a job one by one, if their core is free when it begins; until then they sleep at a bell of their
+// own, so that no job wakes them in vain.
 
 #include "team.h"
 
+#include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #if defined(__linux__)
 #include <linux/futex.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#else
-#include <sched.h>
 #endif
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -36,8 +40,28 @@ constexpr int64_t kMostPatience_ns = 100000;
 constexpr int64_t kLeastPatience_ns = 2000;
 constexpr int64_t kShort_ns = 2 * kMostPatience_ns;
 
+// A core is free once no job of its owner's has run for so long: between two steps of a stream lies less.
+constexpr int64_t kFreeAfter_ns = 5000000;
+
+// What the calling thread lends and borrows. `uses` null = neither.
+struct Loan {
+  TandemCoreUse* uses = nullptr;  // by core
+  int64_t num_uses = 0;
+  int32_t *own = nullptr, *others = nullptr;
+  int64_t num_own = 0, num_others = 0;
+
+  ~Loan() {
+#if defined(__linux__)
+    if (uses != nullptr) munmap(uses, size_t(num_uses) * sizeof *uses);
+#endif
+    free(own), free(others);
+  }
+};
+
 thread_local bool is_inside = false;
 thread_local int64_t taken_threads = 0;  // by tandem_take_threads
+thread_local Loan loan;
+thread_local const uint32_t* recall = nullptr;
 thread_local int64_t patience_ns = kMostPatience_ns;
 
 int64_t now_ns() {
@@ -77,96 +101,194 @@ bool spin_until(const Condition& holds, int64_t end_ns) {
 // INVARIANT: whoever makes a condition true stores it first and looks at `sleepers` then; a sleeper counts itself
 // first and looks at the condition then. So one of the two sees the other.
 template <typename Condition>
-void wait_until(TandemTeam* team, const Condition& holds) {
+void wait_until(TandemBell* bell, const Condition& holds) {
   const int64_t began_ns = now_ns();
   if (spin_until(holds, began_ns + patience_ns)) return;
-  __atomic_add_fetch(&team->sleepers, 1u, __ATOMIC_SEQ_CST);
+  __atomic_add_fetch(&bell->sleepers, 1u, __ATOMIC_SEQ_CST);
   for (;;) {
-    const uint32_t bell = __atomic_load_n(&team->bell, __ATOMIC_SEQ_CST);
+    const uint32_t rung = __atomic_load_n(&bell->rung, __ATOMIC_SEQ_CST);
     if (holds()) break;
-    sleep_on(&team->bell, bell);
+    sleep_on(&bell->rung, rung);
   }
-  __atomic_sub_fetch(&team->sleepers, 1u, __ATOMIC_SEQ_CST);
+  __atomic_sub_fetch(&bell->sleepers, 1u, __ATOMIC_SEQ_CST);
   const int64_t wanted_ns = now_ns() - began_ns < kShort_ns ? 2 * patience_ns : patience_ns / 2;
   patience_ns = wanted_ns < kLeastPatience_ns ? kLeastPatience_ns : wanted_ns < kMostPatience_ns ? wanted_ns : kMostPatience_ns;
 }
 
-void ring_if_awaited(TandemTeam* team) {
-  if (__atomic_load_n(&team->sleepers, __ATOMIC_SEQ_CST)) tandem_team_ring(team);
+void ring(TandemBell* bell) {
+  __atomic_add_fetch(&bell->rung, 1u, __ATOMIC_SEQ_CST);
+#if defined(__linux__)
+  syscall(SYS_futex, &bell->rung, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+#endif
+}
+
+void ring_if_awaited(TandemBell* bell) {
+  if (__atomic_load_n(&bell->sleepers, __ATOMIC_SEQ_CST)) ring(bell);
+}
+
+void set_name(const char* name) {
+#if defined(__linux__)
+  prctl(PR_SET_NAME, name);
+#endif
+}
+
+// Works for the team from job to job, until the one that is none. Waits at the gate by `may_enter(gate)`, at `bell`.
+template <typename MayEnter>
+void work_for(TandemTeam* team, TandemBell* bell, const MayEnter& may_enter) {
+  is_inside = true;
+  for (uint64_t last = 0;;) {
+    uint64_t gate = 0;
+    wait_until(bell, [&] {
+      gate = __atomic_load_n(&team->gate, __ATOMIC_SEQ_CST);
+      return (gate & kOpen) && gate >> kJobShift != last && may_enter(gate >> kJobShift);
+    });
+    if (!__atomic_compare_exchange_n(&team->gate, &gate, gate + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) continue;
+    last = gate >> kJobShift;
+    if (team->job == nullptr) return;
+    team->job(team->context, team);
+    if ((__atomic_sub_fetch(&team->gate, 1, __ATOMIC_SEQ_CST) & (kOpen | kInside)) == 0) ring_if_awaited(&team->bell);
+  }
 }
 
 void* serve(void* context) {
   TandemTeam* team = static_cast<TandemTeam*>(context);
-  is_inside = true;
-#if defined(__linux__)
-  prctl(PR_SET_NAME, "tandem-team");
-#endif
-  for (uint64_t last = 0;;) {
-    uint64_t gate = 0;
-    const auto is_open = [&] {
-      gate = __atomic_load_n(&team->gate, __ATOMIC_SEQ_CST);
-      return (gate & kOpen) && gate >> kJobShift != last;
-    };
-    wait_until(team, is_open);
-    if (!__atomic_compare_exchange_n(&team->gate, &gate, gate + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) continue;
-    last = gate >> kJobShift;
-    if (team->job == nullptr) return nullptr;
-    team->job(team->context, team);
-    if ((__atomic_sub_fetch(&team->gate, 1, __ATOMIC_SEQ_CST) & (kOpen | kInside)) == 0) ring_if_awaited(team);
-  }
+  set_name("tandem-team");
+  work_for(team, &team->bell, [](uint64_t) { return true; });
+  return nullptr;
 }
 
-// Opens the gate for the next job.
-void begin_job(TandemTeam* team, void (*job)(void*, TandemTeam*), void* context) {
+struct Guest {
+  alignas(64) uint64_t called;  // to this job
+  TandemBell bell;
+  TandemTeam* team;
+  const TandemCoreUse* core;
+  pthread_t thread;
+
+  bool is_core_free(int64_t at_ns) const {
+    return !__atomic_load_n(&core->is_busy, __ATOMIC_ACQUIRE) &&
+           at_ns - __atomic_load_n(&core->busy_until_ns, __ATOMIC_RELAXED) >= kFreeAfter_ns;
+  }
+
+  void call(uint64_t job) {
+    __atomic_store_n(&called, job, __ATOMIC_SEQ_CST);
+    ring_if_awaited(&bell);
+  }
+};
+
+void* visit(void* context) {
+  Guest* guest = static_cast<Guest*>(context);
+  set_name("tandem-guest");
+  recall = &guest->core->is_busy;
+  work_for(guest->team, &guest->bell,
+           [&](uint64_t job) { return __atomic_load_n(&guest->called, __ATOMIC_SEQ_CST) == job; });
+  return nullptr;
+}
+
+// Opens the gate for the next job, whose number is returned.
+uint64_t begin_job(TandemTeam* team, void (*job)(void*, TandemTeam*), void* context) {
   team->job = job, team->context = context;
   team->first_phase = __atomic_load_n(&team->next, __ATOMIC_RELAXED) >> kUnitBits;
   const uint64_t number = (__atomic_load_n(&team->gate, __ATOMIC_RELAXED) >> kJobShift) + 1;
   __atomic_store_n(&team->gate, number << kJobShift | kOpen, __ATOMIC_SEQ_CST);
-  ring_if_awaited(team);
+  ring_if_awaited(&team->bell);
+  return number;
+}
+
+// Says for the calling thread's own cores that a job begins or has ended.
+void set_busy(bool is_busy) {
+  if (loan.uses == nullptr) return;
+  const int64_t at_ns = is_busy ? 0 : now_ns();
+  for (int64_t i = 0; i < loan.num_own; ++i) {
+    TandemCoreUse* use = loan.uses + loan.own[i];
+    if (!is_busy) __atomic_store_n(&use->busy_until_ns, at_ns, __ATOMIC_RELAXED);
+    __atomic_store_n(&use->is_busy, uint32_t(is_busy), __ATOMIC_RELEASE);
+  }
+}
+
+template <typename T>
+T* allocate(int64_t count) {
+  const size_t bytes = (size_t(count) * sizeof(T) + 63) / 64 * 64;
+  void* memory = aligned_alloc(64, bytes ? bytes : 64);
+  if (memory == nullptr) abort();
+  memset(memory, 0, bytes);
+  return static_cast<T*>(memory);
+}
+
+int32_t* copied(const int32_t* values, int64_t count) {
+  return static_cast<int32_t*>(memcpy(allocate<int32_t>(count), values, size_t(count) * sizeof *values));
 }
 
 // The calling thread's own team.
 class Owner {
   TandemTeam* team_ = nullptr;
   pthread_t* threads_ = nullptr;
-  int64_t wanted_ = 0, num_threads_ = 0;
+  Guest* guests_ = nullptr;
+  int64_t wanted_ = 0, num_threads_ = 0, num_guests_ = 0;
 
  public:
   ~Owner() { close(); }
 
-  // With `size` members, the caller included, or as many as the system allows.
+  // With `size` members, the caller and guests included, or as many as the system allows.
   TandemTeam* of(int64_t size) {
     if (size == wanted_) return team_;
     close();
-    void* memory = aligned_alloc(64, sizeof(TandemTeam));
-    threads_ = static_cast<pthread_t*>(malloc(size_t(size) * sizeof(pthread_t)));
-    if (memory == nullptr || threads_ == nullptr) abort();
-    memset(memory, 0, sizeof(TandemTeam));
-    team_ = static_cast<TandemTeam*>(memory);
+    const int64_t own = size - loan.num_others;
+    team_ = allocate<TandemTeam>(1);
+    threads_ = allocate<pthread_t>(own);
+    guests_ = allocate<Guest>(loan.num_others);
     wanted_ = size;
     // Signals are for threads that run Python.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (num_threads_ < size - 1 && pthread_create(threads_ + num_threads_, nullptr, serve, team_) == 0) ++num_threads_;
+    while (num_threads_ < own - 1 && pthread_create(threads_ + num_threads_, nullptr, serve, team_) == 0) ++num_threads_;
+    for (int64_t i = 0; i < loan.num_others; ++i) invite(loan.others[i]);
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    team_->size = num_threads_ + 1;
+    team_->size = num_threads_ + num_guests_ + 1;
     return team_;
+  }
+
+  // Calls those guests to the job whose cores are free.
+  void call_guests(uint64_t job) {
+    if (num_guests_ == 0) return;
+    const int64_t at_ns = now_ns();
+    for (int64_t i = 0; i < num_guests_; ++i)
+      if (guests_[i].is_core_free(at_ns)) guests_[i].call(job);
   }
 
   // Joins the members.
   void close() {
     if (team_ == nullptr) return;
-    begin_job(team_, nullptr, nullptr);
+    const uint64_t job = begin_job(team_, nullptr, nullptr);
+    for (int64_t i = 0; i < num_guests_; ++i) guests_[i].call(job);
     for (int64_t i = 0; i < num_threads_; ++i) pthread_join(threads_[i], nullptr);
+    for (int64_t i = 0; i < num_guests_; ++i) pthread_join(guests_[i].thread, nullptr);
     forget();
   }
 
   // As a child of fork must: it has no such threads.
   void forget() {
-    free(team_), free(threads_);
-    team_ = nullptr, threads_ = nullptr;
-    wanted_ = num_threads_ = 0;
+    free(team_), free(threads_), free(guests_);
+    team_ = nullptr, threads_ = nullptr, guests_ = nullptr;
+    wanted_ = num_threads_ = num_guests_ = 0;
+  }
+
+ private:
+  // A guest on `core`; none where the system does not let this process run there.
+  void invite([[maybe_unused]] int32_t core) {
+#if defined(__linux__)
+    Guest* guest = guests_ + num_guests_;
+    guest->team = team_, guest->core = loan.uses + core;
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    CPU_SET(size_t(core), &cores);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    if (pthread_attr_setaffinity_np(&attributes, sizeof cores, &cores) == 0 &&
+        pthread_create(&guest->thread, &attributes, visit, guest) == 0)
+      ++num_guests_;
+    pthread_attr_destroy(&attributes);
+#endif
   }
 };
 
@@ -175,7 +297,11 @@ pthread_once_t forks = PTHREAD_ONCE_INIT;
 
 }  // namespace
 
-int64_t tandem_threads() { return is_inside ? 1 : taken_threads ? taken_threads : omp_get_max_threads(); }
+int64_t tandem_threads() {
+  return is_inside ? 1 : (taken_threads ? taken_threads : omp_get_max_threads()) + loan.num_others;
+}
+
+const uint32_t* tandem_recall() { return recall; }
 
 // From now on work called from here uses the threads that OpenMP would have used, and OpenMP none but this one: its
 // threads spin when they have nothing to do, on processors that the team needs.
@@ -185,26 +311,42 @@ EXPORT void tandem_take_threads() {
   omp_set_num_threads(1);
 }
 
-void tandem_team_ring(TandemTeam* team) {
-  __atomic_add_fetch(&team->bell, 1u, __ATOMIC_SEQ_CST);
+// From now on jobs of the calling thread say in the shared file, of `num_cores` TandemCoreUse, that its cores `own`
+// compute, and guests on the cores `others` help them while nobody computes there. To be called once. *error is 0, or
+// why the file cannot be mapped; then nothing has changed.
+EXPORT void tandem_share_cores(int file, int64_t num_cores, const int32_t* own, int64_t num_own, const int32_t* others,
+                               int64_t num_others, int* error) {
 #if defined(__linux__)
-  syscall(SYS_futex, &team->bell, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+  void* memory = mmap(nullptr, size_t(num_cores) * sizeof(TandemCoreUse), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  *error = memory == MAP_FAILED ? errno : 0;
+  if (*error) return;
+  loan.uses = static_cast<TandemCoreUse*>(memory), loan.num_uses = num_cores;
+#else
+  *error = ENOSYS;
+  return;
 #endif
+  loan.own = copied(own, num_own), loan.others = copied(others, num_others);
+  loan.num_own = num_own, loan.num_others = num_others;
+  set_busy(false);  // who had these cores before may have died within a job
 }
 
+void tandem_team_ring(TandemTeam* team) { ring(&team->bell); }
+
 void tandem_team_wait(TandemTeam* team, uint64_t phase) {
-  wait_until(team, [=] { return __atomic_load_n(&team->next, __ATOMIC_SEQ_CST) >> kUnitBits >= phase; });
+  wait_until(&team->bell, [=] { return __atomic_load_n(&team->next, __ATOMIC_SEQ_CST) >> kUnitBits >= phase; });
 }
 
 void tandem_team_run(void (*job)(void*, TandemTeam*), void* context) {
   pthread_once(&forks, [] { pthread_atfork(nullptr, nullptr, [] { owner.forget(); }); });
   TandemTeam* team = owner.of(tandem_threads());
-  begin_job(team, job, context);
+  set_busy(true);
+  owner.call_guests(begin_job(team, job, context));
   is_inside = true;
   job(context, team);
   is_inside = false;
   __atomic_and_fetch(&team->gate, ~kOpen, __ATOMIC_SEQ_CST);
-  wait_until(team, [=] { return (__atomic_load_n(&team->gate, __ATOMIC_SEQ_CST) & kInside) == 0; });
+  wait_until(&team->bell, [=] { return (__atomic_load_n(&team->gate, __ATOMIC_SEQ_CST) & kInside) == 0; });
+  set_busy(false);
 }
 
 EXPORT int tandem_max_threads() { return int(tandem_threads()); }

@@ -9,29 +9,41 @@
 
 #include <stdint.h>
 
+// A core's entry in the shared memory. Its owners alone write; all zero is a core that nobody computes on.
+struct TandemCoreUse {
+  alignas(64) uint32_t is_busy;  // within a job of its owner
+  int64_t busy_until_ns;         // of the monotonic clock: end of the last one
+};
+
+// Those who sleep at it, and what changes when they are woken.
+struct TandemBell {
+  uint32_t rung, sleepers;
+};
+
 // What the members of a team share. Plain data: kernels of every tier read it.
 struct TandemTeam {
   alignas(64) uint64_t next;     // phase under way << kUnitBits | first unit of it that nobody has taken
   alignas(64) uint64_t done;     // units of that phase that are finished
   alignas(64) uint64_t gate;     // see team.cpp
-  alignas(64) uint32_t bell;     // changes when sleepers are woken
-  alignas(64) uint32_t sleepers;
+  alignas(64) TandemBell bell;
   alignas(64) void (*job)(void* context, TandemTeam* team);  // as the three below, written before a job begins
   void* context;
   uint64_t first_phase;
-  int64_t size;  // members, the owner of the team included
+  int64_t size;  // members, the owner of the team and guests included
 };
 
 extern "C" {
-// Threads that work called from here would use: those of OpenMP's setting (torch's) or what was taken of them, 1 within
-// a job.
+// Threads that work called from here would use at most: those of OpenMP's setting (torch's) or what was taken of them,
+// and guests; 1 within a job.
 int64_t tandem_threads();
+// Not 0 once the core on which the calling thread is a guest is wanted back; null for all who are no guests.
+const uint32_t* tandem_recall();
 // Runs job(context, team) on the calling thread and on the other members of its team, as many threads as
 // `tandem_threads` says; returns when all units are finished and no member is in it any more.
 void tandem_team_run(void (*job)(void* context, TandemTeam* team), void* context);
 // Returns when `phase` has begun.
 void tandem_team_wait(TandemTeam* team, uint64_t phase);
-// Wakes those who sleep.
+// Wakes those who wait for the team.
 void tandem_team_ring(TandemTeam* team);
 }
 
@@ -44,13 +56,17 @@ constexpr int64_t kUnitMask = (int64_t{1} << kUnitBits) - 1;
 class Phases {
   TandemTeam* team_;
   uint64_t phase_;
+  const uint32_t* recall_;
 
  public:
   explicit Phases(TandemTeam* team) : Phases(team, team->first_phase) {}
-  Phases(TandemTeam* team, uint64_t phase) : team_(team), phase_(phase) {}
+  Phases(TandemTeam* team, uint64_t phase) : team_(team), phase_(phase), recall_(tandem_recall()) {}
 
   TandemTeam* team() const { return team_; }
   uint64_t phase() const { return phase_; }
+
+  // Whether this member is a guest whose core is wanted back. It may then leave the job between any two phases.
+  bool is_recalled() const { return recall_ != nullptr && __atomic_load_n(recall_, __ATOMIC_ACQUIRE); }
 
   // The next phase; its units are to be taken now. Phases without units must be left out.
   void begin() {
@@ -58,8 +74,9 @@ class Phases {
   }
 
   // Takes units *first … *last of `units`, from `least` to `most` while there are so many: long stretches first, so
-  // that the last ones to finish are short. False if none are left.
+  // that the last ones to finish are short. False if none are left for this member.
   bool take(int64_t units, int64_t least, int64_t most, int64_t* first, int64_t* last) {
+    if (is_recalled()) return false;
     uint64_t next = __atomic_load_n(&team_->next, __ATOMIC_ACQUIRE);
     for (;;) {
       const int64_t at = int64_t(next & uint64_t(kUnitMask)), left = units - at;
@@ -80,7 +97,7 @@ class Phases {
     if (__atomic_add_fetch(&team_->done, uint64_t(count), __ATOMIC_ACQ_REL) != uint64_t(units)) return;
     __atomic_store_n(&team_->done, uint64_t{0}, __ATOMIC_RELAXED);
     __atomic_store_n(&team_->next, (phase_ + 1) << kUnitBits, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&team_->sleepers, __ATOMIC_SEQ_CST)) tandem_team_ring(team_);
+    if (__atomic_load_n(&team_->bell.sleepers, __ATOMIC_SEQ_CST)) tandem_team_ring(team_);
   }
 
   void end() { ++phase_; }

@@ -5,6 +5,7 @@ import pytest
 
 from cli.serve import check_fleet, check_host_memory, fleet_devices, router_spec, worker_specs
 from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, ServeConfig, add_arguments, load
+from tandem.core_loans import CoreLoan
 from tandem.errors import ConfigError
 from tandem.rpc.address import local_address
 
@@ -28,6 +29,21 @@ def test_the_arguments_of_a_child_give_it_the_options_of_serve() -> None:
     assert (first.router, first.worker_id, first.threads) == (("127.0.0.1:7",), "prefill-0", 2)
     second: DecodeConfig = parsed(DecodeConfig, *decodes[1].arguments)
     assert (second.worker_id, second.block_size, second.threads) == ("decode-1", 32, 1)
+
+
+def test_workers_may_borrow_each_others_cores_where_there_is_a_ledger() -> None:
+    config = serve("--roles", "auto")
+    specs = worker_specs(config, (0, 1, 2, 3), "127.0.0.1:7", fleet_devices(config, ()), "/ledger")
+    loans = [parsed(DecodeConfig, *spec.arguments).core_loan for spec in specs]
+    assert loans == [CoreLoan("/ledger", (2, 3)), CoreLoan("/ledger", (0, 1))]
+
+
+@pytest.mark.parametrize("option", [(), ("--threads", "1")])
+def test_workers_borrow_nothing_without_a_ledger_or_with_threads_of_their_own(option: tuple[str, ...]) -> None:
+    config = serve("--roles", "auto", *option)
+    ledger = "/ledger" if option else None
+    specs = worker_specs(config, (0, 1, 2, 3), "127.0.0.1:7", fleet_devices(config, ()), ledger)
+    assert [parsed(DecodeConfig, *spec.arguments).core_loan for spec in specs] == [None, None]
 
 
 def test_workers_listen_on_loopback_whatever_the_router_does() -> None:

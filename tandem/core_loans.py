@@ -1,0 +1,53 @@
+"""Cores that workers of one machine lend each other while they compute nothing.
+
+In a memory file, the ledger, each core has an entry in which its owner says when it computes
+(`kernels/cpu/src/team.h`). `tandem serve` makes the ledger and tells each worker what it may borrow. A worker that is
+killed leaves its entry as it was, and its successor clears it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ENTRY_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CoreLoan:
+    """What one worker may borrow. As text: `PATH:1,2`."""
+
+    ledger: str
+    """Path of the ledger."""
+    cores: tuple[int, ...]
+    """Of others."""
+
+    def __str__(self) -> str:
+        return f"{self.ledger}:{','.join(map(str, self.cores))}"
+
+    @classmethod
+    def of_text(cls, text: str) -> CoreLoan:
+        """Raises ValueError that says what is allowed."""
+        ledger, _, cores = text.rpartition(":")
+        if not ledger or not all(core.isdecimal() for core in cores.split(",")):
+            raise ValueError("must be a path and cores, as PATH:1,2")
+        return cls(ledger, tuple(map(int, cores.split(","))))
+
+
+class CoreLedger:
+    """A new ledger. It lives as long as this object or a process that has it mapped."""
+
+    def __init__(self, cores: Sequence[int]) -> None:
+        """With entries for all of `cores`. Linux only."""
+        self._file = os.fdopen(os.memfd_create("tandem-cores"), "wb")
+        self._file.truncate((max(cores) + 1) * ENTRY_BYTES)
+
+    @property
+    def path(self) -> str:
+        """At which processes of the same user open it."""
+        return f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._file.close()

@@ -1,0 +1,182 @@
+"""Guests of the native kernels' team: they compute on cores of others while these do not, and change no result."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.cpu.library import Library, take_threads
+from kernels.cpu.row_max import RowMax
+from tandem.core_loans import ENTRY_BYTES, CoreLedger, CoreLoan
+from tandem.errors import ConfigError
+
+CORES = sorted(os.sched_getaffinity(0))
+pytestmark = [pytest.mark.native, pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")]
+
+
+class Entry(ctypes.Structure):
+    """TandemCoreUse of `team.h`."""
+
+    _fields_ = (("is_busy", ctypes.c_uint32), ("busy_until_ns", ctypes.c_int64))
+
+
+@contextmanager
+def borrower(ledger: str) -> Iterator[ThreadPoolExecutor]:
+    """A thread on the first core that borrows the second one."""
+
+    def settle() -> None:
+        os.sched_setaffinity(0, {CORES[0]})
+        torch.set_num_threads(1)
+        take_threads(CoreLoan(ledger, (CORES[1],)))
+
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(settle).result()
+        yield executor
+
+
+@pytest.fixture
+def ledger() -> Iterator[CoreLedger]:
+    """Of all cores."""
+    ledger = CoreLedger(CORES)
+    yield ledger
+    ledger.close()
+
+
+@pytest.fixture
+def entries(ledger: CoreLedger) -> list[Entry]:
+    """What the ledger says, by core."""
+    with open(ledger.path, "r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)  # unmapped with the last entry
+    return [Entry.from_buffer(memory, core * ENTRY_BYTES) for core in range(max(CORES) + 1)]
+
+
+def _guests() -> list[Path]:
+    found = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has ended meanwhile
+            if path.read_text() == "tandem-guest\n":
+                found.append(path.parent)
+    return found
+
+
+def _guest_ran_ns() -> int:
+    (guest,) = _guests()
+    return int((guest / "schedstat").read_text().split()[0])
+
+
+ROWS = torch.randn(4000, 2000, generator=torch.Generator().manual_seed(0))
+EXPECTED = ROWS.argmax(1).tolist()
+
+
+def _work() -> None:
+    row_max = RowMax(Library())
+    for _ in range(20):
+        assert row_max(ROWS)[1].tolist() == EXPECTED
+
+
+def test_a_guest_computes_on_a_core_that_nobody_uses(ledger):
+    with borrower(ledger.path) as executor:
+        executor.submit(_work).result()
+        before_ns = _guest_ran_ns()
+        executor.submit(_work).result()
+        assert _guest_ran_ns() - before_ns > 1_000_000
+    deadline_s = time.monotonic() + 30
+    while _guests():  # a thread that was joined is gone from /proc a little late
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def test_a_guest_stays_away_from_a_core_that_computes(ledger, entries):
+    with borrower(ledger.path) as executor:
+        executor.submit(_work).result()
+        entries[CORES[1]].is_busy = 1
+        executor.submit(_work).result()
+        before_ns = _guest_ran_ns()
+        executor.submit(_work).result()
+        assert _guest_ran_ns() == before_ns
+
+
+def test_a_guest_does_not_come_between_two_steps_of_the_owner(ledger, entries):
+    """A core counts as free only a while after its owner's last job."""
+    with borrower(ledger.path) as executor:
+        executor.submit(_work).result()
+        entries[CORES[1]].busy_until_ns = time.monotonic_ns() + 10**12
+        executor.submit(_work).result()
+        before_ns = _guest_ran_ns()
+        executor.submit(_work).result()
+        assert _guest_ran_ns() == before_ns
+
+
+def test_who_computes_says_so_for_its_own_cores(ledger, entries):
+    with borrower(ledger.path) as executor:
+        seen: set[int] = set()
+        work = executor.submit(_work)
+        while not work.done():
+            seen.add(entries[CORES[0]].is_busy)
+        work.result()
+        assert seen == {0, 1}
+        assert entries[CORES[0]].is_busy == 0
+        assert 0 < entries[CORES[0]].busy_until_ns <= time.monotonic_ns()
+        assert (entries[CORES[1]].is_busy, entries[CORES[1]].busy_until_ns) == (0, 0)
+
+
+def test_who_takes_over_a_core_clears_what_a_killed_worker_left(ledger, entries):
+    entries[CORES[0]].is_busy = 1
+    with borrower(ledger.path):
+        assert entries[CORES[0]].is_busy == 0
+
+
+@contextmanager
+def _called_back_at_random(entry: Entry) -> Iterator[None]:
+    """The core's owner computes now and then."""
+    ended, rng = threading.Event(), random.Random(0)
+
+    def toggle() -> None:
+        while not ended.wait(rng.uniform(0, 0.002)):
+            entry.is_busy = rng.randrange(2)
+
+    thread = threading.Thread(target=toggle)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_guests_that_come_and_go_change_no_result(ledger, entries):
+    with borrower(ledger.path) as executor, _called_back_at_random(entries[CORES[1]]):
+        executor.submit(_work).result()
+        assert _guest_ran_ns() > 0
+
+
+def test_a_ledger_that_is_not_there_is_refused_by_name():
+    def refused() -> None:
+        with pytest.raises(ConfigError, match="--core-loan"):
+            take_threads(CoreLoan("/nowhere", (CORES[1],)))
+
+    _on_a_thread(refused)
+
+
+def test_a_ledger_without_entries_of_the_cores_is_refused(ledger):
+    def refused() -> None:
+        with pytest.raises(ConfigError, match="entries of cores below"):
+            take_threads(CoreLoan(ledger.path, (10_000,)))
+
+    _on_a_thread(refused)
+
+
+def _on_a_thread(body: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(body).result()

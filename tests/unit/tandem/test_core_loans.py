@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.core_loans import ENTRY_BYTES, CoreLedger, CoreLoan
+
+
+def test_a_loan_is_read_as_it_is_written() -> None:
+    loan = CoreLoan("/proc/1/fd/3", (1, 12))
+    assert CoreLoan.of_text(str(loan)) == loan
+
+
+@pytest.mark.parametrize("text", ["", "1,2", "/path:", "/path:1,", "/path:one", ":1"])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="PATH:1,2"):
+        CoreLoan.of_text(text)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory files")
+def test_a_ledger_has_an_empty_entry_for_each_core_and_ends_with_its_owner() -> None:
+    ledger = CoreLedger((2, 5))
+    assert Path(ledger.path).read_bytes() == bytes(6 * ENTRY_BYTES)
+    path = ledger.path
+    ledger.close()
+    assert not Path(path).exists()
