@@ -11,8 +11,8 @@ Then, with the same servers: 16 × (256 + 64) tokens at once, and a burst of lon
 
 The whole takes about an hour; `--quick`, with fewer requests and a coarser grid of rates, about ten minutes. A part is
 chosen by `--servers` and `--loads`; where the best server is left out, `--objectives FILE` takes the objectives of an
-earlier run, which `--json FILE` wrote. `--record` writes `bench/results/goodput.json` and draws
-`docs/images/goodput.svg`.
+earlier run, which `--json FILE` wrote. `--record` writes `bench/results/goodput-<tier>.json` and draws
+`docs/images/goodput-<tier>.svg`, by the tier of our kernels here.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 import uvloop
 
 from bench import interference
 from bench.goodput_loads import LOADS, Load, arrivals
-from bench.goodput_page import IMAGE, bars, section
+from bench.goodput_page import bars, image_of, section
 from bench.goodput_search import Objectives, RateSearch
 from bench.goodput_trial import Trial, Unloaded, measure_unloaded, objectives_of, run_trial
 from bench.interference import burst_shape
+from bench.machine import cpu_tier
 from bench.peers.bars import interference_documents, served_documents
+from bench.peers.job import peer_dtype
 from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.peers.process import end_in_order
 from bench.peers.served import (
@@ -127,6 +130,8 @@ class Plan:
         """For the record."""
         return {
             "shape": self.shape,
+            "tier": cpu_tier(),
+            "vllm_dtype": peer_dtype(torch.backends.cpu.get_cpu_capability()),
             "threads": len(self.cores),
             "servers": {name: list(options) for name, options in self.servers.items()},
             "effort": asdict(self.effort),
@@ -315,8 +320,8 @@ def main() -> int:
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=2))
     if args.record:
-        draw_goodput(results, IMAGE)
-        write_record("goodput", results)
+        draw_goodput(results, image_of(cpu_tier()))
+        write_record(f"goodput-{cpu_tier()}", results)
     return 0
 
 

@@ -12,7 +12,7 @@ from bench.peers.bars import Bar, compare
 from bench.peers.page import bars_table, interference_section, served_section
 from bench.peers.served import AUTO, COLOCATED, TANDEM_SERVERS, VLLM_SERVER
 
-IMAGE = Path(__file__).parents[1] / "docs" / "images" / "goodput.svg"
+_IMAGES = Path(__file__).parents[1] / "docs" / "images"
 VLLM_BAR = 2.0
 STATIC_BAR = 1.0
 TOGETHER_BAR = 0.95
@@ -21,6 +21,11 @@ TTFT_BAR = 1.0
 _MISSING = "–"
 
 Document = Mapping[str, Any]
+
+
+def image_of(tier: str) -> Path:
+    """The plot of a record that was taken with kernels of this tier."""
+    return _IMAGES / f"goodput-{tier}.svg"
 
 
 def bars(results: Document) -> list[Bar]:
@@ -77,11 +82,12 @@ def section(results: Document) -> list[str]:
     settings = results["settings"]
     effort = settings["effort"]
     return [
-        "## Goodput (`python -m bench.goodput`)\n",
+        f"## Goodput, tier {settings['tier']} (`python -m bench.goodput`)\n",
         f"The highest rate of Poisson arrivals at which at least {ATTAINMENT:.0%} of the requests meet both "
         f"objectives: first token within {TTFT_FACTOR:g} times, and the 95th percentile of a request's own gaps "
         f"between messages within {ITL_FACTOR:g} times the best server's unloaded figures. The {settings['shape']} "
-        f"shape, random weights, {settings['threads']} cores for server and client; servers take turns, "
+        f"shape, random weights, vLLM in {settings['vllm_dtype']}; {settings['threads']} cores for server and client; "
+        "servers take turns, "
         f"{effort['requests']} requests a trial, rates in steps of {effort['ratio'] - 1:.0%}. Lengths are log-normal: "
         "medians, and limits, in tokens.\n",
         *(f"{name}: `tandem serve {' '.join(options)}`\n" for name, options in settings["servers"].items()),
@@ -105,7 +111,8 @@ def _loads(results: Document) -> list[str]:
         for name, load in results["loads"].items()
         for row in _load_rows(name, results["settings"]["loads"][name], load)
     ]
-    return ["![share of requests within both objectives against the rate](images/goodput.svg)\n", table(header, rows)]
+    image = f"images/{image_of(results['settings']['tier']).name}"
+    return [f"![share of requests within both objectives against the rate]({image})\n", table(header, rows)]
 
 
 def _load_rows(name: str, shape: Document, load: Document) -> Iterator[tuple[str, ...]]:

@@ -281,7 +281,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "profile": _profile,
     "peers-135m-*": peers_section,
     "peers-0.6b-*": peers_section,
-    "goodput": goodput_section,
+    "goodput-*": goodput_section,
     "kernels-cpu": kernels_section,
     "gpu": gpu_page.section,
     "kernels-cuda": kernels_section,

@@ -12,6 +12,9 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from bench.peers.job import peer_dtype
 from bench.peers.process import OPEN_TIMEOUT_S, PeerError, PeerProcess, vllm_environment
 from bench.peers.streams import REQUEST_TIMEOUT_S, Arrivals, OnFirst, Prompt, Stream
 from bench.ports import free_ports
@@ -29,7 +32,8 @@ class VllmServer:
     def __init__(self, model: Path, cores: Sequence[int], vllm_python: Path, context_tokens: int) -> None:
         (self.port,) = free_ports(1)
         options = (
-            *("--model", str(model), "--served-model-name", _MODEL, "--dtype", "bfloat16"),
+            *("--model", str(model), "--served-model-name", _MODEL),
+            *("--dtype", peer_dtype(torch.backends.cpu.get_cpu_capability())),
             *("--host", _HOST, "--port", str(self.port), "--max-model-len", str(context_tokens)),
             *("--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
         )

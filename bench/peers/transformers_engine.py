@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from bench.peers.job import Job, JobTimes, OpenedEngine, serve_jobs
+from bench.peers.job import Job, JobTimes, OpenedEngine, peer_dtype, serve_jobs
 
 
 class TokenClock:
@@ -26,9 +26,10 @@ class TokenClock:
 
 
 def open_engine(model: Path, threads: int) -> OpenedEngine:
-    """Loads it in the checkpoint's own dtype."""
+    """Loads it in the dtype that torch multiplies fast here."""
     torch.set_num_threads(threads)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
+    dtype = peer_dtype(torch.backends.cpu.get_cpu_capability())
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
 
     def run(job: Job) -> JobTimes:
         prompts = torch.tensor(job.prompts(loaded.config.vocab_size))  # [B, T]
@@ -45,7 +46,7 @@ def open_engine(model: Path, threads: int) -> OpenedEngine:
         steps_s = [later - earlier for earlier, later in zip(clock.at_s, clock.at_s[1:], strict=False)]
         return JobTimes(clock.at_s[0] - began_s, steps_s, token_ids[:, job.prompt_tokens].tolist())
 
-    return OpenedEngine(run, {"transformers": transformers.__version__, "threads": str(threads)})
+    return OpenedEngine(run, {"transformers": transformers.__version__, "threads": str(threads), "dtype": dtype})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2]))
-from bench.peers.job import Job, JobTimes, OpenedEngine, serve_jobs
+from bench.peers.job import Job, JobTimes, OpenedEngine, peer_dtype, serve_jobs
 
 sys.path.pop()  # or Tandem's packages would answer to names that a peer looks for
 
@@ -33,10 +33,11 @@ class VllmEngine:
         vllm: Any = importlib.import_module("vllm")  # not in the environment that checks types
         sampling: Any = importlib.import_module("vllm.sampling_params")
         self.version: str = vllm.__version__
+        self.dtype = peer_dtype(importlib.import_module("torch").backends.cpu.get_cpu_capability())
         self._engine: Any = vllm.LLMEngine.from_engine_args(
             vllm.EngineArgs(
                 model=str(model),
-                dtype="bfloat16",
+                dtype=self.dtype,
                 skip_tokenizer_init=True,
                 max_model_len=_CONTEXT_TOKENS,
                 max_num_batched_tokens=_MOST_BATCHED_TOKENS,
@@ -108,6 +109,7 @@ def open_engine(model: Path, threads: int, platform: str | None = None) -> Opene
     facts = {
         "vllm": engine.version,
         "threads": str(threads),
+        "dtype": engine.dtype,
         "platform": found,
         "preloaded": " ".join(Path(each).name for each in os.environ.get("LD_PRELOAD", "").split(":") if each),
     }

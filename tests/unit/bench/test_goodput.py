@@ -162,6 +162,8 @@ def record(goodput: dict[str, float | None]) -> dict[str, Any]:
     return {
         "settings": {
             "shape": "135m",
+            "tier": "avx2",
+            "vllm_dtype": "float32",
             "threads": 2,
             "servers": {AUTO: ["--roles", "auto"]},
             "effort": {"requests": 10, "ratio": 1.1},
