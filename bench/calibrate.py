@@ -41,12 +41,14 @@ BLOCK_SIZE = 16
 def calibrate(model: Path, threads: int, device: str = "cpu") -> tuple[CostModel, Fit]:
     """Times decode steps, chunks of prompts, and both together; then how much two served workers slow each other.
 
-    The latter on a CPU with cores for two, each on cores of its own. Takes about 45 s for 135M on two cores.
+    The latter on a CPU with cores for two, each with cores of its own that it lends to the other: steps are those of a
+    worker alone, which has the cores of all. Takes about 45 s for 135M on two cores.
     """
     cores = usable_cores()
     has_room = device == "cpu" and len(cores) >= 2 * threads
-    with _bound(cores[:threads] if has_room else cores):
-        loaded, timer = _timer(model, threads, device)
+    workers_per_host = len(cores) // threads if has_room else 1
+    with _bound(cores[: workers_per_host * threads] if has_room else cores):
+        loaded, timer = _timer(model, workers_per_host * threads, device)
         try:
             samples = [(StepWork.of(step.seqs), timer.median_s(step, _REPEATS)) for step in _steps(timer)]
         finally:
@@ -60,7 +62,7 @@ def calibrate(model: Path, threads: int, device: str = "cpu") -> tuple[CostModel
     costs = CostModel(
         fitted.costs,
         sharing=sharing,
-        workers_per_host=len(cores) // threads if has_room else 1,
+        workers_per_host=workers_per_host,
         threads=threads,
         block_size=BLOCK_SIZE,
         kv_bytes_per_token=layout.block_bytes // BLOCK_SIZE,
