@@ -27,6 +27,7 @@ from tandem.rpc.process import EXIT_BAD_CONFIG
 from tandem.security.exposure import is_loopback
 
 _POLL_S = 0.1
+_ASK_TIMEOUT_S = 5.0
 _INSTALL = "needs smg; install tandem-serving[http]"
 
 
@@ -98,21 +99,28 @@ def _run_gateway(address: str, router: str) -> None:
 
 
 def _tell_when_ready(address: str, stdout: int) -> None:
-    while True:
-        try:
-            models = _answers(address, "/v1/models", timeout_s=5)
-        except OSError:
-            models = None
-        if models and json.loads(models).get("data"):
-            os.write(stdout, f"ready {address}\n".encode())
-            return
+    while not _has_model(address):
         time.sleep(_POLL_S)
+    os.write(stdout, f"ready {address}\n".encode())
 
 
-def _answers(address: str, path: str, timeout_s: float) -> bytes | None:
-    """The body of an answer 200, else None. Raises OSError, TimeoutError among them."""
+def _has_model(address: str) -> bool:
+    """Whether the gateway knows a model and its tokenizer, which comes later: until then it refuses requests."""
     try:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=timeout_s) as answer:
+        models = json.loads(_answers(address, "/v1/models", _ASK_TIMEOUT_S) or b"{}").get("data")
+        if not models:
+            return False
+        text = json.dumps({"model": models[0]["id"], "prompt": "a"}).encode()
+        return _answers(address, "/v1/tokenize", _ASK_TIMEOUT_S, text) is not None
+    except OSError:
+        return False
+
+
+def _answers(address: str, path: str, timeout_s: float, body: bytes | None = None) -> bytes | None:
+    """The body of an answer 200, else None; a JSON `body` is posted. Raises OSError, TimeoutError among them."""
+    request = urllib.request.Request(f"http://{address}{path}", body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return bytes(answer.read())
     except urllib.request.HTTPError:
         return None
