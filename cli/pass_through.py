@@ -29,7 +29,7 @@ _OLD_CHANNEL_S = 3600.0
 """Given to calls on a channel whose certificates have been replaced."""
 
 
-class PassThrough(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # is none at run time
+class PassThrough(grpc.GenericRpcHandler):
     """Calls of some `services` to the router at `target`. Used on one event loop."""
 
     def __init__(self, target: str, services: frozenset[str], outgoing: Outgoing, max_receive_bytes: int) -> None:
@@ -65,9 +65,9 @@ class PassThrough(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # is none 
 
     async def _pass(self, method: str, requests: AsyncIterator[bytes], context: Context) -> None:
         sent = tuple(pair for pair in context.invocation_metadata() or () if pair[0] not in _OWN_KEYS)
-        call: Any = self._connected().stream_stream(method)(
-            requests, timeout=context.time_remaining(), metadata=(*sent, *self._outgoing.metadata())
-        )
+        begin: Any = self._connected().stream_stream(method)  # of bytes
+        metadata = (*sent, *self._outgoing.metadata())
+        call = begin(requests, timeout=context.time_remaining(), metadata=metadata)
         try:
             await context.send_initial_metadata(tuple(await call.initial_metadata()))
             async for message in call:

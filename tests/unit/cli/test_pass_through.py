@@ -25,7 +25,7 @@ LIMIT_BYTES = 1 << 20
 SERVICES = frozenset({"any.Service"})
 
 
-class Router(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+class Router(grpc.GenericRpcHandler):
     """Echoes what it is asked, in the way that the method's name says."""
 
     def __init__(self) -> None:
