@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import torch
+
 from bench.cluster import serve
 from bench.exactness_system import MAX_SEQS, Settings, System
-from kvtransfer.transports import TRANSPORTS, available
+from kvtransfer.transports import TRANSPORTS, available_between
 from tandem.client import AsyncClient
 
 POOL_TOKENS = 4096 * MAX_SEQS
@@ -64,6 +66,7 @@ SERVED_SYSTEMS: dict[str, Callable[[Path, Settings], AbstractContextManager[Syst
 
 
 def served_on(device: str) -> list[str]:
-    """The names of those that work with pools on `device`."""
-    unusable = {status.name for status in available(device) if not status.usable}
+    """The names of those that work with two workers' pools on `device`."""
+    statuses = available_between(device, torch.cuda.device_count())
+    unusable = {status.name for status in statuses if not status.usable}
     return [name for name in SERVED_SYSTEMS if name not in unusable]

@@ -20,7 +20,7 @@ import torch
 
 from bench.kernels.gpu import describe_gpu
 from bench.record import write_record
-from kvtransfer.transports import available, usable
+from kvtransfer.transports import available_between
 
 DEVICE = "cuda:0"
 NOT_MEASURED = "not measured: no GPU"
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def parts(transports: Sequence[str]) -> tuple[Part, ...]:
-    """In the order of what is wanted first if time runs out; `transports` are those that work here."""
+    """In the order of what is wanted first if time runs out; `transports` are those that work between workers here."""
     systems = [argument for name in (*transports, "colocated") for argument in ("--system", name)]
     exactness = ("bench.exactness", "--model", "demo", "--device", "cuda", "--longest", "1024", *systems)
     transfer = ("bench.transfer", "--device", "cuda", "--block-kib", "368,4096", "--rounds", "5")
@@ -112,11 +112,13 @@ def main() -> int:
     if not torch.cuda.is_available():
         print(NOT_MEASURED)
         return 1
-    outcomes = run_parts(parts(usable(DEVICE)))
+    num_gpus = torch.cuda.device_count()
+    transports = available_between(DEVICE, num_gpus)
+    outcomes = run_parts(parts([status.name for status in transports if status.usable]))
     results = {
         "gpu": describe_gpu(torch.device(DEVICE)),
-        "num_gpus": torch.cuda.device_count(),
-        "transports": [status._asdict() for status in available(DEVICE)],
+        "num_gpus": num_gpus,
+        "transports": [status._asdict() for status in transports],
         "parts": [asdict(outcome) for outcome in outcomes],
     }
     write_record("gpu", results)

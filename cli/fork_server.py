@@ -123,13 +123,13 @@ class ForkServer:
 
     def close(self) -> None:
         """Idempotent."""
+        if self._process is not None:
+            self._process.kill()  # first: a socket that closes with words unread would be an error there
+            self._process.wait()
+            self._process = None
         if self._orders is not None:
             self._orders.close()
             self._orders = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:

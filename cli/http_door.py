@@ -2,14 +2,14 @@
 
 `python -m cli.http_door --listen HOST:PORT --router HOST:PORT` runs it, prints `ready HOST:PORT` once it serves the
 router's model, and ends by SIGTERM when running answers are done. smg calls the router's face for vLLM's engine
-protocol. It brings no token and speaks no TLS to a router, and its own port lets every caller change what it calls: so
-it is for loopback, or for behind something that protects it (`--insecure`).
+protocol. It brings no token and speaks no TLS to a router: where that asks for them, smg calls `cli.pass_through`. Of
+its own callers smg asks the token that this process brings, as their API key, and it shows them this process's
+certificate; it cannot ask for theirs.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import importlib.util
 import json
 import os
@@ -17,16 +17,19 @@ import socket
 import sys
 import threading
 import time
-import urllib.request
-from types import TracebackType
-from urllib.error import URLError
 
-from tandem.config import ServeConfig
-from tandem.errors import ConfigError, DeadlineExceeded, Reason, Unavailable
+from cli.http_call import HttpCaller
+from cli.pass_through import start_pass_through
+from tandem.config import ClientSecurityConfig, HttpDoorConfig, ServeConfig, add_arguments, load
+from tandem.errors import ConfigError
 from tandem.rpc.process import EXIT_BAD_CONFIG
+from tandem.security.credentials import Outgoing
 from tandem.security.exposure import is_loopback
 
 _POLL_S = 0.1
+_ASK_TIMEOUT_S = 5.0
+_CALLED = frozenset({"vllm.grpc.engine.VllmEngine", "grpc.health.v1.Health"})
+"""The services that smg calls."""
 _INSTALL = "needs smg; install tandem-serving[http]"
 
 
@@ -37,87 +40,73 @@ def check_http(config: ServeConfig) -> None:
     security = config.router.security
     if importlib.util.find_spec("smg") is None:
         raise ConfigError("--http", _INSTALL)
-    if security.tls_cert or security.token_file:
-        raise ConfigError("--http", "smg can bring neither a token nor TLS to the router: leave these options out")
-    if not is_loopback(config.http) and not security.insecure:
-        raise ConfigError("--http", f"{config.http} is beyond loopback and asks nobody who it is; --insecure allows it")
-
-
-class HttpHealth:
-    """Asks an HTTP door whether it lives: a `cli.liveness.HealthClient`."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    async def __aenter__(self) -> HttpHealth:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        return
-
-    async def serving(self, service: str, *, timeout_s: float) -> bool:
-        """Whatever the `service`. Raises Unavailable, DeadlineExceeded."""
-        try:
-            return await asyncio.to_thread(_answers, self._address, "/liveness", timeout_s) is not None
-        except TimeoutError:
-            raise DeadlineExceeded(f"{self._address} gives no answer") from None
-        except OSError as error:
-            raise Unavailable(str(error), Reason.PEER_LOST) from error
+    asks = security.tls_cert is not None and security.token_file is not None
+    if not asks and not is_loopback(config.http) and not security.insecure:
+        raise ConfigError(
+            "--http",
+            f"other machines can reach {config.http}: give --tls-cert, --tls-key, --tls-ca and --token-file (callers' "
+            "certificates are not asked for there), or else --insecure",
+        )
 
 
 def main() -> None:
     """Runs until SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m cli.http_door", description=__doc__)
-    parser.add_argument("--listen", required=True)
-    parser.add_argument("--router", required=True)
-    options = parser.parse_args()
-    if importlib.util.find_spec("smg") is None:
-        print(f"tandem: --http: {_INSTALL}", file=sys.stderr)
+    add_arguments(parser, HttpDoorConfig)
+    try:
+        config = load(HttpDoorConfig, parser.parse_args())
+        if importlib.util.find_spec("smg") is None:
+            raise ConfigError("--http", _INSTALL)
+        outgoing = Outgoing.of_client(config.security, config.router)
+    except ConfigError as error:
+        print(f"tandem: {error.message}", file=sys.stderr)
         sys.exit(EXIT_BAD_CONFIG)
-    host, _, port = options.listen.rpartition(":")
+    host, _, port = config.listen.rpartition(":")
     address = f"{host}:{int(port) or _free_port(host)}"
     stdout = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the gateway prints is log
-    threading.Thread(target=_tell_when_ready, args=(address, stdout), daemon=True).start()
-    _run_gateway(address, options.router)
+    caller = HttpCaller(address, outgoing)
+    threading.Thread(target=_tell_when_ready, args=(caller, address, stdout), daemon=True).start()
+    router = config.router
+    if outgoing.tls is not None or outgoing.tokens is not None:
+        router = start_pass_through(router, _CALLED, outgoing, config.max_receive_bytes)
+    _run_gateway(address, router, config.security, outgoing)
 
 
-def _run_gateway(address: str, router: str) -> None:
-    """In this process: signals reach it."""
+def _run_gateway(address: str, router: str, security: ClientSecurityConfig, outgoing: Outgoing) -> None:
+    """In this process: signals reach it, and its arguments, the key among them, are in no list of processes."""
     from smg.cli import main as smg
 
     host, _, port = address.rpartition(":")
+    tls = (
+        () if security.tls_cert is None else ("--tls-cert-path", security.tls_cert, "--tls-key-path", security.tls_key)
+    )
+    key = () if outgoing.tokens is None else ("--api-key", outgoing.tokens.bearer().removeprefix("Bearer "))
     sys.argv = [
         *("smg", "launch", "--host", host.strip("[]"), "--port", port),
         *("--worker-urls", f"grpc://{router}", "--backend", "vllm", "--history-backend", "none"),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port("127.0.0.1")), "--log-level", "warn"),
+        *(word for word in (*tls, *key) if word is not None),
     ]
     smg()
 
 
-def _tell_when_ready(address: str, stdout: int) -> None:
-    while True:
-        try:
-            models = _answers(address, "/v1/models", timeout_s=5)
-        except OSError:
-            models = None
-        if models and json.loads(models).get("data"):
-            os.write(stdout, f"ready {address}\n".encode())
-            return
+def _tell_when_ready(caller: HttpCaller, address: str, stdout: int) -> None:
+    while not _has_model(caller):
         time.sleep(_POLL_S)
+    os.write(stdout, f"ready {address}\n".encode())
 
 
-def _answers(address: str, path: str, timeout_s: float) -> bytes | None:
-    """The body of an answer 200, else None. Raises OSError, TimeoutError among them."""
+def _has_model(caller: HttpCaller) -> bool:
+    """Whether the gateway knows a model and its tokenizer, which comes later: until then it refuses requests."""
     try:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=timeout_s) as answer:
-            return bytes(answer.read())
-    except urllib.request.HTTPError:
-        return None
-    except URLError as error:
-        raise error.reason if isinstance(error.reason, OSError) else OSError(str(error.reason)) from error
+        models = json.loads(caller.answer("/v1/models", _ASK_TIMEOUT_S) or b"{}").get("data")
+        if not models:
+            return False
+        text = json.dumps({"model": models[0]["id"], "prompt": "a"}).encode()
+        return caller.answer("/v1/tokenize", _ASK_TIMEOUT_S, text) is not None
+    except OSError:
+        return False
 
 
 def _free_port(host: str) -> int:

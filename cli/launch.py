@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tandem.config import show_gpus
+from tandem.module_command import module_command
 
 _PR_SET_PDEATHSIG = 1
 _AUTOGROUP_TRIES, _AUTOGROUP_PAUSE_S = 10, 0.11
@@ -36,14 +37,6 @@ FORKED = ("prefill_worker", "decode_worker")
 """Modules that the fork server has imported."""
 _MAX_ORDER_BYTES = 1 << 17
 _ADOPTED_WITHIN_S, _ADOPTED_POLL_S = 5.0, 0.0005
-
-
-def run_module() -> str:
-    """Python's flag that runs a module: without the working directory on its path, where a user may have a models.py.
-
-    With it only if that is where our own packages lie, as in a clone.
-    """
-    return "-m" if Path.cwd() == Path(__file__).resolve().parent.parent else "-Pm"
 
 
 def launch_command(
@@ -60,7 +53,7 @@ def launch_command(
 
 def fork_server_command() -> list[str]:
     """The command line of a child of this process that forks others."""
-    return [sys.executable, run_module(), "cli.launch", "--parent", str(os.getpid()), "--fork-server"]
+    return module_command("cli.launch", "--parent", str(os.getpid()), "--fork-server")
 
 
 def orders(command: Sequence[str]) -> bytes:
@@ -76,7 +69,7 @@ def main() -> None:
         _serve_forks()
         return
     _settle(options)
-    os.execv(sys.executable, [sys.executable, run_module(), options.module, *options.arguments])
+    os.execv(sys.executable, module_command(options.module, *options.arguments))
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:

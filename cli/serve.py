@@ -17,14 +17,15 @@ from functools import partial
 
 from cli.command import Subparsers, add_command
 from cli.fork_server import ForkServer
-from cli.http_door import HttpHealth, check_http
+from cli.http_call import HttpHealth
+from cli.http_door import check_http
 from cli.launch import FORKED, launch_command
 from cli.router import STOP_MARGIN_S, process_configs
 from cli.supervisor import START_TIMEOUT_S, Child, Connect, RestartPolicy, Supervisor, open_process
 from tandem import progress
 from tandem.client import AsyncClient
 from tandem.clock import MonotonicClock
-from tandem.config import RouterConfig, ServeConfig, add_arguments, argv_of, environment, load
+from tandem.config import HttpDoorConfig, RouterConfig, ServeConfig, add_arguments, argv_of, environment, load
 from tandem.core_loans import CoreLedger, CoreLoan
 from tandem.cores import plan_cores, share_all_cores, usable_cores
 from tandem.errors import ConfigError
@@ -32,7 +33,7 @@ from tandem.gpus import DevicePlan, DeviceShare, find_gpu, find_gpus, plan_devic
 from tandem.host_memory import available_host_bytes
 from tandem.rpc.address import local_address
 from tandem.rpc.process import StopSignal, run_process
-from tandem.security.credentials import Security
+from tandem.security.credentials import Outgoing, Security
 from tandem.security.options import client_side
 from tandem.telemetry.logging import configure_logging, get_logger
 from tandem.telemetry.stderr_lines import write_line
@@ -117,8 +118,9 @@ class _Server:
             for each in counting:  # one that left before it was ready is not waited for
                 each.cancel()
         if self._config.http is not None:
-            spec = http_spec(self._config.http, address, self._cores)
-            self._http = self._supervise(spec, partial(self._start_child, spec), HttpHealth)
+            spec = http_spec(self._config, self._config.http, address, self._cores)
+            outgoing = Outgoing.of_client(client_side(self._config.router.security), address)
+            self._http = self._supervise(spec, partial(self._start_child, spec), partial(HttpHealth, outgoing=outgoing))
             await self._http.address()
         print(f"ready {self._router_listen}", flush=True)
 
@@ -207,10 +209,11 @@ def router_spec(config: ServeConfig, cores: Sequence[int], listen: str) -> Child
     return ChildSpec(name, "router", tuple(argv_of(router)), tuple(cores), 0, grace_s)
 
 
-def http_spec(listen: str, router: str, cores: Sequence[int]) -> ChildSpec:
+def http_spec(config: ServeConfig, listen: str, router: str, cores: Sequence[int]) -> ChildSpec:
     """The HTTP door in front of the router at `router`."""
-    arguments = ("--listen", listen, "--router", router)
-    return ChildSpec("http", "cli.http_door", arguments, tuple(cores), 0, STOP_MARGIN_S)
+    security, max_bytes = client_side(config.router.security), config.router.max_receive_bytes
+    door = HttpDoorConfig(listen=listen, router=router, max_receive_bytes=max_bytes, security=security)
+    return ChildSpec("http", "cli.http_door", tuple(argv_of(door)), tuple(cores), 0, STOP_MARGIN_S)
 
 
 def fleet_devices(config: ServeConfig, gpus: Sequence[str]) -> DevicePlan:

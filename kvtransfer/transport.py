@@ -182,6 +182,8 @@ class Transport(Protocol):
 
     name: str
     """As in `--transport`."""
+    gpu_each: bool
+    """Whether it connects only pools that lie on different GPUs."""
 
     def probe(self, device: torch.device) -> TransportStatus:
         """Whether it works on this machine for pools on `device`."""

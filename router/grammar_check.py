@@ -22,6 +22,7 @@ from router.lane import Lane
 from tandem.checkpoint import read_checkpoint
 from tandem.errors import InternalError, InvalidRequest
 from tandem.grammar import GrammarCompiler
+from tandem.module_command import module_command
 from tandem.types import Constraint, Language
 
 MAX_CPU_S = 2
@@ -86,7 +87,7 @@ def _size(constraint: Constraint) -> int:
 
 
 def _start(checkpoint: Path) -> subprocess.Popen[bytes]:
-    command = (sys.executable, "-m", "router.grammar_check", str(checkpoint))
+    command = module_command("router.grammar_check", str(checkpoint))
     # Its standard error is lost on purpose: where it breaks, it may say what the caller wrote.
     pipe = subprocess.PIPE
     return subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)

@@ -38,6 +38,7 @@ __all__ = [
     "ClientSecurityConfig",
     "DecodeConfig",
     "ElasticConfig",
+    "HttpDoorConfig",
     "Limits",
     "PrefillConfig",
     "RouterConfig",
@@ -215,7 +216,8 @@ class ServeConfig:
     http: str | None = option(
         "http",
         None,
-        "address at which the gateway smg serves OpenAI's and Anthropic's APIs over HTTP",
+        "address at which the gateway smg serves OpenAI's and Anthropic's APIs over HTTP; with --tls-cert by TLS, with "
+        "--token-file for those who bring its first token as their key",
         host_port(port_zero=True),
         none_word="none",
     )
@@ -248,6 +250,16 @@ class ServeConfig:
     def is_static(self) -> bool:
         """Whether its workers have static roles."""
         return self.roles == "static" or (self.roles is None and bool(self.of_static))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpDoorConfig:
+    """`python -m cli.http_door`, which `tandem serve` starts."""
+
+    listen: str = option("listen", "127.0.0.1:0", "address to serve on", host_port(port_zero=True))
+    router: str = option("router", DEFAULT_ADDRESS, "address of the router", host_port())
+    max_receive_bytes: int = max_receive_option()
+    security: ClientSecurityConfig = grouped(ClientSecurityConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

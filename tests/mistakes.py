@@ -54,9 +54,9 @@ _STARTS = (
     ),
     Mistake(
         START,
-        "A port is open to other machines without TLS and tokens.",
+        "A port is open to other machines, and nothing asks who calls.",
         "--listen: other machines can reach 0.0.0.0:0: give --tls-cert, --tls-key and --tls-ca and "
-        "--token-file, or else "
+        "--token-file or --tls-client-ca, or else "
         "--insecure",
         "[security.md](security.md) has the commands. `--insecure` is for networks where everyone may call.",
         ("serve", "--listen", "0.0.0.0:0"),

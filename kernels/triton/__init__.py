@@ -11,6 +11,8 @@ from kernels.operations import Kernels
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MIN_CAPABILITY = (8, 0)
 """bfloat16 matrix units and asynchronous copies start with Ampere."""
+COMPILED = "a kernel was compiled while serving"
+"""As the log says it."""
 
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from triton import knobs
 
+from kernels.triton import COMPILED
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
@@ -17,4 +18,4 @@ def warn_from_now_on() -> None:
 
 
 def _warn(*, fn: Any, repr: str, **_: object) -> None:
-    _log.warning("a kernel was compiled while serving", kernel=fn.name, arguments=repr)
+    _log.warning(COMPILED, kernel=fn.name, arguments=repr)

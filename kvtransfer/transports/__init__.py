@@ -32,6 +32,16 @@ def available(device: torch.device | str) -> list[TransportStatus]:
     return [transport.probe(torch.device(device)) for transport in TRANSPORTS]
 
 
+def available_between(device: torch.device | str, num_gpus: int) -> list[TransportStatus]:
+    """As `available`, for two workers of one machine that has so many GPUs."""
+    share = torch.device(device).type == "cuda" and num_gpus == 1
+    reason = "it connects pools on different GPUs only, and this machine has one GPU"
+    return [
+        TransportStatus(status.name, False, reason) if share and transport.gpu_each and status.usable else status
+        for transport, status in zip(TRANSPORTS, available(device), strict=True)
+    ]
+
+
 def usable(device: torch.device | str) -> tuple[str, ...]:
     """Names of the transports that work for pools on `device`, by preference."""
     return tuple(status.name for status in available(device) if status.usable)

@@ -58,6 +58,7 @@ class CudaIpcTransport:
     """Implements `transport.Transport`. Plain: the kernel names the peer's user, and nothing leaves the machine."""
 
     name = NAME
+    gpu_each = False
 
     def __init__(self, driver: Callable[[], CudaDriver] = system_driver) -> None:
         """`driver` is asked when a pool is on a GPU, and may raise CudaError."""

@@ -63,6 +63,7 @@ class NcclTransport:
     """Implements `transport.Transport`. Counts its communicators, because the GPU has room for few."""
 
     name = NAME
+    gpu_each = True
 
     def __init__(
         self,

@@ -64,6 +64,7 @@ class NixlTransport:
     """Implements `transport.Transport`."""
 
     name = NAME
+    gpu_each = False
 
     def probe(self, device: torch.device) -> TransportStatus:
         """See `Transport`."""

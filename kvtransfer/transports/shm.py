@@ -59,6 +59,7 @@ class ShmTransport:
     """Implements `transport.Transport`. Plain: the kernel names the peer's user, and nothing leaves the machine."""
 
     name = NAME
+    gpu_each = False
 
     def probe(self, device: torch.device) -> TransportStatus:
         """See `Transport`."""

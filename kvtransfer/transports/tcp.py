@@ -59,6 +59,7 @@ class TcpTransport:
     """Implements `transport.Transport`."""
 
     name = NAME
+    gpu_each = False
 
     def probe(self, device: torch.device) -> TransportStatus:
         """See `Transport`."""

@@ -1,6 +1,7 @@
 """Which addresses other machines can reach, and what a process must have before it listens there.
 
-Loopback needs nothing. Anything else needs TLS and tokens, or `--insecure`, said on purpose.
+Loopback needs nothing. Anything else needs TLS with tokens or with callers' certificates (mutual TLS), or `--insecure`,
+said on purpose.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def check_exposure(config: SecurityConfig, listens: Iterable[tuple[str, str | No
     if config.insecure:
         return
     missing = [] if config.tls_cert is not None else ["--tls-cert, --tls-key and --tls-ca"]
-    if config.token_file is None:
-        missing.append("--token-file")
+    if config.token_file is None and config.tls_client_ca is None:
+        missing.append("--token-file or --tls-client-ca")
     if not missing:
         return
     for option, address in listens:

@@ -36,7 +36,9 @@ class SecurityConfig:
         "token-file", "bearer tokens, one a line: callers must bring one, this process brings the first"
     )
     insecure: bool = option(
-        "insecure", False, "listen beyond loopback without TLS and tokens, or bring a token there in clear"
+        "insecure",
+        False,
+        "listen beyond loopback without TLS, or without asking who calls, or bring a token there in clear",
     )
 
 

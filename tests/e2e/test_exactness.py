@@ -6,16 +6,25 @@ the whole grid.
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from bench.exactness import check_system, make_workload
+from bench.cluster import serve
+from bench.exactness import Workload, check_system, make_workload
 from bench.exactness_reference import Reference
+from bench.exactness_served import ServedSystem
 from bench.exactness_system import Settings
 from bench.logit_error import MAX_RATIO, MAX_RATIOS_OF_KV, measure_logit_error
 from bench.tiny_models import TINY_MODELS, save_tiny_model
 from bench.tiny_transformers import TINY_TRANSFORMERS
+from tandem.client import Client
 from tests.nixl_param import needs_nixl
 
 MAX_TOKENS = 24
@@ -66,6 +75,69 @@ def test_served_tokens_are_those_of_transformers_over_nixl_too(tmp_path: Path) -
     work = make_workload(folder, Reference(folder), longest=200, seed=4, max_tokens=MAX_TOKENS)
 
     assert check_system("nixl", folder, Settings(16, 64), work) == []
+
+
+@pytest.fixture(scope="module")
+def long_enough(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Workload]:
+    """A model, and prompts of more than any chunk budget below, with few tokens each."""
+    folder = save_tiny_model(MODELS["qwen2"], tmp_path_factory.mktemp("models") / "qwen2")
+    return folder, make_workload(folder, Reference(folder), longest=520, seed=6, max_tokens=6)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("transport", "block_size", "chunk_tokens", "options"),
+    [
+        ("shm", 16, 64, ("--no-overlap",)),
+        ("tcp", 16, 64, ("--no-overlap",)),
+        ("tcp", 64, 64, ()),
+        pytest.param("nixl", 64, 512, ("--no-overlap",), marks=needs_nixl),
+        pytest.param("nixl", 1, 64, (), marks=needs_nixl),
+    ],
+)
+def test_served_tokens_are_the_same_without_overlap_and_with_random_delays(
+    transport: str,
+    block_size: int,
+    chunk_tokens: int,
+    options: tuple[str, ...],
+    long_enough: tuple[Path, Workload],
+) -> None:
+    folder, work = long_enough
+    sizes = (
+        "--block-size",
+        str(block_size),
+        "--chunk-tokens",
+        str(chunk_tokens),
+        "--kv-blocks",
+        str(32768 // block_size),
+    )
+    with serve(str(folder), "--dtype", "float32", "--transport", transport, *sizes, *options) as cluster:
+        with Client(cluster.target) as client:
+            client.wait_ready(timeout_s=60)
+            workers = [worker.info.pid for worker in client.status().workers]
+        with delayed(workers, seed=7):
+            assert ServedSystem(cluster.target).generate(work.prompts, work.max_tokens) == list(work.expected)
+
+
+@contextmanager
+def delayed(pids: Sequence[int], seed: int) -> Iterator[None]:
+    """One of these processes after the other stands still for a moment, wherever it is."""
+    rng, over = random.Random(seed), threading.Event()
+
+    def stop_and_go() -> None:
+        while not over.wait(rng.uniform(0.002, 0.02)):
+            pid = rng.choice(pids)
+            os.kill(pid, signal.SIGSTOP)
+            over.wait(rng.uniform(0.002, 0.02))
+            os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=stop_and_go)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("model", ["llama", "mistral-windowed", "qwen2", "qwen3", "gpt-oss", "apertus", "glm4_moe"])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -17,6 +20,7 @@ import pytest
 from bench.cluster import Cluster, becomes_idle, eventually, serve
 from tandem.client import Client
 
+README = (Path(__file__).parents[2] / "README.md").read_text()
 CHAT = [{"role": "user", "content": "Tell me a story."}]
 GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0}
 GREEDY_MESSAGES: dict[str, Any] = {"model": "demo", "extra_body": {"temperature": 0}}
@@ -123,6 +127,21 @@ def test_anthropics_messages(messages: Any, client: openai.OpenAI) -> None:
     assert messages.create(messages=CHAT, max_tokens=16, **GREEDY_MESSAGES).content[0].text == whole
     with messages.stream(messages=CHAT, max_tokens=16, **GREEDY_MESSAGES) as stream:
         assert "".join(stream.text_stream) == whole
+
+
+def test_openais_responses(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(messages=CHAT, max_tokens=16, **GREEDY).choices[0].message.content
+    asked: dict[str, Any] = {"input": CHAT[0]["content"], "max_output_tokens": 16, **GREEDY}
+    assert client.responses.create(**asked).output_text == whole
+    events = list(client.responses.create(**asked, stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole
+
+
+def test_the_readmes_example_prints_a_story(base_url: str, client: openai.OpenAI) -> None:
+    (snippet,) = re.findall(r"^```python openai\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    here = snippet.replace("http://127.0.0.1:8080", base_url)
+    done = subprocess.run([sys.executable, "-c", here], capture_output=True, text=True, timeout=60, check=True)
+    assert len(done.stdout) > 20
 
 
 @pytest.mark.parametrize(

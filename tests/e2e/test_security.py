@@ -249,6 +249,16 @@ def test_no_process_listens_beyond_loopback_unprotected(command: str) -> None:
     assert "--insecure" in refused.stderr
 
 
+def test_mutual_tls_alone_is_enough_beyond_loopback(pki: Pki, shown: Identity) -> None:
+    mutual = ("--tls-cert", shown.cert, "--tls-key", shown.key, "--tls-ca", pki.ca, "--tls-client-ca", pki.ca)
+    with run_command("router", "--model", "demo", "--listen", "0.0.0.0:0", *mutual) as router:
+        asked = ("health", "--target", f"{LOOPBACK}:{router.target.rpartition(':')[2]}", "--tls-ca", pki.ca)
+        assert finished(*asked, "--tls-cert", shown.cert, "--tls-key", shown.key).stdout == "NOT_SERVING\n"
+        stranger = finished(*asked)
+        assert stranger.returncode != 0
+        assert "SERVING" not in stranger.stdout
+
+
 def test_a_worker_takes_its_token_to_no_router_elsewhere_in_clear(tokens: str) -> None:
     refused = finished("decode", "--router", "192.0.2.1:50051", "--token-file", tokens)
 

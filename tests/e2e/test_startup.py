@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from bench.cluster import eventually, run_command
+from bench import cluster
+from bench.cluster import eventually, run_command, serve
 from tandem.checkpoint import resolve_model
 from tandem.client import Client
 from tandem.errors import Unavailable
 from tests.finished_command import finished
 
+ROOT = Path(__file__).parents[2]
 LOADS_FOR_EVER = """
 import sys, threading
 from cli.main import main
@@ -33,6 +37,27 @@ sys.exit(main(sys.argv[1:]))
 def checkpoint(tmp_path: Path) -> Path:
     """A copy of the demo checkpoint, to be broken."""
     return Path(shutil.copytree(resolve_model("demo"), tmp_path / "broken"))
+
+
+def test_files_in_the_working_directory_are_not_taken_for_our_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("models", "router", "json", "tokenizers"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the user was run')")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(cluster, "open_command", partial(started_in, tmp_path))
+
+    with serve("demo") as served, Client(served.target) as client:
+        (choice,) = client.complete("Once", regex="[0-9]{3}", max_tokens=9).choices
+    assert re.fullmatch("[0-9]{3}", choice.text)
+    assert "a file of the user was run" not in "".join(served.log)
+
+
+def started_in(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """As an installed `tandem` does, which has no working directory on its path."""
+    command = [sys.executable, "-Pm", "cli.main", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True, bufsize=1)
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:

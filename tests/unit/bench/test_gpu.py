@@ -2,12 +2,15 @@
 
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from bench import gpu, gpu_page, page
 from bench.gpu import Part, parts, run_part, run_parts
+from kvtransfer.transport import TransportStatus
 from kvtransfer.transports import TRANSPORTS
 
 GPU = {"gpu": "Test GPU", "driver": "1.2"}
@@ -65,6 +68,31 @@ def test_exactness_is_checked_over_every_transport_that_works() -> None:
     ] == [*("shm", "tcp", "colocated")]
 
 
+def works(device: torch.device) -> TransportStatus:
+    return TransportStatus("nccl", True, "from GPU to GPU by NCCL 2")
+
+
+@pytest.mark.parametrize(("num_gpus", "usable"), [(1, False), (2, True)])
+def test_what_needs_a_gpu_each_is_left_out_on_a_machine_with_one(
+    num_gpus: int, usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (nccl,) = (transport for transport in TRANSPORTS if transport.gpu_each)
+    monkeypatch.setattr(nccl, "probe", works)
+    asked: list[list[str]] = []
+
+    def fakes(transports: list[str]) -> list[Part]:
+        asked.append(transports)
+        return [part("raise SystemExit(1)")]
+
+    recorded = run_main(monkeypatch, fakes, num_gpus)
+    (status,) = (each for each in recorded["transports"] if each["name"] == "nccl")
+    assert status["usable"] is usable
+    assert ("nccl" in asked[0]) is usable
+    assert "tcp" in asked[0]
+    if not usable:
+        assert "different GPUs" in "\n".join(gpu_page.section(recorded))
+
+
 def test_without_a_gpu_it_says_so_and_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,20 +103,22 @@ def test_without_a_gpu_it_says_so_and_fails(
 
 
 def test_everything_is_recorded_even_if_a_part_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = run_main(monkeypatch, [part("raise SystemExit('broken')"), part("print('fine')")])
+    recorded = run_main(monkeypatch, lambda _: [part("raise SystemExit('broken')"), part("print('fine')")])
     assert [each["succeeded"] for each in recorded["parts"]] == [False, True]
     assert recorded["gpu"] == GPU
     assert [each["name"] for each in recorded["transports"]] == [transport.name for transport in TRANSPORTS]
     json.dumps(recorded)
 
 
-def run_main(monkeypatch: pytest.MonkeyPatch, fakes: list[Part]) -> dict[str, object]:
-    """What `main` records on a machine that says it has a GPU."""
-    records: dict[str, dict[str, object]] = {}
+def run_main(
+    monkeypatch: pytest.MonkeyPatch, fakes: Callable[[list[str]], list[Part]], num_gpus: int = 1
+) -> dict[str, Any]:
+    """What `main` records on a machine that says it has GPUs."""
+    records: dict[str, dict[str, Any]] = {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(gpu, "describe_gpu", lambda _: GPU)
-    monkeypatch.setattr(gpu, "parts", lambda _: fakes)
+    monkeypatch.setattr(gpu, "parts", fakes)
     monkeypatch.setattr(gpu, "write_record", records.__setitem__)
     assert gpu.main() == 1
     return records["gpu"]
@@ -105,7 +135,7 @@ def test_the_page_shows_how_each_part_ended_and_the_figures_there_are(monkeypatc
         Part(name, (sys.executable, "-c", f"print({json.dumps(json.dumps(result))})"), 60.0, gives_json=True)
         for name, result in {"transfer": transfer, "served": served}.items()
     ]
-    text = "\n".join(gpu_page.section(run_main(monkeypatch, [*fakes, part("raise SystemExit('a | b')")])))
+    text = "\n".join(gpu_page.section(run_main(monkeypatch, lambda _: [*fakes, part("raise SystemExit('a | b')")])))
     assert "| shm | 16 | 4.50 | 0.50 |" in text
     assert "| ttft, ms | 100.0 | 90.0 | 200.0 |" in text
     assert "| output tokens per s | 123 |" in text

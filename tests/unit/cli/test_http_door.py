@@ -1,14 +1,18 @@
+"""What `--http` needs, and what its process is told."""
+
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from typing import Any
 
 import pytest
 
 from cli.http_door import check_http
-from tandem.config import RouterConfig, ServeConfig
+from cli.serve import http_spec
+from tandem.config import HttpDoorConfig, RouterConfig, ServeConfig, add_arguments, load
 from tandem.errors import ConfigError
-from tandem.security.options import SecurityConfig
+from tandem.security.options import SecurityConfig, client_side
 
 
 def config(http: str | None, **security: Any) -> ServeConfig:
@@ -17,21 +21,32 @@ def config(http: str | None, **security: Any) -> ServeConfig:
 
 def test_a_door_on_loopback_is_fine() -> None:
     check_http(config("127.0.0.1:0"))
-    check_http(config("0.0.0.0:8080", insecure=True))
+    check_http(config("127.0.0.1:0", token_file="tokens"))
+    check_http(config("127.0.0.1:0", tls_cert="tls.crt", tls_client_ca="ca.crt"))
     check_http(config(None, token_file="tokens"))
 
 
+def test_beyond_loopback_it_has_tls_and_asks_for_a_token_or_is_meant_to_be_open() -> None:
+    check_http(config("0.0.0.0:8080", tls_cert="tls.crt", token_file="tokens"))
+    check_http(config("0.0.0.0:8080", insecure=True))
+
+
 @pytest.mark.parametrize(
-    ("http", "security", "words"),
-    [
-        ("0.0.0.0:8080", {}, "beyond loopback"),
-        ("127.0.0.1:0", {"token_file": "tokens"}, "neither a token nor TLS"),
-        ("127.0.0.1:0", {"tls_cert": "tls.crt"}, "neither a token nor TLS"),
-    ],
+    "security", [{}, {"token_file": "tokens"}, {"tls_cert": "tls.crt"}, {"tls_cert": "tls.crt", "tls_client_ca": "ca"}]
 )
-def test_what_the_gateway_cannot_do_is_refused(http: str, security: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        check_http(config(http, **security))
+def test_half_of_it_is_not_enough_beyond_loopback(security: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"--http: other machines can reach 0.0.0.0:8080: .* --token-file"):
+        check_http(config("0.0.0.0:8080", **security))
+
+
+def test_the_door_is_told_how_to_call_the_router() -> None:
+    secured = config("127.0.0.1:0", tls_cert="c", tls_key="k", tls_ca="a", tls_client_ca="b", token_file="t")
+    spec = http_spec(secured, "127.0.0.1:0", "127.0.0.1:50051", [0])
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, HttpDoorConfig)
+    door = load(HttpDoorConfig, parser.parse_args(spec.arguments), {})
+    assert (door.listen, door.router) == ("127.0.0.1:0", "127.0.0.1:50051")
+    assert door.security == client_side(secured.router.security)
 
 
 def test_without_the_gateway_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,7 @@ class RendezvousTransport:
     """Implements `transport.Transport`."""
 
     name = NAME
+    gpu_each = False
 
     def __init__(self, wires: Wires, verify: tuple[str, ...] = (SUM,), why_not: str | None = None) -> None:
         self._wires = wires

@@ -1,6 +1,8 @@
-"""Loopback needs nothing; anything else needs TLS and tokens, or --insecure."""
+"""Loopback needs nothing; anything else needs TLS with tokens or callers' certificates, or --insecure."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +12,7 @@ from tandem.security.options import SecurityConfig
 
 OPEN = (("--listen", "0.0.0.0:50051"), ("--admin-listen", None))
 TLS = SecurityConfig(tls_cert="c", tls_key="k", tls_ca="a")
+TRIO, WHO = "--tls-cert, --tls-key and --tls-ca", "--token-file or --tls-client-ca"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.9.9:0", "[::1]:1", "localhost:1"])
@@ -26,10 +29,17 @@ def test_others_reach_everything_else(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [SecurityConfig(), TLS, SecurityConfig(token_file="t"), SecurityConfig(tls_client_ca="a", token_file="t")]
+    ("config", "missing"),
+    [
+        (SecurityConfig(), f"{TRIO} and {WHO}"),
+        (TLS, WHO),
+        (SecurityConfig(token_file="t"), TRIO),
+        (SecurityConfig(tls_client_ca="a"), TRIO),
+        (SecurityConfig(tls_client_ca="a", token_file="t"), TRIO),
+    ],
 )
-def test_half_of_it_is_not_enough_beyond_loopback(config: SecurityConfig) -> None:
-    with pytest.raises(ConfigError, match="or else --insecure") as refused:
+def test_half_of_it_is_not_enough_beyond_loopback(config: SecurityConfig, missing: str) -> None:
+    with pytest.raises(ConfigError, match=f": give {missing}, or else --insecure") as refused:
         check_exposure(config, OPEN)
 
     assert refused.value.option == "--listen"
@@ -47,7 +57,8 @@ def test_the_admin_port_counts_too() -> None:
     [
         (SecurityConfig(), (("--listen", "127.0.0.1:0"), ("--admin-listen", None))),
         (SecurityConfig(insecure=True), OPEN),
-        (SecurityConfig(tls_cert="c", tls_key="k", tls_ca="a", token_file="t"), OPEN),
+        (replace(TLS, token_file="t"), OPEN),
+        (replace(TLS, tls_client_ca="a"), OPEN),
     ],
 )
 def test_what_is_protected_or_meant_may_listen(

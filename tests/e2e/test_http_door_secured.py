@@ -1,0 +1,142 @@
+"""OpenAI's and Anthropic's own clients over `tandem serve --http` where router and door ask for TLS and a token."""
+
+from __future__ import annotations
+
+import re
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from bench.cluster import Cluster, becomes_idle, eventually, serve
+from tandem.client import Client
+from tests.pki import LOOPBACK, OTHER_TOKEN, TOKEN, Identity, Pki
+
+CHAT = [{"role": "user", "content": "Tell me a story."}]
+GREEDY: dict[str, Any] = {"model": "demo", "messages": CHAT, "temperature": 0}
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+    return Pki(tmp_path_factory.mktemp("pki"))
+
+
+@pytest.fixture(scope="module")
+def shown(pki: Pki) -> Identity:
+    return pki.issue(LOOPBACK, "localhost")
+
+
+@pytest.fixture(scope="module")
+def cluster(pki: Pki, shown: Identity) -> Iterator[Cluster]:
+    mutual = ("--tls-cert", shown.cert, "--tls-key", shown.key, "--tls-ca", pki.ca, "--tls-client-ca", pki.ca)
+    with serve("demo", "--http", "127.0.0.1:0", "--token-file", pki.tokens(TOKEN), *mutual) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def address(cluster: Cluster) -> str:
+    def told() -> list[str]:
+        return re.findall(r"child ready child=http address=(\S+)", "\n".join(cluster.log))
+
+    assert eventually(told)
+    return told()[0]
+
+
+@pytest.fixture(scope="module")
+def trusting(pki: Pki) -> ssl.SSLContext:
+    """The gateway is known by its certificate; it asks for none."""
+    return ssl.create_default_context(cafile=pki.ca)
+
+
+@pytest.fixture
+def direct(cluster: Cluster, pki: Pki, shown: Identity) -> Iterator[Client]:
+    """Afterwards every block must be free again."""
+    with Client(cluster.target, security=pki.client(shown, pki.tokens(TOKEN))) as direct:
+        yield direct
+        assert becomes_idle(direct), direct.status()
+
+
+@pytest.fixture
+def client(address: str, trusting: ssl.SSLContext, direct: Client) -> Iterator[openai.OpenAI]:
+    with opened(address, trusting, TOKEN) as client:
+        yield client
+
+
+def opened(address: str, trusting: ssl.SSLContext, key: str) -> openai.OpenAI:
+    http = openai.DefaultHttpxClient(verify=trusting)
+    return openai.OpenAI(
+        base_url=f"https://{address}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S, http_client=http
+    )
+
+
+def test_a_streamed_chat_is_the_routers_own(client: openai.OpenAI, direct: Client) -> None:
+    chunks = list(client.chat.completions.create(max_tokens=16, stream=True, **GREEDY))
+
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+    assert text == direct.complete(messages=CHAT, max_tokens=16, temperature=0.0).text
+    assert len(chunks) > 4
+
+
+def test_a_required_tool_is_called(client: openai.OpenAI) -> None:
+    city = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    weather = {"name": "weather", "description": "of a city", "parameters": city | {"additionalProperties": False}}
+    tool: Any = {"type": "function", "function": weather}
+
+    answer = client.chat.completions.create(tools=[tool], tool_choice="required", max_tokens=800, **GREEDY)
+
+    assert [call.function.name for call in answer.choices[0].message.tool_calls or ()] == ["weather"]
+
+
+def test_a_caller_that_leaves_cancels(client: openai.OpenAI, direct: Client) -> None:
+    stream = client.chat.completions.create(max_tokens=900, stream=True, **GREEDY)
+    next(iter(stream))
+    stream.close()
+
+    assert becomes_idle(direct)
+
+
+def test_a_refusal_of_the_router_comes_through(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(max_tokens=4, extra_body={"regex": "(a"}, **GREEDY)
+    assert "unclosed group" in str(refused.value)
+
+
+def test_anthropics_client_brings_it_as_its_auth_token(
+    address: str, trusting: ssl.SSLContext, client: openai.OpenAI
+) -> None:
+    whole = client.chat.completions.create(max_tokens=16, **GREEDY).choices[0].message.content
+    http = anthropic.DefaultHttpxClient(verify=trusting)
+    with anthropic.Anthropic(base_url=f"https://{address}", auth_token=TOKEN, http_client=http) as other:
+        said = other.messages.create(model="demo", max_tokens=16, messages=CHAT, extra_body={"temperature": 0})  # type: ignore[arg-type]
+    assert said.content[0].text == whole  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("key", [OTHER_TOKEN, "none"])
+def test_another_key_is_refused(address: str, trusting: ssl.SSLContext, key: str) -> None:
+    with opened(address, trusting, key) as stranger, pytest.raises(openai.AuthenticationError):
+        stranger.chat.completions.create(max_tokens=4, **GREEDY)
+
+
+def test_the_gateways_control_interface_asks_for_the_key_too(address: str, trusting: ssl.SSLContext) -> None:
+    body = b'{"url": "grpc://127.0.0.1:1"}'
+    for path, sent in (("/workers", None), ("/workers", body), ("/v1/chat/completions", b"{}")):
+        request = urllib.request.Request(f"https://{address}{path}", sent, {"Content-Type": "application/json"})
+        with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+            urllib.request.urlopen(request, timeout=PATIENCE_S, context=trusting)
+        refused.value.close()
+
+
+def test_no_process_shows_the_token_in_its_arguments(cluster: Cluster, client: openai.OpenAI) -> None:
+    parent = cluster.process.pid
+    pids = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
+    assert len(lines) > 3  # router, workers, door
+    assert not any(TOKEN.encode() in line for line in lines)
