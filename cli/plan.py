@@ -38,8 +38,8 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--max-workers", type=_count, default=64, metavar="N", help="of all roles together [64]")
     parser.add_argument(
-        "--autoscaler", type=Path, metavar="DIR", help="also thresholds for autoscalers, and a kustomize component in DIR "
-        "that sets them in those of deploy/components/autoscale-*",
+        "--autoscaler", type=Path, metavar="DIR", help="also thresholds for autoscalers, and a kustomize component in "
+        "DIR that sets them in those of deploy/components/autoscale-*",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -1,4 +1,4 @@
-"""Thresholds of autoscalers as a kustomize component, to put behind `autoscale-*`: plain text, no YAML library is needed.
+"""Thresholds of autoscalers as a kustomize component, to put behind `autoscale-*`: plain text, made without a library.
 
 It knows the order of metrics and triggers in deploy/components/autoscale-*; tests hold the two against each other.
 """
@@ -21,7 +21,7 @@ _MEASURED: Mapping[Role, tuple[str, ...]] = {
     Role.ELASTIC: (names.POOL_USAGE.name, names.DECODE_QUEUED_TOKENS.name),
 }
 """As the manifests have them."""
-_HEAD = """# Made by `tandem plan --autoscaler`: what a worker shows on average in the least deployment that carries the load.
+_HEAD = """# Made by `tandem plan --autoscaler`: what a worker shows on average in the least deployment that passes.
 # To be listed behind a component autoscale-*; where one of these autoscalers is missing, its patch does nothing.
 apiVersion: kustomize.config.k8s.io/v1alpha1
 kind: Component

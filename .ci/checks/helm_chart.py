@@ -1,7 +1,8 @@
 """Makes the chart's templates of the kustomize base and its elastic workers: `--write` renews them. Wants `kubectl`.
 
-What kustomize renders stays as it is but for the places that values fill; a role without replicas is left out. Templates keep to what Go's text/template has
-by itself, none of Helm's further functions: so kubectl, which has the same engine, renders them in tests.
+What kustomize renders stays as it is but for the places that values fill; a role without replicas is left out.
+Templates keep to what Go's text/template has by itself, none of Helm's further functions: so kubectl, which has the
+same engine, renders them in tests.
 """
 
 from __future__ import annotations
