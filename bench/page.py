@@ -258,7 +258,9 @@ def _router_tokens(results: dict[str, Any]) -> list[str]:
         f"{load['streams']} streams over {load['connections']} connections, one token of each every "
         f"{load['interval_s'] * 1e3:.0f} ms, demo model, workers without an engine. The floor is a bare grpc.aio "
         "server that writes the same messages and does nothing else: no router on grpc.aio that sends each token as a "
-        "message of its own can cost less.\n",
+        "message of its own can cost less. Of a router of several processes it is the time of all; workers and clients "
+        "share its cores, so that two cores show what a token costs there, not how many pass. With many workers their "
+        "heartbeats are in it too.\n",
         table(header, shown),
     ]
 

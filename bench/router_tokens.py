@@ -1,9 +1,9 @@
-"""How many tokens one router process passes on: `python -m bench.router_tokens [BASE_DIR …] [--record]`.
+"""How many tokens one router passes on, per core: `python -m bench.router_tokens [BASE_DIR …] [--record]`.
 
 Workers without an engine send one token for each of many streams per step; clients in a third process read them. What
 counts is the router process's processor time per token while every token still is a message of its own: 1 s divided
 by that is what one core passes on. Beside it the floor: a bare grpc.aio server that writes the same messages and does
-nothing else. BASE_DIR: other checkouts, whose routers take turns with this one's.
+nothing else. BASE_DIR: other checkouts, whose routers take turns with this one's: the figures before a change.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def run(server: str, command: Sequence[str], load: Load, checkout: Path) -> Take
             else:
                 _ready(serving)
                 source = stack.enter_context(_stub("workers", load))
+                _line(source)  # all are connected: streams are dealt out among all
             reading = stack.enter_context(_stub("clients", load))
             began_s, began_cpu_s = _line(source)["begin"], _cpu_s(serving.pid)
             ended_s, ended_cpu_s = _line(source)["end"], _cpu_s(serving.pid)
@@ -72,11 +73,11 @@ def run(server: str, command: Sequence[str], load: Load, checkout: Path) -> Take
         return Taken(server, load.workers, load.streams, *figures)
 
 
-def router_command(target: str, load: Load, *options: str) -> tuple[str, ...]:
-    """A router for `load`."""
+def router_command(load: Load, *options: str) -> tuple[str, ...]:
+    """The router that `load` calls."""
     bounds = ("--max-active-requests", str(load.streams), "--max-queued-requests", str(load.streams))
-    own = ("--model", load.model, "--listen", target, "--admin-listen", "none", "--log-level", "warning")
-    return (sys.executable, "-m", "router", *own, *bounds, *options)
+    own = ("--model", load.model, "--listen", load.target, "--admin-listen", "none", "--log-level", "warning")
+    return (sys.executable, "-m", "cli.main", "router", *own, *bounds, *options)
 
 
 def _stub(role: str, load: Load) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
@@ -113,23 +114,26 @@ def _line(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def _cpu_s(pid: int) -> float:
-    """Processor time of all threads so far."""
+    """Processor time of all threads so far, those of its child processes too."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S + sum(_cpu_s(int(child)) for child in children)
 
 
-def measure(loads: Sequence[Load], bases: Sequence[Path], rounds: int, merged_s: float) -> list[Taken]:
-    """All servers in turns; of this checkout also a router that merges."""
-    merging = f"router --stream-interval-seconds {merged_s:g}"
-    checkouts = {f"router, {base.name}": base for base in bases} | {"router": ROOT, merging: ROOT}
+def measure(loads: Sequence[Load], bases: Sequence[Path], rounds: int, merged_s: float, processes: int) -> list[Taken]:
+    """All servers in turns; of this checkout also a router that merges, and one of several processes."""
+    several = f"router --processes {processes}"
+    own = ("router", f"router --stream-interval-seconds {merged_s:g}", several)
+    checkouts = {f"router, {base.name}": base for base in bases} | dict.fromkeys(own, ROOT)
     taken = []
     for _ in range(rounds):
-        for load in loads:
+        for each in loads:
             for server, checkout in checkouts.items():
-                target = f"127.0.0.1:{free_ports(1)[0]}"
-                more = server.split()[1:] if server == merging else []
-                command = router_command(target, load, *more)
-                taken.append(run(server, command, replace(load, target=target), checkout))
+                load = replace(
+                    each, target=f"127.0.0.1:{free_ports(1)[0]}", processes=processes if server == several else 1
+                )
+                more = server.split()[1:] if server in own else []
+                taken.append(run(server, router_command(load, *more), load, checkout))
                 print(render(taken[-1:]), file=sys.stderr)
         taken.append(run(FLOOR, (), loads[0], ROOT))
         print(render(taken[-1:]), file=sys.stderr)
@@ -173,7 +177,7 @@ def main() -> int:
     """Runs, prints, records."""
     parser = argparse.ArgumentParser(prog="python -m bench.router_tokens", description=__doc__)
     parser.add_argument("bases", nargs="*", type=Path, help="other checkouts to compare with")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 64, 1000])
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=60, help="tokens of each stream")
     parser.add_argument("--interval-ms", type=float, default=125.0, help="between a worker's steps")
@@ -181,12 +185,15 @@ def main() -> int:
     parser.add_argument(
         "--merged-s", type=float, default=1.0, help="--stream-interval-seconds of the router that merges"
     )
+    parser.add_argument("--processes", type=int, default=2, help="of the router that has several")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--record", action="store_true", help="write bench/results/router-tokens.json and the page")
     options = parser.parse_args()
     shape = (options.streams, options.steps, options.interval_ms / 1e3, options.connections)
     loads = [Load("demo", "", workers, *shape) for workers in options.workers]
-    taken = measure(loads, [base.resolve() for base in options.bases], options.rounds, options.merged_s)
+    taken = measure(
+        loads, [base.resolve() for base in options.bases], options.rounds, options.merged_s, options.processes
+    )
     print(render(taken))
     if options.record:
         write_record("router-tokens", {"load": asdict(loads[0]), "rows": summary(taken)})

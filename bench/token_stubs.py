@@ -14,21 +14,20 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import grpc.aio
 import uvloop
 
 from tandem.checkpoint import read_checkpoint
-from tandem.convert import info_to_proto, load_to_proto
 from tandem.rpc.channel import keepalive_options, open_channel
 from tandem.rpc.server import RpcServer, Service
 from tandem.types import PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad, new_incarnation
-from tandem.v1 import inference_pb2, registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tandem.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
+from worker.announcer import Announcer
 
 GENERATE = "/tandem.v1.InferenceService/Generate"
-_BEAT_S = 1.0
 _PROMPT = "A router passes tokens on."
 _TEXT = "What a worker draws, the router checks, turns into text and writes to whoever waits for it; and so on. "
 _LOAD = WorkerLoad(0, 0, 0, 0, PoolCounts(1 << 20, 1 << 20, 0, 0, 0, 0, 16, 0), 0, draining=False)
@@ -50,6 +49,8 @@ class Load:
     """Between a worker's steps; the workers' steps are spread over it."""
     connections: int
     """Of the clients."""
+    processes: int = 1
+    """Of the router: each calls every worker."""
 
     @property
     def argument(self) -> str:
@@ -65,15 +66,38 @@ def token_ids(model: str) -> list[int]:
     return list(tokenizer.encode(_TEXT).ids)
 
 
-class _Worker(worker_pb2_grpc.WorkerServiceServicer):
-    """Answers one router; its requests run in the order in which they came."""
+class _Session:
+    """The stream of one router process; its requests run in the order in which they came."""
 
-    def __init__(self, index: int, load: Load, on_reserve: Callable[[], None]) -> None:
-        self._load = load
-        self._on_reserve = on_reserve
-        self._handles: list[int] = []
-        self._takes_columns = False
-        self._context: Any = None
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self.handles: list[int] = []
+        self.takes_columns = False
+
+    async def say(self, **message: Any) -> None:
+        await self._context.write(worker_pb2.ConnectResponse(**message))
+
+    async def step(self, offset: int, token_id: int, *, is_last: bool) -> None:
+        """One token of each request."""
+        reason = inference_pb2.FINISH_REASON_LENGTH if is_last else inference_pb2.FINISH_REASON_UNSPECIFIED
+        step = worker_pb2.StepOutputs()
+        if self.takes_columns and not is_last:
+            step.handles.extend(self.handles)
+            step.offsets.extend([offset] * len(self.handles))
+            step.token_ids.extend([token_id] * len(self.handles))
+        else:
+            for handle in self.handles:
+                step.outputs.add(handle=handle, offset=offset, token_ids=(token_id,), finish_reason=reason)
+        await self.say(step_outputs=step)
+
+
+class _Worker(worker_pb2_grpc.WorkerServiceServicer):
+    """Answers each process of one router."""
+
+    def __init__(self, index: int, load: Load, on_connect: Callable[[], None], on_reserve: Callable[[], None]) -> None:
+        self._last = load.steps - 1
+        self._on_connect, self._on_reserve = on_connect, on_reserve
+        self._sessions: list[_Session] = []
         checkpoint = read_checkpoint(load.model)
         self.info = WorkerInfo(
             worker_id=WorkerId(f"stub-{index}"),
@@ -92,60 +116,47 @@ class _Worker(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def Connect(self, request_iterator: AsyncIterator[worker_pb2.ConnectRequest], context: Any) -> None:  # noqa: N802
-        self._context = context
-        await self._say(hello=worker_pb2.WorkerHello(incarnation=self.info.incarnation))
+        session = _Session(context)
+        self._sessions.append(session)
+        await session.say(hello=worker_pb2.WorkerHello(incarnation=self.info.incarnation))
+        self._on_connect()
         async for request in request_iterator:
             if request.WhichOneof("message") == "hello":
-                self._takes_columns = request.hello.takes_columns
+                session.takes_columns = request.hello.takes_columns
             elif request.WhichOneof("message") == "reserve":
                 handle = request.reserve.handle
-                await self._say(reserved=worker_pb2.Reserved(handle=handle))
-                await self._say(prefill_done=worker_pb2.PrefillDone(handle=handle))
-                self._handles.append(handle)
+                await session.say(reserved=worker_pb2.Reserved(handle=handle))
+                await session.say(prefill_done=worker_pb2.PrefillDone(handle=handle))
+                session.handles.append(handle)
                 self._on_reserve()
 
     async def step(self, offset: int, token_id: int) -> None:
         """One token of each request."""
-        is_last = offset == self._load.steps - 1
-        reason = inference_pb2.FINISH_REASON_LENGTH if is_last else inference_pb2.FINISH_REASON_UNSPECIFIED
-        step = worker_pb2.StepOutputs()
-        if self._takes_columns and not is_last:
-            step.handles.extend(self._handles)
-            step.offsets.extend([offset] * len(self._handles))
-            step.token_ids.extend([token_id] * len(self._handles))
-        else:
-            for handle in self._handles:
-                step.outputs.add(handle=handle, offset=offset, token_ids=(token_id,), finish_reason=reason)
-        await self._say(step_outputs=step)
-
-    async def _say(self, **message: Any) -> None:
-        await self._context.write(worker_pb2.ConnectResponse(**message))
+        for session in self._sessions:
+            if session.handles:
+                await session.step(offset, token_id, is_last=offset == self._last)
 
     async def register(self, router: str) -> None:
-        """Serves, and holds a lease until cancelled."""
+        """Serves, and holds a lease at each process of the router until cancelled."""
         service = Service(
             "tandem.v1.WorkerService",
             lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server),
             long_lived=True,
         )
         server = RpcServer("127.0.0.1:0", [service], announce_s=0)
-        port = await server.start()
-        info = info_to_proto(self.info)
-        info.address = f"127.0.0.1:{port}"
-        async with open_channel(router) as channel:
-            call: Any = registry_pb2_grpc.RegistryServiceStub(channel).Register()
-            await call.write(registry_pb2.RegisterRequest(info=info))
-            while True:
-                await call.write(registry_pb2.RegisterRequest(load=load_to_proto(_LOAD)))
-                await asyncio.sleep(_BEAT_S)
+        info = replace(self.info, address=f"127.0.0.1:{await server.start()}")
+        await Announcer((router,), info, lambda: _LOAD, lambda: None).run()
 
 
 async def workers(load: Load) -> None:
-    """Until it is ended from outside. Says `{"begin": s}` and `{"end": s}` around the steps."""
-    reserved = asyncio.Semaphore(0)
-    stubs = [_Worker(index, load, reserved.release) for index in range(load.workers)]
+    """Until it is ended from outside. Says `{"connected": N}`; `{"begin": s}` and `{"end": s}` around the steps."""
+    connected, reserved = asyncio.Semaphore(0), asyncio.Semaphore(0)
+    stubs = [_Worker(index, load, connected.release, reserved.release) for index in range(load.workers)]
     registrations = [asyncio.create_task(stub.register(load.target)) for stub in stubs]
     ids = token_ids(load.model)
+    for _ in range(load.workers * load.processes):
+        await connected.acquire()
+    _say(connected=load.workers)
     for _ in range(load.streams):
         await reserved.acquire()
     await asyncio.sleep(1.0)  # what the router still has to do for the requests is not of the steps

@@ -22,7 +22,8 @@ from cli.command import Subparsers, add_command
 from cli.model_report import model_rows
 from cli.terminal import open_console, plain, print_whole, table
 from tandem.config import DecodeConfig, add_arguments, environment, load
-from tandem.cores import plan_cores, usable_cores
+from tandem.core_order import neighbouring_cores
+from tandem.cores import plan_cores
 from tandem.gpus import find_gpus, plan_devices
 
 _LIBRARIES = (
@@ -68,7 +69,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _machine() -> Iterator[str]:
-    cores = usable_cores()
+    cores = neighbouring_cores()
     plan = plan_cores(cores, 1, 1, None)
     prefill, decode = (",".join(map(str, shares[0].cores)) for shares in (plan.prefill, plan.decode))
     yield f"tandem {tandem.__version__}, Python {platform.python_version()}, {platform.platform()}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.command import Subparsers, add_command
+from cli.thresholds import write_component
 from tandem.errors import ConfigError, Unavailable
 
 
@@ -36,7 +37,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "--cost-model", type=Path, required=True, metavar="FILE", help="as `python -m bench.simulate --calibrate` fits"
     )
     parser.add_argument("--max-workers", type=_count, default=64, metavar="N", help="of all roles together [64]")
-    parser.add_argument("--autoscaler", action="store_true", help="also thresholds for deploy/components/autoscale-*")
+    parser.add_argument(
+        "--autoscaler", type=Path, metavar="DIR", help="also thresholds for autoscalers, and a kustomize component in "
+        "DIR that sets them in those of deploy/components/autoscale-*",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -47,11 +51,16 @@ def run(namespace: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError("tandem plan", f"needs {error.name}; install tandem-serving[worker]") from error
     plan = _plan(namespace)
+    passing = [each for each in plan["fleets"].values() if each is not None]
+    if namespace.autoscaler is not None and passing:
+        write_component(
+            namespace.autoscaler, {role: each for found in passing for role, each in found["thresholds"].items()}
+        )
     if namespace.json:
         print(json.dumps(plan, indent=2))
     else:
         print("\n".join(_lines(plan)))
-    if not any(each is not None for each in plan["fleets"].values()):
+    if not passing:
         raise Unavailable(f"even {namespace.max_workers} workers do not meet the objectives")
     return 0
 
@@ -77,7 +86,7 @@ def _plan(namespace: argparse.Namespace) -> dict[str, Any]:
             continue
         fleet, result = found
         fleets[policy] = {"prefill": fleet.prefills, str(fleet.roles[-1]): fleet.decodes, **result.document(slo)}
-        if namespace.autoscaler:
+        if namespace.autoscaler is not None:
             fleets[policy]["thresholds"] = thresholds(result)
     return {"requests": len(trace), "rate_per_s": rate_of(trace), "costs": costs.source, "fleets": fleets}
 
@@ -90,7 +99,8 @@ def _lines(plan: dict[str, Any]) -> list[str]:
             continue
         workers = ", ".join(f"{use['workers']} {role} ({use['busy']:.0%} busy)" for role, use in found["use"].items())
         lines.append(f"{policy:7} {workers}: {found['attainment']:.1%} attain, {found['goodput_per_s']:.2f}/s")
-        lines += [f"        {name}: {value:g}" for name, value in found.get("thresholds", {}).items()]
+        for role, values in found.get("thresholds", {}).items():
+            lines += [f"        {role} {name}: {value:g}" for name, value in values.items()]
     return lines
 
 

@@ -27,7 +27,8 @@ from tandem.client import AsyncClient
 from tandem.clock import MonotonicClock
 from tandem.config import HttpDoorConfig, RouterConfig, ServeConfig, add_arguments, argv_of, environment, load
 from tandem.core_loans import CoreLedger, CoreLoan
-from tandem.cores import plan_cores, share_all_cores, usable_cores
+from tandem.core_order import neighbouring_cores
+from tandem.cores import plan_cores, share_all_cores
 from tandem.errors import ConfigError
 from tandem.gpus import DevicePlan, DeviceShare, find_gpu, find_gpus, plan_devices
 from tandem.host_memory import available_host_bytes
@@ -89,7 +90,7 @@ class _Server:
     def __init__(self, config: ServeConfig, devices: DevicePlan, tasks: asyncio.TaskGroup) -> None:
         self._config = config
         self._tasks = tasks
-        self._cores = usable_cores()
+        self._cores = neighbouring_cores()
         self._devices = devices
         self._routers: list[Supervisor] = []
         self._http: Supervisor | None = None

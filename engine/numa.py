@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from tandem.core_order import SYSFS, memory_nodes
 from tandem.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
 
-_SYSFS = Path("/sys")
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """Number of the system call."""
 _PREFERRED = 1
@@ -22,14 +22,13 @@ _PREFERRED = 1
 _MASK_BITS = 1024
 
 
-def node_near(pci_address: str, sysfs: Path = _SYSFS) -> int | None:
+def node_near(pci_address: str, sysfs: Path = SYSFS) -> int | None:
     """The memory node that a PCI device is attached to; None = it does not matter, or is not known."""
     try:
-        nodes = list((sysfs / "devices/system/node").glob("node[0-9]*"))
         node = int((sysfs / "bus/pci/devices" / pci_address / "numa_node").read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
-    return node if len(nodes) > 1 and 0 <= node < _MASK_BITS else None
+    return node if len(memory_nodes(sysfs)) > 1 and 0 <= node < _MASK_BITS else None
 
 
 def prefer_node(memory: torch.Tensor, node: int) -> bool:

@@ -15,8 +15,8 @@ short prompts, and those of which it lacks no more than that. An elastic one com
 worker would have computed it and handed it over sooner, by a margin. Where many streams would wait meanwhile, the
 other one may take longer, within a bound.
 
-Looks at groups of workers and at a handful of them: the time it takes does not grow with their number, but with that
-of the workers that are under suspicion. Knows nothing of streams or time.
+Looks at groups of workers, as sets of bits, and at a handful of them: the time it takes grows far less than their
+number, but with that of the workers that are under suspicion. Knows nothing of streams or time.
 """
 
 from __future__ import annotations

@@ -174,11 +174,13 @@ class _Cluster:
 
     async def _settle(self) -> None:
         """Lets releases arrive; every worker must be idle then. Raises InternalError."""
+        awaited = list(self._named.values())
         for _ in range(200):
             await asyncio.sleep(1.0)
             try:
-                for worker in self._named.values():
-                    worker.check_idle()
+                while awaited:  # nothing comes to one that is idle
+                    awaited[-1].check_idle()
+                    awaited.pop()
             except InternalError as error:
                 last = error
             else:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from simulator.cluster import Fleet, Policy, Setup, simulate
 from simulator.outcomes import GOOD_SHARE, Result, Slo
 from simulator.traces import MakeTrace, Trace
+from tandem.telemetry import metric_names
 from tandem.types import Role
 
 _RATE_RATIO = 1.05
@@ -82,14 +83,17 @@ def least_fleet(setup: Setup, trace: Trace, slo: Slo, policy: Policy, max_worker
     return None if fleet is None else (fleet, run(fleet))
 
 
-def thresholds(result: Result) -> dict[str, float]:
-    """For autoscalers, by metric: what workers show on average in the least deployment that passes."""
-    found: dict[str, float] = {}
+def thresholds(result: Result) -> dict[str, dict[str, float]]:
+    """For autoscalers, by role and metric: what workers show on average in the least deployment that passes."""
+    found: dict[str, dict[str, float]] = {}
     for role, use in result.uses.items():
-        if role != Role.DECODE:
-            found["tandem_prefill_queued_prompt_tokens"] = use.queued_tokens
-        if role != Role.PREFILL:
-            found["tandem_kv_pool_usage_ratio"] = use.pool_share
+        shown = found[role] = {}
+        if role == Role.PREFILL:
+            shown[metric_names.PREFILL_QUEUED_TOKENS.name] = use.queued_tokens
+        else:
+            shown[metric_names.POOL_USAGE.name] = use.pool_share
+        if role == Role.ELASTIC:
+            shown[metric_names.DECODE_QUEUED_TOKENS.name] = use.queued_tokens
     return found
 
 

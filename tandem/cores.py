@@ -46,7 +46,7 @@ def usable_cores() -> tuple[int, ...]:
 
 
 def plan_cores(cores: Sequence[int], num_prefill: int, num_decode: int, threads: int | None) -> CorePlan:
-    """Splits `cores` (at least one) among the workers; `threads` per worker overrides the split's size.
+    """Splits `cores` (at least one) in their order among the workers; `threads` per worker overrides the split's size.
 
     Enough cores: disjoint shares, prefill workers get the remainder since computing prompts
     scales with cores where decoding waits for memory; without `threads`, each may borrow what the

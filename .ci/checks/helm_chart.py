@@ -1,7 +1,8 @@
-"""Makes the chart's templates of the kustomize base: `--write` renews them. Wants `kubectl`.
+"""Makes the chart's templates of the kustomize base and its elastic workers: `--write` renews them. Wants `kubectl`.
 
-What the base renders stays as it is but for the places that values fill. Templates keep to what Go's text/template has
-by itself, none of Helm's further functions: so kubectl, which has the same engine, renders them in tests.
+What kustomize renders stays as it is but for the places that values fill; a role without replicas is left out.
+Templates keep to what Go's text/template has by itself, none of Helm's further functions: so kubectl, which has the
+same engine, renders them in tests.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = ROOT / "deploy/base"
-TEMPLATES = ROOT / "deploy/helm/tandem/templates"
-HEADER = "# Made from deploy/base by `python .ci/checks/helm_chart.py --write`.\n"
+SOURCE = ROOT / "deploy/helm"
+TEMPLATES = SOURCE / "tandem/templates"
+HEADER = "# Made from deploy/base and components/elastic by `python .ci/checks/helm_chart.py --write`.\n"
+ROLES = ("prefill", "decode", "elastic")
 _HASH = re.compile(r"-[a-z0-9]{10}$")
 _PLACE = re.compile(r"^( *)(?:- )?'?<<(\w+)>>'?(?:: null)?$", re.MULTILINE)
 _INLINE = re.compile(r"'?\[\[(.*?)\]\]'?")
@@ -94,7 +96,7 @@ tandem/{{ $name }}: {{ QUOTED $value }}
 
 def templates() -> dict[str, str]:
     """File name → text, one for each kind."""
-    done = subprocess.run(["kubectl", "kustomize", str(BASE)], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(["kubectl", "kustomize", str(SOURCE)], capture_output=True, text=True, check=True, timeout=60)
     files: dict[str, list[str]] = {}
     for manifest in yaml.safe_load_all(done.stdout):
         files.setdefault(f"{manifest['kind'].lower()}s.yaml", []).append(_template(manifest))
@@ -123,7 +125,11 @@ def _template(manifest: Manifest) -> str:
         manifest["data"] = data if name.endswith("security") else {"<<common>>": None}
     text = yaml.safe_dump(manifest, sort_keys=False, width=1000)
     role = manifest["metadata"]["name"].removeprefix("tandem-")
-    return _INLINE.sub(r"{{\1}}", _PLACE.sub(lambda found: _block(found, role), text))
+    text = _INLINE.sub(r"{{\1}}", _PLACE.sub(lambda found: _block(found, role), text))
+    # The Service and the policy of decode workers are the elastic ones' too.
+    if role not in ROLES or (role == "decode" and manifest["kind"] in {"Service", "NetworkPolicy"}):
+        return text
+    return f"{{{{- if .Values.{role}.replicas }}}}\n{text}{{{{- end }}}}\n"
 
 
 def _block(found: re.Match[str], role: str) -> str:

@@ -40,9 +40,15 @@ def composed(folder: Path, base: str, components: Sequence[str]) -> list[Manifes
 
 
 def own_overlay(folder: Path, kustomization: dict[str, Any]) -> list[Manifest]:
-    """What becomes of a kustomization that stands beside those in deploy/overlays; it is written to `folder`."""
+    """What becomes of a kustomization that stands beside those in deploy/overlays; it is written to `folder`.
+
+    Folders that it names and that lie in `folder` are its own.
+    """
     moved = {
-        key: [os.path.relpath(DEPLOY / "overlays/mine" / path, folder) for path in paths]
+        key: [
+            path if (folder / path).is_dir() else os.path.relpath(DEPLOY / "overlays/mine" / path, folder)
+            for path in paths
+        ]
         for key, paths in kustomization.items()
         if key in {"resources", "components"}
     }

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, ServeConfig, add_arguments, load
+from tandem.config import DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, ServeConfig, add_arguments, load
 from tests.deploy.manifests import Manifest, named, of_kind, pod_labels
 
 Config = RouterConfig | PrefillConfig | DecodeConfig
@@ -16,6 +16,7 @@ COMMANDS: dict[str, type[Config | ServeConfig]] = {
     "router": RouterConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
+    "worker": ElasticConfig,
     "serve": ServeConfig,
 }
 POD_IP = "10.1.2.3"

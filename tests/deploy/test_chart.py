@@ -14,7 +14,7 @@ import yaml
 
 import tandem
 from tests.deploy.chart import CHART, rendered, values
-from tests.deploy.manifests import Manifest, composed, of_kind
+from tests.deploy.manifests import Manifest, composed, of_kind, overlay
 from tests.deploy.pods import container, containers
 from tests.deploy.test_schemas import OLDEST, VERSIONS, check
 from tests.deploy.test_workloads import security_complaints
@@ -52,14 +52,25 @@ def _unhashed(name: str) -> str:
         ((), {"insecure": True}, ["insecure"]),
         (("values-gpu.yaml",), {}, ["gpu", "model-claim"]),
         (("values-gpu.yaml",), {"insecure": True}, ["gpu", "model-claim", "insecure"]),
+        ((), {"elastic": {"replicas": 2}}, ["elastic"]),
+        (("values-gpu.yaml",), {"elastic": {"replicas": 2}}, ["elastic", "gpu", "model-claim"]),
     ],
-    ids=["plain", "insecure", "gpu", "gpu-insecure"],
+    ids=["plain", "insecure", "gpu", "gpu-insecure", "elastic", "gpu-elastic"],
 )
 def test_the_chart_renders_the_same_objects_as_kustomize(
     tmp_path: Path, files: tuple[str, ...], changes: dict[str, Any], components: list[str]
 ) -> None:
-    ours = normal(rendered(tmp_path, values(*files, **changes)))
-    theirs = normal(composed(tmp_path, "base", components))
+    assert_alike(rendered(tmp_path, values(*files, **changes)), composed(tmp_path, "base", components))
+
+
+def test_without_replicas_of_static_roles_the_chart_is_the_overlay_of_elastic_workers(tmp_path: Path) -> None:
+    replicas = {"router": 1, "prefill": 0, "decode": 0, "elastic": 2}
+    given = values(**{role: {"replicas": count} for role, count in replicas.items()})
+    assert_alike(rendered(tmp_path, given), overlay("elastic"))
+
+
+def assert_alike(of_the_chart: list[Manifest], of_kustomize: list[Manifest]) -> None:
+    ours, theirs = normal(of_the_chart), normal(of_kustomize)
     assert ours.keys() == theirs.keys()
     for identity, manifest in theirs.items():
         assert ours[identity] == manifest, identity

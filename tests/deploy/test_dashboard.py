@@ -44,7 +44,7 @@ def test_rows_follow_the_way_of_a_request(dashboard: dict[str, Any]) -> None:
         "Latency",
         "Router queue",
         "Prefill workers",
-        "Decode workers",
+        "Decode and elastic workers",
         "KV pool",
         "Transfers",
         "Errors and processes",

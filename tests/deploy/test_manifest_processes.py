@@ -126,6 +126,15 @@ def test_a_whole_server_in_one_container_serves(mounts: Path) -> None:
         assert server.cluster.stop() == 0
 
 
+def test_an_elastic_worker_alone_serves(mounts: Path) -> None:
+    with ExitStack() as stack:
+        router = start(stack, "router", mounts, overlay_name="elastic")
+        elastic = start(stack, "elastic", mounts, router.cluster.target, overlay_name="elastic")
+        assert_serves(router, mounts)
+        assert [elastic.probe(kind) for kind in elastic.container.probes] == [200, 200, 200]
+        assert elastic.cluster.stop() == 0
+
+
 def test_a_router_without_workers_lives_and_is_not_ready(mounts: Path) -> None:
     with ExitStack() as stack:
         alone = start(stack, "router", mounts)

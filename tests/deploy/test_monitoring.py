@@ -15,7 +15,7 @@ from tests.deploy.pods import containers
 from tests.programs import program
 from tests.scripts import load_script
 
-MONITORED = pytest.mark.parametrize("name", ["monitoring", "autoscale-hpa", "autoscale-keda"])
+MONITORED = pytest.mark.parametrize("name", ["monitoring", "autoscale-hpa", "autoscale-keda", "elastic-hpa"])
 
 
 @MONITORED
@@ -47,7 +47,7 @@ def test_scraping_shows_the_authority_and_the_token_that_the_processes_expect(na
         } == secrets
 
 
-@pytest.mark.parametrize("base", ["overlays/dev", "overlays/cpu"])
+@pytest.mark.parametrize("base", ["overlays/dev", "overlays/cpu", "overlays/elastic"])
 def test_without_tls_and_tokens_scraping_needs_neither(tmp_path: Path, base: str) -> None:
     manifests = composed(tmp_path, base, ["monitoring", "insecure"])
     endpoints = named(manifests, "PodMonitor", "tandem")["spec"]["podMetricsEndpoints"]

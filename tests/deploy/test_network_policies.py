@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
-from tests.deploy.manifests import OVERLAYS, Manifest, of_kind, overlay
+from tests.deploy.manifests import OVERLAYS, Manifest, composed, of_kind, overlay
 from tests.deploy.network import Flow, Pod, admits
 from tests.deploy.pods import Container, containers
 
@@ -99,6 +100,12 @@ def wrong_flows(manifests: list[Manifest]) -> list[str]:
 @EVERY_OVERLAY
 def test_the_flows_admitted_are_those_needed(name: str) -> None:
     assert wrong_flows(overlay(name)) == []
+
+
+def test_the_flows_of_elastic_workers_beside_the_others_are_those_needed(tmp_path: Path) -> None:
+    manifests = composed(tmp_path, "overlays/monitoring", ["elastic"])
+    assert len(pods_of(manifests)) == 4
+    assert wrong_flows(manifests) == []
 
 
 @pytest.mark.parametrize("name", ["tandem-router", "tandem-prefill", "tandem-decode", "tandem-worker"])

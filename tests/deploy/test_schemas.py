@@ -29,6 +29,9 @@ TOGETHER = (
     ("overlays/cpu", ["model-volume", "model-fetch", "router-files"]),
     ("overlays/cpu", ["model-claim", "grpc-route"]),
     ("overlays/cpu", ["ingress"]),
+    ("overlays/cpu", ["elastic", "monitoring", "autoscale-hpa", "autoscale-hpa-elastic"]),
+    ("overlays/elastic", ["insecure"]),
+    ("overlays/elastic", ["gpu", "model-volume", "peer-ports", "rdma", "cert-manager"]),
 )
 """Overlays that users may make."""
 TOGETHER_LATER = (("overlays/cpu", ["model-image"]), ("overlays/cpu", ["model-image", "router-files"]))

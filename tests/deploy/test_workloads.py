@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -10,16 +11,29 @@ import pytest
 
 import tandem
 from cli.serve import fleet_devices
-from tandem.config import DecodeConfig, PrefillConfig, RouterConfig, WorkerConfig
+from tandem.config import DecodeConfig, ElasticConfig, PrefillConfig, RouterConfig, WorkerConfig
 from tandem.errors import ConfigError
 from tandem.security.exposure import check_exposure
-from tests.deploy.manifests import COMPONENTS, DEPLOY, OVERLAYS, Manifest, matches, named, of_kind, overlay, pod_labels
+from tests.deploy.manifests import (
+    COMPONENTS,
+    DEPLOY,
+    OVERLAYS,
+    Manifest,
+    composed,
+    matches,
+    named,
+    of_kind,
+    overlay,
+    pod_labels,
+)
 from tests.deploy.pods import POD_IP, Container, container, containers, quantity
 
 EVERY_OVERLAY = pytest.mark.parametrize("name", OVERLAYS)
 WHOLE_SERVERS = {"gpu-same-pod"}
 """Overlays whose pods are whole servers."""
 EVERY_OVERLAY_OF_POOLS = pytest.mark.parametrize("name", sorted(set(OVERLAYS) - WHOLE_SERVERS))
+ELASTIC = {"elastic", "elastic-hpa", "elastic-keda"}
+"""Overlays without static roles."""
 INSECURE = {"dev"}
 PORT_NAME = re.compile(r"(?=.*[a-z])(?!.*--)[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?")
 _WORD = r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?"
@@ -48,7 +62,8 @@ def test_the_overlays_are_those_that_the_documents_name() -> None:
 @EVERY_OVERLAY
 def test_every_container_starts_a_process_that_accepts_its_arguments_and_environment(name: str) -> None:
     configs = [config for each in containers(overlay(name)) for config in each.configs()]
-    assert {type(config) for config in configs} == {RouterConfig, PrefillConfig, DecodeConfig}
+    workers = {ElasticConfig} if name in ELASTIC else {PrefillConfig, DecodeConfig}
+    assert {type(config) for config in configs} == {RouterConfig, *workers}
     assert len({config.model for config in configs}) == 1
     assert len({config.lease_s for config in configs}) == 1
 
@@ -119,7 +134,16 @@ def test_workers_tell_the_pod_s_address_and_a_name_of_their_own(name: str) -> No
     workers = [each for each in containers(overlay(name)) if isinstance(each.config(), WorkerConfig)]
     configs = [each.config() for each in workers]
     assert [c.advertise for c in configs] == [f"{POD_IP}:{port_of(c.listen)}" for c in configs]  # type: ignore[union-attr]
-    assert len({config.worker_id for config in configs}) == len(workers) == 2  # type: ignore[union-attr]
+    assert len({config.worker_id for config in configs}) == len(workers) == (1 if name in ELASTIC else 2)  # type: ignore[union-attr]
+
+
+def test_an_elastic_worker_s_pod_is_a_decode_worker_s_but_for_its_command_and_its_names(tmp_path: Path) -> None:
+    manifests = composed(tmp_path, "base", ["elastic"])
+    elastic, decode = (container(manifests, name).workload for name in ("elastic", "decode"))
+    arguments = container(manifests, "elastic").spec["args"]
+    assert arguments[0] == "worker"
+    arguments[0] = "decode"
+    assert json.loads(json.dumps(elastic).replace("elastic", "decode")) == decode
 
 
 @EVERY_OVERLAY

@@ -23,8 +23,10 @@ def argv(tmp_path: Path) -> list[str]:
     return ["plan", "--trace", str(trace), "--cost-model", str(costs), "--itl", "0.2"]
 
 
-def test_a_plan_names_the_workers_of_each_role(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*argv, "--ttft", "1", "--json", "--autoscaler"]) == 0
+def test_a_plan_names_the_workers_of_each_role(
+    argv: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([*argv, "--ttft", "1", "--json", "--autoscaler", str(tmp_path / "thresholds")]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["requests"] == 12
     assert plan["rate_per_s"] == pytest.approx(4.0)
@@ -34,7 +36,14 @@ def test_a_plan_names_the_workers_of_each_role(argv: list[str], capsys: pytest.C
     assert auto["elastic"] >= 2
     for found in (static, auto):
         assert found["attainment"] >= 0.9
-        assert found["thresholds"].keys() == {"tandem_prefill_queued_prompt_tokens", "tandem_kv_pool_usage_ratio"}
+    shown = {role: each.keys() for found in (static, auto) for role, each in found["thresholds"].items()}
+    assert shown == {
+        "prefill": {"tandem_prefill_queued_prompt_tokens"},
+        "decode": {"tandem_kv_pool_usage_ratio"},
+        "elastic": {"tandem_kv_pool_usage_ratio", "tandem_decode_queued_prompt_tokens"},
+    }
+    written = (tmp_path / "thresholds/kustomization.yaml").read_text()
+    assert all(f"name: tandem-{role}}}" in written for role in shown)
 
 
 def test_a_plan_reads_as_text(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,6 +52,12 @@ def test_a_plan_reads_as_text(argv: list[str], capsys: pytest.CaptureFixture[str
     assert first == "12 requests at 1.00/s; step times: a test"
     assert static.startswith("static  1 prefill")
     assert auto.startswith("auto    1 elastic")
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    trace = argv[argv.index("--trace") + 1]
+    assert main([*argv, "--ttft", "1", "--rate", "1", "--autoscaler", trace]) == 2
+    assert f"--autoscaler: {trace}/kustomization.yaml" in capsys.readouterr().err
 
 
 def test_objectives_out_of_reach_are_said_to_be(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
