@@ -5,6 +5,7 @@ Dimensions as in `kernels.attention`; R rows of logits. The parts hold weights a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,19 +17,23 @@ from kernels.operations import ExpertMaps, LinearMap, QkNorm, Rotation
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerParts:
-    """One decoder layer: attention, and a gated MLP or experts, each with its norm before."""
+    """One decoder layer: attention, and a gated MLP or experts; each with norms before, after, or both."""
 
-    attention_norm: torch.Tensor
-    """`[E]`, as `mlp_norm`."""
+    attention_norm: torch.Tensor | None
+    """`[E]`, as all norms over E; None: there is none at that place."""
     qkv: LinearMap
     """E → (H + 2 * Hkv) * D."""
     qk_norm: QkNorm | None
     params: AttentionParams
     output: LinearMap
     """H * D → E."""
-    mlp_norm: torch.Tensor
+    attention_post_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
     mlp: tuple[LinearMap, LinearMap] | ExpertMaps
     """E → I, activated, and I → E; or both of all experts."""
+    mlp_post_norm: torch.Tensor | None
+    rotation: int
+    """Which of a step's rotations turns q and k."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +49,9 @@ class DecoderParts:
     """E → V."""
     eps: float
     """Of every norm over E."""
+    embedding_scale: float
+    residual_scale: float
+    """Of what attention and MLP return, normed, before it is added."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -60,20 +68,21 @@ class CompiledStep(Protocol):
     def logits(
         self,
         token_ids: torch.Tensor,
-        rotation: Rotation,
+        rotations: Sequence[Rotation],
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         rows: torch.Tensor,
     ) -> torch.Tensor:
         """Stores KV of `token_ids` `[T]` int64 and returns logits `[R, V]` of `rows` `[R]` int64, ascending, each once.
 
+        They are what the output projection gives, neither divided nor capped. `rotations`: those that layers name.
         Raises InternalError if an id, row, slot, length or table is out of range; nothing has been computed then.
         """
 
     def hidden(
         self,
         token_ids: torch.Tensor,
-        rotation: Rotation,
+        rotations: Sequence[Rotation],
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         rows: torch.Tensor,

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.attention import AttentionBackend
+from kernels.gates import Activation, Gate
 from kernels.quantized import QuantizedWeight
 from kernels.sampling import RowMaximum, Sampler
 from tandem.core_loans import CoreLoan
@@ -73,18 +74,20 @@ class ActivatedLinear:
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:
-    """RMSNorm of each head of q and of k before the rotation (Qwen3)."""
+    """RMSNorm of each head of q and of k before the rotation (Qwen3), or of all heads of a row as one (OLMo 2)."""
 
     q_weight: torch.Tensor
-    """`[D]`."""
+    """`[D]`, or `[H * D]` of all heads; may be wider than q, as weights of `Operations.rms_norm` may be."""
     k_weight: torch.Tensor
-    """`[D]`."""
+    """`[D]` or `[Hkv * D]`."""
     eps: float
+    is_whole: bool = False
+    """Whether all heads of a row are normed as one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """What `rotate_and_store` does to the tokens of one step, the same in every layer."""
+    """What `rotate_and_store` does to the tokens of one step, the same in every layer that turns by these angles."""
 
     cos: torch.Tensor
     """`[T, D / 2]` float32, as `sin`."""
@@ -106,16 +109,28 @@ class Operations(Protocol):
     def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
         """Packs `weight` `[out, in]` once, for `x @ weight.T + bias`; `bias` `[out]`."""
 
-    def gated_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
-        """Packs `weight` `[2 * I, E]` once, gate first, for `silu(gate) * up` of `linear`: `[T, E]` → `[T, I]`."""
+    def gated_linear(
+        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, gate: Gate = Activation.SILU
+    ) -> LinearMap:
+        """Packs `weight` `[2 * I, E]` once, gates first, for activated gates times ups: `[T, E]` → `[T, I]`."""
 
     def experts(
-        self, router: LinearMap, mlps: Sequence[tuple[LinearMap, LinearMap]], routing: Routing
+        self,
+        router: LinearMap,
+        mlps: Sequence[tuple[LinearMap, LinearMap]],
+        routing: Routing,
+        shared_gate: LinearMap | None = None,
     ) -> ExpertMaps | None:
-        """Of scores `[X, E]`, and of each expert its `gated_linear` and `linear`; None where that gains nothing."""
+        """Of scores `[X, E]`, and of each expert its `gated_linear` and `linear`; None where that gains nothing.
+
+        With `shared_gate` `[1, E]` the last of `mlps` is one more, which every token has, by that map's sigmoid.
+        """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Root mean square norm (arXiv 1910.07467) of x `[T, E]`, times `weight` `[E]` → `[T, E]`."""
+        """Root mean square norm (arXiv 1910.07467) of x `[T, E]`, times `weight` `[E]` → `[T, E]`.
+
+        A float32 weight of a narrower x is multiplied before anything is rounded.
+        """
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Adds x `[T, E]` to `residual` `[T, E]` in place; returns `rms_norm` of the sum."""

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
+from kernels.gate_products import gate_product
+from kernels.gates import Activation, Gate
 from kernels.operations import ActivatedLinear, LinearMap, PlainLinear, QkNorm, Rotation, Routing
 from kernels.quantized import QuantizedWeight, dequantized
 from kernels.quantized_kv import is_quantized, kv_scales, quantize_rows
@@ -30,18 +32,26 @@ class ReferenceOperations:
         """See `Operations.linear`; keeps a plain weight as it is."""
         return PlainLinear(dequantized(weight), bias)
 
-    def gated_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
+    def gated_linear(
+        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, gate: Gate = Activation.SILU
+    ) -> LinearMap:
         """See `Operations.gated_linear`; two operations, so gate and up are rounded too."""
-        return ActivatedLinear(self.linear(weight, bias), self.silu_mul)
+        return ActivatedLinear(self.linear(weight, bias), gate_product(gate, self.silu_mul))
 
-    def experts(self, router: LinearMap, mlps: Sequence[tuple[LinearMap, LinearMap]], routing: Routing) -> None:
+    def experts(
+        self,
+        router: LinearMap,
+        mlps: Sequence[tuple[LinearMap, LinearMap]],
+        routing: Routing,
+        shared_gate: LinearMap | None = None,
+    ) -> None:
         """See `Operations.experts`: one by one."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Operations.rms_norm`; any number of leading dimensions."""
         wide = x if x.dtype == torch.float64 else x.to(torch.float32)
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return weight * normed.to(x.dtype)
+        return (weight * normed.to(weight.dtype)).to(x.dtype)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Operations.add_rms_norm`."""
@@ -58,8 +68,9 @@ class ReferenceOperations:
         sides = (rotation.cos, rotation.sin)
         cos, sin = (torch.cat((side, side), dim=-1)[:, None].to(qkv.dtype) for side in sides)  # [T, 1, D]
         if qk_norm is not None:
-            q.copy_(self.rms_norm(q, qk_norm.q_weight, qk_norm.eps))
-            k.copy_(self.rms_norm(k, qk_norm.k_weight, qk_norm.eps))
+            for heads, weight in ((q, qk_norm.q_weight), (k, qk_norm.k_weight)):
+                rows = heads.flatten(1) if qk_norm.is_whole else heads
+                heads.copy_(self.rms_norm(rows, weight, qk_norm.eps).view(heads.shape))
         q.copy_(_rotate(q, cos, sin))
         k.copy_(_rotate(k, cos, sin))
         stored = rotation.slot_mapping >= 0

@@ -66,8 +66,13 @@ def check_rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
     dims.check("x", x, ("T", "E"), x.dtype, x.device)
     if residual is not None:
         dims.check("residual", residual, ("T", "E"), x.dtype, x.device)
-    dims.check("weight", weight, ("E",), x.dtype, x.device)
+    dims.check("weight", weight, ("E",), norm_dtype(weight, x.dtype), x.device)
     return dims
+
+
+def norm_dtype(weight: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What the weight of a norm of `dtype` has to be: float32 if it is that, else `dtype`."""
+    return torch.float32 if weight.dtype is torch.float32 else dtype
 
 
 def check_silu_mul(gate_up: torch.Tensor) -> Dims:
@@ -91,8 +96,11 @@ def check_rotate_and_store(
     dims.check("sin", rotation.sin, ("T", "D/2"), torch.float32, device)
     dims.check("slot_mapping", rotation.slot_mapping, ("T",), torch.int64, device)
     if qk_norm is not None:
-        dims.check("q_weight", qk_norm.q_weight, ("D",), dtype, device)
-        dims.check("k_weight", qk_norm.k_weight, ("D",), dtype, device)
+        weights = {"q_weight": (qk_norm.q_weight, "H*D"), "k_weight": (qk_norm.k_weight, "Hkv*D")}
+        for name, (weight, width) in weights.items():
+            dims.check(name, weight, (width if qk_norm.is_whole else "D",), norm_dtype(weight, dtype), device)
+        if qk_norm.is_whole and dims["H*D"] + 2 * dims["Hkv*D"] != dims["H+2Hkv"] * dims["D"]:
+            raise InternalError(f"q_weight: {dims['H*D']} elements for {dims['H+2Hkv']} heads of {dims['D']}")
     if 2 * dims["D/2"] != dims["D"]:
         raise InternalError(f"cos: D/2 is {dims['D/2']} for D {dims['D']}")
     if (dims["H+2Hkv"] - 2 * dims["Hkv"]) % dims["Hkv"]:

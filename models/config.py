@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kernels.gates import Activation, ClampedSwiglu, Gate
 from models.config_json import ConfigJson
-from models.family import FAMILIES, PLAIN_NORMS, Activation, Bias, ExpertNames, Family, LayerNorms, Windows
+from models.family import FAMILIES, Bias, ExpertNames, Family, LayerNorms, Windows
 from models.rope_config import LongRopeScaling, RopeConfig, read_ropes, stretched_context
 from tandem.gguf import find_gguf, read_gguf
 from tandem.kv_layout import DType
@@ -39,14 +40,6 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class SwigluClamp:
-    """Of `models.layers.ClampedSwiglu`."""
-
-    alpha: float
-    limit: float
-
-
-@dataclass(frozen=True, slots=True)
 class ExpertConfig:
     """Experts of a decoder: X in all, K for each token."""
 
@@ -58,8 +51,7 @@ class ExpertConfig:
     """Of the expert that every token has."""
     adds_to_one: bool
     """The shares of a token's experts."""
-    clamp: SwigluClamp | None
-    """Of their activation, if it is not that of the family's MLPs."""
+    gate: Gate
     layers: tuple[bool, ...]
     """Whether each layer has experts; else an MLP."""
 
@@ -106,22 +98,6 @@ class ModelConfig(ModelShape):
     logit_divisor: float
     logit_cap: float | None
 
-    @property
-    def has_plain_layers(self) -> bool:
-        """Whether layers are norms before, attention, MLP or experts with SiLU, one rotation, and nothing besides."""
-        return (
-            self.activation is Activation.SILU
-            and (self.experts is None or self.experts.shared_intermediate_size is None)
-            and self.norms == PLAIN_NORMS
-            and not self.wide_norms
-            and not self.whole_qk_norm
-            and all(self.rotated)
-            and self.local_rope is None
-            and not self.sinks
-            and self.embedding_scale == self.residual_scale == self.logit_divisor == 1.0
-            and self.logit_cap is None
-        )
-
 
 def load_model_config(path: Path, context_tokens: int | None = None) -> ModelConfig:
     """Reads `path/config.json`, or what a GGUF file says. Raises CheckpointError naming the file and the key.
@@ -151,7 +127,7 @@ def load_model_config(path: Path, context_tokens: int | None = None) -> ModelCon
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         intermediate_size=config.integer("intermediate_size"),
-        experts=_read_experts(config, family.experts, num_layers) if family.experts is not None else None,
+        experts=_read_experts(config, family, num_layers),
         rms_norm_eps=config.number("rms_norm_eps", family.absent_rms_norm_eps),
         context_tokens=served_context,
         rope=rope,
@@ -233,14 +209,17 @@ def _read_heads(config: ConfigJson, family: Family) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def _read_experts(config: ConfigJson, names: ExpertNames, num_layers: int) -> ExpertConfig:
+def _read_experts(config: ConfigJson, family: Family, num_layers: int) -> ExpertConfig | None:
+    names = family.experts
+    if names is None:
+        return None
     count_key = "num_local_experts" if config.has("num_local_experts") else "num_experts"  # transformers writes either
     num_experts, num_active = config.integer(count_key), config.integer("num_experts_per_tok")
     if num_active > num_experts:
         raise config.error("num_experts_per_tok", f"is {num_active} of {num_experts} experts")
     every = config.integer("decoder_sparse_step", 1)
     plain = config.integers("mlp_only_layers") if config.has("mlp_only_layers") else ()
-    clamp = SwigluClamp(
+    clamp = ClampedSwiglu(
         config.number("swiglu_alpha", _ABSENT_SWIGLU_ALPHA), config.number("swiglu_limit", _ABSENT_SWIGLU_LIMIT)
     )
     return ExpertConfig(
@@ -250,7 +229,7 @@ def _read_experts(config: ConfigJson, names: ExpertNames, num_layers: int) -> Ex
         intermediate_size=config.integer(names.size_key),
         shared_intermediate_size=config.integer("shared_expert_intermediate_size") if names.shared else None,
         adds_to_one=config.flag("norm_topk_prob", default=False) if names.adds_to_one is None else names.adds_to_one,
-        clamp=clamp if names.clamped else None,
+        gate=clamp if names.clamped else family.activation,
         layers=tuple((layer + 1) % every == 0 and layer not in plain for layer in range(num_layers)),
     )
 

@@ -39,8 +39,6 @@ class Attention:
     heads: HeadShape
     params: AttentionParams
     kernels: Kernels
-    apart_qk_norm: tuple[RmsNorm, RmsNorm] | None = None
-    """In the place of `qk_norm`, where its weights are wider than q and k, or norm all heads of a row as one."""
 
     def __call__(
         self,
@@ -56,10 +54,6 @@ class Attention:
         """
         num_heads, num_rotated = self.heads.num_heads, self.heads.num_heads + self.heads.num_kv_heads
         qkv = self.qkv(x).view(len(x), -1, self.heads.head_dim)  # [T, H + 2 * Hkv, D]
-        if self.apart_qk_norm is not None:
-            parts = qkv[:, :num_heads], qkv[:, num_heads:num_rotated]
-            for heads, norm in zip(parts, self.apart_qk_norm, strict=True):
-                heads.copy_(norm(heads.reshape(-1, len(norm.weight))).view_as(heads))
         self.kernels.operations.rotate_and_store(qkv, rotation, self.qk_norm, kv_layer)
         attended = self.kernels.attention.attend(
             qkv[:, :num_heads],
@@ -87,17 +81,18 @@ class DecoderLayer:
     """Which of the decoder's ropes turns its q and k."""
 
     def parts(self) -> LayerParts:
-        """What `Kernels.compile_step` takes; only of a layer with norms before, and no shared expert."""
-        assert isinstance(self.attention_norm, RmsNorm)
-        assert isinstance(self.mlp_norm, RmsNorm)
+        """What `Kernels.compile_step` takes."""
         return LayerParts(
             attention_norm=self.attention_norm.weight,
             qkv=self.attention.qkv,
             qk_norm=self.attention.qk_norm,
             params=self.attention.params,
             output=self.attention.output,
+            attention_post_norm=self.attention_post_norm.weight,
             mlp_norm=self.mlp_norm.weight,
             mlp=(self.mlp.gate_up, self.mlp.down) if isinstance(self.mlp, GatedMlp) else self.mlp.experts,
+            mlp_post_norm=self.mlp_post_norm.weight,
+            rotation=self.rope,
         )
 
 
@@ -132,7 +127,7 @@ class Decoder:
         return any(isinstance(layer.mlp, MixtureOfExperts) and layer.mlp.waits_for_device for layer in self.layers)
 
     def parts(self) -> DecoderParts:
-        """What `Kernels.compile_step` takes; see `DecoderLayer.parts`."""
+        """What `Kernels.compile_step` takes."""
         heads = self.layers[0].attention.heads
         widths = (layer.mlp.intermediate_size for layer in self.layers if isinstance(layer.mlp, GatedMlp))
         return DecoderParts(
@@ -141,6 +136,8 @@ class Decoder:
             norm=self.norm.weight,
             lm_head=self.lm_head,
             eps=self.norm.eps,
+            embedding_scale=self.scales.embedding,
+            residual_scale=self.scales.residual,
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
@@ -158,12 +155,15 @@ class Decoder:
         """Computes one step of a ragged batch; returns logits `[R, V]`. Arguments as those of `hidden`."""
         rotations = self._rotations(positions, metadata)
         if self.compiled is not None and self.compiled.serves(kv_cache):
-            return self.compiled.logits(token_ids, rotations[0], kv_cache, metadata, sample_rows)
+            return self._scaled(self.compiled.logits(token_ids, rotations, kv_cache, metadata, sample_rows))
         return self.project(self._hidden(token_ids, rotations, kv_cache, metadata, sample_rows))
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Last hidden states `[R, E]` → logits `[R, V]`."""
-        logits, scales = self.lm_head(hidden), self.scales
+        return self._scaled(self.lm_head(hidden))
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        scales = self.scales
         if scales.logit_divisor != 1.0:
             logits = logits / scales.logit_divisor
         return logits if scales.logit_cap is None else torch.tanh(logits / scales.logit_cap) * scales.logit_cap
@@ -184,7 +184,7 @@ class Decoder:
         """
         rotations = self._rotations(positions, metadata)
         if self.compiled is not None and self.compiled.serves(kv_cache):
-            return self.compiled.hidden(token_ids, rotations[0], kv_cache, metadata, sample_rows)
+            return self.compiled.hidden(token_ids, rotations, kv_cache, metadata, sample_rows)
         return self._hidden(token_ids, rotations, kv_cache, metadata, sample_rows)
 
     def _rotations(self, positions: torch.Tensor, metadata: AttentionMetadata) -> tuple[Rotation, ...]:

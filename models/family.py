@@ -9,6 +9,8 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+from kernels.gates import Activation
+
 
 class Bias(enum.Enum):
     """When a projection has a bias."""
@@ -37,13 +39,6 @@ class Windows(enum.Enum):
     """The same; without `layer_types` for all but every n-th layer (`Family.global_every`)."""
     UNROTATED = "unrotated"
     """With `use_sliding_window`, as `layer_types` says; without it for the layers that are not rotated."""
-
-
-class Activation(enum.Enum):
-    """Of the gate of an MLP; the value is how config.json calls it."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_pytorch_tanh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +75,7 @@ class ExpertNames:
     stacked: bool = False
     """A tensor holds all experts, inputs first, gate and up in turns; router and experts have biases (gpt-oss)."""
     clamped: bool = False
-    """The activation is `models.layers.ClampedSwiglu`, by `swiglu_alpha` and `swiglu_limit`."""
+    """The gate is `ClampedSwiglu`, by `swiglu_alpha` and `swiglu_limit`."""
 
 
 @dataclass(frozen=True, slots=True)

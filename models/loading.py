@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.attention import AttentionParams
-from kernels.operations import ActivatedLinear, Kernels, LinearMap, QkNorm, Routing
+from kernels.gate_products import gate_product
+from kernels.gates import Gate
+from kernels.operations import Kernels, LinearMap, QkNorm, Routing
 from kernels.quantized import QuantForm, QuantizedWeight, dequantized, quantize, stack
 from models.config import CONFIG_FILE, ExpertConfig, ModelConfig, ModelShape, load_model_config, read_config, read_dtype
 from models.config_json import ConfigJson
 from models.decoder import Attention, Decoder, DecoderLayer, HeadShape, Scales
 from models.dtypes import torch_dtype
 from models.experts import (
-    Experts,
     MixtureOfExperts,
     RoutedExperts,
     Router,
@@ -27,10 +28,10 @@ from models.experts import (
     SharedExpert,
     grouped_experts,
 )
-from models.family import FAMILIES, Activation
+from models.family import FAMILIES
 from models.fingerprint import fingerprint_files
 from models.gguf_store import GgufStore
-from models.layers import GatedMlp, NoNorm, RmsNorm, gelu_tanh_mul
+from models.layers import GatedMlp, NoNorm, RmsNorm
 from models.quantization.config import read_quantization
 from models.rope import NoRotation, RotaryEmbedding, order_of_dims
 from models.rope_config import LongRopeScaling
@@ -202,7 +203,7 @@ class _DecoderBuilder:
             # The embedding's is rounded to the dtype first, as Gemma's own code has it.
             scales=Scales(embedding_scale, config.residual_scale, config.logit_divisor, config.logit_cap),
         )
-        compile_step = self._kernels.compile_step if config.has_plain_layers else None
+        compile_step = self._kernels.compile_step
         return decoder if compile_step is None else replace(decoder, compiled=compile_step(decoder.parts()))
 
     def _ropes(self) -> tuple[RotaryEmbedding, ...]:
@@ -254,12 +255,10 @@ class _DecoderBuilder:
         if order is not None:
             weight = weight.rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
             bias = None if bias is None else bias[order]
-        norms = self._qk_norm(prefix) if config.qk_norm else None
-        is_apart = config.whole_qk_norm or (norms is not None and norms[0].weight.dtype is not self._dtype)
         return Attention(
             qkv=self._operations.linear(weight, bias),
             output=self._linear((f"{prefix}o_proj",), bias=config.output_bias),
-            qk_norm=QkNorm(norms[0].weight, norms[1].weight, norms[0].eps) if norms and not is_apart else None,
+            qk_norm=self._qk_norm(prefix) if config.qk_norm else None,
             heads=HeadShape(config.num_heads, config.num_kv_heads, config.head_dim),
             params=AttentionParams(
                 config.score_scale,
@@ -268,7 +267,6 @@ class _DecoderBuilder:
                 self._read(f"{prefix}sinks", dtype=torch.float32) if config.sinks else None,
             ),
             kernels=self._kernels,
-            apart_qk_norm=norms if is_apart else None,
         )
 
     @cached_property
@@ -286,17 +284,14 @@ class _DecoderBuilder:
     def _mlp(self, prefix: str) -> GatedMlp:
         config = self._config
         names = ("gate_up_proj", "down_proj") if config.fused_gate_up else MLP_PROJECTIONS
-        return self._gated(prefix, names, config.intermediate_size, bias=config.mlp_bias)
+        return self._gated(prefix, names, (config.intermediate_size, config.activation), bias=config.mlp_bias)
 
-    def _gated(self, prefix: str, names: tuple[str, ...], intermediate_size: int, *, bias: bool = False) -> GatedMlp:
-        """`names` of the weights that are stacked as gate and up, then of down."""
+    def _gated(self, prefix: str, names: tuple[str, ...], inside: tuple[int, Gate], *, bias: bool = False) -> GatedMlp:
+        """`names` of the weights that are stacked as gate and up, then of down; `inside`: I, and what gates become."""
         *gate_up, down = names
         weight, offset = self._map(tuple(f"{prefix}{name}" for name in gate_up), bias=bias)
-        if self._config.activation is Activation.SILU:
-            into = self._operations.gated_linear(weight, offset)
-        else:
-            into = ActivatedLinear(self._operations.linear(weight, offset), gelu_tanh_mul)
-        return GatedMlp(into, self._linear((f"{prefix}{down}",), bias=bias), intermediate_size)
+        into = self._operations.gated_linear(weight, offset, inside[1])
+        return GatedMlp(into, self._linear((f"{prefix}{down}",), bias=bias), inside[0])
 
     def _mixture(self, prefix: str, config: ExpertConfig) -> MixtureOfExperts:
         """Routers and gates keep the form that the checkpoint has them in: they are small, and choose."""
@@ -308,33 +303,47 @@ class _DecoderBuilder:
             operations.linear(self._read_weight(f"{router_name}.weight"), router_bias),
             Routing(config.num_active, config.adds_to_one),
         )
+        is_plain = self._device.type != "cpu" and self._dtype is torch.bfloat16
         if config.names.stacked:
-            return MixtureOfExperts(RoutedExperts(router, self._stacked_experts(f"{prefix}experts.", config)))
+            return self._stacked_mixture(f"{prefix}experts.", router, config, is_plain=is_plain)
         shared = None
         if config.shared_intermediate_size is not None:
             gate = operations.linear(self._read_weight(f"{prefix}shared_expert_gate.weight"), None)
-            mlp = self._gated(f"{prefix}shared_expert.", names, config.shared_intermediate_size)
+            mlp = self._gated(f"{prefix}shared_expert.", names, (config.shared_intermediate_size, config.gate))
             shared = SharedExpert(mlp, gate)
         prefixes = [f"{prefix}experts.{expert}." for expert in range(config.num_experts)]
         is_quantized = self._form is not None or self._store.is_quantized(f"{prefixes[0]}{names[0]}.weight")
-        if self._device.type == "cpu" or self._dtype is not torch.bfloat16 or is_quantized:
-            mlps = tuple(self._gated(each, names, config.intermediate_size) for each in prefixes)
-            fused = operations.experts(router.scores, [(mlp.gate_up, mlp.down) for mlp in mlps], router.routing)
-            return MixtureOfExperts(fused or RoutedExperts(router, SeparateExperts(mlps)), shared)
+        if not is_plain or is_quantized:
+            mlps = tuple(self._gated(each, names, (config.intermediate_size, config.gate)) for each in prefixes)
+            return self._separate(router, mlps, shared)
         weights = [[self._read(f"{each}{name}.weight") for name in names] for each in prefixes]
-        return MixtureOfExperts(RoutedExperts(router, grouped_experts(weights, operations.silu_mul)), shared)
+        experts = grouped_experts(weights, gate_product(config.gate, operations.silu_mul))
+        return MixtureOfExperts(RoutedExperts(router, experts), shared)
 
-    def _stacked_experts(self, prefix: str, config: ExpertConfig) -> Experts:
+    def _separate(
+        self, router: Router, mlps: tuple[GatedMlp, ...], shared: SharedExpert | None = None
+    ) -> MixtureOfExperts:
+        """As one operation where the kernels have it, the shared expert among the others."""
+        maps = [(mlp.gate_up, mlp.down) for mlp in (*mlps, *([] if shared is None else [shared.mlp]))]
+        gate = None if shared is None else shared.gate
+        fused = self._operations.experts(router.scores, maps, router.routing, gate)
+        if fused is not None:
+            return MixtureOfExperts(fused)
+        return MixtureOfExperts(RoutedExperts(router, SeparateExperts(mlps)), shared)
+
+    def _stacked_mixture(
+        self, prefix: str, router: Router, config: ExpertConfig, *, is_plain: bool
+    ) -> MixtureOfExperts:
         names = [f"{prefix}{name}" for name in STACKED_PROJECTIONS]
         (gate_up, gate_up_bias), (down, down_bias) = (
             (self._read_weight(f"{name}.weight"), self._read(f"{name}.bias")) for name in names
         )
         stacked = StackedExperts(gate_up, gate_up_bias, down, down_bias, config)
-        if self._device.type != "cpu" and self._dtype is torch.bfloat16 and self._form is None:
-            grouped = stacked.grouped()
-            if grouped is not None:
-                return grouped
-        return stacked.separate(self._operations, lambda weight: self._form_of((f"{names[0]}.weight",), weight))
+        grouped = stacked.grouped(self._operations.silu_mul) if is_plain and self._form is None else None
+        if grouped is not None:
+            return MixtureOfExperts(RoutedExperts(router, grouped))
+        form_of = partial(self._form_of, (f"{names[0]}.weight",))
+        return self._separate(router, stacked.separate(self._operations, form_of))
 
     def _linear(self, names: tuple[str, ...], *, bias: bool) -> LinearMap:
         return self._operations.linear(*self._map(names, bias=bias))
@@ -367,8 +376,10 @@ class _DecoderBuilder:
         weight = self._read(name, dtype=torch.float32) if self._config.wide_norms else self._read(name)
         return 1 + weight if self._config.norm_offset else weight
 
-    def _qk_norm(self, prefix: str) -> tuple[RmsNorm, RmsNorm]:
-        return self._norm(f"{prefix}q_norm.weight"), self._norm(f"{prefix}k_norm.weight")  # [D] each
+    def _qk_norm(self, prefix: str) -> QkNorm:
+        config = self._config
+        q_weight, k_weight = (self._norm_weight(f"{prefix}{name}.weight") for name in ("q_norm", "k_norm"))
+        return QkNorm(q_weight, k_weight, config.rms_norm_eps, config.whole_qk_norm)
 
 
 def _stack(weights: list[torch.Tensor | QuantizedWeight]) -> torch.Tensor | QuantizedWeight:

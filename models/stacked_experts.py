@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.operations import ActivatedLinear, Operations
+from kernels.gate_products import GateProduct, gate_product
+from kernels.operations import Operations
 from kernels.quantized import QuantizedWeight
 from models.config import ExpertConfig
-from models.experts import GroupedExperts, SeparateExperts
-from models.layers import ClampedSwiglu, GatedMlp
+from models.experts import GroupedExperts
+from models.layers import GatedMlp
 
 Weight = torch.Tensor | QuantizedWeight
 
@@ -29,34 +30,31 @@ class StackedExperts:
     down_bias: torch.Tensor
     config: ExpertConfig
 
-    def grouped(self) -> GroupedExperts | None:
+    def grouped(self, silu_mul: GateProduct) -> GroupedExperts | None:
         """For GPUs; None of quantised ones."""
         if isinstance(self.gate_up, QuantizedWeight) or isinstance(self.down, QuantizedWeight):
             return None
         order = self._gates_then_ups()
         weights = self.gate_up.mT[:, order].contiguous(), self.down.mT.contiguous()  # [X, out, in] each
-        return GroupedExperts(*weights, self._activation(), self.gate_up_bias[:, order].contiguous(), self.down_bias)
+        return GroupedExperts(
+            *weights, gate_product(self.config.gate, silu_mul), self.gate_up_bias[:, order].contiguous(), self.down_bias
+        )
 
-    def separate(self, operations: Operations, form_of: Callable[[Weight], Weight]) -> SeparateExperts:
+    def separate(self, operations: Operations, form_of: Callable[[Weight], Weight]) -> tuple[GatedMlp, ...]:
         """`form_of`: from a weight `[out, in]` to the form that it is held in."""
-        order, activate = self._gates_then_ups(), self._activation()
+        order = self._gates_then_ups()
         rows = torch.arange(self.down_bias.shape[1], device=order.device)
         experts = []
         for expert in range(self.config.num_experts):
             into, out = form_of(_of_expert(self.gate_up, expert, order)), form_of(_of_expert(self.down, expert, rows))
-            gate_up = ActivatedLinear(operations.linear(into, self.gate_up_bias[expert, order]), activate)
+            gate_up = operations.gated_linear(into, self.gate_up_bias[expert, order], self.config.gate)
             down = operations.linear(out, self.down_bias[expert])
             experts.append(GatedMlp(gate_up, down, self.config.intermediate_size))
-        return SeparateExperts(tuple(experts))
+        return tuple(experts)
 
     def _gates_then_ups(self) -> torch.Tensor:
         outputs = torch.arange(2 * self.config.intermediate_size, device=self.gate_up_bias.device)
         return torch.cat((outputs[0::2], outputs[1::2]))
-
-    def _activation(self) -> ClampedSwiglu:
-        clamp = self.config.clamp
-        assert clamp is not None
-        return ClampedSwiglu(clamp.alpha, clamp.limit)
 
 
 def _of_expert(stacked: Weight, expert: int, outputs: torch.Tensor) -> Weight:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes import c_float, c_int64, c_void_p
 
 import torch
@@ -17,17 +17,18 @@ from kernels.compiled_step import DecoderParts, LayerParts
 from kernels.cpu.attention import AttendShape, check_lengths
 from kernels.cpu.experts import NativeExperts
 from kernels.cpu.library import Library
-from kernels.cpu.operations import DTYPES, NAMES, RotateShape
+from kernels.cpu.operations import DTYPES, NAMES, NORM_NAMES, HeadNorm, RotateShape
 from kernels.operations import LinearMap, Rotation
 from kernels.spec import Dims
 from tandem.errors import InternalError
 
 _MOST_SHAPES = 2
 """Kinds of attention among the layers: with and without a window."""
-_CALLS = ("rms_norm", "add_rms_norm", "multiply_units")
+_NORM_CALLS = ("rms_norm", "add_rms_norm")
+_CALLS = ("scale", "add", "multiply_units")
 _EXPERT_CALLS = ("experts_bytes", "experts_phases")
 _KV_CALLS = ("rotate_and_store", "attend_plan", "attend_phase")
-"""Kernels that a step calls by their addresses: of the model's dtype, and of that and the pool's."""
+"""Kernels that a step calls by their addresses: of the model's dtype, and of that and the norms' or the pool's."""
 PHASE_KINDS = (
     *("embed", "norm", "qkv", "rotate", "attend"),
     *("output", "gate_up", "down", "experts", "lm_head", "keep_rows"),
@@ -39,8 +40,7 @@ _FAULTS = {1: "token_ids", 2: "rows", 3: "slot_mapping"}
 def compile_step(library: Library, parts: DecoderParts) -> NativeStep | None:
     """None if a weight is not packed for native products, or the layers attend in ways that are not planned for."""
     kinds = {layer.params for layer in parts.layers}
-    has_sinks = any(kind.sinks is not None for kind in kinds)
-    if parts.embedding.dtype not in DTYPES or len(kinds) > _MOST_SHAPES or has_sinks:
+    if parts.embedding.dtype not in DTYPES or len(kinds) > _MOST_SHAPES:
         return None
     maps = [parts.lm_head, *(each for layer in parts.layers for each in _maps(layer).values())]
     experts = [layer.mlp for layer in parts.layers if not isinstance(layer.mlp, tuple)]
@@ -74,7 +74,7 @@ class NativeStep:
     threads. To be called from one thread at a time; activations belong to it and grow to what was needed.
     """
 
-    __slots__ = ("_call", "_check", "_dtype", "_kinds", "_layers", "_parts", "_plans", "clock")
+    __slots__ = ("_call", "_check", "_dtype", "_head_norms", "_kinds", "_layers", "_parts", "_plans", "clock")
 
     def __init__(self, library: Library, parts: DecoderParts) -> None:
         self.clock: PhaseClock | None = None
@@ -84,17 +84,21 @@ class NativeStep:
         self._kinds = tuple(dict.fromkeys(layer.params for layer in parts.layers))
         self._call = library.bind_common("decoder_step", c_void_p, c_void_p, c_void_p)
         self._check = library.bind("attend_check", c_void_p, c_void_p, c_void_p)
-        self._layers = (_Layer * len(parts.layers))(*map(self._layer, parts.layers))
+        self._head_norms = tuple(
+            None if layer.qk_norm is None else HeadNorm.of(layer.qk_norm, self._dtype) for layer in parts.layers
+        )
+        self._layers = (_Layer * len(parts.layers))(*map(self._layer, parts.layers, self._head_norms))
         kv_dtypes = (kv_dtype for dtype, kv_dtype in NAMES if dtype == self._dtype)
         self._plans = {kv_dtype: self._plan(library, kv_dtype) for kv_dtype in kv_dtypes}
 
     def _plan(self, library: Library, kv_dtype: torch.dtype) -> _Decoder:
         """For pools of that dtype. Points into the weights and `_layers`."""
         parts, name, kv_name = self._parts, DTYPES[self._dtype], NAMES[self._dtype, kv_dtype]
-        qk_norm = parts.layers[0].qk_norm
+        norm_name = NORM_NAMES[self._dtype, parts.norm.dtype]
         vocab_size, hidden_size = parts.embedding.shape
         attended = parts.num_heads * parts.head_dim
         return _Decoder(
+            *(library.address(f"{call}_{norm_name}") for call in _NORM_CALLS),
             *(library.address(f"{call}_{name}") for call in _CALLS),
             *(library.address(f"{call}_{kv_name}") for call in _KV_CALLS),
             *(library.address(f"{call}_{name}") for call in _EXPERT_CALLS),
@@ -103,7 +107,7 @@ class NativeStep:
             *(_address(parts.lm_head), len(parts.layers), vocab_size, hidden_size),
             *(attended + 2 * parts.num_kv_heads * parts.head_dim, attended),
             *(parts.intermediate_size, parts.embedding.element_size()),
-            *(parts.eps, 0.0 if qk_norm is None else qk_norm.eps),
+            *(parts.eps, parts.embedding_scale, parts.residual_scale),
         )
 
     def weight_bytes(self) -> dict[str, int]:
@@ -123,33 +127,33 @@ class NativeStep:
     def logits(
         self,
         token_ids: torch.Tensor,
-        rotation: Rotation,
+        rotations: Sequence[Rotation],
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         rows: torch.Tensor,
     ) -> torch.Tensor:
         """See `CompiledStep.logits`; in the model's dtype."""
         logits = torch.empty(len(rows), len(self._parts.embedding), dtype=self._dtype)
-        self._run(token_ids, rotation, kv_cache, metadata, rows, logits=logits.data_ptr())
+        self._run(token_ids, rotations, kv_cache, metadata, rows, logits=logits.data_ptr())
         return logits
 
     def hidden(
         self,
         token_ids: torch.Tensor,
-        rotation: Rotation,
+        rotations: Sequence[Rotation],
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         rows: torch.Tensor,
     ) -> torch.Tensor:
         """See `CompiledStep.hidden`."""
         hidden = torch.empty(len(rows), self._parts.embedding.shape[1], dtype=self._dtype)
-        self._run(token_ids, rotation, kv_cache, metadata, rows, hidden=hidden.data_ptr())
+        self._run(token_ids, rotations, kv_cache, metadata, rows, hidden=hidden.data_ptr())
         return hidden
 
     def _run(
         self,
         token_ids: torch.Tensor,
-        rotation: Rotation,
+        rotations: Sequence[Rotation],
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         rows: torch.Tensor,
@@ -157,7 +161,7 @@ class NativeStep:
         hidden: int | None = None,
         logits: int | None = None,
     ) -> None:
-        self._check_tensors(token_ids, rotation, kv_cache, metadata, rows)
+        self._check_tensors(token_ids, rotations, kv_cache, metadata, rows)
         if not len(token_ids):
             return
         parts, plan = self._parts, self._plans[kv_cache.dtype]
@@ -169,11 +173,15 @@ class NativeStep:
         for shape in shapes:
             check_lengths(self._check, shape)
         heads = parts.num_heads + 2 * parts.num_kv_heads
-        rotate = RotateShape.of(len(token_ids), heads, (plan.qkv, parts.head_dim), rotation, kv_layer)
+        turns = [
+            RotateShape.of(len(token_ids), heads, (plan.qkv, parts.head_dim), each, kv_layer) for each in rotations
+        ]
+        turn_addresses = (c_void_p * len(turns))(*map(ctypes.addressof, turns))
         step = _Step(
-            *(token_ids.data_ptr(), rows.data_ptr(), ctypes.addressof(addresses), ctypes.addressof(rotate)),
+            *(token_ids.data_ptr(), rows.data_ptr(), ctypes.addressof(addresses), ctypes.addressof(turn_addresses)),
             *(kv_cache.data_ptr(), hidden, logits, len(token_ids), len(rows)),
-            *(kv_cache.shape[0] * kv_cache.shape[4], len(shapes), kv_cache.stride(1) * kv_cache.element_size()),
+            *(kv_cache.shape[0] * kv_cache.shape[4], len(shapes), len(turns)),
+            kv_cache.stride(1) * kv_cache.element_size(),
             None if self.clock is None else self.clock.address,
         )
         fault = c_int64()
@@ -184,7 +192,7 @@ class NativeStep:
     def _check_tensors(
         self,
         token_ids: torch.Tensor,
-        rotation: Rotation,
+        rotations: Sequence[Rotation],
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         rows: torch.Tensor,
@@ -195,25 +203,30 @@ class NativeStep:
         dims.check("kv_cache", kv_cache, ("N", "L", "KV", "Hkv", "S", "D"), kv_cache.dtype, cpu)
         dims.check("token_ids", token_ids, ("T",), torch.int64, cpu)
         dims.check("rows", rows, ("R",), torch.int64, cpu)
-        dims.check("cos", rotation.cos, ("T", "D/2"), torch.float32, cpu)
-        dims.check("sin", rotation.sin, ("T", "D/2"), torch.float32, cpu)
-        dims.check("slot_mapping", rotation.slot_mapping, ("T",), torch.int64, cpu)
+        for rotation in rotations:
+            dims.check("cos", rotation.cos, ("T", "D/2"), torch.float32, cpu)
+            dims.check("sin", rotation.sin, ("T", "D/2"), torch.float32, cpu)
+            dims.check("slot_mapping", rotation.slot_mapping, ("T",), torch.int64, cpu)
+        if len(rotations) <= self._last_rotation:
+            raise InternalError(f"rotations: {len(rotations)}, of which layers want number {self._last_rotation}")
         dims.check("seq_lens", metadata.seq_lens, ("B",), torch.int32, cpu)
         dims.check("cu_seqlens_q", metadata.cu_seqlens_q, ("B+1",), torch.int32, cpu)
         dims.check("block_tables", metadata.block_tables, ("B", "max_blocks"), torch.int32, cpu)
         if dims["B+1"] != dims["B"] + 1 or 2 * dims["D/2"] != dims["D"]:
             raise InternalError(f"cu_seqlens_q: {dims['B+1']} entries for {dims['B']} seqs; cos: {dims['D/2']} columns")
 
-    def _layer(self, layer: LayerParts) -> _Layer:
-        q_norm = k_norm = None
-        if layer.qk_norm is not None:
-            q_norm, k_norm = layer.qk_norm.q_weight.data_ptr(), layer.qk_norm.k_weight.data_ptr()
+    @property
+    def _last_rotation(self) -> int:
+        return max(layer.rotation for layer in self._parts.layers)
+
+    def _layer(self, layer: LayerParts, head_norm: HeadNorm | None) -> _Layer:
         maps = {kind: _address(each) for kind, each in _maps(layer).items()}
         return _Layer(
-            *(layer.attention_norm.data_ptr(), maps["qkv"], q_norm, k_norm, maps["output"]),
-            *(layer.mlp_norm.data_ptr(), maps.get("gate_up"), maps.get("down")),
+            *(_data(layer.attention_norm), maps["qkv"], None if head_norm is None else ctypes.addressof(head_norm)),
+            *(_data(layer.params.sinks), maps["output"], _data(layer.attention_post_norm), _data(layer.mlp_norm)),
+            *(maps.get("gate_up"), maps.get("down")),
             layer.mlp.experts_address if isinstance(layer.mlp, NativeExperts) else None,
-            self._kinds.index(layer.params),
+            *(_data(layer.mlp_post_norm), self._kinds.index(layer.params), layer.rotation),
         )
 
 
@@ -229,6 +242,10 @@ def _address(linear: LinearMap) -> int | None:
     return address
 
 
+def _data(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def _num_bytes(linear: LinearMap) -> int:
     num_bytes: int = getattr(linear, "num_bytes", 0)
     return num_bytes
@@ -238,9 +255,10 @@ class _Layer(ctypes.Structure):
     """`Layer` of `src/decoder.cpp`, field by field."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("attention_norm", "qkv", "q_norm", "k_norm", "output")),
-        *((name, c_void_p) for name in ("mlp_norm", "gate_up", "down", "experts")),
-        ("attend_slot", c_int64),
+        *((name, c_void_p) for name in ("attention_norm", "qkv", "head_norm", "sinks", "output")),
+        *((name, c_void_p) for name in ("attention_post_norm", "mlp_norm", "gate_up", "down", "experts")),
+        ("mlp_post_norm", c_void_p),
+        *((name, c_int64) for name in ("attend_slot", "rotate_slot")),
     )
 
 
@@ -248,11 +266,11 @@ class _Decoder(ctypes.Structure):
     """`Decoder` of `src/decoder.cpp`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in (*_CALLS, *_KV_CALLS, *_EXPERT_CALLS, "product_units")),
+        *((name, c_void_p) for name in (*_NORM_CALLS, *_CALLS, *_KV_CALLS, *_EXPERT_CALLS, "product_units")),
         *((name, c_void_p) for name in ("layers", "embedding", "norm", "lm_head")),
         *((name, c_int64) for name in ("num_layers", "vocab", "hidden", "qkv", "attended", "intermediate")),
         ("element_bytes", c_int64),
-        *((name, c_float) for name in ("eps", "qk_eps")),
+        *((name, c_float) for name in ("eps", "embedding_scale", "residual_scale")),
     )
 
 
@@ -260,8 +278,9 @@ class _Step(ctypes.Structure):
     """`Step` of `src/decoder.cpp`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("token_ids", "rows", "attend_shapes", "rotate_shape")),
+        *((name, c_void_p) for name in ("token_ids", "rows", "attend_shapes", "rotate_shapes")),
         *((name, c_void_p) for name in ("kv", "hidden", "logits")),
-        *((name, c_int64) for name in ("num_tokens", "num_rows", "num_slots", "num_attend_shapes", "layer_bytes")),
+        *((name, c_int64) for name in ("num_tokens", "num_rows", "num_slots", "num_attend_shapes")),
+        *((name, c_int64) for name in ("num_rotate_shapes", "layer_bytes")),
         ("spent_ns", c_void_p),
     )

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_int64, c_void_p
+from ctypes import c_float, c_int64, c_void_p
 
 import torch
 
 from kernels.cpu.library import Library
 from kernels.cpu.packed_memory import PackedMemory
+from kernels.gates import Activation, ClampedSwiglu, Gate
 from kernels.operations import LinearMap, PlainLinear
 from kernels.spec import Dims
 from tandem.errors import InternalError
@@ -24,6 +25,9 @@ FORMS = {torch.float32: (0, "f32"), torch.bfloat16: (1, "bf16"), torch.float16: 
 MEMORY = PackedMemory()
 """Of all packed weights."""
 
+_GATES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
+_CLAMPED_SWIGLU = 3
+"""Number of each kind, as `Gate` of `src/gates.h` has it."""
 _SHORT_TOKENS = 16
 _SHORT_BYTES = 1 << 22
 """Up to so many tokens and bytes of weights a call keeps the GIL: it returns within a fifth of a millisecond."""
@@ -35,23 +39,34 @@ class Product(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("form", "inputs", "outputs", "gated", "group")),
         *((name, c_void_p) for name in ("packed", "scales", "offsets", "bias")),
+        *((name, c_float) for name in ("alpha", "limit")),
     )
+
+    @classmethod
+    def of(cls, form: int, num_inputs: int, num_rows: int, gate: Gate | None, group: int = 0) -> Product:
+        """Of a weight `[num_rows, num_inputs]`, gates and then ups if there is a `gate`; points to nothing yet."""
+        outputs = num_rows if gate is None else num_rows // 2
+        if isinstance(gate, ClampedSwiglu):
+            return cls(form, num_inputs, outputs, _CLAMPED_SWIGLU, group, alpha=gate.alpha, limit=gate.limit)
+        return cls(form, num_inputs, outputs, _GATES[gate], group)
 
 
 def open_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
     """The fastest map for `weight` `[out, in]` and `bias` `[out]`. Raises InternalError if they do not fit."""
     _check(weight, bias)
-    return _open(library, weight, bias, gated=False) if weight.dtype in FORMS else PlainLinear(weight, bias)
+    return _open(library, weight, bias, None) if weight.dtype in FORMS else PlainLinear(weight, bias)
 
 
-def open_gated_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap | None:
-    """The map with `silu(gate) * up` of its result, rounded once, for `weight` `[2 * I, in]` and `bias` `[2 * I]`.
+def open_gated_linear(
+    library: Library, weight: torch.Tensor, bias: torch.Tensor | None, gate: Gate
+) -> LinearMap | None:
+    """The map with activated gates times ups, rounded once, for `weight` `[2 * I, in]` and `bias` `[2 * I]`.
 
     None where it is not made in one. Raises InternalError if they do not fit.
     """
     if _check(weight, bias)["out"] % 2:
         raise InternalError(f"weight: {len(weight)} rows are not as many of gate and up")
-    return _open(library, weight, bias, gated=True) if weight.dtype in FORMS else None
+    return _open(library, weight, bias, gate) if weight.dtype in FORMS else None
 
 
 def _check(weight: torch.Tensor, bias: torch.Tensor | None) -> Dims:
@@ -62,9 +77,9 @@ def _check(weight: torch.Tensor, bias: torch.Tensor | None) -> Dims:
     return dims
 
 
-def _open(library: Library, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> NativeLinear:
+def _open(library: Library, weight: torch.Tensor, bias: torch.Tensor | None, gate: Gate | None) -> NativeLinear:
     form, suffix = FORMS[weight.dtype]
-    product = Product(form, weight.shape[1], weight.shape[0] // 2 if gated else weight.shape[0], int(gated))
+    product = Product.of(form, weight.shape[1], weight.shape[0], gate)
     address, num_bytes = ctypes.addressof(product), c_int64()
     library.bind("packed_bytes", c_void_p, c_void_p)(address, ctypes.addressof(num_bytes))
     packed = MEMORY.take(num_bytes.value)

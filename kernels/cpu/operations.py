@@ -17,6 +17,8 @@ from kernels.cpu.experts import open_experts
 from kernels.cpu.library import Library
 from kernels.cpu.linear import open_gated_linear, open_linear
 from kernels.cpu.quantized import can_keep, open_quantized
+from kernels.gate_products import gate_product
+from kernels.gates import Activation, Gate
 from kernels.operations import ActivatedLinear, ExpertMaps, LinearMap, QkNorm, Rotation, Routing
 from kernels.quantized import QuantizedWeight, dequantized
 from kernels.spec import Dims, check_block_pairs, check_rotate_and_store
@@ -34,6 +36,12 @@ NAMES = {
 }
 """The same for what they compute in and what the pool holds."""
 
+NORM_NAMES = {
+    **{(dtype, dtype): name for dtype, name in DTYPES.items()},
+    **{(dtype, torch.float32): f"{name}_wide" for dtype, name in DTYPES.items() if dtype is not torch.float32},
+}
+"""The same for what they compute in and what the weight of a norm is."""
+
 _SHORT_TOKENS = 16
 """Up to so many tokens a call keeps the GIL: it returns within tens of microseconds."""
 
@@ -45,14 +53,18 @@ class _Calls:
 
     def __init__(self, library: Library, suffix: str, *, keeps_gil: bool) -> None:
         def bind(name: str, *argtypes: object) -> Callable[..., None]:
-            return library.bind(f"{name}_{suffix}", *argtypes, keeps_gil=keeps_gil)
+            return library.bind(name, *argtypes, keeps_gil=keeps_gil)
 
         address, size = c_void_p, c_int64
-        self.rms_norm = bind("rms_norm", address, size, address, address, size, size, c_float)
-        self.add_rms_norm = bind("add_rms_norm", address, size, address, size, address, address, size, size, c_float)
-        self.silu_mul = bind("silu_mul", address, size, address, size, size)
+        norm = (address, size, address, address, size, size, c_float)
+        add_norm = (address, size, address, size, address, address, size, size, c_float)
+        norm_names = {weight: name for (dtype, weight), name in NORM_NAMES.items() if DTYPES[dtype] == suffix}
+        self.rms_norm = {weight: bind(f"rms_norm_{name}", *norm) for weight, name in norm_names.items()}
+        self.add_rms_norm = {weight: bind(f"add_rms_norm_{name}", *add_norm) for weight, name in norm_names.items()}
+        """By what the weight is."""
+        self.silu_mul = bind(f"silu_mul_{suffix}", address, size, address, size, size)
         self.rotate_and_store = {
-            kv_dtype: library.bind(f"rotate_and_store_{name}", *(address,) * 5, c_float, keeps_gil=keeps_gil)
+            kv_dtype: bind(f"rotate_and_store_{name}", *(address,) * 4)
             for (dtype, kv_dtype), name in NAMES.items()
             if DTYPES[dtype] == suffix
         }
@@ -85,22 +97,30 @@ class CpuOperations:
     def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
         """See `Operations.linear`; what is returned may hold a packed copy instead of `weight`."""
         if isinstance(weight, QuantizedWeight) and can_keep(weight):
-            return open_quantized(self._library, weight, bias, gated=False)
+            return open_quantized(self._library, weight, bias, None)
         return open_linear(self._library, dequantized(weight), bias)
 
-    def gated_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
+    def gated_linear(
+        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, gate: Gate = Activation.SILU
+    ) -> LinearMap:
         """See `Operations.gated_linear`; rounded once where the weight is packed, else as two operations."""
         if isinstance(weight, QuantizedWeight) and can_keep(weight):
-            return open_quantized(self._library, weight, bias, gated=True)
+            return open_quantized(self._library, weight, bias, gate)
         plain = dequantized(weight)
-        fused = open_gated_linear(self._library, plain, bias)
-        return ActivatedLinear(self.linear(plain, bias), self.silu_mul) if fused is None else fused
+        fused = open_gated_linear(self._library, plain, bias, gate)
+        if fused is None:
+            return ActivatedLinear(self.linear(plain, bias), gate_product(gate, self.silu_mul))
+        return fused
 
     def experts(
-        self, router: LinearMap, mlps: Sequence[tuple[LinearMap, LinearMap]], routing: Routing
+        self,
+        router: LinearMap,
+        mlps: Sequence[tuple[LinearMap, LinearMap]],
+        routing: Routing,
+        shared_gate: LinearMap | None = None,
     ) -> ExpertMaps | None:
         """See `Operations.experts`: where all weights are packed."""
-        return open_experts(self._library, router, mlps, routing)
+        return open_experts(self._library, router, mlps, routing, shared_gate)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Operations.rms_norm`. Rounded once, at the end."""
@@ -108,7 +128,7 @@ class CpuOperations:
         if not (_is_rows(x, shape) and _is_weight(weight, shape[1], dtype)):
             raise _refusal(x=(x, ("T", "E")), weight=(weight, ("E",)))
         out = torch.empty_like(x)
-        call = (self._short if shape[0] <= _SHORT_TOKENS else self._long)[dtype].rms_norm
+        call = (self._short if shape[0] <= _SHORT_TOKENS else self._long)[dtype].rms_norm[weight.dtype]
         call(x.data_ptr(), x.stride()[0], weight.data_ptr(), out.data_ptr(), *shape, eps)
         return out
 
@@ -124,7 +144,7 @@ class CpuOperations:
         ):
             raise _refusal(x=(x, ("T", "E")), residual=(residual, ("T", "E")), weight=(weight, ("E",)))
         out = torch.empty_like(x)
-        call = (self._short if shape[0] <= _SHORT_TOKENS else self._long)[dtype].add_rms_norm
+        call = (self._short if shape[0] <= _SHORT_TOKENS else self._long)[dtype].add_rms_norm[weight.dtype]
         call(
             *(x.data_ptr(), x.stride()[0], residual.data_ptr(), residual.stride()[0]),
             *(weight.data_ptr(), out.data_ptr(), *shape, eps),
@@ -144,16 +164,19 @@ class CpuOperations:
         calls = (self._short if step.num_tokens <= _SHORT_TOKENS else self._long)[step.dtype]
         call = calls.rotate_and_store[step.kv_dtype]
         if qk_norm is None:
-            call(qkv.data_ptr(), kv_layer.data_ptr(), step.address, None, None, 0.0)
+            call(qkv.data_ptr(), kv_layer.data_ptr(), step.address, None)
             return
         q_weight, k_weight = qk_norm.q_weight, qk_norm.k_weight
-        if not (_is_weight(q_weight, step.head_dim, step.dtype) and _is_weight(k_weight, step.head_dim, step.dtype)):
+        q_width, k_width = step.norm_widths if qk_norm.is_whole else (step.head_dim, step.head_dim)
+        if not (
+            _is_weight(q_weight, q_width, step.dtype)
+            and _is_weight(k_weight, k_width, step.dtype)
+            and q_weight.dtype is k_weight.dtype
+        ):
             check_rotate_and_store(qkv, rotation, qk_norm, kv_layer)
-            raise _refusal(q_weight=(q_weight, ("D",)), k_weight=(k_weight, ("D",)))
-        call(
-            *(qkv.data_ptr(), kv_layer.data_ptr(), step.address),
-            *(q_weight.data_ptr(), k_weight.data_ptr(), qk_norm.eps),
-        )
+            raise _refusal(q_weight=(q_weight, ("q",)), k_weight=(k_weight, ("k",)))
+        norm = HeadNorm.of(qk_norm, step.dtype)
+        call(qkv.data_ptr(), kv_layer.data_ptr(), step.address, ctypes.addressof(norm))
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `Operations.silu_mul`. Rounded once, at the end."""
@@ -200,6 +223,23 @@ class RotateShape(ctypes.Structure):
         )
 
 
+class HeadNorm(ctypes.Structure):
+    """`HeadNorm` of `src/rotate_shape.h`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q_weight", "k_weight")),
+        *((name, c_int64) for name in ("is_wide", "is_whole")),
+        ("eps", c_float),
+    )
+
+    @classmethod
+    def of(cls, qk_norm: QkNorm, dtype: torch.dtype) -> HeadNorm:
+        """Of heads of `dtype`. The norm must outlive it."""
+        q_weight, k_weight = qk_norm.q_weight, qk_norm.k_weight
+        is_wide = q_weight.dtype is not dtype
+        return cls(q_weight.data_ptr(), k_weight.data_ptr(), int(is_wide), int(qk_norm.is_whole), qk_norm.eps)
+
+
 class _RotateStep:
     """Checked arguments of one step's `rotate_and_store`, and the struct made of them.
 
@@ -208,7 +248,7 @@ class _RotateStep:
 
     __slots__ = (
         *("_kv_shape", "_kv_strides", "_qkv_shape", "_qkv_strides", "_rotation", "_struct"),
-        *("address", "dtype", "head_dim", "kv_dtype", "num_tokens"),
+        *("address", "dtype", "head_dim", "kv_dtype", "norm_widths", "num_tokens"),
     )
 
     def __init__(self, qkv: torch.Tensor, rotation: Rotation, kv_layer: torch.Tensor) -> None:
@@ -217,6 +257,8 @@ class _RotateStep:
         self._kv_shape, self._kv_strides = kv_layer.shape, kv_layer.stride()
         self.dtype, self.kv_dtype = qkv.dtype, kv_layer.dtype
         self.num_tokens, self.head_dim = qkv.shape[0], qkv.shape[2]
+        num_kv_heads = kv_layer.shape[2]
+        self.norm_widths = (qkv.shape[1] - 2 * num_kv_heads) * self.head_dim, num_kv_heads * self.head_dim
         self._struct = RotateShape.of(self.num_tokens, qkv.shape[1], (qkv.stride(0), qkv.stride(1)), rotation, kv_layer)
         self.address = ctypes.addressof(self._struct)
 
@@ -239,8 +281,9 @@ def _is_rows(x: torch.Tensor, shape: torch.Size) -> bool:
 
 
 def _is_weight(weight: torch.Tensor, width: int, dtype: torch.dtype) -> bool:
-    """Whether it is a vector on the CPU of that width and dtype."""
-    return weight.numel() == width and weight.dtype is dtype and weight.is_contiguous() and weight.is_cpu
+    """Whether it is a vector on the CPU of that width, and of that dtype or float32."""
+    is_known = weight.dtype is dtype or weight.dtype is torch.float32
+    return weight.numel() == width and is_known and weight.is_contiguous() and weight.is_cpu
 
 
 def _refusal(**arguments: tuple[torch.Tensor, tuple[str, ...]]) -> InternalError:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from kernels.cpu.library import Library
 from kernels.cpu.linear import MEMORY, NativeLinear, Product
+from kernels.gates import Gate
 from kernels.quantized import QuantForm, QuantizedWeight
 from kernels.spec import Dims
 from tandem.errors import InternalError
@@ -33,9 +34,13 @@ def can_keep(weight: QuantizedWeight) -> bool:
 
 
 def open_quantized(
-    library: Library, weight: QuantizedWeight, bias: torch.Tensor | None, *, gated: bool
+    library: Library, weight: QuantizedWeight, bias: torch.Tensor | None, gate: Gate | None
 ) -> NativeLinear:
-    """The map of a weight that `can_keep`. Raises InternalError, by name, if `bias` or the rows do not fit."""
+    """The map of a weight that `can_keep`, as `open_gated_linear` if there is a `gate`.
+
+    Raises InternalError, by name, if `bias` or the rows do not fit.
+    """
+    gated = gate is not None
     if bias is not None:
         Dims(out=weight.num_outputs).check("bias", bias, ("out",), weight.dtype, torch.device("cpu"))
     if gated and weight.num_outputs % 2:
@@ -51,7 +56,7 @@ def open_quantized(
         form += _HALF_SCALES
     else:
         scales = weight.scales
-    product = Product(form, weight.num_inputs, weight.num_outputs // (2 if gated else 1), int(gated), weight.group)
+    product = Product.of(form, weight.num_inputs, weight.num_outputs, gate, weight.group)
     packed = _in_memory(_in_units(_words(weight), gated=gated))
     product.packed = packed.data_ptr()
     held = [packed, _in_memory(_in_units(scales, gated=gated))]

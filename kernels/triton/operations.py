@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.operations import ActivatedLinear, LinearMap, PlainLinear, Routing
+from kernels.gate_products import gate_product
+from kernels.gates import Activation, Gate
+from kernels.operations import ActivatedLinear, LinearMap, PlainLinear, QkNorm, Rotation, Routing
 from kernels.quantized import QuantizedWeight, dequantized
 from kernels.triton.activation import silu_mul
 from kernels.triton.blocks import copy_blocks
@@ -33,15 +35,35 @@ class TritonOperations:
             return QuantizedLinear.of(weight, bias)
         return PlainLinear(dequantized(weight), bias)
 
-    def gated_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
+    def gated_linear(
+        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, gate: Gate = Activation.SILU
+    ) -> LinearMap:
         """See `Operations.gated_linear`; two operations, so gate and up are rounded too."""
-        return ActivatedLinear(self.linear(weight, bias), self.silu_mul)
+        return ActivatedLinear(self.linear(weight, bias), gate_product(gate, self.silu_mul))
 
-    def experts(self, router: LinearMap, mlps: Sequence[tuple[LinearMap, LinearMap]], routing: Routing) -> None:
+    def experts(
+        self,
+        router: LinearMap,
+        mlps: Sequence[tuple[LinearMap, LinearMap]],
+        routing: Routing,
+        shared_gate: LinearMap | None = None,
+    ) -> None:
         """See `Operations.experts`: one by one."""
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, kv_layer: torch.Tensor
+    ) -> None:
+        """See `Operations.rotate_and_store`; a norm of all heads as one is an operation of its own, and rounds."""
+        if qk_norm is not None and qk_norm.is_whole:
+            num_rotated = qkv.shape[1] - kv_layer.shape[2]
+            num_heads = num_rotated - kv_layer.shape[2]
+            parts = (qkv[:, :num_heads], qk_norm.q_weight), (qkv[:, num_heads:num_rotated], qk_norm.k_weight)
+            for heads, weight in parts:
+                heads.copy_(rms_norm(heads.flatten(1), weight, qk_norm.eps).view_as(heads))
+            qk_norm = None
+        rotate_and_store(qkv, rotation, qk_norm, kv_layer)
 
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
-    rotate_and_store = staticmethod(rotate_and_store)
     silu_mul = staticmethod(silu_mul)
     copy_blocks = staticmethod(copy_blocks)

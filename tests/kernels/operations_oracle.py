@@ -5,10 +5,12 @@ Each rounds only where it stores: a residual in place, and the result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 
+from kernels.gates import Activation, ClampedSwiglu, Gate
 from kernels.operations import QkNorm
 from kernels.operations import Rotation as SharedRotation
 from tests.kernels.oracle import moved
@@ -16,6 +18,10 @@ from tests.kernels.oracle import moved
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Bound on the error of one output element, absolute and relative, of normal inputs, where an implementation
 rounds once: half a unit in the last place of bfloat16 and float16, a few of float32 for what it sums."""
+
+
+GATES = (*Activation, ClampedSwiglu(1.702, 2.5))
+"""One of each kind."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -32,9 +38,14 @@ def add_rms_norm(
     return total, rms_norm(total, weight, eps)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`gate * sigmoid(gate) * up`, float64."""
+def gate_mul(gate_up: torch.Tensor, kind: Gate = Activation.SILU) -> torch.Tensor:
+    """Activated gates times ups, float64."""
     gate, up = gate_up.double().chunk(2, -1)
+    if isinstance(kind, ClampedSwiglu):
+        gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
+        return gate * (kind.alpha * gate).sigmoid() * (up + 1)
+    if kind is Activation.GELU_TANH:
+        return gate * (1 + torch.tanh((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3))) / 2 * up
     return gate * gate.sigmoid() * up
 
 
@@ -71,8 +82,13 @@ class Rotation:
     slot_mapping: torch.Tensor
 
     @classmethod
-    def make(cls, num_tokens, heads, head_dim, block_size, dtype, *, normed=False, seed=0):
-        """`heads` = (query heads, KV heads). Every fifth token has no slot; all tensors are views into larger ones."""
+    def make(
+        cls, num_tokens, heads, head_dim, block_size, dtype, *, normed=False, is_whole=False, is_wide=False, seed=0
+    ):
+        """`heads` = (query heads, KV heads). Every fifth token has no slot; all tensors are views into larger ones.
+
+        `is_whole`, `is_wide`: of the norm, if there is one; see `QkNorm`.
+        """
         generator = torch.Generator().manual_seed(seed)
         num_heads, num_kv_heads = heads
 
@@ -82,8 +98,9 @@ class Rotation:
         qkv = normal(num_tokens, num_heads + 2 * num_kv_heads + 1, head_dim + 8).to(dtype)[:, 1:, :head_dim]
         angles = normal(num_tokens, head_dim) * 3
         cos, sin = (side.to(torch.float32)[:, : head_dim // 2] for side in (angles.cos(), angles.sin()))
-        weights = [1 + 0.2 * normal(head_dim) for _ in range(2)]
-        qk_norm = QkNorm(*(weight.to(dtype) for weight in weights), eps=1e-6) if normed else None
+        weights = [1 + 0.2 * normal(head_dim * (count if is_whole else 1)) for count in heads]
+        q_weight, k_weight = (weight.to(torch.float32 if is_wide else dtype) for weight in weights)
+        qk_norm = QkNorm(q_weight, k_weight, 1e-6, is_whole) if normed else None
         num_blocks = -(-num_tokens // block_size) + 2
         pool = torch.full((num_blocks, 2, 2, num_kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
         slots = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens]
@@ -104,7 +121,7 @@ class Rotation:
         """The same on another device."""
         norm = self.qk_norm
         if norm is not None:
-            norm = QkNorm(norm.q_weight.to(device), norm.k_weight.to(device), norm.eps)
+            norm = replace(norm, q_weight=norm.q_weight.to(device), k_weight=norm.k_weight.to(device))
         views = (moved(tensor, device) for tensor in (self.qkv, self.cos, self.sin))
         return Rotation(*views, norm, self.pool.to(device), self.slot_mapping.to(device))
 
@@ -114,8 +131,10 @@ class Rotation:
         num_heads = self.qkv.shape[1] - 2 * num_kv_heads
         q, k, v = self.qkv.clone().split((num_heads, num_kv_heads, num_kv_heads), 1)
         if self.qk_norm is not None:
-            q = rms_norm(q, self.qk_norm.q_weight, self.qk_norm.eps)
-            k = rms_norm(k, self.qk_norm.k_weight, self.qk_norm.eps)
+            q, k = (
+                rms_norm(each.flatten(1) if self.qk_norm.is_whole else each, weight, self.qk_norm.eps).view_as(each)
+                for each, weight in ((q, self.qk_norm.q_weight), (k, self.qk_norm.k_weight))
+            )
         expected = torch.cat((rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v.double()), 1)
         pool = self.pool.clone()
 

@@ -9,7 +9,7 @@ from kernels.cpu.library import Library, usable_tiers
 from kernels.cpu.operations import CpuOperations
 from kernels.operations import PlainLinear, Routing
 from kernels.quantized import QuantForm, quantize
-from models.experts import RoutedExperts, Router, SeparateExperts
+from models.experts import RoutedExperts, Router, SeparateExperts, SharedExpert
 from models.layers import GatedMlp
 from tandem.errors import InternalError
 
@@ -18,8 +18,8 @@ NUM_EXPERTS, HIDDEN, INNER = 7, 96, 64
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def both(dtype, tier=None, form=None, routing=Routing(3, adds_to_one=True)):  # noqa: B008 - a frozen value
-    """The experts of one layer, one by one and as one operation."""
+def both(dtype, tier=None, form=None, routing=Routing(3, adds_to_one=True), *, shared=0):  # noqa: B008 - a frozen value
+    """The experts of one layer, one by one and as one operation; `shared`: inner size of one that every token has."""
     torch.manual_seed(0)
     operations = CpuOperations(Library(tier))
 
@@ -36,9 +36,20 @@ def both(dtype, tier=None, form=None, routing=Routing(3, adds_to_one=True)):  # 
         )
         for _ in range(NUM_EXPERTS)
     )
-    maps = operations.experts(router, [(mlp.gate_up, mlp.down) for mlp in mlps], routing)
+    separate = RoutedExperts(Router(router, routing), SeparateExperts(mlps))
+    if not shared:
+        maps = operations.experts(router, [(mlp.gate_up, mlp.down) for mlp in mlps], routing)
+        assert maps is not None
+        return separate, maps
+    into = operations.gated_linear(weight(2 * shared, HIDDEN), None)
+    always = SharedExpert(
+        GatedMlp(into, operations.linear(weight(HIDDEN, shared), None), shared),
+        operations.linear(torch.randn(1, HIDDEN).to(dtype), None),
+    )
+    mlps = (*mlps, always.mlp)
+    maps = operations.experts(router, [(mlp.gate_up, mlp.down) for mlp in mlps], routing, always.gate)
     assert maps is not None
-    return RoutedExperts(Router(router, routing), SeparateExperts(mlps)), maps
+    return lambda x: separate(x) + always(x), maps
 
 
 def tokens(count, dtype):
@@ -52,6 +63,16 @@ def test_one_call_gives_what_separate_maps_do(dtype, tier, num_tokens):
     separate, fused = both(dtype, tier)
     x = tokens(num_tokens, dtype)
     torch.testing.assert_close(fused(x), separate(x), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("tier", usable_tiers())
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shared", [INNER // 2, INNER, 3 * INNER])
+def test_an_expert_that_every_token_has_is_one_more(dtype, tier, shared):
+    separate, fused = both(dtype, tier, shared=shared)
+    for num_tokens in (0, 1, 3, 700):
+        x = tokens(num_tokens, dtype)
+        torch.testing.assert_close(fused(x), separate(x), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("form", QuantForm)
@@ -69,8 +90,9 @@ def test_shares_need_not_add_to_one(num_active):
 
 
 @pytest.mark.parametrize("tier", usable_tiers())
-def test_a_token_gets_the_same_bits_in_any_company(tier):
-    _, fused = both(torch.bfloat16, tier)
+@pytest.mark.parametrize("shared", [0, 3 * INNER])
+def test_a_token_gets_the_same_bits_in_any_company(tier, shared):
+    _, fused = both(torch.bfloat16, tier, shared=shared)
     x = tokens(700, torch.bfloat16)
     together = fused(x)
     for first, last in ((0, 1), (3, 8), (100, 350), (699, 700)):
@@ -99,3 +121,5 @@ def test_sizes_that_do_not_fit_are_refused():
     into = [operations.gated_linear(torch.randn(2 * width, HIDDEN), None) for width in (INNER, 2 * INNER)]
     with pytest.raises(InternalError, match="experts"):
         operations.experts(router, [(each, down) for each in into], Routing(1, adds_to_one=True))
+    with pytest.raises(InternalError, match="experts"):
+        operations.experts(router, [(into[0], down)] * 3, Routing(1, adds_to_one=True), router)

@@ -11,7 +11,7 @@ from kernels.cpu.linear import open_linear
 from kernels.cpu.operations import CpuOperations
 from kernels.cpu.packed_memory import PackedMemory
 from tandem.errors import InternalError
-from tests.kernels.operations_oracle import TOLERANCES, silu_mul
+from tests.kernels.operations_oracle import GATES, TOLERANCES, gate_mul
 
 pytestmark = pytest.mark.native
 
@@ -76,7 +76,28 @@ def test_a_gated_map_is_exact_for_any_number_of_tokens(library, shape, has_bias,
         out = linear(x)
         assert out.dtype == dtype
         bound = 4 * TOLERANCES[dtype]  # gate and up may be rounded too
-        torch.testing.assert_close(out.double(), silu_mul(gate_up), atol=bound, rtol=bound)
+        torch.testing.assert_close(out.double(), gate_mul(gate_up), atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gate", GATES, ids=str)
+def test_each_gate_is_exact(library, gate, dtype):
+    weight = _normal(80, 96, dtype=dtype) / 4
+    bias = _normal(1, 80, dtype=dtype)[0]
+    linear = CpuOperations(library).gated_linear(weight, bias, gate)
+    for tokens in (1, 33, 300):
+        x = _normal(tokens, 96, dtype=dtype, seed=1)
+        expected = gate_mul(x.double() @ weight.double().T + bias.double(), gate)
+        torch.testing.assert_close(linear(x).double(), expected, atol=4 * TOLERANCES[dtype], rtol=4 * TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("gate", GATES, ids=str)
+def test_far_gates_are_zero_or_themselves(library, gate):
+    far = torch.tensor([-3e38, -200.0, 0.0, 2.0, 200.0, 3e38])
+    linear = CpuOperations(library).gated_linear(torch.cat((far, torch.ones(6)))[:, None], None, gate)
+    found = linear(torch.ones(1, 1))[0]
+    expected = gate_mul(torch.cat((far, torch.ones(6)))[None], gate)[0].float()
+    torch.testing.assert_close(found, expected, atol=1e-30, rtol=1e-6)
 
 
 def test_a_gated_map_refuses_by_name(library):

@@ -53,11 +53,20 @@ def test_norms_are_exact_and_the_residual_is_the_rounded_sum(ops, width, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_weight_of_a_norm_may_be_float32(ops, dtype):
+    x, residual, weight = (_rows(17, 1000, each, seed) for seed, each in enumerate((dtype, dtype, torch.float32)))
+    _close(ops.rms_norm(x, weight[0], EPS), oracle.rms_norm(x, weight[0], EPS), dtype)
+    total, expected = oracle.add_rms_norm(x, residual, weight[0], EPS)
+    _close(ops.add_rms_norm(x, residual, weight[0], EPS), expected, dtype)
+    assert torch.equal(residual, total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_gated_activation_is_exact(ops, dtype):
     for tokens in TOKENS:
         for width in (1, 8, 40, 1000, 1536):
             gate_up = 4 * _rows(tokens, 2 * width, dtype)
-            _close(ops.silu_mul(gate_up), oracle.silu_mul(gate_up), dtype)
+            _close(ops.silu_mul(gate_up), oracle.gate_mul(gate_up), dtype)
 
 
 def test_the_gated_activation_holds_at_the_ends(ops):
@@ -80,6 +89,15 @@ def test_each_head_dim_is_rotated_and_stored(ops, head_dim, dtype, normed):
 def test_each_grouping_and_block_size_is_rotated_and_stored(ops, heads, dtype):
     for block_size in (1, 3, 16, 256):
         oracle.Rotation.make(35, heads, 64, block_size, dtype, normed=True).check(ops, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_each_norm_of_heads_is_exact(ops, heads, dtype, is_whole, is_wide):
+    case = oracle.Rotation.make(9, heads, 20, 16, dtype, normed=True, is_whole=is_whole, is_wide=is_wide)
+    case.check(ops, TOLERANCES[dtype])
 
 
 def test_a_large_batch_is_shared_by_threads(ops):
@@ -157,6 +175,13 @@ def test_norm_weights_of_another_width_are_refused_by_name(ops):
     case = oracle.Rotation.make(5, (4, 2), 8, 4, torch.float32, normed=True)
     norm = oracle.QkNorm(torch.ones(8), torch.ones(9), EPS)
     with pytest.raises(InternalError, match="k_weight: D is 9, elsewhere 8"):
+        ops.rotate_and_store(case.qkv, case.rotation, norm, case.kv_layer)
+
+
+def test_norm_weights_of_other_heads_are_refused_by_name(ops):
+    case = oracle.Rotation.make(5, (4, 2), 8, 4, torch.float32, normed=True)
+    norm = oracle.QkNorm(torch.ones(16), torch.ones(32), EPS, is_whole=True)
+    with pytest.raises(InternalError, match="q_weight: 16 elements for 8 heads of 8"):
         ops.rotate_and_store(case.qkv, case.rotation, norm, case.kv_layer)
 
 

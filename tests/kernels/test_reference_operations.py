@@ -38,13 +38,33 @@ def test_norms_are_exact(width, dtype):
 
 def test_the_gated_activation_is_exact(dtype):
     gate_up = torch.randn(17, 80).to(dtype)
-    _close(OPS.silu_mul(gate_up), oracle.silu_mul(gate_up), dtype)
+    _close(OPS.silu_mul(gate_up), oracle.gate_mul(gate_up), dtype)
 
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_rotation_turns_in_place_and_stores_by_slot(block_size, normed, dtype):
     oracle.Rotation.make(17, (4, 2), 20, block_size, dtype, normed=normed).check(OPS, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_heads_may_be_normed_as_one_row(is_wide, dtype):
+    case = oracle.Rotation.make(9, (4, 2), 20, 16, dtype, normed=True, is_whole=True, is_wide=is_wide)
+    case.check(OPS, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("gate", oracle.GATES, ids=str)
+def test_each_gate_is_exact(gate, dtype):
+    weight, x = torch.randn(80, 24).to(dtype) / 4, torch.randn(17, 24).to(dtype)
+    expected = oracle.gate_mul(OPS.linear(weight, None)(x), gate)
+    _close(OPS.gated_linear(weight, None, gate)(x), expected, dtype)
+
+
+def test_a_wide_weight_is_multiplied_before_the_norm_is_rounded():
+    x, weight = torch.randn(17, 576).bfloat16(), torch.randn(576)
+    expected = oracle.rms_norm(x, weight, 1e-5).float().bfloat16()
+    assert (OPS.rms_norm(x, weight, 1e-5) != expected).float().mean() < 0.01
+    assert (OPS.rms_norm(x, weight.bfloat16(), 1e-5) != expected).float().mean() > 0.2
 
 
 def test_blocks_are_copied_whole_and_others_stay():

@@ -94,7 +94,7 @@ def test_silu_mul_rounds_once(tokens, width, dtype, device):
     _, gate_up = rows_of(normal(tokens, 2 * width, dtype=dtype, device=device) * 8)
     got = OPERATIONS.silu_mul(gate_up)
     assert got.is_contiguous()
-    assert_rounded(got, oracle.silu_mul(gate_up))
+    assert_rounded(got, oracle.gate_mul(gate_up))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter
@@ -126,6 +126,26 @@ ROTATIONS = [  # tokens, (H, Hkv), D, S
 @pytest.mark.parametrize("shape", ROTATIONS, ids=str)
 def test_rotation_rounds_once_and_stores_what_it_wrote_and_nothing_else(shape, normed, dtype, device):
     check_rotation(oracle.Rotation.make(*shape, dtype, normed=normed).to(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_a_norm_of_heads_may_have_wide_weights(is_wide, device):
+    case = oracle.Rotation.make(5, (4, 2), 64, 16, torch.bfloat16, normed=True, is_wide=is_wide)
+    check_rotation(case.to(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_heads_may_be_normed_as_one_row(is_wide, device):
+    case = oracle.Rotation.make(5, (4, 2), 64, 16, torch.float32, normed=True, is_whole=True, is_wide=is_wide)
+    check_rotation(case.to(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_weight_of_a_norm_may_be_float32(device):
+    x, weight = normal(17, 576, dtype=torch.bfloat16, device=device), normal(576, seed=1, device=device)
+    assert_rounded(OPERATIONS.rms_norm(x, weight, EPS), oracle.rms_norm(x, weight, EPS))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -199,7 +199,7 @@ void attend(const AttendArgs& a) {
 // `tandem_attend_check`.
 // attend_plan: a plan for all calls with this shape, valid until the calling thread makes another one in the same
 // `slot` of kPlans.
-// attend_phase: `attend` without sinks as a phase of a team's job, with a plan for the shape; there must be tokens.
+// attend_phase: `attend` as a phase of a team's job, with a plan for the shape; there must be tokens.
 #define TANDEM_ATTENTION(suffix, ...)                                                                           \
   TANDEM_EXPORT(void, tandem_attend_##suffix)                                                                   \
   (const void* q, const void* kv, void* out, const AttendShape* shape, const float* sinks) {                    \
@@ -210,9 +210,9 @@ void attend(const AttendArgs& a) {
     return make_plan<__VA_ARGS__>(args, tandem_threads(), step_arenas[slot]);                                   \
   }                                                                                                             \
   TANDEM_EXPORT(void, tandem_attend_phase_##suffix)                                                             \
-  (const void* q, const void* kv, void* out, const AttendShape* shape, const void* plan, TandemTeam* team,      \
-   uint64_t phase) {                                                                                            \
-    const AttendArgs args{*shape, q, kv, out, nullptr};                                                         \
+  (const void* q, const void* kv, void* out, const AttendShape* shape, const float* sinks, const void* plan,    \
+   TandemTeam* team, uint64_t phase) {                                                                          \
+    const AttendArgs args{*shape, q, kv, out, sinks};                                                           \
     attend_phase<__VA_ARGS__>(args, *static_cast<const Plan*>(plan), Phases(team, phase));                      \
   }
 

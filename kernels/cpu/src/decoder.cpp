@@ -26,28 +26,33 @@ struct Calls {
                    float eps);
   void (*add_rms_norm)(const void* x, int64_t x_stride, void* residual, int64_t residual_stride, const void* weight,
                        void* out, int64_t tokens, int64_t width, float eps);
+  void (*scale)(void* x, int64_t count, float factor);
+  void (*add)(const void* x, void* residual, int64_t count);
   void (*multiply_units)(const Product* product, const void* x, int64_t x_stride, int64_t tokens, void* out,
                          int64_t out_stride, int64_t first, int64_t last, int64_t same_x);
-  void (*rotate_and_store)(void* qkv, void* kv, const RotateShape* shape, const void* q_weight, const void* k_weight,
-                           float eps);
+  void (*rotate_and_store)(void* qkv, void* kv, const RotateShape* shape, const HeadNorm* norm);
   const void* (*attend_plan)(const AttendShape* shape, int64_t slot);
-  void (*attend_phase)(const void* q, const void* kv, void* out, const AttendShape* shape, const void* plan,
-                       TandemTeam* team, uint64_t phase);
+  void (*attend_phase)(const void* q, const void* kv, void* out, const AttendShape* shape, const float* sinks,
+                       const void* plan, TandemTeam* team, uint64_t phase);
   int64_t (*experts_bytes)(const Experts* experts, int64_t tokens);
   void (*experts_phases)(const Experts* experts, const void* x, int64_t tokens, void* out, char* memory,
                          TandemTeam* team, uint64_t phase);
   void (*product_units)(const Product* product, int64_t* units, int64_t* tokens);
 };
 
+// Norms are null where there is none.
 struct Layer {
-  const void* attention_norm;
+  const void* attention_norm;  // of what attention takes
   const Product* qkv;
-  const void *q_norm, *k_norm;  // null if heads are not normed
+  const HeadNorm* head_norm;
+  const float* sinks;          // [H] or null
   const Product* output;
+  const void* attention_post_norm;  // of what attention gives, before it is added
   const void* mlp_norm;
   const Product *gate_up, *down;  // null if the layer has experts
   const Experts* experts;         // or null
-  int64_t attend_slot;  // which of the step's attention shapes is this layer's
+  const void* mlp_post_norm;
+  int64_t attend_slot, rotate_slot;  // which of the step's shapes are this layer's
 };
 
 struct Decoder {
@@ -58,18 +63,18 @@ struct Decoder {
   const Product* lm_head;
   int64_t num_layers, vocab, hidden, qkv, attended, intermediate;  // widths
   int64_t element_bytes;
-  float eps, qk_eps;
+  float eps, embedding_scale, residual_scale;  // residual_scale: of what attention and MLP give, before it is added
 };
 
 struct Step {
   const int64_t* token_ids;                  // [T]
   const int64_t* rows;                       // [R], ascending
-  const AttendShape* const* attend_shapes;   // [kPlans at most]
-  const RotateShape* rotate_shape;
+  const AttendShape* const* attend_shapes;   // [kShapes at most]
+  const RotateShape* const* rotate_shapes;
   char* kv;                                  // layer 0 of the pool
   void* hidden;                              // [R, E] out: last hidden states; null if logits are wanted
   void* logits;                              // [R, V] out, or null
-  int64_t num_tokens, num_rows, num_slots, num_attend_shapes;
+  int64_t num_tokens, num_rows, num_slots, num_attend_shapes, num_rotate_shapes;
   int64_t layer_bytes;                       // from one layer of the pool to the next
   int64_t* spent_ns;                         // null, or [kPhaseKinds][2]: what the calling thread takes is added
 };
@@ -163,29 +168,32 @@ class Work {
     for (int64_t i = 0; i < decoder_.num_layers; ++i) {
       if (phases_.is_recalled()) return;
       const Layer& layer = decoder_.layers[i];
-      if (i > 0) add_norm(layer.attention_norm, at_.normed);
-      multiply(kQkv, layer.qkv, at_.normed, decoder_.hidden, at_.qkv, decoder_.qkv);
+      if (i > 0) add_norm(decoder_.layers[i - 1].mlp_post_norm, layer.attention_norm, at_.normed);
+      multiply(kQkv, layer.qkv, input_of(layer.attention_norm), decoder_.hidden, at_.qkv, decoder_.qkv);
       rotate(layer, kv_of(i));
       const bool is_last = i + 1 == decoder_.num_layers;
       if (is_last && step_.num_rows == 0) return;
       attend(layer, kv_of(i));
       if (is_last && step_.num_rows < tokens_) keep_rows();
       multiply(kOutput, layer.output, at_.attended, decoder_.attended, at_.delta, decoder_.hidden);
-      add_norm(layer.mlp_norm, at_.normed);
+      add_norm(layer.attention_post_norm, layer.mlp_norm, at_.normed);
+      const char* x = input_of(layer.mlp_norm);
       if (layer.experts) {
-        mix(layer.experts);
+        mix(layer.experts, x);
         continue;
       }
-      multiply(kGateUp, layer.gate_up, at_.normed, decoder_.hidden, at_.activated, decoder_.intermediate);
+      multiply(kGateUp, layer.gate_up, x, decoder_.hidden, at_.activated, decoder_.intermediate);
       multiply(kDown, layer.down, at_.activated, decoder_.intermediate, at_.delta, decoder_.hidden);
     }
     char* hidden = step_.hidden ? static_cast<char*>(step_.hidden) : at_.normed;
-    add_norm(decoder_.norm, hidden);
+    add_norm(decoder_.layers[decoder_.num_layers - 1].mlp_post_norm, decoder_.norm, hidden);
     if (step_.logits) multiply(kHead, decoder_.lm_head, hidden, decoder_.hidden, step_.logits, decoder_.vocab);
   }
 
  private:
   char* kv_of(int64_t layer) const { return step_.kv + layer * step_.layer_bytes; }
+  // Of a part whose norm before is `norm`; what stands in the residual stream if there is none.
+  const char* input_of(const void* norm) const { return norm ? at_.normed : at_.residual; }
   int64_t hidden_bytes() const { return decoder_.hidden * decoder_.element_bytes; }
 
   // A phase: body(first, last) for runs of its units.
@@ -202,17 +210,31 @@ class Work {
       for (int64_t t = first; t < last; ++t)
         memcpy(at_.residual + t * bytes, static_cast<const char*>(decoder_.embedding) + step_.token_ids[t] * bytes,
                size_t(bytes));
-      calls_.rms_norm(at_.residual + first * bytes, decoder_.hidden, decoder_.layers[0].attention_norm,
-                      at_.normed + first * bytes, last - first, decoder_.hidden, decoder_.eps);
+      char* rows = at_.residual + first * bytes;
+      if (decoder_.embedding_scale != 1.0f)
+        calls_.scale(rows, (last - first) * decoder_.hidden, decoder_.embedding_scale);
+      norm(rows, decoder_.layers[0].attention_norm, at_.normed + first * bytes, last - first);
     });
   }
 
-  // Adds what the part before computed to the residual stream; out is the sum's norm.
-  void add_norm(const void* weight, char* out) {
-    const int64_t bytes = hidden_bytes();
+  // In place if out is x.
+  void norm(const char* x, const void* weight, char* out, int64_t tokens) const {
+    if (weight) calls_.rms_norm(x, decoder_.hidden, weight, out, tokens, decoder_.hidden, decoder_.eps);
+  }
+
+  // Adds what the part before computed, normed by `post_weight` and scaled, to the residual stream; out is the sum's
+  // norm, if there is one.
+  void add_norm(const void* post_weight, const void* weight, char* out) {
+    const int64_t bytes = hidden_bytes(), width = decoder_.hidden;
     over(kNorm, tokens_, kFewTokens, [&](int64_t first, int64_t last) {
-      calls_.add_rms_norm(at_.delta + first * bytes, decoder_.hidden, at_.residual + first * bytes, decoder_.hidden,
-                          weight, out + first * bytes, last - first, decoder_.hidden, decoder_.eps);
+      char *delta = at_.delta + first * bytes, *residual = at_.residual + first * bytes;
+      const int64_t tokens = last - first;
+      norm(delta, post_weight, delta, tokens);
+      if (decoder_.residual_scale != 1.0f) calls_.scale(delta, tokens * width, decoder_.residual_scale);
+      if (weight)
+        calls_.add_rms_norm(delta, width, residual, width, weight, out + first * bytes, tokens, width, decoder_.eps);
+      else
+        calls_.add(delta, residual, tokens * width);
     });
   }
 
@@ -238,25 +260,25 @@ class Work {
   void rotate(const Layer& layer, char* kv) {
     const int64_t bytes = decoder_.qkv * decoder_.element_bytes;
     over(kRotate, tokens_, kFewTokens, [&](int64_t first, int64_t last) {
-      RotateShape shape = *step_.rotate_shape;
+      RotateShape shape = *step_.rotate_shapes[layer.rotate_slot];
       shape.tokens = last - first;
       shape.cos += first * shape.cos_token, shape.sin += first * shape.sin_token, shape.slots += first;
-      calls_.rotate_and_store(at_.qkv + first * bytes, kv, &shape, layer.q_norm, layer.k_norm, decoder_.qk_eps);
+      calls_.rotate_and_store(at_.qkv + first * bytes, kv, &shape, layer.head_norm);
     });
   }
 
   void attend(const Layer& layer, const char* kv) {
     const int64_t slot = layer.attend_slot;
     clock_.begin(kAttend, &phases_);
-    calls_.attend_phase(at_.qkv, kv, at_.attended, step_.attend_shapes[slot], plans_[slot], phases_.team(),
-                        phases_.phase());
+    calls_.attend_phase(at_.qkv, kv, at_.attended, step_.attend_shapes[slot], layer.sinks, plans_[slot],
+                        phases_.team(), phases_.phase());
     phases_.end();
     clock_.end();
   }
 
-  void mix(const Experts* experts) {
+  void mix(const Experts* experts, const char* x) {
     clock_.begin(kExperts, &phases_);
-    calls_.experts_phases(experts, at_.normed, tokens_, at_.delta, at_.experts, phases_.team(), phases_.phase());
+    calls_.experts_phases(experts, x, tokens_, at_.delta, at_.experts, phases_.team(), phases_.phase());
     for (int i = 0; i < kExpertPhases; ++i) phases_.end();
     clock_.end();
   }
@@ -316,7 +338,8 @@ EXPORT void tandem_decoder_step(const Decoder* decoder, const Step* step, int64_
   *fault = 0;
   if (!are_below(step->token_ids, step->num_tokens, 0, decoder->vocab)) *fault = 1;
   else if (!are_below(step->rows, step->num_rows, 0, step->num_tokens)) *fault = 2;
-  else if (!are_below(step->rotate_shape->slots, step->num_tokens, INT64_MIN, step->num_slots)) *fault = 3;
+  for (int64_t i = 0; i < step->num_rotate_shapes && !*fault; ++i)
+    if (!are_below(step->rotate_shapes[i]->slots, step->num_tokens, INT64_MIN, step->num_slots)) *fault = 3;
   if (*fault) return;
   struct Job {
     const Decoder& decoder;

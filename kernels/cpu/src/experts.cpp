@@ -3,8 +3,9 @@
 //
 //   scores and choice → rows by expert → gathered → gate and up of all → down of all → each token's sum
 //
-// T tokens, X experts, K of each token, R = T * K rows, E hidden, I intermediate. A token's result is the same to the
-// bit whatever tokens are with it: softmax, choice and sum in one order, in float32.
+// T tokens, X experts, K of each token, R = T * K rows, E hidden, I intermediate, the highest. An expert that every
+// token has is the last of X, and of each token's K. A token's result is the same to the bit whatever tokens are with it:
+// softmax, choice and sum in one order, in float32.
 
 #include "experts.h"
 
@@ -33,7 +34,7 @@ struct Mixture {
 
   const Experts& layer;
   const T* x;  // [T, E], rows x_stride apart
-  int64_t x_stride, tokens, hidden, inner;
+  int64_t x_stride, tokens, shared, experts, active, hidden, inner;  // shared: 1 if there is such an expert
   void* out;  // [T, E] float32, or T
   bool out_is_wide;
   Found* found;
@@ -41,7 +42,7 @@ struct Mixture {
   int64_t *starts, *ids;       // [X + 1], [T, K] ascending
   int64_t *row_of, *token_of;  // [R], [R]
   float* shares;               // [T, K]
-  T* scores;                   // [T, X]
+  T *scores, *shared_scores;   // [T, X], [T]
   T *gathered, *inside, *done; // [R, E], [R, I], [R, E]
 
   Mixture(const Experts& of, const void* from, int64_t stride, int64_t count, void* to, bool is_wide)
@@ -49,24 +50,28 @@ struct Mixture {
         x(static_cast<const T*>(from)),
         x_stride(stride),
         tokens(count),
+        shared(of.shared_gate != nullptr),
+        experts(of.experts + shared),
+        active(of.active + shared),
         hidden(of.down[0]->out),
-        inner(of.down[0]->in),
+        inner(most(of.down[0]->in, of.down[experts - 1]->in)),
         out(to),
         out_is_wide(is_wide) {}
 
-  int64_t rows() const { return tokens * layer.active; }
+  int64_t rows() const { return tokens * active; }
 
   // Where it all lies from `base` on; returns how many bytes that takes.
   int64_t carve(char* base) {
     Carver carver = {base};
     found = carver.take<Found>(1);
-    segment = carver.take<Segment>(layer.experts + rows() / kMostTokens + 1);
-    starts = carver.take<int64_t>(layer.experts + 1);
+    segment = carver.take<Segment>(experts + rows() / kMostTokens + 1);
+    starts = carver.take<int64_t>(experts + 1);
     ids = carver.take<int64_t>(rows());
     row_of = carver.take<int64_t>(rows());
     token_of = carver.take<int64_t>(rows());
     shares = carver.take<float>(rows());
     scores = carver.take<T>(tokens * layer.experts);
+    shared_scores = carver.take<T>(tokens * shared);
     gathered = carver.take<T>(rows() * hidden);
     inside = carver.take<T>(rows() * inner);
     done = carver.take<T>(rows() * hidden);
@@ -76,12 +81,15 @@ struct Mixture {
   void route(int64_t first, int64_t last) const {
     multiply_units(*layer.router, x + first * x_stride, x_stride, last - first, scores + first * layer.experts,
                    layer.experts, 0, product_units(*layer.router), product_arena);
+    if (shared)
+      multiply_units(*layer.shared_gate, x + first * x_stride, x_stride, last - first, shared_scores + first, 1, 0, 1,
+                     product_arena);
     for (int64_t t = first; t < last; ++t) choose(t);
   }
 
   // Softmax over all experts, then the highest K; of equal ones the first.
   void choose(int64_t token) const {
-    const int64_t count = layer.experts, active = layer.active;
+    const int64_t count = layer.experts, chosen = layer.active;
     const T* score = scores + token * count;
     float* share = shares + token * active;
     int64_t* id = ids + token * active;
@@ -89,7 +97,7 @@ struct Mixture {
     for (int64_t i = 0; i < count; ++i) most = max(splat(as_float(score[i])), most);
     float total = 0.0f;
     for (int64_t i = 0; i < count; ++i) total += power(score[i], most);
-    for (int64_t k = 0; k < active; ++k) {
+    for (int64_t k = 0; k < chosen; ++k) {
       int64_t best = -1;
       for (int64_t i = 0; i < count; ++i) {
         bool is_taken = false;
@@ -98,15 +106,18 @@ struct Mixture {
       }
       id[k] = best;
     }
-    for (int64_t k = 1; k < active; ++k)
+    for (int64_t k = 1; k < chosen; ++k)
       for (int64_t j = k; j > 0 && id[j] < id[j - 1]; --j) {
         const int64_t lower = id[j];
         id[j] = id[j - 1], id[j - 1] = lower;
       }
-    float of_active = 0.0f;
-    for (int64_t k = 0; k < active; ++k) of_active += share[k] = power(score[id[k]], most) / total;
+    float of_chosen = 0.0f;
+    for (int64_t k = 0; k < chosen; ++k) of_chosen += share[k] = power(score[id[k]], most) / total;
     if (layer.adds_to_one)
-      for (int64_t k = 0; k < active; ++k) share[k] /= of_active;
+      for (int64_t k = 0; k < chosen; ++k) share[k] /= of_chosen;
+    if (!shared) return;
+    id[chosen] = count;
+    share[chosen] = by_sigmoid<float>(splat(1.0f), splat(as_float(shared_scores[token])))[0];
   }
 
   static TANDEM_INLINE float as_float(T x) { return load_n(&x, 1)[0]; }
@@ -114,10 +125,10 @@ struct Mixture {
 
   // Rows in the order of their experts, those of one in the order of their tokens.
   void sort_rows() const {
-    memset(starts, 0, size_t(layer.experts + 1) * sizeof *starts);
+    memset(starts, 0, size_t(experts + 1) * sizeof *starts);
     for (int64_t i = 0; i < rows(); ++i) ++starts[ids[i] + 1];
     Found all = {0, 0, 0};
-    for (int64_t e = 0; e < layer.experts; ++e) {
+    for (int64_t e = 0; e < experts; ++e) {
       const int64_t count = starts[e + 1];
       for (int64_t from = 0; from < count; from += kMostTokens) {
         segment[all.segments++] = {e, starts[e] + from, least(kMostTokens, count - from), all.gate_up_units,
@@ -129,7 +140,7 @@ struct Mixture {
     segment[all.segments] = {0, 0, 0, all.gate_up_units, all.down_units};
     for (int64_t i = 0; i < rows(); ++i) {
       const int64_t row = starts[ids[i]]++;
-      row_of[i] = row, token_of[row] = i / layer.active;
+      row_of[i] = row, token_of[row] = i / active;
     }
     *found = all;
   }
@@ -163,7 +174,7 @@ struct Mixture {
       for (int64_t i = 0; i < hidden; i += kLanes) {
         const int count = int(least(kLanes, hidden - i));
         F32 total = {};
-        for (int64_t k = t * layer.active; k < (t + 1) * layer.active; ++k)
+        for (int64_t k = t * active; k < (t + 1) * active; ++k)
           total = fma(splat(shares[k]), load_n(done + row_of[k] * hidden + i, count), total);
         store_n(to + t * hidden + i, total, count);
       }

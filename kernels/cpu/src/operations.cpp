@@ -1,12 +1,13 @@
-// Norms, rotation with KV store, gated activation: each one pass over the tokens, in float32 inside.
+// Norms, rotation with KV store, gated activation, sums: each one pass over the tokens, in float32 inside.
 //
 // T tokens, E hidden, I intermediate, H query heads, Hkv KV heads, D head_dim, S block_size. Strides are in
-// elements. Element type: float, bfloat16 or float16, the same for all of a call's tensors except cos and sin.
+// elements. Element type: float, bfloat16 or float16, the same for all of a call's tensors except cos and sin, and norm
+// weights W, which may be float.
 
+#include "gates.h"
 #include "kv_elements.h"
 #include "parallel.h"
 #include "rotate_shape.h"
-#include "silu.h"
 #include "simd.h"
 
 namespace {
@@ -53,8 +54,8 @@ TANDEM_INLINE float add_and_sum_squares(const T* x, T* residual, int64_t n) {
 }
 
 // out[0 … n) = x * scale * weight.
-template <typename T>
-TANDEM_INLINE void scale_by_weight(const T* x, const T* weight, float scale, T* out, int64_t n) {
+template <typename T, typename W>
+TANDEM_INLINE void scale_by_weight(const T* x, const W* weight, float scale, T* out, int64_t n) {
   const F32 factor = splat(scale);
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) store(out + i, load(x + i) * factor * load(weight + i));
@@ -66,8 +67,8 @@ TANDEM_INLINE float inverse_rms(float squares, int64_t n, float eps) {
   return 1.0f / __builtin_sqrtf(squares / float(n) + eps);
 }
 
-template <typename T>
-void rms_norm(const T* x, int64_t x_stride, const T* weight, T* out, int64_t tokens, int64_t width, float eps) {
+template <typename T, typename W>
+void rms_norm(const T* x, int64_t x_stride, const W* weight, T* out, int64_t tokens, int64_t width, float eps) {
   over_tokens(tokens, tokens * width * 2 * int64_t(sizeof(T)), [=](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
       const T* row = x + t * x_stride;
@@ -76,8 +77,8 @@ void rms_norm(const T* x, int64_t x_stride, const T* weight, T* out, int64_t tok
   });
 }
 
-template <typename T>
-void add_rms_norm(const T* x, int64_t x_stride, T* residual, int64_t residual_stride, const T* weight, T* out,
+template <typename T, typename W>
+void add_rms_norm(const T* x, int64_t x_stride, T* residual, int64_t residual_stride, const W* weight, T* out,
                   int64_t tokens, int64_t width, float eps) {
   over_tokens(tokens, tokens * width * 4 * int64_t(sizeof(T)), [=](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
@@ -86,6 +87,23 @@ void add_rms_norm(const T* x, int64_t x_stride, T* residual, int64_t residual_st
       scale_by_weight(sums, weight, inverse_rms(squares, width, eps), out + t * width, width);
     }
   });
+}
+
+// x[0 … n) = x * factor.
+template <typename T>
+void scale(T* x, int64_t n, float factor) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(x + i, load(x + i) * factor);
+  store_n(x + i, load_n(x + i, int(n - i)) * factor, int(n - i));
+}
+
+// residual[0 … n) += x.
+template <typename T>
+void add(const T* x, T* residual, int64_t n) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(residual + i, load(residual + i) + load(x + i));
+  const int left = int(n - i);
+  store_n(residual + i, load_n(residual + i, left) + load_n(x + i, left), left);
 }
 
 template <typename T>
@@ -106,8 +124,8 @@ void silu_mul(const T* gate_up, int64_t stride, T* out, int64_t tokens, int64_t 
 
 // One head, in place: (a, b) -> (a cos - b sin, b cos + a sin), a and b its two halves; `scaled` brings the
 // norm's factor and weight. Rounded once.
-template <typename T, bool Normed>
-TANDEM_INLINE void rotate_head(T* head, const float* cos, const float* sin, const T* weight, float scale,
+template <typename T, typename W, bool Normed>
+TANDEM_INLINE void rotate_head(T* head, const float* cos, const float* sin, const W* weight, float scale,
                                int64_t half) {
   for (int64_t i = 0; i < half; i += kLanes) {
     const int n = half - i < kLanes ? int(half - i) : kLanes;
@@ -119,7 +137,7 @@ TANDEM_INLINE void rotate_head(T* head, const float* cos, const float* sin, cons
     const F32 c = whole ? load(cos + i) : load_n(cos + i, n);
     const F32 s = whole ? load(sin + i) : load_n(sin + i, n);
     if (Normed) {
-      const T* w = weight + i;
+      const W* w = weight + i;
       a = a * scale * (whole ? load(w) : load_n(w, n));
       b = b * scale * (whole ? load(w + half) : load_n(w + half, n));
     }
@@ -135,16 +153,33 @@ TANDEM_INLINE void rotate_head(T* head, const float* cos, const float* sin, cons
   }
 }
 
-template <typename T, bool Normed>
-void rotate_token(T* token, const RotateShape& shape, int64_t t, const T* q_weight, const T* k_weight, float eps) {
+// Heads first … last of a token, normed one by one, or as one row by a weight of as many.
+template <typename T, typename W, bool Normed>
+TANDEM_INLINE void rotate_heads(T* token, const RotateShape& shape, int64_t t, int64_t first, int64_t last,
+                                const W* weight, const HeadNorm& norm) {
   const int64_t dim = shape.head_dim;
   const float* cos = shape.cos + t * shape.cos_token;
   const float* sin = shape.sin + t * shape.sin_token;
-  for (int64_t h = 0; h < shape.heads + shape.kv_heads; ++h) {
-    T* head = token + h * shape.qkv_head;
-    const float scale = Normed ? inverse_rms(sum_of_squares(head, dim), dim, eps) : 1.0f;
-    rotate_head<T, Normed>(head, cos, sin, h < shape.heads ? q_weight : k_weight, scale, dim / 2);
+  float scale = 1.0f;
+  if (Normed && norm.is_whole) {
+    float squares = 0.0f;
+    for (int64_t h = first; h < last; ++h) squares += sum_of_squares(token + h * shape.qkv_head, dim);
+    scale = inverse_rms(squares, (last - first) * dim, norm.eps);
   }
+  for (int64_t h = first; h < last; ++h) {
+    T* head = token + h * shape.qkv_head;
+    if (Normed && !norm.is_whole) scale = inverse_rms(sum_of_squares(head, dim), dim, norm.eps);
+    rotate_head<T, W, Normed>(head, cos, sin, weight, scale, dim / 2);
+    if (Normed && norm.is_whole) weight += dim;
+  }
+}
+
+template <typename T, typename W, bool Normed>
+void rotate_token(T* token, const RotateShape& shape, int64_t t, const HeadNorm& norm) {
+  const int64_t heads = shape.heads;
+  rotate_heads<T, W, Normed>(token, shape, t, 0, heads, static_cast<const W*>(norm.q_weight), norm);
+  rotate_heads<T, W, Normed>(token, shape, t, heads, heads + shape.kv_heads, static_cast<const W*>(norm.k_weight),
+                             norm);
 }
 
 // Stores a row of one KV head as slot `slot` of the block whose elements of this side and head begin at `to`.
@@ -159,16 +194,18 @@ TANDEM_INLINE void store_row(const T* row, K* to, int64_t slot, const RotateShap
 }
 
 template <typename T, typename K>
-void rotate_and_store(T* qkv, K* kv, const RotateShape* shape_at, const T* q_weight, const T* k_weight, float eps) {
+void rotate_and_store(T* qkv, K* kv, const RotateShape* shape_at, const HeadNorm* norm) {
   const RotateShape shape = *shape_at;
   const int64_t row_bytes = (shape.heads + 2 * shape.kv_heads) * shape.head_dim * int64_t(sizeof(T));
   over_tokens(shape.tokens, shape.tokens * row_bytes * 3, [=](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
       T* token = qkv + t * shape.qkv_token;
-      if (q_weight)
-        rotate_token<T, true>(token, shape, t, q_weight, k_weight, eps);
+      if (norm == nullptr)
+        rotate_token<T, T, false>(token, shape, t, HeadNorm{});
+      else if (norm->is_wide)
+        rotate_token<T, float, true>(token, shape, t, *norm);
       else
-        rotate_token<T, false>(token, shape, t, q_weight, k_weight, eps);
+        rotate_token<T, T, true>(token, shape, t, *norm);
       const int64_t slot = shape.slots[t];
       if (slot < 0) continue;
       K* to = kv + slot / shape.block_size * shape.kv_block;
@@ -186,20 +223,25 @@ void rotate_and_store(T* qkv, K* kv, const RotateShape* shape_at, const T* q_wei
 
 #define TANDEM_ROTATE(suffix, T, K)                                                                               \
   TANDEM_EXPORT(void, tandem_rotate_and_store_##suffix)                                                           \
-  (T * qkv, K * kv, const RotateShape* shape, const T* q_weight, const T* k_weight, float eps) {                  \
-    rotate_and_store(qkv, kv, shape, q_weight, k_weight, eps);                                                    \
+  (T * qkv, K * kv, const RotateShape* shape, const HeadNorm* norm) {                                             \
+    rotate_and_store(qkv, kv, shape, norm);                                                                       \
   }
 
-#define TANDEM_OPERATIONS(suffix, T)                                                                              \
+#define TANDEM_NORMS(suffix, T, W)                                                                                \
   TANDEM_EXPORT(void, tandem_rms_norm_##suffix)                                                                   \
-  (const T* x, int64_t x_stride, const T* weight, T* out, int64_t tokens, int64_t width, float eps) {             \
+  (const T* x, int64_t x_stride, const W* weight, T* out, int64_t tokens, int64_t width, float eps) {             \
     rms_norm(x, x_stride, weight, out, tokens, width, eps);                                                       \
   }                                                                                                               \
   TANDEM_EXPORT(void, tandem_add_rms_norm_##suffix)                                                               \
-  (const T* x, int64_t x_stride, T* residual, int64_t residual_stride, const T* weight, T* out, int64_t tokens,   \
+  (const T* x, int64_t x_stride, T* residual, int64_t residual_stride, const W* weight, T* out, int64_t tokens,   \
    int64_t width, float eps) {                                                                                    \
     add_rms_norm(x, x_stride, residual, residual_stride, weight, out, tokens, width, eps);                        \
-  }                                                                                                               \
+  }
+
+#define TANDEM_OPERATIONS(suffix, T)                                                                              \
+  TANDEM_NORMS(suffix, T, T)                                                                                      \
+  TANDEM_EXPORT(void, tandem_scale_##suffix)(T* x, int64_t n, float factor) { scale(x, n, factor); }              \
+  TANDEM_EXPORT(void, tandem_add_##suffix)(const T* x, T* residual, int64_t n) { add(x, residual, n); }           \
   TANDEM_EXPORT(void, tandem_silu_mul_##suffix)                                                                   \
   (const T* gate_up, int64_t stride, T* out, int64_t tokens, int64_t width) {                                     \
     silu_mul(gate_up, stride, out, tokens, width);                                                                \
@@ -211,3 +253,5 @@ void rotate_and_store(T* qkv, K* kv, const RotateShape* shape_at, const T* q_wei
 TANDEM_OPERATIONS(f32, float)
 TANDEM_OPERATIONS(bf16, Bf16)
 TANDEM_OPERATIONS(f16, Half)
+TANDEM_NORMS(bf16_wide, Bf16, float)
+TANDEM_NORMS(f16_wide, Half, float)

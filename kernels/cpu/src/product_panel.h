@@ -6,8 +6,8 @@
 
 #pragma once
 
+#include "gates.h"
 #include "product_weight.h"
-#include "silu.h"
 
 namespace {
 namespace product {
@@ -196,7 +196,7 @@ class TokenPanels {
       const float* from = sums_ + d;
       for (int64_t i = 0; i < tokens_; ++i, from += 2 * kBlock, to += out_stride) {
         F32 sum = load(from) + more;
-        if (p_.gated) sum = silu<T>(sum) * (load(from + kBlock) + up_more);
+        if (p_.gated) sum = gate_mul<T>(p_.gated, p_.alpha, p_.limit, sum, load(from + kBlock) + up_more);
         if (count == kLanes) store(to, sum);
         else store_n(to, sum, count);
       }

@@ -5,8 +5,8 @@
 
 #pragma once
 
+#include "gates.h"
 #include "product_weight.h"
-#include "silu.h"
 #include "tiles.h"
 
 #if defined(__AMX_BF16__)
@@ -93,15 +93,16 @@ TANDEM_INLINE void put_tiles(const float* sums, const Bf16* bias, Bf16* out, int
   }
 }
 
-// sums [2: gate, up][16 tokens][16 outputs] -> silu(gate) * up, the first `width` columns of out [count tokens].
-TANDEM_INLINE void put_gated(const float* sums, const Bf16* gate_bias, const Bf16* up_bias, Bf16* out, int64_t stride,
-                             int count, int width) {
+// sums [2: gate, up][16 tokens][16 outputs] -> the gates' activations times ups, the first `width` columns of out
+// [count tokens].
+TANDEM_INLINE void put_gated(const Product& p, const float* sums, const Bf16* gate_bias, const Bf16* up_bias, Bf16* out,
+                             int64_t stride, int count, int width) {
   const F32 gate_more = gate_bias ? load_n(gate_bias, width) : F32{};
   const F32 up_more = up_bias ? load_n(up_bias, width) : F32{};
   for (int i = 0; i < count; ++i) {
     const F32 gate = load(sums + i * kTile) + gate_more;
     const F32 up = load(sums + kTileWords + i * kTile) + up_more;
-    store_n(out + i * stride, silu<Bf16>(gate) * up, width);
+    store_n(out + i * stride, gate_mul<Bf16>(p.gated, p.alpha, p.limit, gate, up), width);
   }
 }
 

@@ -22,6 +22,7 @@ constexpr int64_t kMaxPairs = 16;        // units of one rectangle
 
 // Weights are `blocks` of 16 outputs. If gated, even blocks are gates and odd ones the ups of the same columns.
 struct Map {
+  const Product& product;
   const Bf16* x;
   const uint32_t* packed;
   const Bf16* bias;  // or null
@@ -53,7 +54,7 @@ TANDEM_INLINE void put_corner(const Map& map, const Corner& at, const float* sum
     const float* from = sums + block * Outputs * kTileWords;
     const int count = block ? at.high : at.low;
     if (Gated)
-      put_gated(from, bias, bias ? bias + map.width : nullptr, out, map.out_stride, count, width);
+      put_gated(map.product, from, bias, bias ? bias + map.width : nullptr, out, map.out_stride, count, width);
     else
       put_tiles<Outputs>(from, bias, out, map.out_stride, count, width);
   }
@@ -139,8 +140,8 @@ inline void multiply_tiles(const Product& p, const Bf16* x, int64_t x_stride, in
     x = padded, x_stride = in;
   }
   const uint32_t* packed = static_cast<const uint32_t*>(p.packed);
-  const Map map = {x, packed, static_cast<const Bf16*>(p.bias), out, x_stride, out_stride, tokens, in, p.out,
-                   num_blocks(p)};
+  const Map map = {p,      x,  packed, static_cast<const Bf16*>(p.bias), out, x_stride, out_stride,
+                   tokens, in, p.out,  num_blocks(p)};
   if (p.gated) multiply_map<true>(map, first, last, soon);
   else multiply_map<false>(map, first, last, soon);
 }

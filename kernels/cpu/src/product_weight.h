@@ -15,12 +15,13 @@
 struct Product {
   int64_t form;          // of product::Form
   int64_t in, out;       // out of the result
-  int64_t gated;         // 1: the weight has 2 * out rows, gates and then ups, and the result is silu(gate) * up
+  int64_t gated;         // kind of Gate; with one the weight has 2 * out rows, gates and then ups: see `gate_mul`
   int64_t group;         // inputs that share a scale, 0 for plain forms
   const void* packed;    // as above
   const float* scales;   // null for plain forms
   const float* offsets;  // or null: w = scale * q + offset
   const void* bias;      // [out, or twice that if gated], of the activations' type; or null
+  float alpha, limit;    // of kClampedSwiglu
 };
 
 namespace {

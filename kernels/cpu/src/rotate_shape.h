@@ -1,5 +1,6 @@
-// Shapes and strides, in elements, of one step's rotate_and_store; the same for every layer, and for any part of the
-// tokens. The same struct stands in kernels/cpu/operations.py.
+// Shapes and strides, in elements, of one step's rotate_and_store; the same for every layer that turns by the same
+// angles, and for any part of the tokens. And a layer's norm of q and k. The same structs stand in
+// kernels/cpu/operations.py.
 
 #pragma once
 
@@ -15,6 +16,12 @@ struct RotateShape {
   const float* cos;
   const float* sin;
   const int64_t* slots;
+};
+
+struct HeadNorm {
+  const void *q_weight, *k_weight;  // [D] of the heads' type; if wide, of float; if whole, [H * D] and [Hkv * D]
+  int64_t is_wide, is_whole;        // 1 if so; whole: all heads of q as one row, and those of k
+  float eps;
 };
 
 }  // namespace

@@ -12,6 +12,7 @@ from bench.tiny_models import TINY_MODELS
 from engine.kv_cache import KvCache
 from kernels import cpu
 from kernels.cpu.library import usable_tiers
+from kernels.quantized import QuantForm
 from models.loading import load_model
 from tandem.errors import InternalError
 from tandem.kv_layout import QuantDType
@@ -21,14 +22,13 @@ pytestmark = pytest.mark.native
 CPU = torch.device("cpu")
 
 
-ONE_BY_ONE = ("gemma2", "gemma3", "glm4", "gpt-oss", "granite", "olmo", "qwen2-moe", "smollm3")
-"""Families whose layers are more than the call computes."""
-PLAIN = [tiny for tiny in TINY_MODELS if not tiny.name.startswith(ONE_BY_ONE)]
-
-
-@pytest.fixture(params=PLAIN, ids=lambda tiny: tiny.name)
+@pytest.fixture(params=TINY_MODELS, ids=lambda tiny: tiny.name)
 def tiny_folder(request, checkpoint):
     return checkpoint(request.param)
+
+
+BESIDE = [tiny for tiny in TINY_MODELS if tiny.name in {"llama", "gemma3", "gpt-oss", "olmo3", "qwen2-moe"}]
+"""Of each kind of layer one."""
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
@@ -43,9 +43,9 @@ def threads_as_before():
     torch.set_num_threads(before)
 
 
-def _load(folder, dtype, tier=None):
+def _load(folder, dtype, tier=None, form=None):
     """The model as one call, and as one operation after the other."""
-    model = load_model(folder, dtype, CPU, cpu.load(tier))
+    model = load_model(folder, dtype, CPU, cpu.load(tier), form)
     assert model.decoder.compiled is not None
     return model, replace(model, decoder=replace(model.decoder, compiled=None))
 
@@ -134,13 +134,20 @@ def test_slots_tables_and_lengths_out_of_range_are_refused_by_name(tools, checkp
             model.decoder.forward(*inputs)
 
 
+@pytest.mark.parametrize("tiny", BESIDE, ids=lambda tiny: tiny.name)
 @pytest.mark.parametrize("kv_dtype", list(QuantDType))
-def test_a_quantised_pool_gives_the_bits_of_the_operations_one_by_one(tools, checkpoint, dtype, kv_dtype):
+def test_a_quantised_pool_gives_the_bits_of_the_operations_one_by_one(tools, checkpoint, tiny, dtype, kv_dtype):
     pools, logits = [], []
-    for model in _load(checkpoint(TINY_MODELS[0]), dtype):
+    for model in _load(checkpoint(tiny), dtype):
         with closing(KvCache.create(model.kv_layout(16, kv_dtype), 41, CPU)) as kv_cache:
             kv_cache.blocks_view.zero_()
             logits.append(list(_steps(tools, model, 16, kv_cache.tensor)))
             pools.append(kv_cache.blocks_view.clone())
     assert all(map(torch.equal, *logits))
     assert torch.equal(*pools)
+
+
+@pytest.mark.parametrize("tiny", BESIDE, ids=lambda tiny: tiny.name)
+def test_quantised_weights_give_the_bits_of_the_operations_one_by_one(tools, checkpoint, tiny, dtype):
+    pair = _load(checkpoint(tiny), dtype, form=QuantForm.INT8)
+    assert all(map(torch.equal, *(_steps(tools, model, 16) for model in pair)))

@@ -9,7 +9,8 @@ import sys
 import pytest
 from transformers import AutoConfig
 
-from models.config import SwigluClamp, load_model_config
+from kernels.gates import ClampedSwiglu
+from models.config import load_model_config
 from models.rope_config import LinearScaling, RopeConfig
 from tandem.errors import CheckpointError
 from tandem.kv_layout import DType
@@ -173,7 +174,7 @@ def test_gpt_oss_is_read_as_it_is_published(write):
     config = load_model_config(write(json.loads(PUBLISHED_GPT_OSS)))
     assert config.experts is not None
     assert (config.experts.num_experts, config.experts.num_active) == (32, 4)
-    assert config.experts.clamp == SwigluClamp(1.702, 7.0)
+    assert config.experts.gate == ClampedSwiglu(1.702, 7.0)
     assert (config.windows, config.qkv_bias, config.output_bias, config.sinks) == ((128, None), True, True, True)
     assert config.context_tokens == 131072
 

@@ -54,6 +54,7 @@ def test_logits_are_those_of_transformers_with_the_weights_that_it_means(tools, 
     quantized, meant = written
     prompt = tools.random_prompt(60)
     model = load_model(quantized, "float32", CPU, select_kernels(kernels, CPU, torch.float32))
+    assert (model.decoder.compiled is not None) == (kernels == "cpu")
     ours = tools.driver(model, 16, 4).step([(tools.seq(prompt), 60)])
     expected = theirs(tools.load_transformers(meant), prompt)
     assert expected.std() > 1
