@@ -104,8 +104,8 @@ def _profile(results: dict[str, Any]) -> list[str]:
     rows += [(name, *(_phase(each["phases"].get(name)) for each in profiles)) for name in names]
     rows += [("rest", *(f"{each['rest_ms']:.2f}" for each in profiles))]
     return [
-        "## Where a step's time goes (`python -m bench.step_profile`)\n",
-        f"The 135M shape, bfloat16, tier {results['tier']}, {results['threads']} threads; milliseconds of each kind of "
+        f"## Where a step's time goes, tier {results['tier']} (`python -m bench.step_profile`)\n",
+        f"The 135M shape, bfloat16, {results['threads']} threads; milliseconds of each kind of "
         "phase over all layers: at work on the thread that calls, + waiting for the others to finish. GB/s are of "
         f"weights and KV; this machine read {results['read_gb_s']:.1f} in the same run. The rest is sampling, batch "
         "building and Python.\n",
@@ -280,7 +280,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "control-loop": control_loop_section,
     "long-prompt": long_prompt_section,
     "growth": _growth,
-    "profile": _profile,
+    "profile-*": _profile,
     "peers-135m-*": peers_section,
     "peers-0.6b-*": peers_section,
     "goodput-*": goodput_section,

@@ -3,7 +3,7 @@
 Takes steps of a peers' shape with random weights and keeps the native step on its clock (`kernels.cpu.decoder`). Of
 each kind of phase: milliseconds at work on the thread that called, and waiting for the others to finish theirs; bytes
 of weights or KV that it must read, and so GB/s, to be held against the machine's own reads. What is in no phase is
-sampling, batch building and Python. Writes `bench/results/profile.json`, unless it is not the 135m shape as it is.
+sampling, batch building and Python. Writes `bench/results/profile-<tier>.json`, if it is the 135m shape as it is.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def main() -> int:
         results = measure(Path(folder), form, arguments.cpu_tier)
     is_plain = arguments.shape == "135m" and form is None and arguments.cpu_tier is None
     if is_plain and not arguments.no_record:
-        write_record("profile", results)
+        write_record(f"profile-{results['tier']}", results)
     return 0
 
 

@@ -25,6 +25,7 @@ from tandem.security.tls import ClientPem
 _HOST = "127.0.0.1"
 _OWN_KEYS = frozenset({"authorization", "user-agent"})
 """Metadata that this process has of its own."""
+_START_TIMEOUT_S = 30.0
 _OLD_CHANNEL_S = 3600.0
 """Given to calls on a channel whose certificates have been replaced."""
 
@@ -92,7 +93,7 @@ class PassThrough(grpc.GenericRpcHandler):
 
 
 def start_pass_through(target: str, services: frozenset[str], outgoing: Outgoing, max_receive_bytes: int) -> str:
-    """Starts one in a thread; returns where it listens."""
+    """Starts one in a thread; returns where it listens. Raises `queue.Empty` if it does not."""
     told: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     async def run() -> None:
@@ -101,4 +102,4 @@ def start_pass_through(target: str, services: frozenset[str], outgoing: Outgoing
         await server.wait_for_termination()
 
     threading.Thread(target=asyncio.run, args=(run(),), name="pass-through", daemon=True).start()
-    return f"{_HOST}:{told.get()}"
+    return f"{_HOST}:{told.get(timeout=_START_TIMEOUT_S)}"
