@@ -13,6 +13,7 @@ a socket on which the child says its process id and hears that it is wanted, and
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -122,9 +123,13 @@ def _serve_forks() -> None:
         importlib.import_module(f"{module}.app")
     gc.collect()
     gc.freeze()  # a collection in a child would copy what it walks
-    orders.send(b"ready")
+    with contextlib.suppress(BrokenPipeError):  # the parent has ended: what is read next is the end
+        orders.send(b"ready")
     while True:
-        words, descriptors, _, _ = socket.recv_fds(orders, _MAX_ORDER_BYTES, 3)
+        try:
+            words, descriptors, _, _ = socket.recv_fds(orders, _MAX_ORDER_BYTES, 3)
+        except ConnectionResetError:  # the parent ended without having read "ready"
+            return
         if not words:
             return
         if (pid := _forked()) == 0:
