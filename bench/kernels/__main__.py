@@ -28,7 +28,7 @@ from bench.kernels.gpu import describe_gpu
 from bench.kernels.launch_gaps import measure_gaps
 from bench.kernels.measurement import HEADER, Measurement
 from bench.kernels.operation_calls import linear_calls, quantized_linear_calls, small_calls
-from bench.kernels.product_peers import MakesLinear, OneDnn, other_tiers
+from bench.kernels.product_peers import MakesLinear, OneDnn, has_one_dnn, other_tiers
 from bench.kernels.shapes import CPU_ATTENTION, CUDA_ATTENTION, SHAPE_8B, SHAPE_135M, AttentionShape
 from bench.record import write_record
 from bench.timing import captured_s, time_s
@@ -152,7 +152,7 @@ class Run:
 
     def _measure_product_peers(self, tokens: int, ceilings: Ceilings) -> None:
         """The same linear maps by oneDNN, and by our other tiers if none is forced."""
-        peers: list[MakesLinear] = [OneDnn()]
+        peers: list[MakesLinear] = [OneDnn()] if has_one_dnn() else []
         if "cpu" in self.sets and self.cpu_tier is None and tokens <= _OTHER_TIERS_TOKENS:
             peers += other_tiers(self.sets["cpu"].operations.name)
         for peer in peers:

@@ -32,7 +32,7 @@ class OneDnn:
     name = "onednn"
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearMap:
-        """Raises RuntimeError or AttributeError where this processor or build of torch has no such layout."""
+        """Raises RuntimeError where this processor or build of torch has no such layout."""
         return _OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_TOKENS), bias)
 
 
@@ -44,6 +44,11 @@ class _OneDnnLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
         return out
+
+
+def has_one_dnn() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this processor: not on one with AVX2 alone."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def other_tiers(chosen: str) -> list[MakesLinear]:
