@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from http.client import HTTPConnection, HTTPException
 from types import TracebackType
 
@@ -71,5 +72,7 @@ class HttpHealth:
             return await asyncio.to_thread(self._caller.answer, "/liveness", timeout_s) is not None
         except TimeoutError:
             raise DeadlineExceeded(f"{self._address} gives no answer") from None
+        except ssl.SSLError as error:  # it answers, by a certificate that does not fit what the files hold by now
+            raise Unavailable(str(error), Reason.TLS_FAILED) from error
         except OSError as error:
             raise Unavailable(str(error), Reason.PEER_LOST) from error

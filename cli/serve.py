@@ -165,6 +165,8 @@ class _Server:
         return AsyncClient(local_address(address), security=client_side(self._config.router.security))
 
     def _start_child(self, spec: ChildSpec) -> Child:
+        if self._ledger and spec.module in FORKED:
+            self._ledger.occupy(spec.cores)  # while it loads
         command = launch_command(spec.module, spec.arguments, spec.cores, spec.nice, spec.gpus)
         process = self._fork_server.fork(command) if spec.module in FORKED else None
         prefix = "" if self._config.router.log_format == "json" else f"{spec.name:<9} | "

@@ -166,7 +166,7 @@ class Kernels:
     take_thread: Callable[[CoreLoan | None], None] | None = None
     """Makes the calling thread the one that steps: torch computes alone on it, and its other threads rest.
 
-    With cores that its kernels may borrow, if any. Raises ConfigError if these cannot be had."""
+    With cores that its kernels may borrow, if any."""
     compile_step: Callable[[DecoderParts], CompiledStep | None] | None = None
     """Makes one call of a decoder's step; None, or what returns None, leaves it to the operations one by one."""
 

@@ -222,7 +222,9 @@ class ServeConfig:
         none_word="none",
     )
     lend_cores: bool = option(
-        "lend-cores", True, "workers on a CPU use the cores of those that compute nothing, without --threads"
+        "lend-cores",
+        True,
+        "workers on a CPU lend each other the cores on which they compute nothing; not with --threads",
     )
     router_processes: int = option("router-processes", 1, _PROCESSES, integer(1, MAX_ROUTER_PROCESSES))
     max_restart_delay_s: float = option(

@@ -1,13 +1,14 @@
 """Cores that workers of one machine lend each other while they compute nothing.
 
 In a memory file, the ledger, each core has an entry in which its owner says when it computes
-(`kernels/cpu/src/team.h`). `tandem serve` makes the ledger and tells each worker what it may borrow. A worker that is
-killed leaves its entry as it was, and its successor clears it.
+(`kernels/cpu/src/team.h`): within each job of its native kernels. `tandem serve` makes the ledger and tells each worker
+what it may borrow. A worker's cores are occupied from its start until it can compute, whatever the one before left.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,11 @@ class CoreLedger:
     def path(self) -> str:
         """At which processes of the same user open it."""
         return f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+
+    def occupy(self, cores: Sequence[int]) -> None:
+        """Nobody borrows `cores` from now on, until their owner clears their entries."""
+        for core in cores:
+            os.pwrite(self._file.fileno(), (1).to_bytes(4, sys.byteorder), core * ENTRY_BYTES)
 
     def close(self) -> None:
         """Idempotent."""

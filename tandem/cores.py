@@ -3,8 +3,8 @@
 Measured on two cores, decoding beside an endless prefill (inter-token p99): one core each,
 pinned, 17 ms; both with two threads 952 ms, since OpenMP threads spin at barriers for peers that
 the other process keeps off the core; the same with prefill at nice 5, 29 ms; at nice 19 prefill
-starves. Hence: never more threads than cores of one's own, and a mild nice only where cores must be
-shared. What others leave idle is borrowed while it lasts (`tandem/core_loans.py`).
+starves. Hence: no more threads than cores of one's own, but guests on cores that others leave idle
+(`tandem/core_loans.py`), and a mild nice only where cores must be shared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CoreShare:
     """Threads of its engine."""
     nice: int = 0
     others: tuple[int, ...] = ()
-    """Cores of other workers, which it may borrow while these compute nothing."""
+    """Cores of another worker, which it may borrow while that computes nothing: each core has one borrower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ def plan_cores(cores: Sequence[int], num_prefill: int, num_decode: int, threads:
 
     Enough cores: disjoint shares, prefill workers get the remainder since computing prompts
     scales with cores where decoding waits for memory; without `threads`, each may borrow what the
-    others leave idle. Too few: one thread each, cores dealt round (decode workers first), or no
-    pinning at all if `threads` asks for more than fits.
+    one before it leaves idle, the first what the last does. Too few: one thread each, cores dealt
+    round (decode workers first), or no pinning at all if `threads` asks for more than fits.
     """
     num_workers = num_prefill + num_decode
     if threads is not None and num_workers > 1 and threads * num_workers > len(cores):
@@ -71,11 +71,13 @@ def share_all_cores(cores: Sequence[int], num_prefill: int, num_decode: int, thr
 def _disjoint(cores: Sequence[int], num_prefill: int, num_decode: int, threads: int | None) -> CorePlan:
     share, remainder = divmod(len(cores), num_prefill + num_decode)
     left = iter(cores)
-    plan: list[CoreShare] = []
-    for worker in range(num_prefill + num_decode):
-        own = tuple(islice(left, share + (1 if worker < remainder else 0)))
-        others = () if threads else tuple(core for core in cores if core not in own)
-        plan.append(CoreShare(own, threads or len(own), others=others))
+    num_workers = num_prefill + num_decode
+    own = [tuple(islice(left, share + (1 if worker < remainder else 0))) for worker in range(num_workers)]
+    lends = threads is None and num_workers > 1
+    plan = [
+        CoreShare(cores, threads or len(cores), others=before if lends else ())
+        for before, cores in zip([own[-1], *own[:-1]], own, strict=True)
+    ]
     return CorePlan(tuple(plan[:num_prefill]), tuple(plan[num_prefill:]))
 
 

@@ -19,7 +19,10 @@ import torch  # maps its OpenMP runtime
 
 from kernels.cpu import build
 from tandem.core_loans import ENTRY_BYTES, CoreLoan
-from tandem.errors import ConfigError, InternalError
+from tandem.errors import InternalError
+from tandem.telemetry.logging import get_logger
+
+_log = get_logger(__name__)
 
 _OPENMP = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 _REBUILD = "python -m kernels.cpu.build"
@@ -93,7 +96,7 @@ def usable_tiers() -> tuple[str, ...]:
 
 
 def max_threads() -> int:
-    """Threads that a kernel called from this thread would use: what torch set for it."""
+    """Threads that a kernel called from this thread would use at most: what torch set for it, and guests."""
     return int(_open()[0].tandem_max_threads())
 
 
@@ -101,8 +104,8 @@ def take_threads(loan: CoreLoan | None) -> None:
     """Kernels called from this thread use the threads that torch has now, and torch on this thread only this one.
 
     Torch's own threads spin when they have nothing to do, on cores that the kernels need. With a `loan`, kernels also
-    use the cores of others while these compute nothing, and say when they compute. Idempotent but for the loan, which
-    is taken once. Raises ConfigError if its ledger cannot be used.
+    use the cores of others while these compute nothing, and say when they compute; where its ledger cannot be used, a
+    warning says so. Idempotent but for the loan, which is taken once.
     """
     torch.get_num_threads()  # it sets its threads at the first call on a thread, and must not later
     _open()[0].tandem_take_threads()
@@ -113,7 +116,7 @@ def take_threads(loan: CoreLoan | None) -> None:
         try:
             _share_cores(loan)
         except OSError as error:
-            raise ConfigError("--core-loan", f"{loan.ledger} cannot be used: {error}") from error
+            _log.warning("cores are not shared with other workers", ledger=loan.ledger, reason=str(error))
 
 
 def _share_cores(loan: CoreLoan) -> None:

@@ -8,7 +8,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.cpu.library import Library, take_threads
+from kernels.cpu.library import Library, max_threads, take_threads
 from kernels.cpu.row_max import RowMax
 from tandem.core_loans import ENTRY_BYTES, CoreLedger, CoreLoan
-from tandem.errors import ConfigError
 
 CORES = sorted(os.sched_getaffinity(0))
 pytestmark = [pytest.mark.native, pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")]
@@ -161,22 +160,16 @@ def test_guests_that_come_and_go_change_no_result(ledger, entries):
         assert _guest_ran_ns() > 0
 
 
-def test_a_ledger_that_is_not_there_is_refused_by_name():
-    def refused() -> None:
-        with pytest.raises(ConfigError, match="--core-loan"):
-            take_threads(CoreLoan("/nowhere", (CORES[1],)))
+@pytest.mark.parametrize("cores", [(CORES[1],), (10_000,)])
+def test_where_a_ledger_cannot_be_used_the_own_cores_compute_alone(ledger, cores):
+    """It is not there, or has no entries of the cores."""
+    path = ledger.path if cores == (10_000,) else "/nowhere"
 
-    _on_a_thread(refused)
+    def work_alone() -> None:
+        torch.set_num_threads(1)
+        take_threads(CoreLoan(path, cores))
+        assert max_threads() == 1
+        _work()
 
-
-def test_a_ledger_without_entries_of_the_cores_is_refused(ledger):
-    def refused() -> None:
-        with pytest.raises(ConfigError, match="entries of cores below"):
-            take_threads(CoreLoan(ledger.path, (10_000,)))
-
-    _on_a_thread(refused)
-
-
-def _on_a_thread(body: Callable[[], None]) -> None:
     with ThreadPoolExecutor(1) as executor:
-        executor.submit(body).result()
+        executor.submit(work_alone).result()

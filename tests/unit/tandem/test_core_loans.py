@@ -23,6 +23,8 @@ def test_other_texts_are_refused(text: str) -> None:
 def test_a_ledger_has_an_empty_entry_for_each_core_and_ends_with_its_owner() -> None:
     ledger = CoreLedger((2, 5))
     assert Path(ledger.path).read_bytes() == bytes(6 * ENTRY_BYTES)
+    ledger.occupy((5,))
+    assert Path(ledger.path).read_bytes()[5 * ENTRY_BYTES :] == (1).to_bytes(4, sys.byteorder) + bytes(ENTRY_BYTES - 4)
     path = ledger.path
     ledger.close()
     assert not Path(path).exists()
