@@ -217,7 +217,7 @@ class ServeConfig:
         "http",
         None,
         "address at which the gateway smg serves OpenAI's and Anthropic's APIs over HTTP; with --tls-cert by TLS, with "
-        "--token-file for those who bring its first token as their key",
+        "--token-file callers bring its first token as their key",
         host_port(port_zero=True),
         none_word="none",
     )
