@@ -147,6 +147,8 @@ class _Server:
             await self._http.stop()
         await asyncio.gather(*(router.stop() for router in self._routers))
         await asyncio.gather(*(worker.stop() for worker in self._workers))
+        if self._ledger is not None:
+            self._ledger.close()
 
     def kill(self) -> None:
         """Ends every child at once."""
