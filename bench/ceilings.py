@@ -34,8 +34,13 @@ class Ceilings:
     f32_tflop_s: float
 
     def tflop_s(self, dtype: torch.dtype) -> float:
-        """The matrix product's ceiling in `dtype`: float16 counts as bfloat16, anything else as float32."""
-        return self.bf16_tflop_s if dtype in {torch.bfloat16, torch.float16} else self.f32_tflop_s
+        """The matrix product's ceiling in `dtype`: float16 counts as bfloat16, anything else as float32.
+
+        Both may be computed in float32, which some processors do faster: a processor without instructions for them.
+        """
+        if dtype in {torch.bfloat16, torch.float16}:
+            return max(self.bf16_tflop_s, self.f32_tflop_s)
+        return self.f32_tflop_s
 
 
 def measure_ceilings(device: torch.device, threads: int | None = None, budget_s: float = _BUDGET_S) -> Ceilings:

@@ -193,7 +193,8 @@ def interference_section(results: Document) -> list[str]:
 def _ceilings(ceilings: Document) -> str:
     return (
         f"Measured in this run: {ceilings['read_gb_s']:.1f} GB/s read, "
-        f"{ceilings['bf16_tflop_s']:.2f} TFLOP/s bfloat16. Bytes are weights and KV, each once.\n"
+        f"{max(ceilings['bf16_tflop_s'], ceilings['f32_tflop_s']):.2f} TFLOP/s in products of bfloat16 or float32, "
+        "whichever are faster. Bytes are weights and KV, each once.\n"
     )
 
 

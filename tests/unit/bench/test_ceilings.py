@@ -34,3 +34,8 @@ def test_timed_calls_take_turns_and_the_mean_of_a_round_counts():
 def test_half_precision_shares_one_ceiling():
     found = ceilings.Ceilings("cpu", 1, 1.0, 1.0, bf16_tflop_s=3.0, f32_tflop_s=2.0)
     assert [found.tflop_s(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)] == [3.0, 3.0, 2.0]
+
+
+def test_where_float32_is_faster_narrow_products_are_held_against_that():
+    found = ceilings.Ceilings("cpu", 1, 1.0, 1.0, bf16_tflop_s=0.001, f32_tflop_s=2.0)
+    assert found.tflop_s(torch.bfloat16) == 2.0
