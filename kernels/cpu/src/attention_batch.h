@@ -69,10 +69,7 @@ inline void row_scales(const AttendArgs& a, int64_t seq, int64_t first, int64_t 
   for (int64_t i = 0; i < count; ++block, slot = 0) {
     const int64_t slots = least(count - i, a.block_size - slot);
     const float* from = reinterpret_cast<const float*>(scales + table[block] * a.block_stride) + slot;
-    for (int64_t j = 0; j < slots; j += kLanes) {
-      const int n = int(least(kLanes, slots - j));
-      store_n(to + i + j, load_n(from + j, n), n);
-    }
+    memcpy(to + i, from, size_t(slots) * sizeof(float));
     i += slots;
   }
 }

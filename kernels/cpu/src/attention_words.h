@@ -37,6 +37,12 @@ TANDEM_INLINE I16 load_words(const Int8* from) {
 #endif
 }
 
+TANDEM_INLINE I16 load_words(const int16_t* from) {
+  I16 x;
+  memcpy(&x, from, sizeof x);
+  return x;
+}
+
 TANDEM_INLINE I16 load_words_n(const Int8* from, int64_t n) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   return bit_cast<I16>(_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(__mmask32((uint64_t{1} << n) - 1), from)));
@@ -151,7 +157,7 @@ class Words {
       for (int64_t d = 0; d < dims; d += kRowWords) {
         const bool whole = d + kRowWords <= dims;
         I16 query[kHeads];
-        for (int g = 0; g < kHeads; ++g) memcpy(query + g, queries_ + (head + g) * width + d, sizeof(I16));
+        for (int g = 0; g < kHeads; ++g) query[g] = load_words(queries_ + (head + g) * width + d);
 #pragma GCC unroll 16
         for (int i = 0; i < kAtOnce; ++i) {
           const I16 key = whole ? load_words(keys[i] + d) : load_words_n(keys[i] + d, dims - d);
