@@ -76,7 +76,7 @@ def _words(weight: QuantizedWeight) -> torch.Tensor:
     if weight.form is QuantForm.INT4:
         even, odd = values & 0x0F, values >> 4
         halves = torch.cat((even, odd), dim=2)  # [out, words, 8]: the inputs 0, 2, 4, 6, 1, 3, 5, 7
-        values = (halves[..., 0::2] | halves[..., 1::2] << 4) ^ 0x88  # [out, words, 4], in two's complement
+        values = halves[..., 0::2] | halves[..., 1::2] << 4  # [out, words, 4]
     return values.contiguous().view(torch.int32).view(rows, -1)
 
 

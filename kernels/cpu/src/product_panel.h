@@ -73,26 +73,40 @@ void add_panel(const char* weights, int64_t step, int64_t tiles, const char* end
                float* sums, int64_t row) {
   using D = Dot<T>;
   F32 sum[Tokens][Blocks][kVectors] = {};
-  // Lines in the order of their addresses: else the processor does not fetch ahead, and memory is half as fast.
-  for (int64_t t = 0; t < tiles; ++t, weights += step, x += kTileRows * D::kParts * Tokens)
+  const auto fetch = [end](const char* at) { __builtin_prefetch(at + kAhead < end ? at + kAhead : at, 0, 2); };
+  const auto add_row = [&](int b, int k) {
 #pragma GCC unroll 2
-    for (int b = 0; b < Blocks; ++b)
+    for (int part = 0; part < D::kParts; ++part) {
+      F32 weight[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v)
+        weight[v] = D::weight(weights + b * kPackedTileBytes + k * kRowBytes, part, v);
+      const auto* values = x + (k * D::kParts + part) * Tokens;
+#pragma GCC unroll 12
+      for (int i = 0; i < Tokens; ++i)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) sum[i][b][v] = D::add(weight[v], values[i], sum[i][b][v]);
+    }
+  };
+  // Lines are fetched in the order of their addresses: else the processor does not fetch ahead, and memory is half as
+  // fast. With few sums, each of which waits for the one before, both blocks' rows go in turns.
+  constexpr bool kInTurns = Blocks == 2 && D::kParts > 1;
+  for (int64_t t = 0; t < tiles; ++t, weights += step, x += kTileRows * D::kParts * Tokens)
+    if constexpr (kInTurns) {
 #pragma GCC unroll 1
       for (int k = 0; k < kTileRows; ++k) {
-        const char* at = weights + b * kPackedTileBytes + k * kRowBytes;
-        __builtin_prefetch(at + kAhead < end ? at + kAhead : at, 0, 2);
-#pragma GCC unroll 2
-        for (int part = 0; part < D::kParts; ++part) {
-          F32 weight[kVectors];
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) weight[v] = D::weight(at, part, v);
-          const auto* values = x + (k * D::kParts + part) * Tokens;
-#pragma GCC unroll 12
-          for (int i = 0; i < Tokens; ++i)
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) sum[i][b][v] = D::add(weight[v], values[i], sum[i][b][v]);
-        }
+        fetch(weights + 2 * k * kRowBytes), fetch(weights + (2 * k + 1) * kRowBytes);
+        add_row(0, k), add_row(1, k);
       }
+    } else {
+#pragma GCC unroll 2
+      for (int b = 0; b < Blocks; ++b)
+#pragma GCC unroll 1
+        for (int k = 0; k < kTileRows; ++k) {
+          fetch(weights + b * kPackedTileBytes + k * kRowBytes);
+          add_row(b, k);
+        }
+    }
 #pragma GCC unroll 12
   for (int i = 0; i < Tokens; ++i)
 #pragma GCC unroll 2

@@ -3,7 +3,7 @@
 // A row is 64 bytes: a word of 32 bits for each of 16 outputs, with 4 inputs of 8 bits or 8 of 4 bits. Two such rows, of
 // both blocks of a unit (product_weight.h), follow one another, then the rows of the next inputs.
 // INT8: input i of a word is byte i. INT4: input i is nibble i / 2 of the lower half if i is even, else of the upper
-// half, in two's complement. FP8 (e4m3): bytes are inputs 0, 2, 1, 3.
+// half, plus 8. FP8 (e4m3): bytes are inputs 0, 2, 1, 3.
 
 #pragma once
 
@@ -19,6 +19,7 @@ TANDEM_INLINE bool is_quantized(const Product& p) { return p.form >= kInt8; }
 
 // Each form has: the inputs of a row; `value`, one input of each word as float32; and `pair`, two of them as words of
 // bfloat16, the first in the lower half (HasTables: registers are left for them). Both are to be multiplied by kUnit.
+// A form with kIsShifted has `shifted` too, one instruction less: kZero more than the value, times 1 / `factor(input)`.
 // Values of these forms have at most eight bits of mantissa: the lower halves of float32 are zero.
 template <typename Form>
 TANDEM_INLINE F32 pair_of_values(I32 words, int pair) {
@@ -28,6 +29,7 @@ TANDEM_INLINE F32 pair_of_values(I32 words, int pair) {
 
 struct Int8 {
   static constexpr int kRowInputs = 4;
+  static constexpr bool kIsShifted = false;
   static constexpr float kUnit = 0x1p-24f;  // a value stands in the upper byte of what is converted
 
   static TANDEM_INLINE F32 value(I32 words, int input) {
@@ -56,24 +58,28 @@ struct Int8 {
 
 struct Int4 {
   static constexpr int kRowInputs = 8;
-  static constexpr float kUnit = 1.0f;
+  static constexpr float kUnit = 1.0f, kZero = 8.0f;
+  static constexpr bool kIsShifted = true;
+
+  static constexpr int shift(int input) { return input / 2 * 4 + input % 2 * 16; }
 
   static TANDEM_INLINE F32 value(I32 words, int input) {
-    const int shift = input / 2 * 4 + input % 2 * 16;
-#if defined(__AVX512F__)
-    const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
-    return bit_cast<F32>(_mm512_permutexvar_ps(bit_cast<__m512i>(words >> shift), table));
-#else
-    return __builtin_convertvector((words << (28 - shift)) >> 28, F32);
-#endif
+    const I32 signed_words = words ^ int32_t(0x88888888);
+    return __builtin_convertvector((signed_words << (28 - shift(input))) >> 28, F32);
   }
+  // Where it stands; the highest one would be a sign there.
+  static TANDEM_INLINE F32 shifted(I32 words, int input) {
+    const I32 alone = shift(input) == 28 ? bit_cast<I32>(bit_cast<U32>(words) >> 28) : words & (15 << shift(input));
+    return __builtin_convertvector(alone, F32);
+  }
+  static constexpr float factor(int input) { return shift(input) == 28 ? 1.0f : 1.0f / float(1 << shift(input)); }
   template <bool>
   static TANDEM_INLINE F32 pair(I32 words, int pair) {
 #if defined(__AVX512BF16__)
-    // 0 … 7, -8 … -1, twice: the instruction looks at five bits.
+    // -8 … 7, twice: the instruction looks at five bits.
     const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
-        0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, int16_t(0xc100), int16_t(0xc0e0), int16_t(0xc0c0),
-        int16_t(0xc0a0), int16_t(0xc080), int16_t(0xc040), int16_t(0xc000), int16_t(0xbf80)));
+        int16_t(0xc100), int16_t(0xc0e0), int16_t(0xc0c0), int16_t(0xc0a0), int16_t(0xc080), int16_t(0xc040),
+        int16_t(0xc000), int16_t(0xbf80), 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0));
     const __m512i index = _mm512_srli_epi16(bit_cast<__m512i>(words), unsigned(4 * pair));
     return bit_cast<F32>(_mm512_permutexvar_epi16(index, table));
 #else
@@ -84,6 +90,7 @@ struct Int4 {
 
 struct Fp8 {
   static constexpr int kRowInputs = 4;
+  static constexpr bool kIsShifted = false;
   static constexpr float kUnit = 1.0f;
 
   static TANDEM_INLINE F32 value(I32 words, int input) {
