@@ -40,8 +40,8 @@ class LayerParts:
 class DecoderParts:
     """All weights of a decoder and its shape."""
 
-    embedding: torch.Tensor
-    """`[V, E]`."""
+    embedding: torch.Tensor | None
+    """`[V, E]`; None: the rows of `lm_head`."""
     layers: tuple[LayerParts, ...]
     norm: torch.Tensor
     """`[E]`: the last one."""

@@ -60,6 +60,24 @@ class PlainLinear:
         return F.linear(x, self.weight, self.bias)
 
 
+class Embedding(Protocol):
+    """Rows of a table."""
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Ids `[T]` int64 → rows `[T, E]`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainEmbedding:
+    """A table of its own."""
+
+    table: torch.Tensor  # [V, E]
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Ids `[T]` int64 → rows `[T, E]`."""
+        return F.embedding(token_ids, self.table)
+
+
 @dataclass(frozen=True, slots=True)
 class ActivatedLinear:
     """A linear map and, as an operation of its own, the activation of what comes out."""
@@ -108,6 +126,9 @@ class Operations(Protocol):
 
     def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> LinearMap:
         """Packs `weight` `[out, in]` once, for `x @ weight.T + bias`; `bias` `[out]`."""
+
+    def tied_embedding(self, linear: LinearMap) -> Embedding | None:
+        """The rows of the plain weight that `linear` packed; None where that is held as it came."""
 
     def gated_linear(
         self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, gate: Gate = Activation.SILU

@@ -32,6 +32,9 @@ class ReferenceOperations:
         """See `Operations.linear`; keeps a plain weight as it is."""
         return PlainLinear(dequantized(weight), bias)
 
+    def tied_embedding(self, linear: LinearMap) -> None:
+        """See `Operations.tied_embedding`: a plain weight is held as it came."""
+
     def gated_linear(
         self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, gate: Gate = Activation.SILU
     ) -> LinearMap:

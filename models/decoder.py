@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.compiled_step import CompiledStep, DecoderParts, LayerParts
-from kernels.operations import Kernels, LinearMap, QkNorm, Rotation
+from kernels.operations import Embedding, Kernels, LinearMap, PlainEmbedding, QkNorm, Rotation
 from models.experts import MixtureOfExperts
 from models.layers import GatedMlp, NoNorm, RmsNorm
 from models.rope import RotaryEmbedding
@@ -112,7 +111,7 @@ class Scales:
 class Decoder:
     """A loaded model; built by `models.loading`. Holds weights, no state: KV is the caller's."""
 
-    embedding: torch.Tensor  # [V, E]
+    embedding: Embedding  # [V, E]
     layers: tuple[DecoderLayer, ...]
     norm: RmsNorm
     lm_head: LinearMap  # [V, E]
@@ -131,7 +130,7 @@ class Decoder:
         heads = self.layers[0].attention.heads
         widths = (layer.mlp.intermediate_size for layer in self.layers if isinstance(layer.mlp, GatedMlp))
         return DecoderParts(
-            embedding=self.embedding,
+            embedding=self.embedding.table if isinstance(self.embedding, PlainEmbedding) else None,
             layers=tuple(layer.parts() for layer in self.layers),
             norm=self.norm.weight,
             lm_head=self.lm_head,
@@ -199,7 +198,7 @@ class Decoder:
         sample_rows: torch.Tensor,
     ) -> torch.Tensor:
         """One operation after the other."""
-        hidden = F.embedding(token_ids, self.embedding)  # [T, E]
+        hidden = self.embedding(token_ids)  # [T, E]
         if self.scales.embedding != 1.0:
             hidden = hidden * self.scales.embedding
         delta: torch.Tensor | None = None  # what the previous layer has yet to add

@@ -14,7 +14,7 @@ import torch
 from kernels.attention import AttentionParams
 from kernels.gate_products import gate_product
 from kernels.gates import Gate
-from kernels.operations import Kernels, LinearMap, QkNorm, Routing
+from kernels.operations import Embedding, Kernels, LinearMap, PlainEmbedding, QkNorm, Routing
 from kernels.quantized import QuantForm, QuantizedWeight, dequantized, quantize, stack
 from models.config import CONFIG_FILE, ExpertConfig, ModelConfig, ModelShape, load_model_config, read_config, read_dtype
 from models.config_json import ConfigJson
@@ -192,13 +192,14 @@ class _DecoderBuilder:
     def build(self) -> Decoder:
         """Reads everything."""
         config = self._config
-        embedding = self._read(EMBEDDING)
+        layers = tuple(self._layer(index) for index in track(range(config.num_layers), "loading weights"))
+        embedding, head = self._ends()
         embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self._dtype))
         decoder = Decoder(
             embedding=embedding,
-            layers=tuple(self._layer(index) for index in track(range(config.num_layers), "loading weights")),
+            layers=layers,
             norm=self._norm(FINAL_NORM),
-            lm_head=self._operations.linear(self._head(embedding), None),
+            lm_head=head,
             ropes=self._ropes(),
             # The embedding's is rounded to the dtype first, as Gemma's own code has it.
             scales=Scales(embedding_scale, config.residual_scale, config.logit_divisor, config.logit_cap),
@@ -215,6 +216,14 @@ class _DecoderBuilder:
         elif not all(config.rotated):
             ropes.append(NoRotation(config.rope, config.head_dim, device))
         return tuple(ropes)
+
+    def _ends(self) -> tuple[Embedding, LinearMap]:
+        """Embedding and output projection; where they are tied and neither is rounded, they share what is packed."""
+        embedding = self._read(EMBEDDING)
+        weight = self._head(embedding)
+        head = self._operations.linear(weight, None)
+        tied = self._operations.tied_embedding(head) if weight is embedding else None
+        return tied or PlainEmbedding(embedding), head
 
     def _head(self, embedding: torch.Tensor) -> torch.Tensor | QuantizedWeight:
         """The output projection; that of a tied model is the embedding as it is stored."""

@@ -17,6 +17,7 @@ from kernels.compiled_step import DecoderParts, LayerParts
 from kernels.cpu.attention import AttendShape, check_lengths
 from kernels.cpu.experts import NativeExperts
 from kernels.cpu.library import Library
+from kernels.cpu.linear import NativeLinear
 from kernels.cpu.operations import DTYPES, NAMES, NORM_NAMES, HeadNorm, RotateShape
 from kernels.operations import LinearMap, Rotation
 from kernels.spec import Dims
@@ -25,7 +26,7 @@ from tandem.errors import InternalError
 _MOST_SHAPES = 2
 """Kinds of attention among the layers: with and without a window."""
 _NORM_CALLS = ("rms_norm", "add_rms_norm")
-_CALLS = ("scale", "add", "multiply_units")
+_CALLS = ("scale", "add", "multiply_units", "unpack_rows")
 _EXPERT_CALLS = ("experts_bytes", "experts_phases")
 _KV_CALLS = ("rotate_and_store", "attend_plan", "attend_phase")
 """Kernels that a step calls by their addresses: of the model's dtype, and of that and the norms' or the pool's."""
@@ -40,13 +41,14 @@ _FAULTS = {1: "token_ids", 2: "rows", 3: "slot_mapping"}
 def compile_step(library: Library, parts: DecoderParts) -> NativeStep | None:
     """None if a weight is not packed for native products, or the layers attend in ways that are not planned for."""
     kinds = {layer.params for layer in parts.layers}
-    if parts.embedding.dtype not in DTYPES or len(kinds) > _MOST_SHAPES:
+    if len(kinds) > _MOST_SHAPES:
         return None
     maps = [parts.lm_head, *(each for layer in parts.layers for each in _maps(layer).values())]
     experts = [layer.mlp for layer in parts.layers if not isinstance(layer.mlp, tuple)]
     if any(_address(each) is None for each in maps) or not all(isinstance(each, NativeExperts) for each in experts):
         return None
-    return NativeStep(library, parts)
+    assert isinstance(parts.lm_head, NativeLinear)
+    return NativeStep(library, parts, parts.lm_head)
 
 
 class PhaseClock:
@@ -74,13 +76,16 @@ class NativeStep:
     threads. To be called from one thread at a time; activations belong to it and grow to what was needed.
     """
 
-    __slots__ = ("_call", "_check", "_dtype", "_head_norms", "_kinds", "_layers", "_parts", "_plans", "clock")
+    __slots__ = (
+        *("_call", "_check", "_dtype", "_head", "_head_norms", "_kinds", "_layers", "_parts", "_plans"),
+        "clock",
+    )
 
-    def __init__(self, library: Library, parts: DecoderParts) -> None:
+    def __init__(self, library: Library, parts: DecoderParts, head: NativeLinear) -> None:
         self.clock: PhaseClock | None = None
         """Set to have every step on it."""
-        self._parts = parts
-        self._dtype = parts.embedding.dtype
+        self._parts, self._head = parts, head
+        self._dtype = head.dtype
         self._kinds = tuple(dict.fromkeys(layer.params for layer in parts.layers))
         self._call = library.bind_common("decoder_step", c_void_p, c_void_p, c_void_p)
         self._check = library.bind("attend_check", c_void_p, c_void_p, c_void_p)
@@ -93,9 +98,8 @@ class NativeStep:
 
     def _plan(self, library: Library, kv_dtype: torch.dtype) -> _Decoder:
         """For pools of that dtype. Points into the weights and `_layers`."""
-        parts, name, kv_name = self._parts, DTYPES[self._dtype], NAMES[self._dtype, kv_dtype]
+        parts, head, name, kv_name = self._parts, self._head, DTYPES[self._dtype], NAMES[self._dtype, kv_dtype]
         norm_name = NORM_NAMES[self._dtype, parts.norm.dtype]
-        vocab_size, hidden_size = parts.embedding.shape
         attended = parts.num_heads * parts.head_dim
         return _Decoder(
             *(library.address(f"{call}_{norm_name}") for call in _NORM_CALLS),
@@ -103,10 +107,10 @@ class NativeStep:
             *(library.address(f"{call}_{kv_name}") for call in _KV_CALLS),
             *(library.address(f"{call}_{name}") for call in _EXPERT_CALLS),
             library.address("product_units"),
-            *(ctypes.addressof(self._layers), parts.embedding.data_ptr(), parts.norm.data_ptr()),
-            *(_address(parts.lm_head), len(parts.layers), vocab_size, hidden_size),
+            *(ctypes.addressof(self._layers), _data(parts.embedding), parts.norm.data_ptr()),
+            *(head.product_address, len(parts.layers), head.num_outputs, head.num_inputs),
             *(attended + 2 * parts.num_kv_heads * parts.head_dim, attended),
-            *(parts.intermediate_size, parts.embedding.element_size()),
+            *(parts.intermediate_size, self._dtype.itemsize),
             *(parts.eps, parts.embedding_scale, parts.residual_scale),
         )
 
@@ -133,7 +137,7 @@ class NativeStep:
         rows: torch.Tensor,
     ) -> torch.Tensor:
         """See `CompiledStep.logits`; in the model's dtype."""
-        logits = torch.empty(len(rows), len(self._parts.embedding), dtype=self._dtype)
+        logits = torch.empty(len(rows), self._head.num_outputs, dtype=self._dtype)
         self._run(token_ids, rotations, kv_cache, metadata, rows, logits=logits.data_ptr())
         return logits
 
@@ -146,7 +150,7 @@ class NativeStep:
         rows: torch.Tensor,
     ) -> torch.Tensor:
         """See `CompiledStep.hidden`."""
-        hidden = torch.empty(len(rows), self._parts.embedding.shape[1], dtype=self._dtype)
+        hidden = torch.empty(len(rows), self._head.num_inputs, dtype=self._dtype)
         self._run(token_ids, rotations, kv_cache, metadata, rows, hidden=hidden.data_ptr())
         return hidden
 

@@ -69,6 +69,11 @@ def open_gated_linear(
     return _open(library, weight, bias, gate) if weight.dtype in FORMS else None
 
 
+def open_embedding(library: Library, linear: LinearMap) -> PackedEmbedding | None:
+    """The rows of the weight of `linear`; None if it is not a packed plain one."""
+    return PackedEmbedding(library, linear) if isinstance(linear, NativeLinear) and linear.is_plain else None
+
+
 def _check(weight: torch.Tensor, bias: torch.Tensor | None) -> Dims:
     dims = Dims()
     dims.check("weight", weight, ("out", "in"), weight.dtype, weight.device)
@@ -130,6 +135,11 @@ class NativeLinear:
         return self._num_outputs
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the weight is neither quantised nor of gates and ups."""
+        return not (self._product.group or self._product.gated)
+
+    @property
     def num_bytes(self) -> int:
         """Of the packed weight, with its scales and offsets."""
         return sum(each.nbytes for each in self._packed)
@@ -151,3 +161,24 @@ class NativeLinear:
         call = self._short if tokens <= self._short_tokens else self._long
         call(self.product_address, x.data_ptr(), x.stride()[0], tokens, out.data_ptr())
         return out
+
+
+class PackedEmbedding:
+    """Implements `kernels.operations.Embedding`: the rows of a packed plain weight, so that none is held twice."""
+
+    __slots__ = ("_linear", "_unpack")
+
+    def __init__(self, library: Library, linear: NativeLinear) -> None:
+        self._linear = linear
+        name = f"unpack_rows_{FORMS[linear.dtype][1]}"
+        self._unpack = library.bind(name, c_void_p, c_void_p, c_int64, c_void_p)
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Ids `[T]` int64, contiguous → rows `[T, E]`. Raises InternalError by name."""
+        linear = self._linear
+        Dims().check("token_ids", token_ids, ("T",), torch.int64, torch.device("cpu"))
+        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < linear.num_outputs:
+            raise InternalError(f"token_ids: out of range of {linear.num_outputs} rows")
+        rows = torch.empty(len(token_ids), linear.num_inputs, dtype=linear.dtype)
+        self._unpack(linear.product_address, token_ids.data_ptr(), len(token_ids), rows.data_ptr())
+        return rows

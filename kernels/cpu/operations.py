@@ -15,11 +15,11 @@ import torch
 
 from kernels.cpu.experts import open_experts
 from kernels.cpu.library import Library
-from kernels.cpu.linear import open_gated_linear, open_linear
+from kernels.cpu.linear import open_embedding, open_gated_linear, open_linear
 from kernels.cpu.quantized import can_keep, open_quantized
 from kernels.gate_products import gate_product
 from kernels.gates import Activation, Gate
-from kernels.operations import ActivatedLinear, ExpertMaps, LinearMap, QkNorm, Rotation, Routing
+from kernels.operations import ActivatedLinear, Embedding, ExpertMaps, LinearMap, QkNorm, Rotation, Routing
 from kernels.quantized import QuantizedWeight, dequantized
 from kernels.spec import Dims, check_block_pairs, check_rotate_and_store
 from tandem.errors import InternalError
@@ -99,6 +99,10 @@ class CpuOperations:
         if isinstance(weight, QuantizedWeight) and can_keep(weight):
             return open_quantized(self._library, weight, bias, None)
         return open_linear(self._library, dequantized(weight), bias)
+
+    def tied_embedding(self, linear: LinearMap) -> Embedding | None:
+        """See `Operations.tied_embedding`."""
+        return open_embedding(self._library, linear)
 
     def gated_linear(
         self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, gate: Gate = Activation.SILU

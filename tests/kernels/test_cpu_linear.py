@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from kernels.cpu.library import Library, usable_tiers
-from kernels.cpu.linear import open_linear
+from kernels.cpu.linear import open_embedding, open_linear
 from kernels.cpu.operations import CpuOperations
 from kernels.cpu.packed_memory import PackedMemory
 from tandem.errors import InternalError
@@ -49,6 +49,22 @@ def test_each_shape_is_exact_for_any_number_of_tokens(library, shape, has_bias, 
     linear = open_linear(library, weight, bias)
     for tokens in (0, 1, 2, 15, 16, 17, 32, 33, 70):
         _check(linear, weight, bias, _normal(tokens, shape[1], dtype=dtype, seed=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(8, 8), (1, 32), (16, 7), (48, 64), (50, 40), (97, 576)], ids=str)
+def test_rows_of_a_packed_weight_are_those_that_were_packed(library, shape, dtype):
+    weight = _normal(*shape, dtype=dtype)
+    embedding = open_embedding(library, open_linear(library, weight, None))
+    for ids in (torch.arange(len(weight)), torch.tensor([0, len(weight) - 1, 0]), torch.tensor([], dtype=torch.int64)):
+        assert torch.equal(embedding(ids), weight[ids])
+
+
+@pytest.mark.parametrize("ids", [[-1], [0, 8]], ids=str)
+def test_an_id_that_is_no_row_is_refused(library, ids):
+    embedding = open_embedding(library, open_linear(library, _normal(8, 8, dtype=torch.float32), None))
+    with pytest.raises(InternalError, match="token_ids"):
+        embedding(torch.tensor(ids))
 
 
 def test_many_tokens_and_threads_are_cut_into_rectangles(library):

@@ -30,6 +30,7 @@ struct Calls {
   void (*add)(const void* x, void* residual, int64_t count);
   void (*multiply_units)(const Product* product, const void* x, int64_t x_stride, int64_t tokens, void* out,
                          int64_t out_stride, int64_t first, int64_t last, int64_t same_x);
+  void (*unpack_rows)(const Product* product, const int64_t* ids, int64_t count, void* out);
   void (*rotate_and_store)(void* qkv, void* kv, const RotateShape* shape, const HeadNorm* norm);
   const void* (*attend_plan)(const AttendShape* shape, int64_t slot);
   void (*attend_phase)(const void* q, const void* kv, void* out, const AttendShape* shape, const float* sinks,
@@ -58,7 +59,7 @@ struct Layer {
 struct Decoder {
   Calls calls;
   const Layer* layers;
-  const void* embedding;  // [V, E]
+  const void* embedding;  // [V, E]; null: the rows of lm_head
   const void* norm;
   const Product* lm_head;
   int64_t num_layers, vocab, hidden, qkv, attended, intermediate;  // widths
@@ -207,10 +208,12 @@ class Work {
   void embed() {
     const int64_t bytes = hidden_bytes();
     over(kEmbed, tokens_, kFewTokens, [&](int64_t first, int64_t last) {
-      for (int64_t t = first; t < last; ++t)
+      char* rows = at_.residual + first * bytes;
+      if (decoder_.embedding == nullptr)
+        calls_.unpack_rows(decoder_.lm_head, step_.token_ids + first, last - first, rows);
+      for (int64_t t = first; t < last && decoder_.embedding; ++t)
         memcpy(at_.residual + t * bytes, static_cast<const char*>(decoder_.embedding) + step_.token_ids[t] * bytes,
                size_t(bytes));
-      char* rows = at_.residual + first * bytes;
       if (decoder_.embedding_scale != 1.0f)
         calls_.scale(rows, (last - first) * decoder_.hidden, decoder_.embedding_scale);
       norm(rows, decoder_.layers[0].attention_norm, at_.normed + first * bytes, last - first);

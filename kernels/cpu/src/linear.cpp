@@ -71,6 +71,7 @@ TANDEM_EXPORT(void, tandem_product_units)(const Product* p, int64_t* units, int6
 // tandem_pack_<type>: weight [out, or twice that if gated, in], rows `stride` apart -> packed.
 // tandem_linear_<type>: x [tokens, in], rows x_stride apart -> out [tokens, out], on all threads.
 // tandem_multiply_units_<type>: as multiply_units, on this thread.
+// tandem_unpack_rows_<type>: as unpack_rows, on this thread.
 #define TANDEM_LINEAR(suffix, T)                                                                                  \
   TANDEM_EXPORT(void, tandem_pack_##suffix)(const Product* p, const T* weight, int64_t stride, T* packed) {       \
     pack(*p, weight, stride, packed);                                                                             \
@@ -83,6 +84,10 @@ TANDEM_EXPORT(void, tandem_product_units)(const Product* p, int64_t* units, int6
   (const Product* p, const T* x, int64_t x_stride, int64_t tokens, T* out, int64_t out_stride, int64_t first,     \
    int64_t last, int64_t same_x) {                                                                                \
     multiply_units(*p, x, x_stride, tokens, out, out_stride, first, last, arena, -1, same_x != 0);                \
+  }                                                                                                               \
+  TANDEM_EXPORT(void, tandem_unpack_rows_##suffix)                                                                \
+  (const Product* p, const int64_t* ids, int64_t count, T* out) {                                                 \
+    product::unpack_rows(*p, ids, count, out);                                                                    \
   }
 
 TANDEM_LINEAR(f32, float)

@@ -87,5 +87,21 @@ void pack_blocks(const Product& p, const T* weight, int64_t stride, T* packed, i
   }
 }
 
+// Rows `ids` of a packed plain weight without a gate -> out [count, in]: as they were before.
+template <typename T>
+void unpack_rows(const Product& p, const int64_t* ids, int64_t count, T* out) {
+  const int64_t tiles = num_tiles<T>(p), blocks = num_blocks(p), elements = kPackedTileBytes / int64_t(sizeof(T));
+  for (int64_t i = 0; i < count; ++i, out += p.in) {
+    const int64_t b = ids[i] / kBlock;
+    const int output = int(ids[i] % kBlock);
+    const bool alone = b % 2 == 0 && b + 1 == blocks;
+    const T* from = reinterpret_cast<const T*>(stream_of<T>(p, b / 2)) + b % 2 * elements;
+    for (int64_t t = 0; t < tiles; ++t, from += (alone ? 1 : 2) * elements) {
+      const int64_t input = t * kTileInputs<T>, inputs = least(kTileInputs<T>, p.in - input);
+      for (int k = 0; k < inputs; ++k) out[input + k] = from[place_in_tile<T>(output, k)];
+    }
+  }
+}
+
 }  // namespace product
 }  // namespace
