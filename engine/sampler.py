@@ -224,7 +224,7 @@ def _choose(logits: torch.Tensor, plan: DrawPlan) -> torch.Tensor:
 
 def _checked(best: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """The tokens `chosen` `[R]`; -1 where `best` `[R]`, the row's maximum, is not finite."""
-    return torch.where(best.isfinite(), chosen, -1)
+    return torch.where(best.abs() < torch.inf, chosen, -1)  # fewer launches than `isfinite`, which is four operations
 
 
 def _draw_params(specs: Sequence[SampleSpec], device: torch.device) -> DrawParams:

@@ -51,7 +51,7 @@ __all__ = [
 REMOTE_MARGIN = 0.25
 """Share of the time that an elastic worker would take for a prompt by which another one must be faster, the hand-off
 counted, to be given it: figures are a heartbeat old, and what goes to and fro costs both sides."""
-CROWDED_FACTOR = 3.0
+CROWDED_FACTOR = 6.0
 """Times as long as a crowded worker would take for a prompt, that another one may take which prompts slow down less: it
 has fewer streams to keep waiting. The fewer streams the first one has, the less, by the square of their number."""
 FASTER = 1.3

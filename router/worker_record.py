@@ -34,6 +34,8 @@ class WorkerRecord:
         self.coming_tokens = 0
         """Of these, what is not there yet, but with the prefill worker: the next heartbeat will not show it either."""
         self.coming_seqs = 0
+        self.ended_seqs = 0
+        """Since `load`, which shows them still."""
         self.drain_ordered = False
         self.link: WorkerLink | None = None
         """None = stalled."""
@@ -72,7 +74,7 @@ class WorkerRecord:
         self.load = load
         self.heard_s = now_s
         self.assigned_tokens, self.assigned_seqs = self.coming_tokens, self.coming_seqs
-        self.assigned_prompt_tokens = 0
+        self.assigned_prompt_tokens = self.ended_seqs = 0
 
     def forgive(self, seconds: float, now_s: float) -> None:
         """Does not count so much time as silence of the worker."""
@@ -118,4 +120,5 @@ class WorkerRecord:
             reported_tokens,
             likely_tokens,
             self.assigned_prompt_tokens,
+            self.ended_seqs,
         )

@@ -59,6 +59,8 @@ class WorkerView:
     """The same, with those that it was given to compute and has not spoken of yet."""
     assigned_prompt_tokens: int = 0
     """Of `assigned_tokens`, what it computes itself."""
+    ended_seqs: int = 0
+    """Sequences of this router that have ended there, and `load` shows still."""
 
     def share_with(self, demand: Demand) -> float:
         """Of its seats or of its pool, whichever is more, that is taken with `demand` there; > 1 = some wait."""
@@ -108,13 +110,16 @@ class WorkerView:
 
         Those that wait for their own prompts are not among them: what is there sooner is best for all of them.
         """
-        num_seqs = 0 if self.load is None else self.load.running_seqs
-        return min(1.0, num_seqs / (PACKED_SHARE * self.info.max_seqs)) if self.info.max_seqs else 0.0
+        return min(1.0, self._running_seqs / (PACKED_SHARE * self.info.max_seqs)) if self.info.max_seqs else 0.0
+
+    @property
+    def _running_seqs(self) -> int:
+        return 0 if self.load is None else max(0, self.load.running_seqs - self.ended_seqs)
 
     @property
     def _num_seqs(self) -> int:
         """That it has, or was given."""
-        return self.assigned_seqs + (0 if self.load is None else self.load.running_seqs + self.load.waiting_seqs)
+        return self.assigned_seqs + self._running_seqs + (0 if self.load is None else self.load.waiting_seqs)
 
     @property
     def is_at_objective(self) -> bool:

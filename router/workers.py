@@ -267,6 +267,8 @@ class Workers:
         """It no longer runs on that pair. `arrived`: `arrive` was called, or decode had it from the start."""
         if not arrived:
             self._leave(assignment, arrived=False)
+        elif (record := self._current(assignment.placement.decode)) is not None:
+            record.ended_seqs += assignment.num_seqs
         self._ejections.end(assignment.subjects, assignment.probe)
 
     def handed_over(self, assignment: Assignment, seconds: float) -> None:

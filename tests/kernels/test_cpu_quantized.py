@@ -83,6 +83,19 @@ def test_each_form_is_exact_for_any_number_of_tokens(operations, form, shape, gr
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_int4_weights_that_are_nearly_all_zero_err_no_more_than_eight_steps_of_their_scale(operations, dtype):
+    values = torch.full((32, 64), 8, dtype=torch.uint8)
+    values[:, 5] = torch.arange(32) % 16
+    scales = torch.full((32, 2), 0.25)
+    weight = QuantizedWeight(QuantForm.INT4, pack_int4(values), scales, -8 * scales, dtype)
+    x = _normal(13, 64, dtype=dtype)
+    terms = x.double().abs() @ (weight.dequantize(torch.float64).abs() + 8 * 0.25).T
+    expected = x.double() @ weight.dequantize(torch.float64).T
+    errors = (operations.linear(weight, None)(x).double() - expected).abs()
+    assert (errors <= 2**-20 * terms + torch.finfo(dtype).eps * expected.abs()).all()
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 @pytest.mark.parametrize(("form", "shape", "group", "has_offsets", "is_half"), _CASES[3::4], ids=_IDS[3::4])
 def test_a_gated_map_is_exact_for_any_number_of_tokens(operations, form, shape, group, has_offsets, is_half, dtype):
     weight = _weight(form, (2 * shape[0], shape[1]), group, has_offsets=has_offsets, is_half=is_half, dtype=dtype)

@@ -185,6 +185,22 @@ async def test_assigned_tokens_count_until_the_next_heartbeat(workers: Workers, 
     assert workers.views()[0].queued_tokens == 70
 
 
+async def test_sequences_that_ended_do_not_count_as_streams_until_the_next_heartbeat_tells(
+    workers: Workers, info: Any, load: Any
+) -> None:
+    worker = info(Role.ELASTIC, "e")
+    workers.heartbeat(worker, load())
+    connect(workers, worker)
+    placed = [await workers.place(Demand(num_tokens=10, max_total_tokens=20), wait_s=1.0) for _ in range(3)]
+    workers.heartbeat(worker, load(running_seqs=12))
+    crowded = workers.views()[0].crowd
+    for each in placed:
+        workers.end(each, arrived=True)
+    assert workers.views()[0].crowd == pytest.approx(crowded * 9 / 12)
+    workers.heartbeat(worker, load(running_seqs=12))
+    assert workers.views()[0].crowd == crowded
+
+
 async def test_a_prompt_that_another_worker_computes_is_not_in_line_where_it_decodes(
     workers: Workers, info: Any, load: Any
 ) -> None:
