@@ -35,7 +35,7 @@ class WorkerRecord:
         """Of these, what is not there yet, but with the prefill worker: the next heartbeat will not show it either."""
         self.coming_seqs = 0
         self.ended_seqs = 0
-        """Since `load`, which shows them still."""
+        """Since `load`, which shows most of them still: not those that began after it."""
         self.drain_ordered = False
         self.link: WorkerLink | None = None
         """None = stalled."""

@@ -60,7 +60,7 @@ class WorkerView:
     assigned_prompt_tokens: int = 0
     """Of `assigned_tokens`, what it computes itself."""
     ended_seqs: int = 0
-    """Sequences of this router that have ended there, and `load` shows still."""
+    """Sequences of this router that have ended there since `load`, which shows most of them still."""
 
     def share_with(self, demand: Demand) -> float:
         """Of its seats or of its pool, whichever is more, that is taken with `demand` there; > 1 = some wait."""

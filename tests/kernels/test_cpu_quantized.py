@@ -83,7 +83,7 @@ def test_each_form_is_exact_for_any_number_of_tokens(operations, form, shape, gr
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-def test_int4_weights_that_are_nearly_all_zero_err_no_more_than_eight_steps_of_their_scale(operations, dtype):
+def test_an_int4_value_counts_as_eight_larger_in_the_bound_of_the_error_where_nearly_all_are_zero(operations, dtype):
     values = torch.full((32, 64), 8, dtype=torch.uint8)
     values[:, 5] = torch.arange(32) % 16
     scales = torch.full((32, 2), 0.25)
