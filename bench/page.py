@@ -113,6 +113,23 @@ def _profile(results: dict[str, Any]) -> list[str]:
     ]
 
 
+def _model_impl(results: dict[str, Any]) -> list[str]:
+    return [
+        f"## transformers' forward pass with our parts, {results['shape']}, tier {results['tier']} "
+        f"(`python -m bench.model_impl --shape {results['shape']}`)\n",
+        "Decode steps of one checkpoint, bfloat16, in one process in turns: with `--model-impl native` and "
+        "`transformers`; medians of "
+        f"{results['rounds']} rounds.\n",
+        table(
+            ("step", "native, ms", "by transformers, ms", "share of native speed (bar 0.7)"),
+            [
+                (each["step"], f"{each['native_ms']:.2f}", f"{each['transformers_ms']:.2f}", f"{each['share']:.2f}")
+                for each in results["steps"]
+            ],
+        ),
+    ]
+
+
 def _phase(spent: dict[str, Any] | None) -> str:
     if spent is None:
         return "–"
@@ -281,8 +298,10 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "long-prompt": long_prompt_section,
     "growth": _growth,
     "profile-*": _profile,
+    "model-impl-*": _model_impl,
     "peers-135m-*": peers_section,
     "peers-0.6b-*": peers_section,
+    "peers-moe-*": peers_section,
     "goodput-*": goodput_section,
     "kernels-cpu": kernels_section,
     "gpu": gpu_page.section,
