@@ -1,7 +1,8 @@
 """A decode step beside a busy process on the same cores, against the same step alone.
 
-The busy process has a spinning child on each core, at the engine's own priority: so each core is shared by two, and a
-step that lost no more than its share would take twice as long. Quiet and busy steps take turns.
+The busy process and its children spin, one on each core, at the engine's own priority and in one session: so each core
+is shared by two, and a step that lost no more than its share would take twice as long. (Where Linux groups processes by
+their session, one session for each core would leave the engine a third.) Quiet and busy steps take turns.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ BUSY_WORKLOADS = (Workload(1, 256, 48), Workload(16, 256, 32))
 QUIET, BUSY = "quiet", "busy"
 _SPIN = """
 import os, sys
-os.sched_setaffinity(0, {int(sys.argv[1])})
+core, *others = map(int, sys.argv[1:])
+for other in others:
+    if os.fork() == 0:
+        core = other
+        break
+os.sched_setaffinity(0, {core})
 print("spinning", flush=True)
 while True:
     pass
@@ -31,12 +37,9 @@ BusyResults = dict[str, dict[str, Measured]]
 @contextlib.contextmanager
 def spinning(cores: Sequence[int]) -> Iterator[None]:
     """Keeps each of `cores` busy until the block ends. Raises PeerError if that fails."""
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for core in cores:
-            processes.append(PeerProcess("spinner", (sys.executable, "-S", "-c", _SPIN, str(core))))
-            stack.enter_context(closing_all(processes[-1:]))
-        for process in processes:
+    process = PeerProcess("spinner", (sys.executable, "-S", "-c", _SPIN, *map(str, cores)))
+    with closing_all([process]):
+        for _ in cores:
             process.receive(_START_TIMEOUT_S)
         yield
 
