@@ -38,7 +38,7 @@ struct Calls {
   int64_t (*experts_bytes)(const Experts* experts, int64_t tokens);
   void (*experts_phases)(const Experts* experts, const void* x, int64_t tokens, void* out, char* memory,
                          TandemTeam* team, uint64_t phase);
-  void (*product_units)(const Product* product, int64_t* units, int64_t* tokens);
+  void (*product_units)(const Product* product, int64_t* units, int64_t* columns, int64_t* tokens);
 };
 
 // Norms are null where there is none.
@@ -115,6 +115,8 @@ class Clock {
 thread_local bool is_caller = false;  // of the step under way
 
 constexpr int64_t kFewTokens = 4;  // of one unit of row work, at least
+constexpr int64_t kMostBackedTokens = 64;  // of a product whose units may be computed again
+constexpr int64_t kMostAsideBytes = 192 << 10;
 constexpr int64_t kShapes = 2;
 
 // Activations. Of the calling thread; grows only.
@@ -135,6 +137,8 @@ struct Workspace {
   }
 };
 thread_local Workspace workspace;
+// Of each computing thread: results of units that are not yet where they belong.
+thread_local Workspace aside;
 
 struct Rows {
   char *residual, *normed, *qkv, *attended, *activated, *delta, *experts;
@@ -242,8 +246,10 @@ class Work {
   }
 
   void multiply(PhaseKind kind, const Product* product, const void* x, int64_t in, void* out, int64_t width) {
-    int64_t units = 0, tile_tokens = 0;
-    calls_.product_units(product, &units, &tile_tokens);
+    int64_t units = 0, columns = 0, tile_tokens = 0;
+    calls_.product_units(product, &units, &columns, &tile_tokens);
+    if (tokens_ <= kMostBackedTokens && phases_.team()->size > 1)
+      return multiply_backed(kind, product, x, in, out, width, units, columns);
     const int64_t tiles = (tokens_ + tile_tokens - 1) / tile_tokens;
     int64_t packed = -1;  // the tile whose tokens this thread multiplied last
     over(kind, units * tiles, 1, [&](int64_t first, int64_t last) {
@@ -258,6 +264,29 @@ class Work {
         first += end - begin;
       }
     });
+  }
+
+  // Of few tokens.
+  void multiply_backed(PhaseKind kind, const Product* product, const void* x, int64_t in, void* out, int64_t width,
+                       int64_t units, int64_t columns) {
+    const int64_t bytes = columns * decoder_.element_bytes, row_bytes = width * decoder_.element_bytes;
+    const int64_t most = kMostAsideBytes / (tokens_ * bytes) + 1;
+    char* to = aside.reserve(most * tokens_ * bytes);
+    bool is_packed = false;
+    const auto compute = [&](int64_t first, int64_t last) {
+      calls_.multiply_units(product, x, in, tokens_, to - first * bytes, (last - first) * columns, first, last, is_packed);
+      is_packed = true;
+    };
+    const auto put = [&](int64_t first, int64_t last) {
+      const int64_t end = last * bytes < row_bytes ? last * bytes : row_bytes;
+      for (int64_t t = 0; t < tokens_; ++t)
+        memcpy(static_cast<char*>(out) + t * row_bytes + first * bytes, to + t * (last - first) * bytes,
+               size_t(end - first * bytes));
+    };
+    clock_.begin(kind, &phases_);
+    phases_.begin_backed(units, most, compute, put);
+    clock_.end();
+    phases_.end_backed(units, compute, put);
   }
 
   void rotate(const Layer& layer, char* kv) {

@@ -63,9 +63,9 @@ TANDEM_EXPORT(void, tandem_packed_bytes)(const Product* p, int64_t* bytes) {
   *bytes = product::num_blocks(*p) * tiles * product::kPackedTileBytes;
 }
 
-// Pieces of its outputs that may be shared out, and how many tokens to multiply at a time.
-TANDEM_EXPORT(void, tandem_product_units)(const Product* p, int64_t* units, int64_t* tokens) {
-  *units = product_units(*p), *tokens = kTokens;
+// Pieces of its outputs that may be shared out, columns of each but the last, and how many tokens to multiply at a time.
+TANDEM_EXPORT(void, tandem_product_units)(const Product* p, int64_t* units, int64_t* columns, int64_t* tokens) {
+  *units = product_units(*p), *columns = product::kBlock * (p->gated ? 1 : 2), *tokens = kTokens;
 }
 
 // tandem_pack_<type>: weight [out, or twice that if gated, in], rows `stride` apart -> packed.

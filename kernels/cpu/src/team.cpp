@@ -40,6 +40,11 @@ constexpr int64_t kMostPatience_ns = 100000;
 constexpr int64_t kLeastPatience_ns = 2000;
 constexpr int64_t kShort_ns = 2 * kMostPatience_ns;
 
+// Stretches of units get shorter towards the end of a phase: a member that still holds one when another has waited for
+// half as long as it worked has lost its processor.
+constexpr int64_t kLeastLate_ns = 20000;
+constexpr int64_t kMostLate_ns = kMostPatience_ns;
+
 // A core is free once no job of its owner's has run for so long: between two steps of a stream lies less.
 constexpr int64_t kFreeAfter_ns = 5000000;
 
@@ -62,6 +67,8 @@ thread_local bool is_inside = false;
 thread_local int64_t taken_threads = 0;  // by tandem_take_threads
 thread_local Loan loan;
 thread_local const uint32_t* recall = nullptr;
+thread_local int64_t member = 0;
+thread_local int64_t most_called = 0;  // guests, since `tandem_take_most_guests` was called
 thread_local int64_t patience_ns = kMostPatience_ns;
 
 int64_t now_ns() {
@@ -136,6 +143,7 @@ void set_name(const char* name) {
 template <typename MayEnter>
 void work_for(TandemTeam* team, TandemBell* bell, const MayEnter& may_enter) {
   is_inside = true;
+  member = int64_t(__atomic_add_fetch(&team->num_joined, 1, __ATOMIC_RELAXED));
   for (uint64_t last = 0;;) {
     uint64_t gate = 0;
     wait_until(bell, [&] {
@@ -234,6 +242,7 @@ class Owner {
     close();
     const int64_t own = size - loan.num_others;
     team_ = allocate<TandemTeam>(1);
+    team_->held = allocate<TandemHeld>(size);
     threads_ = allocate<pthread_t>(own);
     guests_ = allocate<Guest>(loan.num_others);
     wanted_ = size;
@@ -252,8 +261,13 @@ class Owner {
   void call_guests(uint64_t job) {
     if (num_guests_ == 0) return;
     const int64_t at_ns = now_ns();
-    for (int64_t i = 0; i < num_guests_; ++i)
-      if (guests_[i].is_core_free(at_ns)) guests_[i].call(job);
+    int64_t called = 0;
+    for (int64_t i = 0; i < num_guests_; ++i) {
+      if (!guests_[i].is_core_free(at_ns)) continue;
+      guests_[i].call(job);
+      ++called;
+    }
+    if (called > most_called) most_called = called;
   }
 
   // Joins the members.
@@ -268,6 +282,7 @@ class Owner {
 
   // As a child of fork must: it has no such threads.
   void forget() {
+    if (team_ != nullptr) free(team_->held);
     free(team_), free(threads_), free(guests_);
     team_ = nullptr, threads_ = nullptr, guests_ = nullptr;
     wanted_ = num_threads_ = num_guests_ = 0;
@@ -303,6 +318,10 @@ int64_t tandem_threads() {
 
 const uint32_t* tandem_recall() { return recall; }
 
+int64_t tandem_member() { return member; }
+
+int64_t tandem_now_ns() { return now_ns(); }
+
 // From now on work called from here uses the threads that OpenMP would have used, and OpenMP none but this one: its
 // threads spin when they have nothing to do, on processors that the team needs.
 EXPORT void tandem_take_threads() {
@@ -330,10 +349,24 @@ EXPORT void tandem_share_cores(int file, int64_t num_cores, const int32_t* own, 
   set_busy(false);  // who had these cores before may have died within a job
 }
 
+// The most guests that any one job of the calling thread had since the last call.
+EXPORT int64_t tandem_take_most_guests() {
+  const int64_t most = most_called;
+  most_called = 0;
+  return most;
+}
+
 void tandem_team_ring(TandemTeam* team) { ring(&team->bell); }
 
 void tandem_team_wait(TandemTeam* team, uint64_t phase) {
   wait_until(&team->bell, [=] { return __atomic_load_n(&team->next, __ATOMIC_SEQ_CST) >> kUnitBits >= phase; });
+}
+
+bool tandem_team_is_past(const TandemTeam* team, uint64_t phase, int64_t worked_ns) {
+  const auto is_past = [=] { return __atomic_load_n(&team->next, __ATOMIC_ACQUIRE) >> kUnitBits > phase; };
+  if (is_past()) return true;
+  const int64_t late_ns = worked_ns / 2 < kLeastLate_ns ? kLeastLate_ns : worked_ns / 2;
+  return spin_until(is_past, now_ns() + (late_ns < kMostLate_ns ? late_ns : kMostLate_ns));
 }
 
 void tandem_team_run(void (*job)(void*, TandemTeam*), void* context) {

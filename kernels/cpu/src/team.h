@@ -3,7 +3,8 @@
 // A job is a function that every member of the team runs. It consists of phases, each of so many units, and a phase
 // begins when all units of the one before are finished. Members take units as they come. Nobody waits for a member,
 // only for units: one that has lost its processor while it held none is not missed, and finds its way from phase to
-// phase when it is back. Whoever waits spins for some microseconds, then sleeps.
+// phase when it is back. Units of `begin_backed` that such a member holds are computed again by whoever waits for them.
+// Whoever waits for others spins for some microseconds, then sleeps.
 
 #pragma once
 
@@ -20,6 +21,12 @@ struct TandemBell {
   uint32_t rung, sleepers;
 };
 
+// Units that a member took in `Phases::begin_backed`.
+struct TandemHeld {
+  alignas(64) uint64_t phase;  // 1 + their phase; 0 once their results are, or soon will be, where they belong
+  int64_t first, last;
+};
+
 // What the members of a team share. Plain data: kernels of every tier read it.
 struct TandemTeam {
   alignas(64) uint64_t next;     // phase under way << kUnitBits | first unit of it that nobody has taken
@@ -30,12 +37,17 @@ struct TandemTeam {
   void* context;
   uint64_t first_phase;
   int64_t size;  // members, the owner of the team and guests included
+  TandemHeld* held;     // [size]
+  uint64_t num_joined;  // members that have begun
 };
 
 extern "C" {
 // Threads that work called from here would use at most: those of OpenMP's setting (torch's) or what was taken of them,
 // and guests; 1 within a job.
 int64_t tandem_threads();
+// Number of the calling thread among the members of its team; 0 is the owner.
+int64_t tandem_member();
+int64_t tandem_now_ns();
 // Not 0 once the core on which the calling thread is a guest is wanted back; null for all who are no guests.
 const uint32_t* tandem_recall();
 // Runs job(context, team) on the calling thread and on the other members of its team, as many threads as
@@ -43,6 +55,9 @@ const uint32_t* tandem_recall();
 void tandem_team_run(void (*job)(void* context, TandemTeam* team), void* context);
 // Returns when `phase` has begun.
 void tandem_team_wait(TandemTeam* team, uint64_t phase);
+// Spins until the phase after `phase` has begun; false if somebody is late with units of it: `worked_ns` is how long the
+// caller was at work in it.
+bool tandem_team_is_past(const TandemTeam* team, uint64_t phase, int64_t worked_ns);
 // Wakes those who wait for the team.
 void tandem_team_ring(TandemTeam* team);
 }
@@ -57,6 +72,7 @@ class Phases {
   TandemTeam* team_;
   uint64_t phase_;
   const uint32_t* recall_;
+  int64_t began_ns_ = 0;  // of `begin_backed`
 
  public:
   explicit Phases(TandemTeam* team) : Phases(team, team->first_phase) {}
@@ -112,6 +128,55 @@ class Phases {
       finish(units, last - first);
     }
     end();
+  }
+
+  // As `each`, in two calls, for units of some microseconds of which at most `most` are taken at once. compute(first,
+  // last) keeps the results to this thread, whatever has become of its inputs meanwhile; put(first, last) brings them
+  // where they belong.
+  template <typename Compute, typename Put>
+  void begin_backed(int64_t units, int64_t most, const Compute& compute, const Put& put) {
+    begin();
+    began_ns_ = tandem_now_ns();
+    TandemHeld* own = team_->held + tandem_member();
+    for (int64_t first, last; take(units, 1, most, &first, &last);) {
+      __atomic_store_n(&own->first, first, __ATOMIC_RELAXED);
+      __atomic_store_n(&own->last, last, __ATOMIC_RELAXED);
+      __atomic_store_n(&own->phase, phase_ + 1, __ATOMIC_RELEASE);
+      compute(first, last);
+      put_if_held(own, units, first, last, put);
+    }
+  }
+
+  // The second call: what a member holds that is late, this one computes.
+  template <typename Compute, typename Put>
+  void end_backed(int64_t units, const Compute& compute, const Put& put) {
+    if (!is_recalled() && !tandem_team_is_past(team_, phase_, tandem_now_ns() - began_ns_)) back_up(units, compute, put);
+    end();
+  }
+
+ private:
+  // INVARIANT: of those who have computed a stretch, one finds it held, and that one alone puts and finishes it.
+  template <typename Put>
+  void put_if_held(TandemHeld* held, int64_t units, int64_t first, int64_t last, const Put& put) {
+    uint64_t expected = phase_ + 1;
+    if (!__atomic_compare_exchange_n(&held->phase, &expected, uint64_t{0}, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+      return;
+    put(first, last);
+    finish(units, last - first);
+  }
+
+  // Computes what others hold. No unit is left to take: a member that holds some in this phase takes no more in it.
+  template <typename Compute, typename Put>
+  void back_up(int64_t units, const Compute& compute, const Put& put) {
+    for (int64_t i = 0; i < team_->size; ++i) {
+      TandemHeld* held = team_->held + i;
+      if (__atomic_load_n(&held->phase, __ATOMIC_ACQUIRE) != phase_ + 1) continue;
+      const int64_t first = __atomic_load_n(&held->first, __ATOMIC_ACQUIRE);
+      const int64_t last = __atomic_load_n(&held->last, __ATOMIC_ACQUIRE);
+      if (__atomic_load_n(&held->phase, __ATOMIC_ACQUIRE) != phase_ + 1) continue;  // the two may be of a later phase
+      compute(first, last);
+      put_if_held(held, units, first, last, put);
+    }
   }
 };
 
