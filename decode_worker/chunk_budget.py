@@ -15,9 +15,11 @@ not many shorter ones.
 
 Learned by moving averages from the steps that ended: how long a decode step takes, by size class, and how many tokens
 per second prompts get beyond that; and how much longer mixed steps took than these two told, since a prompt's later
-tokens cost more: the next chunks are smaller. A size that was not seen without prompts is taken for the nearest one
-that was; before any was, a mixed step with a small chunk tells, by the rate of prompts. Results are multiples of a
-128th of `chunk_tokens`, at least one of them: prompts always advance, and few shapes of steps occur.
+tokens cost more: the next chunks are smaller. All of this once for each number of cores that other workers lent: a step
+takes twice as long without them. The next step is expected to have as many as the last one. A size that was not seen
+without prompts is taken for the nearest one that was; before any was, a mixed step with a small chunk tells, by the
+rate of prompts. Results are multiples of a 128th of `chunk_tokens`, at least one of them: prompts always advance, and
+few shapes of steps occur.
 """
 
 from __future__ import annotations
@@ -60,6 +62,35 @@ class PromptInLine:
     """Prompt tokens that were computed here since it came: its age, as `worker.turns` counts it."""
 
 
+@dataclass(slots=True)
+class _Learned:
+    """How long steps take with the same number of lent cores."""
+
+    decode_s: dict[int, float]
+    """By size class: steps of `[2**(c-1), 2**c)` sequences."""
+    prompts: TokenRate
+    """Of prompts, alone and beside decodes, without the time that these take."""
+    overrun: float = 1.0
+    """How many times as long mixed steps take as expected."""
+
+    def slowed(self, times: float) -> _Learned:
+        """What is known of steps that take `times` as long."""
+        decode_s = {size: times * seconds for size, seconds in self.decode_s.items()}
+        return _Learned(decode_s, self.prompts.slowed(times), self.overrun)
+
+    def decode_step_s(self, num_decodes: int) -> float:
+        """A decode step of the next size class that is known, the smaller one of two; 0 = none is."""
+        size = num_decodes.bit_length()
+        return self.decode_s[min(self.decode_s, key=lambda each: (abs(each - size), each))] if self.decode_s else 0.0
+
+    def seconds(self, num_decodes: int, num_prompt_tokens: int) -> float:
+        """What a step is expected to take; 0 = that is not known."""
+        decode_s, per_s = self.decode_step_s(num_decodes) if num_decodes else 0.0, self.prompts.per_s
+        if (num_decodes and not decode_s) or (num_prompt_tokens and not per_s):
+            return 0.0
+        return decode_s + (num_prompt_tokens / per_s if num_prompt_tokens else 0.0)
+
+
 class ChunkBudget:
     """Of one worker that decodes."""
 
@@ -69,46 +100,48 @@ class ChunkBudget:
         self._grain_tokens = max(1, chunk_tokens // _GRAINS)
         self._objective_s = objective_s
         self._most_wait_ratio = waiting_served_ratio
-        self._decode_s: dict[int, float] = {}
-        """By size class: steps of `[2**(c-1), 2**c)` sequences."""
-        self._prompts = TokenRate()
-        """Of prompts, alone and beside decodes, without the time that these take."""
+        self._now = _Learned({}, TokenRate())
+        """What holds with as many lent cores as the last step had."""
+        self._by_lent: dict[int, _Learned] = {}
         self._num_decodes = 0
         """Of the last step that had any."""
-        self._overrun = 1.0
-        """How many times as long mixed steps take as expected."""
         self.num_prompt_tokens = 0
         """That were computed so far."""
 
-    def step_took(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
+    def step_took(self, num_decodes: int, num_prompt_tokens: int, seconds: float, num_lent_cores: int = 0) -> None:
         """A step has ended."""
+        if num_lent_cores not in self._by_lent:
+            expected_s = self._now.seconds(num_decodes, num_prompt_tokens)
+            times = min(max(seconds / expected_s, 1 / _MOST_OVERRUN), _MOST_OVERRUN) if expected_s else 1.0
+            self._by_lent[num_lent_cores] = self._now.slowed(times)
+        self._now = self._by_lent[num_lent_cores]
         self.num_prompt_tokens += num_prompt_tokens
         if num_decodes:
             self._num_decodes = num_decodes
         if not num_decodes:
-            self._prompts.add(num_prompt_tokens, seconds)
+            self._now.prompts.add(num_prompt_tokens, seconds)
         elif not num_prompt_tokens:
             size = num_decodes.bit_length()
-            average = self._decode_s.get(size, seconds)
+            average = self._now.decode_s.get(size, seconds)
             weight = _WEIGHT if seconds > average else _WEIGHT_BELOW
-            self._decode_s[size] = average + weight * (seconds - average)
+            self._now.decode_s[size] = average + weight * (seconds - average)
         else:
             self._mixed_step_took(num_decodes, num_prompt_tokens, seconds)
 
     def _mixed_step_took(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
-        decode_s, per_s = self._expected_s(num_decodes), self._prompts.per_s
+        decode_s, per_s = self._now.decode_step_s(num_decodes), self._now.prompts.per_s
         least_s = num_prompt_tokens / (_MOST_GAIN * per_s) if per_s else seconds / 100
         if decode_s and per_s:
             overrun = min(seconds / (decode_s + num_prompt_tokens / per_s), _MOST_OVERRUN)
-            self._overrun += _WEIGHT * (overrun - self._overrun)
+            self._now.overrun += _WEIGHT * (overrun - self._now.overrun)
         if decode_s:
-            self._prompts.add(num_prompt_tokens, max(seconds - decode_s, least_s))
+            self._now.prompts.add(num_prompt_tokens, max(seconds - decode_s, least_s))
         elif per_s and num_prompt_tokens <= _FIRST_GRAINS * self._grain_tokens:
-            self._decode_s[num_decodes.bit_length()] = max(seconds - num_prompt_tokens / per_s, seconds / 4)
+            self._now.decode_s[num_decodes.bit_length()] = max(seconds - num_prompt_tokens / per_s, seconds / 4)
 
     def tokens(self, num_decodes: int, wait_ratio: float) -> int:
         """Prompt tokens of the next step, in which so many sequences decode. `wait_ratio`: of the prompts in line."""
-        decode_s, per_s = self._expected_s(num_decodes), self._prompts.per_s
+        decode_s, per_s = self._now.decode_step_s(num_decodes), self._now.prompts.per_s
         if not num_decodes or self._objective_s == 0:
             return self._chunk_tokens
         if not decode_s or not per_s:
@@ -116,7 +149,7 @@ class ChunkBudget:
         share = wait_ratio / self._most_wait_ratio
         if share >= 1:
             return self._chunk_tokens
-        longest_s = max(MARGIN * self.objective_s(num_decodes), decode_s / (1 - share)) / max(1.0, self._overrun)
+        longest_s = max(MARGIN * self.objective_s(num_decodes), decode_s / (1 - share)) / max(1.0, self._now.overrun)
         num_grains = round((longest_s - decode_s) * per_s) // self._grain_tokens
         return min(max(1, num_grains) * self._grain_tokens, self._chunk_tokens)
 
@@ -124,8 +157,8 @@ class ChunkBudget:
         """Longest step for so many sequences; 0 = there is none, or it is not known yet."""
         if self._objective_s is not None:
             return self._objective_s
-        few_s = min(self._decode_s.values(), default=0.0)
-        return max(FEW_STEPS * few_s, OWN_STEPS * self._expected_s(num_decodes))
+        few_s = min((seconds for each in self._by_lent.values() for seconds in each.decode_s.values()), default=0.0)
+        return max(FEW_STEPS * few_s, OWN_STEPS * self._now.decode_step_s(num_decodes))
 
     def wait_ratio(self, line: Iterable[PromptInLine]) -> float:
         """How many times its own computing time the worst off of these prompts waits for its first token; 0 = none is.
@@ -133,7 +166,7 @@ class ChunkBudget:
         At any one rate, from now on; at least `LATE` times the option where one will have waited that long in all.
         `line`: in the order in which they are computed. The own time of a prompt is that of its tokens and of a step.
         """
-        step_tokens = min(self._decode_s.values(), default=0.0) * self._prompts.per_s or _FIRST_STEP_TOKENS
+        step_tokens = min(self._now.decode_s.values(), default=0.0) * self._now.prompts.per_s or _FIRST_STEP_TOKENS
         before, from_now, in_all = 0, 0.0, 0.0
         for each in line:
             before += each.num_left
@@ -146,23 +179,18 @@ class ChunkBudget:
 
     def prompt_tokens_per_s(self, num_decodes: int, wait_ratio: float) -> float:
         """What prompts get as things are now; 0 = not measured yet."""
-        per_s = self._prompts.per_s
+        per_s = self._now.prompts.per_s
         if not num_decodes:
             return per_s
         tokens = self.tokens(num_decodes, wait_ratio)
-        return tokens / (self._expected_s(num_decodes) + tokens / per_s) if per_s else 0.0
+        return tokens / (self._now.decode_step_s(num_decodes) + tokens / per_s) if per_s else 0.0
 
     @property
     def step_s(self) -> float:
         """A decode step of the size of the last one; 0 = there was none."""
-        return self._expected_s(self._num_decodes)
+        return self._now.decode_step_s(self._num_decodes)
 
     @property
     def step_objective_s(self) -> float:
         """Longest step for the last size; 0 = none, or not known yet."""
         return self.objective_s(self._num_decodes)
-
-    def _expected_s(self, num_decodes: int) -> float:
-        """A decode step of the next size class that is known, the smaller one of two; 0 = none is."""
-        size = num_decodes.bit_length()
-        return self._decode_s[min(self._decode_s, key=lambda each: (abs(each - size), each))] if self._decode_s else 0.0

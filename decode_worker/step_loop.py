@@ -234,7 +234,7 @@ class StepLoop:
             for (request, seq), scheduled, drawn in others:
                 if request in self._batch and not seq.is_finished:
                     self._apply(request, seq, scheduled, drawn)
-            self._report(batched, result.seconds)
+            self._report(batched, result)
         self._on_step_ended()
 
     def _ended(self, batched: BatchedStep, future: asyncio.Future[StepResult]) -> None:
@@ -355,8 +355,9 @@ class StepLoop:
         if self._guides is not None and request.spec.sampling.constraint is not None:
             self._guides.follow(each.guide for each in sequences)
 
-    def _report(self, batched: BatchedStep, seconds: float) -> None:
-        self._batch.budget.step_took(batched.num_decodes, batched.num_prompt_tokens, seconds)
+    def _report(self, batched: BatchedStep, result: StepResult) -> None:
+        seconds = result.seconds
+        self._batch.budget.step_took(batched.num_decodes, batched.num_prompt_tokens, seconds, result.num_lent_cores)
         if batched.is_decode:
             self._timing.step_took(len(batched.seqs), seconds)
         specs = tuple([request.spec for request, _ in batched.seqs])

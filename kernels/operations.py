@@ -188,6 +188,8 @@ class Kernels:
     """Makes the calling thread the one that steps: torch computes alone on it, and its other threads rest.
 
     With cores that its kernels may borrow, if any."""
+    take_num_lent: Callable[[], int] | None = None
+    """On the thread that steps: how many borrowed cores its kernels had at most since the last call."""
     compile_step: Callable[[DecoderParts], CompiledStep | None] | None = None
     """Makes one call of a decoder's step; None, or what returns None, leaves it to the operations one by one."""
 

@@ -46,7 +46,7 @@ def load(tier: str | None = None) -> Kernels:
     """All of them at `tier`, without it at the highest that this machine runs. Raises InternalError if it does not."""
     from kernels.cpu.attention import CpuAttention
     from kernels.cpu.decoder import compile_step
-    from kernels.cpu.library import Library, take_threads
+    from kernels.cpu.library import Library, take_num_lent, take_threads
     from kernels.cpu.operations import CpuOperations
     from kernels.cpu.row_max import RowMax
     from kernels.operations import Kernels
@@ -57,6 +57,7 @@ def load(tier: str | None = None) -> Kernels:
         CpuOperations(library),
         row_max=RowMax(library),
         take_thread=take_threads,
+        take_num_lent=take_num_lent,
         compile_step=partial(compile_step, library),
     )
 

@@ -119,6 +119,11 @@ def take_threads(loan: CoreLoan | None) -> None:
             _log.warning("cores are not shared with other workers", ledger=loan.ledger, reason=str(error))
 
 
+def take_num_lent() -> int:
+    """The most borrowed cores that any one kernel, called from this thread, had since the last call."""
+    return int(_open()[1].tandem_take_most_guests())
+
+
 def _share_cores(loan: CoreLoan) -> None:
     own = sorted(os.sched_getaffinity(0))
     descriptor = os.open(loan.ledger, os.O_RDWR | os.O_CLOEXEC)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.cpu.library import Library, max_threads, take_threads
+from kernels.cpu.library import Library, max_threads, take_num_lent, take_threads
 from kernels.cpu.row_max import RowMax
 from tandem.core_loans import ENTRY_BYTES, CoreLedger, CoreLoan
 
@@ -104,6 +104,16 @@ def test_a_guest_stays_away_from_a_core_that_computes(ledger, entries):
         before_ns = _guest_ran_ns()
         executor.submit(_work).result()
         assert _guest_ran_ns() == before_ns
+
+
+def test_it_is_told_how_many_cores_were_borrowed(ledger, entries):
+    with borrower(ledger.path) as executor:
+        executor.submit(_work).result()
+        assert executor.submit(take_num_lent).result() == 1
+        assert executor.submit(take_num_lent).result() == 0
+        entries[CORES[1]].is_busy = 1
+        executor.submit(_work).result()
+        assert executor.submit(take_num_lent).result() == 0
 
 
 def test_a_guest_does_not_come_between_two_steps_of_the_owner(ledger, entries):
