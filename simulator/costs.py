@@ -104,7 +104,8 @@ class CostModel:
     """Of a worker of the fixed role decode, where it has other hardware (or cores) than the others; None = `step`."""
     sharing: Sharing = Sharing()
     jitter: float = 0.0
-    """Standard deviation of the logarithm of a step's time: equal steps differ, and `step` is their median."""
+    """Standard deviation of the logarithm of `base`, by which equal steps differ: `step` is their median. What is
+    computed beyond that takes the same time again and again, so long steps differ by no more than short ones."""
     workers_per_host: int = 1
     threads: int = 1
     """With which the steps were measured."""

@@ -103,10 +103,10 @@ class SimulatedEngine:
     def launch(self, step: Step) -> asyncio.Future[StepResult]:
         """See `StepEngine`."""
         work = StepWork.of(step.seqs)
-        times = math.exp(self._rng.gauss(0.0, self._jitter)) if self._jitter else 1.0
-        seconds = times * self._costs.seconds(work)
+        differs_s = math.expm1(self._rng.gauss(0.0, self._jitter)) * self._costs.base if self._jitter else 0.0
+        seconds = self._costs.seconds(work) + differs_s
         decodes = StepWork(work.decodes, work.context_tokens, 0, 0)
-        decode_s = times * self._costs.seconds(decodes) if work.decodes else 0.0
+        decode_s = self._costs.seconds(decodes) + differs_s if work.decodes else 0.0
         outputs = tuple([(_TOKEN,) * len(seq.samples) for seq in step.seqs])
         run = _Run(self, outputs, decode_s, seconds - decode_s, seconds)
         self._launched.append(run)

@@ -81,6 +81,14 @@ def test_steps_differ_by_the_jitter_and_their_median_is_that_of_the_costs() -> N
     ]
 
 
+def test_long_steps_differ_by_as_much_as_short_ones() -> None:
+    trace = [_ask(10.0 * number, number) for number in range(100)]  # of one step each, five times as long as a decode
+    result = simulate(Setup(Fleet(Policy.COLOCATED, 1), replace(COSTS, jitter=0.2)), trace)
+    ttft_s = sorted((each.ttft_s or 0.0) - 4 * MESSAGE_S for each in result.outcomes)
+    assert statistics.median(ttft_s) == pytest.approx(PROMPT_S, rel=0.02)
+    assert ttft_s[95] - PROMPT_S == pytest.approx(STEP_S * math.expm1(0.2 * NormalDist().inv_cdf(0.95)), rel=0.4)
+
+
 def test_prompts_that_come_evenly_wait_as_a_deterministic_queue_does() -> None:
     """D/D/1 above its capacity: the n-th waits n times what service takes longer than arrivals are apart."""
     apart_s, count = 0.8 * PROMPT_S, 20
