@@ -16,11 +16,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.peers.model import PEER_SHAPES, write_checkpoint
+from engine.batch import build_batch
+from engine.kv_cache import KvCache
+from engine.step import SampleSpec, ScheduledSeq
+from kernels import cpu
 from kernels.cpu.library import Library, max_threads, take_num_lent, take_threads
 from kernels.cpu.row_max import RowMax
+from models.loading import load_model
 from tandem.core_loans import ENTRY_BYTES, CoreLedger, CoreLoan
+from tandem.types import SamplingParams, TokenId
 
 CORES = sorted(os.sched_getaffinity(0))
+GREEDY = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), output_index=0)
 pytestmark = [pytest.mark.native, pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")]
 
 
@@ -168,6 +176,28 @@ def test_guests_that_come_and_go_change_no_result(ledger, entries):
     with borrower(ledger.path) as executor, _called_back_at_random(entries[CORES[1]]):
         executor.submit(_work).result()
         assert _guest_ran_ns() > 0
+
+
+def test_guests_that_come_and_go_change_no_bit_of_a_step(ledger, entries, tmp_path):
+    """What a guest holds when it is called back, the owner may compute again."""
+    write_checkpoint(PEER_SHAPES["smoke"], tmp_path)
+    device, block_size, context = torch.device("cpu"), 16, 40
+    model = load_model(tmp_path, "bfloat16", device, cpu.load())
+    kv_cache = KvCache.create(model.kv_layout(block_size), 3 * 8, device)
+    seqs = [ScheduledSeq((TokenId(seq),), context, range(3 * seq, 3 * seq + 3), (GREEDY,)) for seq in range(8)]
+    batch = build_batch(seqs, block_size, device)
+
+    def logits() -> torch.Tensor:
+        with torch.inference_mode():
+            inputs = (batch.token_ids, batch.positions, kv_cache.tensor, batch.metadata, batch.sample_rows)
+            return model.decoder.forward(*inputs)
+
+    kv_cache.tensor.normal_()
+    expected = logits()
+    with borrower(ledger.path) as executor, _called_back_at_random(entries[CORES[1]]):
+        assert executor.submit(lambda: all(torch.equal(logits(), expected) for _ in range(500))).result()
+        assert executor.submit(take_num_lent).result() == 1
+    kv_cache.close()
 
 
 @pytest.mark.parametrize("cores", [(CORES[1],), (10_000,)])

@@ -116,7 +116,10 @@ thread_local bool is_caller = false;  // of the step under way
 
 constexpr int64_t kFewTokens = 4;  // of one unit of row work, at least
 constexpr int64_t kMostBackedTokens = 64;  // of a product whose units may be computed again
+// Of units that are taken at once there: results, and weights for every eight tokens. Whoever computes them again cannot
+// stop when they are put in place after all.
 constexpr int64_t kMostAsideBytes = 192 << 10;
+constexpr int64_t kMostWeightBytes = 1 << 20;
 constexpr int64_t kShapes = 2;
 
 // Activations. Of the calling thread; grows only.
@@ -270,7 +273,9 @@ class Work {
   void multiply_backed(PhaseKind kind, const Product* product, const void* x, int64_t in, void* out, int64_t width,
                        int64_t units, int64_t columns) {
     const int64_t bytes = columns * decoder_.element_bytes, row_bytes = width * decoder_.element_bytes;
-    const int64_t most = kMostAsideBytes / (tokens_ * bytes) + 1;
+    const int64_t most_aside = kMostAsideBytes / (tokens_ * bytes) + 1;
+    const int64_t most_read = kMostWeightBytes / ((tokens_ + 7) / 8 * in * bytes) + 1;
+    const int64_t most = most_aside < most_read ? most_aside : most_read;
     char* to = aside.reserve(most * tokens_ * bytes);
     bool is_packed = false;
     const auto compute = [&](int64_t first, int64_t last) {

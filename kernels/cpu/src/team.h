@@ -139,8 +139,8 @@ class Phases {
     began_ns_ = tandem_now_ns();
     TandemHeld* own = team_->held + tandem_member();
     for (int64_t first, last; take(units, 1, most, &first, &last);) {
-      __atomic_store_n(&own->first, first, __ATOMIC_RELAXED);
-      __atomic_store_n(&own->last, last, __ATOMIC_RELAXED);
+      __atomic_store_n(&own->first, first, __ATOMIC_RELEASE);  // after the 0 of the stretch before
+      __atomic_store_n(&own->last, last, __ATOMIC_RELEASE);
       __atomic_store_n(&own->phase, phase_ + 1, __ATOMIC_RELEASE);
       compute(first, last);
       put_if_held(own, units, first, last, put);
@@ -165,10 +165,12 @@ class Phases {
     finish(units, last - first);
   }
 
-  // Computes what others hold. No unit is left to take: a member that holds some in this phase takes no more in it.
+  // Computes what others hold, once no unit is left to take: then a member that holds some takes no more in this phase.
   template <typename Compute, typename Put>
   void back_up(int64_t units, const Compute& compute, const Put& put) {
-    for (int64_t i = 0; i < team_->size; ++i) {
+    const uint64_t next = __atomic_load_n(&team_->next, __ATOMIC_ACQUIRE);
+    if (next >> kUnitBits != phase_ || int64_t(next & uint64_t(kUnitMask)) < units) return;
+    for (int64_t i = 0; i < team_->size && !is_recalled(); ++i) {
       TandemHeld* held = team_->held + i;
       if (__atomic_load_n(&held->phase, __ATOMIC_ACQUIRE) != phase_ + 1) continue;
       const int64_t first = __atomic_load_n(&held->first, __ATOMIC_ACQUIRE);
