@@ -32,7 +32,7 @@ BESIDE = [tiny for tiny in TINY_MODELS if tiny.name in {"llama", "gemma3", "gpt-
 
 
 STARVED = 24
-"""More threads than any machine of ours has cores: what one of them holds, others compute again."""
+"""More threads than any machine of ours has cores: some lose their processor within a phase."""
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
