@@ -9,10 +9,11 @@ are stopped while they have no turn. Client and servers share the cores; the cli
 Then, with the same servers: 16 × (256 + 64) tokens at once, and a burst of long prompts beside streams that decode
 (`bench.interference`).
 
-The whole takes about an hour; `--quick`, with fewer requests and a coarser grid of rates, about ten minutes. A part is
-chosen by `--servers` and `--loads`; where the best server is left out, `--objectives FILE` takes the objectives of an
-earlier run, which `--json FILE` wrote. `--record` writes `bench/results/goodput-<tier>.json` and draws
-`docs/images/goodput-<tier>.svg`, by the tier of our kernels here.
+The whole takes hours on two cores. `--quick`, with fewer requests, a coarser grid of rates and trials that end as soon
+as they are lost, takes about 40 minutes; less where `--rates-of FILE` begins each search at what an earlier run found.
+A part is chosen by `--servers` and `--loads`; where the best server is left out, `--objectives FILE` takes the
+objectives of an earlier run. Both files are what `--json FILE` or `--record` wrote. `--record` writes
+`bench/results/goodput-<tier>.json` and draws `docs/images/goodput-<tier>.svg`, by the tier of our kernels here.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Effort:
 
 
 FULL = Effort(requests=80, unloaded=9, ratio=1.1, first_stride=4, trials=9, rounds=3, leaves_early=False)
-QUICK = Effort(requests=16, unloaded=2, ratio=1.3, first_stride=2, trials=3, rounds=1, leaves_early=True)
+QUICK = Effort(requests=40, unloaded=4, ratio=1.2, first_stride=2, trials=5, rounds=1, leaves_early=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,11 +250,25 @@ async def measure(plan: Plan, model: Path) -> Document:
 
 
 def read_objectives(path: Path | None) -> dict[str, Objectives]:
-    """By load, from what `--json` wrote."""
+    """By load, from what `--json` or `--record` wrote."""
+    return {name: Objectives(**each["objectives"]) for name, each in _loads_of(path).items()}
+
+
+def read_rates(path: Path | None) -> dict[str, dict[str, float]]:
+    """By load and server: what it passed in an earlier run, else the lowest rate that it failed."""
+    return {
+        name: {server: found["goodput_per_s"] or found["failed_per_s"] for server, found in each["servers"].items()}
+        for name, each in _loads_of(path).items()
+    }
+
+
+def _loads_of(path: Path | None) -> Document:
+    """Of an earlier run; none without a path."""
     if path is None:
         return {}
-    loads = json.loads(path.read_text())["loads"]
-    return {name: Objectives(**each["objectives"]) for name, each in loads.items()}
+    document = json.loads(path.read_text())
+    loads: Document = document.get("results", document)["loads"]
+    return loads
 
 
 def _say(what: str) -> None:
@@ -284,6 +299,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         effort=effort,
         objectives=read_objectives(args.objectives),
         first_per_s=args.first_rate,
+        first_rates=read_rates(args.rates_of),
     )
 
 
@@ -299,6 +315,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--loads", nargs="+", choices=PARTS, default=PARTS, help="what to measure; default: all")
     parser.add_argument("--objectives", type=Path, metavar="FILE", help="take them from an earlier run")
     parser.add_argument("--first-rate", type=float, default=1.0, help="requests per second of the first trial")
+    parser.add_argument("--rates-of", type=Path, metavar="FILE", help="begin each search at what an earlier run found")
     parser.add_argument("--quick", action="store_true", help="fewer requests and rates")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--record", action="store_true", help="of a whole run: write the record, plot and page")

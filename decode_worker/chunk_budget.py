@@ -131,8 +131,8 @@ class ChunkBudget:
     def _mixed_step_took(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
         decode_s, per_s = self._now.decode_step_s(num_decodes), self._now.prompts.per_s
         least_s = num_prompt_tokens / (_MOST_GAIN * per_s) if per_s else seconds / 100
-        if decode_s and per_s:
-            overrun = min(seconds / (decode_s + num_prompt_tokens / per_s), _MOST_OVERRUN)
+        if expected_s := self._now.seconds(num_decodes, num_prompt_tokens):
+            overrun = min(seconds / expected_s, _MOST_OVERRUN)
             self._now.overrun += _WEIGHT * (overrun - self._now.overrun)
         if decode_s:
             self._now.prompts.add(num_prompt_tokens, max(seconds - decode_s, least_s))

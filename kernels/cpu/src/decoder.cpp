@@ -216,11 +216,13 @@ class Work {
     const int64_t bytes = hidden_bytes();
     over(kEmbed, tokens_, kFewTokens, [&](int64_t first, int64_t last) {
       char* rows = at_.residual + first * bytes;
-      if (decoder_.embedding == nullptr)
+      if (decoder_.embedding) {
+        const char* table = static_cast<const char*>(decoder_.embedding);
+        for (int64_t t = first; t < last; ++t)
+          memcpy(at_.residual + t * bytes, table + step_.token_ids[t] * bytes, size_t(bytes));
+      } else {
         calls_.unpack_rows(decoder_.lm_head, step_.token_ids + first, last - first, rows);
-      for (int64_t t = first; t < last && decoder_.embedding; ++t)
-        memcpy(at_.residual + t * bytes, static_cast<const char*>(decoder_.embedding) + step_.token_ids[t] * bytes,
-               size_t(bytes));
+      }
       if (decoder_.embedding_scale != 1.0f)
         calls_.scale(rows, (last - first) * decoder_.hidden, decoder_.embedding_scale);
       norm(rows, decoder_.layers[0].attention_norm, at_.normed + first * bytes, last - first);

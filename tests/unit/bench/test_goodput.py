@@ -1,9 +1,12 @@
 import asyncio
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.goodput import read_objectives, read_rates
 from bench.goodput_loads import LOADS, Arrival, arrivals
 from bench.goodput_page import bars, section
 from bench.goodput_search import FAILED, Objectives, Outcome, RateSearch, misses_allowed
@@ -88,6 +91,19 @@ def test_objectives_are_multiples_of_the_best_servers_medians() -> None:
     quick, smooth = Unloaded([0.1, 0.2, 9.0], [0.05] * 3), Unloaded([0.3], [0.01])
     found = objectives_of([quick, smooth])
     assert (found.ttft_s, found.itl_s) == pytest.approx((1.6, 0.03))
+
+
+def test_an_earlier_run_gives_objectives_and_where_searches_begin(tmp_path: Path) -> None:
+    servers = {
+        AUTO: {"goodput_per_s": 1.2, "failed_per_s": 1.4},
+        VLLM_SERVER: {"goodput_per_s": None, "failed_per_s": 0.2},
+    }
+    load = {"objectives": {"ttft_s": 1.0, "itl_s": 0.1}, "servers": servers}
+    earlier = tmp_path / "record.json"
+    earlier.write_text(json.dumps({"results": {"loads": {"mixed": load}}}))
+
+    assert read_objectives(earlier) == {"mixed": OBJECTIVES}
+    assert read_rates(earlier) == {"mixed": {AUTO: 1.2, VLLM_SERVER: 0.2}}
 
 
 class FakeServer:
