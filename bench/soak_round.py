@@ -114,6 +114,8 @@ class Round:
         self._faults: Counter[str] = Counter()
         self._lately = Lately()
         self._most_late_s = 0.0
+        self._probing_rng = Random(0)
+        """Apart: how many calls the fleet needs to be whole again must not change what is drawn after."""
 
     async def run(self, seconds: float) -> Account:
         """The whole round; the storm takes so many seconds."""
@@ -176,6 +178,10 @@ class Round:
             if self._clock.now_s() > end_s:
                 return why
             await asyncio.sleep(_POLL_S)
+            # Who was set aside last is probed by the next request, and no caller sends one any more.
+            probe = await call(operator, self._kinds[0], Manner.PLAIN, self._probing_rng, self._clock)
+            if probe.complaint:
+                self._violated(f"{probe.kind}, {probe.manner}: {probe.complaint}")
 
     def _check_leaks(self, before: Mapping[str, Usage], after: Mapping[str, Usage]) -> None:
         for name, then, now in survivors(before, after):
