@@ -111,7 +111,7 @@ peers: install peers-venv
 	$(BIN)/python -m bench.peers --vllm-python $(abspath $(VLLM_VENV))/bin/python --zentorch $(abspath $(ZENTORCH)) \
 		--llama-python $(abspath $(LLAMA_VENV))/bin/python $(PEERS)
 
-## goodput   requests per second within objectives, against vLLM's server: records, renders the page (hours; GOODPUT=--quick: 40 minutes)
+## goodput   requests per second within objectives, against vLLM's server: records, renders the page (hours; less with GOODPUT=--quick)
 goodput: install $(VLLM_VENV)/.installed
 	$(BIN)/python -m bench.goodput --vllm-python $(abspath $(VLLM_VENV))/bin/python --record $(GOODPUT)
 

@@ -9,8 +9,8 @@ are stopped while they have no turn. Client and servers share the cores; the cli
 Then, with the same servers: 16 × (256 + 64) tokens at once, and a burst of long prompts beside streams that decode
 (`bench.interference`).
 
-The whole takes hours on two cores. `--quick`, with fewer requests, a coarser grid of rates and trials that end as soon
-as they are lost, takes about 40 minutes; less where `--rates-of FILE` begins each search at what an earlier run found.
+The whole takes hours on two cores. `--quick` has fewer requests, a coarser grid of rates and trials that end as soon
+as they are lost; `--rates-of FILE` begins each search at what an earlier run found, which saves trials.
 A part is chosen by `--servers` and `--loads`; where the best server is left out, `--objectives FILE` takes the
 objectives of an earlier run. Both files are what `--json FILE` or `--record` wrote. `--record` writes
 `bench/results/goodput-<tier>.json` and draws `docs/images/goodput-<tier>.svg`, by the tier of our kernels here.
