@@ -276,6 +276,8 @@ class DecodeWorker:
             prompt_tokens_per_s=batch.budget.prompt_tokens_per_s(batch.num_streams, batch.wait_ratio),
             step_s=batch.budget.step_s,
             step_objective_s=batch.budget.step_objective_s,
+            running_for_others=prompts.num_computing,
+            waiting_for_others=prompts.num_in_line,
         )
 
     # --- from hand-offs (TransferOwner) ---

@@ -72,6 +72,7 @@ class Link:
             await handoff.abort()
             self._handoffs.pop(ticket.number, None)
             raise
+        self._lane.expect(ticket.blocks)
         return handoff
 
     async def close(self) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from kvtransfer.base import DeviceMemory, Fingerprints, PoolMemory, Staging
 from kvtransfer.host_ring import HostRing
-from kvtransfer.host_rows import HostRows
+from kvtransfer.host_rows import HostRows, RowIds
 from kvtransfer.row_copy import Rows
 from tandem.errors import ConfigError, InternalError
 from tandem.types import BlockId, Incarnation
@@ -62,8 +62,14 @@ class LocalPool(Protocol):
         The future is not cancelled with its awaiter's task if awaited through `asyncio.wait`.
         """
 
+    def expect(self, block_ids: RowIds) -> None:
+        """These blocks will be written soon: readies their memory, as far as it lies in this process. Never waits."""
+
+    def populate(self, memory: HostRows, rows: RowIds) -> None:
+        """Makes rows real that were not asked for before, on another thread than `start` uses. Never waits."""
+
     def close(self) -> None:
-        """Waits for the thread (pieces are small) and releases the memory. Idempotent."""
+        """Waits for the threads (pieces are small) and releases the memory. Idempotent."""
 
 
 class _Pool:
@@ -85,6 +91,7 @@ class _Pool:
         self.num_blocks: int = num_blocks
         self.block_bytes = expected
         self._thread: ThreadPoolExecutor | None = None
+        self._ahead: ThreadPoolExecutor | None = None
 
     def start(self, work: Callable[[], T], num_bytes: int) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
@@ -96,10 +103,22 @@ class _Pool:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-copy")
         return loop.run_in_executor(self._thread, work)
 
+    def expect(self, block_ids: RowIds) -> None:
+        """Nothing to do for blocks elsewhere."""
+
+    def populate(self, memory: HostRows, rows: RowIds) -> None:
+        untouched = memory.untouched(rows)
+        if not len(untouched):
+            return
+        if self._ahead is None:
+            self._ahead = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-populate")
+        self._ahead.submit(memory.populate, untouched)
+
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+        for thread in (self._thread, self._ahead):
+            if thread is not None:
+                thread.shutdown(cancel_futures=thread is self._ahead)
+        self._thread = self._ahead = None
 
 
 class _HostPool(_Pool):
@@ -117,6 +136,9 @@ class _HostPool(_Pool):
 
     def checksums(self, block_ids: Iterable[BlockId]) -> tuple[int, ...]:
         return self._host.checksums(block_ids)
+
+    def expect(self, block_ids: RowIds) -> None:
+        self.populate(self._host, block_ids)
 
     async def copy_out(self, block_ids: Sequence[BlockId], into: HostRows, rows: Sequence[int]) -> None:
         raise InternalError("the pool lies in host memory")

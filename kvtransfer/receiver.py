@@ -11,7 +11,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 
-from kvtransfer.base import BlockRef, Fingerprints, HandoffListener, Offer, PoolMemory
+from kvtransfer.base import BlockRef, BlockRefs, Fingerprints, HandoffListener, Offer, PoolMemory
 from kvtransfer.connection import Connection
 from kvtransfer.endpoint import Endpoint
 from kvtransfer.local_pool import open_pool
@@ -83,6 +83,7 @@ class KvReceiver:
     ) -> Offer:
         """See `base.Receiver.offer`."""
         ticket = self._table.mint(blocks, listener, expires_in_s, first_block)
+        self._pool.expect(BlockRefs.of(blocks).block_ids)
         return Offer(ticket.transfer_id, ticket.encode(), self._endpoint)
 
     def withdraw(self, transfer_id: str) -> None:

@@ -12,8 +12,8 @@ there, so that who holds a popular prefix is not given more than that is worth:
 
 Who computes the prompt is decided then, and `PlacementReason` says why. A decode worker of a fixed role computes
 short prompts, and those of which it lacks no more than that. An elastic one computes every prompt, unless another
-worker would have computed it and handed it over sooner, by a margin. Where many streams would wait meanwhile, the
-other one may take longer, within a bound.
+worker would have computed it and handed it over sooner, by a margin. Where streams would wait meanwhile, one with
+fewer of them may take longer, within bounds.
 
 Looks at groups of workers, as sets of bits, and at a handful of them: the time it takes grows far less than their
 number, but with that of the workers that are under suspicion. Knows nothing of streams or time.
@@ -52,10 +52,11 @@ REMOTE_MARGIN = 0.25
 """Share of the time that an elastic worker would take for a prompt by which another one must be faster, the hand-off
 counted, to be given it: figures are a heartbeat old, and what goes to and fro costs both sides."""
 CROWDED_FACTOR = 6.0
-"""Times as long as a crowded worker would take for a prompt, that another one may take which prompts slow down less: it
-has fewer streams to keep waiting. The fewer streams the first one has, the less, by the square of their number."""
-FASTER = 1.3
-"""Times the rate of prompts of a worker with streams, from which on another one counts as such."""
+"""Times as long as a crowded worker would take for a prompt, its line included, that another one may take which has
+half as many streams or fewer to keep waiting. The fewer the first one has, the less, by the square of their number."""
+PATIENCE = 3.0
+"""Times as long as a worker with streams would compute a prompt if none were in line, that it may take another one with
+half as many streams or fewer: beside any stream, a prompt makes gaps, and what else comes waits behind it."""
 SPARE_SHARE = 0.75
 """Of a decode worker that may be in use with a stream which another one hands over because of overload: one that is
 nearly as full would soon do the same. What drains goes to any."""
@@ -137,7 +138,10 @@ def _is_worth_a_hand_off(demand: Demand, decode: WorkerView, prefill: WorkerView
     handoff_s = demand.handoff_s if rate else 0.0
     remote_s = prefill.prompt_s(demand, rate or 1.0) + handoff_s
     factor = 1 - REMOTE_MARGIN
-    if prefill.prompt_tokens_per_s > FASTER * decode.prompt_tokens_per_s:
+    if prefill.crowd <= decode.crowd / 2:
+        alone_s = decode.lacking_tokens(demand) / (decode.prompt_tokens_per_s or rate or 1.0)
+        if decode.crowd and remote_s <= PATIENCE * alone_s:
+            return True
         factor += decode.crowd**2 * (CROWDED_FACTOR - factor)
     return remote_s < factor * decode.prompt_s(demand, rate or 1.0)
 

@@ -114,12 +114,16 @@ class WorkerView:
 
     @property
     def _running_seqs(self) -> int:
-        return 0 if self.load is None else max(0, self.load.running_seqs - self.ended_seqs)
+        """Of its own: prompts that it computes for others keep no stream waiting, and none begins there with them."""
+        if self.load is None:
+            return 0
+        return max(0, self.load.running_seqs - self.load.running_for_others - self.ended_seqs)
 
     @property
     def _num_seqs(self) -> int:
         """That it has, or was given."""
-        return self.assigned_seqs + self._running_seqs + (0 if self.load is None else self.load.waiting_seqs)
+        waiting = 0 if self.load is None else self.load.waiting_seqs - self.load.waiting_for_others
+        return self.assigned_seqs + self._running_seqs + waiting
 
     @property
     def is_at_objective(self) -> bool:

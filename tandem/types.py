@@ -349,3 +349,7 @@ class WorkerLoad:
     """Moving average of its decode steps; 0 = none yet."""
     step_objective_s: float = 0.0
     """Longest step that its inter-token objective allows while sequences decode; 0 = none."""
+    running_for_others: int = 0
+    """Of `running_seqs`, prompts that it computes for other workers."""
+    waiting_for_others: int = 0
+    """The same of `waiting_seqs`."""

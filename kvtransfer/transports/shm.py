@@ -132,6 +132,10 @@ class _SendingLane(HostSendingLane):
         if self._mapping is not None:
             self._mapping.close()
 
+    def expect(self, targets: Sequence[BlockRef]) -> None:
+        if self._slice is None and self._peer is not None:
+            self._pool.populate(self._peer, BlockRefs.of(targets).block_ids)
+
     def reserve(self, num_blocks: int) -> asyncio.Future[Room]:
         return unbounded(num_blocks) if self._slice is None else self._slice.take(num_blocks)
 

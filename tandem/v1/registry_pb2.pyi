@@ -77,7 +77,7 @@ class PoolStatus(_message.Message):
     def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., receiving_blocks: _Optional[int] = ..., live_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., unused_slots: _Optional[int] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("engine_steps", "running_seqs", "waiting_seqs", "queued_prompt_tokens", "pool", "live_transfers", "draining", "preemptions", "prompt_tokens_per_second", "step_seconds", "step_objective_seconds")
+    __slots__ = ("engine_steps", "running_seqs", "waiting_seqs", "queued_prompt_tokens", "pool", "live_transfers", "draining", "preemptions", "prompt_tokens_per_second", "step_seconds", "step_objective_seconds", "running_for_others", "waiting_for_others")
     ENGINE_STEPS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQS_FIELD_NUMBER: _ClassVar[int]
     WAITING_SEQS_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +89,8 @@ class WorkerLoad(_message.Message):
     PROMPT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STEP_OBJECTIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FOR_OTHERS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_OTHERS_FIELD_NUMBER: _ClassVar[int]
     engine_steps: int
     running_seqs: int
     waiting_seqs: int
@@ -100,7 +102,9 @@ class WorkerLoad(_message.Message):
     prompt_tokens_per_second: float
     step_seconds: float
     step_objective_seconds: float
-    def __init__(self, engine_steps: _Optional[int] = ..., running_seqs: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., live_transfers: _Optional[int] = ..., draining: bool = ..., preemptions: _Optional[int] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., step_objective_seconds: _Optional[float] = ...) -> None: ...
+    running_for_others: int
+    waiting_for_others: int
+    def __init__(self, engine_steps: _Optional[int] = ..., running_seqs: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., live_transfers: _Optional[int] = ..., draining: bool = ..., preemptions: _Optional[int] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., step_objective_seconds: _Optional[float] = ..., running_for_others: _Optional[int] = ..., waiting_for_others: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("info", "load")

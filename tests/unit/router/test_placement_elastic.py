@@ -149,6 +149,11 @@ def test_few_streams_join_others_and_leave_a_worker_free_for_prompts(
     assert outcome(fixed, demand)[1] == "idle"
 
 
+def test_prompts_for_others_draw_no_stream(worker: View) -> None:
+    helper = worker(E, "helper", running_seqs=2, running_for_others=2, waiting_seqs=3, waiting_for_others=3)
+    assert outcome([helper, worker(E, "streams", running_seqs=1)])[1] == "streams"
+
+
 def test_a_prefix_draws_no_stream_away_from_where_streams_are_but_decides_among_equals(worker: View) -> None:
     holder = worker(E, "holder", held=992)
     assert outcome([holder, worker(E, "streams", running_seqs=4)])[1] == "streams"
@@ -163,19 +168,29 @@ def test_a_prefix_draws_no_stream_away_from_where_streams_are_but_decides_among_
         (13, 200.0, 11_100, True),  # 60.5 s
         (12, 200.0, 10_900, False),
         (6, 200.0, 3_000, False),  # half as many streams, a quarter of the patience: 20 s, not 21
-        (6, 200.0, 3_200, True),
-        (1, 200.0, 700, True),
-        (13, 130.0, 0, True),  # prompts make streams wait there as well
+        (6, 200.0, 3_200, False),  # more than that, but within three times its own time
+        (1, 200.0, 4_900, False),
+        (1, 200.0, 5_100, True),
+        (1, 30.0, 0, True),  # slow by itself
     ],
 )
-def test_streams_are_spared_a_prompt_that_another_computes_within_six_times_its_time_or_less_where_they_are_few(
+def test_streams_are_spared_a_prompt_that_another_computes_within_some_times_its_own_time(
     worker: View, streams: int, rate: float, queued: int, stays: bool
 ) -> None:
     crowded = worker(E, "crowded", running_seqs=streams, step_s=0.01, step_objective_s=0.05)
     other = worker(P, "other", rate, queued_prompt_tokens=queued)
     assert outcome([crowded, other])[0] == (None if stays else "other")
     waiting = worker(E, "waiting", waiting_seqs=streams, step_s=0.01, step_objective_s=0.05)
-    assert outcome([waiting, other])[0] is None, "nobody waits there for a token"
+    assert outcome([waiting, worker(P, "other", 100.0, queued_prompt_tokens=queued)])[0] is None, "nobody waits there"
+    computing = worker(E, "computing", running_seqs=streams, running_for_others=streams)
+    assert outcome([computing, worker(P, "other", 100.0, queued_prompt_tokens=queued)])[0] is None, "the same"
+
+
+@pytest.mark.parametrize(("streams", "prefill"), [(4, "other"), (5, None)])
+def test_streams_are_not_spared_at_the_cost_of_as_many_others(worker: View, streams: int, prefill: str | None) -> None:
+    crowded = worker(E, "crowded", running_seqs=8, step_s=0.01, step_objective_s=0.05)
+    other = worker(E, "other", 150.0, running_seqs=streams, queued_prompt_tokens=1_000)
+    assert outcome([crowded, other])[0] == prefill
 
 
 def test_an_elastic_worker_never_hands_over_to_itself_and_no_suspect_is_asked(worker: View) -> None:

@@ -29,6 +29,8 @@ STATUS = ClusterStatus(
                 prompt_tokens_per_s=900.5,
                 step_s=0.025,
                 step_objective_s=0.05,
+                running_for_others=1,
+                waiting_for_others=2,
             ),
             0.25,
             connected=True,
