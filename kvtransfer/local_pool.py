@@ -69,7 +69,7 @@ class LocalPool(Protocol):
         """Makes rows real that were not asked for before, on another thread than `start` uses. Never waits."""
 
     def close(self) -> None:
-        """Waits for the threads (pieces are small) and releases the memory. Idempotent."""
+        """Waits for the thread (pieces are small) and releases the memory. Idempotent."""
 
 
 class _Pool:
@@ -115,10 +115,12 @@ class _Pool:
         self._ahead.submit(memory.populate, untouched)
 
     def close(self) -> None:
-        for thread in (self._thread, self._ahead):
-            if thread is not None:
-                thread.shutdown(cancel_futures=thread is self._ahead)
-        self._thread = self._ahead = None
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+        if self._ahead is not None:
+            self._ahead.shutdown(wait=False, cancel_futures=True)  # it ends once its memory is closed
+            self._ahead = None
 
 
 class _HostPool(_Pool):

@@ -62,6 +62,7 @@ async def test_prompts_for_others_leave_half_of_the_pool_to_sequences() -> None:
         await cores.until(lambda: cores.cores["a"].load().waiting_seqs == 2)  # three blocks each: two of them at a time
         load = cores.cores["a"].load()
         assert (load.pool.live, load.queued_prompt_tokens) == (6, 4 * 12)
+        assert (load.running_seqs, load.running_for_others, load.waiting_for_others) == (2, 2, 2)
         waits = [reason for _, reason in cores.cores["a"].waits()]
         assert sorted(waits) == [WaitReason.PREFILL_LINE] * 2 + [WaitReason.PROMPT] * 2
         cores.engines["a"].let_go()

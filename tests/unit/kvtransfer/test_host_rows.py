@@ -1,0 +1,66 @@
+"""Rows of host memory whose pages are made real before they are written."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtransfer.host_rows import HostRows
+
+ROW_BYTES = 3 * mmap.PAGESIZE // 2
+NUM_ROWS = 64
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    """A memory file without a page."""
+    fd = os.memfd_create("rows")
+    os.ftruncate(fd, NUM_ROWS * ROW_BYTES)
+    yield fd
+    os.close(fd)
+
+
+def rows_of(fd: int) -> HostRows:
+    mapping = mmap.mmap(fd, NUM_ROWS * ROW_BYTES)
+    return HostRows(np.frombuffer(mapping, np.uint8).reshape(NUM_ROWS, ROW_BYTES))
+
+
+def real_bytes(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+def has_populate() -> bool:
+    major, minor = os.uname().release.split(".")[:2]
+    return (int(major), int(minor)) >= (5, 14)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists() or not has_populate(), reason="needs Linux 5.14")
+def test_pages_of_the_rows_alone_become_real_and_keep_what_lies_there(fd: int) -> None:
+    rows = rows_of(fd)
+    rows.rows[5] = 7
+    before = real_bytes(fd)
+    rows.populate(np.array([4, 5, 20], np.uint32))
+
+    pages_more = (real_bytes(fd) - before) // mmap.PAGESIZE
+    assert 3 <= pages_more <= 4, "of rows 4 and 20 at most"
+    assert (rows.rows[5] == 7).all()
+    assert not rows.rows[4].any()
+
+
+def test_each_row_is_untouched_once(fd: int) -> None:
+    rows = rows_of(fd)
+    assert rows.untouched(np.array([3, 9], np.uint32)).tolist() == [3, 9]
+    assert rows.untouched(np.array([9, 4], np.uint32)).tolist() == [4]
+    assert rows.untouched(np.array([3, 4], np.uint32)).tolist() == []
+
+
+def test_nothing_is_populated_after_the_end(fd: int) -> None:
+    rows = rows_of(fd)
+    rows.close()
+    rows.populate(np.arange(8, dtype=np.uint32))
+    assert real_bytes(fd) == 0
