@@ -178,6 +178,7 @@ def vllm_environment(vllm_python: Path, cores: Sequence[int]) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "VLLM_CPU_OMP_THREADS_BIND": listed,
         "VLLM_USE_AOT_COMPILE": "0",  # what it stores it cannot load again on a CPU: every start would compile
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "86400",  # a step may stand still through the turns of others
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         **({"LD_PRELOAD": ":".join(preloaded)} if preloaded else {}),
