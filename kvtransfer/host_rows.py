@@ -17,7 +17,7 @@ from kvtransfer.row_copy import Rows, row_checksums
 RowIds: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 """`[n]`."""
 _MADV_POPULATE_WRITE = 23
-"""Linux 5.14. Python names it from 3.15 on."""
+"""Linux 5.14; Python has no name for it."""
 _PIECE_BYTES = 2 * 1024 * 1024
 """Populated in one call of the kernel, about 1 ms: `close` waits for no more."""
 

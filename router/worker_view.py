@@ -110,7 +110,9 @@ class WorkerView:
 
         Those that wait for their own prompts are not among them: what is there sooner is best for all of them.
         """
-        return min(1.0, self._running_seqs / (PACKED_SHARE * self.info.max_seqs)) if self.info.max_seqs else 0.0
+        if not self.info.role.decodes or not self.info.max_seqs:
+            return 0.0
+        return min(1.0, self._running_seqs / (PACKED_SHARE * self.info.max_seqs))
 
     @property
     def _running_seqs(self) -> int:

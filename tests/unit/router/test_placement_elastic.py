@@ -178,7 +178,7 @@ def test_streams_are_spared_a_prompt_that_another_computes_within_some_times_its
     worker: View, streams: int, rate: float, queued: int, stays: bool
 ) -> None:
     crowded = worker(E, "crowded", running_seqs=streams, step_s=0.01, step_objective_s=0.05)
-    other = worker(P, "other", rate, queued_prompt_tokens=queued)
+    other = worker(P, "other", rate, queued_prompt_tokens=queued, running_seqs=5)  # prompts: it has no streams
     assert outcome([crowded, other])[0] == (None if stays else "other")
     waiting = worker(E, "waiting", waiting_seqs=streams, step_s=0.01, step_objective_s=0.05)
     assert outcome([waiting, worker(P, "other", 100.0, queued_prompt_tokens=queued)])[0] is None, "nobody waits there"
