@@ -258,4 +258,6 @@ def test_an_installed_client_calls_an_installed_server(
         finally:
             serving.kill()
 
-    assert told.split() == ["True", "4", "3", "sampling.temperature", "2"]
+    *called, num_workers = told.split()
+    assert called == ["True", "4", "3", "sampling.temperature"]
+    assert num_workers in {"1", "2"}, "it is ready with the first of its elastic workers"
