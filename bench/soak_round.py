@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from bench.cluster import Cluster, becomes_idle
@@ -179,9 +179,14 @@ class Round:
                 return why
             await asyncio.sleep(_POLL_S)
             # Who was set aside last is probed by the next request, and no caller sends one any more.
-            probe = await call(operator, self._kinds[0], Manner.PLAIN, self._probing_rng, self._clock)
+            probe = await call(operator, self._uncached(), Manner.PLAIN, self._probing_rng, self._clock)
             if probe.complaint:
                 self._violated(f"{probe.kind}, {probe.manner}: {probe.complaint}")
+
+    def _uncached(self) -> Kind:
+        """One that no cache knows: it would go to who holds its prompt, never to the worker that is to be probed."""
+        kind, salt = self._probing_rng.choice(self._kinds), f"probe {self._probing_rng.random()}"
+        return Kind(replace(kind.request, options={**kind.request.options, "cache_salt": salt}), kind.answer)
 
     def _check_leaks(self, before: Mapping[str, Usage], after: Mapping[str, Usage]) -> None:
         for name, then, now in survivors(before, after):
