@@ -12,8 +12,10 @@ Then, with the same servers: 16 × (256 + 64) tokens at once, and a burst of lon
 The whole takes hours on two cores. `--quick` has fewer requests, a coarser grid of rates and trials that end as soon
 as they are lost; `--rates-of FILE` begins each search at what an earlier run found, which saves trials.
 A part is chosen by `--servers` and `--loads`; where the best server is left out, `--objectives FILE` takes the
-objectives of an earlier run. Both files are what `--json FILE` or `--record` wrote. `--record` writes
-`bench/results/goodput-<tier>.json` and draws `docs/images/goodput-<tier>.svg`, by the tier of our kernels here.
+objectives of an earlier run. `--once` tells two forms apart at one rate, for changes too small for the searches: what
+misses is in the lines of the trials; a few requests more or fewer are noise. Both files are what `--json FILE` or
+`--record` wrote. `--record` writes `bench/results/goodput-<tier>.json` and draws `docs/images/goodput-<tier>.svg`, by
+the tier of our kernels here.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -288,6 +290,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     effort = QUICK if args.quick else FULL
+    if args.once:
+        effort = replace(effort, trials=1, leaves_early=False)
     known = {**SERVERS, **{name: shlex.split(options) for name, options in args.variant}}
     chosen = args.servers or [*known, *([VLLM_SERVER] if args.vllm_python else [])]
     return Plan(
@@ -300,6 +304,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         objectives=read_objectives(args.objectives),
         first_per_s=args.first_rate,
         first_rates=read_rates(args.rates_of),
+        arrivals_seed=args.arrivals_seed,
     )
 
 
@@ -316,12 +321,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--objectives", type=Path, metavar="FILE", help="take them from an earlier run")
     parser.add_argument("--first-rate", type=float, default=1.0, help="requests per second of the first trial")
     parser.add_argument("--rates-of", type=Path, metavar="FILE", help="begin each search at what an earlier run found")
+    parser.add_argument("--once", action="store_true", help="one trial of each, at its first rate and to its end")
+    parser.add_argument("--arrivals-seed", type=int, default=ARRIVALS_SEED, help="of times and lengths")
     parser.add_argument("--quick", action="store_true", help="fewer requests and rates")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--record", action="store_true", help="of a whole run: write the record, plot and page")
     args = parser.parse_args()
-    if args.record and (args.servers or tuple(args.loads) != PARTS):
-        parser.error("--record wants all servers and loads; without --vllm-python, bars against vLLM are not measured")
+    if args.record and (args.servers or args.once or tuple(args.loads) != PARTS):
+        parser.error(
+            "--record wants whole searches of all servers and loads; without --vllm-python, bars against vLLM are not measured"
+        )
     return args
 
 

@@ -72,7 +72,7 @@ class Link:
             await handoff.abort()
             self._handoffs.pop(ticket.number, None)
             raise
-        self._lane.expect(ticket.blocks)
+        self._lane.make_ready(ticket.blocks)
         return handoff
 
     async def close(self) -> None:

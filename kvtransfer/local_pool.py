@@ -62,11 +62,11 @@ class LocalPool(Protocol):
         The future is not cancelled with its awaiter's task if awaited through `asyncio.wait`.
         """
 
-    def expect(self, block_ids: RowIds) -> None:
-        """These blocks will be written soon: readies their memory, as far as it lies in this process. Never waits."""
+    def make_ready(self, block_ids: RowIds) -> None:
+        """A hand-off will write these blocks soon: populates their memory, if it is of the host. Never waits."""
 
     def populate(self, memory: HostRows, rows: RowIds) -> None:
-        """Makes rows real that were not asked for before, on another thread than `start` uses. Never waits."""
+        """Calls `HostRows.populate` for untouched rows, on another thread than `start` uses. Never waits."""
 
     def close(self) -> None:
         """Waits for the thread (pieces are small) and releases the memory. Idempotent."""
@@ -91,7 +91,7 @@ class _Pool:
         self.num_blocks: int = num_blocks
         self.block_bytes = expected
         self._thread: ThreadPoolExecutor | None = None
-        self._ahead: ThreadPoolExecutor | None = None
+        self._populating: ThreadPoolExecutor | None = None
 
     def start(self, work: Callable[[], T], num_bytes: int) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
@@ -103,24 +103,24 @@ class _Pool:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-copy")
         return loop.run_in_executor(self._thread, work)
 
-    def expect(self, block_ids: RowIds) -> None:
+    def make_ready(self, block_ids: RowIds) -> None:
         """Nothing to do for blocks elsewhere."""
 
     def populate(self, memory: HostRows, rows: RowIds) -> None:
         untouched = memory.untouched(rows)
         if not len(untouched):
             return
-        if self._ahead is None:
-            self._ahead = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-populate")
-        self._ahead.submit(memory.populate, untouched)
+        if self._populating is None:
+            self._populating = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-populate")
+        self._populating.submit(memory.populate, untouched)
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
-        if self._ahead is not None:
-            self._ahead.shutdown(wait=False, cancel_futures=True)  # it ends once its memory is closed
-            self._ahead = None
+        if self._populating is not None:
+            self._populating.shutdown(wait=False, cancel_futures=True)  # it ends once its memory is closed
+            self._populating = None
 
 
 class _HostPool(_Pool):
@@ -139,7 +139,7 @@ class _HostPool(_Pool):
     def checksums(self, block_ids: Iterable[BlockId]) -> tuple[int, ...]:
         return self._host.checksums(block_ids)
 
-    def expect(self, block_ids: RowIds) -> None:
+    def make_ready(self, block_ids: RowIds) -> None:
         self.populate(self._host, block_ids)
 
     async def copy_out(self, block_ids: Sequence[BlockId], into: HostRows, rows: Sequence[int]) -> None:

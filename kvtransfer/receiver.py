@@ -83,7 +83,7 @@ class KvReceiver:
     ) -> Offer:
         """See `base.Receiver.offer`."""
         ticket = self._table.mint(blocks, listener, expires_in_s, first_block)
-        self._pool.expect(BlockRefs.of(blocks).block_ids)
+        self._pool.make_ready(BlockRefs.of(blocks).block_ids)
         return Offer(ticket.transfer_id, ticket.encode(), self._endpoint)
 
     def withdraw(self, transfer_id: str) -> None:

@@ -103,8 +103,8 @@ class SendingLane(Lane, Protocol):
     async def receive_hello(self, connection: Connection) -> Frame:
         """The receiver's first frame, and what came along with it. Raises TransferError."""
 
-    def expect(self, targets: Sequence[BlockRef]) -> None:
-        """A hand-off into these blocks of the peer has begun. Never waits."""
+    def make_ready(self, targets: Sequence[BlockRef]) -> None:
+        """A hand-off into these blocks of the peer has begun: what this end will write can be mapped. Never waits."""
 
     def reserve(self, num_blocks: int) -> asyncio.Future[Room]:
         """Room for one WRITE of 1 to `num_blocks` blocks, once there is any; see `room.unbounded`.

@@ -232,7 +232,7 @@ class _SendingLane(HostLane):
         if theirs.num_blocks * self._pool.block_bytes > self._copier.size_bytes:
             raise TransferError("the peer's allocation is smaller than its pool")
 
-    def expect(self, targets: Sequence[BlockRef]) -> None:
+    def make_ready(self, targets: Sequence[BlockRef]) -> None:
         """See `SendingLane`: memory of a GPU is always real."""
 
     def reserve(self, num_blocks: int) -> asyncio.Future[Room]:

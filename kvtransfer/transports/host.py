@@ -94,7 +94,7 @@ class HostSendingLane(HostLane):
         """See `SendingLane`."""
         return await connection.receive()
 
-    def expect(self, targets: Sequence[BlockRef]) -> None:
+    def make_ready(self, targets: Sequence[BlockRef]) -> None:
         """Nothing to do where this end writes nothing."""
 
     def reserve(self, num_blocks: int) -> asyncio.Future[Room]:

@@ -132,7 +132,7 @@ class _SendingLane(HostSendingLane):
         if self._mapping is not None:
             self._mapping.close()
 
-    def expect(self, targets: Sequence[BlockRef]) -> None:
+    def make_ready(self, targets: Sequence[BlockRef]) -> None:
         if self._slice is None and self._peer is not None:
             self._pool.populate(self._peer, BlockRefs.of(targets).block_ids)
 
