@@ -329,7 +329,7 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.record and (args.servers or args.once or tuple(args.loads) != PARTS):
         parser.error(
-            "--record wants whole searches of all servers and loads; without --vllm-python, bars against vLLM are not measured"
+            "--record wants whole searches of all servers and loads; without --vllm-python none is held against vLLM"
         )
     return args
 
