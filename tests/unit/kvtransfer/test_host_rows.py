@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,3 +61,30 @@ def test_nothing_is_populated_after_the_end(fd: int) -> None:
     rows.close()
     rows.populate(np.arange(8, dtype=np.uint32))
     assert real_bytes(fd) == 0
+
+
+async def becomes_real(fd: int) -> None:
+    async with asyncio.timeout(20):
+        while not real_bytes(fd):  # noqa: ASYNC110 - the kernel tells nobody
+            await asyncio.sleep(0.001)
+
+
+def drop_pages(fd: int) -> None:
+    size = os.fstat(fd).st_size
+    os.ftruncate(fd, 0)
+    os.ftruncate(fd, size)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs MADV_POPULATE_WRITE")
+async def test_both_ends_of_a_hand_off_populate_its_blocks_before_anything_is_pushed(
+    paired: Callable, recorder: Any
+) -> None:
+    async with paired("shm") as pair:
+        drop_pages(pair.target.fd)
+        offer = pair.offer(recorder)
+        await becomes_real(pair.target.fd)
+
+        drop_pages(pair.target.fd)
+        handoff = await pair.open(offer)
+        await becomes_real(pair.target.fd)
+        await handoff.abort()
