@@ -28,7 +28,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -148,9 +148,11 @@ class Plan:
 class Comparison:
     """One run over servers that are up and warm."""
 
-    def __init__(self, plan: Plan, turns: Mapping[str, Turn]) -> None:
+    def __init__(self, plan: Plan, turns: Mapping[str, Turn], keep: Callable[[Document], None]) -> None:
         self._plan = plan
         self._turns = turns
+        self._keep = keep
+        """Is told the results so far after each load."""
         self._seeds = count(1)
 
     async def run(self) -> Document:
@@ -159,6 +161,7 @@ class Comparison:
         results: Document = {"settings": plan.settings(), "loads": {}, TOGETHER: {}, BURST: {}}
         for load in plan.loads:
             results["loads"][load.name] = await self._load(load)
+            self._keep(results)
         if TOGETHER in plan.parts:
             _say("all at once")
             served = await measure_served(self._turns, ServedShape(), plan.vocab_size, plan.effort.rounds)
@@ -241,14 +244,14 @@ class Comparison:
             yield client
 
 
-async def measure(plan: Plan, model: Path) -> Document:
-    """Starts the servers, warms them up, measures, ends them."""
+async def measure(plan: Plan, model: Path, keep: Callable[[Document], None] = lambda _: None) -> Document:
+    """Starts the servers, warms them up, measures, ends them; `keep` is told the results so far."""
     _say("servers start")
     async with open_servers(model, plan.servers, plan.cores, plan.vllm_python) as turns:
         for turn in turns.values():
             async with turn() as client:
                 await warm_up(client, plan.vocab_size)
-        return await Comparison(plan, turns).run()
+        return await Comparison(plan, turns, keep).run()
 
 
 def read_objectives(path: Path | None) -> dict[str, Objectives]:
@@ -324,7 +327,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--once", action="store_true", help="one trial of each, at its first rate and to its end")
     parser.add_argument("--arrivals-seed", type=int, default=ARRIVALS_SEED, help="of times and lengths")
     parser.add_argument("--quick", action="store_true", help="fewer requests and rates")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, after each load")
     parser.add_argument("--record", action="store_true", help="of a whole run: write the record, plot and page")
     args = parser.parse_args()
     if args.record and (args.servers or args.once or tuple(args.loads) != PARTS):
@@ -339,12 +342,16 @@ def main() -> int:
     args = _arguments()
     end_in_order()
     plan = _plan(args)
+
+    def keep(results: Document) -> None:
+        if args.json is not None:
+            args.json.write_text(json.dumps(results, indent=2))
+
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(PEER_SHAPES[plan.shape], Path(folder))
-        results = uvloop.run(measure(plan, Path(folder)))
+        results = uvloop.run(measure(plan, Path(folder), keep))
     print("\n".join(section(results)))
-    if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=2))
+    keep(results)
     if args.record:
         draw_goodput(results, image_of(cpu_tier()))
         write_record(f"goodput-{cpu_tier()}", results)

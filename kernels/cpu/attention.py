@@ -33,7 +33,7 @@ class CpuAttention:
     step (one token) adds in another order than a chunk, so the two agree but for rounding. On
     bfloat16, the softmax's weights are rounded to bfloat16 where the processor multiplies those, in chunks
     and, over bfloat16 KV, in decode steps. Quantized KV is multiplied by its scales in float32; but chunks on
-    bfloat16 round it to bfloat16 first, and decode steps there read int8 as integers (`src/attention_words.h`).
+    bfloat16 round it to bfloat16 first, and decode steps there read int8 as integers (`src/attention_bytes.h`).
 
     Keeps the last step's metadata, which its layers share, to check it once. Scratch memory belongs to
     each computing thread, grows to what was needed (about a megabyte) and stays. For one thread.

@@ -167,8 +167,8 @@ template <typename T>
 void attend_phase(const AttendArgs& a, const Plan& plan, Phases phases) {
   phases.begin();
   const auto take = [&]() -> const Unit* {
-    int64_t first, last;
-    return phases.take(plan.num_units, 1, 1, &first, &last) ? plan.units + first : nullptr;
+    int64_t unit;
+    return phases.take_in_order(plan.num_units, &unit) ? plan.units + unit : nullptr;
   };
   work<T>(a, plan, take, [&] { phases.finish(plan.num_units, 1); });
 }

@@ -49,6 +49,8 @@ TANDEM_INLINE int64_t first_seen(const AttendShape& s, int64_t position) {
   return s.window ? most(0, position - s.window + 1) : 0;
 }
 
+constexpr int64_t kTokens = 64;  // that decode takes at once
+
 // Keys of `count` positions from `first` on, of KV head 0: to[i] is a row [D].
 template <typename T>
 void key_rows(const AttendArgs& a, int64_t seq, int64_t first, int64_t count, const T** to) {

@@ -17,8 +17,6 @@
 
 namespace {
 
-constexpr int64_t kTokens = 64;
-
 // Keys in one share of a seq that sees `keys` keys: a quarter, but 320 to 512. Each share has a start and a merge to pay.
 inline int64_t share_of(int64_t keys) { return least(512, most(320, round_up((keys + 3) / 4, kTokens))); }
 
@@ -27,7 +25,7 @@ class Decode {
   using T = typename KvForm<Form>::Computed;
   using K = typename KvForm<Form>::Stored;
   static constexpr bool kExact = !kIsBf16<T>;
-  static constexpr bool kInteger = kHasWords<T, K>;  // products of integers, see attention_words.h
+  static constexpr bool kInteger = kHasWords<T, K>;  // products of integers, see attention_bytes.h
   static constexpr bool kPaired = kHasPairs<T, K>;   // without sets, products of pairs, see attention_decode_pairs.h
   static constexpr int kWide = kLanes == 16 ? 4 : 2;  // vectors of dims whose sums stay in registers at once
   static constexpr int64_t kStats = 2;
@@ -41,7 +39,7 @@ class Decode {
   // Scratch.
   const K** rows_;   // [kTokens] of K, KV head 0
   float* scales_;    // quantized: [kTokens + kLanes] of one KV head and side
-  Words words_;
+  Integers integers_;
   Fetch fetch_;      // of what stands kTokens further, while these are used
   float* weights_;   // [kTokens, 4], of a set [kTokens + 16, 16]
   uint32_t* pairs_;  // of a set [kTokens / 16 + 1, kPairRows, 16 tokens]: see tile_values_of_heads
@@ -56,7 +54,7 @@ class Decode {
     Carver carver{base};
     rows_ = carver.take<const K*>(kTokens);
     scales_ = carver.take<float>(kHasScales<K> ? kTokens + kLanes : 0);
-    words_.carve(carver, kInteger ? a_.num_heads : 0, width_, kTokens);
+    integers_.carve(carver, kInteger ? a_.num_heads : 0, width_);
     fetch_.carve(carver);
     weights_ = carver.take<float>((kTokens + 16) * 16);
     pairs_ = carver.take<uint32_t>(has_sets() ? (kTokens / 16 + 1) * kPairRows * 16 : 0);
@@ -95,6 +93,8 @@ class Decode {
     for (int64_t first = unit.begin, count = 0; first < unit.end; first += count) {
       count = count_from(unit, first);
       key_rows(a_, unit.seq, first, count, rows_);
+      if constexpr (kInteger)
+        for (int64_t t = count; t % kLanes; ++t) rows_[t] = rows_[count - 1];
       fetch_.owe(unit, count);
       if (has_sets())
         for (int64_t kv_head = unit.kv_head; kv_head < unit.kv_head_end; kv_head += set_size())
@@ -111,7 +111,7 @@ class Decode {
   }
 
  private:
-  static constexpr int kWidth = kInteger ? Words::kWidth : kPaired ? kRowWords : kLanes;
+  static constexpr int kWidth = kInteger ? Integers::kWidth : kPaired ? kRowWords : kLanes;
   static int64_t width_of(const AttendArgs& a) { return round_up(a.head_dim, kWidth); }
   T* paired_queries() const { return reinterpret_cast<T*>(queries_); }
 #if defined(__AMX_BF16__)
@@ -139,7 +139,7 @@ class Decode {
       if constexpr (!kInteger && !kPaired) store(queries_ + head * width_ + d, some);
       store(sums_ + head * width_ + d, F32{});
     }
-    if constexpr (kInteger) words_.start_head(head, query, dims_, width_);
+    if constexpr (kInteger) integers_.start_head(head, query, dims_, width_);
     if (kPaired && !has_sets()) start_pairs(query, dims_, width_, paired_queries() + head * width_);
     store(maxima_ + head * kLanes, splat(kHidden));
     store(totals_ + head * kLanes, F32{});
@@ -188,7 +188,7 @@ class Decode {
     const int64_t keys = kv_head * a_.head_stride, values = keys + a_.side_stride;
     read_scales(first, count, keys);
     if constexpr (kInteger)
-      words_.score<kGroup, kHeads>(rows_, keys, scales_, head, count, dims_, width_, weights_, fetch_);
+      integers_.score<kGroup, kHeads>(rows_, keys, scales_, head, count, dims_, width_, weights_, fetch_);
     else if constexpr (kPaired)
       score_pairs<kGroup, kHeads>(rows_, keys, paired_queries() + head * width_, count, dims_, width_, weights_, fetch_);
     else score<kGroup, kHeads>(keys, head, count);
@@ -199,7 +199,7 @@ class Decode {
     if constexpr (kHasScales<K> && !kInteger) scale_weights<kGroup>(count);
     float* sums = sums_ + head * width_;
     if constexpr (kInteger)
-      words_.add_values<kGroup, kHeads>(rows_, values, scales_, count, dims_, weights_, decay, sums, width_, fetch_);
+      integers_.add_values<kGroup, kHeads>(rows_, values, scales_, count, dims_, weights_, decay, sums, width_, fetch_);
     else if constexpr (kPaired)
       add_value_pairs<kGroup, kHeads>(rows_, values, count, dims_, weights_, decay, sums, width_, fetch_);
     else add_all_values<kGroup, kHeads>(weights_, kv_head, head, count, decay);
@@ -311,19 +311,26 @@ class Decode {
     float* sums = sums_ + head * width_ + d;
     const int rest = int(dims_ - d);
     F32 sum[kHeads][kVectors];
+#pragma GCC unroll 4
     for (int g = 0; g < kHeads; ++g)
+#pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) sum[g][j] = load(sums + g * width_ + j * kLanes) * decay[g];
     for (int64_t t = 0; t < count; ++t) {
       fetch_.some(t & 1);  // half of them here, the others between the scores
       const K* row = rows_[t] + offset + a_.side_stride + d;
       F32 value[kVectors];
+#pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) value[j] = kTail ? load_n(row, rest) : load(row + j * kLanes);
+#pragma GCC unroll 4
       for (int g = 0; g < kHeads; ++g) {
         const F32 weight = splat(weights[t * kGroup + g]);
+#pragma GCC unroll 4
         for (int j = 0; j < kVectors; ++j) sum[g][j] = fma(weight, value[j], sum[g][j]);
       }
     }
+#pragma GCC unroll 4
     for (int g = 0; g < kHeads; ++g)
+#pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) store(sums + g * width_ + j * kLanes, sum[g][j]);
   }
 
@@ -364,7 +371,8 @@ class Decode {
       }
       return;
     }
-    if constexpr (kInteger || kPaired) Words::straighten(sums_ + head * width_, width_);
+    if constexpr (kInteger) Integers::straighten(sums_ + head * width_, width_);
+    if constexpr (kPaired) straighten_pairs(sums_ + head * width_, width_);
     for (int64_t d = 0; d < dims_; d += kLanes) store_n(to + d, load(sums + d) * share, int(least(kLanes, dims_ - d)));
   }
 

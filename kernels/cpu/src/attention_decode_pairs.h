@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "attention_words.h"
+#include "attention_bytes.h"
 
 namespace {
 
@@ -89,7 +89,9 @@ template <int kGroup, int kHeads, int kSteps, bool kTail>
 void add_some_pairs(const Bf16* const* rows, int64_t offset, int64_t count, int64_t rest, const float* pairs,
                     const float* decay, float* sums, int64_t width, Fetch& fetch) {
   F32 low[kHeads][kSteps], high[kHeads][kSteps];
+#pragma GCC unroll 4
   for (int g = 0; g < kHeads; ++g)
+#pragma GCC unroll 2
     for (int j = 0; j < kSteps; ++j) {
       low[g][j] = load(sums + g * width + j * kRowWords) * decay[g];
       high[g][j] = load(sums + g * width + j * kRowWords + kLanes) * decay[g];
@@ -98,6 +100,7 @@ void add_some_pairs(const Bf16* const* rows, int64_t offset, int64_t count, int6
     fetch.some(1);
     const Bf16 *from = rows[t] + offset, *next = rows[least(t + 1, count - 1)] + offset;
     U32 first[kSteps], second[kSteps];
+#pragma GCC unroll 2
     for (int j = 0; j < kSteps; ++j) {
       const U32 even = kTail ? load_row_n(from, rest) : load_row(from + j * kRowWords);
       const U32 odd = kTail ? load_row_n(next, rest) : load_row(next + j * kRowWords);
@@ -107,20 +110,23 @@ void add_some_pairs(const Bf16* const* rows, int64_t offset, int64_t count, int6
 #pragma GCC unroll 4
     for (int g = 0; g < kHeads; ++g) {
       const U32 pair = bit_cast<U32>(splat(pairs[t / 2 * kGroup + g]));
+#pragma GCC unroll 2
       for (int j = 0; j < kSteps; ++j) {
         low[g][j] = add_bf16_pairs(low[g][j], first[j], pair);
         high[g][j] = add_bf16_pairs(high[g][j], second[j], pair);
       }
     }
   }
+#pragma GCC unroll 4
   for (int g = 0; g < kHeads; ++g)
+#pragma GCC unroll 2
     for (int j = 0; j < kSteps; ++j) {
       store(sums + g * width + j * kRowWords, low[g][j]);
       store(sums + g * width + j * kRowWords + kLanes, high[g][j]);
     }
 }
 
-// The same over all dims, in the order that `Words::straighten` puts right; leaves `weights` as pairs.
+// The same over all dims, in the order that `straighten_pairs` puts right; leaves `weights` as pairs.
 template <int kGroup, int kHeads>
 void add_value_pairs(const Bf16* const* rows, int64_t offset, int64_t count, int64_t dims, float* weights,
                      const float* decay, float* sums, int64_t width, Fetch& fetch) {

@@ -1,7 +1,8 @@
 // Decode's products over int8 KV as products of 16-bit words, two to a 32-bit lane, with exact sums in 32 bits.
 //
 // A query is rounded to 15 bits of its largest element, and the weights of kTokens values, scales included, to
-// 15 bits of the largest: a hundredth of what rounding to bfloat16 costs. Float32 computes without this.
+// 15 bits of the largest: a hundredth of what rounding to bfloat16 costs. Float32 computes without this; processors
+// with VNNI compute the same in attention_bytes.h.
 
 #pragma once
 
@@ -92,66 +93,83 @@ TANDEM_INLINE I16 pair_high(I16 a, I16 b) {
 #endif
 }
 
+// Sums of products by pairs of words, where of every kRowWords the low pairs stand before the high ones: brings them
+// into the order of dims.
+inline void straighten_pairs(float* sums, int64_t width) {
+#define TANDEM_FOUR(l) ((l) / 4)
+#define TANDEM_STRAIGHT(l) (TANDEM_FOUR(l) % 2 * kLanes + TANDEM_FOUR(l) / 2 * 4 + (l) % 4)
+#define TANDEM_STRAIGHT_AFTER(l) TANDEM_STRAIGHT((l) + kLanes)
+  for (int64_t d = 0; d < width; d += kRowWords) {
+    const F32 low = load(sums + d), high = load(sums + d + kLanes);
+    store(sums + d, __builtin_shufflevector(low, high, TANDEM_EACH_LANE(TANDEM_STRAIGHT)));
+    store(sums + d + kLanes, __builtin_shufflevector(low, high, TANDEM_EACH_LANE(TANDEM_STRAIGHT_AFTER)));
+  }
+}
+
+// ---- rounding ----
+
+// The largest magnitude of a query [dims], or kSmallestRow. Compared as integers, where what is no number is the largest:
+// so it stays no number.
+template <typename T>
+TANDEM_INLINE float largest_of(const T* query, int64_t dims) {
+  I32 top = bit_cast<I32>(splat(kSmallestRow));
+  for (int64_t d = 0; d < dims; d += kLanes)
+    top = max(top, bit_cast<I32>(load_n(query + d, int(least(kLanes, dims - d)))) & 0x7fffffff);
+  return bit_cast<F32>(highest_of_groups<1>(top))[0];
+}
+
+// Multiplies weights [tokens, kGroup] by the scales; the largest of each head, likewise.
+template <int kGroup>
+TANDEM_INLINE F32 scale_and_find_largest(float* weights, const float* scales, int64_t count) {
+  I32 top = bit_cast<I32>(splat(kSmallestRow));
+  for (int64_t i = 0; i < count * kGroup; i += kLanes) {
+    const F32 scaled = load(weights + i) * spread<kGroup>(load(scales + i / kGroup));
+    store(weights + i, scaled);
+    top = max(top, bit_cast<I32>(scaled));
+  }
+  return bit_cast<F32>(highest_of_groups<kGroup>(top));
+}
+
 // ---- products ----
 
 class Words {
-  int16_t* queries_;  // without VNNI [H, width]
+  int16_t* queries_;  // [H, width]
   float* units_;      // [H + kLanes]: what one of a query's words stands for
-  uint8_t* bytes_;    // with VNNI [H, 2, width]: bits of a query's words from 7 on, and below, of words made positive
-  int32_t* pairs_;    // [tokens / 2, kGroup]: words of two tokens each
-#if defined(__AVX512VNNI__)
-  static constexpr bool kHasBytes = true;
-#else
-  static constexpr bool kHasBytes = false;
-#endif
-  static constexpr int kBytes = 64;  // of a vector
+  int32_t* pairs_;    // [kTokens / 2, kGroup]: words of two tokens each
 
  public:
   // What rows of sums and queries are padded to a multiple of.
-  static constexpr int kWidth = kHasBytes ? kBytes : kRowWords;
+  static constexpr int kWidth = kRowWords;
 
-  void carve(Carver& carver, int64_t heads, int64_t width, int64_t tokens) {
-    queries_ = carver.take<int16_t>(kHasBytes ? 0 : heads * width);
+  void carve(Carver& carver, int64_t heads, int64_t width) {
+    queries_ = carver.take<int16_t>(heads * width);
     units_ = carver.take<float>(heads + kLanes);
-    bytes_ = carver.take<uint8_t>(kHasBytes ? heads * 2 * width : 0);
-    pairs_ = carver.take<int32_t>(heads ? tokens * 2 + kLanes : 0);
+    pairs_ = carver.take<int32_t>(heads ? kTokens * 2 + kLanes : 0);
   }
 
   // Rounds the query [dims] of a head, zeros up to `width`.
   template <typename T>
   void start_head(int64_t head, const T* query, int64_t dims, int64_t width) {
-    I32 top = bit_cast<I32>(splat(kSmallestRow));
-    for (int64_t d = 0; d < dims; d += kLanes)
-      top = max(top, bit_cast<I32>(load_n(query + d, int(least(kLanes, dims - d)))) & 0x7fffffff);
-    const float largest = bit_cast<F32>(highest_of_groups<1>(top))[0];
+    const float largest = largest_of(query, dims);
     units_[head] = largest / kLargestWord;
     for (int64_t d = 0; d < width; d += kLanes) {
-      const int n = int(most(0, least(kLanes, dims - d)));
-      const I32 rounded = to_int(load_n(query + d, n) * (kLargestWord / largest));
-      if constexpr (kHasBytes) {
-        store_bytes_n(bytes_ + 2 * head * width + d, (rounded + kOffset) >> 7, kLanes);
-        store_bytes_n(bytes_ + (2 * head + 1) * width + d, (rounded + kOffset) & 127, kLanes);
-      } else {
-        for (int i = 0; i < kLanes; ++i) queries_[head * width + d + i] = int16_t(rounded[i]);
-      }
+      const F32 some = load_n(query + d, int(most(0, least(kLanes, dims - d))));
+      const I32 rounded = to_int(some * (kLargestWord / largest));
+      for (int i = 0; i < kLanes; ++i) queries_[head * width + d + i] = int16_t(rounded[i]);
     }
   }
 
-  // Scores [tokens, kGroup] of kHeads heads from `head` on; `scales` of the keys.
+  // Scores [tokens, kGroup] of kHeads heads from `head` on; `scales` of the keys. There are rows for whole vectors of
+  // tokens.
   template <int kGroup, int kHeads>
   void score(const Int8* const* rows, int64_t offset, const float* scales, int64_t head, int64_t count, int64_t dims,
              int64_t width, float* scores, Fetch& fetch) const {
-#if defined(__AVX512VNNI__)
-    for (int64_t t = 0; t < count; t += kLanes, scores += kLanes * kGroup)
-      score_bytes<kGroup, kHeads>(rows + t, least(kLanes, count - t), offset, load(scales + t), head, dims, width,
-                                  scores, fetch);
-#else
     constexpr int kAtOnce = kLanes / kGroup;
     F32 units = {};
     for (int i = 0; i < kLanes; ++i) units[i] = units_[head + least(i % kGroup, kHeads - 1)];
     for (int64_t t = 0; t < count; t += kAtOnce) {
       const Int8* keys[kAtOnce];
-      for (int i = 0; i < kAtOnce; ++i) keys[i] = rows[least(t + i, count - 1)] + offset;
+      for (int i = 0; i < kAtOnce; ++i) keys[i] = rows[t + i] + offset;
       fetch.some((kAtOnce + 3) / 4);
       I32 sum[kLanes] = {};
       for (int64_t d = 0; d < dims; d += kRowWords) {
@@ -167,7 +185,6 @@ class Words {
       }
       store(scores + t * kGroup, to_float(sums(sum)) * units * spread<kGroup>(load(scales + t)));
     }
-#endif
   }
 
   // sums [kHeads, width] = sums * decay + weights [tokens, kGroup] times values; see `straighten` for their order.
@@ -189,83 +206,19 @@ class Words {
                                                  fetch);
   }
 
-  // Of every kRowWords sums the low pairs stand before the high ones: brings them into the order of dims.
-  static void straighten(float* sums, int64_t width) {
-#define TANDEM_FOUR(l) ((l) / 4)
-#define TANDEM_STRAIGHT(l) (TANDEM_FOUR(l) % 2 * kLanes + TANDEM_FOUR(l) / 2 * 4 + (l) % 4)
-#define TANDEM_STRAIGHT_AFTER(l) TANDEM_STRAIGHT((l) + kLanes)
-    for (int64_t d = 0; d < width; d += kRowWords) {
-      const F32 low = load(sums + d), high = load(sums + d + kLanes);
-      store(sums + d, __builtin_shufflevector(low, high, TANDEM_EACH_LANE(TANDEM_STRAIGHT)));
-      store(sums + d + kLanes, __builtin_shufflevector(low, high, TANDEM_EACH_LANE(TANDEM_STRAIGHT_AFTER)));
-    }
-  }
+  // Brings sums into the order of dims.
+  static void straighten(float* sums, int64_t width) { straighten_pairs(sums, width); }
 
  private:
-  static constexpr int kOffset = 16384;
-
-#if defined(__AVX512VNNI__)
-  // 16 tokens, one to a lane: their keys turned over, four dims to a lane, times the queries' bytes. Sums may
-  // pass 2^31 on the way: what is left of them in the end does not.
-  template <int kGroup, int kHeads>
-  TANDEM_INLINE void score_bytes(const Int8* const* rows, int64_t count, int64_t offset, F32 scales, int64_t head,
-                                 int64_t dims, int64_t width, float* scores, Fetch& fetch) const {
-    __m512i upper[kHeads], lower[kHeads], keys_sum = _mm512_setzero_si512();
-    for (int g = 0; g < kHeads; ++g) upper[g] = lower[g] = _mm512_setzero_si512();
-    const __m512i ones = _mm512_set1_epi8(1);
-    for (int64_t d = 0; d < dims; d += kBytes) {
-      const __mmask64 present = dims - d < kBytes ? (__mmask64{1} << (dims - d)) - 1 : ~__mmask64{0};
-      F32 square[kLanes];
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i)
-        square[i] = bit_cast<F32>(_mm512_maskz_loadu_epi8(present, rows[least(i, count - 1)] + offset + d));
-      fetch.some(4);
-      transpose(square);
-      const uint8_t* queries = bytes_ + 2 * head * width + d;
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) {
-        const __m512i keys = bit_cast<__m512i>(square[i]);
-        keys_sum = _mm512_dpbusd_epi32(keys_sum, ones, keys);
-#pragma GCC unroll 4
-        for (int g = 0; g < kHeads; ++g) {
-          int32_t four[2];
-          memcpy(four, queries + 2 * g * width + 4 * i, 4);
-          memcpy(four + 1, queries + (2 * g + 1) * width + 4 * i, 4);
-          upper[g] = _mm512_dpbusd_epi32(upper[g], _mm512_set1_epi32(four[0]), keys);
-          lower[g] = _mm512_dpbusd_epi32(lower[g], _mm512_set1_epi32(four[1]), keys);
-        }
-      }
-    }
-    F32 score[4] = {};
-    for (int g = 0; g < kHeads; ++g) {
-      const I32 sum = (bit_cast<I32>(upper[g]) << 7) + bit_cast<I32>(lower[g]) - (bit_cast<I32>(keys_sum) << 14);
-      score[g] = to_float(sum) * units_[head + g] * scales;
-    }
-    if constexpr (kGroup == 1) return store(scores, score[0]);
-    if constexpr (kGroup == 2) return store_in_turn(scores, score[0], score[1]);
-    float evens[2 * kLanes], odds[2 * kLanes];
-    store_in_turn(evens, score[0], score[2]);
-    store_in_turn(odds, score[1], score[3]);
-    store_in_turn(scores, load(evens), load(odds));
-    if (count > kLanes / 2) store_in_turn(scores + 2 * kLanes, load(evens + kLanes), load(odds + kLanes));
-  }
-
-  static TANDEM_INLINE void store_in_turn(float* to, F32 a, F32 b) {
-#define TANDEM_IN_TURN(l) ((l) % 2 * kLanes + (l) / 2)
-#define TANDEM_IN_TURN_AFTER(l) TANDEM_IN_TURN((l) + kLanes)
-    store(to, __builtin_shufflevector(a, b, TANDEM_EACH_LANE(TANDEM_IN_TURN)));
-    store(to + kLanes, __builtin_shufflevector(a, b, TANDEM_EACH_LANE(TANDEM_IN_TURN_AFTER)));
-  }
-#endif
-
   template <int kGroup, int kHeads, int kSteps, bool kTail>
   void add_some_values(const Int8* const* rows, int64_t offset, int64_t count, int64_t rest, const float* decay,
                        const float* units, float* sums, int64_t width, Fetch& fetch) const {
     I32 low[kHeads][kSteps] = {}, high[kHeads][kSteps] = {};
     for (int64_t t = 0; t < count; t += 2) {
       fetch.some(t >> 1 & 1);
-      const Int8 *from = rows[t] + offset, *next = rows[least(t + 1, count - 1)] + offset;
+      const Int8 *from = rows[t] + offset, *next = rows[t + 1] + offset;
       I16 first[kSteps], second[kSteps];
+#pragma GCC unroll 2
       for (int j = 0; j < kSteps; ++j) {
         const I16 even = kTail ? load_words_n(from, rest) : load_words(from + j * kRowWords);
         const I16 odd = kTail ? load_words_n(next, rest) : load_words(next + j * kRowWords);
@@ -274,13 +227,16 @@ class Words {
 #pragma GCC unroll 4
       for (int g = 0; g < kHeads; ++g) {
         const I16 pair = bit_cast<I16>(splat_int(pairs_[t / 2 * kGroup + g]));
+#pragma GCC unroll 2
         for (int j = 0; j < kSteps; ++j) {
           low[g][j] = add_pairs(low[g][j], first[j], pair);
           high[g][j] = add_pairs(high[g][j], second[j], pair);
         }
       }
     }
+#pragma GCC unroll 4
     for (int g = 0; g < kHeads; ++g)
+#pragma GCC unroll 2
       for (int j = 0; j < kSteps; ++j) {
         float* to = sums + g * width + j * kRowWords;
         store(to, fma(to_float(low[g][j]), splat(units[g]), load(to) * decay[g]));
@@ -288,20 +244,13 @@ class Words {
       }
   }
 
-  // Rounds weights times scales to words, pairs of tokens; units[g] becomes what one of head g's stands for. Compared
-  // as integers, where what is no number is the largest: so it stays no number.
+  // Rounds weights times scales to words, pairs of tokens; units[g] becomes what one of head g's stands for.
   template <int kGroup>
   void round_weights(float* weights, const float* scales, int64_t count, float* units) {
 #define TANDEM_EVEN(l) ((l) / kGroup * 2 * kGroup + (l) % kGroup)
 #define TANDEM_ODD(l) (TANDEM_EVEN(l) + kGroup)
-    I32 top = bit_cast<I32>(splat(kSmallestRow));
+    const F32 largest = scale_and_find_largest<kGroup>(weights, scales, count), factor = kLargestWord / largest;
     const int64_t size = count * kGroup;
-    for (int64_t i = 0; i < size; i += kLanes) {
-      const F32 scaled = load(weights + i) * spread<kGroup>(load(scales + i / kGroup));
-      store(weights + i, scaled);
-      top = max(top, bit_cast<I32>(scaled));
-    }
-    const F32 largest = bit_cast<F32>(highest_of_groups<kGroup>(top)), factor = kLargestWord / largest;
     store(units, largest * (1 / kLargestWord));
     for (int64_t i = 0; i < size; i += 2 * kLanes) {
       const I32 first = to_int(load(weights + i) * factor);

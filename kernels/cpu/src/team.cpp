@@ -195,7 +195,7 @@ void* visit(void* context) {
 // Opens the gate for the next job, whose number is returned.
 uint64_t begin_job(TandemTeam* team, void (*job)(void*, TandemTeam*), void* context) {
   team->job = job, team->context = context;
-  team->first_phase = __atomic_load_n(&team->next, __ATOMIC_RELAXED) >> kUnitBits;
+  team->first_phase = __atomic_load_n(&team->phase, __ATOMIC_RELAXED);
   const uint64_t number = (__atomic_load_n(&team->gate, __ATOMIC_RELAXED) >> kJobShift) + 1;
   __atomic_store_n(&team->gate, number << kJobShift | kOpen, __ATOMIC_SEQ_CST);
   ring_if_awaited(&team->bell);
@@ -242,6 +242,7 @@ class Owner {
     close();
     const int64_t own = size - loan.num_others;
     team_ = allocate<TandemTeam>(1);
+    team_->shares = allocate<TandemShare>(size);
     team_->held = allocate<TandemHeld>(size);
     threads_ = allocate<pthread_t>(own);
     guests_ = allocate<Guest>(loan.num_others);
@@ -282,7 +283,7 @@ class Owner {
 
   // As a child of fork must: it has no such threads.
   void forget() {
-    if (team_ != nullptr) free(team_->held);
+    if (team_ != nullptr) free(team_->shares), free(team_->held);
     free(team_), free(threads_), free(guests_);
     team_ = nullptr, threads_ = nullptr, guests_ = nullptr;
     wanted_ = num_threads_ = num_guests_ = 0;
@@ -359,11 +360,11 @@ EXPORT int64_t tandem_take_most_guests() {
 void tandem_team_ring(TandemTeam* team) { ring(&team->bell); }
 
 void tandem_team_wait(TandemTeam* team, uint64_t phase) {
-  wait_until(&team->bell, [=] { return __atomic_load_n(&team->next, __ATOMIC_SEQ_CST) >> kUnitBits >= phase; });
+  wait_until(&team->bell, [=] { return __atomic_load_n(&team->phase, __ATOMIC_SEQ_CST) >= phase; });
 }
 
 bool tandem_team_is_past(const TandemTeam* team, uint64_t phase, int64_t worked_ns) {
-  const auto is_past = [=] { return __atomic_load_n(&team->next, __ATOMIC_ACQUIRE) >> kUnitBits > phase; };
+  const auto is_past = [=] { return __atomic_load_n(&team->phase, __ATOMIC_ACQUIRE) > phase; };
   if (is_past()) return true;
   const int64_t late_ns = worked_ns / 2 < kLeastLate_ns ? kLeastLate_ns : worked_ns / 2;
   return spin_until(is_past, now_ns() + (late_ns < kMostLate_ns ? late_ns : kMostLate_ns));

@@ -1,9 +1,11 @@
 // A team of threads that work through one program of phases together.
 //
 // A job is a function that every member of the team runs. It consists of phases, each of so many units, and a phase
-// begins when all units of the one before are finished. Members take units as they come. Nobody waits for a member,
-// only for units: one that has lost its processor while it held none is not missed, and finds its way from phase to
-// phase when it is back. Units of `begin_backed` that such a member holds are computed again by whoever waits for them.
+// begins when all units of the one before are finished. Each member has a share of a phase's units, neighbours, of
+// which it takes some at a time, in order: so it reads memory on and on. Once its share is used up it takes of the
+// others'. Nobody waits for a member, only for units: one that has lost its processor while it held none is not missed,
+// and finds its way from phase to phase when it is back. Units of `begin_backed` that such a member holds are computed
+// again by whoever waits for them.
 // Whoever waits for others spins for some microseconds, then sleeps.
 
 #pragma once
@@ -21,6 +23,11 @@ struct TandemBell {
   uint32_t rung, sleepers;
 };
 
+// What is taken of a member's share of a phase.
+struct TandemShare {
+  alignas(64) uint64_t next;  // phase << kUnitBits | the first of the share's units that nobody has taken
+};
+
 // Units that a member took in `Phases::begin_backed`.
 struct TandemHeld {
   alignas(64) uint64_t phase;  // 1 + their phase; 0 once their results are, or soon will be, where they belong
@@ -29,7 +36,7 @@ struct TandemHeld {
 
 // What the members of a team share. Plain data: kernels of every tier read it.
 struct TandemTeam {
-  alignas(64) uint64_t next;     // phase under way << kUnitBits | first unit of it that nobody has taken
+  alignas(64) uint64_t phase;    // under way
   alignas(64) uint64_t done;     // units of that phase that are finished
   alignas(64) uint64_t gate;     // see team.cpp
   alignas(64) TandemBell bell;
@@ -37,6 +44,7 @@ struct TandemTeam {
   void* context;
   uint64_t first_phase;
   int64_t size;  // members, the owner of the team and guests included
+  TandemShare* shares;  // [size]; of the phase under way, or of the next one as soon as that one is finished
   TandemHeld* held;     // [size]
   uint64_t num_joined;  // members that have begun
 };
@@ -71,6 +79,7 @@ constexpr int64_t kUnitMask = (int64_t{1} << kUnitBits) - 1;
 class Phases {
   TandemTeam* team_;
   uint64_t phase_;
+  const int64_t member_ = tandem_member();
   const uint32_t* recall_;
   int64_t began_ns_ = 0;  // of `begin_backed`
 
@@ -86,33 +95,33 @@ class Phases {
 
   // The next phase; its units are to be taken now. Phases without units must be left out.
   void begin() {
-    if (__atomic_load_n(&team_->next, __ATOMIC_ACQUIRE) >> kUnitBits < phase_) tandem_team_wait(team_, phase_);
+    if (__atomic_load_n(&team_->phase, __ATOMIC_ACQUIRE) < phase_) tandem_team_wait(team_, phase_);
   }
 
-  // Takes units *first … *last of `units`, from `least` to `most` while there are so many: long stretches first, so
-  // that the last ones to finish are short. False if none are left for this member.
+  // Takes units *first … *last of `units`, from `least` to `most` while there are so many: long stretches of a share
+  // first, so that the last ones to finish are short. False if none are left for this member.
   bool take(int64_t units, int64_t least, int64_t most, int64_t* first, int64_t* last) {
-    if (is_recalled()) return false;
-    uint64_t next = __atomic_load_n(&team_->next, __ATOMIC_ACQUIRE);
-    for (;;) {
-      const int64_t at = int64_t(next & uint64_t(kUnitMask)), left = units - at;
-      if (next >> kUnitBits != phase_ || left <= 0) return false;
-      int64_t count = left / (4 * team_->size);
-      count = count < least ? least : count > most ? most : count;
-      count = count < left ? count : left;
-      if (__atomic_compare_exchange_n(&team_->next, &next, next + uint64_t(count), true, __ATOMIC_ACQ_REL,
-                                      __ATOMIC_ACQUIRE)) {
-        *first = at, *last = at + count;
-        return true;
-      }
+    for (int64_t i = 0; i < team_->size; ++i) {
+      const int64_t of = (member_ + i) % team_->size;
+      if (take_of(of, begin_of(of, units), begin_of(of + 1, units), least, most, first, last)) return true;
     }
+    return false;
+  }
+
+  // Likewise one unit, in the order of all members.
+  bool take_in_order(int64_t units, int64_t* unit) {
+    int64_t last;
+    return take_of(0, 0, units, 1, 1, unit, &last);
   }
 
   // `count` taken units of the phase's `units` are finished. The last ones begin the next phase.
   void finish(int64_t units, int64_t count) {
     if (__atomic_add_fetch(&team_->done, uint64_t(count), __ATOMIC_ACQ_REL) != uint64_t(units)) return;
     __atomic_store_n(&team_->done, uint64_t{0}, __ATOMIC_RELAXED);
-    __atomic_store_n(&team_->next, (phase_ + 1) << kUnitBits, __ATOMIC_SEQ_CST);
+    const uint64_t then = phase_ + 1;
+    for (int64_t i = 0; i < team_->size; ++i)
+      __atomic_store_n(&team_->shares[i].next, then << kUnitBits, __ATOMIC_RELAXED);
+    __atomic_store_n(&team_->phase, then, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&team_->bell.sleepers, __ATOMIC_SEQ_CST)) tandem_team_ring(team_);
   }
 
@@ -137,7 +146,7 @@ class Phases {
   void begin_backed(int64_t units, int64_t most, const Compute& compute, const Put& put) {
     begin();
     began_ns_ = tandem_now_ns();
-    TandemHeld* own = team_->held + tandem_member();
+    TandemHeld* own = team_->held + member_;
     for (int64_t first, last; take(units, 1, most, &first, &last);) {
       __atomic_store_n(&own->first, first, __ATOMIC_RELEASE);  // after the 0 of the stretch before
       __atomic_store_n(&own->last, last, __ATOMIC_RELEASE);
@@ -155,6 +164,36 @@ class Phases {
   }
 
  private:
+  int64_t begin_of(int64_t share, int64_t units) const { return units * share / team_->size; }
+
+  // Of a share of units begin … end.
+  bool take_of(int64_t share, int64_t begin, int64_t end, int64_t least, int64_t most, int64_t* first, int64_t* last) {
+    if (begin == end || is_recalled()) return false;
+    uint64_t* const taken = &team_->shares[share].next;
+    uint64_t next = __atomic_load_n(taken, __ATOMIC_ACQUIRE);
+    for (;;) {
+      const int64_t at = begin + int64_t(next & uint64_t(kUnitMask)), left = end - at;
+      if (next >> kUnitBits != phase_ || left <= 0) return false;
+      int64_t count = left / 4;
+      count = count < least ? least : count > most ? most : count;
+      count = count < left ? count : left;
+      if (__atomic_compare_exchange_n(taken, &next, next + uint64_t(count), true, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+        *first = at, *last = at + count;
+        return true;
+      }
+    }
+  }
+
+  // Whether every unit of the phase was taken.
+  bool is_taken(int64_t units) const {
+    for (int64_t i = 0; i < team_->size; ++i) {
+      const uint64_t next = __atomic_load_n(&team_->shares[i].next, __ATOMIC_ACQUIRE);
+      const int64_t size = begin_of(i + 1, units) - begin_of(i, units);
+      if (next >> kUnitBits != phase_ || int64_t(next & uint64_t(kUnitMask)) < size) return false;
+    }
+    return true;
+  }
+
   // INVARIANT: of those who have computed a stretch, one finds it held, and that one alone puts and finishes it.
   template <typename Put>
   void put_if_held(TandemHeld* held, int64_t units, int64_t first, int64_t last, const Put& put) {
@@ -168,8 +207,7 @@ class Phases {
   // Computes what others hold, once no unit is left to take: then a member that holds some takes no more in this phase.
   template <typename Compute, typename Put>
   void back_up(int64_t units, const Compute& compute, const Put& put) {
-    const uint64_t next = __atomic_load_n(&team_->next, __ATOMIC_ACQUIRE);
-    if (next >> kUnitBits != phase_ || int64_t(next & uint64_t(kUnitMask)) < units) return;
+    if (!is_taken(units)) return;
     for (int64_t i = 0; i < team_->size && !is_recalled(); ++i) {
       TandemHeld* held = team_->held + i;
       if (__atomic_load_n(&held->phase, __ATOMIC_ACQUIRE) != phase_ + 1) continue;
