@@ -72,9 +72,8 @@ class Answers:
         return logits
 
 
-def _row_max(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    best = rows.max(-1)
-    return best.values, best.indices
+def _row_max(rows: torch.Tensor) -> torch.Tensor:
+    return rows.argmax(-1)
 
 
 class Spent:

@@ -10,7 +10,8 @@ Then, with the same servers: 16 × (256 + 64) tokens at once, and a burst of lon
 (`bench.interference`).
 
 The whole takes hours on two cores. `--quick` has fewer requests, a coarser grid of rates and trials that end as soon
-as they are lost; `--rates-of FILE` begins each search at what an earlier run found, which saves trials.
+as they are lost; `--rates-of FILE` begins each search at what an earlier run found, which saves trials. `--json FILE`
+keeps the results after each load, and `--resume FILE` goes on from there.
 A part is chosen by `--servers` and `--loads`; where the best server is left out, `--objectives FILE` takes the
 objectives of an earlier run. `--once` tells two forms apart at one rate, for changes too small for the searches: what
 misses is in the lines of the trials; a few requests more or fewer are noise. Both files are what `--json FILE` or
@@ -94,10 +95,14 @@ class Effort:
     """Of the parts without a search."""
     leaves_early: bool
     """Whether a trial ends as soon as it is lost."""
+    longest_s: float
+    """Until all requests of a trial have arrived: lower rates are not tried."""
 
 
-FULL = Effort(requests=80, unloaded=9, ratio=1.1, first_stride=4, trials=9, rounds=3, leaves_early=False)
-QUICK = Effort(requests=40, unloaded=4, ratio=1.2, first_stride=2, trials=5, rounds=1, leaves_early=True)
+FULL = Effort(
+    requests=80, unloaded=9, ratio=1.1, first_stride=4, trials=9, rounds=3, leaves_early=False, longest_s=1200
+)
+QUICK = Effort(requests=40, unloaded=4, ratio=1.2, first_stride=2, trials=5, rounds=1, leaves_early=True, longest_s=300)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,8 @@ class Plan:
     first_rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """By load and server."""
     arrivals_seed: int = ARRIVALS_SEED
+    found: Mapping[str, Document] = field(default_factory=dict)
+    """Results by load that an earlier run has kept."""
 
     @property
     def vocab_size(self) -> int:
@@ -158,10 +165,11 @@ class Comparison:
     async def run(self) -> Document:
         """All parts; the record's results."""
         plan = self._plan
-        results: Document = {"settings": plan.settings(), "loads": {}, TOGETHER: {}, BURST: {}}
+        results: Document = {"settings": plan.settings(), "loads": dict(plan.found), TOGETHER: {}, BURST: {}}
         for load in plan.loads:
-            results["loads"][load.name] = await self._load(load)
-            self._keep(results)
+            if load.name not in plan.found:
+                results["loads"][load.name] = await self._load(load)
+                self._keep(results)
         if TOGETHER in plan.parts:
             _say("all at once")
             served = await measure_served(self._turns, ServedShape(), plan.vocab_size, plan.effort.rounds)
@@ -184,7 +192,11 @@ class Comparison:
         effort, first_rates = self._plan.effort, self._plan.first_rates.get(load.name, {})
         searches = {
             name: RateSearch(
-                first_rates.get(name, self._plan.first_per_s), effort.ratio, effort.first_stride, effort.trials
+                first_rates.get(name, self._plan.first_per_s),
+                effort.ratio,
+                effort.first_stride,
+                effort.trials,
+                effort.requests / effort.longest_s,
             )
             for name in self._turns
         }
@@ -260,9 +272,13 @@ def read_objectives(path: Path | None) -> dict[str, Objectives]:
 
 
 def read_rates(path: Path | None) -> dict[str, dict[str, float]]:
-    """By load and server: what it passed in an earlier run, else the lowest rate that it failed."""
+    """By load and server: what it passed in an earlier run, else the lowest rate that it failed, if it was tried."""
     return {
-        name: {server: found["goodput_per_s"] or found["failed_per_s"] for server, found in each["servers"].items()}
+        name: {
+            server: rate_per_s
+            for server, found in each["servers"].items()
+            if (rate_per_s := found["goodput_per_s"] or found["failed_per_s"]) is not None
+        }
         for name, each in _loads_of(path).items()
     }
 
@@ -274,6 +290,17 @@ def _loads_of(path: Path | None) -> Document:
     document = json.loads(path.read_text())
     loads: Document = document.get("results", document)["loads"]
     return loads
+
+
+def read_found(path: Path | None, plan: Plan) -> dict[str, Document]:
+    """The loads that `--json` has kept of an earlier run of the same plan; the effort may differ. Exits otherwise."""
+    if path is None:
+        return {}
+    kept, wanted = json.loads(path.read_text())["settings"], json.loads(json.dumps(plan.settings()))
+    differ = [name for name, value in wanted.items() if name != "effort" and kept[name] != value]
+    if differ:
+        sys.exit(f"{path} is of a run that differs in: {', '.join(differ)}")
+    return _loads_of(path)
 
 
 def _say(what: str) -> None:
@@ -327,6 +354,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--once", action="store_true", help="one trial of each, at its first rate and to its end")
     parser.add_argument("--arrivals-seed", type=int, default=ARRIVALS_SEED, help="of times and lengths")
     parser.add_argument("--quick", action="store_true", help="fewer requests and rates")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on after the loads that `--json FILE` has kept")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, after each load")
     parser.add_argument("--record", action="store_true", help="of a whole run: write the record, plot and page")
     args = parser.parse_args()
@@ -342,6 +370,7 @@ def main() -> int:
     args = _arguments()
     end_in_order()
     plan = _plan(args)
+    plan = replace(plan, found=read_found(args.resume, plan))
 
     def keep(results: Document) -> None:
         if args.json is not None:

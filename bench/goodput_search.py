@@ -65,15 +65,18 @@ def misses_allowed(num_requests: int) -> int:
 class RateSearch:
     """Bisection over the rates `first_per_s * ratio ** index`, after strides that double until both sides are known.
 
-    Every trial is told with its rate; the search ends when neighbours on the grid are known to pass and to fail, or
-    after `max_trials`.
+    Every trial is told with its rate; the search ends when neighbours on the grid are known to pass and to fail, after
+    `max_trials`, or where the next rate would be below `least_per_s`.
     """
 
-    def __init__(self, first_per_s: float, ratio: float, first_stride: int, max_trials: int) -> None:
+    def __init__(
+        self, first_per_s: float, ratio: float, first_stride: int, max_trials: int, least_per_s: float = 0.0
+    ) -> None:
         self._first_per_s = first_per_s
         self._ratio = ratio
         self._stride = first_stride
         self._trials_left = max_trials
+        self._least_per_s = least_per_s
         self._passed: int | None = None
         self._failed: int | None = None
 
@@ -81,7 +84,9 @@ class RateSearch:
     def next_per_s(self) -> float | None:
         """The rate to try; None at the end."""
         index = self._next_index()
-        return None if index is None else self._rate(index)
+        if index is None or self._rate(index) < self._least_per_s:
+            return None
+        return self._rate(index)
 
     @property
     def passed_per_s(self) -> float | None:

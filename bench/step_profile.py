@@ -30,6 +30,7 @@ from kernels.dispatch import AUTO, select_kernels
 from kernels.quantized import QuantForm
 from models.config import ModelConfig
 from models.loading import load_model
+from tandem.kv_layout import KvLayout, QuantDType
 
 STEPS = (("decode", 1, 256, 1), ("decode", 16, 256, 1), ("decode", 64, 256, 1), ("decode", 8, 2048, 1))
 PROMPTS = (("prefill", 8, 0, 256), ("prefill", 1, 0, 2048))
@@ -46,7 +47,7 @@ class Spent:
     work_ms: float
     wait_ms: float
     num_bytes: int
-    """Of weights as they are held, or of bfloat16 KV; 0 where it reads neither."""
+    """Of weights or KV as they are held; 0 where it reads neither."""
 
 
 def spent_by_phase(clock: PhaseClock, steps: int, num_bytes: dict[str, int]) -> dict[str, Spent]:
@@ -60,9 +61,10 @@ def spent_by_phase(clock: PhaseClock, steps: int, num_bytes: dict[str, int]) -> 
 
 
 def profile(
-    timer: StepTimer, clock: PhaseClock, config: ModelConfig, weight_bytes: dict[str, int]
+    timer: StepTimer, clock: PhaseClock, config: ModelConfig, weight_bytes: dict[str, int], kv_layout: KvLayout
 ) -> list[dict[str, Any]]:
     """One document per step; `weight_bytes` by kind of phase, as the model holds them."""
+    plain_row_bytes = kv_layout.head_dim * torch.bfloat16.itemsize
     profiles = []
     for phase, seqs, context, query in (*STEPS, *PROMPTS):
         repeats = _REPEATS[phase]
@@ -71,7 +73,9 @@ def profile(
         clock.take()
         total_ms = sum(timer.run(step) for _ in range(repeats)) / repeats * 1e3
         lens = [(query, context + query)] * seqs
-        spent = spent_by_phase(clock, repeats, phase_bytes(config, lens, torch.bfloat16) | weight_bytes)
+        num_bytes = phase_bytes(config, lens, torch.bfloat16) | weight_bytes
+        num_bytes["attend"] = num_bytes["attend"] * kv_layout.row_bytes // plain_row_bytes
+        spent = spent_by_phase(clock, repeats, num_bytes)
         rest_ms = total_ms - sum(each.work_ms + each.wait_ms for each in spent.values())
         profiles.append(
             {
@@ -85,7 +89,9 @@ def profile(
     return profiles
 
 
-def measure(folder: Path, form: QuantForm | None, tier: str | None) -> dict[str, Any]:
+def measure(
+    folder: Path, form: QuantForm | None, tier: str | None, kv_dtype: QuantDType | None = None
+) -> dict[str, Any]:
     """Of the model in `folder`. Exits if it has no native step."""
     device = torch.device("cpu")
     threads, read_gb_s = torch.get_num_threads(), measure_read_gb_s(device, _READ_BYTES)
@@ -98,9 +104,10 @@ def measure(folder: Path, form: QuantForm | None, tier: str | None) -> dict[str,
     if kernels.take_thread is not None:
         kernels.take_thread(None)  # as the engine's thread does: torch's own threads would disturb every step
     num_tokens = max(seqs * (context + query + _BLOCK_SIZE) for _, seqs, context, query in (*STEPS, *PROMPTS))
-    timer = StepTimer(model, _BLOCK_SIZE, num_tokens, kernels)
+    timer = StepTimer(model, _BLOCK_SIZE, num_tokens, kernels, kv_dtype)
     assert isinstance(model.config, ModelConfig)  # a native step is of a decoder of ours
-    profiles = profile(timer, step.clock, model.config, step.weight_bytes())
+    kv_layout = model.kv_layout(_BLOCK_SIZE, kv_dtype)
+    profiles = profile(timer, step.clock, model.config, step.weight_bytes(), kv_layout)
     timer.close()
     return {
         "tier": tier or cpu_tier(),
@@ -121,6 +128,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=sorted(PEER_SHAPES), default="135m")
     parser.add_argument("--threads", type=int, help="compute threads; without it, as many as torch takes")
     parser.add_argument("--quantize", choices=list(QuantForm), help="the form of the weights; without it, bfloat16")
+    parser.add_argument("--kv-dtype", choices=list(QuantDType), help="the form of KV; without it, bfloat16")
     parser.add_argument("--cpu-tier", choices=TIERS, help="instructions of the kernels; without it, the highest")
     parser.add_argument("--no-record", action="store_true")
     arguments = parser.parse_args()
@@ -128,10 +136,11 @@ def main() -> int:
         torch.set_num_threads(arguments.threads)
     keep_freed_memory()
     form = None if arguments.quantize is None else QuantForm(arguments.quantize)
+    kv_dtype = None if arguments.kv_dtype is None else QuantDType(arguments.kv_dtype)
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(PEER_SHAPES[arguments.shape], Path(folder))
-        results = measure(Path(folder), form, arguments.cpu_tier)
-    is_plain = arguments.shape == "135m" and form is None and arguments.cpu_tier is None
+        results = measure(Path(folder), form, arguments.cpu_tier, kv_dtype)
+    is_plain = arguments.shape == "135m" and form is None and kv_dtype is None and arguments.cpu_tier is None
     if is_plain and not arguments.no_record:
         write_record(f"profile-{results['tier']}", results)
     return 0

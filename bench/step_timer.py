@@ -11,13 +11,18 @@ import statistics
 import time
 from dataclasses import dataclass
 
+import torch
+
 from engine.kv_cache import KvCache
 from engine.runner import Runner
 from engine.step import SampleSpec, ScheduledSeq, Step
 from kernels.operations import Kernels
 from models.loading import LoadedModel
+from tandem.kv_layout import QuantDType
 from tandem.types import BlockId, SamplingParams, TokenId
 
+_SCALE, _LARGEST = 1 / 32, 127
+"""Of quantised KV."""
 _GREEDY = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), output_index=0)
 
 
@@ -32,12 +37,24 @@ class Timing:
 class StepTimer:
     """Steps `model` over a pool of its own, large enough for `num_tokens` token slots."""
 
-    def __init__(self, model: LoadedModel, block_size: int, num_tokens: int, kernels: Kernels) -> None:
-        """`kernels`: those that the model was loaded with."""
+    def __init__(
+        self,
+        model: LoadedModel,
+        block_size: int,
+        num_tokens: int,
+        kernels: Kernels,
+        kv_dtype: QuantDType | None = None,
+    ) -> None:
+        """`kernels`: those that the model was loaded with. `kv_dtype` None: KV as it is computed."""
         self._vocab_size = model.config.vocab_size
         self._block_size = block_size
-        self._kv = KvCache.create(model.kv_layout(block_size), -(-num_tokens // block_size), model.device)
-        self._kv.tensor.normal_()
+        self._kv = KvCache.create(model.kv_layout(block_size, kv_dtype), -(-num_tokens // block_size), model.device)
+        if kv_dtype is None:
+            self._kv.tensor.normal_()
+        else:
+            self._kv.blocks_view.view(torch.float32).fill_(_SCALE)
+            for block in self._kv.tensor:
+                block.copy_(torch.randn(block.shape).div_(_SCALE).clamp_(-_LARGEST, _LARGEST))
         self._runner = Runner(model.decoder, self._kv, kernels)
 
     def decode(self, batch: int, context: int, repeats: int = 9) -> Timing:

@@ -166,7 +166,7 @@ def draw(
     others.
     """
     if plan.row_max is not None:
-        token_ids = _checked(*plan.row_max(logits))
+        token_ids = plan.row_max(logits)
         return Drawn(token_ids if draw_rows is None else token_ids[draw_rows])
     logits = logits.to(torch.float32)
     if draw_rows is not None:
@@ -219,11 +219,6 @@ def _choose(logits: torch.Tensor, plan: DrawPlan) -> torch.Tensor:
     if plan.by_torch is not None:
         for start, end in tiles(len(plan.by_torch.specs), logits):
             _draw(logits, best, chosen, plan.by_torch, slice(start, end))
-    return _checked(best, chosen)
-
-
-def _checked(best: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """The tokens `chosen` `[R]`; -1 where `best` `[R]`, the row's maximum, is not finite."""
     return torch.where(best.abs() < torch.inf, chosen, -1)  # fewer launches than `isfinite`, which is four operations
 
 

@@ -33,8 +33,11 @@ class DrawParams:
 class RowMaximum(Protocol):
     """Finds the greatest value of each row, wherever it runs fastest."""
 
-    def __call__(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows `[R, V]` of the model's dtype → maxima `[R]` float32, lowest indices `[R]` int64; NaN wins over all."""
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows `[R, V]` of the model's dtype → lowest indices `[R]` int64 of their maxima.
+
+        -1 where the row holds NaN or has no finite maximum.
+        """
 
 
 class Sampler(Protocol):

@@ -15,8 +15,10 @@ from engine.runner import Runner
 from engine.step import BlockCopy, SampleSpec, ScheduledSeq, Step
 from engine.warm_up import StepSizes, warm_up
 from kernels import triton
+from kernels.quantized import QuantForm
 from kernels.step_inputs import DecodeRows
 from models.loading import load_model
+from tandem.kv_layout import QuantDType
 from tandem.types import BlockId, SamplingParams, TokenId
 from tests.kernels.oracle import Case
 
@@ -61,10 +63,21 @@ def served_steps(rng: random.Random) -> list[Step]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_serving_launches_what_the_warm_up_has_compiled(device, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "weights", "kv_dtype"),
+    [
+        ("llama", None, None),
+        ("gemma2-caps", None, None),  # windows too
+        ("gpt-oss", None, None),  # sinks
+        *(("llama", form, None) for form in QuantForm),
+        *(("llama", None, kv_dtype) for kv_dtype in QuantDType),
+    ],
+)
+def test_serving_launches_what_the_warm_up_has_compiled(device, name, weights, kv_dtype, tmp_path):
     device, kernels = torch.device(device), triton.load()
-    model = load_model(save_tiny_model(TINY_MODELS[0], tmp_path), "float32", device, kernels)
-    layout = model.kv_layout(BLOCK_SIZE)
+    (tiny,) = (each for each in TINY_MODELS if each.name == name)
+    model = load_model(save_tiny_model(tiny, tmp_path), "float32", device, kernels, weights)
+    layout = model.kv_layout(BLOCK_SIZE, kv_dtype)
     with recorded() as warm:
         warm_up(model, kernels, layout, SIZES)
     cache = KvCache.create(layout, NUM_BLOCKS, device)

@@ -1,7 +1,7 @@
-// Decode's products over int8 KV where the processor has VNNI: of bytes, four to a 32-bit lane, with exact sums in 32 bits.
+// Decode's products of bfloat16 over int8 KV where the processor has VNNI: of bytes, four to a 32-bit lane.
 //
-// Words as in attention_words.h, in two parts of a byte each: so keys and values are multiplied as they lie, and results
-// are the same to the bit.
+// Words as in attention_words.h, in two parts of a byte each: so keys and values are multiplied as they lie, and sums
+// are the same.
 
 #pragma once
 
@@ -11,6 +11,7 @@ namespace {
 
 #if defined(__AVX512VNNI__)
 
+// As `Floats`.
 class Bytes {
   int8_t* queries_;  // [H, width / 4, 2, 4]: bits of the words from 7 on, and below
   float* units_;     // [H + kLanes]: what one of a query's words stands for
@@ -20,17 +21,15 @@ class Bytes {
   static constexpr int64_t kFours = kTokens / 4;
 
  public:
-  // What rows of sums and queries are padded to a multiple of.
   static constexpr int kWidth = kRow;
 
   void carve(Carver& carver, int64_t heads, int64_t width) {
     queries_ = carver.take<int8_t>(heads * 2 * width);
     units_ = carver.take<float>(heads + kLanes);
     excess_ = carver.take<int32_t>(heads);
-    fours_ = carver.take<int32_t>(heads ? 2 * kFours * 4 : 0);
+    fours_ = carver.take<int32_t>(2 * kFours * 4);
   }
 
-  // As those of `Words`, from here to `straighten`.
   template <typename T>
   void start_head(int64_t head, const T* query, int64_t dims, int64_t width) {
     const float largest = largest_of(query, dims);
@@ -42,7 +41,10 @@ class Bytes {
       int8_t upper[kLanes], lower[kLanes], *to = queries_ + 2 * (head * width + d);
       store_bytes_n(upper, rounded >> 7, kLanes);
       store_bytes_n(lower, rounded & 127, kLanes);
-      for (int i = 0; i < kLanes; i += 4) memcpy(to + 2 * i, upper + i, 4), memcpy(to + 2 * i + 4, lower + i, 4);
+      for (int i = 0; i < kLanes; i += 4) {
+        memcpy(to + 2 * i, upper + i, 4);
+        memcpy(to + 2 * i + 4, lower + i, 4);
+      }
       for (int i = 0; i < kLanes; ++i) total += uint32_t(rounded[i]);
     }
     excess_[head] = int32_t(total << 7);
@@ -68,7 +70,7 @@ class Bytes {
     }
   }
 
-  // Of 64 sums a vector has four dims of every sixteen.
+  // A vector has four dims of every sixteen, of 64 sums.
   static void straighten(float* sums, int64_t width) {
     for (int64_t d = 0; d < width; d += kRow) {
       float fours[kRow];
@@ -129,8 +131,8 @@ class Bytes {
   // Of up to 64 dims from `offset` on, the first or the last eight of every sixteen: four tokens to a lane.
   template <int kGroup, int kHeads, bool kLast>
   TANDEM_INLINE void add_some_values(const Int8* const* rows, int64_t offset, int64_t count, int64_t dims,
-                               const float* decay, const float* units, float* sums, int64_t width,
-                               Fetch& fetch) const {
+                                     const float* decay, const float* units, float* sums, int64_t width,
+                                     Fetch& fetch) const {
     const __mmask64 present = dims < kRow ? (__mmask64{1} << dims) - 1 : ~__mmask64{0};
     const auto zip = [](__m512i a, __m512i b) { return kLast ? _mm512_unpackhi_epi8(a, b) : _mm512_unpacklo_epi8(a, b); };
     __m512i upper[kHeads][2], lower[kHeads][2];
@@ -193,12 +195,6 @@ class Bytes {
     store(to + kLanes, __builtin_shufflevector(a, b, TANDEM_EACH_LANE(TANDEM_IN_TURN_AFTER)));
   }
 };
-
-using Integers = Bytes;
-
-#else
-
-using Integers = Words;
 
 #endif
 

@@ -12,7 +12,9 @@
 
 #pragma once
 
+#include "attention_bytes.h"
 #include "attention_decode_pairs.h"
+#include "attention_floats.h"
 #include "attention_pairs.h"
 
 namespace {
@@ -20,14 +22,32 @@ namespace {
 // Keys in one share of a seq that sees `keys` keys: a quarter, but 320 to 512. Each share has a start and a merge to pay.
 inline int64_t share_of(int64_t keys) { return least(512, most(320, round_up((keys + 3) / 4, kTokens))); }
 
+// What multiplies for decode.
+template <typename T, typename K>
+struct DecodeProducts {
+  using Type = Floats<T, K>;
+};
+#if defined(TANDEM_BF16_PAIRS)
+template <>
+struct DecodeProducts<Bf16, Bf16> {
+  using Type = DecodePairs;
+};
+#endif
+template <>
+struct DecodeProducts<Bf16, Int8> {
+#if defined(__AVX512VNNI__)
+  using Type = Bytes;
+#else
+  using Type = Words;
+#endif
+};
+
 template <typename Form>
 class Decode {
   using T = typename KvForm<Form>::Computed;
   using K = typename KvForm<Form>::Stored;
+  using Products = typename DecodeProducts<T, K>::Type;  // without sets
   static constexpr bool kExact = !kIsBf16<T>;
-  static constexpr bool kInteger = kHasWords<T, K>;  // products of integers, see attention_bytes.h
-  static constexpr bool kPaired = kHasPairs<T, K>;   // without sets, products of pairs, see attention_decode_pairs.h
-  static constexpr int kWide = kLanes == 16 ? 4 : 2;  // vectors of dims whose sums stay in registers at once
   static constexpr int64_t kStats = 2;
   static constexpr int64_t kPairRows = 48;  // two per lane, and as many as a tile may read past them
 
@@ -37,29 +57,29 @@ class Decode {
   int32_t* pending_;                    // [split seq, Hkv]: shares not yet finished; all of them again at the end
   const Unit *unit_ = nullptr, *fetched_ = nullptr;
   // Scratch.
-  const K** rows_;   // [kTokens] of K, KV head 0
-  float* scales_;    // quantized: [kTokens + kLanes] of one KV head and side
-  Integers integers_;
-  Fetch fetch_;      // of what stands kTokens further, while these are used
-  float* weights_;   // [kTokens, 4], of a set [kTokens + 16, 16]
-  uint32_t* pairs_;  // of a set [kTokens / 16 + 1, kPairRows, 16 tokens]: see tile_values_of_heads
-  float* products_;  // of a set [D / 32, 16, 16]
-  float* queries_;   // [H, width], as pairs bfloat16; of sets per KV head [D / 32 tiles of words]
-  T* copies_;        // [Hkv, but at least kTokens / 16 + 1, 16, D]: a set's rows that do not lie evenly
-  float* sums_;      // [H, width]; of sets, each 32 dims as 16 even and 16 odd ones
-  float* maxima_;    // [H, kLanes]: of a run of heads at the first one's place, repeating every kGroup lanes
-  float* totals_;    // [H, kLanes]: likewise, yet to be summed over the repeats
+  const K** rows_;     // [kTokens] of K, KV head 0
+  float* scales_;      // quantized: [kTokens + kLanes] of one KV head and side
+  Products products_;
+  Fetch fetch_;        // of what stands kTokens further, while these are used
+  float* weights_;     // [kTokens, 4], of a set [kTokens + 16, 16]
+  uint32_t* queries_;  // of sets, per KV head [D / 32 tiles of words]
+  uint32_t* pairs_;    // of a set [kTokens / 16 + 1, kPairRows, 16 tokens]: see tile_values_of_heads
+  float* squares_;     // of a set [D / 32, 16, 16]: products
+  T* copies_;          // [Hkv, but at least kTokens / 16 + 1, 16, D]: a set's rows that do not lie evenly
+  float* sums_;        // [H, width]; of sets, each 32 dims as 16 even and 16 odd ones
+  float* maxima_;      // [H, kLanes]: of a run of heads at the first one's place, repeating every kGroup lanes
+  float* totals_;      // [H, kLanes]: likewise, yet to be summed over the repeats
 
   char* carve(char* base) {
     Carver carver{base};
     rows_ = carver.take<const K*>(kTokens);
     scales_ = carver.take<float>(kHasScales<K> ? kTokens + kLanes : 0);
-    integers_.carve(carver, kInteger ? a_.num_heads : 0, width_);
+    products_.carve(carver, has_sets() ? 0 : a_.num_heads, width_);
     fetch_.carve(carver);
     weights_ = carver.take<float>((kTokens + 16) * 16);
     pairs_ = carver.take<uint32_t>(has_sets() ? (kTokens / 16 + 1) * kPairRows * 16 : 0);
-    products_ = carver.take<float>(has_sets() ? dims_ / 32 * 256 : 0);
-    queries_ = carver.take<float>(has_sets() ? a_.num_kv_heads * dims_ / 2 * 16 : a_.num_heads * width_);
+    squares_ = carver.take<float>(has_sets() ? dims_ / 32 * 256 : 0);
+    queries_ = carver.take<uint32_t>(has_sets() ? a_.num_kv_heads * dims_ / 2 * 16 : 0);
     copies_ = carver.take<T>(most(a_.num_kv_heads, kTokens / 16 + 1) * 16 * dims_);
     sums_ = carver.take<float>(a_.num_heads * width_);
     maxima_ = carver.take<float>(a_.num_heads * kLanes);
@@ -86,15 +106,14 @@ class Decode {
     carve(arena.reserve(carve(nullptr) - static_cast<char*>(nullptr)));
     if (&unit != fetched_) fetch_.start(unit, count_from(unit, unit.begin));
     fetch_.follow(then);
-    if (has_sets()) memset(queries_, 0, a_.num_kv_heads * dims_ / 2 * 16 * sizeof(float));
+    if (has_sets()) memset(queries_, 0, a_.num_kv_heads * dims_ / 2 * 16 * sizeof *queries_);
     for (int64_t head = first_head(); head < end_head(); ++head) start_head(head);
     if (a_.sinks != nullptr && unit.part == 0)
       for (int64_t head = first_head(); head < end_head(); ++head) start_sink(head);
     for (int64_t first = unit.begin, count = 0; first < unit.end; first += count) {
       count = count_from(unit, first);
       key_rows(a_, unit.seq, first, count, rows_);
-      if constexpr (kInteger)
-        for (int64_t t = count; t % kLanes; ++t) rows_[t] = rows_[count - 1];
+      for (int64_t t = count; t % kLanes; ++t) rows_[t] = rows_[count - 1];
       fetch_.owe(unit, count);
       if (has_sets())
         for (int64_t kv_head = unit.kv_head; kv_head < unit.kv_head_end; kv_head += set_size())
@@ -111,9 +130,7 @@ class Decode {
   }
 
  private:
-  static constexpr int kWidth = kInteger ? Integers::kWidth : kPaired ? kRowWords : kLanes;
-  static int64_t width_of(const AttendArgs& a) { return round_up(a.head_dim, kWidth); }
-  T* paired_queries() const { return reinterpret_cast<T*>(queries_); }
+  static int64_t width_of(const AttendArgs& a) { return round_up(a.head_dim, Products::kWidth); }
 #if defined(__AMX_BF16__)
   bool has_sets() const { return !kHasScales<K> && kIsBf16<T> && dims_ % 32 == 0 && group_ <= 16; }
 #else
@@ -134,18 +151,14 @@ class Decode {
 
   void start_head(int64_t head) {
     const T* query = static_cast<const T*>(a_.q) + a_.starts[unit_->seq] * a_.q_stride + head * dims_;
-    for (int64_t d = 0; d < width_; d += kLanes) {
-      const F32 some = load_n(query + d, int(most(0, least(kLanes, dims_ - d))));
-      if constexpr (!kInteger && !kPaired) store(queries_ + head * width_ + d, some);
-      store(sums_ + head * width_ + d, F32{});
-    }
-    if constexpr (kInteger) integers_.start_head(head, query, dims_, width_);
-    if (kPaired && !has_sets()) start_pairs(query, dims_, width_, paired_queries() + head * width_);
+    memset(sums_ + head * width_, 0, size_t(width_) * sizeof(float));
     store(maxima_ + head * kLanes, splat(kHidden));
     store(totals_ + head * kLanes, F32{});
-    if (has_sets()) {
+    if (!has_sets()) {
+      products_.start_head(head, query, dims_, width_);
+    } else {
       const int64_t kv_head = head / group_, lane = (head - first_head()) % (set_size() * group_);
-      uint32_t* to = reinterpret_cast<uint32_t*>(queries_) + kv_head * dims_ / 2 * 16 + lane;
+      uint32_t* to = queries_ + kv_head * dims_ / 2 * 16 + lane;
       for (int64_t word = 0; word < dims_ / 2; ++word) memcpy(to + word * 16, query + 2 * word, 4);
     }
   }
@@ -187,22 +200,12 @@ class Decode {
   void update_heads(int64_t kv_head, int64_t head, int64_t first, int64_t count) {
     const int64_t keys = kv_head * a_.head_stride, values = keys + a_.side_stride;
     read_scales(first, count, keys);
-    if constexpr (kInteger)
-      integers_.score<kGroup, kHeads>(rows_, keys, scales_, head, count, dims_, width_, weights_, fetch_);
-    else if constexpr (kPaired)
-      score_pairs<kGroup, kHeads>(rows_, keys, paired_queries() + head * width_, count, dims_, width_, weights_, fetch_);
-    else score<kGroup, kHeads>(keys, head, count);
-    if constexpr (kHasScales<K> && !kInteger) scale_weights<kGroup>(count);
+    products_.template score<kGroup, kHeads>(rows_, keys, scales_, head, count, dims_, width_, weights_, fetch_);
     float decay[kLanes];
     store(decay, softmax<kGroup>(weights_, head, count));
     read_scales(first, count, values);
-    if constexpr (kHasScales<K> && !kInteger) scale_weights<kGroup>(count);
-    float* sums = sums_ + head * width_;
-    if constexpr (kInteger)
-      integers_.add_values<kGroup, kHeads>(rows_, values, scales_, count, dims_, weights_, decay, sums, width_, fetch_);
-    else if constexpr (kPaired)
-      add_value_pairs<kGroup, kHeads>(rows_, values, count, dims_, weights_, decay, sums, width_, fetch_);
-    else add_all_values<kGroup, kHeads>(weights_, kv_head, head, count, decay);
+    products_.template add_values<kGroup, kHeads>(rows_, values, scales_, count, dims_, weights_, decay,
+                                                  sums_ + head * width_, width_, fetch_);
   }
 
   // Of the rows at `offset`, and zeros behind them.
@@ -210,45 +213,6 @@ class Decode {
     if constexpr (kHasScales<K>) {
       row_scales(a_, unit_->seq, first, count, offset, scales_);
       store(scales_ + count, F32{});
-    }
-  }
-
-  // Multiplies scores or weights by the scales; there is room for whole vectors.
-  template <int kGroup>
-  void scale_weights(int64_t count) {
-    for (int64_t i = 0; i < count * kGroup; i += kLanes)
-      store(weights_ + i, load(weights_ + i) * spread<kGroup>(load(scales_ + i / kGroup)));
-  }
-
-  template <int kGroup, int kHeads>
-  void score(int64_t offset, int64_t head, int64_t count) {
-    constexpr int kAtOnce = kLanes / kGroup;
-    const float* queries = queries_ + head * width_;
-    for (int64_t t = 0; t < count; t += kAtOnce) {
-      const K* rows[kAtOnce];
-      for (int i = 0; i < kAtOnce; ++i) rows[i] = rows_[least(t + i, count - 1)] + offset;
-      fetch_.some((kAtOnce + 1) / 2);
-      F32 sum[kLanes] = {};
-      int64_t d = 0;
-      for (; d + kLanes <= dims_; d += kLanes) {
-        F32 query[kHeads];
-        for (int g = 0; g < kHeads; ++g) query[g] = load(queries + g * width_ + d);
-#pragma GCC unroll 16
-        for (int i = 0; i < kAtOnce; ++i) {
-          const F32 key = load(rows[i] + d);
-#pragma GCC unroll 4
-          for (int g = 0; g < kHeads; ++g) sum[i * kGroup + g] = fma(key, query[g], sum[i * kGroup + g]);
-        }
-      }
-      if (d < dims_)
-#pragma GCC unroll 16
-        for (int i = 0; i < kAtOnce; ++i) {
-          const F32 key = load_n(rows[i] + d, int(dims_ - d));
-#pragma GCC unroll 4
-          for (int g = 0; g < kHeads; ++g)
-            sum[i * kGroup + g] = fma(key, load(queries + g * width_ + d), sum[i * kGroup + g]);
-        }
-      store(weights_ + t * kGroup, sums(sum));
     }
   }
 
@@ -293,47 +257,6 @@ class Decode {
     return decay;
   }
 
-  // Adds what kHeads heads make of one KV head's values; `weights` and `decay` begin with the first of them.
-  template <int kGroup, int kHeads>
-  void add_all_values(const float* weights, int64_t kv_head, int64_t head, int64_t count, const float* decay) {
-    const int64_t offset = kv_head * a_.head_stride;
-    int64_t d = 0;
-    for (; d + kWide * kLanes <= dims_; d += kWide * kLanes)
-      add_values<kGroup, kHeads, kWide, false>(weights, offset, head, d, count, decay);
-    for (; d + kLanes <= dims_; d += kLanes)
-      add_values<kGroup, kHeads, 1, false>(weights, offset, head, d, count, decay);
-    if (d < dims_) add_values<kGroup, kHeads, 1, true>(weights, offset, head, d, count, decay);
-  }
-
-  // Memory is fetched between the sums.
-  template <int kGroup, int kHeads, int kVectors, bool kTail>
-  void add_values(const float* weights, int64_t offset, int64_t head, int64_t d, int64_t count, const float* decay) {
-    float* sums = sums_ + head * width_ + d;
-    const int rest = int(dims_ - d);
-    F32 sum[kHeads][kVectors];
-#pragma GCC unroll 4
-    for (int g = 0; g < kHeads; ++g)
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) sum[g][j] = load(sums + g * width_ + j * kLanes) * decay[g];
-    for (int64_t t = 0; t < count; ++t) {
-      fetch_.some(t & 1);  // half of them here, the others between the scores
-      const K* row = rows_[t] + offset + a_.side_stride + d;
-      F32 value[kVectors];
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) value[j] = kTail ? load_n(row, rest) : load(row + j * kLanes);
-#pragma GCC unroll 4
-      for (int g = 0; g < kHeads; ++g) {
-        const F32 weight = splat(weights[t * kGroup + g]);
-#pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j) sum[g][j] = fma(weight, value[j], sum[g][j]);
-      }
-    }
-#pragma GCC unroll 4
-    for (int g = 0; g < kHeads; ++g)
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) store(sums + g * width_ + j * kLanes, sum[g][j]);
-  }
-
   // Where a head's maximum and total stand: at, at + step, … before end.
   struct Stats {
     int64_t at, step, end;
@@ -371,8 +294,7 @@ class Decode {
       }
       return;
     }
-    if constexpr (kInteger) Integers::straighten(sums_ + head * width_, width_);
-    if constexpr (kPaired) straighten_pairs(sums_ + head * width_, width_);
+    Products::straighten(sums_ + head * width_, width_);
     for (int64_t d = 0; d < dims_; d += kLanes) store_n(to + d, load(sums + d) * share, int(least(kLanes, dims_ - d)));
   }
 

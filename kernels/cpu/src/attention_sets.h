@@ -15,7 +15,7 @@ template <typename Form>
 void Decode<Form>::update_set(int64_t kv_head, int64_t kv_head_end, int64_t first, int64_t count) {
   // Tiles begin at multiples of 16: so they stay within blocks whose size is one.
   const int64_t lead = a_.block_size % 16 == 0 ? first % 16 : 0, head = kv_head * group_;
-  const uint32_t* queries = reinterpret_cast<const uint32_t*>(queries_) + kv_head * dims_ / 2 * 16;
+  const uint32_t* queries = queries_ + kv_head * dims_ / 2 * 16;
   for (int64_t t = -lead; t < count;) {
     const int64_t kv_heads = kv_head_end - kv_head;
     float* to = weights_ + (t + lead) * 16;
@@ -80,13 +80,13 @@ void Decode<Form>::add_set_values(int64_t kv_head, int64_t lane, int64_t lead, i
     const uint32_t* pairs = pairs_ + (lane + g) * 32;
     for (int64_t d = 0; d < dims_; d += 64) {
       const int64_t wide = least(2, (dims_ - d) / 32);
-      tile_values_of_heads(values, row, num, d, wide, pairs, kPairRows * 16, products_, fetch_);
+      tile_values_of_heads(values, row, num, d, wide, pairs, kPairRows * 16, squares_, fetch_);
       for (int64_t i = 0; i < least(8, group_ - g); ++i) {
         float* sums = sums_ + (kv_head * group_ + g + i) * width_ + d;
         const F32 before = splat(decay[lane + g + i]);
         for (int64_t j = 0; j < wide; ++j, sums += 32)
           for (int odd = 0; odd < 2; ++odd) {
-            const F32 product = load(products_ + j * 256 + (2 * i + odd) * 16);
+            const F32 product = load(squares_ + j * 256 + (2 * i + odd) * 16);
             store(sums + odd * 16, fma(load(sums + odd * 16), before, product));
           }
       }

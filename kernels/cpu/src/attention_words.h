@@ -1,8 +1,8 @@
-// Decode's products over int8 KV as products of 16-bit words, two to a 32-bit lane, with exact sums in 32 bits.
+// Decode's products of bfloat16 over int8 KV as products of 16-bit words, two to a 32-bit lane, with exact sums in 32 bits.
 //
 // A query is rounded to 15 bits of its largest element, and the weights of kTokens values, scales included, to
-// 15 bits of the largest: a hundredth of what rounding to bfloat16 costs. Float32 computes without this; processors
-// with VNNI compute the same in attention_bytes.h.
+// 15 bits of the largest: a hundredth of what rounding to bfloat16 costs. Processors with VNNI compute the same in
+// attention_bytes.h.
 
 #pragma once
 
@@ -10,11 +10,6 @@
 #include "attention_math.h"
 
 namespace {
-
-template <typename T, typename K>
-constexpr bool kHasWords = false;
-template <>
-constexpr bool kHasWords<Bf16, Int8> = true;
 
 typedef int16_t I16 __attribute__((vector_size(TANDEM_LANES * 4)));
 
@@ -132,22 +127,21 @@ TANDEM_INLINE F32 scale_and_find_largest(float* weights, const float* scales, in
 
 // ---- products ----
 
+// As `Floats`.
 class Words {
   int16_t* queries_;  // [H, width]
   float* units_;      // [H + kLanes]: what one of a query's words stands for
   int32_t* pairs_;    // [kTokens / 2, kGroup]: words of two tokens each
 
  public:
-  // What rows of sums and queries are padded to a multiple of.
   static constexpr int kWidth = kRowWords;
 
   void carve(Carver& carver, int64_t heads, int64_t width) {
     queries_ = carver.take<int16_t>(heads * width);
     units_ = carver.take<float>(heads + kLanes);
-    pairs_ = carver.take<int32_t>(heads ? kTokens * 2 + kLanes : 0);
+    pairs_ = carver.take<int32_t>(kTokens * 2 + kLanes);
   }
 
-  // Rounds the query [dims] of a head, zeros up to `width`.
   template <typename T>
   void start_head(int64_t head, const T* query, int64_t dims, int64_t width) {
     const float largest = largest_of(query, dims);
@@ -159,8 +153,6 @@ class Words {
     }
   }
 
-  // Scores [tokens, kGroup] of kHeads heads from `head` on; `scales` of the keys. There are rows for whole vectors of
-  // tokens.
   template <int kGroup, int kHeads>
   void score(const Int8* const* rows, int64_t offset, const float* scales, int64_t head, int64_t count, int64_t dims,
              int64_t width, float* scores, Fetch& fetch) const {
@@ -187,8 +179,6 @@ class Words {
     }
   }
 
-  // sums [kHeads, width] = sums * decay + weights [tokens, kGroup] times values; see `straighten` for their order.
-  // `weights` are multiplied by the values' scales on the way.
   template <int kGroup, int kHeads>
   void add_values(const Int8* const* rows, int64_t offset, const float* scales, int64_t count, int64_t dims,
                   float* weights, const float* decay, float* sums, int64_t width, Fetch& fetch) {
@@ -206,7 +196,6 @@ class Words {
                                                  fetch);
   }
 
-  // Brings sums into the order of dims.
   static void straighten(float* sums, int64_t width) { straighten_pairs(sums, width); }
 
  private:

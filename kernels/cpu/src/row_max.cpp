@@ -1,4 +1,4 @@
-// The maximum of each row and where it first stands; NaN wins over all, as in engine/row_scan.py.
+// Where the maximum of each row first stands; -1 if it is not finite or the row holds NaN.
 
 #include "parallel.h"
 #include "simd.h"
@@ -37,46 +37,44 @@ TANDEM_INLINE Found highest_of(const T* row, int64_t n) {
 }
 
 template <typename T>
-void first_max_of(const T* row, int64_t width, float* value, int64_t* index) {
+int64_t first_max_of(const T* row, int64_t width) {
   Found best = {-__builtin_inff(), false};
   int64_t chunk = 0;
-  for (int64_t c = 0; c < width && !best.nan; c += kChunk) {
+  for (int64_t c = 0; c < width; c += kChunk) {
     const Found found = highest_of(row + c, width - c < kChunk ? width - c : kChunk);
-    if (found.nan || found.value > best.value) {
+    if (found.nan) return -1;
+    if (found.value > best.value) {
       best = found;
       chunk = c;
     }
   }
+  if (!(__builtin_fabsf(best.value) < __builtin_inff())) return -1;
   int64_t i = chunk;
-  for (; i < width - 1; ++i) {
-    const float v = widen(row[i]);
-    if (best.nan ? v != v : v == best.value) break;
-  }
-  *index = i;
-  *value = widen(row[i]);
+  while (widen(row[i]) != best.value) ++i;
+  return i;
 }
 
 template <typename T>
-void first_max(const T* rows, int64_t stride, int64_t count, int64_t width, float* values, int64_t* indices) {
+void first_max(const T* rows, int64_t stride, int64_t count, int64_t width, int64_t* indices) {
   over_tokens(count, count * width * int64_t(sizeof(T)), [=](int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; ++r) first_max_of(rows + r * stride, width, values + r, indices + r);
+    for (int64_t r = first; r < last; ++r) indices[r] = first_max_of(rows + r * stride, width);
   });
 }
 
 }  // namespace
 
-// rows [count, width], `stride` apart -> values, indices [count].
+// rows [count, width], `stride` apart -> indices [count].
 TANDEM_EXPORT(void, tandem_first_max_f32)
-(const float* rows, int64_t stride, int64_t count, int64_t width, float* values, int64_t* indices) {
-  first_max(rows, stride, count, width, values, indices);
+(const float* rows, int64_t stride, int64_t count, int64_t width, int64_t* indices) {
+  first_max(rows, stride, count, width, indices);
 }
 
 TANDEM_EXPORT(void, tandem_first_max_bf16)
-(const Bf16* rows, int64_t stride, int64_t count, int64_t width, float* values, int64_t* indices) {
-  first_max(rows, stride, count, width, values, indices);
+(const Bf16* rows, int64_t stride, int64_t count, int64_t width, int64_t* indices) {
+  first_max(rows, stride, count, width, indices);
 }
 
 TANDEM_EXPORT(void, tandem_first_max_f16)
-(const Half* rows, int64_t stride, int64_t count, int64_t width, float* values, int64_t* indices) {
-  first_max(rows, stride, count, width, values, indices);
+(const Half* rows, int64_t stride, int64_t count, int64_t width, int64_t* indices) {
+  first_max(rows, stride, count, width, indices);
 }

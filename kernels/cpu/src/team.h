@@ -23,7 +23,7 @@ struct TandemBell {
   uint32_t rung, sleepers;
 };
 
-// What is taken of a member's share of a phase.
+// What is taken of a member's share: of an earlier phase while nobody has taken any in the one under way.
 struct TandemShare {
   alignas(64) uint64_t next;  // phase << kUnitBits | the first of the share's units that nobody has taken
 };
@@ -44,7 +44,7 @@ struct TandemTeam {
   void* context;
   uint64_t first_phase;
   int64_t size;  // members, the owner of the team and guests included
-  TandemShare* shares;  // [size]; of the phase under way, or of the next one as soon as that one is finished
+  TandemShare* shares;  // [size]
   TandemHeld* held;     // [size]
   uint64_t num_joined;  // members that have begun
 };
@@ -101,7 +101,7 @@ class Phases {
   // Takes units *first … *last of `units`, from `least` to `most` while there are so many: long stretches of a share
   // first, so that the last ones to finish are short. False if none are left for this member.
   bool take(int64_t units, int64_t least, int64_t most, int64_t* first, int64_t* last) {
-    for (int64_t i = 0; i < team_->size; ++i) {
+    for (int64_t i = 0; i < team_->size && !is_past(); ++i) {
       const int64_t of = (member_ + i) % team_->size;
       if (take_of(of, begin_of(of, units), begin_of(of + 1, units), least, most, first, last)) return true;
     }
@@ -118,10 +118,7 @@ class Phases {
   void finish(int64_t units, int64_t count) {
     if (__atomic_add_fetch(&team_->done, uint64_t(count), __ATOMIC_ACQ_REL) != uint64_t(units)) return;
     __atomic_store_n(&team_->done, uint64_t{0}, __ATOMIC_RELAXED);
-    const uint64_t then = phase_ + 1;
-    for (int64_t i = 0; i < team_->size; ++i)
-      __atomic_store_n(&team_->shares[i].next, then << kUnitBits, __ATOMIC_RELAXED);
-    __atomic_store_n(&team_->phase, then, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&team_->phase, phase_ + 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&team_->bell.sleepers, __ATOMIC_SEQ_CST)) tandem_team_ring(team_);
   }
 
@@ -164,20 +161,23 @@ class Phases {
   }
 
  private:
+  bool is_past() const { return __atomic_load_n(&team_->phase, __ATOMIC_ACQUIRE) > phase_; }
   int64_t begin_of(int64_t share, int64_t units) const { return units * share / team_->size; }
 
-  // Of a share of units begin … end.
+  // Of a share of units begin … end. INVARIANT: a phase ends when all of its units were taken, so that whoever is late
+  // finds none of it.
   bool take_of(int64_t share, int64_t begin, int64_t end, int64_t least, int64_t most, int64_t* first, int64_t* last) {
     if (begin == end || is_recalled()) return false;
     uint64_t* const taken = &team_->shares[share].next;
     uint64_t next = __atomic_load_n(taken, __ATOMIC_ACQUIRE);
     for (;;) {
-      const int64_t at = begin + int64_t(next & uint64_t(kUnitMask)), left = end - at;
-      if (next >> kUnitBits != phase_ || left <= 0) return false;
+      const uint64_t from = next >> kUnitBits < phase_ ? phase_ << kUnitBits : next;
+      const int64_t at = begin + int64_t(from & uint64_t(kUnitMask)), left = end - at;
+      if (from >> kUnitBits != phase_ || left <= 0) return false;
       int64_t count = left / 4;
       count = count < least ? least : count > most ? most : count;
       count = count < left ? count : left;
-      if (__atomic_compare_exchange_n(taken, &next, next + uint64_t(count), true, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+      if (__atomic_compare_exchange_n(taken, &next, from + uint64_t(count), true, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
         *first = at, *last = at + count;
         return true;
       }
@@ -189,7 +189,7 @@ class Phases {
     for (int64_t i = 0; i < team_->size; ++i) {
       const uint64_t next = __atomic_load_n(&team_->shares[i].next, __ATOMIC_ACQUIRE);
       const int64_t size = begin_of(i + 1, units) - begin_of(i, units);
-      if (next >> kUnitBits != phase_ || int64_t(next & uint64_t(kUnitMask)) < size) return false;
+      if (size && (next >> kUnitBits != phase_ || int64_t(next & uint64_t(kUnitMask)) < size)) return false;
     }
     return true;
   }

@@ -1,12 +1,13 @@
 import asyncio
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.goodput import read_objectives, read_rates
+from bench.goodput import FULL, QUICK, Plan, read_found, read_objectives, read_rates
 from bench.goodput_loads import LOADS, Arrival, arrivals
 from bench.goodput_page import bars, section
 from bench.goodput_search import FAILED, Objectives, Outcome, RateSearch, misses_allowed
@@ -45,6 +46,12 @@ def test_the_search_ends_after_its_trials_and_tells_what_is_known() -> None:
     search = RateSearch(1.0, ratio=2.0, first_stride=1, max_trials=3)
     assert search_until_done(100.0, search) == [1.0, 2.0, 8.0]
     assert (search.passed_per_s, search.failed_per_s) == (8.0, None)
+
+
+def test_the_search_ends_where_a_trial_would_be_too_slow() -> None:
+    search = RateSearch(1.0, ratio=2.0, first_stride=1, max_trials=9, least_per_s=0.3)
+    assert search_until_done(0.01, search) == [1.0, 0.5]
+    assert (search.passed_per_s, search.failed_per_s) == (None, 0.5)
 
 
 def test_an_outcome_counts_from_the_time_at_which_the_request_was_due() -> None:
@@ -104,6 +111,16 @@ def test_an_earlier_run_gives_objectives_and_where_searches_begin(tmp_path: Path
 
     assert read_objectives(earlier) == {"mixed": OBJECTIVES}
     assert read_rates(earlier) == {"mixed": {AUTO: 1.2, VLLM_SERVER: 0.2}}
+
+
+def test_a_run_goes_on_after_the_loads_of_an_earlier_one_that_had_the_same_plan(tmp_path: Path) -> None:
+    plan = Plan("smoke", (0,), {AUTO: ("--roles", "auto")}, None, ("mixed",), QUICK, {}, first_per_s=1.0)
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps({"settings": plan.settings(), "loads": {"mixed": {"servers": {}}}}))
+    assert read_found(kept, replace(plan, effort=FULL)) == {"mixed": {"servers": {}}}
+    assert read_found(None, plan) == {}
+    with pytest.raises(SystemExit, match="arrivals_seed"):
+        read_found(kept, replace(plan, arrivals_seed=2))
 
 
 class FakeServer:
