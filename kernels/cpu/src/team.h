@@ -2,8 +2,8 @@
 //
 // A job is a function that every member of the team runs. It consists of phases, each of so many units, and a phase
 // begins when all units of the one before are finished. Each member has a share of a phase's units, neighbours, of
-// which it takes some at a time, in order: so it reads memory on and on. Once its share is used up it takes of the
-// others'. Nobody waits for a member, only for units: one that has lost its processor while it held none is not missed,
+// which it takes some at a time, in order: so it reads memory by rising addresses. Once its share is used up it takes of
+// the others'. Nobody waits for a member, only for units: one that has lost its processor while it held none is not missed,
 // and finds its way from phase to phase when it is back. Units of `begin_backed` that such a member holds are computed
 // again by whoever waits for them.
 // Whoever waits for others spins for some microseconds, then sleeps.

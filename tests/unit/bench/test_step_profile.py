@@ -17,6 +17,7 @@ from kernels.dispatch import select_kernels
 from kernels.quantized import QuantForm
 from models.config import load_model_config
 from models.loading import load_model
+from tandem.kv_layout import QuantDType
 
 CPU = torch.device("cpu")
 
@@ -54,12 +55,13 @@ def test_the_weights_bytes_are_those_that_the_model_holds(
 
 
 @pytest.mark.skipif(library.obstacle() is not None, reason="no native kernels here")
-def test_every_kind_of_phase_of_a_step_is_on_the_clock(checkpoint: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", [None, *QuantDType])
+def test_every_kind_of_phase_of_a_step_is_on_the_clock(checkpoint: Path, kv_dtype: QuantDType | None) -> None:
     kernels = select_kernels("cpu", CPU, torch.bfloat16)
     model = load_model(checkpoint, "bfloat16", CPU, kernels)
     step = model.decoder.compiled
     assert isinstance(step, NativeStep)
-    timer = StepTimer(model, 16, 256, kernels)
+    timer = StepTimer(model, 16, 256, kernels, kv_dtype)
     timer.decode(2, 16, repeats=1)  # on no clock
     step.clock = PhaseClock()
     timer.decode(2, 16, repeats=3)
