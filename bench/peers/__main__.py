@@ -140,7 +140,8 @@ class Comparison:
     def __init__(self, plan: Plan, model: Path) -> None:
         self._plan = plan
         self._model = model
-        self._ceilings: list[Ceilings] = []
+        self._ceilings: dict[str, list[Ceilings]] = {}
+        """By workload: what the machine could do before and after each of our turns."""
         self._facts: dict[str, dict[str, str]] = {}
         self._not_measured: dict[str, str] = {}
 
@@ -156,8 +157,7 @@ class Comparison:
             self._run_engines(QUANTIZED, QUANTIZED_WORKLOADS, quantized)
         if "busy" in self._plan.parts:
             self._run_busy(busy)
-        self._measure_ceilings()
-        roof = Roof(_highest(self._ceilings), load_model_config(self._model), torch.bfloat16)
+        roof = Roof(self._ceilings, load_model_config(self._model), torch.bfloat16)
         served, burst = uvloop.run(self._run_servers())
         found = Documents(
             decode=decode_documents(WORKLOADS, plain, roof) if plain else (),
@@ -173,14 +173,10 @@ class Comparison:
             "engines": self._facts,
             "not_measured": self._not_measured,
             "first_tokens_equal": {name: share for name, share in agreements.items() if share is not None},
-            "ceilings": asdict(roof.ceilings),
+            "ceilings": {name: [asdict(each) for each in beside] for name, beside in self._ceilings.items()},
             **{each.name: getattr(found, each.name) for each in fields(found)},
             "bars": [bar.document() for bar in bars(found)],
         }
-
-    def _measure_ceilings(self) -> None:
-        """Once more: a machine with neighbours shows its ceilings only now and then."""
-        self._ceilings.append(measure_ceilings(torch.device("cpu"), len(self._plan.cores), _CEILINGS_BUDGET_S))
 
     def _run_engines(self, names: Sequence[str], workloads: Sequence[Workload], results: Results) -> None:
         """Adds to `results` what each of `names` that can be had takes; all are up at once."""
@@ -189,14 +185,18 @@ class Comparison:
         with contextlib.ExitStack() as stack:
             running = [engine for name in names if (engine := self._open(name, stack)) is not None]
 
+            def measure_beside(engine: JobEngine, workload: Workload) -> None:
+                if engine.name == OURS:
+                    ceilings = measure_ceilings(torch.device("cpu"), len(self._plan.cores), _CEILINGS_BUDGET_S)
+                    self._ceilings.setdefault(workload.name, []).append(ceilings)
+
             def lose(engine: JobEngine, error: PeerError) -> None:
                 self._lose(engine.name, error)
                 running[:] = [each for each in running if each is not engine]
 
             for number in range(self._plan.rounds):
-                self._measure_ceilings()
                 _say(f"{', '.join(each.name for each in running)}: round {number + 1} of {self._plan.rounds}")
-                run_round(running, self._plan.shortened(workloads), number, results, lose)
+                run_round(running, self._plan.shortened(workloads), number, results, lose, measure_beside)
 
     def _run_busy(self, results: BusyResults) -> None:
         with contextlib.ExitStack() as stack:
@@ -273,17 +273,6 @@ class Comparison:
 
 def _say(what: str) -> None:
     print(f"{what} …", file=sys.stderr, flush=True)
-
-
-def _highest(measured: Sequence[Ceilings]) -> Ceilings:
-    """What the machine once reached, it can."""
-    return replace(
-        measured[0],
-        read_gb_s=max(each.read_gb_s for each in measured),
-        copy_gb_s=max(each.copy_gb_s for each in measured),
-        bf16_tflop_s=max(each.bf16_tflop_s for each in measured),
-        f32_tflop_s=max(each.f32_tflop_s for each in measured),
-    )
 
 
 def _plan(args: argparse.Namespace) -> Plan:

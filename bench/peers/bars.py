@@ -78,7 +78,7 @@ def decode_documents(workloads: Sequence[Workload], results: Results, roof: Roof
     for workload, document in zip(workloads, documents, strict=True):
         ours = document["step_ms"].get(OURS)
         took_s = None if ours is None else ours["median"] / 1e3
-        document["roofline"] = roof.document(roof.decode(workload), took_s)
+        document["roofline"] = roof.document(workload, roof.decode(workload), took_s)
     return documents
 
 
@@ -109,7 +109,7 @@ def prefill_documents(workloads: Sequence[Workload], results: Results, roof: Roo
             measured = results.get(workload.name, {})
             engines = {name: _prefill(name, each, workload.num_prompt_tokens) for name, each in measured.items()}
             took_s = workload.num_prompt_tokens / engines[OURS]["median"] if OURS in engines else None
-            roofline = roof.document(roof.prefill(workload), took_s)
+            roofline = roof.document(workload, roof.prefill(workload), took_s)
             documents.append({"workload": workload.name, "tokens_per_s": engines, "roofline": roofline})
     return documents
 
@@ -135,9 +135,14 @@ def interference_documents(interference: Mapping[str, Interference]) -> Document
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """The measured ceilings and the model whose work is held against them."""
+    """The measured ceilings and the model whose work is held against them.
 
-    ceilings: Ceilings
+    Memory that others use too gives twice as much in one minute as in the next: each workload is held against what was
+    measured right before and after its own turns.
+    """
+
+    ceilings: Mapping[str, Sequence[Ceilings]]
+    """By workload."""
     config: ModelConfig
     dtype: torch.dtype
 
@@ -150,17 +155,22 @@ class Roof:
         """All prompts of the workload."""
         return prefill_cost(self.config, workload.num_seqs, workload.prompt_tokens, self.dtype)
 
-    def document(self, cost: Cost, took_s: float | None) -> Document:
+    def document(self, workload: Workload, cost: Cost, took_s: float | None) -> Document:
         """`share`: of the limit, what was reached."""
-        limit_s = cost.limit_s(self.ceilings)
+        beside = self.ceilings[workload.name]
+        limits_s = [cost.limit_s(each) for each in beside]
+        memory_ms, compute_ms = (
+            _median_ms([each(ceilings) for ceilings in beside]) for each in (cost.memory_s, cost.compute_s)
+        )
         return {
             "bytes": cost.num_bytes,
             "flops": cost.flops,
             "intensity": cost.intensity,
-            "memory_ms": cost.memory_s(self.ceilings) * 1e3,
-            "compute_ms": cost.compute_s(self.ceilings) * 1e3,
-            "bound": "memory" if cost.is_memory_bound(self.ceilings) else "compute",
-            "share": None if took_s is None else limit_s / took_s,
+            "memory_ms": memory_ms,
+            "compute_ms": compute_ms,
+            "limit_ms": {"median": _median_ms(limits_s), "best": min(limits_s) * 1e3},
+            "bound": "memory" if memory_ms >= compute_ms else "compute",
+            "share": None if took_s is None else statistics.median(limits_s) / took_s,
         }
 
 
@@ -214,10 +224,8 @@ def _decode_bar(document: Document, peer: str, limit: float) -> Bar:
 
 
 def _roofline_bar(document: Document, limit: float) -> Bar:
-    limit_ms = max(document["roofline"]["memory_ms"], document["roofline"]["compute_ms"])
-    roofline = {"median": limit_ms, "best": limit_ms}
     name = f"decode step {document['workload']}, times the roofline"
-    return compare(name, limit, document["step_ms"].get(OURS), roofline)
+    return compare(name, limit, document["step_ms"].get(OURS), document["roofline"]["limit_ms"])
 
 
 def _busy_bar(document: Document) -> Bar:

@@ -190,12 +190,23 @@ def interference_section(results: Document) -> list[str]:
     ]
 
 
-def _ceilings(ceilings: Document) -> str:
-    return (
-        f"Measured in this run: {ceilings['read_gb_s']:.1f} GB/s read, "
-        f"{max(ceilings['bf16_tflop_s'], ceilings['f32_tflop_s']):.2f} TFLOP/s in products of bfloat16 or float32, "
-        "whichever are faster. Bytes are weights and KV, each once.\n"
+def _ceilings(ceilings: Mapping[str, Any]) -> str:
+    """Older records have one for the run: the highest of several."""
+    is_old = "read_gb_s" in ceilings
+    measured: list[Document] = [ceilings] if is_old else [each for beside in ceilings.values() for each in beside]
+    when = (
+        "The highest of this run" if is_old else "Before and after Tandem's turns, a median for each workload's limit"
     )
+    return (
+        f"{when}: {_span([each['read_gb_s'] for each in measured], 1)} GB/s read, "
+        f"{_span([max(each['bf16_tflop_s'], each['f32_tflop_s']) for each in measured], 2)} TFLOP/s in products of "
+        "bfloat16 or float32, whichever are faster. Bytes are weights and KV, each once.\n"
+    )
+
+
+def _span(values: Sequence[float], digits: int) -> str:
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _facts(name: str, facts: Mapping[str, str]) -> str:

@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ def roof(tmp_path_factory: pytest.TempPathFactory) -> Roof:
     PEER_SHAPES["135m"].config().save_pretrained(folder)
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace('"architectures": null', '"architectures": ["LlamaForCausalLM"]'))
-    return Roof(CEILINGS, load_model_config(folder), torch.bfloat16)
+    return Roof({workload.name: [CEILINGS] for workload in WORKLOADS}, load_model_config(folder), torch.bfloat16)
 
 
 def measured(names: tuple[str, ...], workloads: Sequence[Workload]) -> Results:
@@ -120,6 +120,20 @@ def test_the_memory_limit_of_one_seq_is_weights_and_kv_once(roof: Roof) -> None:
     cost = roof.decode(WORKLOADS[0])
     assert cost.num_bytes == pytest.approx(269e6 + 280 * 30 * 2 * 3 * 64 * 2, rel=0.01)
     assert cost.is_memory_bound(CEILINGS)
+
+
+def test_a_workload_is_held_against_what_the_machine_did_beside_it(roof: Roof) -> None:
+    alone, several = WORKLOADS[:2]
+    speeds = (25.0, 50.0, 100.0)
+    shared = replace(
+        roof, ceilings={**roof.ceilings, alone.name: [replace(CEILINGS, read_gb_s=each) for each in speeds]}
+    )
+    quiet = roof.document(alone, roof.decode(alone), took_s=0.05)
+    found = shared.document(alone, shared.decode(alone), took_s=0.05)
+    assert found["limit_ms"]["median"] == pytest.approx(quiet["memory_ms"])
+    assert found["limit_ms"]["best"] == pytest.approx(quiet["memory_ms"] / 2)
+    assert found["share"] == pytest.approx(quiet["memory_ms"] / 50)
+    assert shared.document(several, shared.decode(several), None) == roof.document(several, roof.decode(several), None)
 
 
 @pytest.mark.parametrize("names", [("tandem",), ("tandem", "vllm")])
