@@ -99,12 +99,13 @@ def _policy(config: DecodeConfig, engine: Engine, max_sequence_tokens: int) -> W
     if objective_s is None and not config.elastic:
         objective_s = 0.0  # by itself it computes most in whole chunks: 225 tokens/s against 134 (bench/LOG.md)
     return WorkerPolicy(
-        StepLimits(config.block_size, config.max_seqs, engine.chunk_tokens),
+        StepLimits(config.block_size, config.max_seqs, engine.chunk_tokens.beside),
         max_sequence_tokens,
         overlap_steps=config.overlap_steps == "auto",
         max_planning_share=MAX_PLANNING_SHARE_ON_CPU if engine.model.device.type == "cpu" else math.inf,
         inter_token_objective_s=objective_s,
         waiting_served_ratio=config.waiting_served_ratio,
+        alone_tokens=engine.chunk_tokens.alone,
         elastic=config.elastic,
     )
 

@@ -1,7 +1,7 @@
 """How many prompt tokens a step computes beside its decodes, so that streams keep their inter-token objective. Pure.
 
     while sequences decode    tokens = (longest step - decode step) * tokens per second
-    while none does           all of `chunk_tokens`
+    while none does           as many as keep the device busy: `alone_tokens`
 
 The longest step is the objective: seconds that were asked for, or `FEW_STEPS` of the shortest decode steps that were
 seen, those of few sequences, and at least `OWN_STEPS` of the same size: what callers expect stays as the batch grows.
@@ -94,9 +94,19 @@ class _Learned:
 class ChunkBudget:
     """Of one worker that decodes."""
 
-    def __init__(self, chunk_tokens: int, objective_s: float | None = None, waiting_served_ratio: float = 3.0) -> None:
-        """`objective_s` None = by the measured steps, 0 = none: each step computes up to `chunk_tokens`."""
+    def __init__(
+        self,
+        chunk_tokens: int,
+        objective_s: float | None = None,
+        waiting_served_ratio: float = 3.0,
+        alone_tokens: int | None = None,
+    ) -> None:
+        """`objective_s` None = by the measured steps, 0 = none: each step beside decodes computes up to `chunk_tokens`.
+
+        `alone_tokens` None = as many; never more.
+        """
         self._chunk_tokens = chunk_tokens
+        self._alone_tokens = chunk_tokens if alone_tokens is None else min(alone_tokens, chunk_tokens)
         self._grain_tokens = max(1, chunk_tokens // _GRAINS)
         self._objective_s = objective_s
         self._most_wait_ratio = waiting_served_ratio
@@ -142,7 +152,9 @@ class ChunkBudget:
     def tokens(self, num_decodes: int, wait_ratio: float) -> int:
         """Prompt tokens of the next step, in which so many sequences decode. `wait_ratio`: of the prompts in line."""
         decode_s, per_s = self._now.decode_step_s(num_decodes), self._now.prompts.per_s
-        if not num_decodes or self._objective_s == 0:
+        if not num_decodes:
+            return self._alone_tokens
+        if self._objective_s == 0:
             return self._chunk_tokens
         if not decode_s or not per_s:
             return min(_FIRST_GRAINS * self._grain_tokens, self._chunk_tokens)

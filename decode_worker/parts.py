@@ -52,5 +52,7 @@ class WorkerPolicy:
     inter_token_objective_s: float | None = 0.0
     """See `ChunkBudget`."""
     waiting_served_ratio: float = 3.0
+    alone_tokens: int | None = None
+    """Prompt tokens of a step in which nothing decodes, if they are to be fewer than of others."""
     elastic: bool = False
     """Whether it computes prompts for other workers too; that needs a sender."""

@@ -69,7 +69,12 @@ class DecodeWorker:
         self._transfers = IncomingTransfers(
             parts.cache, parts.receiver, parts.clock, self, policy.transfers, parts.validator.vocab_size
         )
-        budget = ChunkBudget(policy.limits.chunk_tokens, policy.inter_token_objective_s, policy.waiting_served_ratio)
+        budget = ChunkBudget(
+            policy.limits.chunk_tokens,
+            policy.inter_token_objective_s,
+            policy.waiting_served_ratio,
+            policy.alone_tokens,
+        )
         self._batch = RunningBatch(parts.cache, policy.limits, growth, budget, self._transfers.requests)
         self._prompts = PromptsForOthers(self._batch, parts.cache, parts.sender, parts.clock, self)
         self._admission = Admission(

@@ -8,19 +8,34 @@ share one ragged step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-CPU_CHUNK_TOKENS = 512
-GPU_CHUNK_TOKENS = 2048
+_CPU_TOKENS = 512
+_GPU_TOKENS = 2048
 """Where others decode in the same step; fewer tokens do not fill a GPU."""
-GPU_PREFILL_CHUNK_TOKENS = 4096
-"""Where nobody does: launches are hidden behind more work, and a prompt in line waits for one such step at most."""
+_GPU_ALONE_TOKENS = 4096
+"""Where nobody does: launches are hidden behind more work."""
 
 
-def chunk_tokens_of(asked: int, device: torch.device, on_gpu: int) -> int:
-    """Tokens of prompts in one step: as many as were asked for, or for 0 by the device."""
-    return asked or (on_gpu if device.type == "cuda" else CPU_CHUNK_TOKENS)
+@dataclass(frozen=True, slots=True)
+class ChunkTokens:
+    """Tokens of prompts in one step, at most."""
+
+    beside: int
+    """Beside sequences that decode."""
+    alone: int
+    """Beside none. A prompt that comes waits for one such step at most: no more than keep the device busy."""
+
+    @classmethod
+    def of(cls, asked: int, device: torch.device, full_tokens: int | None) -> ChunkTokens:
+        """As many as were asked for, or for 0 by the device. `full_tokens`: see `Kernels.full_tokens`."""
+        if asked:
+            return cls(asked, asked)
+        if device.type == "cuda":
+            return cls(_GPU_TOKENS, _GPU_ALONE_TOKENS)
+        return cls(_CPU_TOKENS, min(full_tokens or _CPU_TOKENS, _CPU_TOKENS))
 
 
 def plan_chunks(remaining_tokens: Sequence[int], budget_tokens: int, max_seqs: int) -> list[int]:

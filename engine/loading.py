@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.block_pool import BlockPool
-from engine.chunking import GPU_CHUNK_TOKENS, chunk_tokens_of
+from engine.chunking import ChunkTokens
 from engine.disk_tier import DiskTier
 from engine.engine_thread import EngineThread
 from engine.graphs import CAPTURABLE, CudaCapturer, DecodeGraphs, batch_sizes, context_bounds
@@ -82,8 +82,8 @@ class EngineOptions:
     """Seqs of a step; the default pool is never larger than so many full contexts."""
     chunk_tokens: int = 0
     """Tokens of prompts in a step; 0 = by the device."""
-    gpu_chunk_tokens: int = GPU_CHUNK_TOKENS
-    """So many on a GPU then."""
+    prefills_only: bool = False
+    """Whether no step has others that decode."""
     attention_backend: str = AUTO
     cpu_tier: str | None = None
     """Instructions that the kernels of a CPU use; None = the best that it has."""
@@ -145,8 +145,8 @@ class Engine:
     """Where `cache` puts what `tier` has no room for."""
     thread: EngineThread
     backend_name: str
-    chunk_tokens: int
-    """Tokens of prompts in a step, at most."""
+    chunk_tokens: ChunkTokens
+    """Without steps beside sequences that decode, if there are none."""
 
     @property
     def pool(self) -> BlockPool:
@@ -190,8 +190,9 @@ def load_engine(options: EngineOptions) -> Engine:
         if kernels.take_thread is not None:
             executor.submit(kernels.take_thread, options.placement.loan).result()
         layout = _layout(options, model)
-        chunk_tokens = chunk_tokens_of(options.chunk_tokens, device, options.gpu_chunk_tokens)
-        step_bytes = executor.submit(_warm_up, options, model, kernels, layout, chunk_tokens).result()
+        chunk_tokens = ChunkTokens.of(options.chunk_tokens, device, kernels.full_tokens)
+        largest = chunk_tokens.alone if options.prefills_only else chunk_tokens.beside
+        step_bytes = executor.submit(_warm_up, options, model, kernels, layout, largest).result()
         kv_cache = _create_pool(options, model, layout, step_bytes)
         owned.append(kv_cache)
         graphs = executor.submit(_capture_graphs, options, model, kv_cache, kernels.name).result()

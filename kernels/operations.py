@@ -190,6 +190,8 @@ class Kernels:
     With cores that its kernels may borrow, if any."""
     take_num_lent: Callable[[], int] | None = None
     """On the thread that steps: how many borrowed cores its kernels had at most since the last call."""
+    full_tokens: int | None = None
+    """Prompt tokens of a step beyond which more do not make any of them cheaper; None = not known."""
     compile_step: Callable[[DecoderParts], CompiledStep | None] | None = None
     """Makes one call of a decoder's step; None, or what returns None, leaves it to the operations one by one."""
 

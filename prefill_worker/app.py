@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from opentelemetry.trace import Tracer
 
-from engine.chunking import GPU_PREFILL_CHUNK_TOKENS
 from engine.guides import Guides
 from engine.loading import EngineOptions
 from kvtransfer.sender import KvSender
@@ -35,7 +34,7 @@ async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) 
     """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
     base = Foundation.lay(Role.PREFILL, config, tracer)
     options = EngineOptions.of_worker(config, base.checkpoint.path, shared_kv=False)
-    options = replace(options, gpu_chunk_tokens=GPU_PREFILL_CHUNK_TOKENS)
+    options = replace(options, prefills_only=True)
     async with base.engine(options, stop) as engine:
         sender = KvSender(
             base.pool_memory(engine),
@@ -47,7 +46,7 @@ async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) 
         )
         guides = Guides(GrammarCompiler.of(base.checkpoint))
         parts = WorkerParts(engine.thread, engine.cache, sender, base.validator, base.clock, base.observer, guides)
-        limits = BatchLimits(engine.chunk_tokens, config.max_seqs)
+        limits = BatchLimits(engine.chunk_tokens.alone, config.max_seqs)
         policy = OutgoingPolicy(overlap=config.overlap)
         try:
             worker = PrefillWorker(parts, limits, policy, engine.max_sequence_tokens)

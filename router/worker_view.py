@@ -14,8 +14,8 @@ it holds is neither computed nor moved again. A bound on how far a popular prefi
 PACKED_PREFIX_WORTH = 1 / 40
 """The same where streams are packed, as a share of seats: who holds a prompt is no reason to begin streams there beside
 prompts, while others have streams already."""
-PACKED_SHARE = 3 / 16
-"""Share of an elastic worker's seats up to which streams join others: so few make each other hardly slower, and a
+PACKED_SHARE = 3 / 8
+"""Share of an elastic worker's seats up to which streams join others: one step reads the weights for all of them, and a
 worker without any computes prompts that keep nobody waiting for a token. Beyond it they spread, unless:"""
 PACKED_STEP = 0.6
 """Share of the longest step that its streams allow up to which a decode step is short, and streams join others too."""

@@ -113,7 +113,8 @@ class CostModel:
     pool_blocks: int = 4096
     max_seqs: int = 64
     chunk_tokens: int = 512
-    prefill_chunk_tokens: int = 512
+    prefill_chunk_tokens: int = 128
+    """Where nothing decodes."""
     kv_bytes_per_token: int = 0
     handoff_s: float = 0.001
     """Of an empty hand-off: opening and commit."""

@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from decode_worker.scheduler import StepLimits
@@ -287,11 +287,10 @@ def _core(
         parts = PrefillParts(engine, cache, sender, validator, clock, WorkerObserver())
         return PrefillWorker(parts, BatchLimits(costs.prefill_chunk_tokens, costs.max_seqs), OutgoingPolicy(), tokens)
     limits = StepLimits(costs.block_size, costs.max_seqs, costs.chunk_tokens)
-    policy = WorkerPolicy(limits, tokens)
+    policy = WorkerPolicy(limits, tokens, alone_tokens=costs.prefill_chunk_tokens)
     if role is Role.ELASTIC:
-        policy = WorkerPolicy(
-            limits,
-            tokens,
+        policy = replace(
+            policy,
             inter_token_objective_s=options.inter_token_objective_s,
             waiting_served_ratio=options.waiting_served_ratio,
             elastic=True,

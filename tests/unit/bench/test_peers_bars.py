@@ -165,7 +165,7 @@ def test_the_section_shows_what_was_measured_and_says_what_was_not(roof: Roof, n
                 "engines": {"tandem": {"tandem": "1", "resident_mb": "512"}},
                 "not_measured": missing,
                 "first_tokens_equal": {},
-                "ceilings": {"read_gb_s": 50.0, "bf16_tflop_s": 1.0, "f32_tflop_s": 0.2},
+                "ceilings": {workload.name: [asdict(CEILINGS)] for workload in WORKLOADS},
                 "bars": [bar.document() for bar in bars(found)],
                 **{each.name: getattr(found, each.name) for each in fields(found)},
             }

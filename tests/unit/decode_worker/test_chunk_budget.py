@@ -26,6 +26,8 @@ def learned(
 
 def test_a_prompt_alone_gets_the_whole_chunk() -> None:
     assert ChunkBudget(CHUNK).tokens(0, 1) == CHUNK
+    assert ChunkBudget(CHUNK, alone_tokens=CHUNK // 4).tokens(0, 1) == CHUNK // 4
+    assert ChunkBudget(CHUNK, alone_tokens=2 * CHUNK).tokens(0, 1) == CHUNK
     assert learned().tokens(0, 3) == CHUNK
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.chunking import chunk_tokens_of
+from engine.chunking import ChunkTokens
 from engine.memory import blocks_that_fit, check_memory
 from engine.warm_up import StepSizes, warm_up, warm_up_steps
 from kernels.operations import Kernels
@@ -72,7 +72,16 @@ def test_the_pool_leaves_what_steps_take(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "tokens"), [(0, "cpu", 512), (0, "cuda", 4096), (100, "cpu", 100), (100, "cuda", 100)]
+    ("asked", "device", "full_tokens", "expected"),
+    [
+        (0, "cpu", None, (512, 512)),
+        (0, "cpu", 128, (512, 128)),
+        (0, "cuda", None, (2048, 4096)),
+        (100, "cpu", 128, (100, 100)),
+        (200, "cpu", 128, (200, 200)),
+        (100, "cuda", None, (100, 100)),
+    ],
 )
-def test_chunks_are_longer_on_a_gpu_unless_a_length_was_asked_for(asked, device, tokens):
-    assert chunk_tokens_of(asked, torch.device(device), on_gpu=4096) == tokens
+def test_chunks_keep_the_device_busy_unless_a_length_was_asked_for(asked, device, full_tokens, expected):
+    chunk_tokens = ChunkTokens.of(asked, torch.device(device), full_tokens)
+    assert (chunk_tokens.beside, chunk_tokens.alone) == expected

@@ -130,10 +130,10 @@ def test_a_worker_at_its_objective_comes_after_others(worker: View) -> None:
     [
         ({"running_seqs": 1}, True),
         ({"waiting_seqs": 1}, True),
-        ({"running_seqs": 8, "waiting_seqs": 3}, True),
-        ({"running_seqs": 8, "waiting_seqs": 4}, False),  # three sixteenths of its seats, and then no more
-        ({"running_seqs": 20, "step_s": 0.03, "step_objective_s": 0.05}, True),  # more, while its steps are short
-        ({"running_seqs": 20, "step_s": 0.031, "step_objective_s": 0.05}, False),
+        ({"running_seqs": 20, "waiting_seqs": 3}, True),
+        ({"running_seqs": 20, "waiting_seqs": 4}, False),  # three eighths of its seats, and then no more
+        ({"running_seqs": 32, "step_s": 0.03, "step_objective_s": 0.05}, True),  # more, while its steps are short
+        ({"running_seqs": 32, "step_s": 0.031, "step_objective_s": 0.05}, False),
         ({"running_seqs": 48, "step_s": 0.03, "step_objective_s": 0.05}, False),  # three quarters of its seats
         ({"running_seqs": 1, "step_s": 0.05, "step_objective_s": 0.05}, False),
         ({"running_seqs": 1, "queued_prompt_tokens": 50_000}, False),
@@ -164,11 +164,11 @@ def test_a_prefix_draws_no_stream_away_from_where_streams_are_but_decides_among_
 @pytest.mark.parametrize(
     ("streams", "rate", "queued", "stays"),
     [
-        (13, 200.0, 10_900, False),  # it takes 59.5 s there, 10 here
-        (13, 200.0, 11_100, True),  # 60.5 s
-        (12, 200.0, 10_900, False),
-        (6, 200.0, 3_000, False),  # half as many streams, a quarter of the patience: 20 s, not 21
-        (6, 200.0, 3_200, False),  # more than that, but within three times its own time
+        (25, 200.0, 10_900, False),  # it takes 59.5 s there, 10 here
+        (25, 200.0, 11_100, True),  # 60.5 s
+        (24, 200.0, 10_900, False),
+        (12, 200.0, 3_000, False),  # half as many streams, a quarter of the patience: 20 s, not 21
+        (12, 200.0, 3_200, False),  # more than that, but within three times its own time
         (1, 200.0, 4_900, False),
         (1, 200.0, 5_100, True),
         (1, 30.0, 0, True),  # slow by itself
