@@ -15,7 +15,7 @@ from functools import partial
 from typing import NoReturn
 
 import tandem
-from cli import bench, chat, doctor, generate, health, plan, router, serve, status
+from cli import bench, chat, compile_kernels, doctor, generate, health, plan, router, serve, status
 from cli.command import Subparsers, add_command
 from tandem.config import DecodeConfig, ElasticConfig, PrefillConfig, add_arguments, load
 from tandem.errors import CheckpointError, ConfigError, TandemError
@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in (
         *(serve.add_parser, router.add_parser, _add_processes, generate.add_parser, chat.add_parser),
-        *(status.add_parser, health.add_parser, bench.add_parser, plan.add_parser, doctor.add_parser),
+        *(status.add_parser, health.add_parser, bench.add_parser, plan.add_parser, compile_kernels.add_parser),
+        doctor.add_parser,
     ):
         add(subparsers)
     namespace, unknown = parser.parse_known_args(argv)

@@ -189,7 +189,7 @@ def load_engine(options: EngineOptions) -> Engine:
         keep_freed_memory()
         if kernels.take_thread is not None:
             executor.submit(kernels.take_thread, options.placement.loan).result()
-        layout = _layout(options, model)
+        layout = layout_of(options, model)
         chunk_tokens = ChunkTokens.of(options.chunk_tokens, device, kernels.full_tokens)
         largest = chunk_tokens.alone if options.prefills_only else chunk_tokens.beside
         step_bytes = executor.submit(_warm_up, options, model, kernels, layout, largest).result()
@@ -299,7 +299,7 @@ def _capture_graphs(
     return graphs
 
 
-def _layout(options: EngineOptions, model: LoadedModel) -> KvLayout:
+def layout_of(options: EngineOptions, model: LoadedModel) -> KvLayout:
     """How KV lies in the pool. Raises ConfigError if scales would not lie at whole words."""
     layout = model.kv_layout(options.block_size, None if options.kv_dtype == AUTO else QuantDType(options.kv_dtype))
     if layout.block_size * layout.row_bytes % SCALE_BYTES:

@@ -97,7 +97,9 @@ class WorkerView:
         num_seqs = self._num_seqs
         is_few = num_seqs + demand.num_choices <= PACKED_SHARE * self.info.max_seqs
         if self.info.role is Role.ELASTIC and (is_few or self._has_short_steps) and share <= PACKED_MOST:
-            return -num_seqs / self.info.max_seqs - PACKED_PREFIX_WORTH * held
+            # Of two with as many streams, the one where fewer prompts would keep this one waiting between its tokens.
+            line = self.queued_tokens / max(1, self.queued_tokens + demand.num_tokens)
+            return (line / 2 - num_seqs) / self.info.max_seqs - PACKED_PREFIX_WORTH * held
         return share - PREFIX_WORTH * held if share <= 1 else share
 
     @property

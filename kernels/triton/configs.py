@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from kernels.triton import absent_arch
 from tandem.errors import InternalError
 
 AttentionKernel = Literal["prefill", "decode"]
@@ -47,11 +48,13 @@ class ShapeClass:
     element_bytes: int
 
 
-@cache
 def arch_of(device: torch.device) -> int:
-    """Compute capability as one number, 80 for sm_80; `INTERPRETER_ARCH` for the CPU."""
-    if device.type != "cuda":
-        return INTERPRETER_ARCH
+    """Compute capability as one number, 80 for sm_80; of the CPU that of the GPU that it stands in for."""
+    return _capability_of(device) if device.type == "cuda" else absent_arch() or INTERPRETER_ARCH
+
+
+@cache
+def _capability_of(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 

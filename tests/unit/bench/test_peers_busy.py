@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +16,7 @@ from bench.peers import busy
 from bench.peers.busy import BusyResults, measure_busy, spinning
 from bench.peers.engines import Workload
 from bench.peers.job import Job, JobTimes
-from bench.peers.process import PeerProcess
+from bench.peers.process import PeerProcess, closing_all
 
 
 def ticks(pid: int) -> int:
@@ -49,6 +51,17 @@ def test_each_core_has_a_process_that_spins_until_the_block_ends(monkeypatch: py
         before = {each: ticks(each) for each in spinners}
         assert eventually(lambda: all(ticks(each) > was for each, was in before.items()))
     assert eventually(lambda: not of_session(session))
+
+
+def test_none_spins_on_when_the_first_is_killed() -> None:
+    cores = sorted(os.sched_getaffinity(0))[:1]
+    process = PeerProcess("spinner", (sys.executable, "-S", "-c", busy._SPIN, *map(str, cores * 2)))
+    with closing_all([process]):
+        for _ in range(2):
+            process.receive(30)
+        assert len(of_session(process.pid)) == 2
+        os.kill(process.pid, signal.SIGKILL)
+        assert eventually(lambda: not of_session(process.pid))
 
 
 @dataclass

@@ -149,6 +149,14 @@ def test_few_streams_join_others_and_leave_a_worker_free_for_prompts(
     assert outcome(fixed, demand)[1] == "idle"
 
 
+def test_of_two_with_as_many_streams_the_one_with_fewer_prompts_in_line_decodes(worker: View) -> None:
+    for streams in (0, 2):
+        long = worker(E, "long line", running_seqs=streams, queued_prompt_tokens=900)
+        short = worker(E, "short line", running_seqs=streams, queued_prompt_tokens=100)
+        assert outcome([long, short])[1] == "short line"
+        assert outcome([worker(E, "streams", running_seqs=streams + 1, queued_prompt_tokens=900), short])[1] == "streams"
+
+
 def test_prompts_for_others_draw_no_stream(worker: View) -> None:
     helper = worker(E, "helper", running_seqs=2, running_for_others=2, waiting_seqs=3, waiting_for_others=3)
     assert outcome([helper, worker(E, "streams", running_seqs=1)])[1] == "streams"

@@ -1,0 +1,54 @@
+"""Fills Triton's cache with all that a model launches on a GPU, on a machine without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.loading import EngineOptions, layout_of
+from engine.warm_up import StepSizes, warm_up
+from kernels import triton
+from kernels.quantized import QuantForm
+from kernels.step_inputs import DecodeRows, load_rows
+from models.loading import load_model
+
+_SIZES = StepSizes(chunk_tokens=512, max_seqs=4, context_tokens=1024)
+"""Small, for a CPU multiplies here: which kernels there are depends on the model, once steps go beyond one split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Of one architecture, kernels by their types and options."""
+
+    arch: int
+    num_compiled: int
+    num_found: int
+    """That the cache had already."""
+
+
+def fill_kernel_cache(options: EngineOptions, archs: Sequence[int], cache: Path) -> list[Filled]:
+    """Compiles for each of `archs` what a worker with these options compiles at start, into the folder `cache`.
+
+    Loads the weights into host memory. This process can launch no Triton kernel afterwards.
+    Raises ConfigError and CheckpointError.
+    """
+    from kernels.triton.absent_gpu import compile_instead, pretend
+
+    cpu, kernels = torch.device("cpu"), triton.load()
+    form = None if options.quantize is None else QuantForm(options.quantize)
+    model = load_model(
+        options.model_path, options.dtype, cpu, kernels, form, options.model_impl, options.context_tokens
+    )
+    found, filled = compile_instead(cache), []
+    for arch in archs:
+        pretend(arch)
+        found.clear()
+        warm_up(model, kernels, layout_of(options, model), _SIZES)
+        rows = DecodeRows.empty(1, 1, cpu)
+        load_rows(rows, rows.token_ids, rows.seq_lens, rows.block_tables, 1, options.block_size)  # a captured step's
+        num_found = sum(count for (_, is_found), count in found.items() if is_found)
+        filled.append(Filled(arch, found.total() - num_found, num_found))
+    return filled

@@ -1,0 +1,76 @@
+"""Kernels that are compiled where there is no GPU are those that a worker on one would look for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.tiny_models import TINY_MODELS, save_tiny_model
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+SERVED_ELSEWHERE = """
+import sys
+from pathlib import Path
+import torch
+from engine.warm_up import StepSizes, warm_up
+from kernels import triton
+from kernels.triton.absent_gpu import compile_instead, pretend
+from models.loading import load_model
+
+model = load_model(Path(sys.argv[1]), "bfloat16", torch.device("cpu"), triton.load())
+found = compile_instead(Path(sys.argv[2]))
+pretend(90)
+warm_up(model, triton.load(), model.kv_layout(16), StepSizes(chunk_tokens=2048, max_seqs=7, context_tokens=3000))
+print(sorted(name for name, is_found in found if not is_found), len(found))
+"""
+
+
+def ran(*arguments: object) -> str:
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_was_compiled_ahead_is_found_by_steps_of_other_sizes(tmp_path: Path) -> None:
+    (tiny,) = (each for each in TINY_MODELS if each.name == "llama")
+    model, cache = save_tiny_model(tiny, tmp_path / "model"), tmp_path / "cache"
+    command = ("-m", "cli.main", "compile", "--model", model, "--dtype", "bfloat16", "--cache", cache, "--arch", "90")
+    compiled = ran(*command).split()
+    assert compiled[:1] == ["sm_90:"]
+    assert int(compiled[1]) >= 10
+    assert list(cache.rglob("decode_kernel*.cubin"))
+    again = ran(*command).split()
+    assert again[1] == "0"
+    missing, num_kernels = ran("-c", SERVED_ELSEWHERE, model, cache).rsplit(" ", 1)
+    assert missing == "[]"
+    assert int(num_kernels) >= 10
+
+
+def test_interpreted_kernels_are_not_compiled(tmp_path: Path) -> None:
+    (tiny,) = (each for each in TINY_MODELS if each.name == "llama")
+    model = save_tiny_model(tiny, tmp_path / "model")
+    command = [
+        sys.executable,
+        "-m",
+        "cli.main",
+        "compile",
+        "--model",
+        str(model),
+        "--cache",
+        str(tmp_path),
+        "--arch",
+        "90",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**ENVIRONMENT, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "TRITON_INTERPRET" in done.stderr
