@@ -149,10 +149,14 @@ class ChunkBudget:
         elif per_s and num_prompt_tokens <= _FIRST_GRAINS * self._grain_tokens:
             self._now.decode_s[num_decodes.bit_length()] = max(seconds - num_prompt_tokens / per_s, seconds / 4)
 
-    def tokens(self, num_decodes: int, wait_ratio: float) -> int:
-        """Prompt tokens of the next step, in which so many sequences decode. `wait_ratio`: of the prompts in line."""
-        decode_s, per_s = self._now.decode_step_s(num_decodes), self._now.prompts.per_s
-        if not num_decodes:
+    def tokens(self, num_decodes: int, wait_ratio: float, *, is_awaited: bool = False) -> int:
+        """Prompt tokens of the next step, in which so many sequences decode. `wait_ratio`: of the prompts in line.
+
+        `is_awaited`: whether a sequence may begin to decode at any time; a step without any is no longer than with one.
+        """
+        num_streams = num_decodes or int(is_awaited)
+        decode_s, per_s = self._now.decode_step_s(num_streams), self._now.prompts.per_s
+        if not num_streams:
             return self._alone_tokens
         if self._objective_s == 0:
             return self._chunk_tokens
@@ -161,8 +165,9 @@ class ChunkBudget:
         share = wait_ratio / self._most_wait_ratio
         if share >= 1:
             return self._chunk_tokens
-        longest_s = max(MARGIN * self.objective_s(num_decodes), decode_s / (1 - share)) / max(1.0, self._now.overrun)
-        num_grains = round((longest_s - decode_s) * per_s) // self._grain_tokens
+        longest_s = max(MARGIN * self.objective_s(num_streams), decode_s / (1 - share)) / max(1.0, self._now.overrun)
+        left_s = longest_s - decode_s if num_decodes else longest_s
+        num_grains = round(left_s * per_s) // self._grain_tokens
         return min(max(1, num_grains) * self._grain_tokens, self._chunk_tokens)
 
     def objective_s(self, num_decodes: int) -> float:

@@ -263,17 +263,18 @@ class RunningBatch:
         return PromptInLine(num_left, max(num_left, num_tokens), waited)
 
     @property
-    def num_streams(self) -> int:
-        """Sequences whose clients wait for the next token: those that decode; where none does, one whose first token
-        was told by the worker that computes its prompt, or may be before the next step has ended.
+    def is_awaited(self) -> bool:
+        """Whether a client waits for a second token of a sequence that is still to come: the worker that computes the
+        prompt told the first one, or may tell it before the next step has ended.
         """
-        return self.num_decodes or min(1, len(self._arriving))
+        return len(self._arriving) > 0
 
     def _limits_now(self) -> StepLimits:
         ratio = self.wait_ratio
         if not ratio:
             return self._limits
-        return replace(self._limits, chunk_tokens=self.budget.tokens(self.num_streams, ratio))
+        chunk_tokens = self.budget.tokens(self.num_decodes, ratio, is_awaited=self.is_awaited)
+        return replace(self._limits, chunk_tokens=chunk_tokens)
 
     def _plan(self, limits: StepLimits) -> tuple[StepPlan, Beside | None]:
         """The next step, and what else takes part in it; None = the plan is of all."""

@@ -278,7 +278,7 @@ class DecodeWorker:
             live_transfers=self._parts.receiver.num_live + prompts.num_transfers,
             draining=self._draining,
             preemptions=batch.num_preemptions,
-            prompt_tokens_per_s=batch.budget.prompt_tokens_per_s(batch.num_streams, batch.wait_ratio),
+            prompt_tokens_per_s=batch.budget.prompt_tokens_per_s(batch.num_decodes, batch.wait_ratio),
             step_s=batch.budget.step_s,
             step_objective_s=batch.budget.step_objective_s,
             running_for_others=prompts.num_computing,

@@ -54,6 +54,13 @@ def test_without_an_objective_of_its_own_a_step_may_be_a_multiple_of_a_decode_st
     assert budget.objective_s(60) == pytest.approx(OWN_STEPS * 0.08)  # more than callers expect, but prompts advance
 
 
+def test_a_step_before_a_sequence_begins_to_decode_is_as_long_as_one_beside_it() -> None:
+    budget = learned(0.05)
+    assert budget.tokens(0, 1, is_awaited=True) == 4000 * MARGIN * 0.05 // GRAIN_TOKENS * GRAIN_TOKENS
+    assert budget.tokens(8, 1, is_awaited=True) == budget.tokens(8, 1)
+    assert learned(0.05, 3.0).tokens(0, 3, is_awaited=True) == CHUNK  # prompts wait for too long
+
+
 def test_prompts_advance_however_tight_the_objective_is() -> None:
     assert learned(0.001).tokens(8, 1) == GRAIN_TOKENS
 

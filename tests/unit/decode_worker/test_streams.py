@@ -1,4 +1,4 @@
-"""For whom a decode worker keeps its steps short: `RunningBatch.num_streams`."""
+"""For whom a decode worker keeps its steps short: `RunningBatch.num_decodes` and `is_awaited`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from typing import Any
 import pytest
 
 
-async def test_a_hand_off_on_its_way_counts_as_a_stream_and_as_a_decode_once_it_is_there(
-    open_bench: Any, make_spec: Any
-) -> None:
+async def test_a_hand_off_on_its_way_is_awaited_and_decodes_once_it_is_there(open_bench: Any, make_spec: Any) -> None:
     async with open_bench() as bench:
         batch = bench.worker._batch
-        assert (batch.num_streams, batch.wait_ratio) == (0, 0)
+        assert (batch.num_decodes, batch.is_awaited, batch.wait_ratio) == (0, False, 0)
         specs = [make_spec(9, 6, salt=salt) for salt in (1, 2)]
         coming = [bench.reserve(handle, spec) for handle, spec in enumerate(specs, 1)]
         tickets = [await bench.ticket(each) for each in coming]
-        assert (batch.num_decodes, batch.num_streams) == (0, 1)
+        assert (batch.num_decodes, batch.is_awaited) == (0, True)
         bench.engine.hold()
         for ticket, spec in zip(tickets, specs, strict=True):
             bench.hand_over(ticket, spec)
-        assert (batch.num_decodes, batch.num_streams) == (2, 2)
+        assert (batch.num_decodes, batch.is_awaited) == (2, False)
         bench.engine.let_go()
         await bench.router.until(lambda: set(coming) <= set(bench.router.ended))
 
@@ -43,7 +41,7 @@ async def test_the_first_chunk_of_a_prompt_whose_beginning_is_cached_is_bounded_
     async with open_bench(chunk_tokens=100) as bench:
         first = bench.reserve(1, make_spec(20, 2), local_prefill=True)
         await bench.router.until(lambda: first in bench.router.ended)
-        monkeypatch.setattr(bench.worker._batch.budget, "tokens", lambda *_: 10)
+        monkeypatch.setattr(bench.worker._batch.budget, "tokens", lambda *_, **__: 10)
         longer = bench.reserve(2, make_spec(60, 1), local_prefill=True)
         await bench.router.until(lambda: longer in bench.router.ended)
         assert max(len(seq.token_ids) for step in bench.engine.steps[2:] for seq in step.seqs) == 10
