@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from decode_worker.chunk_budget import ChunkBudget
 from decode_worker.growth import FIRST_GUESS_TOKENS
 from decode_worker.incoming_transfers import TransferPolicy
 from decode_worker.reservations import MAX_OVERTAKES, MAX_QUEUED
@@ -56,3 +57,9 @@ class WorkerPolicy:
     """Prompt tokens of a step in which nothing decodes, if they are to be fewer than of others."""
     elastic: bool = False
     """Whether it computes prompts for other workers too; that needs a sender."""
+
+    def chunk_budget(self) -> ChunkBudget:
+        """A new one."""
+        return ChunkBudget(
+            self.limits.chunk_tokens, self.inter_token_objective_s, self.waiting_served_ratio, self.alone_tokens
+        )

@@ -20,7 +20,6 @@ import asyncio
 from collections.abc import Iterator, Sequence
 
 from decode_worker.admission import Admission
-from decode_worker.chunk_budget import ChunkBudget
 from decode_worker.growth import Growth
 from decode_worker.hand_overs import HandOvers
 from decode_worker.incoming_transfers import IncomingTransfers
@@ -69,12 +68,7 @@ class DecodeWorker:
         self._transfers = IncomingTransfers(
             parts.cache, parts.receiver, parts.clock, self, policy.transfers, parts.validator.vocab_size
         )
-        budget = ChunkBudget(
-            policy.limits.chunk_tokens,
-            policy.inter_token_objective_s,
-            policy.waiting_served_ratio,
-            policy.alone_tokens,
-        )
+        budget = policy.chunk_budget()
         self._batch = RunningBatch(parts.cache, policy.limits, growth, budget, self._transfers.requests)
         self._prompts = PromptsForOthers(self._batch, parts.cache, parts.sender, parts.clock, self)
         self._admission = Admission(

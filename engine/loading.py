@@ -191,8 +191,7 @@ def load_engine(options: EngineOptions) -> Engine:
             executor.submit(kernels.take_thread, options.placement.loan).result()
         layout = layout_of(options, model)
         chunk_tokens = ChunkTokens.of(options.chunk_tokens, device, kernels.full_tokens)
-        largest = chunk_tokens.alone if options.prefills_only else chunk_tokens.beside
-        step_bytes = executor.submit(_warm_up, options, model, kernels, layout, largest).result()
+        step_bytes = executor.submit(_warm_up, options, model, kernels, layout, chunk_tokens).result()
         kv_cache = _create_pool(options, model, layout, step_bytes)
         owned.append(kv_cache)
         graphs = executor.submit(_capture_graphs, options, model, kv_cache, kernels.name).result()
@@ -308,11 +307,14 @@ def layout_of(options: EngineOptions, model: LoadedModel) -> KvLayout:
     return layout
 
 
-def _warm_up(options: EngineOptions, model: LoadedModel, kernels: Kernels, layout: KvLayout, chunk_tokens: int) -> int:
+def _warm_up(
+    options: EngineOptions, model: LoadedModel, kernels: Kernels, layout: KvLayout, chunk_tokens: ChunkTokens
+) -> int:
     """On the engine thread. Returns how many bytes of the device steps take beside the pool; not known on a CPU: 0."""
     if model.device.type != "cuda":
         return 0
-    return warm_up(model, kernels, layout, StepSizes(chunk_tokens, options.max_seqs, model.config.context_tokens))
+    largest = chunk_tokens.alone if options.prefills_only else chunk_tokens.beside
+    return warm_up(model, kernels, layout, StepSizes(largest, options.max_seqs, model.config.context_tokens))
 
 
 def _create_pool(options: EngineOptions, model: LoadedModel, layout: KvLayout, step_bytes: int) -> KvCache:

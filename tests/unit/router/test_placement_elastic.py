@@ -154,7 +154,9 @@ def test_of_two_with_as_many_streams_the_one_with_fewer_prompts_in_line_decodes(
         long = worker(E, "long line", running_seqs=streams, queued_prompt_tokens=900)
         short = worker(E, "short line", running_seqs=streams, queued_prompt_tokens=100)
         assert outcome([long, short])[1] == "short line"
-        assert outcome([worker(E, "streams", running_seqs=streams + 1, queued_prompt_tokens=900), short])[1] == "streams"
+        assert (
+            outcome([worker(E, "streams", running_seqs=streams + 1, queued_prompt_tokens=900), short])[1] == "streams"
+        )
 
 
 def test_prompts_for_others_draw_no_stream(worker: View) -> None:
