@@ -17,6 +17,7 @@ import uvloop
 from bench.peers.served import DISAGGREGATED, TANDEM_SERVERS, tandem_turns, warm_up
 from bench.peers.streams import Stream, StreamClient, fresh_prompts
 from bench.step_timer import StepTimer
+from engine.chunking import ChunkTokens
 from engine.loading import keep_freed_memory
 from engine.step import Step
 from kernels.dispatch import AUTO, select_kernels
@@ -48,7 +49,7 @@ def calibrate(model: Path, threads: int, device: str = "cpu") -> tuple[CostModel
     has_room = device == "cpu" and len(cores) >= 2 * threads
     workers_per_host = len(cores) // threads if has_room else 1
     with _bound(cores[: workers_per_host * threads] if has_room else cores):
-        loaded, timer = _timer(model, workers_per_host * threads, device)
+        loaded, timer, chunk_tokens = _timer(model, workers_per_host * threads, device)
         try:
             samples = [(StepWork.of(step.seqs), timer.median_s(step, _REPEATS)) for step in _steps(timer)]
         finally:
@@ -65,19 +66,23 @@ def calibrate(model: Path, threads: int, device: str = "cpu") -> tuple[CostModel
         workers_per_host=workers_per_host,
         threads=threads,
         block_size=BLOCK_SIZE,
+        chunk_tokens=chunk_tokens.beside,
+        prefill_chunk_tokens=chunk_tokens.alone,
         kv_bytes_per_token=layout.block_bytes // BLOCK_SIZE,
         source=f"measured here, {threads} thread(s) on {device}; steps differ by {fitted.median_error:.0%} (median)",
     )
     return costs, fitted
 
 
-def _timer(model: Path, threads: int, device: str) -> tuple[LoadedModel, StepTimer]:
+def _timer(model: Path, threads: int, device: str) -> tuple[LoadedModel, StepTimer, ChunkTokens]:
+    """And what workers there have by default."""
     torch.set_num_threads(threads)
     keep_freed_memory()
     target = torch.device(device)
     kernels = select_kernels(AUTO, target, torch.bfloat16)
     loaded = load_model(model, "bfloat16", target, kernels)
-    return loaded, StepTimer(loaded, BLOCK_SIZE, _SEQS[-1] * (_CONTEXTS[-1] + BLOCK_SIZE), kernels)
+    timer = StepTimer(loaded, BLOCK_SIZE, _SEQS[-1] * (_CONTEXTS[-1] + BLOCK_SIZE), kernels)
+    return loaded, timer, ChunkTokens.of(0, target, kernels.full_tokens)
 
 
 def _steps(timer: StepTimer) -> list[Step]:

@@ -11,6 +11,8 @@ from tandem.checkpoint import resolve_model
 from tandem.config import DecodeConfig, add_arguments, load
 from tandem.errors import ConfigError
 
+_LEAST_ARCH = 80
+"""That workers take."""
 _ARCH = re.compile(r"(?:sm_)?(\d{2,3})")
 
 
@@ -39,7 +41,7 @@ def run(namespace: argparse.Namespace) -> int:
         from engine.kernel_cache import fill_kernel_cache
         from engine.loading import EngineOptions
     except ModuleNotFoundError as error:
-        raise ConfigError("tandem compile", f"needs {error.name}; install tandem-serving[worker]") from error
+        raise ConfigError("tandem compile", f"needs {error.name}; install tandem-serving[gpu]") from error
     options = EngineOptions.of_worker(config, resolve_model(config.model), shared_kv=False)
     for each in fill_kernel_cache(options, namespace.arch, namespace.cache):
         print(f"sm_{each.arch}: {each.num_compiled} kernels compiled, {each.num_found} were there")
@@ -48,6 +50,6 @@ def run(namespace: argparse.Namespace) -> int:
 
 def _arch(text: str) -> int:
     found = _ARCH.fullmatch(text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text} is no compute capability, such as 90")
+    if found is None or int(found[1]) < _LEAST_ARCH:
+        raise argparse.ArgumentTypeError(f"{text} is no compute capability of {_LEAST_ARCH} or more, such as 90")
     return int(found[1])

@@ -1,7 +1,8 @@
 """How many prompt tokens a step computes beside its decodes, so that streams keep their inter-token objective. Pure.
 
     while sequences decode    tokens = (longest step - decode step) * tokens per second
-    while none does           as many as keep the device busy: `alone_tokens`
+    while one is awaited      tokens = longest step * tokens per second
+    while none is             as many as keep the device busy: `alone_tokens`
 
 The longest step is the objective: seconds that were asked for, or `FEW_STEPS` of the shortest decode steps that were
 seen, those of few sequences, and at least `OWN_STEPS` of the same size: what callers expect stays as the batch grows.
@@ -156,19 +157,18 @@ class ChunkBudget:
         """
         num_streams = num_decodes or int(is_awaited)
         decode_s, per_s = self._now.decode_step_s(num_streams), self._now.prompts.per_s
-        if not num_streams:
-            return self._alone_tokens
-        if self._objective_s == 0:
-            return self._chunk_tokens
+        most = self._chunk_tokens if num_decodes else self._alone_tokens
+        if not num_streams or self._objective_s == 0:
+            return most
         if not decode_s or not per_s:
-            return min(_FIRST_GRAINS * self._grain_tokens, self._chunk_tokens)
+            return min(_FIRST_GRAINS * self._grain_tokens, most)
         share = wait_ratio / self._most_wait_ratio
         if share >= 1:
-            return self._chunk_tokens
+            return most
         longest_s = max(MARGIN * self.objective_s(num_streams), decode_s / (1 - share)) / max(1.0, self._now.overrun)
         left_s = longest_s - decode_s if num_decodes else longest_s
         num_grains = round(left_s * per_s) // self._grain_tokens
-        return min(max(1, num_grains) * self._grain_tokens, self._chunk_tokens)
+        return min(max(1, num_grains) * self._grain_tokens, most)
 
     def objective_s(self, num_decodes: int) -> float:
         """Longest step for so many sequences; 0 = there is none, or it is not known yet."""

@@ -13,6 +13,7 @@ from engine.warm_up import StepSizes, warm_up
 from kernels import triton
 from kernels.quantized import QuantForm
 from kernels.step_inputs import DecodeRows, load_rows
+from kernels.triton.absent_gpu import compile_instead, pretend
 from models.loading import load_model
 
 _SIZES = StepSizes(chunk_tokens=512, max_seqs=4, context_tokens=1024)
@@ -35,8 +36,6 @@ def fill_kernel_cache(options: EngineOptions, archs: Sequence[int], cache: Path)
     Loads the weights into host memory. This process can launch no Triton kernel afterwards.
     Raises ConfigError and CheckpointError.
     """
-    from kernels.triton.absent_gpu import compile_instead, pretend
-
     cpu, kernels = torch.device("cpu"), triton.load()
     form = None if options.quantize is None else QuantForm(options.quantize)
     model = load_model(

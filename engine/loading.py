@@ -146,7 +146,7 @@ class Engine:
     thread: EngineThread
     backend_name: str
     chunk_tokens: ChunkTokens
-    """Without steps beside sequences that decode, if there are none."""
+    """Tokens of prompts in a step, at most; a worker where nobody decodes has no use for `beside`."""
 
     @property
     def pool(self) -> BlockPool:

@@ -8,6 +8,7 @@ and two of those that hold the most of the prompt's KV. Cost is load and the wor
 there, so that who holds a popular prefix is not given more than that is worth:
 
     decode     share of its seats or blocks in use, whichever is larger; less `PREFIX_WORTH` if it holds the prompt
+               elastic and not full: the most streams, then the shortest line of prompts (`WorkerView.decode_cost`)
     prefill    time to compute the prompt tokens that wait there, and those of this prompt that it lacks
 
 Who computes the prompt is decided then, and `PlacementReason` says why. A decode worker of a fixed role computes

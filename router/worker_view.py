@@ -108,7 +108,7 @@ class WorkerView:
 
     @property
     def crowd(self) -> float:
-        """How many streams a prompt that is computed there keeps waiting for a token: 0 = none, 1 = more than a few.
+        """How many streams wait for a token while a prompt is computed there: 0 = none, 1 = as many as are packed.
 
         Those that wait for their own prompts are not among them: what is there sooner is best for all of them.
         """

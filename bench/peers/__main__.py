@@ -55,6 +55,7 @@ from bench.peers.contenders import CONTENDERS, OURS, PLAIN, QUANTIZED, TRANSFORM
 from bench.peers.engines import (
     QUANTIZED_WORKLOADS,
     WORKLOADS,
+    Beside,
     JobEngine,
     Results,
     Workload,
@@ -152,7 +153,8 @@ class Comparison:
         busy: BusyResults = {}
         if "engines" in self._plan.parts:
             left_out = {TRANSFORMERS} if self._plan.quick else set()
-            self._run_engines([each for each in PLAIN if each not in left_out], WORKLOADS, plain)
+            engines = [each for each in PLAIN if each not in left_out]
+            self._run_engines(engines, WORKLOADS, plain, self._measure_ceilings)
         if "quantized" in self._plan.parts:
             self._run_engines(QUANTIZED, QUANTIZED_WORKLOADS, quantized)
         if "busy" in self._plan.parts:
@@ -178,17 +180,24 @@ class Comparison:
             "bars": [bar.document() for bar in bars(found)],
         }
 
-    def _run_engines(self, names: Sequence[str], workloads: Sequence[Workload], results: Results) -> None:
+    def _measure_ceilings(self, engine: JobEngine, workload: Workload) -> None:
+        """Before and after our own turns: a machine with neighbours has others from minute to minute."""
+        if engine.name == OURS:
+            ceilings = measure_ceilings(torch.device("cpu"), len(self._plan.cores), _CEILINGS_BUDGET_S)
+            self._ceilings.setdefault(workload.name, []).append(ceilings)
+
+    def _run_engines(
+        self,
+        names: Sequence[str],
+        workloads: Sequence[Workload],
+        results: Results,
+        beside: Beside = lambda engine, workload: None,
+    ) -> None:
         """Adds to `results` what each of `names` that can be had takes; all are up at once."""
         names = self._available(names)
         self._write_gguf_files(names)
         with contextlib.ExitStack() as stack:
             running = [engine for name in names if (engine := self._open(name, stack)) is not None]
-
-            def measure_beside(engine: JobEngine, workload: Workload) -> None:
-                if engine.name == OURS:
-                    ceilings = measure_ceilings(torch.device("cpu"), len(self._plan.cores), _CEILINGS_BUDGET_S)
-                    self._ceilings.setdefault(workload.name, []).append(ceilings)
 
             def lose(engine: JobEngine, error: PeerError) -> None:
                 self._lose(engine.name, error)
@@ -196,7 +205,7 @@ class Comparison:
 
             for number in range(self._plan.rounds):
                 _say(f"{', '.join(each.name for each in running)}: round {number + 1} of {self._plan.rounds}")
-                run_round(running, self._plan.shortened(workloads), number, results, lose, measure_beside)
+                run_round(running, self._plan.shortened(workloads), number, results, lose, beside)
 
     def _run_busy(self, results: BusyResults) -> None:
         with contextlib.ExitStack() as stack:

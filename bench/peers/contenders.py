@@ -30,7 +30,10 @@ class Contender:
     program: str
     """`bench.peers.<program>_engine` is its process."""
     budgets: tuple[int | None, ...] = (None,)
-    """Most prompt tokens of a step: the engine's default first, then a larger; None = the engine's own business."""
+    """Most prompt tokens of a step: the engine's default first (ours beside sequences that decode), then a larger.
+
+    None = the engine's own business.
+    """
     options: Mapping[str, str] = field(default_factory=dict)
     """Keyword arguments of its `open_engine`."""
 

@@ -10,8 +10,8 @@ if TYPE_CHECKING:  # not at run time: setup.py imports this package where torch 
 
     from kernels.operations import Kernels
 
-_FULL_TOKENS, _FULL_TOKENS_OF_AMX = 128, 512
-"""Measured with the 135m shape: a token takes as long from 96 tokens on, but with AMX 15 % less at 2,048 than 512."""
+_FULL_TOKENS = 128
+"""Measured with the 135m shape: a token takes as long from 96 tokens on; with AMX 15 % less at 2,048 than at 512."""
 _AMX = "amx"
 
 
@@ -62,7 +62,7 @@ def load(tier: str | None = None) -> Kernels:
         row_max=RowMax(library),
         take_thread=take_threads,
         take_num_lent=take_num_lent,
-        full_tokens=_FULL_TOKENS_OF_AMX if library.tier == _AMX else _FULL_TOKENS,
+        full_tokens=None if library.tier == _AMX else _FULL_TOKENS,
         compile_step=partial(compile_step, library),
     )
 

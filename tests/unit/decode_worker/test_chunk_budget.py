@@ -59,6 +59,9 @@ def test_a_step_before_a_sequence_begins_to_decode_is_as_long_as_one_beside_it()
     assert budget.tokens(0, 1, is_awaited=True) == 4000 * MARGIN * 0.05 // GRAIN_TOKENS * GRAIN_TOKENS
     assert budget.tokens(8, 1, is_awaited=True) == budget.tokens(8, 1)
     assert learned(0.05, 3.0).tokens(0, 3, is_awaited=True) == CHUNK  # prompts wait for too long
+    small = CHUNK // 8
+    for objective_s in (None, 0.0, 1.0):
+        assert ChunkBudget(CHUNK, objective_s, 3.0, small).tokens(0, 3, is_awaited=True) <= small
 
 
 def test_prompts_advance_however_tight_the_objective_is() -> None:
