@@ -19,7 +19,8 @@ from tandem.types import Role
 from tests.scraped import fetch, total
 
 NUM_STREAMS = 6
-OUTPUT_TOKENS = 300
+OUTPUT_TOKENS = 900
+"""So many that no stream ends before the last one has begun."""
 GRACE_S = "600"
 """So long that no test ends by it."""
 

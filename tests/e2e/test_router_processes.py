@@ -41,7 +41,7 @@ def test_requests_go_through_every_process_and_one_that_is_killed_is_replaced() 
         answers = []
         for target in (cluster.target, first, second):
             with Client(target) as client:
-                answers.append(client.complete("Once upon", max_tokens=8, timeout_s=30).text)
+                answers.append(client.complete("Once upon", max_tokens=8, temperature=0.0, timeout_s=30).text)
         assert len(set(answers)) == 1
 
         with Client(second) as client, ThreadPoolExecutor(1) as pool:
@@ -49,7 +49,7 @@ def test_requests_go_through_every_process_and_one_that_is_killed_is_replaced() 
             os.kill(children(cluster.process.pid)["router-0"], signal.SIGKILL)
             assert streaming.result(60) > 0
         with Client(cluster.target) as client:  # the kernel sends callers to who is left
-            assert client.complete("Once upon", max_tokens=8, timeout_s=30).text == answers[0]
+            assert client.complete("Once upon", max_tokens=8, temperature=0.0, timeout_s=30).text == answers[0]
 
         assert eventually(lambda: num_workers(first) == 3, REPLACED_WITHIN_S)
         assert cluster.stop() == 0
