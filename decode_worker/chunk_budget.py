@@ -153,7 +153,7 @@ class ChunkBudget:
     def tokens(self, num_decodes: int, wait_ratio: float, *, is_awaited: bool = False) -> int:
         """Prompt tokens of the next step, in which so many sequences decode. `wait_ratio`: of the prompts in line.
 
-        `is_awaited`: whether a sequence may begin to decode at any time; a step without any is no longer than with one.
+        `is_awaited`: whether a sequence may begin to decode at any time. Until it does, steps are as short as with it.
         """
         num_streams = num_decodes or int(is_awaited)
         decode_s, per_s = self._now.decode_step_s(num_streams), self._now.prompts.per_s
