@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +27,10 @@ DEVICE = "cuda:0"
 NOT_MEASURED = "not measured: no GPU"
 _PYTHON = (sys.executable, "-m")
 _LAST_WORDS_CHARS = 400
+_TESTS = ("tests/kernels", "tests/unit/engine")
+"""Where tests marked `gpu` are; others import what a machine for measuring need not have."""
+_TEST_PROCESSES = 12
+"""Each compiles kernels on a core of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,8 @@ class Part:
     limit_s: float
     gives_json: bool = False
     """Whether its standard output is its result."""
+    is_timed: bool = True
+    """Whether its figures are times: such a part runs alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +66,38 @@ def parts(transports: Sequence[str]) -> tuple[Part, ...]:
     exactness = ("bench.exactness", "--model", "demo", "--device", "cuda", "--longest", "1024", *systems)
     transfer = ("bench.transfer", "--device", "cuda", "--block-kib", "368,4096", "--rounds", "5")
     one_setting = ("--block-size", "16", "--chunk-tokens", "512")
+    in_parallel = ("-p", "no:benchmark", "-n", str(min(_TEST_PROCESSES, len(os.sched_getaffinity(0)))))
+    large = ("--shape", "8b", "--callers", "32", "--prompt-tokens", "1024", "--output-tokens", "128")
+    served = (*_PYTHON, "bench.served", "--device", "cuda")
     return (
-        Part("tests", (*_PYTHON, "pytest", "-p", "no:cacheprovider", "-m", "gpu", "tests"), 120.0),
-        *(Part("transfer", (*_PYTHON, *transfer, "--transports", name), 25.0, gives_json=True) for name in transports),
-        Part("exactness", (*_PYTHON, *exactness, *one_setting), 120.0),
-        Part("served", (*_PYTHON, "bench.served", "--device", "cuda"), 50.0, gives_json=True),
-        Part("kernels", (*_PYTHON, "bench.kernels", "--device", "cuda"), 140.0),
+        Part(
+            "tests",
+            (*_PYTHON, "pytest", "-p", "no:cacheprovider", *in_parallel, "-m", "gpu", *_TESTS),
+            110.0,
+            is_timed=False,
+        ),
+        Part("exactness", (*_PYTHON, *exactness, *one_setting), 110.0, is_timed=False),
+        Part("kernels", (*_PYTHON, "bench.kernels", "--device", "cuda"), 130.0),
+        *(Part("transfer", (*_PYTHON, *transfer, "--transports", name), 30.0, gives_json=True) for name in transports),
+        Part("served", served, 50.0, gives_json=True),
+        Part("served", (*served, *large), 110.0, gives_json=True),
     )
 
 
-def run_parts(wanted: Iterable[Part]) -> list[Outcome]:
-    """One after the other, each outcome printed as it comes."""
-    outcomes: list[Outcome] = []
-    for part in wanted:
-        print(f"{part.name} (at most {part.limit_s:g} s) …", flush=True)
-        outcomes.append(run_part(part))
-        last = outcomes[-1]
-        print(f"  {'done' if last.succeeded else 'FAILED'} in {last.seconds:.0f} s: {last.last_words}", flush=True)
-    return outcomes
+def run_parts(wanted: Sequence[Part]) -> list[Outcome]:
+    """Those that are not timed together, then the others one after the other; outcomes are printed as they come."""
+    untimed = [part for part in wanted if not part.is_timed]
+    with ThreadPoolExecutor(max_workers=max(1, len(untimed))) as threads:
+        outcomes = list(threads.map(_run_and_tell, untimed))
+    return [*outcomes, *(_run_and_tell(part) for part in wanted if part.is_timed)]
+
+
+def _run_and_tell(part: Part) -> Outcome:
+    print(f"{part.name} (at most {part.limit_s:g} s) …", flush=True)
+    outcome = run_part(part)
+    how = "done" if outcome.succeeded else "FAILED"
+    print(f"  {part.name} {how} in {outcome.seconds:.0f} s: {outcome.last_words}", flush=True)
+    return outcome
 
 
 def run_part(part: Part) -> Outcome:

@@ -12,6 +12,8 @@ ABSENT = [
     "Not measured: no GPU. One command takes all of it on a machine that has one, in less than ten minutes.\n",
 ]
 
+_LATENCIES = {"ttft": "first token", "itl": "between tokens"}
+
 
 def section(results: dict[str, Any]) -> list[str]:
     """Parts and how they ended, then the figures of those that gave some."""
@@ -58,12 +60,19 @@ def _transfer(transfers: list[dict[str, Any]]) -> str:
 
 
 def _served(result: dict[str, Any]) -> str:
-    options, rates = result["options"], result["rates_per_s"]
+    """All servers on one model."""
+    options = next(iter(result["servers"].values()))["options"]
     shape = f"{options['concurrency']} callers, {options['prompt_tokens']} + {options['output_tokens']} tokens"
     rows = [
-        (f"{name}, ms", *(f"{found[which] * 1e3:.1f}" for which in ("mean", "p50", "p99")))
-        for name, found in result["latencies_s"].items()
-        if found is not None
+        (name, f"{server['rates_per_s']['output_tokens']:.0f}", *_latencies(server["latencies_s"]))
+        for name, server in result["servers"].items()
     ]
-    rows.append(("output tokens per s", f"{rates['output_tokens']:.0f}", "", ""))
-    return table((f"served, demo model, {shape}", "mean", "p50", "p99"), rows)
+    heads = [f"{name}, ms: mean, p50, p99" for name in _LATENCIES.values()]
+    return table((f"served, {result['model']} shape, {shape}", "output tokens/s", *heads), rows)
+
+
+def _latencies(found: dict[str, dict[str, float]]) -> list[str]:
+    return [
+        ", ".join(f"{found[name][which] * 1e3:.1f}" for which in ("mean", "p50", "p99")) if found[name] else "–"
+        for name in _LATENCIES
+    ]

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench import page
 from bench.machine import describe_machine, today
 from tandem.progress import show_on_terminal, track
 
@@ -24,6 +23,8 @@ RUNS: dict[str, list[str]] = {
 
 def write_record(stem: str, results: dict[str, Any]) -> None:
     """Writes `bench/results/<stem>.json` with machine and date, and renders the page anew."""
+    from bench import page  # what all sections need takes seconds to import, in every process that only measures
+
     record = {"date": today(), "machine": describe_machine(), "results": results}
     (page.RESULTS / f"{stem}.json").write_text(json.dumps(record, indent=2) + "\n")
     page.main()

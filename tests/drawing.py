@@ -31,4 +31,4 @@ TORCH = drawing_kernels()
 
 def sample(logits: torch.Tensor, specs: Sequence[SampleSpec], kernels: Kernels = TORCH) -> list[Sampled]:
     """Draw i from row i of `logits` `[R, V]`."""
-    return draw(logits, plan_draws(specs, kernels, logits.device)).read()
+    return draw(logits, plan_draws(specs, kernels, logits.device)).fetch(torch.Tensor.cpu).read()

@@ -47,7 +47,7 @@ class AttentionBatch:
         rows = shape.num_heads + 2 * shape.num_kv_heads
         self._qkv = torch.randn((shape.num_tokens, rows, shape.head_dim), dtype=dtype, device=device)
         self.metadata = self._make_metadata(device)
-        for layer in range(self._num_layers if shape.is_fresh else 0):
+        for layer in range(self._num_layers):
             self._store(self._kv[:, layer])
         if kv_dtype is not None:
             self._kv = _quantized_pool(self._kv, kv_dtype)

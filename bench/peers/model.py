@@ -72,6 +72,19 @@ PEER_SHAPES = {
             },
         ),
         PeerShape(
+            "8b",
+            "llama",
+            {
+                "hidden_size": 4096,
+                "intermediate_size": 14336,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "vocab_size": 128256,
+            },
+        ),
+        PeerShape(
             "moe",
             "qwen3_moe",
             {

@@ -20,6 +20,7 @@ from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.triton.configs import KernelConfig, arch_of, attention_config
 from kernels.triton.tile import (
     INDEX_TENSORS,
+    NOTHING_YET,
     QUANT,
     UNSEEN,
     attention_variant,
@@ -164,7 +165,7 @@ def prefill_kernel(
     first_q = start.to(tl.int64)  # row of the ragged batch
     q_tile = load_tile(q, (first_q + tokens) * stride_qt + heads * stride_qh, valid, True, HEAD_DIM, BLOCK_D)
 
-    largest = tl.full([BLOCK_M], UNSEEN, tl.float32)
+    largest = tl.full([BLOCK_M], NOTHING_YET, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     pool = kv_layer + tl.cast(kv_head, tl.int64) * stride_head

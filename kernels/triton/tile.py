@@ -20,9 +20,11 @@ from kernels.quantized_kv import is_quantized, kv_scales
 from kernels.triton.configs import KernelConfig
 from kernels.triton.variant import POINTERS, Variant
 
-UNSEEN = tl.constexpr(-1.0e30)
-"""Score of a masked key. Finite, so that a row which sees nothing of a tile has no inf - inf; what such
-a tile adds is wiped out by a factor of 2 ** (UNSEEN - score) = 0 once the row sees a key, as each does."""
+UNSEEN = tl.constexpr(float("-inf"))
+"""Score of a masked key: it weighs 2 ** -inf = 0, whatever the row has seen. A finite one would not: a GPU takes the
+factor of a score and the row's largest off it in one rounding, and the two roundings of -1e30 lie far apart."""
+NOTHING_YET = tl.constexpr(-1.0e30)
+"""Largest score of a row that has seen no key. Finite, so that there is no inf - inf."""
 
 _EXACT = tl.constexpr("ieee")
 """Products of float32 are not rounded to TF32. Three products of TF32 would run on the matrix units,

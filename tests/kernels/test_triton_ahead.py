@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.tiny_models import TINY_MODELS, save_tiny_model
 
@@ -17,24 +18,31 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 SERVED_ELSEWHERE = """
 import sys
+from collections import Counter
 from pathlib import Path
 import torch
+from triton import knobs
 from engine.warm_up import StepSizes, warm_up
 from kernels import triton
 from kernels.triton.absent_gpu import compile_instead, pretend
 from models.loading import load_model
 
-model = load_model(Path(sys.argv[1]), "bfloat16", torch.device("cpu"), triton.load())
-found = compile_instead(Path(sys.argv[2]))
-pretend(90)
+folder, cache, device = Path(sys.argv[1]), Path(sys.argv[2]), torch.device(sys.argv[3])
+model = load_model(folder, "bfloat16", device, triton.load())
+if device.type == "cpu":
+    found = compile_instead(cache)
+    pretend(90)
+else:
+    found, knobs.cache.dir = Counter(), str(cache)
+    knobs.compilation.listener = lambda *, src, cache_hit, **_: found.update([(src.name, cache_hit)])
 warm_up(model, triton.load(), model.kv_layout(16), StepSizes(chunk_tokens=2048, max_seqs=7, context_tokens=3000))
 print(sorted(name for name, is_found in found if not is_found), len(found))
 """
 
 
-def ran(*arguments: object) -> str:
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=110)
+def ran(*arguments: object, **variables: str) -> str:
+    command, environment = [sys.executable, *map(str, arguments)], {**ENVIRONMENT, **variables}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -49,7 +57,20 @@ def test_what_was_compiled_ahead_is_found_by_steps_of_other_sizes(tmp_path: Path
     assert list(cache.rglob("decode_kernel*.cubin"))
     again = ran(*command).split()
     assert again[1] == "0"
-    missing, num_kernels = ran("-c", SERVED_ELSEWHERE, model, cache).rsplit(" ", 1)
+    missing, num_kernels = ran("-c", SERVED_ELSEWHERE, model, cache, "cpu").rsplit(" ", 1)
+    assert missing == "[]"
+    assert int(num_kernels) >= 10
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_finds_what_was_compiled_where_none_was_seen(tmp_path: Path) -> None:
+    (tiny,) = (each for each in TINY_MODELS if each.name == "llama")
+    model, cache = save_tiny_model(tiny, tmp_path / "model"), tmp_path / "cache"
+    major, minor = torch.cuda.get_device_capability()
+    command = ("-m", "cli.main", "compile", "--model", model, "--dtype", "bfloat16", "--cache", cache, "--arch")
+    ran(*command, f"{major}{minor}", CUDA_VISIBLE_DEVICES="")
+    missing, num_kernels = ran("-c", SERVED_ELSEWHERE, model, cache, "cuda:0").rsplit(" ", 1)
     assert missing == "[]"
     assert int(num_kernels) >= 10
 

@@ -158,7 +158,7 @@ def test_a_result_does_not_depend_on_how_many_programs_share_the_splits(device, 
 def test_programs_are_no_more_than_fill_the_device(monkeypatch):
     monkeypatch.setattr(decode, "_num_multiprocessors", lambda _: 132)
     device = torch.device("cuda", 0)
-    assert num_programs(device, num_tiles=8, most_splits=256 * MAX_SPLITS) * 8 == 4 * 132
+    assert num_programs(device, num_tiles=8, most_splits=256 * MAX_SPLITS) * 8 == 8 * 132
     assert num_programs(device, num_tiles=8, most_splits=3) == 3
     assert num_programs(device, num_tiles=10_000, most_splits=3) == 1
 

@@ -58,7 +58,9 @@ def test_a_part_that_fails_does_not_stop_the_rest(capsys: pytest.CaptureFixture[
 
 
 def test_all_parts_together_take_less_than_ten_minutes() -> None:
-    assert sum(each.limit_s for each in parts([transport.name for transport in TRANSPORTS])) < 600
+    all_parts = parts([transport.name for transport in TRANSPORTS])
+    together_s = max(each.limit_s for each in all_parts if not each.is_timed)
+    assert together_s + sum(each.limit_s for each in all_parts if each.is_timed) < 600
 
 
 def test_exactness_is_checked_over_every_transport_that_works() -> None:
@@ -126,19 +128,19 @@ def run_main(
 
 def test_the_page_shows_how_each_part_ended_and_the_figures_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     transfer = {"results": [{"transport": "shm", "block_bytes": 16384, "median_gb_per_s": 4.5, "of_ceiling": 0.5}]}
-    served = {
+    server = {
         "options": {"concurrency": 16, "prompt_tokens": 512, "output_tokens": 64},
         "rates_per_s": {"output_tokens": 123.4},
-        "latencies_s": {"ttft": {"mean": 0.1, "p50": 0.09, "p99": 0.2}, "tpot": None},
+        "latencies_s": {"ttft": {"mean": 0.1, "p50": 0.09, "p99": 0.2}, "itl": None},
     }
+    served = {"model": "8b", "servers": {"1 worker": server}}
     fakes = [
         Part(name, (sys.executable, "-c", f"print({json.dumps(json.dumps(result))})"), 60.0, gives_json=True)
         for name, result in {"transfer": transfer, "served": served}.items()
     ]
     text = "\n".join(gpu_page.section(run_main(monkeypatch, lambda _: [*fakes, part("raise SystemExit('a | b')")])))
     assert "| shm | 16 | 4.50 | 0.50 |" in text
-    assert "| ttft, ms | 100.0 | 90.0 | 200.0 |" in text
-    assert "| output tokens per s | 123 |" in text
+    assert "| 1 worker | 123 | 100.0, 90.0, 200.0 | – |" in text
     assert "a \\| b" in text
 
 

@@ -11,34 +11,52 @@ import pytest
 
 from bench import served
 from kernels.triton import COMPILED
+from tandem.checkpoint import read_checkpoint
+
+WELL = ["level=info event=serving\n"]
 
 
-@pytest.mark.parametrize(
-    ("lines", "succeeded", "code"),
-    [
-        (["level=info event=serving\n"], 96, 0),
-        (["level=info event=serving\n"], 95, 1),
-        ([f'level=warning event="{COMPILED}" kernel=k\n'], 96, 1),
-    ],
-    ids=["well", "a request failed", "a kernel was compiled"],
-)
-def test_it_goes_well_when_all_succeed_and_nothing_is_compiled_meanwhile(
-    lines: list[str],
-    succeeded: int,
-    code: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def served_by(monkeypatch: pytest.MonkeyPatch, lines: list[str], succeeded: int) -> list[tuple[str, ...]]:
+    """Fakes of servers that log `lines`; returns the options of each that is started."""
+    started: list[tuple[str, ...]] = []
+
     @contextmanager
-    def serve(*_: str) -> Iterator[SimpleNamespace]:
+    def serve(model: str, *options: str) -> Iterator[SimpleNamespace]:
+        started.append((model, *options))
         yield SimpleNamespace(target="there", log=lines)
 
-    report = SimpleNamespace(num_succeeded=succeeded, as_json=lambda: '{"requests": [], "rates_per_s": 1}')
+    report = SimpleNamespace(
+        num_succeeded=succeeded, as_json=lambda: '{"requests": [], "rates_per_s": 1, "errors": {}}'
+    )
     monkeypatch.setattr(served, "serve", serve)
     monkeypatch.setattr(served, "Client", lambda _: nullcontext(SimpleNamespace(wait_ready=lambda _: None)))
     monkeypatch.setattr(served, "run", lambda *_: report)
+    return started
 
-    assert served.main([]) == code
-    said = capsys.readouterr()
-    assert json.loads(said.out) == {"rates_per_s": 1}
-    assert said.err == "".join(line for line in lines if COMPILED in line)
+
+def test_each_server_is_measured_on_the_same_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = served_by(monkeypatch, WELL, 96)
+    assert served.main(["--device", "cpu"]) == 0
+    assert started == [("demo", *roles, "--device", "cpu") for roles in served.SERVERS.values()]
+    said = json.loads(capsys.readouterr().out)
+    assert list(said["servers"]) == list(served.SERVERS)
+
+
+@pytest.mark.parametrize(
+    ("lines", "succeeded"),
+    [(WELL, 95), ([f'level=warning event="{COMPILED}" kernel=k\n'], 96)],
+    ids=["a request failed", "a kernel was compiled"],
+)
+def test_a_request_that_fails_or_waits_for_a_compiler_fails_the_bench(
+    lines: list[str], succeeded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served_by(monkeypatch, lines, succeeded)
+    with pytest.raises(RuntimeError):
+        served.main([])
+
+
+def test_random_weights_of_a_shape_are_served() -> None:
+    with served.checkpoint("smoke") as folder:
+        assert read_checkpoint(folder).vocab_size == 512

@@ -35,7 +35,7 @@ def test_a_candidate_is_built_plain_first_and_dropped_if_faulty(monkeypatch):
     def build_all(variants, jobs):
         assert not any(each.constexprs["WINDOWED"] for _, each in variants)
         return [
-            Build("", arch, spilled_bytes=8 * (each.constexprs["BLOCK_N"] == 128), code=str(number))
+            Build("", arch, spilled_bytes=800 * (each.constexprs["BLOCK_N"] == 128), code=str(number))
             for number, (arch, each) in enumerate(variants)
         ]
 
@@ -55,7 +55,7 @@ def test_candidates_that_differ_in_stages_alone_are_timed_once_if_they_are_one_k
 
 def test_one_faulty_variant_makes_a_candidate_unsound(monkeypatch):
     def build_all(variants, jobs):
-        return [Build("", arch, spilled_bytes=8 * each.constexprs["WINDOWED"]) for arch, each in variants]
+        return [Build("", arch, spilled_bytes=800 * each.constexprs["WINDOWED"]) for arch, each in variants]
 
     monkeypatch.setattr(tune, "build_all", build_all)
     assert not tune.is_sound("prefill", ShapeClass(64, 2), TILE, 90, jobs=1)
