@@ -67,8 +67,8 @@ def parts(transports: Sequence[str]) -> tuple[Part, ...]:
     transfer = ("bench.transfer", "--device", "cuda", "--block-kib", "368,4096", "--rounds", "5")
     one_setting = ("--block-size", "16", "--chunk-tokens", "512")
     in_parallel = ("-p", "no:benchmark", "-n", str(min(_TEST_PROCESSES, len(os.sched_getaffinity(0)))))
-    large = ("--shape", "8b", "--callers", "32", "--prompt-tokens", "1024", "--output-tokens", "128")
-    served = (*_PYTHON, "bench.served", "--device", "cuda")
+    load = ("--callers", "32", "--prompt-tokens", "1024", "--output-tokens", "128")
+    served = ("bench.served", "--shape", "8b", *load, "--device", "cuda", "--no-prefix-cache")
     return (
         Part(
             "tests",
@@ -79,8 +79,7 @@ def parts(transports: Sequence[str]) -> tuple[Part, ...]:
         Part("exactness", (*_PYTHON, *exactness, *one_setting), 110.0, is_timed=False),
         Part("kernels", (*_PYTHON, "bench.kernels", "--device", "cuda"), 130.0),
         *(Part("transfer", (*_PYTHON, *transfer, "--transports", name), 30.0, gives_json=True) for name in transports),
-        Part("served", served, 50.0, gives_json=True),
-        Part("served", (*served, *large), 110.0, gives_json=True),
+        Part("served", (*_PYTHON, *served), 135.0, gives_json=True),
     )
 
 
