@@ -1,7 +1,8 @@
 """All that only a GPU can show, in one command of less than ten minutes: `python -m bench.gpu`, or `make gpu`.
 
 Needs no network. Each part is a process of its own with a time limit; one that fails, hangs or lacks a library does not
-stop the others. Writes `bench/results/gpu.json` and renders the page; exits 1 if a part failed, or if there is no GPU.
+stop the others. Writes `bench/results/gpu.json` and renders the page after each; exits 1 if one failed, or if there is
+no GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -77,18 +78,26 @@ def parts(transports: Sequence[str]) -> tuple[Part, ...]:
             is_timed=False,
         ),
         Part("exactness", (*_PYTHON, *exactness, *one_setting), 110.0, is_timed=False),
-        Part("kernels", (*_PYTHON, "bench.kernels", "--device", "cuda"), 130.0),
-        *(Part("transfer", (*_PYTHON, *transfer, "--transports", name), 30.0, gives_json=True) for name in transports),
+        Part("kernels", (*_PYTHON, "bench.kernels", "--device", "cuda"), 150.0),
         Part("served", (*_PYTHON, *served), 135.0, gives_json=True),
+        *(Part("transfer", (*_PYTHON, *transfer, "--transports", name), 30.0, gives_json=True) for name in transports),
     )
 
 
-def run_parts(wanted: Sequence[Part]) -> list[Outcome]:
-    """Those that are not timed together, then the others one after the other; outcomes are printed as they come."""
+def run_parts(wanted: Sequence[Part], keep: Callable[[Sequence[Outcome]], None] = lambda _: None) -> list[Outcome]:
+    """Those that are not timed together, then the others one after the other; outcomes are printed as they come.
+
+    All that there are go to `keep` each time that there are more.
+    """
     untimed = [part for part in wanted if not part.is_timed]
     with ThreadPoolExecutor(max_workers=max(1, len(untimed))) as threads:
         outcomes = list(threads.map(_run_and_tell, untimed))
-    return [*outcomes, *(_run_and_tell(part) for part in wanted if part.is_timed)]
+    keep(outcomes)
+    for part in wanted:
+        if part.is_timed:
+            outcomes.append(_run_and_tell(part))
+            keep(outcomes)
+    return outcomes
 
 
 def _run_and_tell(part: Part) -> Outcome:
@@ -134,14 +143,16 @@ def main() -> int:
         return 1
     num_gpus = torch.cuda.device_count()
     transports = available_between(DEVICE, num_gpus)
-    outcomes = run_parts(parts([status.name for status in transports if status.usable]))
-    results = {
+    found = {
         "gpu": describe_gpu(torch.device(DEVICE)),
         "num_gpus": num_gpus,
         "transports": [status._asdict() for status in transports],
-        "parts": [asdict(outcome) for outcome in outcomes],
     }
-    write_record("gpu", results)
+
+    def keep(outcomes: Sequence[Outcome]) -> None:
+        write_record("gpu", {**found, "parts": [asdict(outcome) for outcome in outcomes]})
+
+    outcomes = run_parts(parts([status.name for status in transports if status.usable]), keep)
     return 0 if all(outcome.succeeded for outcome in outcomes) else 1
 
 

@@ -29,7 +29,7 @@ from bench.kernels.launch_gaps import measure_gaps
 from bench.kernels.measurement import HEADER, Measurement
 from bench.kernels.operation_calls import linear_calls, quantized_linear_calls, small_calls
 from bench.kernels.product_peers import MakesLinear, OneDnn, has_one_dnn, other_tiers
-from bench.kernels.shapes import CPU_ATTENTION, CUDA_ATTENTION, SHAPE_8B, SHAPE_135M, AttentionShape
+from bench.kernels.shapes import CPU_ATTENTION, CUDA_ATTENTION, SHAPE_8B, SHAPE_135M, AttentionShape, LayerShape
 from bench.record import write_record
 from bench.timing import captured_s, time_s
 from kernels.dispatch import available_backends, select_kernels
@@ -46,6 +46,9 @@ _CUDA_TOKENS = (1, 32, 256, 4096)
 _STEPS = ((1, 2048), (32, 2048), (128, 1024), (256, 1024))
 """`(batch, context)` of the decode steps that are taken apart on a GPU."""
 _LAYOUTS = 6
+_GPU_QUANTIZED_KV = (32, 16)
+"""Quantised KV is measured on a GPU for so many seqs and blocks of so many tokens alone."""
+_CUDA_QUANTIZED_TOKENS = (1, 32, 4096)
 _BUDGET_S = 0.15
 _DTYPE = torch.bfloat16
 
@@ -80,7 +83,7 @@ class Run:
             self._try(f"operations at {tokens}", partial(self._measure_operations, tokens, ceilings))
             if not self.on_gpu:
                 self._try(f"products at {tokens}", partial(self._measure_product_peers, tokens, ceilings))
-            if "cpu" in self.sets and tokens <= _OTHER_TIERS_TOKENS:
+            if self._has_quantized_products(tokens):
                 self._try(
                     f"quantised products at {tokens}", partial(self._measure_quantized_products, tokens, ceilings)
                 )
@@ -93,6 +96,16 @@ class Run:
         if self.on_gpu:
             results |= self._measure_steps(ceilings)
         return {**results, "failures": self.failures, "took_s": time.monotonic() - began_s}
+
+    def _has_quantized_products(self, tokens: int) -> bool:
+        if self.on_gpu:
+            return tokens in _CUDA_QUANTIZED_TOKENS
+        return "cpu" in self.sets and tokens <= _OTHER_TIERS_TOKENS
+
+    @property
+    def _layer(self) -> LayerShape:
+        """Whose linear maps and small operations are measured."""
+        return SHAPE_8B if self.on_gpu else SHAPE_135M
 
     def _shapes(self) -> list[AttentionShape]:
         """Those whose KV fits into the device as often as peers lay it out again."""
@@ -121,8 +134,11 @@ class Run:
                 self._fail(f"{name} at {shape}: differs by {difference:.3g}")
             kernel = "decode" if shape.is_decode else "prefill"
             self._add(Measurement(kernel, str(shape), name, took_s, shape.cost(_DTYPE)), ceilings)
-        for kv_dtype in LARGEST if shape.is_decode and not self.on_gpu else ():
+        for kv_dtype in LARGEST if self._has_quantized_kv(shape) else ():
             self._measure_quantized_kv(shape, kv_dtype, ceilings)
+
+    def _has_quantized_kv(self, shape: AttentionShape) -> bool:
+        return shape.is_decode and (not self.on_gpu or (len(shape.lens), shape.block_size) == _GPU_QUANTIZED_KV)
 
     def _measure_quantized_kv(self, shape: AttentionShape, kv_dtype: torch.dtype, ceilings: Ceilings) -> None:
         batch = AttentionBatch(shape, _DTYPE, self.device, kv_dtype)
@@ -133,7 +149,7 @@ class Run:
 
     def _measure_operations(self, tokens: int, ceilings: Ceilings) -> None:
         """Linear maps and small operations of one layer, by each distinct implementation."""
-        layer = SHAPE_8B if self.on_gpu else SHAPE_135M
+        layer = self._layer
         for operations in {kernels.operations.name: kernels.operations for kernels in self.sets.values()}.values():
             for make in (linear_calls, small_calls):
                 for each in make(operations, layer, tokens, _DTYPE, self.device):
@@ -142,12 +158,12 @@ class Run:
                     self._add(Measurement(each.name, shape, operations.name, took_s, each.cost), ceilings)
 
     def _measure_quantized_products(self, tokens: int, ceilings: Ceilings) -> None:
-        """Those that native kernels multiply as they are."""
-        operations = self.sets["cpu"].operations
+        """Those that kernels of ours multiply as they are."""
+        layer, operations = self._layer, self.sets["triton" if self.on_gpu else "cpu"].operations
         for form in QuantForm:
-            for each in quantized_linear_calls(operations, SHAPE_135M, tokens, form, self.device):
+            for each in quantized_linear_calls(operations, layer, tokens, form, self.device):
                 took_s = time_s(each.calls, self.device, _BUDGET_S)
-                shape = f"{SHAPE_135M.name}, T {tokens}"
+                shape = f"{layer.name}, T {tokens}"
                 self._add(Measurement(each.name, shape, operations.name, took_s, each.cost), ceilings)
 
     def _measure_product_peers(self, tokens: int, ceilings: Ceilings) -> None:

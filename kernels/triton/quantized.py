@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,14 +21,19 @@ from kernels.quantized import QuantForm, QuantizedWeight
 from kernels.spec import Dims
 from kernels.triton.variant import POINTERS, Variant, launch_options
 
-_BLOCK_OUTPUTS = 64
-_DEPTHS = (64, 32, 16)
+_DEPTHS = (128, 64, 32, 16)
 """Inputs of one product of tiles: the largest that divides a group. INT4 halves it, so 16 is not for that."""
-_FEW_TOKENS, _MANY_TOKENS, _MANY_WIDE_TOKENS = 16, 64, 32
-"""Tokens of a tile: in decode, in prefill, and there in float32, whose products need more registers."""
 _WIDE_DEPTH = 32
-"""The most inputs of a tile in float32."""
-_NUM_STAGES = 3
+"""The most inputs of a tile in float32, whose products need more registers."""
+_WANTED_PROGRAMS = 512
+"""Of a product with few tokens: so many keep the memory busy."""
+_MOST_SPLITS = 8
+_LEAST_STEPS = 4
+"""Tiles of inputs that a split has at least."""
+_NUM_STAGES = 4
+_ADDING_WARPS = 4
+_ADDED = 1024
+"""Elements that a program adds up over splits."""
 _VALUES = {QuantForm.INT8: "*i8", QuantForm.INT4: "*u8", QuantForm.FP8: "*u8"}
 _CODES = {QuantForm.INT8: 0, QuantForm.INT4: 1, QuantForm.FP8: 2}
 """What the kernel calls a form."""
@@ -36,6 +42,19 @@ _CODES = {QuantForm.INT8: 0, QuantForm.INT4: 1, QuantForm.FP8: 2}
 def can_keep(weight: QuantizedWeight) -> bool:
     """Whether the kernel takes the sizes of `weight`."""
     return weight.group % (32 if weight.form is QuantForm.INT4 else 16) == 0
+
+
+class TokenTile(NamedTuple):
+    """What a program computes for up to so many tokens."""
+
+    block_tokens: int
+    block_outputs: int
+    deepest: int
+    """Inputs at a time, at most."""
+
+
+_FEW, _SOME, _MANY = TokenTile(16, 64, 128), TokenTile(64, 64, 64), TokenTile(128, 128, 64)
+"""Of 16 bits: decode, larger batches, prompts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,36 +84,59 @@ class QuantizedLinear:
         out = torch.empty(len(x), weight.num_outputs, dtype=x.dtype, device=x.device)
         if not out.numel():
             return out
-        tile = _tile(weight.form, weight.group, len(x), x.dtype)
-        grid = triton.cdiv(weight.num_outputs, _BLOCK_OUTPUTS), triton.cdiv(len(x), tile["BLOCK_TOKENS"])
-        _quantized_linear[grid](
-            *(x, self.values, scales, scales if self.offsets is None else self.offsets),
-            *(out if self.bias is None else self.bias, out),
-            *(len(x), weight.num_outputs, weight.num_inputs, x.stride(0), scales.shape[1], weight.group),
+        tile = _tile(weight.form, weight.group, weight.num_inputs, len(x), x.dtype)
+        num_splits, split_inputs = _splits(weight.num_outputs, weight.num_inputs, tile)
+        parts = out if num_splits == 1 else x.new_empty((num_splits, *out.shape), dtype=torch.float32)
+        has_bias = self.bias is not None
+        bias = out if self.bias is None else self.bias
+        blocks = triton.cdiv(weight.num_outputs, tile["BLOCK_OUTPUTS"]), triton.cdiv(len(x), tile["BLOCK_TOKENS"])
+        _quantized_linear[(*blocks, num_splits)](
+            *(x, self.values, scales, scales if self.offsets is None else self.offsets, bias, parts),
+            *(len(x), weight.num_outputs, weight.num_inputs, x.stride(0), scales.shape[1], weight.group, split_inputs),
             FORM=_CODES[weight.form],
             ZERO=self.zero,
             HAS_OFFSETS=self.offsets is not None,
-            HAS_BIAS=self.bias is not None,
+            HAS_BIAS=has_bias and num_splits == 1,
             **tile,
             **launch_options(_num_warps(tile), _NUM_STAGES),
         )
+        if num_splits > 1:
+            _add_splits[(triton.cdiv(out.numel(), _ADDED),)](
+                *(parts, bias, out, num_splits, out.numel(), weight.num_outputs),
+                HAS_BIAS=has_bias,
+                BLOCK=_ADDED,
+                **launch_options(_ADDING_WARPS),
+            )
         return out
 
 
-def _tile(form: QuantForm, group: int, num_tokens: int, dtype: torch.dtype) -> dict[str, int]:
+def _tile(form: QuantForm, group: int, num_inputs: int, num_tokens: int, dtype: torch.dtype) -> dict[str, int]:
     """Sizes of a tile, as compile-time arguments."""
-    is_wide = dtype is torch.float32
-    deepest = (_WIDE_DEPTH if form is QuantForm.INT4 else _WIDE_DEPTH // 2) if is_wide else _DEPTHS[0]
-    many = _MANY_WIDE_TOKENS if is_wide else _MANY_TOKENS
+    if dtype is torch.float32:
+        deepest = _WIDE_DEPTH if form is QuantForm.INT4 else _WIDE_DEPTH // 2
+        sizes = TokenTile(16, 64, deepest) if num_tokens <= _FEW.block_tokens else TokenTile(32, 64, deepest)
+    else:
+        sizes = next((each for each in (_FEW, _SOME) if num_tokens <= each.block_tokens), _MANY)
     return {
-        "BLOCK_TOKENS": _FEW_TOKENS if num_tokens <= _FEW_TOKENS else many,
-        "BLOCK_OUTPUTS": _BLOCK_OUTPUTS,
-        "DEPTH": next(depth for depth in _DEPTHS if depth <= deepest and group % depth == 0),
+        "ONE_GROUP": group == num_inputs,
+        "BLOCK_TOKENS": sizes.block_tokens,
+        "BLOCK_OUTPUTS": sizes.block_outputs,
+        "DEPTH": next(depth for depth in _DEPTHS if depth <= sizes.deepest and group % depth == 0),
     }
 
 
 def _num_warps(tile: Mapping[str, int]) -> int:
-    return 4 if tile["BLOCK_TOKENS"] == _FEW_TOKENS else 8
+    return 8 if tile["BLOCK_OUTPUTS"] * tile["BLOCK_TOKENS"] > 64 * 64 else 4
+
+
+def _splits(num_outputs: int, num_inputs: int, tile: Mapping[str, int]) -> tuple[int, int]:
+    """How many programs share the inputs of a tile, and how many each has: by the weight's sizes and the tile alone."""
+    if tile["BLOCK_TOKENS"] > _SOME.block_tokens:
+        return 1, num_inputs
+    wanted = _WANTED_PROGRAMS // triton.cdiv(num_outputs, tile["BLOCK_OUTPUTS"])
+    num_steps = triton.cdiv(num_inputs, tile["DEPTH"])
+    steps = triton.cdiv(num_steps, max(1, min(wanted, _MOST_SPLITS, num_steps // _LEAST_STEPS)))
+    return triton.cdiv(num_steps, steps), steps * tile["DEPTH"]
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
@@ -107,8 +149,8 @@ def compile_variants(arch: int) -> Iterator[Variant]:
             (QuantForm.INT4, 32, 8, False),
             (QuantForm.FP8, 128, 0, False),
         ):
-            for num_tokens in (1, 512):
-                tile = _tile(form, group, num_tokens, dtype)
+            for num_tokens in (1, 32, 512):
+                tile = _tile(form, group, 4096, num_tokens, dtype)
                 flags = {"FORM": _CODES[form], "ZERO": zero, "HAS_OFFSETS": has_offsets, "HAS_BIAS": True}
                 yield Variant(
                     kernel=_quantized_linear,
@@ -121,8 +163,16 @@ def compile_variants(arch: int) -> Iterator[Variant]:
                     num_warps=_num_warps(tile),
                     num_stages=_NUM_STAGES,
                     label=f"quantized {POINTERS[dtype][1:]} {form} by {group} T={num_tokens}",
-                    aligned=frozenset(("num_outputs", "num_inputs", "x_stride", "group")),
+                    aligned=frozenset(("num_outputs", "num_inputs", "x_stride", "group", "split_inputs")),
                 )
+        yield Variant(
+            kernel=_add_splits,
+            signature={"parts": "*fp32", **dict.fromkeys(("bias", "out"), POINTERS[dtype])},
+            constexprs={"HAS_BIAS": True, "BLOCK": _ADDED},
+            num_warps=_ADDING_WARPS,
+            label=f"quantized {POINTERS[dtype][1:]} add splits",
+            aligned=frozenset(("num_outputs",)),
+        )
 
 
 @triton.jit
@@ -133,49 +183,99 @@ def _float8(codes):
     return moved.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
 
 
+@triton.jit
+def _multiplied(
+    total, x_sums, x_at, value_at, start, has_output, has_token,
+    FORM: tl.constexpr, ZERO: tl.constexpr, HAS_OFFSETS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Adds a tile's products, without scales, to `total` `[outputs, tokens]`, its inputs to `x_sums` `[tokens]`."""
+    places = tl.arange(0, WIDTH)
+    dtype: tl.constexpr = x_at.dtype.element_ty
+    if FORM == 1:  # a byte holds two inputs: one product of the even ones, one of the odd ones
+        codes = tl.load(value_at + start // 2, mask=has_output[:, None], other=0)
+        rows_at = tl.trans(x_at) + start + tl.arange(0, 2 * WIDTH)[None, :]
+        rows = tl.load(rows_at, mask=has_token[:, None], other=0.0)
+        even, odd = tl.split(tl.reshape(rows, (rows.shape[0], WIDTH, 2)))
+        even, odd = tl.trans(even), tl.trans(odd)
+        low, high = (codes & 0x0F).to(tl.float32) - ZERO, (codes >> 4).to(tl.float32) - ZERO
+        total = tl.dot(low.to(dtype), even, total, input_precision="ieee")
+        total = tl.dot(high.to(dtype), odd, total, input_precision="ieee")
+        if HAS_OFFSETS:
+            x_sums += tl.sum(even.to(tl.float32), 0) + tl.sum(odd.to(tl.float32), 0)
+    else:
+        codes = tl.load(value_at + start, mask=has_output[:, None], other=0)
+        rows = tl.load(x_at + start + places[:, None], mask=has_token[None, :], other=0.0)
+        wide = _float8(codes) if FORM == 2 else codes.to(tl.float32)
+        total = tl.dot(wide.to(dtype), rows, total, input_precision="ieee")
+        if HAS_OFFSETS:
+            x_sums += tl.sum(rows.to(tl.float32), 0)
+    return total, x_sums
+
+
+@triton.jit
+def _scaled(
+    total, x_sums, scale_at, offset_at, has_output, HAS_OFFSETS: tl.constexpr
+):  # fmt: skip
+    """What a sum of products means, once its scale and offset are known."""
+    total *= tl.load(scale_at, mask=has_output, other=0.0)[:, None]
+    if HAS_OFFSETS:
+        total += x_sums[None, :] * tl.load(offset_at, mask=has_output, other=0.0)[:, None]
+    return total
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _quantized_linear(
     x, values, scales, offsets, bias, out,
-    num_tokens, num_outputs, num_inputs, x_stride, num_groups, group,
+    num_tokens, num_outputs, num_inputs, x_stride, num_groups, group, split_inputs,
     FORM: tl.constexpr, ZERO: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
+    ONE_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
+    """Grid `[ceil(outputs / BLOCK_OUTPUTS), ceil(T / BLOCK_TOKENS), splits]`; writes `out` `[splits, T, outputs]`.
+
+    The weight is the product's left side, which the matrix units read from registers.
+    """
     outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     tokens = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    split = tl.program_id(2)
     has_output, has_token = outputs < num_outputs, tokens < num_tokens
-    dtype: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = DEPTH // 2 if FORM == 1 else DEPTH  # bytes of a weight in one tile
-    places = tl.arange(0, WIDTH)
     row_bytes = num_inputs // 2 if FORM == 1 else num_inputs
-    value_at = values + outputs[None, :].to(tl.int64) * row_bytes + places[:, None]  # [WIDTH, outputs]
-    x_at = x + tokens[:, None].to(tl.int64) * x_stride
-    table_at = outputs.to(tl.int64) * num_groups
-    total = tl.zeros((BLOCK_TOKENS, BLOCK_OUTPUTS), tl.float32)
-    for start in range(0, num_inputs, DEPTH):
-        scale = tl.load(scales + table_at + start // group, mask=has_output, other=0.0)
-        if FORM == 1:  # a byte holds two inputs: one product of the even ones, one of the odd ones
-            codes = tl.load(value_at + start // 2, mask=has_output[None, :], other=0)
-            even = tl.load(x_at + start + 2 * places[None, :], mask=has_token[:, None], other=0.0)
-            odd = tl.load(x_at + start + 2 * places[None, :] + 1, mask=has_token[:, None], other=0.0)
-            low, high = (codes & 0x0F).to(tl.float32) - ZERO, (codes >> 4).to(tl.float32) - ZERO
-            part = tl.dot(even, low.to(dtype), input_precision="ieee")
-            part = tl.dot(odd, high.to(dtype), part, input_precision="ieee")
-            if HAS_OFFSETS:
-                sums = tl.sum(even.to(tl.float32), 1) + tl.sum(odd.to(tl.float32), 1)
+    value_at = values + outputs[:, None].to(tl.int64) * row_bytes + tl.arange(0, WIDTH)[None, :]
+    x_at = x + tokens[None, :].to(tl.int64) * x_stride
+    scale_at = scales + outputs.to(tl.int64) * num_groups
+    offset_at = offsets + outputs.to(tl.int64) * num_groups
+    nothing = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), tl.float32)
+    no_inputs = tl.zeros((BLOCK_TOKENS,), tl.float32)
+    total, x_sums = nothing, no_inputs
+    begin = split * split_inputs
+    for start in range(begin, tl.minimum(begin + split_inputs, num_inputs), DEPTH):
+        if ONE_GROUP:
+            total, x_sums = _multiplied(
+                total, x_sums, x_at, value_at, start, has_output, has_token, FORM, ZERO, HAS_OFFSETS, WIDTH
+            )
         else:
-            codes = tl.load(value_at + start, mask=has_output[None, :], other=0)
-            rows = tl.load(x_at + start + places[None, :], mask=has_token[:, None], other=0.0)
-            if FORM == 2:
-                part = tl.dot(rows, _float8(codes).to(dtype), input_precision="ieee")
-            else:
-                part = tl.dot(rows, codes.to(tl.float32).to(dtype), input_precision="ieee")
-            if HAS_OFFSETS:
-                sums = tl.sum(rows.to(tl.float32), 1)
-        total += part * scale[None, :]
-        if HAS_OFFSETS:
-            offset = tl.load(offsets + table_at + start // group, mask=has_output, other=0.0)
-            total += sums[:, None] * offset[None, :]
+            part, sums = _multiplied(
+                nothing, no_inputs, x_at, value_at, start, has_output, has_token, FORM, ZERO, HAS_OFFSETS, WIDTH
+            )
+            group_at = start // group
+            total += _scaled(part, sums, scale_at + group_at, offset_at + group_at, has_output, HAS_OFFSETS)
+    if ONE_GROUP:
+        total = _scaled(total, x_sums, scale_at, offset_at, has_output, HAS_OFFSETS)
     if HAS_BIAS:
-        total += tl.load(bias + outputs, mask=has_output, other=0.0).to(tl.float32)[None, :]
-    out_at = out + tokens[:, None].to(tl.int64) * num_outputs + outputs[None, :]
-    tl.store(out_at, total.to(dtype), mask=has_token[:, None] & has_output[None, :])
+        total += tl.load(bias + outputs, mask=has_output, other=0.0).to(tl.float32)[:, None]
+    out_rows = split.to(tl.int64) * num_tokens + tokens
+    out_at = out + out_rows[None, :] * num_outputs + outputs[:, None]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=has_token[None, :] & has_output[:, None])
+
+
+@triton.jit(do_not_specialize=["num_splits", "num_elements"])
+def _add_splits(parts, bias, out, num_splits, num_elements, num_outputs, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid `[ceil(T * outputs / BLOCK)]`: `parts` `[splits, T, outputs]` are added in their order, then rounded."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < num_elements
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in range(num_splits):
+        total += tl.load(parts + tl.cast(split, tl.int64) * num_elements + at, mask=there, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + at % num_outputs, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=there)

@@ -64,6 +64,21 @@ def test_a_product_is_that_of_the_weight_that_is_meant(form, group, offsets, dty
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("form", "group"), [(QuantForm.INT8, 2048), (QuantForm.INT4, 32), (QuantForm.INT4, 128), (QuantForm.FP8, 2048)]
+)
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_inputs_that_programs_share_are_added_up(form, group, device, tokens):
+    weight = make(form, 72, 2048, group, torch.bfloat16, offsets=form is QuantForm.INT4).to(torch.device(device))
+    x = torch.randn(tokens, 2048, generator=torch.Generator().manual_seed(tokens)).bfloat16().to(device)
+    bias = torch.randn(72, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    meant = weight.dequantize(torch.float64)
+    want = x.double() @ meant.T + bias.double()
+    bound = ROUNDING[torch.bfloat16] * want.abs() + 2**-17 * (x.double().abs() @ meant.abs().T)
+    assert ((OPERATIONS.linear(weight, bias)(x).double() - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_token_is_the_same_whatever_is_with_it(device):
     weight = make(QuantForm.INT4, 72, 192, 32, torch.float32, offsets=True).to(torch.device(device))
     linear = OPERATIONS.linear(weight, None)
