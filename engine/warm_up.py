@@ -33,9 +33,8 @@ _DRAWN = SampleSpec(
     output_index=0,
 )
 
-_SOME = 32
-"""Seqs of a step that is neither small nor large, and tokens of a prompt beside them: such products have tiles of their
-own."""
+_SOME, _MIDDLE = 32, 256
+"""Tokens of steps that are neither small nor large: products of quantised weights have tiles of their own for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +66,7 @@ def warm_up_steps(sizes: StepSizes, block_size: int) -> tuple[int, tuple[Step, .
     return num_blocks, (
         Step(seqs(1, fresh, 0)),
         Step(seqs(num_chunks, chunk, fresh, _GREEDY)),
+        Step(seqs(1, min(_MIDDLE, fresh), 0)),
         Step((*seqs(min(_SOME, sizes.max_seqs), 1, fresh, _GREEDY), *seqs(1, min(_SOME - 1, fresh), 0))),
         Step(seqs(sizes.max_seqs, 1, fresh + chunk, _GREEDY)),
         Step(seqs(sizes.max_seqs, 1, fresh + chunk, _DRAWN), copies=(copy,)),

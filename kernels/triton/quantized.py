@@ -3,15 +3,16 @@
     out[t, o] = sum over groups g of
                 scale[o, g] * (sum over i in g of x[t, i] * value[o, i]) + offset[o, g] * (sum over i in g of x[t, i])
 
-A program computes a tile of tokens and outputs, inputs in one fixed order. Sums are float32, rounded once, after the
-bias. Activations are not rounded: `torch._scaled_mm`, the other way to multiply FP8, would take them in 8 bits.
+A program computes a tile of tokens and outputs, over all inputs or a share of them, which depends on the weight's sizes
+alone. Sums are float32, rounded once, after the bias. Activations are not rounded: `torch._scaled_mm`, the other way to
+multiply FP8, would take them in 8 bits. Long prompts multiply the weight dequantised, each element of it rounded once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,17 +24,21 @@ from kernels.triton.variant import POINTERS, Variant, launch_options
 
 _DEPTHS = (128, 64, 32, 16)
 """Inputs of one product of tiles: the largest that divides a group. INT4 halves it, so 16 is not for that."""
-_WIDE_DEPTH = 32
-"""The most inputs of a tile in float32, whose products need more registers."""
-_WANTED_PROGRAMS = 512
+_WANTED_PROGRAMS = 1024
 """Of a product with few tokens: so many keep the memory busy."""
 _MOST_SPLITS = 8
 _LEAST_STEPS = 4
 """Tiles of inputs that a split has at least."""
-_NUM_STAGES = 4
-_ADDING_WARPS = 4
+_NUM_STAGES = 3
+_WHOLE_WARPS = 4
+"""Of kernels without a product."""
 _ADDED = 1024
 """Elements that a program adds up over splits."""
+_MULTIPLIED_PLAIN = 512
+"""With more tokens than that, a weight is dequantised as a whole first: what that costs is small beside the product,
+which plain products do in half the time."""
+_DEQUANTIZED = 1024
+"""Bytes of a row that a program dequantises."""
 _VALUES = {QuantForm.INT8: "*i8", QuantForm.INT4: "*u8", QuantForm.FP8: "*u8"}
 _CODES = {QuantForm.INT8: 0, QuantForm.INT4: 1, QuantForm.FP8: 2}
 """What the kernel calls a form."""
@@ -45,16 +50,29 @@ def can_keep(weight: QuantizedWeight) -> bool:
 
 
 class TokenTile(NamedTuple):
-    """What a program computes for up to so many tokens."""
+    """What a program computes of a step with up to so many tokens."""
 
+    most_tokens: int
     block_tokens: int
     block_outputs: int
     deepest: int
     """Inputs at a time, at most."""
+    num_warps: int
+    shares_inputs: bool
+    """Whether several programs may share the inputs of an output."""
 
 
-_FEW, _SOME, _MANY = TokenTile(16, 64, 128), TokenTile(64, 64, 64), TokenTile(128, 128, 64)
-"""Of 16 bits: decode, larger batches, prompts."""
+_TILES = (
+    TokenTile(16, 16, 64, 128, 2, shares_inputs=True),
+    TokenTile(64, 32, 64, 128, 4, shares_inputs=True),
+    TokenTile(_MULTIPLIED_PLAIN, 128, 128, 64, 8, shares_inputs=False),
+)
+"""Of 16 bits, as a sweep on an H100 found them (bench/LOG.md)."""
+_WIDE_TILES = (
+    TokenTile(16, 16, 64, 16, 4, shares_inputs=True),
+    TokenTile(_MULTIPLIED_PLAIN, 32, 64, 16, 4, shares_inputs=False),
+)
+"""Of float32, whose products need more registers. INT4 takes twice as many inputs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,63 +102,81 @@ class QuantizedLinear:
         out = torch.empty(len(x), weight.num_outputs, dtype=x.dtype, device=x.device)
         if not out.numel():
             return out
-        tile = _tile(weight.form, weight.group, weight.num_inputs, len(x), x.dtype)
-        num_splits, split_inputs = _splits(weight.num_outputs, weight.num_inputs, tile)
+        if len(x) > _MULTIPLIED_PLAIN:
+            return torch.nn.functional.linear(x, self._dequantized(), self.bias)
+        sizes = _tile_for(len(x), x.dtype)
+        tile = _constants(sizes, weight.form, weight.group, weight.num_inputs, x.dtype)
+        num_splits, split_inputs = _splits(sizes, weight.num_outputs, weight.num_inputs, tile["DEPTH"])
         parts = out if num_splits == 1 else x.new_empty((num_splits, *out.shape), dtype=torch.float32)
         has_bias = self.bias is not None
         bias = out if self.bias is None else self.bias
-        blocks = triton.cdiv(weight.num_outputs, tile["BLOCK_OUTPUTS"]), triton.cdiv(len(x), tile["BLOCK_TOKENS"])
+        blocks = triton.cdiv(weight.num_outputs, sizes.block_outputs), triton.cdiv(len(x), sizes.block_tokens)
         _quantized_linear[(*blocks, num_splits)](
             *(x, self.values, scales, scales if self.offsets is None else self.offsets, bias, parts),
             *(len(x), weight.num_outputs, weight.num_inputs, x.stride(0), scales.shape[1], weight.group, split_inputs),
-            FORM=_CODES[weight.form],
-            ZERO=self.zero,
-            HAS_OFFSETS=self.offsets is not None,
+            **self._form(),
             HAS_BIAS=has_bias and num_splits == 1,
             **tile,
-            **launch_options(_num_warps(tile), _NUM_STAGES),
+            **launch_options(sizes.num_warps, _NUM_STAGES),
         )
         if num_splits > 1:
             _add_splits[(triton.cdiv(out.numel(), _ADDED),)](
                 *(parts, bias, out, num_splits, out.numel(), weight.num_outputs),
                 HAS_BIAS=has_bias,
                 BLOCK=_ADDED,
-                **launch_options(_ADDING_WARPS),
+                **launch_options(_WHOLE_WARPS),
             )
         return out
 
+    def _form(self) -> dict[str, int | bool]:
+        """Compile-time arguments that say what a value means."""
+        return {"FORM": _CODES[self.weight.form], "ZERO": self.zero, "HAS_OFFSETS": self.offsets is not None}
 
-def _tile(form: QuantForm, group: int, num_inputs: int, num_tokens: int, dtype: torch.dtype) -> dict[str, int]:
-    """Sizes of a tile, as compile-time arguments."""
-    if dtype is torch.float32:
-        deepest = _WIDE_DEPTH if form is QuantForm.INT4 else _WIDE_DEPTH // 2
-        sizes = TokenTile(16, 64, deepest) if num_tokens <= _FEW.block_tokens else TokenTile(32, 64, deepest)
-    else:
-        sizes = next((each for each in (_FEW, _SOME) if num_tokens <= each.block_tokens), _MANY)
+    def _dequantized(self) -> torch.Tensor:
+        """The weight `[out, in]`, each element rounded once to the activations' dtype."""
+        weight, scales = self.weight, self.weight.scales
+        num_outputs, row_bytes = self.values.shape
+        plain = torch.empty(num_outputs, weight.num_inputs, dtype=weight.dtype, device=self.values.device)
+        _dequantize[(num_outputs, triton.cdiv(row_bytes, _DEQUANTIZED))](
+            *(self.values, scales, scales if self.offsets is None else self.offsets, plain),
+            *(row_bytes, scales.shape[1], weight.group),
+            **self._form(),
+            BLOCK=_DEQUANTIZED,
+            **launch_options(_WHOLE_WARPS),
+        )
+        return plain
+
+
+def _tile_for(num_tokens: int, dtype: torch.dtype) -> TokenTile:
+    tiles = _WIDE_TILES if dtype is torch.float32 else _TILES
+    return next(each for each in tiles if num_tokens <= each.most_tokens)
+
+
+def _constants(
+    sizes: TokenTile, form: QuantForm, group: int, num_inputs: int, dtype: torch.dtype
+) -> dict[str, int | bool]:
+    """Compile-time arguments that say how a product is cut."""
+    deepest = 2 * sizes.deepest if form is QuantForm.INT4 and dtype is torch.float32 else sizes.deepest
     return {
         "ONE_GROUP": group == num_inputs,
         "BLOCK_TOKENS": sizes.block_tokens,
         "BLOCK_OUTPUTS": sizes.block_outputs,
-        "DEPTH": next(depth for depth in _DEPTHS if depth <= sizes.deepest and group % depth == 0),
+        "DEPTH": next(depth for depth in _DEPTHS if depth <= deepest and group % depth == 0),
     }
 
 
-def _num_warps(tile: Mapping[str, int]) -> int:
-    return 8 if tile["BLOCK_OUTPUTS"] * tile["BLOCK_TOKENS"] > 64 * 64 else 4
-
-
-def _splits(num_outputs: int, num_inputs: int, tile: Mapping[str, int]) -> tuple[int, int]:
+def _splits(sizes: TokenTile, num_outputs: int, num_inputs: int, depth: int) -> tuple[int, int]:
     """How many programs share the inputs of a tile, and how many each has: by the weight's sizes and the tile alone."""
-    if tile["BLOCK_TOKENS"] > _SOME.block_tokens:
+    if not sizes.shares_inputs:
         return 1, num_inputs
-    wanted = _WANTED_PROGRAMS // triton.cdiv(num_outputs, tile["BLOCK_OUTPUTS"])
-    num_steps = triton.cdiv(num_inputs, tile["DEPTH"])
+    wanted = _WANTED_PROGRAMS // triton.cdiv(num_outputs, sizes.block_outputs)
+    num_steps = triton.cdiv(num_inputs, depth)
     steps = triton.cdiv(num_steps, max(1, min(wanted, _MOST_SPLITS, num_steps // _LEAST_STEPS)))
-    return triton.cdiv(num_steps, steps), steps * tile["DEPTH"]
+    return triton.cdiv(num_steps, steps), steps * depth
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
-    """Each form for decode and for prefill; alike on every `arch`."""
+    """Each form in each tile; alike on every `arch`."""
     for dtype in (torch.bfloat16, torch.float32):
         for form, group, zero, has_offsets in (
             (QuantForm.INT8, 4096, 0, False),
@@ -149,30 +185,40 @@ def compile_variants(arch: int) -> Iterator[Variant]:
             (QuantForm.INT4, 32, 8, False),
             (QuantForm.FP8, 128, 0, False),
         ):
-            for num_tokens in (1, 32, 512):
-                tile = _tile(form, group, 4096, num_tokens, dtype)
-                flags = {"FORM": _CODES[form], "ZERO": zero, "HAS_OFFSETS": has_offsets, "HAS_BIAS": True}
-                yield Variant(
-                    kernel=_quantized_linear,
-                    signature={
-                        **dict.fromkeys(("x", "bias", "out"), POINTERS[dtype]),
-                        **dict.fromkeys(("scales", "offsets"), "*fp32"),
-                        "values": _VALUES[form],
-                    },
-                    constexprs={**flags, **tile},
-                    num_warps=_num_warps(tile),
-                    num_stages=_NUM_STAGES,
-                    label=f"quantized {POINTERS[dtype][1:]} {form} by {group} T={num_tokens}",
-                    aligned=frozenset(("num_outputs", "num_inputs", "x_stride", "group", "split_inputs")),
+            flags = {"FORM": _CODES[form], "ZERO": zero, "HAS_OFFSETS": has_offsets}
+            label = f"{POINTERS[dtype][1:]} {form} by {group}"
+            for sizes in _WIDE_TILES if dtype is torch.float32 else _TILES:
+                constexprs = {**flags, "HAS_BIAS": True, **_constants(sizes, form, group, 4096, dtype)}
+                yield _variant(
+                    _quantized_linear, dtype, form, constexprs, sizes.num_warps, f"{label} T={sizes.most_tokens}"
                 )
+            yield _variant(_dequantize, dtype, form, {**flags, "BLOCK": _DEQUANTIZED}, _WHOLE_WARPS, f"{label} plain")
         yield Variant(
             kernel=_add_splits,
             signature={"parts": "*fp32", **dict.fromkeys(("bias", "out"), POINTERS[dtype])},
             constexprs={"HAS_BIAS": True, "BLOCK": _ADDED},
-            num_warps=_ADDING_WARPS,
+            num_warps=_WHOLE_WARPS,
             label=f"quantized {POINTERS[dtype][1:]} add splits",
             aligned=frozenset(("num_outputs",)),
         )
+
+
+def _variant(
+    kernel: Any, dtype: torch.dtype, form: QuantForm, constexprs: Mapping[str, int | bool], num_warps: int, label: str
+) -> Variant:
+    return Variant(
+        kernel=kernel,
+        signature={
+            **dict.fromkeys(("x", "bias", "out"), POINTERS[dtype]),
+            **dict.fromkeys(("scales", "offsets"), "*fp32"),
+            "values": _VALUES[form],
+        },
+        constexprs=constexprs,
+        num_warps=num_warps,
+        num_stages=_NUM_STAGES if kernel is _quantized_linear else 1,
+        label=f"quantized {label}",
+        aligned=frozenset(("num_outputs", "num_inputs", "x_stride", "group", "split_inputs", "row_bytes")),
+    )
 
 
 @triton.jit
@@ -279,3 +325,29 @@ def _add_splits(parts, bias, out, num_splits, num_elements, num_outputs, HAS_BIA
     if HAS_BIAS:
         total += tl.load(bias + at % num_outputs, mask=there, other=0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _dequantize(
+    values, scales, offsets, out, row_bytes, num_groups, group,
+    FORM: tl.constexpr, ZERO: tl.constexpr, HAS_OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid `[outputs, ceil(row_bytes / BLOCK)]`: a piece of a row."""
+    output = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    codes = tl.load(values + output * row_bytes + at, mask=at < row_bytes, other=0)
+    if FORM == 1:
+        wide = tl.interleave((codes & 0x0F).to(tl.float32) - ZERO, (codes >> 4).to(tl.float32) - ZERO)
+        inputs = 2 * first + tl.arange(0, 2 * BLOCK)
+        row_inputs = 2 * row_bytes
+    else:
+        wide = _float8(codes) if FORM == 2 else codes.to(tl.float32)
+        inputs = at
+        row_inputs = row_bytes
+    there = inputs < row_inputs
+    table_at = output * num_groups + inputs // group
+    wide *= tl.load(scales + table_at, mask=there, other=0.0)
+    if HAS_OFFSETS:
+        wide += tl.load(offsets + table_at, mask=there, other=0.0)
+    tl.store(out + output * row_inputs + inputs, wide.to(out.dtype.element_ty), mask=there)

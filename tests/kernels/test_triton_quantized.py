@@ -79,6 +79,27 @@ def test_inputs_that_programs_share_are_added_up(form, group, device, tokens):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("form", "group", "offsets"),
+    [
+        (QuantForm.INT8, 192, False),
+        (QuantForm.INT8, 16, True),
+        (QuantForm.INT4, 32, True),
+        (QuantForm.INT4, 64, False),
+        (QuantForm.FP8, 64, False),
+    ],
+)
+def test_long_prompts_multiply_the_weight_that_is_meant(form, group, offsets, device):
+    weight = make(form, 72, 192, group, torch.float32, offsets=offsets).to(torch.device(device))
+    x = torch.randn(600, 192, generator=torch.Generator().manual_seed(0)).to(device)
+    bias = torch.randn(72, generator=torch.Generator().manual_seed(1)).to(device)
+    meant = weight.dequantize(torch.float64)
+    want = x.double() @ meant.T + bias.double()
+    bound = 2**-20 * want.abs() + 2**-17 * (x.double().abs() @ meant.abs().T)
+    assert ((OPERATIONS.linear(weight, bias)(x).double() - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_token_is_the_same_whatever_is_with_it(device):
     weight = make(QuantForm.INT4, 72, 192, 32, torch.float32, offsets=True).to(torch.device(device))
     linear = OPERATIONS.linear(weight, None)
