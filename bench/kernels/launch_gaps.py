@@ -6,6 +6,7 @@ queued one after the other, the device's busy time from torch's profiler over th
 
 from __future__ import annotations
 
+import gc
 import random
 import tempfile
 import time
@@ -27,7 +28,7 @@ from models.loading import LoadedModel, load_model
 from tandem.types import BlockId, SamplingParams, TokenId
 
 _MODEL, _BATCH, _CONTEXT, _BLOCK_SIZE = "135m", 32, 1024, 16
-_STEPS = 30
+_STEPS = 100
 CAPTURED, OVERLAPPED = "captured", "captured, engine with two steps in flight"
 """What the device should hardly be idle in."""
 
@@ -84,6 +85,8 @@ def measure_gap(how: str, step: Call, steps: int = _STEPS) -> LaunchGap:
 
 
 def _measure_all(model: LoadedModel, kv_cache: KvCache, kernels: Kernels) -> list[LaunchGap]:
+    gc.collect()
+    gc.freeze()  # as a worker does: a collection would walk all that other benches have left
     seqs = _scheduled(model.config.vocab_size)
     step = Step(tuple(seqs))
     batch = build_batch(seqs, _BLOCK_SIZE, model.device)

@@ -47,7 +47,7 @@ def compile_instead(cache: Path) -> Counter[tuple[str, bool]]:
     """
     if knobs.runtime.interpret:
         raise ConfigError("TRITON_INTERPRET", "is set: nothing would be compiled")
-    knobs.cache.dir = str(cache)
+    knobs.cache.dir = str(cache.absolute())  # it is in the entries
     found: Counter[tuple[str, bool]] = Counter()
     run = JITFunction.run
 
