@@ -24,7 +24,7 @@ def add_parser(subparsers: Subparsers) -> None:
         run,
         "a model's kernels for GPUs, into a folder that workers start from",
         "Compiles what a worker with these options compiles when it starts, for GPUs that need not be there: for an "
-        "image or a volume. Workers take the folder, under the same path, as TRITON_CACHE_DIR and need the same triton. "
+        "image or a volume. Workers take the folder as TRITON_CACHE_DIR, at the same path, and need the same triton. "
         "Loads the weights into memory. Takes the options of a worker.",
     )
     parser.add_argument("--cache", type=Path, required=True, metavar="DIR", help="folder to fill; what it has stays")
