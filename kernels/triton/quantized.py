@@ -183,6 +183,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
             (QuantForm.INT8, 16, 0, True),
             (QuantForm.INT4, 128, 0, True),
             (QuantForm.INT4, 32, 8, False),
+            (QuantForm.FP8, 4096, 0, False),
             (QuantForm.FP8, 128, 0, False),
         ):
             flags = {"FORM": _CODES[form], "ZERO": zero, "HAS_OFFSETS": has_offsets}
