@@ -17,7 +17,8 @@ from kernels.triton.absent_gpu import compile_instead, pretend
 from models.loading import load_model
 
 _SIZES = StepSizes(chunk_tokens=512, max_seqs=4, context_tokens=1024)
-"""Small, for a CPU multiplies here: which kernels there are depends on the model, once steps go beyond one split."""
+"""Small, for a CPU multiplies here: which kernels there are depends on the model, once steps go beyond one split, and a
+step beyond what quantised products do in tiles (512 tokens, and the decodes beside them)."""
 
 
 @dataclass(frozen=True, slots=True)

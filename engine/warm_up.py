@@ -1,8 +1,9 @@
 """Steps that a worker on a GPU takes before its pool is made: every kernel compiles, and what steps need shows.
 
-They go as far as served ones do: full chunks, chunks behind a context, the largest decode batch, every kind of draw, a
-copy, a digest. A kernel is compiled once for each combination of its arguments' types and alignments, and those depend
-on the model alone: tests/kernels/test_triton_launches.py compares what serving launches with what is launched here.
+They go as far as served ones do: full chunks, alone and beside the largest decode batch, chunks behind a context, every
+kind of draw, a scored prompt, a copy, a digest. A kernel is compiled once for each combination of its arguments' types
+and alignments, and those depend on the model and on how many tokens a step has, by few kinds:
+tests/kernels/test_triton_launches.py compares what serving launches with what is launched here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from engine.kv_cache import KvCache
 from engine.runner import Runner
-from engine.step import BlockCopy, SampleSpec, ScheduledSeq, Step
+from engine.step import BlockCopy, SampleSpec, ScheduledSeq, ScoredTokens, Step
 from kernels.digest import digest_blocks
 from kernels.operations import Kernels
 from models.loading import LoadedModel
@@ -55,20 +56,33 @@ def warm_up_steps(sizes: StepSizes, block_size: int) -> tuple[int, tuple[Step, .
     """
     fresh = max(1, min(sizes.chunk_tokens, sizes.context_tokens // 2))
     chunk = max(1, min(max(2, sizes.chunk_tokens // sizes.max_seqs), sizes.context_tokens - fresh - 1))
-    num_blocks = (fresh + chunk) // block_size + 2  # the last of them is copied to
+    longest = max(1, min(sizes.chunk_tokens, sizes.context_tokens - 1))
+    num_blocks = max(longest, fresh + chunk) // block_size + 2  # the last of them is copied to
     table = tuple(BlockId(block) for block in range(num_blocks - 1))
 
     def seqs(count: int, num_tokens: int, context: int, *samples: SampleSpec) -> tuple[ScheduledSeq, ...]:
         return (ScheduledSeq((TokenId(0),) * num_tokens, context, table, samples),) * count
 
+    def prompts(num_tokens: int) -> tuple[ScheduledSeq, ...]:
+        """As few as have so many tokens, or as many as there may be."""
+        count, rest = divmod(min(num_tokens, sizes.chunk_tokens), longest)
+        return (*seqs(count, longest, 0), *(seqs(1, rest, 0) if rest else ()))[: sizes.max_seqs]
+
+    def decodes(count: int) -> tuple[ScheduledSeq, ...]:
+        return seqs(max(1, min(count, sizes.max_seqs)), 1, fresh + chunk, _GREEDY)
+
+    known = (TokenId(0),) * (min(_SOME, longest) - 1)
+    scored = prompts(_SOME)[0]._replace(scored=ScoredTokens(known, 0, 0) if known else None)
     num_chunks = min(sizes.max_seqs, max(1, sizes.chunk_tokens // chunk))
+    largest = prompts(sizes.chunk_tokens)
     copy = BlockCopy(BlockId(0), BlockId(num_blocks - 1))
     return num_blocks, (
-        Step(seqs(1, fresh, 0)),
+        Step(largest),
+        Step((*decodes(sizes.max_seqs - len(largest)), *largest)),
         Step(seqs(num_chunks, chunk, fresh, _GREEDY)),
-        Step(seqs(1, min(_MIDDLE, fresh), 0)),
-        Step((*seqs(min(_SOME, sizes.max_seqs), 1, fresh, _GREEDY), *seqs(1, min(_SOME - 1, fresh), 0))),
-        Step(seqs(sizes.max_seqs, 1, fresh + chunk, _GREEDY)),
+        Step(prompts(_MIDDLE)),
+        Step((*decodes(_SOME), scored)),
+        Step(decodes(sizes.max_seqs)),
         Step(seqs(sizes.max_seqs, 1, fresh + chunk, _DRAWN), copies=(copy,)),
         Step(seqs(1, 1, fresh + chunk, _DRAWN)),
     )

@@ -48,7 +48,7 @@ _STEPS = ((1, 2048), (32, 2048), (128, 1024), (256, 1024))
 _LAYOUTS = 6
 _GPU_QUANTIZED_KV = (32, 16)
 """Quantised KV is measured on a GPU for so many seqs and blocks of so many tokens alone."""
-_CUDA_QUANTIZED_TOKENS = (1, 32, 4096)
+_CUDA_QUANTIZED_TOKENS = (1, 32, 256, 4096)
 _BUDGET_S = 0.15
 _DTYPE = torch.bfloat16
 

@@ -36,7 +36,8 @@ from kernels.triton.variant import Variant
 SHARED_LIMIT_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
 """What one block may ask for, by architecture (CUDA programming guide, technical specifications)."""
 SPILL_LIMIT_BYTES = 128
-"""Of one thread. So few are values that wait while a loop runs; a tile that held them all was slower (bench/LOG.md)."""
+"""Of one thread. So few are values that wait while a loop runs: the fastest prefill on an H100 has 24 bytes of them
+(bench/LOG.md), INT4 products on sm_86 have 104."""
 _REGISTERS_PER_BLOCK = 65536
 _WARP_THREADS = 32
 _REGISTER_UNIT = 8

@@ -4,8 +4,9 @@
                 scale[o, g] * (sum over i in g of x[t, i] * value[o, i]) + offset[o, g] * (sum over i in g of x[t, i])
 
 A program computes a tile of tokens and outputs, over all inputs or a share of them, which depends on the weight's sizes
-alone. Sums are float32, rounded once, after the bias. Activations are not rounded: `torch._scaled_mm`, the other way to
-multiply FP8, would take them in 8 bits. Long prompts multiply the weight dequantised, each element of it rounded once.
+and on the tile, never on other tokens. Sums are float32, rounded once, after the bias. Activations are not rounded:
+`torch._scaled_mm`, the other way to multiply FP8, would take them in 8 bits. Long prompts multiply the weight
+dequantised, each element of it rounded once.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _WHOLE_WARPS = 4
 _ADDED = 1024
 """Elements that a program adds up over splits."""
 _MULTIPLIED_PLAIN = 512
-"""With more tokens than that, a weight is dequantised as a whole first: what that costs is small beside the product,
-which plain products do in half the time."""
+"""With more tokens than that, a weight is dequantised as a whole first: at 4,096, plain products take half the time.
+The border is not measured."""
 _DEQUANTIZED = 1024
 """Bytes of a row that a program dequantises."""
 _VALUES = {QuantForm.INT8: "*i8", QuantForm.INT4: "*u8", QuantForm.FP8: "*u8"}
@@ -67,7 +68,7 @@ _TILES = (
     TokenTile(64, 32, 64, 128, 4, shares_inputs=True),
     TokenTile(_MULTIPLIED_PLAIN, 128, 128, 64, 8, shares_inputs=False),
 )
-"""Of 16 bits, as a sweep on an H100 found them (bench/LOG.md)."""
+"""Of 16 bits, the first two as a sweep on an H100 found them (bench/LOG.md); the third was measured at 4,096 only."""
 _WIDE_TILES = (
     TokenTile(16, 16, 64, 16, 4, shares_inputs=True),
     TokenTile(_MULTIPLIED_PLAIN, 32, 64, 16, 4, shares_inputs=False),
@@ -187,13 +188,21 @@ def compile_variants(arch: int) -> Iterator[Variant]:
             (QuantForm.FP8, 128, 0, False),
         ):
             flags = {"FORM": _CODES[form], "ZERO": zero, "HAS_OFFSETS": has_offsets}
+            types = {**dict.fromkeys(("x", "bias", "out"), POINTERS[dtype]), "values": _VALUES[form]}
             label = f"{POINTERS[dtype][1:]} {form} by {group}"
             for sizes in _WIDE_TILES if dtype is torch.float32 else _TILES:
-                constexprs = {**flags, "HAS_BIAS": True, **_constants(sizes, form, group, 4096, dtype)}
-                yield _variant(
-                    _quantized_linear, dtype, form, constexprs, sizes.num_warps, f"{label} T={sizes.most_tokens}"
-                )
-            yield _variant(_dequantize, dtype, form, {**flags, "BLOCK": _DEQUANTIZED}, _WHOLE_WARPS, f"{label} plain")
+                constexprs = {**flags, **_constants(sizes, form, group, 4096, dtype)}
+                name = f"{label} T={sizes.most_tokens}"
+                for parts in dict.fromkeys((POINTERS[dtype], "*fp32" if sizes.shares_inputs else POINTERS[dtype])):
+                    is_whole = parts == POINTERS[dtype]
+                    yield _variant(
+                        _quantized_linear,
+                        {**types, "out": parts},
+                        {**constexprs, "HAS_BIAS": is_whole},
+                        sizes.num_warps,
+                        name if is_whole else f"{name} shared",
+                    )
+            yield _variant(_dequantize, types, {**flags, "BLOCK": _DEQUANTIZED}, _WHOLE_WARPS, f"{label} plain")
         yield Variant(
             kernel=_add_splits,
             signature={"parts": "*fp32", **dict.fromkeys(("bias", "out"), POINTERS[dtype])},
@@ -205,15 +214,11 @@ def compile_variants(arch: int) -> Iterator[Variant]:
 
 
 def _variant(
-    kernel: Any, dtype: torch.dtype, form: QuantForm, constexprs: Mapping[str, int | bool], num_warps: int, label: str
+    kernel: Any, types: Mapping[str, str], constexprs: Mapping[str, int | bool], num_warps: int, label: str
 ) -> Variant:
     return Variant(
         kernel=kernel,
-        signature={
-            **dict.fromkeys(("x", "bias", "out"), POINTERS[dtype]),
-            **dict.fromkeys(("scales", "offsets"), "*fp32"),
-            "values": _VALUES[form],
-        },
+        signature={**types, **dict.fromkeys(("scales", "offsets"), "*fp32")},
         constexprs=constexprs,
         num_warps=num_warps,
         num_stages=_NUM_STAGES if kernel is _quantized_linear else 1,

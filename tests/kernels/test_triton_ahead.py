@@ -24,18 +24,20 @@ import torch
 from triton import knobs
 from engine.warm_up import StepSizes, warm_up
 from kernels import triton
+from kernels.quantized import QuantForm
 from kernels.triton.absent_gpu import compile_instead, pretend
 from models.loading import load_model
 
 folder, cache, device = Path(sys.argv[1]), Path(sys.argv[2]), torch.device(sys.argv[3])
-model = load_model(folder, "bfloat16", device, triton.load())
+form = QuantForm(sys.argv[4]) if len(sys.argv) > 4 else None
+model = load_model(folder, "bfloat16", device, triton.load(), form)
 if device.type == "cpu":
     found = compile_instead(cache)
     pretend(90)
 else:
     found, knobs.cache.dir = Counter(), str(cache)
     knobs.compilation.listener = lambda *, src, cache_hit, **_: found.update([(src.name, cache_hit)])
-warm_up(model, triton.load(), model.kv_layout(16), StepSizes(chunk_tokens=2048, max_seqs=7, context_tokens=3000))
+warm_up(model, triton.load(), model.kv_layout(16), StepSizes(chunk_tokens=2048, max_seqs=20, context_tokens=3000))
 print(sorted(name for name, is_found in found if not is_found), len(found))
 """
 
@@ -47,31 +49,36 @@ def ran(*arguments: object, **variables: str) -> str:
     return done.stdout
 
 
-def test_what_was_compiled_ahead_is_found_by_steps_of_other_sizes(tmp_path: Path) -> None:
+def compiling(model: Path, cache: object, arch: str, *form: str) -> tuple[object, ...]:
+    options = ("--dtype", "bfloat16", *(("--quantize", *form) if form else ()))
+    return ("-m", "cli.main", "compile", "--model", model, *options, "--cache", cache, "--arch", arch)
+
+
+@pytest.mark.parametrize("form", [(), ("int4",)], ids=["plain", "int4"])
+def test_what_was_compiled_ahead_is_found_by_steps_of_other_sizes(form: tuple[str, ...], tmp_path: Path) -> None:
     (tiny,) = (each for each in TINY_MODELS if each.name == "llama")
     model, cache = save_tiny_model(tiny, tmp_path / "model"), tmp_path / "cache"
-    here = os.path.relpath(cache, ROOT)
-    command = ("-m", "cli.main", "compile", "--model", model, "--dtype", "bfloat16", "--cache", here, "--arch", "90")
+    command = compiling(model, os.path.relpath(cache, ROOT), "90", *form)
     compiled = ran(*command).split()
     assert compiled[:1] == ["sm_90:"]
     assert int(compiled[1]) >= 10
     assert list(cache.rglob("decode_kernel*.cubin"))
     again = ran(*command).split()
     assert again[1] == "0"
-    missing, num_kernels = ran("-c", SERVED_ELSEWHERE, model, cache, "cpu").rsplit(" ", 1)
+    missing, num_kernels = ran("-c", SERVED_ELSEWHERE, model, cache, "cpu", *form).rsplit(" ", 1)
     assert missing == "[]"
     assert int(num_kernels) >= 10
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_finds_what_was_compiled_where_none_was_seen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [(), ("int4",)], ids=["plain", "int4"])
+def test_a_gpu_finds_what_was_compiled_where_none_was_seen(form: tuple[str, ...], tmp_path: Path) -> None:
     (tiny,) = (each for each in TINY_MODELS if each.name == "llama")
     model, cache = save_tiny_model(tiny, tmp_path / "model"), tmp_path / "cache"
     major, minor = torch.cuda.get_device_capability()
-    command = ("-m", "cli.main", "compile", "--model", model, "--dtype", "bfloat16", "--cache", cache, "--arch")
-    ran(*command, f"{major}{minor}", CUDA_VISIBLE_DEVICES="")
-    missing, num_kernels = ran("-c", SERVED_ELSEWHERE, model, cache, "cuda:0").rsplit(" ", 1)
+    ran(*compiling(model, cache, f"{major}{minor}", *form), CUDA_VISIBLE_DEVICES="")
+    missing, num_kernels = ran("-c", SERVED_ELSEWHERE, model, cache, "cuda:0", *form).rsplit(" ", 1)
     assert missing == "[]"
     assert int(num_kernels) >= 10
 

@@ -47,6 +47,7 @@ def served_steps(rng: random.Random) -> list[Step]:
     """Prompts, chunks and decode steps of many lengths, with and without draws and copies."""
     lens = [(1, 1), (7, 7), (16, 40), (3, 300), (1, MIN_SPLIT), (1, 2 * MIN_SPLIT + 1), (1, 33)]
     batches = [[each] for each in lens] + [rng.sample(lens, count) for count in (2, 3, 4, 5)]
+    batches += [[(20, 20)], [(100, 100), (1, 33)], [(2 * MIN_SPLIT, 2 * MIN_SPLIT), (1, 33), (1, 7)]]
     steps = []
     for number, batch in enumerate(batches):
         ids = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
@@ -76,7 +77,8 @@ def served_steps(rng: random.Random) -> list[Step]:
 def test_serving_launches_what_the_warm_up_has_compiled(device, name, weights, kv_dtype, tmp_path):
     device, kernels = torch.device(device), triton.load()
     (tiny,) = (each for each in TINY_MODELS if each.name == name)
-    model = load_model(save_tiny_model(tiny, tmp_path), "float32", device, kernels, weights)
+    dtype = "float32" if weights is None else "bfloat16"
+    model = load_model(save_tiny_model(tiny, tmp_path), dtype, device, kernels, weights)
     layout = model.kv_layout(BLOCK_SIZE, kv_dtype)
     with recorded() as warm:
         warm_up(model, kernels, layout, SIZES)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,20 @@ def test_a_part_that_fails_does_not_stop_the_rest(capsys: pytest.CaptureFixture[
     said = capsys.readouterr().out
     assert "FAILED" in said
     assert "fine" in said
+
+
+def test_what_is_not_timed_runs_together_and_all_is_kept_as_it_ends() -> None:
+    meet = "import pathlib, sys, time\nmine, other = map(pathlib.Path, sys.argv[1:])\nmine.touch()\n"
+    meet += "while not other.exists(): time.sleep(0.01)"
+    with tempfile.TemporaryDirectory() as folder:
+        names = [f"{folder}/{each}" for each in "ab"]
+        pair = [
+            Part("untimed", (sys.executable, "-c", meet, *ways), 60.0, is_timed=False) for ways in (names, names[::-1])
+        ]
+        kept: list[int] = []
+        outcomes = run_parts([part("print(1)"), *pair], lambda some: kept.append(len(some)))
+    assert all(each.succeeded for each in outcomes)
+    assert kept == [2, 3]
 
 
 def test_all_parts_together_take_less_than_ten_minutes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,8 @@ from kernels.reference_operations import ReferenceOperations
 from tandem.errors import ConfigError
 from tandem.kv_layout import DType, KvLayout
 
+QUANTIZED_TILES = 16, 64, 512
+"""Tokens up to which `kernels.triton.quantized` has a tile of its own."""
 LAYOUT = KvLayout(1, 1, 4, 2, DType.FLOAT32)
 KERNELS = Kernels(ReferenceBackend(), ReferenceOperations())
 GPU = torch.device("cuda", 0)
@@ -24,11 +27,24 @@ GPU = torch.device("cuda", 0)
 def test_steps_are_as_large_as_they_become():
     _, steps = warm_up_steps(StepSizes(chunk_tokens=64, max_seqs=4, context_tokens=1000), block_size=16)
     kinds = [(len(step.seqs), len(step.seqs[0].token_ids), step.seqs[0].context_len) for step in steps]
-    assert kinds == [(1, 64, 0), (4, 16, 64), (1, 64, 0), (5, 1, 64), (4, 1, 80), (4, 1, 80), (1, 1, 80)]
+    assert kinds == [(1, 64, 0), (4, 1, 80), (4, 16, 64), (1, 64, 0), (5, 1, 80), (4, 1, 80), (4, 1, 80), (1, 1, 80)]
     draws = [[sample.params.temperature for sample in step.seqs[0].samples] for step in steps]
-    assert draws == [[], [0.0], [], [0.0], [0.0], [1.0], [1.0]]
-    assert [len(seq.token_ids) for seq in steps[3].seqs] == [1, 1, 1, 1, 31]
+    assert draws == [[], [0.0], [0.0], [], [0.0], [0.0], [1.0], [1.0]]
     assert sum(len(step.copies) for step in steps) == 1
+    assert sum(seq.scored is not None for step in steps for seq in step.seqs) == 1
+
+
+@pytest.mark.parametrize("context_tokens", [40, 300, 514, 1026, 5000])
+@pytest.mark.parametrize("max_seqs", [1, 16, 64, 200])
+@pytest.mark.parametrize("chunk_tokens", [1, 16, 64, 512, 2048])
+def test_steps_have_as_many_tokens_as_each_kind_of_product_that_serving_needs(chunk_tokens, max_seqs, context_tokens):
+    largest = min(chunk_tokens + max_seqs - 1, max_seqs * (context_tokens - 1))
+    _, steps = warm_up_steps(StepSizes(chunk_tokens, max_seqs, context_tokens), block_size=16)
+    totals = [sum(len(seq.token_ids) for seq in step.seqs) for step in steps]
+    kinds = pairwise((0, *QUANTIZED_TILES, 1 << 30))
+    for least, most in kinds:
+        if largest > least:
+            assert any(least < total <= most for total in totals), (least, totals)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 256])
