@@ -194,7 +194,8 @@ def test_children_are_known_by_name(tmp_path: Path) -> None:
         waiting_program(tmp_path, "other", "--worker-id=decode-8"),
         waiting_program(tmp_path, "router") as router,
     ):
-        assert children(os.getpid()) == {"decode-7": worker.pid, "router": router.pid}
+        wanted = {"decode-7": worker.pid, "router": router.pid}
+        assert eventually(lambda: children(os.getpid()) == wanted)  # a command line is there a moment after its start
 
 
 def is_stopped(pid: int) -> bool:
