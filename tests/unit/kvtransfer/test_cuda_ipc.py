@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.cluster import eventually
 from kernels.cuda_driver import CudaDriver
 from kvtransfer.base import BlockRef
 from kvtransfer.endpoint import Endpoint
@@ -198,7 +199,7 @@ async def test_hand_offs_leave_no_descriptor_no_thread_and_nothing_in_the_driver
                 await hand_over(pair, make_recorder(), SOURCES, TARGETS)
             assert cuda.live()["mappings"] == 3 + live["mappings"]
     assert cuda.live() == live
-    assert threading.active_count() == threads
+    assert eventually(lambda: threading.active_count() <= threads)  # one that made memory real ends by itself
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 

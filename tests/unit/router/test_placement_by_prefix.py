@@ -169,4 +169,4 @@ def test_no_popularity_of_prefixes_makes_a_hot_spot(
     lines = [queued[f"p{n}"] for n in range(num_workers)]
     assert max(lines) - min(lines) <= 6 * DEMAND.num_tokens
     running = [seats[f"d{n}"] for n in range(num_workers)]
-    assert max(running) - min(running) <= 24, "a quarter of 64 seats, and what two random choices spread"
+    assert max(running) - min(running) <= 32, "a quarter of 64 seats, and as much again by chance"
