@@ -241,7 +241,6 @@ def _multiplied(
     FORM: tl.constexpr, ZERO: tl.constexpr, HAS_OFFSETS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Adds a tile's products, without scales, to `total` `[outputs, tokens]`, its inputs to `x_sums` `[tokens]`."""
-    places = tl.arange(0, WIDTH)
     dtype: tl.constexpr = x_at.dtype.element_ty
     if FORM == 1:  # a byte holds two inputs: one product of the even ones, one of the odd ones
         codes = tl.load(value_at + start // 2, mask=has_output[:, None], other=0)
@@ -256,7 +255,7 @@ def _multiplied(
             x_sums += tl.sum(even.to(tl.float32), 0) + tl.sum(odd.to(tl.float32), 0)
     else:
         codes = tl.load(value_at + start, mask=has_output[:, None], other=0)
-        rows = tl.load(x_at + start + places[:, None], mask=has_token[None, :], other=0.0)
+        rows = tl.load(x_at + start + tl.arange(0, WIDTH)[:, None], mask=has_token[None, :], other=0.0)
         wide = _float8(codes) if FORM == 2 else codes.to(tl.float32)
         total = tl.dot(wide.to(dtype), rows, total, input_precision="ieee")
         if HAS_OFFSETS:

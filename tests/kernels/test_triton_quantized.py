@@ -35,6 +35,16 @@ def make(form: QuantForm, num_outputs: int, num_inputs: int, group: int, dtype: 
     return QuantizedWeight(form, values, scales, shifts, dtype)
 
 
+def assert_multiplies(weight: QuantizedWeight, x: torch.Tensor, bias: torch.Tensor, of_size: float = 0.0) -> None:
+    """Against float64; `of_size`: what may be off besides, as a part of the sum of the terms' magnitudes."""
+    got = OPERATIONS.linear(weight, bias)(x)
+    meant = weight.dequantize(torch.float64)
+    want = x.double() @ meant.T + bias.double()
+    size = x.double().abs() @ meant.abs().T
+    assert got.dtype is x.dtype
+    assert ((got.double() - want).abs() <= ROUNDING[x.dtype] * want.abs() + (of_size + 2**-17) * size).all()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
 @pytest.mark.parametrize(
@@ -55,12 +65,7 @@ def test_a_product_is_that_of_the_weight_that_is_meant(form, group, offsets, dty
     x.copy_(torch.randn(tokens, 192, generator=torch.Generator().manual_seed(tokens)))
     bias = torch.randn(72, generator=torch.Generator().manual_seed(1)).to(dtype=dtype, device=device)
     assert OPERATIONS.keeps(weight)
-    got = OPERATIONS.linear(weight, bias)(x)
-    meant = weight.dequantize(torch.float64)
-    want = x.double() @ meant.T + bias.double()
-    size = x.double().abs() @ meant.abs().T
-    assert got.dtype is dtype
-    assert ((got.double() - want).abs() <= ROUNDING[dtype] * want.abs() + 2**-17 * size).all()
+    assert_multiplies(weight, x, bias)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -72,10 +77,7 @@ def test_inputs_that_programs_share_are_added_up(form, group, device, tokens):
     weight = make(form, 72, 2048, group, torch.bfloat16, offsets=form is QuantForm.INT4).to(torch.device(device))
     x = torch.randn(tokens, 2048, generator=torch.Generator().manual_seed(tokens)).bfloat16().to(device)
     bias = torch.randn(72, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
-    meant = weight.dequantize(torch.float64)
-    want = x.double() @ meant.T + bias.double()
-    bound = ROUNDING[torch.bfloat16] * want.abs() + 2**-17 * (x.double().abs() @ meant.abs().T)
-    assert ((OPERATIONS.linear(weight, bias)(x).double() - want).abs() <= bound).all()
+    assert_multiplies(weight, x, bias)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -94,11 +96,7 @@ def test_long_prompts_multiply_the_weight_that_is_meant(form, group, offsets, dt
     weight = make(form, 24, 2112, group, dtype, offsets=offsets).to(torch.device(device))
     x = torch.randn(513, 2112, generator=torch.Generator().manual_seed(0)).to(dtype=dtype, device=device)
     bias = torch.randn(24, generator=torch.Generator().manual_seed(1)).to(dtype=dtype, device=device)
-    meant = weight.dequantize(torch.float64)
-    want = x.double() @ meant.T + bias.double()
-    size = x.double().abs() @ meant.abs().T
-    bound = ROUNDING[dtype] * (want.abs() + size) + 2**-17 * size  # each element of the weight is rounded too
-    assert ((OPERATIONS.linear(weight, bias)(x).double() - want).abs() <= bound).all()
+    assert_multiplies(weight, x, bias, ROUNDING[dtype])  # each element of the weight is rounded too
 
 
 @pytest.mark.parametrize("device", DEVICES)
