@@ -17,8 +17,6 @@ from kernels.reference_operations import ReferenceOperations
 from tandem.errors import ConfigError
 from tandem.kv_layout import DType, KvLayout
 
-QUANTIZED_TILES = 16, 64, 512
-"""Tokens up to which `kernels.triton.quantized` has a tile of its own."""
 LAYOUT = KvLayout(1, 1, 4, 2, DType.FLOAT32)
 KERNELS = Kernels(ReferenceBackend(), ReferenceOperations())
 GPU = torch.device("cuda", 0)
@@ -38,11 +36,11 @@ def test_steps_are_as_large_as_they_become():
 @pytest.mark.parametrize("max_seqs", [1, 16, 64, 200])
 @pytest.mark.parametrize("chunk_tokens", [1, 16, 64, 512, 2048])
 def test_steps_have_as_many_tokens_as_each_kind_of_product_that_serving_needs(chunk_tokens, max_seqs, context_tokens):
+    tiles = pytest.importorskip("kernels.triton.quantized")._TILES
     largest = min(chunk_tokens + max_seqs - 1, max_seqs * (context_tokens - 1))
     _, steps = warm_up_steps(StepSizes(chunk_tokens, max_seqs, context_tokens), block_size=16)
     totals = [sum(len(seq.token_ids) for seq in step.seqs) for step in steps]
-    kinds = pairwise((0, *QUANTIZED_TILES, 1 << 30))
-    for least, most in kinds:
+    for least, most in pairwise((0, *(tile.most_tokens for tile in tiles), 1 << 30)):
         if largest > least:
             assert any(least < total <= most for total in totals), (least, totals)
 
