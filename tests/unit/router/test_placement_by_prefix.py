@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from statistics import median
 from typing import Any
 
 import pytest
@@ -144,14 +145,24 @@ def test_it_is_told_where_the_prefix_was(worker: View) -> None:
 def test_no_popularity_of_prefixes_makes_a_hot_spot(
     worker: View, num_workers: int, skew: float, num_prefixes: int, seed: int
 ) -> None:
-    """All requests come at once and nobody finishes any: load only grows, where locality puts it."""
+    """Of three rounds the middle one counts: two random choices spread now and then by more."""
     rng = Random(seed)
     weights = [1 / (rank + 1) ** skew for rank in range(num_prefixes)]
+    lines, running = zip(*(spreads_at_once(worker, num_workers, weights, rng) for _ in range(3)), strict=True)
+    assert max(lines) <= 6 * DEMAND.num_tokens
+    assert median(running) <= 24, "a quarter of 64 seats, and what two random choices spread"
+
+
+def spreads_at_once(worker: View, num_workers: int, weights: list[float], rng: Random) -> tuple[int, int]:
+    """All requests come at once and nobody finishes any: load only grows, where locality puts it.
+
+    Returns how far apart prefill workers' lines are, in tokens, and decode workers' streams.
+    """
     queued: Counter[str] = Counter()
     seats: Counter[str] = Counter()
     holds: set[tuple[str, int]] = set()
     for _ in range(120):
-        (prefix,) = rng.choices(range(num_prefixes), weights)
+        (prefix,) = rng.choices(range(len(weights)), weights)
         prefills = [
             worker(P, f"p{n}", expected=992 * ((f"p{n}", prefix) in holds), queued_prompt_tokens=queued[f"p{n}"])
             for n in range(num_workers)
@@ -167,6 +178,5 @@ def test_no_popularity_of_prefixes_makes_a_hot_spot(
         seats[decode] += 1
         holds |= {(name, prefix), (decode, prefix)}
     lines = [queued[f"p{n}"] for n in range(num_workers)]
-    assert max(lines) - min(lines) <= 6 * DEMAND.num_tokens
     running = [seats[f"d{n}"] for n in range(num_workers)]
-    assert max(running) - min(running) <= 32, "a quarter of 64 seats, and as much again by chance"
+    return max(lines) - min(lines), max(running) - min(running)
