@@ -51,6 +51,11 @@ TANDEM_INLINE int64_t first_seen(const AttendShape& s, int64_t position) {
 
 constexpr int64_t kTokens = 64;  // that decode takes at once
 
+// Of a decode unit's positions from `first` on, up to the next multiple of kTokens: a group.
+inline int64_t count_from(const Unit& unit, int64_t first) {
+  return least(unit.end, first / kTokens * kTokens + kTokens) - first;
+}
+
 // Keys of `count` positions from `first` on, of KV head 0: to[i] is a row [D].
 template <typename T>
 void key_rows(const AttendArgs& a, int64_t seq, int64_t first, int64_t count, const T** to) {
@@ -63,17 +68,74 @@ void key_rows(const AttendArgs& a, int64_t seq, int64_t first, int64_t count, co
   }
 }
 
-// Scales of the same positions, for the side and KV head whose elements begin at `offset` of a block's.
-inline void row_scales(const AttendArgs& a, int64_t seq, int64_t first, int64_t count, int64_t offset, float* to) {
+// Calls visit(scales, how many) block by block for the same positions, of the side and KV head whose elements begin at
+// `offset` of a block's.
+template <typename Visit>
+TANDEM_INLINE void visit_scales(const AttendArgs& a, int64_t seq, int64_t first, int64_t count, int64_t offset,
+                                const Visit& visit) {
   const int32_t* table = a.block_tables + seq * a.table_stride;
   const char* scales = static_cast<const char*>(a.kv) + offset + a.block_size * a.head_dim;
   int64_t block = first / a.block_size, slot = first % a.block_size;
-  for (int64_t i = 0; i < count; ++block, slot = 0) {
-    const int64_t slots = least(count - i, a.block_size - slot);
-    const float* from = reinterpret_cast<const float*>(scales + table[block] * a.block_stride) + slot;
-    memcpy(to + i, from, size_t(slots) * sizeof(float));
-    i += slots;
+  for (int64_t slots; count > 0; count -= slots, ++block, slot = 0) {
+    slots = least(count, a.block_size - slot);
+    visit(reinterpret_cast<const float*>(scales + table[block] * a.block_stride) + slot, slots);
   }
+}
+
+inline void row_scales(const AttendArgs& a, int64_t seq, int64_t first, int64_t count, int64_t offset, float* to) {
+  visit_scales(a, seq, first, count, offset, [&](const float* scales, int64_t slots) {
+    memcpy(to, scales, size_t(slots) * sizeof(float));
+    to += slots;
+  });
+}
+
+// ---- the order of a group's rows ----
+//
+// Rows of several blocks in turn, 256 bytes of each: the processor then reads ahead in all of these blocks. One by one,
+// each ends too soon for it to begin.
+
+template <typename K>
+inline int64_t run_of(const AttendShape& a) {
+  const int64_t row_bytes = a.head_dim * int64_t(sizeof(K));
+  return row_bytes <= 64 ? 4 : row_bytes <= 128 ? 2 : 1;
+}
+
+// Blocks whose rows stand in turn in this group; 1 if they do not.
+template <typename K>
+inline int64_t blocks_in_turn(const AttendShape& a, int64_t first, int64_t count) {
+#if defined(__AMX_BF16__)
+  if (kIsBf16<K>) return 1;  // tiles are of rows that follow each other
+#endif
+  const bool even = count == kTokens && first % kTokens == 0 && kTokens % a.block_size == 0;
+  return even && a.block_size % run_of<K>(a) == 0 ? kTokens / a.block_size : 1;
+}
+
+// As key_rows, of a group.
+template <typename K>
+void decode_rows(const AttendArgs& a, int64_t seq, int64_t first, int64_t count, const K** to) {
+  const int64_t blocks = blocks_in_turn<K>(a, first, count), run = run_of<K>(a);
+  if (blocks == 1) return key_rows(a, seq, first, count, to);
+  const int32_t* table = a.block_tables + seq * a.table_stride + first / a.block_size;
+  for (int64_t block = 0; block < blocks; ++block) {
+    const K* row = static_cast<const K*>(a.kv) + table[block] * a.block_stride;
+    const K** at = to + block * run;
+    for (int64_t slot = 0; slot < a.block_size; slot += run, at += blocks * run)
+      for (int64_t i = 0; i < run; ++i, row += a.slot_stride) at[i] = row;
+  }
+}
+
+// As row_scales, of a group.
+template <typename K>
+void decode_scales(const AttendArgs& a, int64_t seq, int64_t first, int64_t count, int64_t offset, float* to) {
+  const int64_t blocks = blocks_in_turn<K>(a, first, count), run = run_of<K>(a);
+  if (blocks == 1) return row_scales(a, seq, first, count, offset, to);
+  visit_scales(a, seq, first, count, offset, [&](const float* scales, int64_t) {
+    float* at = to;
+    for (int64_t slot = 0; slot < a.block_size; slot += run, at += blocks * run)
+      if (run == 4) memcpy(at, scales + slot, 4 * sizeof(float));
+      else memcpy(at, scales + slot, size_t(run) * sizeof(float));
+    to += run;
+  });
 }
 
 }  // namespace

@@ -52,7 +52,7 @@ class Bytes {
 
   template <int kGroup, int kHeads>
   void score(const Int8* const* rows, int64_t offset, const float* scales, int64_t head, int64_t count, int64_t dims,
-             int64_t width, float* scores, Fetch& fetch) const {
+             int64_t width, float* scores, Fetch<Int8>& fetch) const {
     for (int64_t t = 0; t < count; t += kLanes, scores += kLanes * kGroup)
       score_some<kGroup, kHeads>(rows + t, least(kLanes, count - t), offset, load(scales + t), head, dims, width, scores,
                                  fetch);
@@ -60,7 +60,7 @@ class Bytes {
 
   template <int kGroup, int kHeads>
   void add_values(const Int8* const* rows, int64_t offset, const float* scales, int64_t count, int64_t dims,
-                  float* weights, const float* decay, float* sums, int64_t width, Fetch& fetch) {
+                  float* weights, const float* decay, float* sums, int64_t width, Fetch<Int8>& fetch) {
     float units[kLanes];
     round_weights<kGroup>(weights, scales, count, units);
     for (int64_t d = 0; d < dims; d += kRow) {
@@ -84,7 +84,7 @@ class Bytes {
   // pass 2^31 on the way: what is left of them in the end does not.
   template <int kGroup, int kHeads>
   TANDEM_INLINE void score_some(const Int8* const* rows, int64_t count, int64_t offset, F32 scales, int64_t head,
-                                int64_t dims, int64_t width, float* scores, Fetch& fetch) const {
+                                int64_t dims, int64_t width, float* scores, Fetch<Int8>& fetch) const {
     __m512i upper[kHeads], lower[kHeads];
 #pragma GCC unroll 4
     for (int g = 0; g < kHeads; ++g) upper[g] = lower[g] = _mm512_setzero_si512();
@@ -102,7 +102,7 @@ class Bytes {
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
         const __m512i keys = _mm512_xor_si512(bit_cast<__m512i>(square[i]), sign);
-        if (i % 4 == 0) fetch.some(1);
+        if (i % 4 == 0) fetch.beside(4 * kRow);
 #pragma GCC unroll 4
         for (int g = 0; g < kHeads; ++g) {
           int32_t four[2];
@@ -132,7 +132,7 @@ class Bytes {
   template <int kGroup, int kHeads, bool kLast>
   TANDEM_INLINE void add_some_values(const Int8* const* rows, int64_t offset, int64_t count, int64_t dims,
                                      const float* decay, const float* units, float* sums, int64_t width,
-                                     Fetch& fetch) const {
+                                     Fetch<Int8>& fetch) const {
     const __mmask64 present = dims < kRow ? (__mmask64{1} << dims) - 1 : ~__mmask64{0};
     const auto zip = [](__m512i a, __m512i b) { return kLast ? _mm512_unpackhi_epi8(a, b) : _mm512_unpacklo_epi8(a, b); };
     __m512i upper[kHeads][2], lower[kHeads][2];
@@ -142,7 +142,7 @@ class Bytes {
       for (int j = 0; j < 2; ++j) upper[g][j] = lower[g][j] = _mm512_setzero_si512();
     const int32_t* fours = fours_;
     for (int64_t t = 0; t < count; t += 4, fours += kGroup) {
-      fetch.some(t >> 2 & 1);
+      fetch.beside(2 * kRow);
       const auto row = [&](int i) { return _mm512_maskz_loadu_epi8(present, rows[t + i] + offset); };
       const __m512i first = zip(row(0), row(1)), second = zip(row(2), row(3));
       const __m512i values[2] = {_mm512_unpacklo_epi16(first, second), _mm512_unpackhi_epi16(first, second)};

@@ -60,7 +60,7 @@ class Decode {
   const K** rows_;     // [kTokens] of K, KV head 0
   float* scales_;      // quantized: [kTokens + kLanes] of one KV head and side
   Products products_;
-  Fetch fetch_;        // of what stands kTokens further, while these are used
+  Fetch<K> fetch_;       // of what stands kTokens further, while these are used
   float* weights_;     // [kTokens, 4], of a set [kTokens + 16, 16]
   uint32_t* queries_;  // of sets, per KV head [D / 32 tiles of words]
   uint32_t* pairs_;    // of a set [kTokens / 16 + 1, kPairRows, 16 tokens]: see tile_values_of_heads
@@ -73,9 +73,9 @@ class Decode {
   char* carve(char* base) {
     Carver carver{base};
     rows_ = carver.take<const K*>(kTokens);
+    fetch_.carve(carver);
     scales_ = carver.take<float>(kHasScales<K> ? kTokens + kLanes : 0);
     products_.carve(carver, has_sets() ? 0 : a_.num_heads, width_);
-    fetch_.carve(carver);
     weights_ = carver.take<float>((kTokens + 16) * 16);
     pairs_ = carver.take<uint32_t>(has_sets() ? (kTokens / 16 + 1) * kPairRows * 16 : 0);
     squares_ = carver.take<float>(has_sets() ? dims_ / 32 * 256 : 0);
@@ -95,7 +95,7 @@ class Decode {
         group_(a.num_heads / a.num_kv_heads),
         partials_(partials),
         pending_(pending),
-        fetch_(a, sizeof(K), kHasScales<K>) {}
+        fetch_(a) {}
 
   // Floats of one partial result.
   static int64_t partial_size(const AttendArgs& a) { return a.num_heads * (width_of(a) + kStats); }
@@ -104,7 +104,7 @@ class Decode {
   void run(const Unit& unit, const Unit* then, Arena& arena) {
     unit_ = &unit;
     carve(arena.reserve(carve(nullptr) - static_cast<char*>(nullptr)));
-    if (&unit != fetched_) fetch_.start(unit, count_from(unit, unit.begin));
+    if (&unit != fetched_) fetch_.start(unit);
     fetch_.follow(then);
     if (has_sets()) memset(queries_, 0, a_.num_kv_heads * dims_ / 2 * 16 * sizeof *queries_);
     for (int64_t head = first_head(); head < end_head(); ++head) start_head(head);
@@ -112,7 +112,7 @@ class Decode {
       for (int64_t head = first_head(); head < end_head(); ++head) start_sink(head);
     for (int64_t first = unit.begin, count = 0; first < unit.end; first += count) {
       count = count_from(unit, first);
-      key_rows(a_, unit.seq, first, count, rows_);
+      decode_rows(a_, unit.seq, first, count, rows_);
       for (int64_t t = count; t % kLanes; ++t) rows_[t] = rows_[count - 1];
       fetch_.owe(unit, count);
       if (has_sets())
@@ -137,11 +137,6 @@ class Decode {
   static constexpr bool has_sets() { return false; }
 #endif
   int64_t set_size() const { return 16 / group_; }  // KV heads of a set
-
-  // Positions up to the next multiple of kTokens.
-  static int64_t count_from(const Unit& unit, int64_t first) {
-    return least(unit.end, first / kTokens * kTokens + kTokens) - first;
-  }
 
   int64_t first_head() const { return unit_->kv_head * group_; }
   int64_t end_head() const { return unit_->kv_head_end * group_; }
@@ -211,7 +206,7 @@ class Decode {
   // Of the rows at `offset`, and zeros behind them.
   void read_scales(int64_t first, int64_t count, int64_t offset) {
     if constexpr (kHasScales<K>) {
-      row_scales(a_, unit_->seq, first, count, offset, scales_);
+      decode_scales<K>(a_, unit_->seq, first, count, offset, scales_);
       store(scales_ + count, F32{});
     }
   }

@@ -42,16 +42,16 @@ class DecodePairs {
 
   template <int kGroup, int kHeads>
   void score(const Bf16* const* rows, int64_t offset, const float*, int64_t head, int64_t count, int64_t dims,
-             int64_t width, float* scores, Fetch& fetch) const {
+             int64_t width, float* scores, Fetch<Bf16>& fetch) const {
     const Bf16* queries = queries_ + head * width;
     constexpr int kAtOnce = kLanes / kGroup;
     for (int64_t t = 0; t < count; t += kAtOnce) {
       const Bf16* keys[kAtOnce];
       for (int i = 0; i < kAtOnce; ++i) keys[i] = rows[t + i] + offset;
-      fetch.some((kAtOnce + 1) / 2);
       F32 sum[kLanes] = {};
       for (int64_t d = 0; d < dims; d += kRowWords) {
         const bool whole = d + kRowWords <= dims;
+        fetch.beside(kAtOnce * 64);
         U32 query[kHeads];
         for (int g = 0; g < kHeads; ++g) query[g] = load_row(queries + g * width + d);
 #pragma GCC unroll 16
@@ -68,7 +68,7 @@ class DecodePairs {
   // Leaves `weights` as pairs.
   template <int kGroup, int kHeads>
   void add_values(const Bf16* const* rows, int64_t offset, const float*, int64_t count, int64_t dims, float* weights,
-                  const float* decay, float* sums, int64_t width, Fetch& fetch) const {
+                  const float* decay, float* sums, int64_t width, Fetch<Bf16>& fetch) const {
     constexpr int kSteps = 2;
     pair_weights<kGroup>(weights, count);
     int64_t d = 0;
@@ -100,7 +100,7 @@ class DecodePairs {
   // sums [kHeads] rows of `width` = sums * decay + weights times values, of kSteps * kRowWords dims, or of the `rest`.
   template <int kGroup, int kHeads, int kSteps, bool kTail>
   static void add_some_values(const Bf16* const* rows, int64_t offset, int64_t count, int64_t rest, const float* pairs,
-                              const float* decay, float* sums, int64_t width, Fetch& fetch) {
+                              const float* decay, float* sums, int64_t width, Fetch<Bf16>& fetch) {
     F32 low[kHeads][kSteps], high[kHeads][kSteps];
 #pragma GCC unroll 4
     for (int g = 0; g < kHeads; ++g)
@@ -110,7 +110,7 @@ class DecodePairs {
         high[g][j] = load(sums + g * width + j * kRowWords + kLanes) * decay[g];
       }
     for (int64_t t = 0; t < count; t += 2) {
-      fetch.some(1);
+      fetch.beside(2 * kSteps * 64);
       const Bf16 *from = rows[t] + offset, *next = rows[t + 1] + offset;
       U32 first[kSteps], second[kSteps];
 #pragma GCC unroll 2

@@ -1,9 +1,8 @@
 // Memory that a thread reads next, brought into its second cache a few lines at a time.
 //
-// Spread over the work on what came before: a burst of fetches stops that work until it is served, and a
-// long stretch without any leaves the memory idle. So as many bytes are fetched as the work under way reads, always
-// the same number of keys ahead of it, from one unit on into the next. Pieces keep the order of addresses, as memory
-// likes it.
+// Spread over the work on what came before: a burst of fetches stops that work until it is served, and a long stretch
+// without any leaves the memory idle. So wherever keys or values are read, as many bytes are fetched, always the same
+// number of keys ahead, from one unit on into the next, and in the order in which they will be read.
 
 #pragma once
 
@@ -11,104 +10,98 @@
 
 namespace {
 
+// Of K, what the pool holds.
+template <typename K>
 class Fetch {
-  struct Piece {
-    const char *at, *end;
-  };
-  static constexpr int64_t kPositions = 64;  // planned at a time
-
   const AttendArgs& a_;
-  const int64_t element_bytes_;
-  const bool has_scales_;
-  Piece* pieces_ = nullptr;
-  int64_t num_ = 0, next_ = 0;
-  const char *at_ = nullptr, *end_ = nullptr;  // what is left of the piece under way
+  const int64_t run_, grain_bytes_;  // rows, and their bytes, that are fetched at once
+  const K** rows_ = nullptr;         // [kTokens] of KV head 0: of one group of positions
+  int64_t next_ = 0, end_ = 0;       // of the rows: where to go on, and as far as is owed
+  int64_t offset_ = 0;               // from there to the KV head and side under way
   const Unit *unit_ = nullptr, *then_ = nullptr;
-  int64_t position_ = 0;  // of unit_'s keys: the first that is not among the pieces
-  int64_t owed_ = 0;      // bytes that are to be fetched by now
+  int64_t first_ = 0, num_ = 0;      // the group: positions of the unit
+  int64_t kv_head_ = 0, side_ = 0;
+  int64_t left_ = 0;                 // rows that may be fetched until `rest` returns, besides those before end_
+  int64_t due_ = 0;                  // bytes that are to be fetched by now
 
  public:
-  Fetch(const AttendArgs& a, int64_t element_bytes, bool has_scales)
-      : a_(a), element_bytes_(element_bytes), has_scales_(has_scales) {}
+  explicit Fetch(const AttendArgs& a)
+      : a_(a),
+        run_(a.slot_stride == a.head_dim ? run_of<K>(a) : 1),
+        grain_bytes_(run_ * a.head_dim * int64_t(sizeof(K))) {}
 
   // Takes its scratch, where it lay before.
-  void carve(Carver& carver) { pieces_ = carver.take<Piece>(kPositions * a_.num_kv_heads * 4); }
+  void carve(Carver& carver) { rows_ = carver.take<const K*>(kTokens); }
 
-  // Fetches the first `count` positions of a unit, at once; what was planned is forgotten.
-  void start(const Unit& unit, int64_t count) {
-    num_ = next_ = owed_ = 0;
-    at_ = end_ = nullptr;
-    unit_ = &unit, then_ = nullptr, position_ = unit.begin;
-    owe(unit, count);
+  // Fetches the first group of a unit at once; what was to follow is forgotten.
+  void start(const Unit& unit) {
+    left_ = 0;
+    open(unit, unit.begin);
+    end_ = next_;
+    owe(unit, num_);
     rest();
   }
 
   // What to go on with after the last unit that was named; null if nothing is known.
   void follow(const Unit* then) { then_ = then; }
 
-  // As much as `count` positions of this unit are to be fetched until `rest` returns.
+  // As much as `count` positions of this unit may be fetched until `rest` returns.
   void owe(const Unit& unit, int64_t count) {
-    owed_ += count * (unit.kv_head_end - unit.kv_head) * 2 * (a_.head_dim * element_bytes_ + (has_scales_ ? 4 : 0));
+    left_ += count * (unit.kv_head_end - unit.kv_head) * 2;
+    due_ = 0;
   }
 
-  // The next four lines of 64 bytes, `times` over, as far as they are owed.
-  TANDEM_INLINE void some(int64_t times) {
-    for (; times > 0 && owed_ > 0; --times) {
-      if (at_ >= end_ && !open_piece()) return;
-      for (int i = 0; i < 256; i += 64) __builtin_prefetch(at_ + i, 0, 2);
-      at_ += 256, owed_ -= 256;
+  // Fetches as much as is read meanwhile.
+  TANDEM_INLINE void beside(int64_t bytes) {
+    int64_t due = due_ + bytes;
+    for (; due > 0; due -= grain_bytes_) {
+      if (next_ >= end_ && !go_on()) {
+        due = INT64_MIN / 2;
+        break;
+      }
+      const char* from = reinterpret_cast<const char*>(rows_[next_] + offset_);
+      for (int64_t i = 0; i < grain_bytes_; i += 64) __builtin_prefetch(from + i, 0, 2);
+      next_ += run_;
     }
+    due_ = due;
   }
 
   void rest() {
-    while (owed_ > 0 && (at_ < end_ || open_piece())) some(1);
+    for (due_ = 0; due_ == 0;) beside(grain_bytes_);
   }
 
  private:
-  __attribute__((noinline)) bool open_piece() {
-    if (next_ == num_ && !plan()) return false;
-    at_ = pieces_[next_].at, end_ = pieces_[next_].end, ++next_;
+  // Makes more of the rows due. False if no more are owed, or known.
+  __attribute__((noinline)) bool go_on() {
+    if (left_ <= 0 || (next_ >= num_ && !open_next())) return false;
+    const int64_t count = least(left_, num_ - next_);
+    left_ -= count, end_ = next_ + count;
     return true;
   }
 
-  // Makes pieces of the next positions. False if there are none.
-  bool plan() {
-    if (position_ >= unit_->end) {
-      if (then_ == nullptr) return false;
-      unit_ = then_, then_ = nullptr, position_ = unit_->begin;
-    }
-    const int64_t count = least(kPositions, unit_->end - position_);
-    plan(position_, count);
-    position_ += count;
-    return true;
+  bool open_next() {
+    if (side_ == 0) return open(kv_head_, 1), true;
+    if (kv_head_ + 1 < unit_->kv_head_end) return open(kv_head_ + 1, 0), true;
+    if (first_ + num_ < unit_->end) return open(*unit_, first_ + num_), true;
+    if (then_ == nullptr) return false;
+    const Unit* then = then_;
+    then_ = nullptr;
+    return open(*then, then->begin), true;
   }
 
-  // Keys and values of `count` positions of the unit's seq, for its heads; and their scales, if they have any.
-  void plan(int64_t first, int64_t count) {
-    num_ = next_ = 0;
-    const int32_t* table = a_.block_tables + unit_->seq * a_.table_stride;
-    const bool dense = a_.slot_stride == a_.head_dim;
-    for (int64_t block = first / a_.block_size, slot = first % a_.block_size; count > 0; ++block, slot = 0) {
-      const int64_t slots = least(count, a_.block_size - slot);
-      const char* begin = elements_on(static_cast<const char*>(a_.kv), table[block] * a_.block_stride);
-      for (int64_t side = 0; side < 2; ++side)
-        for (int64_t head = unit_->kv_head; head < unit_->kv_head_end; ++head) {
-          const char* from = elements_on(begin, side * a_.side_stride + head * a_.head_stride + slot * a_.slot_stride);
-          const int64_t runs = dense ? 1 : slots, length = dense ? slots * a_.head_dim : a_.head_dim;
-          const char* scales = elements_on(from, (a_.block_size - slot) * a_.head_dim);
-          for (int64_t i = 0; i < runs; ++i, from = elements_on(from, a_.slot_stride))
-            add(from, elements_on(from, length));
-          if (has_scales_) add(scales + slot * 4, scales + (slot + slots) * 4);
-        }
-      count -= slots;
-    }
+  void open(const Unit& unit, int64_t first) {
+    unit_ = &unit, first_ = first, num_ = count_from(unit, first);
+    decode_rows(a_, unit.seq, first, num_, rows_);
+    open(unit.kv_head, 0);
   }
 
-  const char* elements_on(const char* from, int64_t count) const { return from + count * element_bytes_; }
-
-  void add(const char* from, const char* to) {
-    if (num_ > 0 && pieces_[num_ - 1].end == from) pieces_[num_ - 1].end = to;
-    else pieces_[num_++] = Piece{from, to};
+  void open(int64_t kv_head, int64_t side) {
+    kv_head_ = kv_head, side_ = side, next_ = 0;
+    offset_ = side * a_.side_stride + kv_head * a_.head_stride;
+    if constexpr (kHasScales<K>)
+      visit_scales(a_, unit_->seq, first_, num_, offset_, [](const float* scales, int64_t slots) {
+        for (int64_t i = 0; i < slots; i += 16) __builtin_prefetch(scales + i, 0, 2);
+      });
   }
 };
 

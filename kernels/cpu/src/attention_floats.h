@@ -31,13 +31,13 @@ class Floats {
   // any.
   template <int kGroup, int kHeads>
   void score(const K* const* rows, int64_t offset, const float* scales, int64_t head, int64_t count, int64_t dims,
-             int64_t width, float* scores, Fetch& fetch) const {
+             int64_t width, float* scores, Fetch<K>& fetch) const {
     constexpr int kAtOnce = kLanes / kGroup;
     const float* queries = queries_ + head * width;
     for (int64_t t = 0; t < count; t += kAtOnce) {
       const K* keys[kAtOnce];
       for (int i = 0; i < kAtOnce; ++i) keys[i] = rows[t + i] + offset;
-      fetch.some((kAtOnce + 1) / 2);
+      fetch.beside(kAtOnce * dims * int64_t(sizeof(K)));
       F32 sum[kLanes] = {};
       int64_t d = 0;
       for (; d + kLanes <= dims; d += kLanes) {
@@ -67,7 +67,7 @@ class Floats {
   // order. May change the weights.
   template <int kGroup, int kHeads>
   void add_values(const K* const* rows, int64_t offset, const float* scales, int64_t count, int64_t dims,
-                  float* weights, const float* decay, float* sums, int64_t width, Fetch& fetch) const {
+                  float* weights, const float* decay, float* sums, int64_t width, Fetch<K>& fetch) const {
     scale<kGroup>(weights, scales, count);
     int64_t d = 0;
     for (; d + kWide * kLanes <= dims; d += kWide * kLanes)
@@ -94,14 +94,14 @@ class Floats {
   // Memory is fetched between the sums.
   template <int kGroup, int kHeads, int kVectors, bool kTail>
   void add_some_values(const K* const* rows, int64_t offset, int64_t count, int rest, const float* weights,
-                       const float* decay, float* sums, int64_t width, Fetch& fetch) const {
+                       const float* decay, float* sums, int64_t width, Fetch<K>& fetch) const {
     F32 sum[kHeads][kVectors];
 #pragma GCC unroll 4
     for (int g = 0; g < kHeads; ++g)
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) sum[g][j] = load(sums + g * width + j * kLanes) * decay[g];
     for (int64_t t = 0; t < count; ++t) {
-      fetch.some(t & 1);  // half of them here, the others between the scores
+      fetch.beside(kVectors * kLanes * int64_t(sizeof(K)));
       const K* row = rows[t] + offset;
       F32 value[kVectors];
 #pragma GCC unroll 4

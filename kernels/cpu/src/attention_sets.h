@@ -54,7 +54,7 @@ F32 Decode<Form>::weigh_set(int64_t head, int64_t lead, int64_t count) {
       square[i] = weight_of(load(weights_ + (t + i) * 16), top);
       total += square[i];
     }
-    fetch_.some(4);
+    fetch_.beside(1024);
     transpose(square);
     float* to = reinterpret_cast<float*>(pairs_ + t * kPairRows);
 #pragma GCC unroll 16
@@ -63,7 +63,7 @@ F32 Decode<Form>::weigh_set(int64_t head, int64_t lead, int64_t count) {
       store(to + i * 32, bit_cast<F32>(rounded >> 16));
       store(to + i * 32 + 16, bit_cast<F32>(rounded & 0xffff0000));
     }
-    fetch_.some(4);
+    fetch_.beside(1024);
   }
   store(totals_ + head * kLanes, total);
   return decay;

@@ -18,7 +18,7 @@ namespace {
 #define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
 #define TILE_MULTIPLY(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
-constexpr int64_t kFetchesPerTile = 3;  // of 4 lines while 16 are multiplied: an even pace, with those of the softmax
+constexpr int64_t kFetchBytesPerTile = 768;  // while 16 lines are multiplied: an even pace, with those of the softmax
 
 // One pass over kDepth * 32 of the dims, whose queries stay in tiles 4 to 7.
 template <int kDepth, bool kAdd>
@@ -171,9 +171,9 @@ inline void tile_close_sums(int64_t dims, float* c) {
 
 // Decode: scores of 16 tokens, 64 if kFour, for the heads in 16 lanes: C [tokens, 16] = the sum over KV heads
 // of their keys times their queries. A head's queries [dims / 32 tiles] are zero but in its own lanes.
-template <bool kFour>
+template <bool kFour, typename K>
 void tile_scores_of_heads(const Bf16* const* keys, int64_t kv_heads, int64_t head_stride, int64_t row_stride,
-                          int64_t depth, const uint32_t* queries, float* c, Fetch& fetch) {
+                          int64_t depth, const uint32_t* queries, float* c, Fetch<K>& fetch) {
   const int64_t row = row_stride * 2;  // bytes
   TILE_ZERO(0);
   if constexpr (kFour) {
@@ -187,17 +187,17 @@ void tile_scores_of_heads(const Bf16* const* keys, int64_t kv_heads, int64_t hea
       TILE_LOAD(4, queries, kTileBytes);
       TILE_LOAD(5, keys[0] + at, row);
       TILE_MULTIPLY(0, 5, 4);
-      fetch.some(kFetchesPerTile);
+      fetch.beside(kFetchBytesPerTile);
       if constexpr (kFour) {
         TILE_LOAD(6, keys[1] + at, row);
         TILE_MULTIPLY(1, 6, 4);
-        fetch.some(kFetchesPerTile);
+        fetch.beside(kFetchBytesPerTile);
         TILE_LOAD(7, keys[2] + at, row);
         TILE_MULTIPLY(2, 7, 4);
-        fetch.some(kFetchesPerTile);
+        fetch.beside(kFetchBytesPerTile);
         TILE_LOAD(5, keys[3] + at, row);
         TILE_MULTIPLY(3, 5, 4);
-        fetch.some(kFetchesPerTile);
+        fetch.beside(kFetchBytesPerTile);
       }
     }
   TILE_STORE(0, c, kTileBytes);
@@ -214,19 +214,20 @@ void tile_scores_of_heads(const Bf16* const* keys, int64_t kv_heads, int64_t hea
 // A row of values is 16 words of an even and an odd dim. So each head takes two rows of the weights, 16 words
 // of one token each: in the first the weight meets the even dim and zero the odd one, in the second the
 // other way round. Thus values are multiplied as they lie, at the price of every second product.
-inline void tile_values_of_heads(const Bf16* const* values, const int64_t* row, int64_t num, int64_t dim, int64_t wide,
-                                 const uint32_t* pairs, int64_t pairs_step, float* c, Fetch& fetch) {
+template <typename K>
+void tile_values_of_heads(const Bf16* const* values, const int64_t* row, int64_t num, int64_t dim, int64_t wide,
+                                 const uint32_t* pairs, int64_t pairs_step, float* c, Fetch<K>& fetch) {
   TILE_ZERO(0);
   TILE_ZERO(1);
   for (int64_t i = 0; i < num; ++i, pairs += pairs_step) {
     TILE_LOAD(4, pairs, kTileBytes);
     TILE_LOAD(5, values[i] + dim, row[i] * 2);
     TILE_MULTIPLY(0, 4, 5);
-    fetch.some(kFetchesPerTile);
+    fetch.beside(kFetchBytesPerTile);
     if (wide > 1) {
       TILE_LOAD(6, values[i] + dim + 32, row[i] * 2);
       TILE_MULTIPLY(1, 4, 6);
-      fetch.some(kFetchesPerTile);
+      fetch.beside(kFetchBytesPerTile);
     }
   }
   TILE_STORE(0, c, kTileBytes);

@@ -155,14 +155,14 @@ class Words {
 
   template <int kGroup, int kHeads>
   void score(const Int8* const* rows, int64_t offset, const float* scales, int64_t head, int64_t count, int64_t dims,
-             int64_t width, float* scores, Fetch& fetch) const {
+             int64_t width, float* scores, Fetch<Int8>& fetch) const {
     constexpr int kAtOnce = kLanes / kGroup;
     F32 units = {};
     for (int i = 0; i < kLanes; ++i) units[i] = units_[head + least(i % kGroup, kHeads - 1)];
     for (int64_t t = 0; t < count; t += kAtOnce) {
       const Int8* keys[kAtOnce];
       for (int i = 0; i < kAtOnce; ++i) keys[i] = rows[t + i] + offset;
-      fetch.some((kAtOnce + 3) / 4);
+      fetch.beside(kAtOnce * dims);
       I32 sum[kLanes] = {};
       for (int64_t d = 0; d < dims; d += kRowWords) {
         const bool whole = d + kRowWords <= dims;
@@ -181,7 +181,7 @@ class Words {
 
   template <int kGroup, int kHeads>
   void add_values(const Int8* const* rows, int64_t offset, const float* scales, int64_t count, int64_t dims,
-                  float* weights, const float* decay, float* sums, int64_t width, Fetch& fetch) {
+                  float* weights, const float* decay, float* sums, int64_t width, Fetch<Int8>& fetch) {
     constexpr int kSteps = kLanes == 16 ? 2 : 1;  // vectors of words at once
     float units[kLanes];
     round_weights<kGroup>(weights, scales, count, units);
@@ -201,10 +201,10 @@ class Words {
  private:
   template <int kGroup, int kHeads, int kSteps, bool kTail>
   void add_some_values(const Int8* const* rows, int64_t offset, int64_t count, int64_t rest, const float* decay,
-                       const float* units, float* sums, int64_t width, Fetch& fetch) const {
+                       const float* units, float* sums, int64_t width, Fetch<Int8>& fetch) const {
     I32 low[kHeads][kSteps] = {}, high[kHeads][kSteps] = {};
     for (int64_t t = 0; t < count; t += 2) {
-      fetch.some(t >> 1 & 1);
+      fetch.beside(2 * kSteps * kRowWords);
       const Int8 *from = rows[t] + offset, *next = rows[t + 1] + offset;
       I16 first[kSteps], second[kSteps];
 #pragma GCC unroll 2
