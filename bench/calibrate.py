@@ -8,13 +8,14 @@ import random
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import torch
 import uvloop
 
-from bench.peers.served import DISAGGREGATED, TANDEM_SERVERS, tandem_turns, warm_up
+from bench.peers.served import COLOCATED, DISAGGREGATED, TANDEM_SERVERS, tandem_turns, warm_up
 from bench.peers.streams import Stream, StreamClient, fresh_prompts
 from bench.step_timer import StepTimer
 from engine.chunking import ChunkTokens
@@ -22,7 +23,7 @@ from engine.loading import keep_freed_memory
 from engine.step import Step
 from kernels.dispatch import AUTO, select_kernels
 from models.loading import LoadedModel, load_model
-from simulator.costs import CostModel, Fit, Sharing, StepWork, fit
+from simulator.costs import CostModel, Fit, Sharing, StepCosts, StepWork, fit
 from tandem.cores import usable_cores
 
 _SEQS = (1, 4, 8, 16)
@@ -36,14 +37,16 @@ _REPEATS = 3
 _SHARED_PROMPTS, _SHARED_PROMPT_TOKENS = 6, 512
 _SHARED_STREAMS, _SHARED_CONTEXT, _SHARED_TOKENS = 4, 64, 400
 """Streams last longer than the prompts beside them."""
+_MANY_STREAMS, _MANY_TOKENS = 16, 100
 BLOCK_SIZE = 16
 
 
 def calibrate(model: Path, threads: int, device: str = "cpu") -> tuple[CostModel, Fit]:
-    """Times decode steps, chunks of prompts, and both together; then how much two served workers slow each other.
+    """Times decode steps, chunks of prompts, and both together; on a CPU then a server, whose work the engine shares.
 
-    The latter on a CPU with cores for two, each with cores of its own that it lends to the other: steps are those of a
-    worker alone, which has the cores of all. Takes about 45 s for 135M on two cores.
+    What serving a stream adds to a step is in `per_seq`. With cores for two workers, each with cores of its own that it
+    lends to the other, these also show how much they slow each other, and steps are those of a worker alone, which
+    has the cores of all. Takes about 45 s for 135M on two cores.
     """
     cores = usable_cores()
     has_room = device == "cpu" and len(cores) >= 2 * threads
@@ -54,14 +57,14 @@ def calibrate(model: Path, threads: int, device: str = "cpu") -> tuple[CostModel
             samples = [(StepWork.of(step.seqs), timer.median_s(step, _REPEATS)) for step in _steps(timer)]
         finally:
             timer.close()
-    sharing = Sharing()
-    if has_room:
-        with _bound(cores[: 2 * threads]):
-            sharing = _sharing(model, loaded.config.vocab_size)
     fitted = fit(samples)
+    stream_s, sharing = 0.0, Sharing()
+    if device == "cpu":
+        with _bound(cores[: (2 if has_room else 1) * threads]):
+            stream_s, sharing = uvloop.run(_as_served(model, loaded.config.vocab_size, fitted.costs, has_room))
     layout = loaded.kv_layout(BLOCK_SIZE)
     costs = CostModel(
-        fitted.costs,
+        replace(fitted.costs, per_seq=fitted.costs.per_seq + stream_s),
         sharing=sharing,
         workers_per_host=workers_per_host,
         threads=threads,
@@ -94,15 +97,30 @@ def _steps(timer: StepTimer) -> list[Step]:
     return steps
 
 
-def _sharing(model: Path, vocab_size: int) -> Sharing:
-    """How much a prefill and a decode worker of `tandem serve` slow each other: everything that serving does, too."""
-    return uvloop.run(_served_sharing(model, vocab_size))
-
-
-async def _served_sharing(model: Path, vocab_size: int) -> Sharing:
-    async with tandem_turns(model, TANDEM_SERVERS[DISAGGREGATED]) as turn, turn() as client:
+async def _as_served(model: Path, vocab_size: int, step: StepCosts, has_room: bool) -> tuple[float, Sharing]:
+    """What `tandem serve` adds to a step per stream; and how much its prefill and its decode worker slow each other."""
+    name = DISAGGREGATED if has_room else COLOCATED
+    async with tandem_turns(model, TANDEM_SERVERS[name]) as turn, turn() as client:
         await warm_up(client, vocab_size)
-        return await measure_sharing(client, vocab_size)
+        stream_s = await measure_stream(client, vocab_size, step)
+        return stream_s, await measure_sharing(client, vocab_size) if has_room else Sharing()
+
+
+async def measure_stream(client: StreamClient, vocab_size: int, step: StepCosts) -> float:
+    """Seconds by which a step grows per stream, beyond what the engine takes: router, control loop and client."""
+    rng = random.Random(0)
+
+    async def gap_s(streams: int) -> float:
+        texts = fresh_prompts(rng, streams, _SHARED_CONTEXT, vocab_size)
+        found = await asyncio.gather(*(client.generate(text, _MANY_TOKENS) for text in texts))
+        begin_s = max(each.sent_s + each.ttft_s for each in found)
+        return statistics.median(gap for each in found for gap in each.gaps_s(begin_s, min(e.end_s for e in found)))
+
+    def engine_s(streams: int) -> float:
+        return step.seconds(StepWork(streams, streams * (_SHARED_CONTEXT + _MANY_TOKENS // 2), 0, 0))
+
+    grown_s = await gap_s(_MANY_STREAMS) - await gap_s(1)
+    return max(0.0, grown_s - (engine_s(_MANY_STREAMS) - engine_s(1))) / (_MANY_STREAMS - 1)
 
 
 async def measure_sharing(client: StreamClient, vocab_size: int) -> Sharing:

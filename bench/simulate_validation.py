@@ -1,9 +1,9 @@
 """What the simulator predicts against what was measured on this machine: the part `--validate` of `bench.simulate`.
 
 Measures as `bench.goodput` does, or reads what that measured; then replays the very same arrivals, at the same rates,
-under the same objectives. Costs come from steps of the engine and from two served workers beside each other
-(`bench.calibrate`), and from requests one at a time: what server and client add to a step. No figure of the loads goes
-into them.
+under the same objectives. Costs come from steps of the engine and from served workers (`bench.calibrate`), and from
+requests one at a time: what server and client add to a step whatever its streams. No figure of the loads goes into
+them.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def compare(results: Document, measured_costs: Sequence[CostModel]) -> list[Row]
                 )
                 rows.append(Row(name, server, rate * trial["attainment"], predicted, f"at {rate:.2f}/s", ttft_s))
             if len(found["trials"]) > 1:
-                predicted = replay.search(slo, effort)
+                predicted = replay.search(slo, effort, found["trials"][0]["rate_per_s"])
                 rows.append(Row(name, server, found["goodput_per_s"] or 0.0, predicted, "highest with 90 %"))
     return rows
 
@@ -207,9 +207,9 @@ class _Replay:
     seed: int
     """Of the arrivals."""
 
-    def search(self, slo: Slo, effort: Document) -> float:
-        """The same search as `bench.goodput`'s."""
-        search = RateSearch(1.0, effort["ratio"], effort["first_stride"], effort["trials"])
+    def search(self, slo: Slo, effort: Document, first_per_s: float) -> float:
+        """The same search as `bench.goodput`'s, from the same rate on: so it passes and fails at rates of that grid."""
+        search = RateSearch(first_per_s, effort["ratio"], effort["first_stride"], effort["trials"])
         while (rate := search.next_per_s) is not None:
             search.tell(passed=passes(self.trial(rate, effort["requests"]), slo))
         return search.passed_per_s or 0.0
