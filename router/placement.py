@@ -58,6 +58,10 @@ half as many streams or fewer to keep waiting. The fewer the first one has, the 
 PATIENCE = 3.0
 """Times as long as a worker with streams would compute a prompt if none were in line, that it may take another one with
 half as many streams or fewer: beside any stream, a prompt makes gaps, and what else comes waits behind it."""
+LONG_STEPS = 18.0
+"""Times the longest step that streams allow: a prompt that takes longer alone is long. Of workers that lend each other
+their cores, one with fewer streams computes such prompts one after the other: two at once take as long, and beside
+streams, in small chunks, longer."""
 SPARE_SHARE = 0.75
 """Of a decode worker that may be in use with a stream which another one hands over because of overload: one that is
 nearly as full would soon do the same. What drains goes to any."""
@@ -141,6 +145,8 @@ def _is_worth_a_hand_off(demand: Demand, decode: WorkerView, prefill: WorkerView
     factor = 1 - REMOTE_MARGIN
     if prefill.crowd <= decode.crowd / 2:
         alone_s = decode.lacking_tokens(demand) / (decode.prompt_tokens_per_s or rate or 1.0)
+        if decode.shares_cores_with(prefill) and alone_s > LONG_STEPS * decode.longest_step_s > 0:
+            return True
         if decode.crowd and remote_s <= PATIENCE * alone_s:
             return True
         factor += decode.crowd**2 * (CROWDED_FACTOR - factor)

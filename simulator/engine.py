@@ -41,7 +41,9 @@ class _Run:
 class Host:
     """What runs at a time on one machine."""
 
-    def __init__(self, sharing: Sharing) -> None:
+    def __init__(self, sharing: Sharing, name: str = "") -> None:
+        self.name = name if sharing != Sharing() else ""
+        """Of the workers that lend each other their cores here."""
         self._sharing = sharing
         self._running: list[_Run] = []
         self._at_s = 0.0

@@ -8,6 +8,7 @@ what it may borrow. A worker's cores are occupied from its start until it can co
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,11 @@ class CoreLoan:
 
     def __str__(self) -> str:
         return f"{self.ledger}:{','.join(map(str, self.cores))}"
+
+    @property
+    def group(self) -> str:
+        """A name of all workers with this ledger."""
+        return f"{socket.gethostname()}:{self.ledger}"
 
     @classmethod
     def of_text(cls, text: str) -> CoreLoan:

@@ -123,6 +123,7 @@ class Foundation:
             pid=os.getpid(),
             device=str(engine.model.device),
             max_seqs=self.config.max_seqs,
+            core_group=self.config.core_loan.group if self.config.core_loan else "",
         )
 
     async def serve(self, core: WorkerCore, info: WorkerInfo, stop: StopSignal, cache: PrefixCache) -> None:
