@@ -37,16 +37,16 @@ _REPEATS = 3
 _SHARED_PROMPTS, _SHARED_PROMPT_TOKENS = 6, 512
 _SHARED_STREAMS, _SHARED_CONTEXT, _SHARED_TOKENS = 4, 64, 400
 """Streams last longer than the prompts beside them."""
-_MANY_STREAMS, _MANY_TOKENS = 16, 100
+_MANY_STREAMS, _MANY_TOKENS = 16, 200
 BLOCK_SIZE = 16
 
 
 def calibrate(model: Path, threads: int, device: str = "cpu") -> tuple[CostModel, Fit]:
     """Times decode steps, chunks of prompts, and both together; on a CPU then a server, whose work the engine shares.
 
-    What serving a stream adds to a step is in `per_seq`. With cores for two workers, each with cores of its own that it
-    lends to the other, these also show how much they slow each other, and steps are those of a worker alone, which
-    has the cores of all. Takes about 45 s for 135M on two cores.
+    With cores for two workers, each with cores of its own that it lends to the other, these also show how much they
+    slow each other, and steps are those of a worker alone, which has the cores of all. Takes about 45 s for 135M on
+    two cores.
     """
     cores = usable_cores()
     has_room = device == "cpu" and len(cores) >= 2 * threads
@@ -61,10 +61,13 @@ def calibrate(model: Path, threads: int, device: str = "cpu") -> tuple[CostModel
     stream_s, sharing = 0.0, Sharing()
     if device == "cpu":
         with _bound(cores[: (2 if has_room else 1) * threads]):
-            stream_s, sharing = uvloop.run(_as_served(model, loaded.config.vocab_size, fitted.costs, has_room))
+            step = (
+                fitted.costs if workers_per_host in {1, 2} else None
+            )  # else the server has fewer cores than the steps
+            stream_s, sharing = uvloop.run(_as_served(model, loaded.config.vocab_size, step, has_room))
     layout = loaded.kv_layout(BLOCK_SIZE)
     costs = CostModel(
-        replace(fitted.costs, per_seq=fitted.costs.per_seq + stream_s),
+        replace(fitted.costs, per_stream=stream_s),
         sharing=sharing,
         workers_per_host=workers_per_host,
         threads=threads,
@@ -97,24 +100,29 @@ def _steps(timer: StepTimer) -> list[Step]:
     return steps
 
 
-async def _as_served(model: Path, vocab_size: int, step: StepCosts, has_room: bool) -> tuple[float, Sharing]:
-    """What `tandem serve` adds to a step per stream; and how much its prefill and its decode worker slow each other."""
+async def _as_served(model: Path, vocab_size: int, step: StepCosts | None, has_room: bool) -> tuple[float, Sharing]:
+    """What `tandem serve` adds to such a step per stream; and how much its two workers slow each other."""
     name = DISAGGREGATED if has_room else COLOCATED
     async with tandem_turns(model, TANDEM_SERVERS[name]) as turn, turn() as client:
         await warm_up(client, vocab_size)
-        stream_s = await measure_stream(client, vocab_size, step)
+        stream_s = 0.0 if step is None else await measure_stream(client, vocab_size, step)
         return stream_s, await measure_sharing(client, vocab_size) if has_room else Sharing()
 
 
 async def measure_stream(client: StreamClient, vocab_size: int, step: StepCosts) -> float:
-    """Seconds by which a step grows per stream, beyond what the engine takes: router, control loop and client."""
+    """Seconds by which a step grows per stream, beyond what the engine takes: router, control loop and client.
+
+    Raises RuntimeError if the streams were not all there at once.
+    """
     rng = random.Random(0)
 
     async def gap_s(streams: int) -> float:
         texts = fresh_prompts(rng, streams, _SHARED_CONTEXT, vocab_size)
         found = await asyncio.gather(*(client.generate(text, _MANY_TOKENS) for text in texts))
-        begin_s = max(each.sent_s + each.ttft_s for each in found)
-        return statistics.median(gap for each in found for gap in each.gaps_s(begin_s, min(e.end_s for e in found)))
+        begin_s, end_s = max(each.sent_s + each.ttft_s for each in found), min(each.end_s for each in found)
+        if begin_s >= end_s:
+            raise RuntimeError("a stream ended before all had begun")
+        return statistics.median(gap for each in found for gap in each.gaps_s(begin_s, end_s))
 
     def engine_s(streams: int) -> float:
         return step.seconds(StepWork(streams, streams * (_SHARED_CONTEXT + _MANY_TOKENS // 2), 0, 0))

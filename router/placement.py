@@ -14,7 +14,7 @@ there, so that who holds a popular prefix is not given more than that is worth:
 Who computes the prompt is decided then, and `PlacementReason` says why. A decode worker of a fixed role computes
 short prompts, and those of which it lacks no more than that. An elastic one computes every prompt, unless another
 worker would have computed it and handed it over sooner, by a margin. Where streams would wait meanwhile, one with
-fewer of them may take longer, within bounds.
+fewer of them may take longer, within bounds; so may one whose cores compute for the first one while it is idle.
 
 Looks at groups of workers, as sets of bits, and at a handful of them: the time it takes grows far less than their
 number, but with that of the workers that are under suspicion. Knows nothing of streams or time.
@@ -59,9 +59,11 @@ PATIENCE = 3.0
 """Times as long as a worker with streams would compute a prompt if none were in line, that it may take another one with
 half as many streams or fewer: beside any stream, a prompt makes gaps, and what else comes waits behind it."""
 LONG_STEPS = 18.0
-"""Times the longest step that streams allow: a prompt that takes longer alone is long. Of workers that lend each other
-their cores, one with fewer streams computes such prompts one after the other: two at once take as long, and beside
-streams, in small chunks, longer."""
+"""Times the longest step that streams allow: a prompt that takes longer alone is long. Of two workers that lend each
+other their cores, the one that does not decode computes such prompts, one after the other: two at once take as long,
+and beside streams, in small chunks, longer."""
+LINE_PATIENCE = 8.0
+"""Times as long as a long prompt takes alone, that it may take there, with the line."""
 SPARE_SHARE = 0.75
 """Of a decode worker that may be in use with a stream which another one hands over because of overload: one that is
 nearly as full would soon do the same. What drains goes to any."""
@@ -138,14 +140,19 @@ def _first_done(views: Sequence[WorkerView], demand: Demand) -> WorkerView:
 
 
 def _is_worth_a_hand_off(demand: Demand, decode: WorkerView, prefill: WorkerView) -> bool:
-    """Whether the prompt is there sooner if `prefill` computes it. Without any rate, tokens are compared."""
+    """Whether `prefill` should compute the prompt: it is there sooner then, or late enough for what it spares.
+
+    Without any rate, tokens are compared.
+    """
     rate = decode.prompt_tokens_per_s or prefill.prompt_tokens_per_s
     handoff_s = demand.handoff_s if rate else 0.0
     remote_s = prefill.prompt_s(demand, rate or 1.0) + handoff_s
     factor = 1 - REMOTE_MARGIN
     if prefill.crowd <= decode.crowd / 2:
         alone_s = decode.lacking_tokens(demand) / (decode.prompt_tokens_per_s or rate or 1.0)
-        if decode.shares_cores_with(prefill) and alone_s > LONG_STEPS * decode.longest_step_s > 0:
+        is_long = rate > 0 and alone_s > LONG_STEPS * decode.longest_step_s > 0
+        is_held_here = decode.likely_tokens > prefill.likely_tokens
+        if is_long and not is_held_here and decode.shares_cores_with(prefill) and remote_s <= LINE_PATIENCE * alone_s:
             return True
         if decode.crowd and remote_s <= PATIENCE * alone_s:
             return True

@@ -140,7 +140,7 @@ class WorkerView:
         return 0.0 if self.load is None else self.load.step_objective_s
 
     def shares_cores_with(self, other: WorkerView) -> bool:
-        """Whether each computes with the other's cores while that is idle."""
+        """Whether each computes with all of the other's cores while these are idle."""
         return bool(self.info.core_group) and self.info.core_group == other.info.core_group
 
     @property

@@ -43,7 +43,7 @@ class Host:
 
     def __init__(self, sharing: Sharing, name: str = "") -> None:
         self.name = name if sharing != Sharing() else ""
-        """Of the workers that lend each other their cores here."""
+        """Where workers lend each other their cores."""
         self._sharing = sharing
         self._running: list[_Run] = []
         self._at_s = 0.0

@@ -28,10 +28,13 @@ class CoreLoan:
     def __str__(self) -> str:
         return f"{self.ledger}:{','.join(map(str, self.cores))}"
 
-    @property
     def group(self) -> str:
-        """A name of all workers with this ledger."""
-        return f"{socket.gethostname()}:{self.ledger}"
+        """Names ledger and cores, those of this process, which borrows, and what it may borrow.
+
+        Equal for two that lend each other all they have.
+        """
+        cores = sorted({*self.cores, *os.sched_getaffinity(0)})
+        return f"{socket.gethostname()}:{self.ledger}:{','.join(map(str, cores))}"
 
     @classmethod
     def of_text(cls, text: str) -> CoreLoan:

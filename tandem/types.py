@@ -330,7 +330,7 @@ class WorkerInfo:
     max_seqs: int = 0
     """Sequences in its batch at most; 0 = not known."""
     core_group: str = ""
-    """The same of all workers that lend each other their cores while these are idle; empty = it lends none."""
+    """The same of two workers that lend each other all their cores while these are idle; empty = it does not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,8 +123,13 @@ class Foundation:
             pid=os.getpid(),
             device=str(engine.model.device),
             max_seqs=self.config.max_seqs,
-            core_group=self.config.core_loan.group if self.config.core_loan else "",
+            core_group=self._core_group(engine),
         )
+
+    def _core_group(self, engine: Engine) -> str:
+        """Empty = its kernels use no other worker's cores."""
+        loan = self.config.core_loan
+        return "" if loan is None or engine.backend_name != "cpu" else loan.group()
 
     async def serve(self, core: WorkerCore, info: WorkerInfo, stop: StopSignal, cache: PrefixCache) -> None:
         """Serves until a stop is asked for, then drains. Raises ConfigError if an address cannot be had."""

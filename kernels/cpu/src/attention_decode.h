@@ -60,7 +60,7 @@ class Decode {
   const K** rows_;     // [kTokens] of K, KV head 0
   float* scales_;      // quantized: [kTokens + kLanes] of one KV head and side
   Products products_;
-  Fetch<K> fetch_;       // of what stands kTokens further, while these are used
+  Fetch<K> fetch_;       // of what comes next, while these are used
   float* weights_;     // [kTokens, 4], of a set [kTokens + 16, 16]
   uint32_t* queries_;  // of sets, per KV head [D / 32 tiles of words]
   uint32_t* pairs_;    // of a set [kTokens / 16 + 1, kPairRows, 16 tokens]: see tile_values_of_heads

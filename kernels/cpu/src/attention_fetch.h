@@ -1,8 +1,8 @@
 // Memory that a thread reads next, brought into its second cache a few lines at a time.
 //
 // Spread over the work on what came before: a burst of fetches stops that work until it is served, and a long stretch
-// without any leaves the memory idle. So wherever keys or values are read, as many bytes are fetched, always the same
-// number of keys ahead, from one unit on into the next, and in the order in which they will be read.
+// without any leaves the memory idle. So wherever keys or values are read, as many bytes are fetched, always as far
+// ahead as the first group, from one unit on into the next, and in the order in which they will be read.
 
 #pragma once
 

@@ -34,11 +34,18 @@ def worker(view: View, load: Any) -> View:
     """A worker of 64 seats; `rate` of prompt tokens, other changes as of its heartbeat."""
 
     def make(
-        role: Role, name: str, rate: float = 100.0, held: int = 0, local: int | None = None, **changes: Any
+        role: Role,
+        name: str,
+        rate: float = 100.0,
+        held: int = 0,
+        local: int | None = None,
+        core_group: str = "",
+        **changes: Any,
     ) -> WorkerView:
         heartbeat = load(prompt_tokens_per_s=rate, **changes)
         heartbeat = replace(heartbeat, pool=replace(heartbeat.pool, total=4096, free=4096, live=0))
-        made = view(role, name, heartbeat, max_seqs=64, max_sequence_tokens=4096, local_prefill_tokens=local)
+        info = {"max_seqs": 64, "max_sequence_tokens": 4096, "local_prefill_tokens": local, "core_group": core_group}
+        made = view(role, name, heartbeat, **info)
         return replace(made, reported_tokens=held, likely_tokens=held)
 
     return make
@@ -201,6 +208,38 @@ def test_streams_are_not_spared_at_the_cost_of_as_many_others(worker: View, stre
     crowded = worker(E, "crowded", running_seqs=8, step_s=0.01, step_objective_s=0.05)
     other = worker(E, "other", 150.0, running_seqs=streams, queued_prompt_tokens=1_000)
     assert outcome([crowded, other])[0] == prefill
+
+
+@pytest.mark.parametrize(
+    ("changes", "prefill"),
+    [
+        ({}, "other"),  # 70 s there; 10 s here, where a step may take 0.5
+        ({"tokens": 800}, None),  # no more than 18 steps
+        ({"queued": 7200}, None),  # 82 s
+        ({"streams": 1}, None),  # it would be computed beside streams there
+        ({"held": 100}, None),  # and here is less to do
+        ({"groups": ("host", "another host")}, None),
+        ({"groups": ("", "")}, None),  # cores of their own
+        ({"rate": 0.0}, None),  # how long it takes is not known
+    ],
+)
+def test_of_two_workers_that_lend_each_other_cores_the_one_that_does_not_decode_computes_long_prompts(
+    worker: View, changes: dict[str, Any], prefill: str | None
+) -> None:
+    case = {
+        "groups": ("host", "host"),
+        "tokens": 1000,
+        "queued": 6000,
+        "streams": 0,
+        "held": 0,
+        "rate": 100.0,
+        **changes,
+    }
+    common = {"running_seqs": case["streams"], "rate": case["rate"]}
+    here = worker(E, "here", core_group=case["groups"][0], step_objective_s=0.5, held=case["held"], **common)
+    other = worker(E, "other", core_group=case["groups"][1], queued_prompt_tokens=case["queued"], **common)
+    demand = Demand(num_tokens=case["tokens"], max_total_tokens=2000, num_prompt_tokens=case["tokens"])
+    assert outcome([here, other], demand)[:2] == (prefill, "here")
 
 
 def test_an_elastic_worker_never_hands_over_to_itself_and_no_suspect_is_asked(worker: View) -> None:
