@@ -8,14 +8,13 @@ import random
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import torch
 import uvloop
 
-from bench.peers.served import COLOCATED, DISAGGREGATED, TANDEM_SERVERS, tandem_turns, warm_up
+from bench.peers.served import DISAGGREGATED, TANDEM_SERVERS, tandem_turns, warm_up
 from bench.peers.streams import Stream, StreamClient, fresh_prompts
 from bench.step_timer import StepTimer
 from engine.chunking import ChunkTokens
@@ -23,7 +22,7 @@ from engine.loading import keep_freed_memory
 from engine.step import Step
 from kernels.dispatch import AUTO, select_kernels
 from models.loading import LoadedModel, load_model
-from simulator.costs import CostModel, Fit, Sharing, StepCosts, StepWork, fit
+from simulator.costs import CostModel, Fit, Sharing, StepWork, fit
 from tandem.cores import usable_cores
 
 _SEQS = (1, 4, 8, 16)
@@ -37,16 +36,14 @@ _REPEATS = 3
 _SHARED_PROMPTS, _SHARED_PROMPT_TOKENS = 6, 512
 _SHARED_STREAMS, _SHARED_CONTEXT, _SHARED_TOKENS = 4, 64, 400
 """Streams last longer than the prompts beside them."""
-_MANY_STREAMS, _MANY_TOKENS = 16, 200
 BLOCK_SIZE = 16
 
 
 def calibrate(model: Path, threads: int, device: str = "cpu") -> tuple[CostModel, Fit]:
-    """Times decode steps, chunks of prompts, and both together; on a CPU then a server, whose work the engine shares.
+    """Times decode steps, chunks of prompts, and both together; then how much two served workers slow each other.
 
-    With cores for two workers, each with cores of its own that it lends to the other, these also show how much they
-    slow each other, and steps are those of a worker alone, which has the cores of all. Takes about 45 s for 135M on
-    two cores.
+    The latter on a CPU with cores for two, each with cores of its own that it lends to the other: steps are those of a
+    worker alone, which has the cores of all. Takes about 45 s for 135M on two cores.
     """
     cores = usable_cores()
     has_room = device == "cpu" and len(cores) >= 2 * threads
@@ -57,17 +54,14 @@ def calibrate(model: Path, threads: int, device: str = "cpu") -> tuple[CostModel
             samples = [(StepWork.of(step.seqs), timer.median_s(step, _REPEATS)) for step in _steps(timer)]
         finally:
             timer.close()
+    sharing = Sharing()
+    if has_room:
+        with _bound(cores[: 2 * threads]):
+            sharing = _sharing(model, loaded.config.vocab_size)
     fitted = fit(samples)
-    stream_s, sharing = 0.0, Sharing()
-    if device == "cpu":
-        with _bound(cores[: (2 if has_room else 1) * threads]):
-            step = (
-                fitted.costs if workers_per_host in {1, 2} else None
-            )  # else the server has fewer cores than the steps
-            stream_s, sharing = uvloop.run(_as_served(model, loaded.config.vocab_size, step, has_room))
     layout = loaded.kv_layout(BLOCK_SIZE)
     costs = CostModel(
-        replace(fitted.costs, per_stream=stream_s),
+        fitted.costs,
         sharing=sharing,
         workers_per_host=workers_per_host,
         threads=threads,
@@ -100,35 +94,15 @@ def _steps(timer: StepTimer) -> list[Step]:
     return steps
 
 
-async def _as_served(model: Path, vocab_size: int, step: StepCosts | None, has_room: bool) -> tuple[float, Sharing]:
-    """What `tandem serve` adds to such a step per stream; and how much its two workers slow each other."""
-    name = DISAGGREGATED if has_room else COLOCATED
-    async with tandem_turns(model, TANDEM_SERVERS[name]) as turn, turn() as client:
+def _sharing(model: Path, vocab_size: int) -> Sharing:
+    """How much a prefill and a decode worker of `tandem serve` slow each other: everything that serving does, too."""
+    return uvloop.run(_served_sharing(model, vocab_size))
+
+
+async def _served_sharing(model: Path, vocab_size: int) -> Sharing:
+    async with tandem_turns(model, TANDEM_SERVERS[DISAGGREGATED]) as turn, turn() as client:
         await warm_up(client, vocab_size)
-        stream_s = 0.0 if step is None else await measure_stream(client, vocab_size, step)
-        return stream_s, await measure_sharing(client, vocab_size) if has_room else Sharing()
-
-
-async def measure_stream(client: StreamClient, vocab_size: int, step: StepCosts) -> float:
-    """Seconds by which a step grows per stream, beyond what the engine takes: router, control loop and client.
-
-    Raises RuntimeError if the streams were not all there at once.
-    """
-    rng = random.Random(0)
-
-    async def gap_s(streams: int) -> float:
-        texts = fresh_prompts(rng, streams, _SHARED_CONTEXT, vocab_size)
-        found = await asyncio.gather(*(client.generate(text, _MANY_TOKENS) for text in texts))
-        begin_s, end_s = max(each.sent_s + each.ttft_s for each in found), min(each.end_s for each in found)
-        if begin_s >= end_s:
-            raise RuntimeError("a stream ended before all had begun")
-        return statistics.median(gap for each in found for gap in each.gaps_s(begin_s, end_s))
-
-    def engine_s(streams: int) -> float:
-        return step.seconds(StepWork(streams, streams * (_SHARED_CONTEXT + _MANY_TOKENS // 2), 0, 0))
-
-    grown_s = await gap_s(_MANY_STREAMS) - await gap_s(1)
-    return max(0.0, grown_s - (engine_s(_MANY_STREAMS) - engine_s(1))) / (_MANY_STREAMS - 1)
+        return await measure_sharing(client, vocab_size)
 
 
 async def measure_sharing(client: StreamClient, vocab_size: int) -> Sharing:

@@ -1,9 +1,9 @@
 """What the simulator predicts against what was measured on this machine: the part `--validate` of `bench.simulate`.
 
 Measures as `bench.goodput` does, or reads what that measured; then replays the very same arrivals, at the same rates,
-under the same objectives. Costs come from steps of the engine and from served workers (`bench.calibrate`), and from
-requests one at a time: what server and client add to a step whatever its streams. No figure of the loads goes into
-them.
+under the same objectives. Costs come from steps of the engine and from two served workers beside each other
+(`bench.calibrate`), and from requests one at a time: what server and client add to a step. No figure of the loads goes
+into them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What a worker's steps, hand-offs and messages cost: a few numbers, fitted to a measured machine and kept as JSON.
 
     step_s = base + max(0, per_seq * decodes + per_prompt_token * prompt tokens - hidden)
-                  + per_stream * decodes
                   + per_context_token * context of decodes
                   + per_prompt_context * (prompt tokens * context before each)
 
@@ -77,15 +76,12 @@ class StepCosts:
     per_prompt_token: float = 0.0
     per_prompt_context: float = 0.0
     hidden: float = 0.0
-    per_stream: float = 0.0
-    """What serving adds for each decode, on the cores that compute: nothing hides it."""
 
     def seconds(self, work: StepWork) -> float:
         """Of one step."""
         return (
             self.base
             + max(0.0, self.per_seq * work.decodes + self.per_prompt_token * work.prompt_tokens - self.hidden)
-            + self.per_stream * work.decodes
             + self.per_context_token * work.context_tokens
             + self.per_prompt_context * work.prompt_context
         )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-from bench.calibrate import measure_stream, sharing_of
-from bench.peers.streams import OnFirst, Prompt, Stream
-from simulator.costs import StepCosts
+from bench.calibrate import sharing_of
+from bench.peers.streams import Stream
 
 
 def _stream(sent_s: float, first_s: float, gap_s: float = 0.0, count: int = 1) -> Stream:
@@ -33,23 +30,3 @@ def test_nothing_is_faster_for_having_a_neighbour() -> None:
 def test_streams_that_end_too_early_tell_nothing() -> None:
     with pytest.raises(RuntimeError):
         sharing_of([_stream(0.0, 0.5)], [_stream(20.0, 0.5)], [_stream(5.0, 0.1, 0.02, 9)], [_stream(9, 0.1, 0.02, 9)])
-
-
-class _Server:
-    """Steps take 10 ms, and 2 ms more for each stream."""
-
-    def __init__(self) -> None:
-        self._running = 0
-
-    async def generate(self, prompt: Prompt, max_tokens: int, on_first: OnFirst | None = None) -> Stream:
-        self._running += 1
-        await asyncio.sleep(0)  # the others come
-        running = self._running
-        await asyncio.sleep(0)
-        self._running -= 1
-        return _stream(0.0, 0.1, 0.01 + 0.002 * running, max_tokens)
-
-
-async def test_what_a_stream_adds_is_what_the_engine_does_not_take() -> None:
-    assert await measure_stream(_Server(), 100, StepCosts(0.01, per_seq=0.0005)) == pytest.approx(0.0015)
-    assert await measure_stream(_Server(), 100, StepCosts(0.01, per_seq=0.003)) == 0.0
