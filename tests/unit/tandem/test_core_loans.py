@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -28,3 +29,14 @@ def test_a_ledger_has_an_empty_entry_for_each_core_and_ends_with_its_owner() -> 
     path = ledger.path
     ledger.close()
     assert not Path(path).exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes bound to cores")
+def test_only_two_that_lend_each_other_all_their_cores_are_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def group(own: set[int], others: tuple[int, ...], ledger: str = "/proc/1/fd/3") -> str:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: own)
+        return CoreLoan(ledger, others).group()
+
+    assert group({0, 1}, (2, 3)) == group({2, 3}, (0, 1))
+    assert group({0}, (1,)) != group({1}, (0,), "/proc/2/fd/3")
+    assert len({group({0}, (2,)), group({1}, (0,)), group({2}, (1,))}) == 3, "a ring"
