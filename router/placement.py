@@ -140,7 +140,7 @@ def _first_done(views: Sequence[WorkerView], demand: Demand) -> WorkerView:
 
 
 def _is_worth_a_hand_off(demand: Demand, decode: WorkerView, prefill: WorkerView) -> bool:
-    """Whether `prefill` should compute the prompt: it is there sooner then, or later within bounds, and others gain more.
+    """Whether `prefill` should compute the prompt: it is there sooner, or later within bounds and others gain more.
 
     Without any rate, tokens are compared.
     """
