@@ -34,6 +34,7 @@ from kernels.triton.tile import (
     averaged,
     constants,
     fold,
+    fold_pairs,
     load_tile,
     padded_head_dim,
     pool_arguments,
@@ -139,27 +140,37 @@ def _attend_split(
 
     largest = tl.full([BLOCK_M], NOTHING_YET, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D // 2 if QUANT else BLOCK_D], tl.float32)
+    odd = acc
     pool = kv_layer + tl.cast(kv_head, tl.int64) * stride_head
+    if QUANT:
+        pair_pool = (pool + stride_side).to(tl.pointer_type(tl.int16))
     pool_scales = scales + tl.cast(kv_head, tl.int64) * (stride_head // 4)
     table = block_tables + tl.cast(seq, tl.int64) * stride_table
     begin += split * split_len
     for first in range(begin, tl.minimum(begin + split_len, seq_len), BLOCK_N):
         keys_at = first + tl.arange(0, BLOCK_N)
-        stored = keys_at < seq_len
-        seen = stored
+        seen = keys_at < seq_len
+        places = tl.minimum(keys_at, seq_len - 1)  # beyond the last key that one, so that no load is masked
         if WINDOWED:
-            seen = stored & (keys_at >= seq_len - window)
-        key_rows = pool_rows(table, keys_at, stored, stride_block, stride_slot, BLOCK_SIZE)
-        keys = load_tile(pool, key_rows, stored, True, HEAD_DIM, BLOCK_D)
-        key_scales = row_scales(pool_scales, table, keys_at, stored, stride_block, BLOCK_SIZE, QUANT)
+            seen &= keys_at >= seq_len - window
+        key_rows = pool_rows(table, places, stride_block, stride_slot, BLOCK_SIZE)
+        keys = load_tile(pool, key_rows, seen, False, HEAD_DIM, BLOCK_D)
+        key_scales = row_scales(pool_scales, table, places, stride_block, BLOCK_SIZE, QUANT)
         s = tl.where(seen[None, :], scores(q_tile, keys, key_scales, cap_factor, CAPPED, QUANT), UNSEEN)
-        values = load_tile(pool + stride_side, key_rows, stored, True, HEAD_DIM, BLOCK_D)
-        value_scales = row_scales(
-            pool_scales + stride_side // 4, table, keys_at, stored, stride_block, BLOCK_SIZE, QUANT
-        )
-        largest, total, acc = fold(s, values, value_scales, factor, largest, total, acc, q_tile.dtype, QUANT)
+        if QUANT:
+            pair_rows = pool_rows(table, places, stride_block // 2, stride_slot // 2, BLOCK_SIZE)
+            pairs = load_tile(pair_pool, pair_rows, seen, False, HEAD_DIM // 2, BLOCK_D // 2)
+            value_scales = row_scales(pool_scales + stride_side // 4, table, places, stride_block, BLOCK_SIZE, QUANT)
+            largest, total, acc, odd = fold_pairs(
+                s, pairs, value_scales, factor, largest, total, acc, odd, q_tile.dtype, QUANT
+            )
+        else:
+            values = load_tile(pool + stride_side, key_rows, seen, False, HEAD_DIM, BLOCK_D)
+            largest, total, acc = fold(s, values, 0.0, factor, largest, total, acc, q_tile.dtype, QUANT)
 
+    if QUANT:
+        acc = tl.interleave(acc, odd)
     acc = averaged(total, acc)
     columns = tl.arange(0, BLOCK_D)
     stored = valid[:, None] & (columns < HEAD_DIM)[None, :]

@@ -71,6 +71,7 @@ def _sweep(
     for first in range(begin, end, BLOCK_N):
         keys_at = first + within
         stored = keys_at < limit
+        places = tl.minimum(keys_at, limit - 1) if MASKED else keys_at  # in the pool; beyond the last, that one
         k_rows = within * stride_k
         v_rows = within * stride_v
         if not PAGED:
@@ -82,12 +83,12 @@ def _sweep(
             k_tile_base = k_base + offset + (first % BLOCK_SIZE) * stride_k
             v_tile_base = v_base + offset + (first % BLOCK_SIZE) * stride_v
         else:
-            k_rows = pool_rows(block_table, keys_at, stored, stride_block, stride_k, BLOCK_SIZE)
+            k_rows = pool_rows(block_table, places, stride_block, stride_k, BLOCK_SIZE)
             v_rows = k_rows
             k_tile_base = k_base
             v_tile_base = v_base
         keys = load_tile(k_tile_base, k_rows, stored, MASKED, HEAD_DIM, BLOCK_D)
-        key_scales = row_scales(k_scales, block_table, keys_at, stored, stride_block, BLOCK_SIZE, QUANT)
+        key_scales = row_scales(k_scales, block_table, places, stride_block, BLOCK_SIZE, QUANT)
         s = scores(q, keys, key_scales, cap_factor, CAPPED, QUANT)
         if MASKED:
             seen = (keys_at[None, :] <= rows_at[:, None]) & stored[None, :]
@@ -95,7 +96,7 @@ def _sweep(
                 seen &= keys_at[None, :] > rows_at[:, None] - window
             s = tl.where(seen, s, UNSEEN)
         values = load_tile(v_tile_base, v_rows, stored, MASKED, HEAD_DIM, BLOCK_D)
-        value_scales = row_scales(v_scales, block_table, keys_at, stored, stride_block, BLOCK_SIZE, QUANT)
+        value_scales = row_scales(v_scales, block_table, places, stride_block, BLOCK_SIZE, QUANT)
         largest, total, acc = fold(s, values, value_scales, factor, largest, total, acc, q.dtype, QUANT)
     return largest, total, acc
 

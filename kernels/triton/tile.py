@@ -18,6 +18,7 @@ import triton.language as tl
 from kernels.attention import AttentionParams
 from kernels.quantized_kv import is_quantized, kv_scales
 from kernels.triton.configs import KernelConfig
+from kernels.triton.narrow import from_float8, from_int8
 from kernels.triton.variant import POINTERS, Variant
 
 UNSEEN = tl.constexpr(float("-inf"))
@@ -116,10 +117,11 @@ def attention_variant(
 
 
 @triton.jit
-def pool_rows(block_table, positions, stored, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr):
+def pool_rows(block_table, positions, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr):
     """Offset in the pool of each of a seq's positions; int64, for a pool has more than 2 ** 31 elements."""
-    blocks = tl.load(block_table + positions // BLOCK_SIZE, mask=stored, other=0)
-    return blocks.to(tl.int64) * stride_block + (positions % BLOCK_SIZE) * stride_slot
+    places = positions.to(tl.uint32)  # a division that rounds down needs fewer instructions
+    blocks = tl.load(block_table + places // BLOCK_SIZE)
+    return blocks.to(tl.int64) * stride_block + (places % BLOCK_SIZE).to(tl.int32) * stride_slot
 
 
 @triton.jit
@@ -140,22 +142,20 @@ def load_tile(base, rows, stored, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, 
 
 @triton.jit
 def widened(tile, dtype: tl.constexpr, QUANT: tl.constexpr):
-    """A tile of the pool as `dtype`, which holds all int8 and e4m3 exactly; scales are left to `scores` and `fold`."""
+    """A tile of the pool as `dtype`; scales are left to `scores` and `fold`."""
     if QUANT == 1:
-        return tile.to(tl.float32).to(dtype)  # not at once: the interpreter takes bfloat16 for an integer
-    elif QUANT == 2:  # exponent and mantissa go where float32 has their lowest bits, 2 ** 120 makes up for it
-        bits = (tile.to(tl.int32) << 20) & -2014314496
-        return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)
+        return from_int8(tile, dtype)
+    elif QUANT == 2:
+        return from_float8(tile, dtype)
     else:
         return tile
 
 
 @triton.jit
-def row_scales(scales, block_table, positions, stored, stride_block, BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr):
+def row_scales(scales, block_table, positions, stride_block, BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr):
     """Scales of a seq's positions `[N]`, of one side and head; `stride_block` counts bytes. Of plain KV nothing."""
     if QUANT:
-        rows = pool_rows(block_table, positions, stored, stride_block // 4, 1, BLOCK_SIZE)
-        return tl.load(scales + rows, mask=stored, other=0.0)
+        return tl.load(scales + pool_rows(block_table, positions, stride_block // 4, 1, BLOCK_SIZE))
     else:
         return 0.0
 
@@ -174,14 +174,34 @@ def scores(q, keys, key_scales, cap_factor, CAPPED: tl.constexpr, QUANT: tl.cons
 @triton.jit
 def fold(s, values, value_scales, factor, largest, total, acc, dtype: tl.constexpr, QUANT: tl.constexpr):
     """One step of the online softmax: scores `[M, N]`, values `[N, D]` → new `largest`, `total` `[M]`, `acc`."""
+    weights, shrink, largest, total = weigh(s, value_scales, factor, largest, total, dtype, QUANT)
+    acc = tl.dot(weights, widened(values, dtype, QUANT), acc * shrink[:, None], input_precision=_EXACT)
+    return largest, total, acc
+
+
+@triton.jit
+def fold_pairs(s, pairs, value_scales, factor, largest, total, even, odd, dtype: tl.constexpr, QUANT: tl.constexpr):
+    """As `fold` over quantized values taken two at a time, `[N, D / 2]` int16, with a sum for each of the two.
+
+    A product wants values transposed; the matrix units' loads do that for 16 bits, and for no less.
+    """
+    weights, shrink, largest, total = weigh(s, value_scales, factor, largest, total, dtype, QUANT)
+    low, high = widened(pairs.to(tl.int8), dtype, QUANT), widened((pairs >> 8).to(tl.int8), dtype, QUANT)
+    even = tl.dot(weights, low, even * shrink[:, None], input_precision=_EXACT)
+    odd = tl.dot(weights, high, odd * shrink[:, None], input_precision=_EXACT)
+    return largest, total, even, odd
+
+
+@triton.jit
+def weigh(s, value_scales, factor, largest, total, dtype: tl.constexpr, QUANT: tl.constexpr):
+    """Scores `[M, N]` → weights as `dtype`, what earlier sums shrink by, and the new `largest` and `total`."""
     now_largest = tl.maximum(largest, tl.max(s, 1) * factor)
     weights = tl.exp2(s * factor - now_largest[:, None])
     shrink = tl.exp2(largest - now_largest)
     total = total * shrink + tl.sum(weights, 1)
     if QUANT:
         weights = weights * value_scales[None, :]
-    acc = tl.dot(weights.to(dtype), widened(values, dtype, QUANT), acc * shrink[:, None], input_precision=_EXACT)
-    return now_largest, total, acc
+    return weights.to(dtype), shrink, now_largest, total
 
 
 @triton.jit

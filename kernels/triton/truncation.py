@@ -21,14 +21,14 @@ import triton.language as tl
 from kernels.triton.row_mass import CHUNK, LAST_COST, MASS_UNITS, chunk_costs, is_filtered, mass_of, row_variant
 from kernels.triton.variant import Variant
 
-NUM_BINS = 1024
-"""Of the histogram, each 1/32 wide, up to `LAST_COST`."""
+NUM_BINS = 512
+"""Of the histogram, which takes time in proportion: 256 of 1/32, where the thresholds of flat rows are, then of 1/8, up
+to `LAST_COST`."""
 THRESHOLD_BLOCK = 4096
 """Shortlisted costs looked at together."""
 SHORTLIST_WARPS = 4
 THRESHOLD_WARPS = 8
 
-_BINS_PER_UNIT: tl.constexpr = tl.constexpr(32.0)
 _MARGIN: tl.constexpr = tl.constexpr(1.001)
 """Covers float32 rounding of bounds on masses."""
 
@@ -42,7 +42,12 @@ def compile_variants(arch: int) -> Iterator[Variant]:
 @triton.jit
 def bin_of(cost):
     """Exact: a bin's edges are multiples of 1/32."""
-    return (cost * _BINS_PER_UNIT).to(tl.int32)
+    return tl.where(cost < 8.0, cost * 32.0, cost * 8.0 + 192.0).to(tl.int32)
+
+
+@triton.jit
+def _first_cost_of(bins):
+    return tl.where(bins < 256, bins / 32.0, bins / 8.0 - 24.0)
 
 
 @triton.jit
@@ -54,7 +59,7 @@ def _bins_of_threshold(counts, total, top_k, top_p, vocab_size, BINS: tl.constex
     after it weigh more than that at their upper edges, where a mass lacks less than one unit by its truncation.
     """
     bins = tl.arange(0, BINS)
-    heavy = counts.to(tl.float32) * tl.exp(bins.to(tl.float32) / -_BINS_PER_UNIT) * (MASS_UNITS * _MARGIN)
+    heavy = counts.to(tl.float32) * tl.exp(-_first_cost_of(bins)) * (MASS_UNITS * _MARGIN)
     end = BINS + 0
     by_k = (top_k > 0) & (top_k < vocab_size)
     if by_k:
@@ -66,8 +71,8 @@ def _bins_of_threshold(counts, total, top_k, top_p, vocab_size, BINS: tl.constex
         if not by_k:
             tail = tl.cumsum(heavy, 0, reverse=True)
             end = tl.maximum(tl.sum((tail > left_out).to(tl.int32), 0), 1)
-        light = tl.where(bins < tl.where(by_k, end - 1, BINS), heavy, 0.0)
-        light *= tl.exp(tl.full((), -1.0, tl.float32) / _BINS_PER_UNIT) / (_MARGIN * _MARGIN)
+        light = counts.to(tl.float32) * tl.exp(-_first_cost_of(bins + 1)) * (MASS_UNITS / _MARGIN)
+        light = tl.where(bins < tl.where(by_k, end - 1, BINS), light, 0.0)
         after = tl.cumsum(light, 0, reverse=True) - light
         first = tl.minimum(tl.sum((after - vocab_size > left_out * _MARGIN).to(tl.int32), 0), end - 1)
     return first, end
