@@ -34,7 +34,8 @@ _DRAWN = SampleSpec(
     output_index=0,
 )
 
-_SOME, _MIDDLE = 32, 256
+_SCORED = 32
+_BETWEEN = (16, 32, 64, 256)
 """Tokens of steps that are neither small nor large: products of quantised weights have tiles of their own for them."""
 
 
@@ -71,8 +72,8 @@ def warm_up_steps(sizes: StepSizes, block_size: int) -> tuple[int, tuple[Step, .
     def decodes(count: int) -> tuple[ScheduledSeq, ...]:
         return seqs(max(1, min(count, sizes.max_seqs)), 1, fresh + chunk, _GREEDY)
 
-    known = (TokenId(0),) * (min(_SOME, longest) - 1)
-    scored = prompts(_SOME)[0]._replace(scored=ScoredTokens(known, 0, 0) if known else None)
+    known = (TokenId(0),) * (min(_SCORED, longest) - 1)
+    scored = prompts(_SCORED)[0]._replace(scored=ScoredTokens(known, 0, 0) if known else None)
     num_chunks = min(sizes.max_seqs, max(1, sizes.chunk_tokens // chunk))
     largest = prompts(sizes.chunk_tokens)
     copy = BlockCopy(BlockId(0), BlockId(num_blocks - 1))
@@ -80,8 +81,8 @@ def warm_up_steps(sizes: StepSizes, block_size: int) -> tuple[int, tuple[Step, .
         Step(largest),
         Step((*decodes(sizes.max_seqs - len(largest)), *largest)),
         Step(seqs(num_chunks, chunk, fresh, _GREEDY)),
-        Step(prompts(_MIDDLE)),
-        Step((*decodes(_SOME), scored)),
+        *(Step(some) for count in _BETWEEN for some in (prompts(count), decodes(count))),
+        Step((*decodes(_SCORED), scored)),
         Step(decodes(sizes.max_seqs)),
         Step(seqs(sizes.max_seqs, 1, fresh + chunk, _DRAWN), copies=(copy,)),
         Step(seqs(1, 1, fresh + chunk, _DRAWN)),

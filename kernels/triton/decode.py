@@ -143,8 +143,7 @@ def _attend_split(
     acc = tl.zeros([BLOCK_M, BLOCK_D // 2 if QUANT else BLOCK_D], tl.float32)
     odd = acc
     pool = kv_layer + tl.cast(kv_head, tl.int64) * stride_head
-    if QUANT:
-        pair_pool = (pool + stride_side).to(tl.pointer_type(tl.int16))
+    pair_pool = (pool + stride_side).to(tl.pointer_type(tl.int16))  # for quantized KV
     pool_scales = scales + tl.cast(kv_head, tl.int64) * (stride_head // 4)
     table = block_tables + tl.cast(seq, tl.int64) * stride_table
     begin += split * split_len

@@ -27,7 +27,7 @@ LAST_COST: tl.constexpr = tl.constexpr(32.0)
 """Costs from here on are all alike: their mass is 0 from 44 ln 2 = 30.5 on."""
 _TYPES = {
     **dict.fromkeys(("logits", "best", "temperature", "min_p", "shortlist", "thresholds"), "*fp32"),
-    **dict.fromkeys(("best_ids", "top_k", "histogram", "shortlist_lens"), "*i32"),
+    **dict.fromkeys(("best_ids", "top_k", "histogram", "shortlist_lens", "borders"), "*i32"),
     **dict.fromkeys(("masses", "sure_masses", "seed", "choice_index", "output_index", "token_ids"), "*i64"),
     "top_p": "*fp64",
 }

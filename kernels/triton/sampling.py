@@ -1,10 +1,11 @@
 """Draws the next token of each row on the device, with no sort and no wait for the host.
 
 The semantics are `engine.sampler`'s: a token is a pure function of its row of logits, its
-parameters and its counter. Seven launches (one clears scratch), whatever the parameters:
+parameters and its counter. Eight launches (one clears scratch), whatever the parameters:
 
     best        maximum and first index of each chunk of a row
     weigh       mass of each chunk; a histogram of costs where top-k or top-p is on
+    borders     of the bins that the threshold may be in   `kernels.triton.truncation`
     shortlist   costs that may be the threshold              `kernels.triton.truncation`
     threshold   greatest cost kept                           `kernels.triton.truncation`
     truncate    mass of each chunk up to the threshold
@@ -38,11 +39,13 @@ from kernels.triton.row_mass import (
     row_variant,
 )
 from kernels.triton.truncation import (
+    BORDERS_WARPS,
     NUM_BINS,
     SHORTLIST_WARPS,
     THRESHOLD_BLOCK,
     THRESHOLD_WARPS,
     bin_of,
+    borders_kernel,
     shortlist_kernel,
     threshold_kernel,
 )
@@ -79,16 +82,19 @@ class TritonSampler:
             BINS=NUM_BINS,
             **options,
         )
-        weighed = (scratch.masses, scratch.histogram, scratch.sure_masses, scratch.shortlist, scratch.shortlist_lens)
-        shortlist_kernel[grid](
-            *(logits, scratch.best, *filters, *weighed),
-            *row,
-            **tile,
+        borders_kernel[(rows,)](
+            *(scratch.masses, scratch.histogram, *filters, scratch.borders),
+            *row[1:],
+            CHUNKS=tile["CHUNKS"],
             BINS=NUM_BINS,
-            **launch_options(SHORTLIST_WARPS),
+            **launch_options(BORDERS_WARPS),
+        )
+        listed = (scratch.borders, scratch.sure_masses, scratch.shortlist, scratch.shortlist_lens)
+        shortlist_kernel[grid](
+            *(logits, scratch.best, *filters, *listed), *row, **tile, **launch_options(SHORTLIST_WARPS)
         )
         threshold_kernel[(rows,)](
-            *(*weighed, *filters, params.min_p, scratch.thresholds),
+            *(scratch.masses, scratch.histogram, *listed, *filters, params.min_p, scratch.thresholds),
             *row[1:],
             BLOCK=THRESHOLD_BLOCK,
             CHUNKS=tile["CHUNKS"],
@@ -150,6 +156,7 @@ class _Scratch:
     masses: torch.Tensor  # [R, C] int64
     histogram: torch.Tensor  # [R, NUM_BINS] int32, starts at 0
     shortlist_lens: torch.Tensor  # [R] int32, starts at 0
+    borders: torch.Tensor  # [R, 2] int32
     sure_masses: torch.Tensor  # [R, C] int64
     shortlist: torch.Tensor  # [R, V] float32
     thresholds: torch.Tensor  # [R] float32
@@ -164,6 +171,7 @@ class _Scratch:
             masses=torch.empty(rows, num_chunks, dtype=torch.int64, device=device),
             histogram=zeros[: rows * NUM_BINS].view(rows, NUM_BINS),
             shortlist_lens=zeros[rows * NUM_BINS :],  # aligned whatever R is: one compilation serves all
+            borders=torch.empty(rows, 2, dtype=torch.int32, device=device),
             sure_masses=torch.empty(rows, num_chunks, dtype=torch.int64, device=device),
             shortlist=torch.empty(rows, vocab_size, dtype=torch.float32, device=device),
             thresholds=torch.empty(rows, dtype=torch.float32, device=device),

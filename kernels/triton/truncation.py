@@ -1,7 +1,7 @@
 """top-k and top-p as one threshold on the cost of each row, without a sort; min-p joins them for free.
 
-    shortlist   a histogram of costs tells between which two of its bins the threshold must lie; the costs of
-                those bins are gathered, in no order, and the masses of all better bins added up
+    borders     a histogram of costs tells between which two of its bins the threshold must lie
+    shortlist   the costs of those bins are gathered, in no order, and the masses of all better bins added up
     threshold   bisection over the gathered costs, snapped to costs that occur, until one is left
 
 A flat row has tens of thousands of tokens up to the threshold, but only about a thousand are gathered: those that
@@ -26,6 +26,7 @@ NUM_BINS = 512
 to `LAST_COST`."""
 THRESHOLD_BLOCK = 4096
 """Shortlisted costs looked at together."""
+BORDERS_WARPS = 4
 SHORTLIST_WARPS = 4
 THRESHOLD_WARPS = 8
 
@@ -35,7 +36,8 @@ _MARGIN: tl.constexpr = tl.constexpr(1.001)
 
 def compile_variants(arch: int) -> Iterator[Variant]:
     """For a vocabulary of up to 2^18 tokens; alike on every `arch`."""
-    yield row_variant(shortlist_kernel, SHORTLIST_WARPS, CHUNK=CHUNK, CHUNKS=128, BINS=NUM_BINS)
+    yield row_variant(borders_kernel, BORDERS_WARPS, CHUNKS=128, BINS=NUM_BINS)
+    yield row_variant(shortlist_kernel, SHORTLIST_WARPS, CHUNK=CHUNK, CHUNKS=128)
     yield row_variant(threshold_kernel, THRESHOLD_WARPS, BLOCK=THRESHOLD_BLOCK, CHUNKS=128, BINS=NUM_BINS)
 
 
@@ -79,10 +81,26 @@ def _bins_of_threshold(counts, total, top_k, top_p, vocab_size, BINS: tl.constex
 
 
 @triton.jit
+def borders_kernel(
+    masses, histogram, temperature, top_k, top_p, borders, vocab_size, num_chunks,
+    CHUNKS: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """`borders` `[R, 2]`: the first of the bins that may hold the threshold, and the one after the last."""
+    row = tl.program_id(0).to(tl.int64)
+    k, p = tl.load(top_k + row), tl.load(top_p + row)
+    if is_filtered(k, p, vocab_size) & (tl.load(temperature + row) > 0):
+        total = _sum_of_chunks(masses, row, num_chunks, CHUNKS)
+        counts = tl.load(histogram + row * BINS + tl.arange(0, BINS))
+        first, end = _bins_of_threshold(counts, total, k, p, vocab_size, BINS)
+        tl.store(borders + 2 * row, first)
+        tl.store(borders + 2 * row + 1, end)
+
+
+@triton.jit
 def shortlist_kernel(
-    logits, best, temperature, top_k, top_p, masses, histogram, sure_masses, shortlist, shortlist_lens, row_stride,
+    logits, best, temperature, top_k, top_p, borders, sure_masses, shortlist, shortlist_lens, row_stride,
     vocab_size, num_chunks,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Appends one chunk's costs in the threshold's bins to `shortlist` `[R, V]`, counted in `shortlist_lens` `[R]`.
 
@@ -91,9 +109,7 @@ def shortlist_kernel(
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     k, p = tl.load(top_k + row), tl.load(top_p + row)
     if is_filtered(k, p, vocab_size) & (tl.load(temperature + row) > 0):
-        total = _sum_of_chunks(masses, row, num_chunks, CHUNKS)
-        counts = tl.load(histogram + row * BINS + tl.arange(0, BINS))
-        first, end = _bins_of_threshold(counts, total, k, p, vocab_size, BINS)
+        first, end = tl.load(borders + 2 * row), tl.load(borders + 2 * row + 1)
         cost = chunk_costs(logits, row_stride, best, temperature, row, chunk, vocab_size, num_chunks, CHUNK, CHUNKS)
         bins = bin_of(cost)
         tl.store(sure_masses + row * num_chunks + chunk, tl.sum(tl.where(bins < first, mass_of(cost), 0), 0))
@@ -151,7 +167,7 @@ def _mass_up_to(costs, num_costs, threshold, BLOCK: tl.constexpr):
 
 @triton.jit
 def threshold_kernel(
-    masses, histogram, sure_masses, shortlist, shortlist_lens, temperature, top_k, top_p, min_p, thresholds,
+    masses, histogram, borders, sure_masses, shortlist, shortlist_lens, temperature, top_k, top_p, min_p, thresholds,
     vocab_size, num_chunks,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
@@ -167,8 +183,7 @@ def threshold_kernel(
         if (k > 0) & (k < vocab_size):
             bins = tl.arange(0, BINS)
             counts = tl.load(histogram + row * BINS + bins)
-            first, _ = _bins_of_threshold(counts, total, k, p, vocab_size, BINS)
-            sure_count = tl.sum(tl.where(bins < first, counts, 0), 0)
+            sure_count = tl.sum(tl.where(bins < tl.load(borders + 2 * row), counts, 0), 0)
             threshold = _least_reaching(costs, num_costs, (k - sure_count).to(tl.int64), BLOCK, BY_MASS=False)
             total = sure_mass + _mass_up_to(costs, num_costs, threshold, BLOCK)
         if p < 1.0:

@@ -25,9 +25,11 @@ GPU = torch.device("cuda", 0)
 def test_steps_are_as_large_as_they_become():
     _, steps = warm_up_steps(StepSizes(chunk_tokens=64, max_seqs=4, context_tokens=1000), block_size=16)
     kinds = [(len(step.seqs), len(step.seqs[0].token_ids), step.seqs[0].context_len) for step in steps]
-    assert kinds == [(1, 64, 0), (4, 1, 80), (4, 16, 64), (1, 64, 0), (5, 1, 80), (4, 1, 80), (4, 1, 80), (1, 1, 80)]
+    assert kinds[:3] == [(1, 64, 0), (4, 1, 80), (4, 16, 64)]
+    between = [step for tokens in (16, 32, 64, 64) for step in ((1, tokens, 0), (4, 1, 80))]
+    assert kinds[3:] == [*between, (5, 1, 80), (4, 1, 80), (4, 1, 80), (1, 1, 80)]
     draws = [[sample.params.temperature for sample in step.seqs[0].samples] for step in steps]
-    assert draws == [[], [0.0], [0.0], [], [0.0], [0.0], [1.0], [1.0]]
+    assert draws == [[], [0.0], [0.0], *[[], [0.0]] * 4, [0.0], [0.0], [1.0], [1.0]]
     assert sum(len(step.copies) for step in steps) == 1
     assert sum(seq.scored is not None for step in steps for seq in step.seqs) == 1
 
