@@ -26,6 +26,7 @@ import triton.language as tl
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.triton.configs import arch_of, attention_config
 from kernels.triton.tile import (
+    EXACT,
     INDEX_TENSORS,
     NOTHING_YET,
     QUANT,
@@ -34,7 +35,6 @@ from kernels.triton.tile import (
     averaged,
     constants,
     fold,
-    fold_pairs,
     load_tile,
     padded_head_dim,
     pool_arguments,
@@ -42,6 +42,8 @@ from kernels.triton.tile import (
     row_scales,
     score_factors,
     scores,
+    weigh,
+    widened,
     with_sink,
 )
 from kernels.triton.variant import POINTERS, Variant, launch_options
@@ -135,8 +137,7 @@ def _attend_split(
     rows = tl.program_id(0) // num_kv_heads * BLOCK_M + tl.arange(0, BLOCK_M)
     heads = kv_head * group + rows  # [M]
     valid = rows < group
-    q_base = q + token.to(tl.int64) * stride_qt
-    q_tile = load_tile(q_base, heads * stride_qh, valid, True, HEAD_DIM, BLOCK_D)
+    q_tile = load_tile(q + token.to(tl.int64) * stride_qt, heads * stride_qh, valid, True, HEAD_DIM, BLOCK_D)
 
     largest = tl.full([BLOCK_M], NOTHING_YET, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -158,19 +159,15 @@ def _attend_split(
         key_scales = row_scales(pool_scales, table, places, stride_block, BLOCK_SIZE, QUANT)
         s = tl.where(seen[None, :], scores(q_tile, keys, key_scales, cap_factor, CAPPED, QUANT), UNSEEN)
         if QUANT:
-            pair_rows = pool_rows(table, places, stride_block // 2, stride_slot // 2, BLOCK_SIZE)
-            pairs = load_tile(pair_pool, pair_rows, seen, False, HEAD_DIM // 2, BLOCK_D // 2)
-            value_scales = row_scales(pool_scales + stride_side // 4, table, places, stride_block, BLOCK_SIZE, QUANT)
-            largest, total, acc, odd = fold_pairs(
-                s, pairs, value_scales, factor, largest, total, acc, odd, q_tile.dtype, QUANT
-            )
+            largest, total, acc, odd = _fold_pairs(
+                s, pair_pool, pool_scales + stride_side // 4, table, places, stride_block, stride_slot,
+                factor, largest, total, acc, odd, q_tile.dtype, HEAD_DIM, BLOCK_D, BLOCK_SIZE, QUANT,
+            )  # fmt: skip
         else:
             values = load_tile(pool + stride_side, key_rows, seen, False, HEAD_DIM, BLOCK_D)
             largest, total, acc = fold(s, values, 0.0, factor, largest, total, acc, q_tile.dtype, QUANT)
 
-    if QUANT:
-        acc = tl.interleave(acc, odd)
-    acc = averaged(total, acc)
+    acc = averaged(total, tl.interleave(acc, odd) if QUANT else acc)
     columns = tl.arange(0, BLOCK_D)
     stored = valid[:, None] & (columns < HEAD_DIM)[None, :]
     num_heads = num_kv_heads * group
@@ -182,6 +179,25 @@ def _attend_split(
         partial_rows = (seq.to(tl.int64) * num_heads + heads) * max_splits + split
         tl.store(partial_out + partial_rows[:, None] * HEAD_DIM + columns[None, :], acc, mask=stored)
         tl.store(partial_lse + partial_rows, largest + tl.log2(total), mask=valid)
+
+
+@triton.jit
+def _fold_pairs(
+    s, pool, scales, table, places, stride_block, stride_slot, factor, largest, total, even, odd,
+    dtype: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr,
+):  # fmt: skip
+    """As `fold` over quantized values taken two at a time, as int16, with a sum `[M, D / 2]` for each of the two.
+
+    A product wants values transposed; the matrix units' loads do that for 16 bits, and for no less.
+    """
+    rows = pool_rows(table, places, stride_block // 2, stride_slot // 2, BLOCK_SIZE)
+    pairs = load_tile(pool, rows, places, False, HEAD_DIM // 2, BLOCK_D // 2)
+    value_scales = row_scales(scales, table, places, stride_block, BLOCK_SIZE, QUANT)
+    weights, shrink, largest, total = weigh(s, value_scales, factor, largest, total, dtype, QUANT)
+    low, high = widened(pairs.to(tl.int8), dtype, QUANT), widened((pairs >> 8).to(tl.int8), dtype, QUANT)
+    even = tl.dot(weights, low, even * shrink[:, None], input_precision=EXACT)
+    odd = tl.dot(weights, high, odd * shrink[:, None], input_precision=EXACT)
+    return largest, total, even, odd
 
 
 @triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=INDEX_TENSORS)

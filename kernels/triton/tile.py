@@ -27,7 +27,7 @@ factor of a score and the row's largest off it in one rounding, and the two roun
 NOTHING_YET = tl.constexpr(-1.0e30)
 """Largest score of a row that has seen no key. Finite, so that there is no inf - inf."""
 
-_EXACT = tl.constexpr("ieee")
+EXACT = tl.constexpr("ieee")
 """Products of float32 are not rounded to TF32. Three products of TF32 would run on the matrix units,
 but hold so many registers that wide heads spill; float32 is served to compare, not to be fast."""
 
@@ -163,7 +163,7 @@ def row_scales(scales, block_table, positions, stride_block, BLOCK_SIZE: tl.cons
 @triton.jit
 def scores(q, keys, key_scales, cap_factor, CAPPED: tl.constexpr, QUANT: tl.constexpr):
     """Dot products `[M, N]`; with a soft cap their tanh, as 1 - 2 / (e ** 2x + 1)."""
-    s = tl.dot(q, tl.trans(widened(keys, q.dtype, QUANT)), input_precision=_EXACT)
+    s = tl.dot(q, tl.trans(widened(keys, q.dtype, QUANT)), input_precision=EXACT)
     if QUANT:
         s = s * key_scales[None, :]
     if CAPPED:
@@ -175,21 +175,8 @@ def scores(q, keys, key_scales, cap_factor, CAPPED: tl.constexpr, QUANT: tl.cons
 def fold(s, values, value_scales, factor, largest, total, acc, dtype: tl.constexpr, QUANT: tl.constexpr):
     """One step of the online softmax: scores `[M, N]`, values `[N, D]` → new `largest`, `total` `[M]`, `acc`."""
     weights, shrink, largest, total = weigh(s, value_scales, factor, largest, total, dtype, QUANT)
-    acc = tl.dot(weights, widened(values, dtype, QUANT), acc * shrink[:, None], input_precision=_EXACT)
+    acc = tl.dot(weights, widened(values, dtype, QUANT), acc * shrink[:, None], input_precision=EXACT)
     return largest, total, acc
-
-
-@triton.jit
-def fold_pairs(s, pairs, value_scales, factor, largest, total, even, odd, dtype: tl.constexpr, QUANT: tl.constexpr):
-    """As `fold` over quantized values taken two at a time, `[N, D / 2]` int16, with a sum for each of the two.
-
-    A product wants values transposed; the matrix units' loads do that for 16 bits, and for no less.
-    """
-    weights, shrink, largest, total = weigh(s, value_scales, factor, largest, total, dtype, QUANT)
-    low, high = widened(pairs.to(tl.int8), dtype, QUANT), widened((pairs >> 8).to(tl.int8), dtype, QUANT)
-    even = tl.dot(weights, low, even * shrink[:, None], input_precision=_EXACT)
-    odd = tl.dot(weights, high, odd * shrink[:, None], input_precision=_EXACT)
-    return largest, total, even, odd
 
 
 @triton.jit
