@@ -42,8 +42,10 @@ _GAIN, _BUDGET_S = 1.02, 0.1
 
 def candidates(kernel: AttentionKernel) -> list[KernelConfig]:
     """All that is tried; a decode tile's rows are the heads of one group, so it is no taller than it must be."""
-    rows, stages = ((16, 32, 64, 128), (2, 3, 4)) if kernel == "prefill" else ((16,), (2, 3, 4, 5))
-    return [KernelConfig(*each) for each in product(rows, (16, 32, 64, 128), (4, 8), stages)]
+    keys = (16, 32, 64, 128)
+    if kernel == "prefill":
+        return [KernelConfig(*each) for each in product((16, 32, 64, 128), keys, (4, 8), (2, 3, 4))]
+    return [KernelConfig(*each) for each in product((16,), keys, (1, 2, 4, 8), (2, 3, 4, 5))]
 
 
 def shapes(kernel: AttentionKernel, head_dim: int) -> tuple[AttentionShape, ...]:

@@ -16,9 +16,9 @@ from kernels.step_inputs import DecodeRows, load_rows
 from kernels.triton.absent_gpu import compile_instead, pretend
 from models.loading import load_model
 
-_SIZES = StepSizes(chunk_tokens=512, max_seqs=4, context_tokens=1024)
-"""Small, for a CPU multiplies here: which kernels there are depends on the model, once steps go beyond one split, and a
-step beyond what quantised products do in tiles (512 tokens, and the decodes beside them)."""
+_SIZES = StepSizes(chunk_tokens=512, max_seqs=68, context_tokens=1024)
+"""Small, for a CPU multiplies here: which kernels there are depends on the model, once steps go beyond one split,
+decodes as far as the largest tile of quantised products (65 to 256 tokens), and a step beyond it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,9 @@ _DRAWN = SampleSpec(
     output_index=0,
 )
 
-_SCORED = 32
 _BETWEEN = (16, 32, 64, 256)
-"""Tokens of steps that are neither small nor large: products of quantised weights have tiles of their own for them."""
+"""Tokens of steps that are neither small nor large: products of quantised weights have tiles of their own for them, and
+so has the projection to logits, of a prompt that is scored up to 64 at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,12 @@ def warm_up_steps(sizes: StepSizes, block_size: int) -> tuple[int, tuple[Step, .
     def decodes(count: int) -> tuple[ScheduledSeq, ...]:
         return seqs(max(1, min(count, sizes.max_seqs)), 1, fresh + chunk, _GREEDY)
 
-    known = (TokenId(0),) * (min(_SCORED, longest) - 1)
-    scored = prompts(_SCORED)[0]._replace(scored=ScoredTokens(known, 0, 0) if known else None)
+    def scored(num_tokens: int) -> tuple[ScheduledSeq, ...]:
+        """The first of these prompts from its second token on."""
+        first, *others = prompts(num_tokens)
+        known = first.token_ids[1:]
+        return (first._replace(scored=ScoredTokens(known, 0, 0) if known else None), *others)
+
     num_chunks = min(sizes.max_seqs, max(1, sizes.chunk_tokens // chunk))
     largest = prompts(sizes.chunk_tokens)
     copy = BlockCopy(BlockId(0), BlockId(num_blocks - 1))
@@ -81,8 +85,8 @@ def warm_up_steps(sizes: StepSizes, block_size: int) -> tuple[int, tuple[Step, .
         Step(largest),
         Step((*decodes(sizes.max_seqs - len(largest)), *largest)),
         Step(seqs(num_chunks, chunk, fresh, _GREEDY)),
-        *(Step(some) for count in _BETWEEN for some in (prompts(count), decodes(count))),
-        Step((*decodes(_SCORED), scored)),
+        *(Step(some) for count in _BETWEEN for some in (scored(count), decodes(count))),
+        Step((*decodes(_BETWEEN[0]), *scored(_BETWEEN[0]))),
         Step(decodes(sizes.max_seqs)),
         Step(seqs(sizes.max_seqs, 1, fresh + chunk, _DRAWN), copies=(copy,)),
         Step(seqs(1, 1, fresh + chunk, _DRAWN)),

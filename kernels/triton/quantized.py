@@ -21,7 +21,7 @@ import triton
 
 from kernels.quantized import QuantForm, QuantizedWeight, unpack_int4
 from kernels.spec import Dims
-from kernels.triton.configs import arch_of
+from kernels.triton.configs import arch_of, family_of
 from kernels.triton.quantized_kernels import (
     add_splits_kernel,
     dequantize_kernel,
@@ -80,9 +80,8 @@ _TILES = (
     TokenTile(_MULTIPLIED_PLAIN, 128, 64, 64, 4, 3, 256),
 )
 """Of 16 bits, as a sweep on an H200 found them (bench/LOG.md)."""
-_OLDER_TILES = (*_TILES[:-1], _TILES[-1]._replace(num_warps=8))
-"""Before sm_90: there the largest tile has more in registers than four warps hold."""
-_WARPGROUP_ARCH = 90
+_TILES_BY_WARP = (*_TILES[:-1], _TILES[-1]._replace(num_warps=8))
+"""Where four warps do not multiply together, as they do on sm_90: their registers do not hold the largest tile."""
 _WIDE_TILES = (
     TokenTile(16, 16, 64, 16, 4, 3, 1024),
     TokenTile(_MULTIPLIED_PLAIN, 32, 64, 16, 4, 3, 0),
@@ -92,7 +91,7 @@ _WIDE_TILES = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedLinear:
-    """A weight as it is, with its bias `[out]`; `can_keep` has said yes."""
+    """A weight in its form, with its bias `[out]`; `can_keep` has said yes."""
 
     values: torch.Tensor
     """`[out, in]`, FP8 as int8, as not every device that Triton compiles for has the type; INT4 as of `_paired`."""
@@ -206,7 +205,7 @@ def _paired(values: torch.Tensor, pair: int) -> torch.Tensor:
 def _tiles(dtype: torch.dtype, arch: int) -> tuple[TokenTile, ...]:
     if dtype is torch.float32:
         return _WIDE_TILES
-    return _TILES if arch >= _WARPGROUP_ARCH else _OLDER_TILES
+    return _TILES if family_of(arch) == "sm90" else _TILES_BY_WARP
 
 
 def _constants(sizes: TokenTile, form: QuantForm, group: int, num_inputs: int, pair: int) -> dict[str, int | bool]:

@@ -4,8 +4,8 @@
     shortlist   the costs of those bins are gathered, in no order, and the masses of all better bins added up
     threshold   bisection over the gathered costs, snapped to costs that occur, until one is left
 
-A flat row has tens of thousands of tokens up to the threshold, but only about a thousand are gathered: those that
-weigh as much as the histogram's rounding, a 32nd of what is left out, and those of one bin.
+A flat row has tens of thousands of tokens up to the threshold, but only about a thousand are gathered: those that weigh
+as much as the histogram's rounding, a 32nd of what is left out (an 8th from a cost of 8 on), and those of one bin.
 
 Semantics as in `engine.sampler.truncate`: tokens of equal cost stay or go together; top-k, then top-p
 over what it left, then min-p. Counts and masses are integers, so the order does not matter.
@@ -44,7 +44,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
 @triton.jit
 def bin_of(cost):
     """Exact: a bin's edges are multiples of 1/32."""
-    return tl.where(cost < 8.0, cost * 32.0, cost * 8.0 + 192.0).to(tl.int32)
+    return tl.where(cost < 8.0, cost * 32.0, (cost - 8.0) * 8.0 + 256.0).to(tl.int32)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ def test_steps_are_as_large_as_they_become():
     draws = [[sample.params.temperature for sample in step.seqs[0].samples] for step in steps]
     assert draws == [[], [0.0], [0.0], *[[], [0.0]] * 4, [0.0], [0.0], [1.0], [1.0]]
     assert sum(len(step.copies) for step in steps) == 1
-    assert sum(seq.scored is not None for step in steps for seq in step.seqs) == 1
+    assert sum(seq.scored is not None for step in steps for seq in step.seqs) == 5
 
 
 @pytest.mark.parametrize("context_tokens", [40, 300, 514, 1026, 5000])

@@ -213,8 +213,8 @@ def test_streams_are_not_spared_at_the_cost_of_as_many_others(worker: View, stre
 @pytest.mark.parametrize(
     ("changes", "prefill"),
     [
-        ({}, "other"),  # 70 s there; 10 s here, where a step may take 0.5
-        ({"tokens": 800}, None),  # no more than 18 steps
+        ({}, "other"),  # 70 s there; 10 s here, where a step may take 0.3
+        ({"tokens": 800}, None),  # no more than 30 steps
         ({"queued": 7200}, None),  # 82 s
         ({"streams": 1}, None),  # it would be computed beside streams there
         ({"held": 100}, None),  # and here is less to do
@@ -236,7 +236,7 @@ def test_of_two_workers_that_lend_each_other_cores_the_one_that_does_not_decode_
         **changes,
     }
     common = {"running_seqs": case["streams"], "rate": case["rate"]}
-    here = worker(E, "here", core_group=case["groups"][0], step_objective_s=0.5, held=case["held"], **common)
+    here = worker(E, "here", core_group=case["groups"][0], step_objective_s=0.3, held=case["held"], **common)
     other = worker(E, "other", core_group=case["groups"][1], queued_prompt_tokens=case["queued"], **common)
     demand = Demand(num_tokens=case["tokens"], max_total_tokens=2000, num_prompt_tokens=case["tokens"])
     assert outcome([here, other], demand)[:2] == (prefill, "here")
