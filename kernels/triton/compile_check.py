@@ -37,7 +37,7 @@ SHARED_LIMIT_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
 """What one block may ask for, by architecture (CUDA programming guide, technical specifications)."""
 SPILL_LIMIT_BYTES = 128
 """Of one thread. So few are values that wait while a loop runs: the fastest prefill on an H100 has 24 bytes of them
-(bench/LOG.md), INT4 products on sm_86 have 104."""
+(bench/LOG.md), INT4 products on sm_86 have 96."""
 _REGISTERS_PER_BLOCK = 65536
 _WARP_THREADS = 32
 _REGISTER_UNIT = 8

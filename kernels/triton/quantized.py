@@ -109,11 +109,10 @@ class QuantizedLinear:
     @classmethod
     def of(cls, weight: QuantizedWeight, bias: torch.Tensor | None) -> QuantizedLinear:
         """For a weight that `can_keep` takes."""
-        is_int4 = weight.form is QuantForm.INT4
-        pair = _pair(weight) if is_int4 else 0
-        values = _paired(weight.values, pair) if is_int4 else weight.values.view(torch.int8)
-        offsets = weight.offsets
-        if is_int4:
+        values, offsets, pair = weight.values.view(torch.int8), weight.offsets, 0
+        if weight.form is QuantForm.INT4:
+            pair = _pair(weight)
+            values = _paired(weight.values, pair)
             offsets = None if weight.is_symmetric else 8 * weight.scales + (0 if offsets is None else offsets)
         sizes = weight.num_inputs, weight.group, pair
         return cls(values, weight.scales, offsets, bias, weight.form, *sizes, weight.dtype)
