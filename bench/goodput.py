@@ -3,8 +3,10 @@
 Three loads (`bench.goodput_loads`) arrive as Poisson processes. First each server gets some requests of each load one
 at a time: the objectives are 8 times the best server's median time to first token, and 3 times the best server's 95th
 percentile of a request's gaps between messages. Goodput is the highest rate at which at least 90 % of the requests meet
-both, by a bounded search (`bench.goodput_search`). All servers are up and take turns, trial by trial; vLLM's processes
-are stopped while they have no turn. Client and servers share the cores; the client's share of one is recorded.
+both, by a bounded search (`bench.goodput_search`). A trial lasts a minute at least (without `--quick`, three): in the
+same 40 requests one server differs from another by chance. All servers are up and take turns, trial by trial; vLLM's
+processes are stopped while they have no turn. Client and servers share the cores; the client's share of one is
+recorded.
 
 Then, with the same servers: 16 × (256 + 64) tokens at once, and a burst of long prompts beside streams that decode
 (`bench.interference`).
@@ -39,9 +41,9 @@ import torch
 import uvloop
 
 from bench import interference
-from bench.goodput_loads import LOADS, Load, arrivals
+from bench.goodput_loads import LOADS, Load, stretches
 from bench.goodput_page import bars, image_of, section
-from bench.goodput_search import Objectives, RateSearch
+from bench.goodput_search import FULL, QUICK, Effort, Objectives, RateSearch, num_stretches
 from bench.goodput_trial import Trial, Unloaded, measure_unloaded, objectives_of, run_trial
 from bench.interference import burst_shape
 from bench.machine import cpu_tier
@@ -75,34 +77,6 @@ ARRIVALS_SEED = 13
 _SETTLE_S = 0.3
 
 Document = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How thoroughly is measured."""
-
-    requests: int
-    """Of each trial."""
-    unloaded: int
-    """Requests alone, of each load on each server."""
-    ratio: float
-    """Between neighbouring rates."""
-    first_stride: int
-    """Steps of the grid between the first two trials."""
-    trials: int
-    """At most, for each search."""
-    rounds: int
-    """Of the parts without a search."""
-    leaves_early: bool
-    """Whether a trial ends as soon as it is lost."""
-    longest_s: float
-    """Until all requests of a trial have arrived: lower rates are not tried."""
-
-
-FULL = Effort(
-    requests=80, unloaded=9, ratio=1.1, first_stride=4, trials=9, rounds=3, leaves_early=False, longest_s=1200
-)
-QUICK = Effort(requests=40, unloaded=4, ratio=1.2, first_stride=2, trials=5, rounds=1, leaves_early=True, longest_s=300)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +207,8 @@ class Comparison:
 
     async def _trial(self, name: str, load: Load, rate_per_s: float, objectives: Objectives) -> Trial:
         effort = self._plan.effort
-        requests = arrivals(load, rate_per_s, effort.requests, self._plan.arrivals_seed)
+        count = num_stretches(rate_per_s, effort.requests, effort.least_s)
+        requests = stretches(load, rate_per_s, effort.requests, count, self._plan.arrivals_seed)
         async with self._turn(name) as client:
             trial = await run_trial(
                 client,

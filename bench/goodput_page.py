@@ -88,8 +88,8 @@ def section(results: Document) -> list[str]:
         f"between messages within {ITL_FACTOR:g} times the best server's unloaded figures. The {settings['shape']} "
         f"shape, random weights, vLLM in {settings['vllm_dtype']}; {settings['threads']} cores for server and client; "
         "servers take turns, "
-        f"{effort['requests']} requests a trial, rates in steps of {effort['ratio'] - 1:.0%}. Lengths are log-normal: "
-        "medians, and limits, in tokens.\n",
+        f"{effort['requests']} requests a trial{_for_at_least(effort)}, "
+        f"rates in steps of {effort['ratio'] - 1:.0%}. Lengths are log-normal: medians, and limits, in tokens.\n",
         *(f"{name}: `tandem serve {' '.join(options)}`\n" for name, options in settings["servers"].items()),
         *_loads(results),
         *served_section(results),
@@ -97,6 +97,11 @@ def section(results: Document) -> list[str]:
         "### The bars of goodput\n",
         bars_table(results["bars"]),
     ]
+
+
+def _for_at_least(effort: Document) -> str:
+    """As before trials were made of stretches, nothing."""
+    return f", and as many again until it lasts {effort['least_s']:g} s" if "least_s" in effort else ""
 
 
 def _loads(results: Document) -> list[str]:

@@ -57,9 +57,62 @@ class Outcome:
 FAILED = Outcome(math.inf, math.inf, failed=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How thoroughly is measured."""
+
+    requests: int
+    """Of each stretch of a trial."""
+    least_s: float
+    """A trial has as many stretches as arrive in this time: at high rates one is short, and tells little."""
+    unloaded: int
+    """Requests alone, of each load on each server."""
+    ratio: float
+    """Between neighbouring rates."""
+    first_stride: int
+    """Steps of the grid between the first two trials."""
+    trials: int
+    """At most, for each search."""
+    rounds: int
+    """Of the parts without a search."""
+    leaves_early: bool
+    """Whether a trial ends as soon as it is lost."""
+    longest_s: float
+    """Until all requests of a trial have arrived: lower rates are not tried."""
+
+
+FULL = Effort(
+    requests=80,
+    least_s=180,
+    unloaded=9,
+    ratio=1.1,
+    first_stride=4,
+    trials=9,
+    rounds=3,
+    leaves_early=False,
+    longest_s=1200,
+)
+QUICK = Effort(
+    requests=40,
+    least_s=60,
+    unloaded=4,
+    ratio=1.2,
+    first_stride=2,
+    trials=5,
+    rounds=3,
+    leaves_early=True,
+    longest_s=300,
+)
+
+
 def misses_allowed(num_requests: int) -> int:
     """Of so many requests, how many may miss."""
     return num_requests - math.ceil(num_requests * ATTAINMENT)
+
+
+def num_stretches(rate_per_s: float, requests: int, least_s: float) -> int:
+    """Of so many requests each, how many a trial needs to last `least_s`; at least one."""
+    return max(1, math.ceil(least_s * rate_per_s / requests))
 
 
 class RateSearch:

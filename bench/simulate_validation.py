@@ -22,8 +22,8 @@ import uvloop
 
 from bench import goodput
 from bench.calibrate import calibrate
-from bench.goodput_loads import LOADS, Arrival, Load, arrivals
-from bench.goodput_search import RateSearch
+from bench.goodput_loads import LOADS, Arrival, Load, arrivals, stretches
+from bench.goodput_search import QUICK, RateSearch, num_stretches
 from bench.goodput_trial import UNLOADED_LENGTHS_SEED
 from bench.markdown import table
 from bench.peers.model import PEER_SHAPES, write_checkpoint
@@ -94,7 +94,7 @@ def measure(
     `rates`: by load and server, instead of `rate_per_s`. `seed`: of the arrivals; None = those of `bench.goodput`.
     """
     cores = usable_cores()[:2]
-    effort = replace(goodput.QUICK, requests=requests, unloaded=_UNLOADED, trials=1, leaves_early=False)
+    effort = replace(QUICK, requests=requests, unloaded=_UNLOADED, trials=1, least_s=0.0, leaves_early=False)
     chosen = {name: goodput.SERVERS[name] for name in servers}
     arrivals_seed = goodput.ARRIVALS_SEED if seed is None else seed
     plan = goodput.Plan(SHAPE, cores, chosen, None, tuple(loads), effort, {}, rate_per_s, rates, arrivals_seed)
@@ -147,7 +147,7 @@ def compare(results: Document, measured_costs: Sequence[CostModel]) -> list[Row]
             for trial in found["trials"]:
                 if trial["ended"] < trial["requests"]:
                     continue  # it was left early: what it attained is not that of a whole trial
-                result = replay.trial(trial["rate_per_s"], trial["requests"])
+                result = replay.trial(trial["rate_per_s"], trial["requests"], effort["requests"])
                 rate = trial["rate_per_s"]
                 predicted = rate * result.attainment(slo)
                 ttft_s = (
@@ -211,14 +211,15 @@ class _Replay:
         """The same search as `bench.goodput`'s, from the same rate on: so it passes and fails at rates of that grid."""
         search = RateSearch(first_per_s, effort["ratio"], effort["first_stride"], effort["trials"])
         while (rate := search.next_per_s) is not None:
-            search.tell(passed=passes(self.trial(rate, effort["requests"]), slo))
+            requests = effort["requests"] * num_stretches(rate, effort["requests"], effort.get("least_s", 0.0))
+            search.tell(passed=passes(self.trial(rate, requests, effort["requests"]), slo))
         return search.passed_per_s or 0.0
 
-    def trial(self, rate_per_s: float, requests: int) -> Result:
+    def trial(self, rate_per_s: float, requests: int, stretch: int) -> Result:
         """After what the measured server had done before: its workers have learned what their steps take."""
         before = [*_warm_up(), *_alone(self.load, self.unloaded)]
         after_s = (len(before) + 1) * _APART_S
-        asks = _asks(arrivals(self.load, rate_per_s, requests, self.seed), after_s)
+        asks = _asks(stretches(self.load, rate_per_s, stretch, requests // stretch, self.seed), after_s)
         result = simulate(self.setup, [*before, *asks])
         return replace(result, outcomes=result.outcomes[len(before) :])
 

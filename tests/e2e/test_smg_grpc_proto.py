@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import random
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -161,8 +163,6 @@ def test_a_cancelled_call_frees_all_blocks(stub: Any, client: Client, num_cancel
     calls = [stub.Generate(request(**ENDLESS)) for _ in range(4)]
     for call in calls:
         next(call)
-
-    for call in calls:
         call.cancel()
 
     assert becomes_idle(client)
@@ -227,18 +227,36 @@ def test_the_server_is_healthy_and_says_how_it_stands(stub: Any) -> None:
     assert not info.is_paused
 
 
+@contextlib.contextmanager
+def one_at_a_time(stub: Any) -> Iterator[None]:
+    """A request runs, and the next one when it has ended, until the context is left."""
+    left = threading.Event()
+
+    def run() -> None:
+        while not left.is_set():
+            answer(stub, request(max_tokens=200, ignore_eos=True))
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        try:
+            yield
+        finally:
+            left.set()
+    running.result()
+
+
 def test_loads_follow_what_runs(stub: Any, client: Client) -> None:
     def load() -> Any:
         (only,) = stub.GetLoads(engine.GetLoadsRequest(dp_rank=0)).loads
         return only
 
-    assert (load().num_running_reqs, load().num_used_tokens) == (0, 0)
-    call = stub.Generate(request(**ENDLESS))
-    next(call)
+    def one_runs() -> bool:
+        now = load()
+        return now.num_running_reqs == now.num_total_reqs == 1 and 0 < now.token_usage < 1
 
-    assert load().num_running_reqs == load().num_total_reqs == 1
-    assert eventually(lambda: 0 < load().token_usage < 1)
-    call.cancel()
+    assert (load().num_running_reqs, load().num_used_tokens) == (0, 0)
+    with one_at_a_time(stub):
+        assert eventually(one_runs)
     assert becomes_idle(client)
     with pytest.raises(grpc.RpcError, match="no rank 3"):
         stub.GetLoads(engine.GetLoadsRequest(dp_rank=3))

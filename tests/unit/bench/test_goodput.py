@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from bench.goodput import FULL, QUICK, Plan, read_found, read_objectives, read_rates
+from bench.goodput import Plan, read_found, read_objectives, read_rates
 from bench.goodput_loads import LOADS, Arrival, arrivals
 from bench.goodput_page import bars, section
-from bench.goodput_search import FAILED, Objectives, Outcome, RateSearch, misses_allowed
+from bench.goodput_search import FAILED, FULL, QUICK, Objectives, Outcome, RateSearch, misses_allowed, num_stretches
 from bench.goodput_trial import UNLOADED_LENGTHS_SEED, Trial, Unloaded, measure_unloaded, objectives_of, run_trial
 from bench.peers.process import PeerError
 from bench.peers.served import AUTO, COLOCATED, DISAGGREGATED, VLLM_SERVER
@@ -52,6 +52,12 @@ def test_the_search_ends_where_a_trial_would_be_too_slow() -> None:
     search = RateSearch(1.0, ratio=2.0, first_stride=1, max_trials=9, least_per_s=0.3)
     assert search_until_done(0.01, search) == [1.0, 0.5]
     assert (search.passed_per_s, search.failed_per_s) == (None, 0.5)
+
+
+def test_a_trial_at_a_high_rate_has_as_many_requests_as_arrive_in_its_least_time() -> None:
+    assert num_stretches(0.3, 40, least_s=60.0) == 1
+    assert num_stretches(1.6, 40, least_s=60.0) == 3
+    assert num_stretches(1.6, 40, least_s=0.0) == 1
 
 
 def test_an_outcome_counts_from_the_time_at_which_the_request_was_due() -> None:
