@@ -36,6 +36,8 @@ WARM_UP_PROMPTS = (*[32] * 16, 1024)
 """Tokens of those that warm a server up, all at once."""
 WARM_UP_OUTPUT = 8
 """Tokens of each answer then."""
+KV_MEMORY = "2GiB"
+"""Of each of Tandem's workers: all servers are up at once, and by default each would count on all memory that is free."""
 _READY_TIMEOUT_S = 60.0
 _SETTLE_S = 0.3
 
@@ -94,7 +96,7 @@ async def warm_up(client: StreamClient, vocab_size: int) -> None:
 async def tandem_turns(model: Path, options: Sequence[str]) -> AsyncIterator[Turn]:
     """`tandem serve` until the block ends. Raises RuntimeError if it does not get ready."""
     with contextlib.ExitStack() as stack:
-        cluster = await asyncio.to_thread(stack.enter_context, serve(str(model), *options))
+        cluster = await asyncio.to_thread(stack.enter_context, serve(str(model), "--kv-memory", KV_MEMORY, *options))
         async with AsyncClient(cluster.target) as client:
             await client.wait_ready(timeout_s=_READY_TIMEOUT_S)
 
