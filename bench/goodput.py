@@ -3,10 +3,10 @@
 Three loads (`bench.goodput_loads`) arrive as Poisson processes. First each server gets some requests of each load one
 at a time: the objectives are 8 times the best server's median time to first token, and 3 times the best server's 95th
 percentile of a request's gaps between messages. Goodput is the highest rate at which at least 90 % of the requests meet
-both, by a bounded search (`bench.goodput_search`). A trial lasts a minute at least (without `--quick`, three): in the
-same 40 requests one server differs from another by chance. All servers are up and take turns, trial by trial; vLLM's
-processes are stopped while they have no turn. Client and servers share the cores; the client's share of one is
-recorded.
+both, by a bounded search (`bench.goodput_search`). A trial lasts a minute at least (without `--quick`, three), and one
+that is won or lost closely goes on as long again: of 40 requests chance decides. All servers are up and take turns,
+trial by trial; vLLM's processes are stopped while they have no turn. Client and servers share the cores; the client's
+share of one is recorded.
 
 Then, with the same servers: 16 × (256 + 64) tokens at once, and a burst of long prompts beside streams that decode
 (`bench.interference`).
@@ -206,11 +206,21 @@ class Comparison:
         return found
 
     async def _trial(self, name: str, load: Load, rate_per_s: float, objectives: Objectives) -> Trial:
+        effort, seed = self._plan.effort, self._plan.arrivals_seed
+        trial = await self._arrivals(name, load, rate_per_s, objectives, seed)
+        if trial.is_close(effort.close):
+            more = await self._arrivals(name, load, rate_per_s, objectives, seed + trial.requests // effort.requests)
+            trial = trial.and_then(more)
+        _say(f"{load.name}: {name}: {_rounded(trial.document())}")
+        return trial
+
+    async def _arrivals(self, name: str, load: Load, rate_per_s: float, objectives: Objectives, seed: int) -> Trial:
+        """Whole stretches, of this seed and those after it."""
         effort = self._plan.effort
         count = num_stretches(rate_per_s, effort.requests, effort.least_s)
-        requests = stretches(load, rate_per_s, effort.requests, count, self._plan.arrivals_seed)
+        requests = stretches(load, rate_per_s, effort.requests, count, seed)
         async with self._turn(name) as client:
-            trial = await run_trial(
+            return await run_trial(
                 client,
                 requests,
                 rate_per_s,
@@ -218,9 +228,8 @@ class Comparison:
                 self._plan.vocab_size,
                 next(self._seeds),
                 leaves_early=effort.leaves_early,
+                close=effort.close,
             )
-        _say(f"{load.name}: {name}: {_rounded(trial.document())}")
-        return trial
 
     @contextlib.asynccontextmanager
     async def _turn(self, name: str) -> AsyncIterator[StreamClient]:
@@ -296,7 +305,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         os.sched_setaffinity(0, cores)
     effort = QUICK if args.quick else FULL
     if args.once:
-        effort = replace(effort, trials=1, leaves_early=False)
+        effort = replace(effort, trials=1, leaves_early=False, close=0.0)
     known = {**SERVERS, **{name: shlex.split(options) for name, options in args.variant}}
     chosen = args.servers or [*known, *([VLLM_SERVER] if args.vllm_python else [])]
     return Plan(

@@ -100,8 +100,11 @@ def section(results: Document) -> list[str]:
 
 
 def _for_at_least(effort: Document) -> str:
-    """As before trials were made of stretches, nothing."""
-    return f", and as many again until it lasts {effort['least_s']:g} s" if "least_s" in effort else ""
+    """Nothing before trials were made of stretches."""
+    if "least_s" not in effort:
+        return ""
+    again = ", and as long again where that is close" if effort.get("close") else ""
+    return f", and as many again until it lasts {effort['least_s']:g} s{again}"
 
 
 def _loads(results: Document) -> list[str]:

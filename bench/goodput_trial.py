@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bench.goodput_loads import Arrival, Load, arrivals
 from bench.goodput_search import (
+    ATTAINMENT,
     FAILED,
     ITL_FACTOR,
     TTFT_FACTOR,
@@ -50,6 +52,24 @@ class Trial:
     def passed(self) -> bool:
         """Whether enough of all requests did."""
         return self.requests - self.attained <= misses_allowed(self.requests)
+
+    def is_close(self, close: float) -> bool:
+        """Whether it ended, and attained so much more than it must or less, or between these."""
+        missed = self.requests - self.attained
+        least = self.requests - math.floor(self.requests * (ATTAINMENT + close))
+        return len(self.outcomes) == self.requests and least <= missed <= misses_allowed(self.requests, close)
+
+    def and_then(self, more: Trial) -> Trial:
+        """Both as one."""
+        seconds = self.seconds + more.seconds
+        client_s = self.client_cpu_share * self.seconds + more.client_cpu_share * more.seconds
+        return replace(
+            self,
+            requests=self.requests + more.requests,
+            outcomes=self.outcomes + more.outcomes,
+            client_cpu_share=client_s / seconds,
+            seconds=seconds,
+        )
 
     def document(self) -> dict[str, Any]:
         """For the record; of a trial that was left early, `attainment` is that of the requests that ended."""
@@ -116,13 +136,14 @@ async def run_trial(
     seed: int,
     *,
     leaves_early: bool,
+    close: float = 0.0,
 ) -> Trial:
-    """Sends `requests`; with `leaves_early` only until it is lost.
+    """Sends `requests`; with `leaves_early` only until it is lost, and not closely.
 
     Raises what the client raises if no request ends well. `seed` makes the prompts' tokens: another one for each
     trial, or a prefix cache knows them.
     """
-    running = _Running(client, objectives, misses_allowed(len(requests)) if leaves_early else len(requests))
+    running = _Running(client, objectives, misses_allowed(len(requests), close) if leaves_early else len(requests))
     prompts = _prompts(requests, vocab_size, seed)
     began_s, cpu_s = time.perf_counter(), time.process_time()
     await running.send_all(requests, prompts)

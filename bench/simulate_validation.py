@@ -94,7 +94,7 @@ def measure(
     `rates`: by load and server, instead of `rate_per_s`. `seed`: of the arrivals; None = those of `bench.goodput`.
     """
     cores = usable_cores()[:2]
-    effort = replace(QUICK, requests=requests, unloaded=_UNLOADED, trials=1, least_s=0.0, leaves_early=False)
+    effort = replace(QUICK, requests=requests, unloaded=_UNLOADED, trials=1, least_s=0.0, close=0.0, leaves_early=False)
     chosen = {name: goodput.SERVERS[name] for name in servers}
     arrivals_seed = goodput.ARRIVALS_SEED if seed is None else seed
     plan = goodput.Plan(SHAPE, cores, chosen, None, tuple(loads), effort, {}, rate_per_s, rates, arrivals_seed)

@@ -37,7 +37,7 @@ WARM_UP_PROMPTS = (*[32] * 16, 1024)
 WARM_UP_OUTPUT = 8
 """Tokens of each answer then."""
 KV_MEMORY = "2GiB"
-"""Of each of Tandem's workers: all servers are up at once, and by default each would count on all memory that is free."""
+"""Of each of Tandem's workers: all servers are up at once, and by default each counts on all memory that is free."""
 _READY_TIMEOUT_S = 60.0
 _SETTLE_S = 0.3
 

@@ -1,5 +1,8 @@
 // Attention over a paged KV cache: cuts a ragged batch into units and runs them on all members of a team.
 
+#include <unistd.h>
+
+#include "ahead.h"
 #include "attention_batch.h"
 #include "attention_decode.h"
 #include "attention_prefill.h"
@@ -30,6 +33,7 @@ struct Counts {
 
 // Good for every call with the same shape: the calls of one step's layers.
 struct Plan {
+  Pieces ahead;  // first, for those who know nothing else of a plan
   Unit* units;
   int64_t num_units;
   int32_t* pending;  // what `Decode` leaves as it was
@@ -104,17 +108,43 @@ int by_falling_cost(const void* a, const void* b) {
   return x > y ? -1 : x < y;
 }
 
+// Bytes of blocks that are fetched before a layer's attention begins: as many as the third cache keeps beside weights. A
+// virtual machine may name one that is ten times as large as it is.
+inline int64_t ahead_bytes() {
+  static const int64_t bytes = most(0, least(16 << 20, sysconf(_SC_LEVEL3_CACHE_SIZE) / 2));
+  return bytes;
+}
+
+// The blocks that decode units read first, in their order.
+template <typename K>
+void list_blocks(const AttendArgs& a, int64_t most_blocks, int64_t* offsets, Pieces* to) {
+  *to = {offsets, 0, 2 * a.side_stride * int64_t(sizeof(K))};
+  for (int64_t seq = 0; seq < a.num_seqs; ++seq) {
+    if (query_len(a, seq) != 1) continue;
+    const int32_t* table = a.block_tables + seq * a.table_stride;
+    const int64_t first = first_seen(a, a.seq_lens[seq] - 1) / a.block_size;
+    for (int64_t i = first; i * a.block_size < a.seq_lens[seq]; ++i) {
+      if (to->count == most_blocks) return;
+      offsets[to->count++] = table[i] * a.block_stride * int64_t(sizeof(K));
+    }
+  }
+}
+
 // Prefill units first, the longest ahead, so that the last to finish are short. The plan lies at the arena's begin.
 template <typename T>
 Plan* make_plan(const AttendArgs& a, int64_t threads, Arena& arena) {
   const Cut cut = choose_cut<T>(a, threads);
   const Counts counts = count_units(a, cut);
   Plan plan;
+  using K = typename KvForm<T>::Stored;
+  const int64_t most_blocks = ahead_bytes() / (2 * a.side_stride * int64_t(sizeof(K)));
+  int64_t* offsets = nullptr;
   plan.num_units = counts.prefill_units + counts.decode_units;
   const auto carve = [&](char* base) {
     Carver carver{base};
     Plan* self = carver.take<Plan>(1);
     plan.units = carver.take<Unit>(plan.num_units);
+    offsets = carver.take<int64_t>(most_blocks);
     plan.pending = carver.take<int32_t>(counts.split_seqs * a.num_kv_heads);
     plan.partials = carver.take<float>(counts.partials * Decode<T>::partial_size(a));
     if (base != nullptr) *self = plan;
@@ -122,6 +152,7 @@ Plan* make_plan(const AttendArgs& a, int64_t threads, Arena& arena) {
   };
   char* base = arena.reserve(carve(nullptr) - static_cast<char*>(nullptr));
   carve(base);
+  list_blocks<K>(a, most_blocks, offsets, &reinterpret_cast<Plan*>(base)->ahead);
   Unit* to = plan.units;
   for (int64_t seq = 0; seq < a.num_seqs; ++seq)
     if (query_len(a, seq) > 1) to = add_prefill(a, cut, seq, to);

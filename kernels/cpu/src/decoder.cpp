@@ -8,6 +8,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "ahead.h"
 #include "experts.h"
 #include "rotate_shape.h"
 #include "team.h"
@@ -29,7 +30,7 @@ struct Calls {
   void (*scale)(void* x, int64_t count, float factor);
   void (*add)(const void* x, void* residual, int64_t count);
   void (*multiply_units)(const Product* product, const void* x, int64_t x_stride, int64_t tokens, void* out,
-                         int64_t out_stride, int64_t first, int64_t last, int64_t same_x);
+                         int64_t out_stride, int64_t first, int64_t last, int64_t same_x, Ahead* ahead);
   void (*unpack_rows)(const Product* product, const int64_t* ids, int64_t count, void* out);
   void (*rotate_and_store)(void* qkv, void* kv, const RotateShape* shape, const HeadNorm* norm);
   const void* (*attend_plan)(const AttendShape* shape, int64_t slot);
@@ -157,6 +158,7 @@ class Work {
   Clock clock_;
   Rows at_, last_;  // of all tokens; of the wanted rows
   int64_t tokens_;  // of the phases to come
+  Ahead ahead_;     // what the next layer's attention reads
 
  public:
   Work(const Decoder& decoder, const Step& step, const void* const* plans, const Rows& at, const Rows& last,
@@ -182,6 +184,7 @@ class Work {
       const bool is_last = i + 1 == decoder_.num_layers;
       if (is_last && step_.num_rows == 0) return;
       attend(layer, kv_of(i));
+      look_ahead(i + 1);
       if (is_last && step_.num_rows < tokens_) keep_rows();
       multiply(kOutput, layer.output, at_.attended, decoder_.attended, at_.delta, decoder_.hidden);
       add_norm(layer.attention_post_norm, layer.mlp_norm, at_.normed);
@@ -264,7 +267,7 @@ class Work {
         const int64_t count = tokens_ - token < tile_tokens ? tokens_ - token : tile_tokens;
         calls_.multiply_units(product, static_cast<const char*>(x) + token * in * decoder_.element_bytes, in, count,
                               static_cast<char*>(out) + token * width * decoder_.element_bytes, width, begin, end,
-                              tile == packed);
+                              tile == packed, &ahead_);
         packed = tile;
         first += end - begin;
       }
@@ -281,7 +284,8 @@ class Work {
     char* to = aside.reserve(most * tokens_ * bytes);
     bool is_packed = false;
     const auto compute = [&](int64_t first, int64_t last) {
-      calls_.multiply_units(product, x, in, tokens_, to - first * bytes, (last - first) * columns, first, last, is_packed);
+      calls_.multiply_units(product, x, in, tokens_, to - first * bytes, (last - first) * columns, first, last, is_packed,
+                            &ahead_);
       is_packed = true;
     };
     const auto put = [&](int64_t first, int64_t last) {
@@ -313,6 +317,14 @@ class Work {
                         phases_.team(), phases_.phase());
     phases_.end();
     clock_.end();
+  }
+
+  // Products from now on fetch what this layer's attention reads.
+  void look_ahead(int64_t layer) {
+    ahead_ = {};
+    if (layer == decoder_.num_layers) return;
+    const Pieces& pieces = *static_cast<const Pieces*>(plans_[decoder_.layers[layer].attend_slot]);
+    ahead_ = {kv_of(layer), pieces, tandem_member(), phases_.team()->size, 0};
   }
 
   void mix(const Experts* experts, const char* x) {

@@ -82,8 +82,8 @@ TANDEM_EXPORT(void, tandem_product_units)(const Product* p, int64_t* units, int6
   }                                                                                                               \
   TANDEM_EXPORT(void, tandem_multiply_units_##suffix)                                                             \
   (const Product* p, const T* x, int64_t x_stride, int64_t tokens, T* out, int64_t out_stride, int64_t first,     \
-   int64_t last, int64_t same_x) {                                                                                \
-    multiply_units(*p, x, x_stride, tokens, out, out_stride, first, last, arena, -1, same_x != 0);                \
+   int64_t last, int64_t same_x, Ahead* ahead) {                                                                  \
+    multiply_units(*p, x, x_stride, tokens, out, out_stride, first, last, arena, -1, same_x != 0, ahead);         \
   }                                                                                                               \
   TANDEM_EXPORT(void, tandem_unpack_rows_##suffix)                                                                \
   (const Product* p, const int64_t* ids, int64_t count, T* out) {                                                 \

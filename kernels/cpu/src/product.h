@@ -23,11 +23,11 @@ TANDEM_INLINE int64_t product_unit_bytes(const Product& p) {
 // x [tokens, in] -> the columns of units first … last of out [tokens, out], rows so far apart. T is float, Bf16 or
 // Half, and a plain weight's type. Meanwhile may fetch the weights of as many units from
 // `soon` on, without it from `last` on. With `same_x`, the scratch is as a call with the same weight, x and tokens left
-// it: x need not be packed again.
+// it: x need not be packed again. Plain weights in vector registers: many tokens fetch of `ahead`, too.
 template <typename T>
 void multiply_units(const Product& p, const T* x, int64_t x_stride, int64_t tokens, T* out, int64_t out_stride,
                     int64_t first, int64_t last, Arena& scratch, [[maybe_unused]] int64_t soon = -1,
-                    bool same_x = false) {
+                    bool same_x = false, [[maybe_unused]] Ahead* ahead = nullptr) {
   if (product::is_quantized(p))
     return product::QuantizedPanels<T>(p).multiply(x, x_stride, tokens, out, out_stride, first, last, scratch,
                                                    same_x);
@@ -36,7 +36,7 @@ void multiply_units(const Product& p, const T* x, int64_t x_stride, int64_t toke
     return product::multiply_tiles(p, x, x_stride, tokens, out, out_stride, first, last, scratch,
                                    soon < 0 ? last : soon);
 #endif
-  product::Panels<T>(p).multiply(x, x_stride, tokens, out, out_stride, first, last, scratch, same_x);
+  product::Panels<T>(p, ahead).multiply(x, x_stride, tokens, out, out_stride, first, last, scratch, same_x);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "ahead.h"
 #include "gates.h"
 #include "product_weight.h"
 
@@ -25,6 +26,17 @@ constexpr int kMostTokens = 2, kMostSums = 8;
 
 // Bytes of weights that are fetched ahead, into the second cache: measured best from 1 to 64 tokens.
 constexpr int64_t kAhead = 8192;
+
+// What is fetched while weights are read: from `wanted` to `end`, 1 / 2^shift of what is read.
+struct Fetched {
+  const char *weights, *wanted, *end;
+  int shift;
+
+  TANDEM_INLINE void beside(const char* at) const {
+    const char* from = wanted + ((at - weights) >> shift);
+    __builtin_prefetch(from < end ? from : at, 0, 2);
+  }
+};
 constexpr int64_t kXBytes = 640 << 10;  // of packed activations at a time: they stay in the second cache
 
 // How T is multiplied: as float32, one input at a time; bfloat16 in pairs where the processor has that.
@@ -67,13 +79,12 @@ struct Dot<Bf16> {
 #endif
 
 // Adds to sums [Tokens] rows of [Blocks][kBlock], `row` apart: weights of `tiles` tiles, `step` bytes from each to the
-// next, by x [words][Tokens]. Fetches ahead, up to `end`.
+// next, by x [words][Tokens].
 template <typename T, int Tokens, int Blocks>
-void add_panel(const char* weights, int64_t step, int64_t tiles, const char* end, const typename Dot<T>::Word* x,
-               float* sums, int64_t row) {
+void add_panel(const char* weights, int64_t step, int64_t tiles, const Fetched& fetched,
+               const typename Dot<T>::Word* x, float* sums, int64_t row) {
   using D = Dot<T>;
   F32 sum[Tokens][Blocks][kVectors] = {};
-  const auto fetch = [end](const char* at) { __builtin_prefetch(at + kAhead < end ? at + kAhead : at, 0, 2); };
   const auto add_row = [&](int b, int k) {
 #pragma GCC unroll 2
     for (int part = 0; part < D::kParts; ++part) {
@@ -95,7 +106,7 @@ void add_panel(const char* weights, int64_t step, int64_t tiles, const char* end
     if constexpr (kInTurns) {
 #pragma GCC unroll 1
       for (int k = 0; k < kTileRows; ++k) {
-        fetch(weights + 2 * k * kRowBytes), fetch(weights + (2 * k + 1) * kRowBytes);
+        fetched.beside(weights + 2 * k * kRowBytes), fetched.beside(weights + (2 * k + 1) * kRowBytes);
         add_row(0, k), add_row(1, k);
       }
     } else {
@@ -103,7 +114,7 @@ void add_panel(const char* weights, int64_t step, int64_t tiles, const char* end
       for (int b = 0; b < Blocks; ++b)
 #pragma GCC unroll 1
         for (int k = 0; k < kTileRows; ++k) {
-          fetch(weights + b * kPackedTileBytes + k * kRowBytes);
+          fetched.beside(weights + b * kPackedTileBytes + k * kRowBytes);
           add_row(b, k);
         }
     }
@@ -119,15 +130,15 @@ void add_panel(const char* weights, int64_t step, int64_t tiles, const char* end
 }
 
 template <typename T, int Blocks, int Tokens = kMostTokens>
-TANDEM_INLINE void add_panels(int64_t tokens, const char* weights, int64_t tiles, const char* end,
+TANDEM_INLINE void add_panels(int64_t tokens, const char* weights, int64_t tiles, const Fetched& fetched,
                               const typename Dot<T>::Word* x, float* sums) {
   if (tokens == Tokens) {
     constexpr int kAtOnce = Blocks * Tokens * kVectors <= kMostSums ? Blocks : 1;
     for (int b = 0; b < Blocks; b += kAtOnce)
-      add_panel<T, Tokens, kAtOnce>(weights + b * kPackedTileBytes, Blocks * kPackedTileBytes, tiles, end, x,
+      add_panel<T, Tokens, kAtOnce>(weights + b * kPackedTileBytes, Blocks * kPackedTileBytes, tiles, fetched, x,
                                     sums + b * kBlock, 2 * kBlock);
   } else if constexpr (Tokens > 1) {
-    add_panels<T, Blocks, Tokens - 1>(tokens, weights, tiles, end, x, sums);
+    add_panels<T, Blocks, Tokens - 1>(tokens, weights, tiles, fetched, x, sums);
   }
 }
 
@@ -240,23 +251,38 @@ class Panels : TokenPanels<T> {
   using Base::begin_of, Base::groups_, Base::p_, Base::sums_, Base::tokens_, Base::words_, Base::x_;
   const int64_t tiles_;
   const char* end_ = nullptr;  // of this call's weights: what follows is another thread's
+  Ahead* const ahead_;         // or null
 
   // Sums of a unit of one or two blocks.
   template <int Blocks>
   void sum(const char* weights) {
     memset(sums_, 0, size_t(tokens_) * 2 * kBlock * sizeof(float));
-    for (int64_t t = 0; t < tiles_; t += Dot<T>::kChunk)
+    for (int64_t t = 0; t < tiles_; t += Dot<T>::kChunk) {
+      const char* from = weights + t * Blocks * kPackedTileBytes;
+      const int64_t tiles = least(Dot<T>::kChunk, tiles_ - t);
       for (int64_t group = 0; group < groups_; ++group) {
         const int64_t begin = begin_of(group), tokens = begin_of(group + 1) - begin;
         const auto* x = x_ + begin * words_ + t * kTileRows * Dot<T>::kParts * tokens;
-        add_panels<T, Blocks>(tokens, weights + t * Blocks * kPackedTileBytes, least(Dot<T>::kChunk, tiles_ - t), end_, x,
+        add_panels<T, Blocks>(tokens, from, tiles, fetched_by(group, from, tiles * Blocks * kPackedTileBytes), x,
                               sums_ + begin * 2 * kBlock);
       }
+    }
+  }
+
+  // The first group fetches weights, for all of them. The others together fetch half as much to two and a half times:
+  // what comes faster than memory gives it holds up the products. Where bfloat16 is not multiplied in pairs, attention is
+  // bound by arithmetic, and nothing is gained.
+  Fetched fetched_by(int64_t group, const char* weights, int64_t bytes) const {
+    const int shift = groups_ == 3 ? 0 : groups_ <= 6 ? 1 : groups_ <= 11 ? 2 : 3;
+    const char* end;
+    if (Dot<T>::kWordInputs == 2 && group > 0 && ahead_)
+      if (const char* wanted = ahead_->take(bytes >> shift, &end)) return {weights, wanted, end, shift};
+    return {weights, weights + kAhead, end_, 0};
   }
 
  public:
-  explicit Panels(const Product& p)
-      : Base(p, num_tiles<T>(p) * kTileInputs<T>, 0, kMostTokens), tiles_(num_tiles<T>(p)) {}
+  explicit Panels(const Product& p, Ahead* ahead)
+      : Base(p, num_tiles<T>(p) * kTileInputs<T>, 0, kMostTokens), tiles_(num_tiles<T>(p)), ahead_(ahead) {}
 
   void multiply(const T* x, int64_t x_stride, int64_t tokens, T* out, int64_t out_stride, int64_t first, int64_t last,
                 Arena& scratch, bool same_x) {

@@ -100,6 +100,19 @@ def test_a_trial_says_what_was_missed() -> None:
     assert document["ttft_ms"]["p50"] == pytest.approx(2000)
 
 
+@pytest.mark.parametrize(("misses", "close"), [(2, False), (3, True), (4, True), (5, True), (6, False)])
+def test_a_trial_won_or_lost_by_one_request_of_forty_is_close(misses: int, close: bool) -> None:
+    trial = trial_of([Outcome(0.5, 0.05)] * (40 - misses) + [Outcome(2.0, 0.05)] * misses)
+    assert trial.is_close(0.035) is close
+
+
+def test_two_trials_as_one_pass_by_all_of_their_requests() -> None:
+    good, lost = trial_of([Outcome(0.5, 0.05)] * 40), trial_of([Outcome(0.5, 0.05)] * 35 + [FAILED] * 5)
+    assert not lost.passed
+    assert lost.and_then(good).passed
+    assert lost.and_then(good).requests == len(lost.and_then(good).outcomes) == 80
+
+
 def test_objectives_are_multiples_of_the_best_servers_medians() -> None:
     quick, smooth = Unloaded([0.1, 0.2, 9.0], [0.05] * 3), Unloaded([0.3], [0.01])
     found = objectives_of([quick, smooth])
