@@ -140,11 +140,12 @@ def test_a_group_holds_the_prompt_once(client: Client) -> None:
     done = threading.Event()
     with ThreadPoolExecutor(1) as watcher:
         watching = watcher.submit(watch, done)
-        seen = eventually(one_was_seen, 30)
-        done.set()
+        try:
+            assert eventually(one_was_seen, 30), peaks
+        finally:
+            done.set()
         watching.result()
 
-    assert seen, peaks
     assert max(peaks) <= prompt_blocks + n * own_blocks
 
 
