@@ -248,7 +248,7 @@ async def test_a_peer_that_drips_bytes_is_cut_off_in_time(pki, tls_pair, offer, 
 
 async def test_only_so_many_may_shake_hands_at_a_time(pki, tls_pair, offer, recorder, monkeypatch):
     monkeypatch.setattr(receiver_module, "MAX_HANDSHAKES", 2)
-    slow = dataclasses.replace(QUICK, lease_s=20.0)
+    slow = dataclasses.replace(QUICK, lease_s=4.0)
     async with tls_pair(pki.server(pki.issue()), pki.caller(), timing=slow) as (receiver, sender, *_):
         loop = asyncio.get_running_loop()
         issued = offer(receiver, recorder)
