@@ -8,7 +8,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from bench.cluster import Cluster, becomes_idle, eventually, run_command, serve
 from bench.random_requests import MAX_PRIORITY, make_requests
 from bench.same_tokens import Answers, ask_cluster
-from tandem.client import Client
+from tandem.client import Client, Completion
 from tandem.cores import usable_cores
 from tandem.types import Role
 
@@ -99,9 +99,16 @@ def test_an_elastic_worker_killed_in_the_middle_changes_no_token() -> None:
         with ThreadPoolExecutor(len(requests)) as callers:
             calm = callers.map(lambda each: client.complete(**options, **each), requests)
             expected = [[choice.token_ids for choice in each.choices] for each in calm]
-            futures = [callers.submit(client.complete, **options, **each) for each in requests]
-            assert eventually(lambda: sum(w.load.running_seqs for w in client.status().workers) > 4, 20)
+            futures: list[Future[Completion]] = []
+
+            def many_run() -> bool:
+                if all(future.done() for future in futures):  # asked again: whoever looks may be late
+                    futures.extend(callers.submit(client.complete, **options, **each) for each in requests)
+                return sum(worker.load.running_seqs for worker in client.status().workers) > 4
+
+            assert eventually(many_run, 20)
             busiest = max(client.status().workers, key=lambda worker: worker.load.pool.live)
             os.kill(busiest.info.pid, signal.SIGKILL)
             completions = [future.result(timeout=120) for future in futures]
-        assert [[choice.token_ids for choice in each.choices] for each in completions] == expected
+        found = [[choice.token_ids for choice in each.choices] for each in completions]
+        assert found == expected * (len(found) // len(expected))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -81,7 +82,10 @@ def run(command: Command, place: Place) -> subprocess.CompletedProcess[str]:
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         output, errors = process.communicate(timeout=max_time_s)
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as cut:
+        if not cut.output:  # on a busy machine it may only be starting
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=10)
         process.terminate()
         output, errors = process.communicate()
     return subprocess.CompletedProcess(arguments, process.returncode, output, errors)

@@ -76,10 +76,10 @@ def test_a_completion_is_tandems_own(client: openai.OpenAI, cluster: Cluster) ->
 
 
 def test_a_streamed_chat_is_the_whole_one_in_pieces(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(messages=CHAT, max_tokens=16, **GREEDY)
+    whole = client.chat.completions.create(messages=CHAT, max_tokens=200, **GREEDY)
     chunks = list(
         client.chat.completions.create(
-            messages=CHAT, max_tokens=16, stream=True, stream_options={"include_usage": True}, **GREEDY
+            messages=CHAT, max_tokens=200, stream=True, stream_options={"include_usage": True}, **GREEDY
         )
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)

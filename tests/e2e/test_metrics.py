@@ -97,8 +97,14 @@ class Prometheus:
 
     def soon(self, query: str, number: int) -> list[dict[str, Any]]:
         """The vector, once it has so many samples."""
-        assert eventually(lambda: len(self.query(query)) == number, PROMETHEUS_TIMEOUT_S), (query, self.query(query))
-        return self.query(query)
+        found: list[dict[str, Any]] = []
+
+        def has_so_many() -> bool:
+            found[:] = self.query(query)
+            return len(found) == number
+
+        assert eventually(has_so_many, PROMETHEUS_TIMEOUT_S), (query, found)
+        return found
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -124,22 +124,29 @@ def test_a_stream_carries_every_choice_in_order_and_ends_once_with_the_usage(cli
 def test_a_group_holds_the_prompt_once(client: Client) -> None:
     """The pool's own accounting: prompt blocks once, and each choice's completion beside them."""
     n, num_prompt_tokens, max_tokens = 8, 640, 300
-    peaks = []
+    prompt_blocks, own_blocks = num_prompt_tokens // BLOCK_SIZE, -(-max_tokens // BLOCK_SIZE)
+    peaks = [0]
 
     def watch(done: threading.Event) -> None:
         while not done.wait(0.05):
             pools = [each.load.pool for each in client.status().workers if each.info.role is Role.DECODE]
             peaks.append(max(pool.live for pool in pools))
 
+    def one_was_seen() -> bool:
+        """One group at a time, until the watcher, who may be late, has looked while it ran."""
+        together(client, n, options(num_prompt_tokens, max_tokens))
+        return becomes_idle(client, 10) and max(peaks) > prompt_blocks
+
     done = threading.Event()
     with ThreadPoolExecutor(1) as watcher:
         watching = watcher.submit(watch, done)
-        together(client, n, options(num_prompt_tokens, max_tokens))
-        done.set()
+        try:
+            assert eventually(one_was_seen, 30), peaks
+        finally:
+            done.set()
         watching.result()
 
-    prompt_blocks, own_blocks = num_prompt_tokens // BLOCK_SIZE, -(-max_tokens // BLOCK_SIZE)
-    assert prompt_blocks < max(peaks) <= prompt_blocks + n * own_blocks
+    assert max(peaks) <= prompt_blocks + n * own_blocks
 
 
 def test_a_client_that_leaves_frees_every_choice(client: Client) -> None:
@@ -165,8 +172,8 @@ def test_a_pool_too_small_for_all_groups_changes_no_token() -> None:
             completions = [future.result(timeout=120) for future in futures]
 
         assert [[said(choice) for choice in each.choices] for each in completions] == expected
+        assert becomes_idle(client, 10), client.status()  # by newer heartbeats, which tell of preemptions, too
         assert sum(worker.load.preemptions for worker in client.status().workers) > 0
-        assert becomes_idle(client, 10), client.status()
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
@@ -178,14 +185,21 @@ def test_a_worker_killed_in_the_middle_changes_no_token(role: Role) -> None:
         assert eventually(lambda: len(client.status().workers) == 4, 30)
         expected = [[said(c) for c in each.choices] for each in at_once(client, requests, n=4)]
         with ThreadPoolExecutor(len(requests)) as callers:
-            futures = [callers.submit(client.complete, n=4, timeout_s=60, **each) for each in requests]
-            assert eventually(lambda: any(w.load.running_seqs > 4 for w in client.status().workers), 20)
+            futures: list[Future[Completion]] = []
+
+            def many_run() -> bool:
+                if all(future.done() for future in futures):  # asked again: whoever looks may be late
+                    futures.extend(callers.submit(client.complete, n=4, timeout_s=60, **each) for each in requests)
+                return any(worker.load.running_seqs > 4 for worker in client.status().workers)
+
+            assert eventually(many_run, 20)
             workers = [each for each in client.status().workers if each.info.role is role]
             busiest = max(workers, key=lambda worker: worker.load.pool.live)
             os.kill(busiest.info.pid, signal.SIGKILL)
             completions = [future.result(timeout=90) for future in futures]
 
-        assert [[said(choice) for choice in each.choices] for each in completions] == expected
+        found = [[said(choice) for choice in each.choices] for each in completions]
+        assert found == expected * (len(found) // len(expected))
 
 
 def test_what_cannot_fit_into_the_pool_is_refused_by_name() -> None:

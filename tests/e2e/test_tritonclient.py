@@ -220,14 +220,15 @@ def test_a_deadline_ends_the_request(server: triton.InferenceServerClient) -> No
 def test_a_streamed_text_is_what_inference_service_says(
     server: triton.InferenceServerClient, responses: Responses, client: Client, sampling: dict[str, Any]
 ) -> None:
-    server.async_stream_infer("demo", inputs(stream=True, **sampling), request_id="s")
+    long = sampling | {"max_tokens": 400}  # what waits while a process stands still comes in one part
+    server.async_stream_infer("demo", inputs(stream=True, **long), request_id="s")
 
     parts = []
     while not parts or not is_final(parts[-1]):
         parts.append(responses.next())
 
     assert len(parts) > 1
-    assert "".join(text_of(part) for part in parts) == client.complete(PROMPT, **sampling).text
+    assert "".join(text_of(part) for part in parts) == client.complete(PROMPT, **long).text
     assert [part.as_numpy("finish_reason")[0] for part in parts[:-1]] == [b""] * (len(parts) - 1)
     assert parts[-1].as_numpy("finish_reason")[0] in {b"stop", b"length"}
 

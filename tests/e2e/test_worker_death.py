@@ -88,12 +88,12 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 @contextmanager
-def calls_in_every_stage(client: Client, num_callers: int = NUM_CALLERS, num_begun: int = 3) -> Iterator[Outcomes]:
-    """Calls of so many; inside, so many have their first token, and the others prefill or wait."""
+def calls_in_every_stage(client: Client) -> Iterator[Outcomes]:
+    """Calls of all callers; inside, three have their first token, and the others prefill or wait."""
     begun = threading.Semaphore(0)
-    with ThreadPoolExecutor(num_callers) as callers:
-        futures = [callers.submit(call, client, caller, begun) for caller in range(num_callers)]
-        for _ in range(num_begun):
+    with ThreadPoolExecutor(NUM_CALLERS) as callers:
+        futures = [callers.submit(call, client, caller, begun) for caller in range(NUM_CALLERS)]
+        for _ in range(3):
             assert begun.acquire(timeout=30)
         yield lambda: [future.result(timeout=60) for future in futures]
 
@@ -175,14 +175,30 @@ def test_with_a_second_decode_worker_nobody_notices_that_one_was_killed(expected
     Without caches: prompts that a decode worker knows would all be with that one, and over before it is killed.
     """
     options = ("--prefill", "1", "--decode", "2", "--no-prefix-cache")
+    begun, moved = threading.Semaphore(0), threading.Event()
+
+    def keep_calling(caller: int) -> list[Outcome]:
+        """So that the kill meets calls under way, however late it comes."""
+        outcomes = [call(client, caller, begun)]
+        while not moved.is_set():
+            outcomes.append(call(client, caller, begun))
+        return outcomes
+
     with serve("demo", *options) as cluster, Client(cluster.target) as client:
         client.wait_ready(timeout_s=30)
         assert eventually(lambda: len(client.status().workers) == 3, 30)
-        with calls_in_every_stage(client, num_callers=8, num_begun=6) as outcomes:
-            workers = [worker for worker in client.status().workers if worker.info.role is Role.DECODE]
-            busiest = max(workers, key=lambda worker: worker.load.pool.live)
-            os.kill(busiest.info.pid, signal.SIGKILL)
+        with ThreadPoolExecutor(8) as callers:
+            calling = [callers.submit(keep_calling, caller) for caller in range(8)]
+            try:
+                for _ in range(6):
+                    assert begun.acquire(timeout=30)
+                workers = [worker for worker in client.status().workers if worker.info.role is Role.DECODE]
+                busiest = max(workers, key=lambda worker: worker.load.pool.live)
+                os.kill(busiest.info.pid, signal.SIGKILL)
+                assert eventually(lambda: any("moves to another pair" in line for line in cluster.log))
+            finally:
+                moved.set()
 
-        assert [outcome.error for outcome in outcomes()] == [None] * 8
-        assert [outcome.token_ids for outcome in outcomes()] == expected[:8]
-        assert any("moves to another pair" in line for line in cluster.log)
+        for caller, outcomes in enumerate(calling):
+            assert {outcome.error for outcome in outcomes.result()} == {None}
+            assert {outcome.token_ids for outcome in outcomes.result()} == {expected[caller]}

@@ -30,17 +30,20 @@ from tests.transports import PRINTS, TestPool, make_pool
 pytestmark = pytest.mark.skipif(obstacle() is not None, reason=f"cuda_ipc: {obstacle()}")
 
 TRANSPORT = "cuda_ipc"
-TIMING = Timing(lease_s=1.5, reply_s=2.0, stop_s=1.0)
+SILENT = Timing(lease_s=1.5, reply_s=2.0, stop_s=1.0)
+"""For a peer that is stopped."""
+PATIENT = Timing(lease_s=20.0, reply_s=20.0, stop_s=1.0)
+"""No silence is noticed: what else ends a hand-off is seen as such."""
 TARGET = BlockId(3)
 LAST_BYTE = PRINTS.layout.block_bytes - 1
 
 
-async def _push_one(pipe: Pipe, settings: dict[str, str]) -> None:
+async def _push_one(pipe: Pipe, settings: dict[str, str], timing: Timing) -> None:
     cuda, pool = standin(), make_pool(TRANSPORT)
     pool.blocks.fill_(FILL)
     for name, value in settings.items():
         cuda.set(name, value)
-    sender = KvSender(pool.memory, PRINTS, MonotonicClock(), TRANSPORT, timing=TIMING)
+    sender = KvSender(pool.memory, PRINTS, MonotonicClock(), TRANSPORT, timing=timing)
     ticket, endpoint = await heard(pipe)
     handoff = await sender.open(ticket, endpoint, PATIENCE_S)
     error = ""
@@ -56,16 +59,16 @@ async def _push_one(pipe: Pipe, settings: dict[str, str]) -> None:
     await heard(pipe)
 
 
-def _run(pipe: Pipe, settings: dict[str, str]) -> None:
-    asyncio.run(_push_one(pipe, settings))
+def _run(pipe: Pipe, settings: dict[str, str], timing: Timing) -> None:
+    asyncio.run(_push_one(pipe, settings, timing))
 
 
 class SendingPeer(Peer):
     """A process whose driver has `settings`, and that hands one block over."""
 
-    def __init__(self, settings: dict[str, str]) -> None:
+    def __init__(self, settings: dict[str, str], timing: Timing) -> None:
         self._pipe, theirs = kv_peer._CONTEXT.Pipe()
-        self._process = kv_peer._CONTEXT.Process(target=_run, args=(theirs, settings), daemon=True)
+        self._process = kv_peer._CONTEXT.Process(target=_run, args=(theirs, settings, timing), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -115,14 +118,14 @@ def release(hold: Path) -> None:
 
 
 @asynccontextmanager
-async def sending(**settings: object) -> AsyncIterator[Scene]:
+async def sending(timing: Timing = PATIENT, **settings: object) -> AsyncIterator[Scene]:
     pool, listener, peer = (
         make_pool(TRANSPORT),
         Listener(),
-        SendingPeer({name: str(value) for name, value in settings.items()}),
+        SendingPeer({name: str(value) for name, value in settings.items()}, timing),
     )
     pool.blocks.zero_()
-    receiver = KvReceiver(pool.memory, PRINTS, MonotonicClock(), (TRANSPORT,), "127.0.0.1", timing=TIMING)
+    receiver = KvReceiver(pool.memory, PRINTS, MonotonicClock(), (TRANSPORT,), "127.0.0.1", timing=timing)
     await receiver.start()
     try:
         offer = receiver.offer((BlockRef(TARGET, 7),), listener, PATIENCE_S)
@@ -143,7 +146,7 @@ async def test_a_sender_killed_in_the_middle_of_a_copy_frees_the_block_for_the_n
         assert scene.listener.calls == FAILED
         assert scene.pool.blocks[TARGET, LAST_BYTE] == 0
         source, later = make_pool(TRANSPORT), Listener()
-        sender = KvSender(source.memory, PRINTS, MonotonicClock(), TRANSPORT, timing=TIMING)
+        sender = KvSender(source.memory, PRINTS, MonotonicClock(), TRANSPORT, timing=PATIENT)
         offer = scene.receiver.offer((BlockRef(TARGET, 8),), later, PATIENCE_S)
         handoff = await sender.open(offer.ticket, offer.endpoint, PATIENCE_S)
         await handoff.push(0, (BlockId(5),))
@@ -171,7 +174,7 @@ async def test_blocks_withdrawn_in_the_middle_of_a_copy_wait_for_its_end(hold: P
 async def test_a_sender_that_stands_still_in_a_copy_keeps_the_block_until_it_lets_go_or_dies(
     hold: Path, wakes: bool
 ) -> None:
-    async with sending(HOLD=hold) as scene:
+    async with sending(SILENT, HOLD=hold) as scene:
         await scene.half_written()
         scene.peer.signal(signal.SIGSTOP)
         await scene.listener.until("failed")
@@ -203,7 +206,7 @@ async def test_a_process_without_descriptors_left_is_refused_and_harms_nobody() 
             await scene.peer.hear()
         assert scene.listener.calls == []
         source = make_pool(TRANSPORT)
-        sender = KvSender(source.memory, PRINTS, MonotonicClock(), TRANSPORT, timing=TIMING)
+        sender = KvSender(source.memory, PRINTS, MonotonicClock(), TRANSPORT, timing=PATIENT)
         handoff = await sender.open(scene.offer.ticket, scene.offer.endpoint, PATIENCE_S)
         await handoff.push(0, (BlockId(5),))
         await handoff.commit(b"")

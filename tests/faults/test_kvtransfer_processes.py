@@ -22,7 +22,10 @@ from tandem.kv_layout import DType, KvLayout
 from tests.nixl_param import NIXL, needs_nixl
 
 PRINTS = Fingerprints("model-a", KvLayout(2, 1, 4, 8, DType.BFLOAT16))
-TIMING = Timing(lease_s=1.0, reply_s=2.0, stop_s=0.5)
+SILENT = Timing(lease_s=1.0, reply_s=2.0, stop_s=0.5)
+"""For a peer that is stopped."""
+PATIENT = Timing(lease_s=20.0, reply_s=20.0, stop_s=0.5)
+"""No silence is noticed: what else ends a hand-off is seen as such."""
 PEER = Path(__file__).with_name("kv_peer_process.py")
 PATIENCE_S = 40.0
 TRANSPORTS = ["shm", "tcp", NIXL]
@@ -103,13 +106,13 @@ def memory():
 
 
 @asynccontextmanager
-async def caught_in_the_middle(memory, transport, role="send"):
+async def caught_in_the_middle(memory, transport, role="send", timing=PATIENT):
     """A receiver here, and a sender process that has written half of block 3."""
-    receiver = KvReceiver(memory, PRINTS, MonotonicClock(), (transport,), "127.0.0.1", timing=TIMING)
+    receiver = KvReceiver(memory, PRINTS, MonotonicClock(), (transport,), "127.0.0.1", timing=timing)
     await receiver.start()
     listener = Listener()
     try:
-        async with running(role, transport, "1.0") as peer:
+        async with running(role, transport, str(timing.lease_s)) as peer:
             offer = receiver.offer((BlockRef(3, 7), BlockRef(1, 7)), listener, 30.0)
             peer.tell(f"{offer.ticket.hex()} {offer.endpoint.hex()}")
             assert await peer.line() == "half written"
@@ -143,7 +146,7 @@ async def test_blocks_withdrawn_under_a_copying_process_wait_for_its_copy(memory
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_stopped_sender_is_lost_within_its_lease(memory, transport):
-    async with caught_in_the_middle(memory, transport) as (receiver, listener, peer, _):
+    async with caught_in_the_middle(memory, transport, timing=SILENT) as (receiver, listener, peer, _):
         peer.signal(signal.SIGSTOP)
         await listener.until("failed")
         assert isinstance(listener.error, PeerLost)
@@ -155,7 +158,7 @@ async def test_a_stopped_sender_is_lost_within_its_lease(memory, transport):
 
 
 async def test_a_stopped_sender_that_wakes_finishes_its_copy_and_lets_go(memory):
-    async with caught_in_the_middle(memory, "shm") as (receiver, listener, peer, _):
+    async with caught_in_the_middle(memory, "shm", timing=SILENT) as (receiver, listener, peer, _):
         peer.signal(signal.SIGSTOP)
         await listener.until("failed")
         peer.signal(signal.SIGCONT)
@@ -193,7 +196,7 @@ async def test_what_a_living_process_still_writes_over_nixl_goes_nowhere_once_it
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])  # over nixl it may have ended the sender's access by then
 async def test_receiver_stop_does_not_claim_that_a_stopped_sender_let_go(memory, transport):
-    async with caught_in_the_middle(memory, transport) as (receiver, listener, peer, _):
+    async with caught_in_the_middle(memory, transport, timing=SILENT) as (receiver, listener, peer, _):
         peer.signal(signal.SIGSTOP)
         await receiver.stop()
         assert "failed" in listener.calls
@@ -201,8 +204,8 @@ async def test_receiver_stop_does_not_claim_that_a_stopped_sender_let_go(memory,
 
 
 @asynccontextmanager
-async def sending_to(memory, transport):
-    sender = KvSender(memory, PRINTS, MonotonicClock(), transport, timing=TIMING)
+async def sending_to(memory, transport, timing):
+    sender = KvSender(memory, PRINTS, MonotonicClock(), transport, timing=timing)
     try:
         yield sender
     finally:
@@ -228,7 +231,7 @@ async def _open(sender, peer):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_receiver_killed_or_stopped_fails_the_sender_within_the_lease(memory, transport, number):
-    async with sending_to(memory, transport) as sender, running("receive", transport, "1.0") as peer:
+    async with sending_to(memory, transport, SILENT) as sender, running("receive", transport, "1.0") as peer:
         handoff = await _open(sender, peer)
         await handoff.push(0, (0,))
         peer.signal(number)
@@ -239,14 +242,14 @@ async def test_a_receiver_killed_or_stopped_fails_the_sender_within_the_lease(me
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_restarted_receiver_is_served_and_the_old_mapping_is_gone(memory, transport):
-    async with sending_to(memory, transport) as sender:
-        async with running("receive", transport, "1.0") as old:
+    async with sending_to(memory, transport, PATIENT) as sender:
+        async with running("receive", transport, "20.0") as old:
             lost = await _open(sender, old)
             old.signal(signal.SIGKILL)
             await old.process.wait()
             with pytest.raises(TransferError):
                 await lost.commit(b"")
-        async with running("receive", transport, "1.0") as new:
+        async with running("receive", transport, "20.0") as new:
             handoff = await _open(sender, new)
             assert _peer_mappings() == (1 if transport == "shm" else 0)
             await handoff.push(0, (0, 1))

@@ -103,7 +103,7 @@ async def test_a_failed_request_names_itself_and_the_stream_lives_on(cluster: An
     decode.hold("decode")
     stream = Stream(cluster)
 
-    await stream.write(infer("late", timeout=300_000))
+    await stream.write(infer("late", timeout=2_000_000))
     first = await stream.read()
     late = await stream.read()
     decode.let_go()

@@ -137,6 +137,6 @@ async def test_a_place_given_to_a_waiter_that_is_cancelled_goes_to_the_next(cloc
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)

@@ -89,8 +89,9 @@ async def publishing(
         async with asyncio.timeout(TIMEOUT_S):
             while not await subscriber.poll(10):  # a PUB socket does not say who has subscribed
                 events.cleared()
-        while await subscriber.poll(50):
-            await subscriber.recv_multipart()
+        events.removed([0])  # behind all that was told until it was heard
+        while (await read(subscriber))[1].events[-1]["type"] != "BlockRemoved":
+            pass
         yield events, subscriber
 
 

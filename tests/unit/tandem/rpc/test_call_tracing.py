@@ -161,7 +161,7 @@ async def test_a_cancelled_stream_is_told_as_cancelled_and_never_as_ok(bench: Be
 
 
 async def test_a_stream_past_its_deadline_is_told_as_that(bench: Bench) -> None:
-    call = bench.stub.Generate(inference_pb2.GenerateRequest(text="wait"), timeout=1.0)
+    call = bench.stub.Generate(inference_pb2.GenerateRequest(text="wait"), timeout=2.0)
     assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await bench.ended(GENERATE)
     attributes = bench.recorded.attributes(GENERATE)

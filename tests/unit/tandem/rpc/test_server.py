@@ -138,7 +138,7 @@ async def test_a_client_that_leaves_releases_the_handler_and_logs_no_error(
 async def test_a_deadline_releases_the_handler(serve: Serve) -> None:
     streaming = Streaming()
     _, channel = await serve(streaming.service)
-    call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest(), timeout=0.5)
+    call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest(), timeout=2.0)
 
     await asyncio.wait_for(streaming.released.wait(), TIMEOUT_S)
     assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED

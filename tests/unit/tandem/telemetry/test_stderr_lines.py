@@ -21,7 +21,7 @@ from tandem.telemetry.stderr_lines import flush_lines, lines_dropped
 configure_logging("router")
 for number in range(int(sys.argv[1])):
     get_logger("test").info("event", number=number)
-print(lines_dropped() if flush_lines(0.5) else f"more than {lines_dropped()}", flush=True)
+print(lines_dropped() if flush_lines(float(sys.argv[2])) else f"more than {lines_dropped()}", flush=True)
 """
 
 
@@ -95,9 +95,9 @@ def test_lost_lines_are_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"\ntandem_log_lines_dropped_total 7.0\n" in Metrics(Process.ROUTER, "demo").exposition()[0]
 
 
-def logs(num_lines: int, stderr: int) -> str:
+def logs(num_lines: int, stderr: int, patience_s: float = DEADLINE_S) -> str:
     """What a process that logs so many lines says of its losses; it must end in order."""
-    command = [sys.executable, "-c", LOGS, str(num_lines)]
+    command = [sys.executable, "-c", LOGS, str(num_lines), str(patience_s)]
     return subprocess.run(
         command, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=60, check=True
     ).stdout.strip()
@@ -119,7 +119,7 @@ def test_a_process_whose_reader_has_gone_goes_on() -> None:
 
 def test_a_process_that_nobody_reads_goes_on_and_ends() -> None:
     reader, writer = os.pipe()
-    lost = logs(60_000, writer).removeprefix("more than ")
+    lost = logs(60_000, writer, patience_s=0.5).removeprefix("more than ")
     assert int(lost) > 10_000
     os.close(reader)
     os.close(writer)
