@@ -115,10 +115,11 @@ inline int64_t ahead_bytes() {
   return bytes;
 }
 
-// The blocks that decode units read first, in their order.
+// The blocks that decode units read first, in their order; none of quantised KV, whose attention is bound by arithmetic.
 template <typename K>
 void list_blocks(const AttendArgs& a, int64_t most_blocks, int64_t* offsets, Pieces* to) {
   *to = {offsets, 0, 2 * a.side_stride * int64_t(sizeof(K))};
+  if (kHasScales<K>) return;
   for (int64_t seq = 0; seq < a.num_seqs; ++seq) {
     if (query_len(a, seq) != 1) continue;
     const int32_t* table = a.block_tables + seq * a.table_stride;
