@@ -12,8 +12,8 @@ Then, with the same servers: 16 × (256 + 64) tokens at once, and a burst of lon
 (`bench.interference`).
 
 The whole takes hours on two cores. `--quick` has fewer requests, a coarser grid of rates and trials that end as soon
-as they are lost; `--rates-of FILE` begins each search at what an earlier run found, which saves trials. `--json FILE`
-keeps the results after each load, and `--resume FILE` goes on from there.
+as they are clearly lost; `--rates-of FILE` begins each search at what an earlier run found, which saves trials.
+`--json FILE` keeps the results after each load, and `--resume FILE` goes on from there.
 A part is chosen by `--servers` and `--loads`; where the best server is left out, `--objectives FILE` takes the
 objectives of an earlier run. `--once` tells two forms apart at one rate, for changes too small for the searches: what
 misses is in the lines of the trials; a few requests more or fewer are noise. Both files are what `--json FILE` or

@@ -78,7 +78,7 @@ class Effort:
     rounds: int
     """Of the parts without a search."""
     leaves_early: bool
-    """Whether a trial ends as soon as it is lost."""
+    """Whether a trial ends as soon as it is lost, and not closely."""
     longest_s: float
     """Until all requests of a trial have arrived: lower rates are not tried."""
 
@@ -110,7 +110,7 @@ QUICK = Effort(
 
 
 def misses_allowed(num_requests: int, close: float = 0.0) -> int:
-    """Of so many requests, how many may miss; or how many more at most if it is lost closely."""
+    """Of so many requests, how many may miss; with `close`, how many miss at most where the trial is lost closely."""
     return num_requests - math.ceil(num_requests * (ATTAINMENT - close))
 
 
