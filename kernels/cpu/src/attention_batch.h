@@ -103,9 +103,6 @@ inline int64_t run_of(const AttendShape& a) {
 // Blocks whose rows stand in turn in this group; 1 if they do not.
 template <typename K>
 inline int64_t blocks_in_turn(const AttendShape& a, int64_t first, int64_t count) {
-#if defined(__AMX_BF16__)
-  if (kIsBf16<K>) return 1;  // tiles are of rows that follow each other
-#endif
   const bool even = count == kTokens && first % kTokens == 0 && kTokens % a.block_size == 0;
   return even && a.block_size % run_of<K>(a) == 0 ? kTokens / a.block_size : 1;
 }

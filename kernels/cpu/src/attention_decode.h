@@ -95,7 +95,7 @@ class Decode {
         group_(a.num_heads / a.num_kv_heads),
         partials_(partials),
         pending_(pending),
-        fetch_(a) {}
+        fetch_(a, has_sets() ? set_size() : 1) {}
 
   // Floats of one partial result.
   static int64_t partial_size(const AttendArgs& a) { return a.num_heads * (width_of(a) + kStats); }
@@ -112,7 +112,8 @@ class Decode {
       for (int64_t head = first_head(); head < end_head(); ++head) start_sink(head);
     for (int64_t first = unit.begin, count = 0; first < unit.end; first += count) {
       count = count_from(unit, first);
-      decode_rows(a_, unit.seq, first, count, rows_);
+      if (has_sets()) key_rows(a_, unit.seq, first, count, rows_);  // rows of a tile follow each other
+      else decode_rows(a_, unit.seq, first, count, rows_);
       for (int64_t t = count; t % kLanes; ++t) rows_[t] = rows_[count - 1];
       fetch_.owe(unit, count);
       if (has_sets())
@@ -242,14 +243,23 @@ class Decode {
         const F32 capped = tanh_of(load(scores + i) * (a_.scale / a_.soft_cap)) * a_.soft_cap;
         store(scores + i, load(scores + i) > kHiddenBelow ? capped : splat(kHidden));
       }
-    F32 highest = load(scores);
-    for (int64_t i = kLanes; i < size; i += kLanes) highest = max(load(scores + i), highest);
+    const F32 highest = highest_of(scores, size);
     const F32 before = load(maxima_ + head * kLanes);
     *top = max(before, highest_of_groups<kGroup>(highest) * factor());
     const F32 decay = exp2_of<kExact>(before - *top);
     *total = load(totals_ + head * kLanes) * decay;
     store(maxima_ + head * kLanes, *top);
     return decay;
+  }
+
+  // Lane by lane, of a multiple of kLanes. Four maxima: one alone would wait for itself.
+  static F32 highest_of(const float* scores, int64_t size) {
+    F32 highest[4] = {load(scores), load(scores), load(scores), load(scores)};
+    int64_t i = kLanes;
+    for (; i + 4 * kLanes <= size; i += 4 * kLanes)
+      for (int j = 0; j < 4; ++j) highest[j] = max(load(scores + i + j * kLanes), highest[j]);
+    for (; i < size; i += kLanes) highest[0] = max(load(scores + i), highest[0]);
+    return max(max(highest[0], highest[1]), max(highest[2], highest[3]));
   }
 
   // Where a head's maximum and total stand: at, at + step, … before end.

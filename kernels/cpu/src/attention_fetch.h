@@ -1,8 +1,12 @@
-// Memory that a thread reads next, brought into its second cache a few lines at a time.
+// Memory that a thread reads next, brought into its caches a few lines at a time.
 //
 // Spread over the work on what came before: a burst of fetches stops that work until it is served, and a long stretch
 // without any leaves the memory idle. So wherever keys or values are read, as many bytes are fetched, always as far
-// ahead as the first group, from one unit on into the next, and in the order in which they will be read.
+// ahead, from one unit on into the next, and in the order in which they will be read.
+//
+// As far ahead as a group of positions, and into the second cache. But tiles read a KV head's keys in a moment: on
+// their way from the second cache to the first these would wait behind the fetches, as both take the same buffers. So
+// for tiles all goes into the first cache at once, which holds that of two KV heads beside what is in use.
 
 #pragma once
 
@@ -13,32 +17,40 @@ namespace {
 // Of K, what the pool holds.
 template <typename K>
 class Fetch {
+#if defined(__AMX_BF16__)
+  static constexpr bool kNear = kIsBf16<K>;
+#else
+  static constexpr bool kNear = false;
+#endif
   const AttendArgs& a_;
   const int64_t run_, grain_bytes_;  // rows, and their bytes, that are fetched at once
+  const int64_t set_size_;           // KV heads of a set, whose keys are read before the first one's values
   const K** rows_ = nullptr;         // [kTokens] of KV head 0: of one group of positions
   int64_t next_ = 0, end_ = 0;       // of the rows: where to go on, and as far as is owed
   int64_t offset_ = 0;               // from there to the KV head and side under way
   const Unit *unit_ = nullptr, *then_ = nullptr;
   int64_t first_ = 0, num_ = 0;      // the group: positions of the unit
-  int64_t kv_head_ = 0, side_ = 0;
+  int64_t set_ = 0, kv_head_ = 0, side_ = 0;  // the set: its first KV head
   int64_t left_ = 0;                 // rows that may be fetched until `rest` returns, besides those before end_
   int64_t due_ = 0;                  // bytes that are to be fetched by now
 
  public:
-  explicit Fetch(const AttendArgs& a)
+  Fetch(const AttendArgs& a, int64_t set_size)
       : a_(a),
         run_(a.slot_stride == a.head_dim ? run_of<K>(a) : 1),
-        grain_bytes_(run_ * a.head_dim * int64_t(sizeof(K))) {}
+        grain_bytes_(run_ * a.head_dim * int64_t(sizeof(K))),
+        set_size_(set_size) {}
 
   // Takes its scratch, where it lay before.
   void carve(Carver& carver) { rows_ = carver.take<const K*>(kTokens); }
 
-  // Fetches the first group of a unit at once; what was to follow is forgotten.
+  // Fetches what a unit begins with at once; what was to follow is forgotten.
   void start(const Unit& unit) {
     left_ = 0;
     open(unit, unit.begin);
     end_ = next_;
-    owe(unit, num_);
+    if (kNear) left_ = 2 * num_;
+    else owe(unit, num_);
     rest();
   }
 
@@ -60,7 +72,7 @@ class Fetch {
         break;
       }
       const char* from = reinterpret_cast<const char*>(rows_[next_] + offset_);
-      for (int64_t i = 0; i < grain_bytes_; i += 64) __builtin_prefetch(from + i, 0, 2);
+      for (int64_t i = 0; i < grain_bytes_; i += 64) __builtin_prefetch(from + i, 0, kNear ? 3 : 2);
       next_ += run_;
     }
     due_ = due;
@@ -80,8 +92,10 @@ class Fetch {
   }
 
   bool open_next() {
-    if (side_ == 0) return open(kv_head_, 1), true;
-    if (kv_head_ + 1 < unit_->kv_head_end) return open(kv_head_ + 1, 0), true;
+    const int64_t set_end = least(set_ + set_size_, unit_->kv_head_end);
+    if (kv_head_ + 1 < set_end) return open(kv_head_ + 1, side_), true;
+    if (side_ == 0) return open(set_, 1), true;
+    if (set_end < unit_->kv_head_end) return open(set_ = set_end, 0), true;
     if (first_ + num_ < unit_->end) return open(*unit_, first_ + num_), true;
     if (then_ == nullptr) return false;
     const Unit* then = then_;
@@ -92,7 +106,7 @@ class Fetch {
   void open(const Unit& unit, int64_t first) {
     unit_ = &unit, first_ = first, num_ = count_from(unit, first);
     decode_rows(a_, unit.seq, first, num_, rows_);
-    open(unit.kv_head, 0);
+    open(set_ = unit.kv_head, 0);
   }
 
   void open(int64_t kv_head, int64_t side) {

@@ -48,12 +48,13 @@ F32 Decode<Form>::weigh_set(int64_t head, int64_t lead, int64_t count) {
   F32 top, total;
   const F32 decay = raise_maximum<16>(weights_, head, tokens * 16, &top, &total);
   for (int64_t t = 0; t < tokens; t += 16) {
-    F32 square[kLanes];
+    F32 square[kLanes], sums[4] = {};
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) {
       square[i] = weight_of(load(weights_ + (t + i) * 16), top);
-      total += square[i];
+      sums[i % 4] += square[i];
     }
+    total += (sums[0] + sums[1]) + (sums[2] + sums[3]);
     fetch_.beside(1024);
     transpose(square);
     float* to = reinterpret_cast<float*>(pairs_ + t * kPairRows);
