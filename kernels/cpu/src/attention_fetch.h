@@ -4,9 +4,8 @@
 // without any leaves the memory idle. So wherever keys or values are read, as many bytes are fetched, always as far
 // ahead, from one unit on into the next, and in the order in which they will be read.
 //
-// As far ahead as a group of positions, and into the second cache. But tiles read a KV head's keys in a moment: on
-// their way from the second cache to the first these would wait behind the fetches, as both take the same buffers. So
-// for tiles all goes into the first cache at once, which holds that of two KV heads beside what is in use.
+// As far ahead as a group of positions, and into the second cache. For tiles, if rows are short: what two KV heads have
+// of a side, into the first cache. That was faster with heads of 64 dims, and slower with 128, which fill that cache.
 
 #pragma once
 
@@ -18,12 +17,14 @@ namespace {
 template <typename K>
 class Fetch {
 #if defined(__AMX_BF16__)
-  static constexpr bool kNear = kIsBf16<K>;
+  static constexpr bool kMayBeNear = kIsBf16<K>;
 #else
-  static constexpr bool kNear = false;
+  static constexpr bool kMayBeNear = false;
 #endif
+  static constexpr int64_t kNearRowBytes = 128;  // at most
   const AttendArgs& a_;
   const int64_t run_, grain_bytes_;  // rows, and their bytes, that are fetched at once
+  const bool is_near_;               // into the first cache
   const int64_t set_size_;           // KV heads of a set, whose keys are read before the first one's values
   const K** rows_ = nullptr;         // [kTokens] of KV head 0: of one group of positions
   int64_t next_ = 0, end_ = 0;       // of the rows: where to go on, and as far as is owed
@@ -39,6 +40,7 @@ class Fetch {
       : a_(a),
         run_(a.slot_stride == a.head_dim ? run_of<K>(a) : 1),
         grain_bytes_(run_ * a.head_dim * int64_t(sizeof(K))),
+        is_near_(kMayBeNear && a.head_dim * int64_t(sizeof(K)) <= kNearRowBytes),
         set_size_(set_size) {}
 
   // Takes its scratch, where it lay before.
@@ -49,7 +51,7 @@ class Fetch {
     left_ = 0;
     open(unit, unit.begin);
     end_ = next_;
-    if (kNear) left_ = 2 * num_;
+    if (is_near_) left_ = 2 * num_;
     else owe(unit, num_);
     rest();
   }
@@ -72,7 +74,10 @@ class Fetch {
         break;
       }
       const char* from = reinterpret_cast<const char*>(rows_[next_] + offset_);
-      for (int64_t i = 0; i < grain_bytes_; i += 64) __builtin_prefetch(from + i, 0, kNear ? 3 : 2);
+      if (kMayBeNear && is_near_)
+        for (int64_t i = 0; i < grain_bytes_; i += 64) __builtin_prefetch(from + i, 0, 3);
+      else
+        for (int64_t i = 0; i < grain_bytes_; i += 64) __builtin_prefetch(from + i, 0, 2);
       next_ += run_;
     }
     due_ = due;
