@@ -34,7 +34,7 @@ PHASE_KINDS = (
     *("embed", "norm", "qkv", "rotate", "attend"),
     *("output", "gate_up", "down", "experts", "lm_head", "keep_rows"),
 )
-"""`PhaseKind` of `src/decoder.cpp`, in order."""
+"""`PhaseKind` of `src/phase_clock.h`, in order."""
 _FAULTS = {1: "token_ids", 2: "rows", 3: "slot_mapping"}
 
 

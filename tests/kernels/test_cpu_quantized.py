@@ -37,25 +37,29 @@ def operations(request):
     return CpuOperations(Library(request.param))
 
 
+_LARGEST = {QuantForm.FP8: 100, QuantForm.INT8: 128, QuantForm.INT4: 8}
+
+
+def _values(form, shape, generator):
+    """Of all sizes, `shape`, not packed."""
+    if form is QuantForm.FP8:
+        return (torch.randn(shape, generator=generator) * 60).to(torch.float8_e4m3fn)
+    if form is QuantForm.INT8:
+        return torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
+    return torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
+
+
 def _weight(form, shape, group, *, has_offsets, is_half, dtype, seed=0):
-    """Values of all sizes; every dequantised weight is about as large as 1 / sqrt(in)."""
+    """Every dequantised weight is about as large as 1 / sqrt(in)."""
     generator = torch.Generator().manual_seed(seed)
     outputs, inputs = shape
-    if form is QuantForm.FP8:
-        values = (torch.randn(shape, generator=generator) * 60).to(torch.float8_e4m3fn)
-        largest = 100
-    elif form is QuantForm.INT8:
-        values = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
-        largest = 128
-    else:
-        values = pack_int4(torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8))
-        largest = 8
-    scales = (torch.rand(outputs, inputs // group, generator=generator) + 0.5) / largest / inputs**0.5
+    values = _values(form, shape, generator)
+    scales = (torch.rand(outputs, inputs // group, generator=generator) + 0.5) / _LARGEST[form] / inputs**0.5
     scales = scales.half().float() if is_half else scales
     offsets = -8 * scales if form is QuantForm.INT4 else None
     if has_offsets:
         offsets = (offsets if offsets is not None else 0) + torch.randn(scales.shape, generator=generator) * scales
-    return QuantizedWeight(form, values, scales, offsets, dtype)
+    return QuantizedWeight(form, pack_int4(values) if form is QuantForm.INT4 else values, scales, offsets, dtype)
 
 
 def _normal(*shape, dtype, seed=1):
@@ -144,6 +148,28 @@ def test_a_token_has_the_same_bits_in_any_batch_and_with_any_threads(
                 assert torch.equal(linear(x[first:last]), whole[first:last])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("exponent", [0, -120])
+@pytest.mark.parametrize("form", QuantForm)
+def test_of_a_sum_that_is_zero_the_same_rounding_is_left_in_any_batch(operations, form, exponent):
+    """All bits of the sums show then. Activations near the least numbers, whose products are smaller yet, too."""
+    generator = torch.Generator().manual_seed(2)
+    half, order = _values(form, (40, 288), generator), torch.randperm(288, generator=generator)
+    values = torch.cat([half, half[:, order]], dim=1)
+    scales = torch.full((40, 576 // 32), 2.0**-exponent)
+    offsets = -8 * scales if form is QuantForm.INT4 else None
+    values = pack_int4(values) if form is QuantForm.INT4 else values
+    linear = operations.linear(QuantizedWeight(form, values, scales, offsets, torch.bfloat16), None)
+    x = _normal(70, 288, dtype=torch.bfloat16) * 2.0 ** torch.randint(
+        exponent - 9, exponent + 9, (70, 288), generator=generator
+    )
+    x = x.bfloat16()
+    x = torch.cat([x, -x[:, order]], dim=1)
+    whole = linear(x)
+    assert whole.count_nonzero() > whole.numel() / 2
+    for first, last in [(token, token + 1) for token in range(70)] + [(0, 2), (3, 19), (30, 62)]:
+        assert torch.equal(linear(x[first:last]), whole[first:last])
 
 
 @pytest.mark.parametrize(

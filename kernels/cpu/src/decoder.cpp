@@ -6,10 +6,10 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "ahead.h"
 #include "experts.h"
+#include "phase_clock.h"
 #include "rotate_shape.h"
 #include "team.h"
 
@@ -81,38 +81,6 @@ struct Step {
   int64_t* spent_ns;                         // null, or [kPhaseKinds][2]: what the calling thread takes is added
 };
 
-enum PhaseKind { kEmbed, kNorm, kQkv, kRotate, kAttend, kOutput, kGateUp, kDown, kExperts, kHead, kKeepRows };
-
-// Of the thread that called for the step; elsewhere it is off. At work in a phase: from its begin until no unit is left
-// to take. Waiting for it: from there until the next one begins.
-class Clock {
-  int64_t* spent_ns_;
-  int64_t since_ns_ = 0;
-  PhaseKind kind_ = kEmbed;
-
-  void note(int64_t is_waiting) {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    const int64_t now_ns = int64_t{now.tv_sec} * 1000000000 + now.tv_nsec;
-    if (since_ns_) spent_ns_[2 * kind_ + is_waiting] += now_ns - since_ns_;
-    since_ns_ = now_ns;
-  }
-
- public:
-  explicit Clock(int64_t* spent_ns) : spent_ns_(spent_ns) {}
-
-  // The next phase is of this kind. Waits for its begin.
-  void begin(PhaseKind kind, Phases* phases) {
-    if (spent_ns_ == nullptr) return;
-    phases->begin();
-    note(1);
-    kind_ = kind;
-  }
-
-  void end() {
-    if (spent_ns_) note(0);
-  }
-};
 thread_local bool is_caller = false;  // of the step under way
 
 constexpr int64_t kFewTokens = 4;  // of one unit of row work, at least

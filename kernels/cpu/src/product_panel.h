@@ -26,6 +26,7 @@ constexpr int kMostTokens = 2, kMostSums = 8;
 
 // Bytes of weights that are fetched ahead, into the second cache: measured best from 1 to 64 tokens.
 constexpr int64_t kAhead = 8192;
+constexpr int64_t kXBytes = 640 << 10;  // of packed activations at a time: they stay in the second cache
 
 // What is fetched while weights are read: from `wanted` to `end`, 1 / 2^shift of what is read.
 struct Fetched {
@@ -37,7 +38,6 @@ struct Fetched {
     __builtin_prefetch(from < end ? from : at, 0, 2);
   }
 };
-constexpr int64_t kXBytes = 640 << 10;  // of packed activations at a time: they stay in the second cache
 
 // How T is multiplied: as float32, one input at a time; bfloat16 in pairs where the processor has that.
 template <typename T>

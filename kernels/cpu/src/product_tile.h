@@ -32,46 +32,63 @@ struct Fetch {
   }
 };
 
-// Tiles 0 to 3 hold sums (tokens by outputs, 2 by 2), 4 and 5 up to 16 tokens each, 6 and 7 weights:
-// sums [Blocks][Outputs] tiles (Blocks, Outputs 1 or 2) of tokens x, rows `stride` apart, and packed weights, over
-// `count` inputs; adds to what is in sums, if `add`.
+// Tiles 0 to 3 hold sums (tokens by outputs, 2 by 2), 4 and 5 up to 16 tokens each, 6 and 7 weights. Blocks of tokens
+// and of outputs are 1 or 2 each; in memory sums are tiles [Blocks][Outputs].
+
 template <int Blocks, int Outputs>
-TANDEM_INLINE void multiply(const Bf16* x, int64_t stride, const uint32_t* packed, int64_t count, bool add,
-                            float* sums, Fetch& fetch) {
-  const Bf16* more_x = x + kTile * stride;
-  // The intrinsics don't tell the compiler that they read and write memory.
-  __asm__ volatile("" ::: "memory");
-  if (add) {
-    _tile_loadd(0, sums, 64);
-    if (Outputs > 1) _tile_loadd(1, sums + kTileWords, 64);
-    if (Blocks > 1) _tile_loadd(2, sums + Outputs * kTileWords, 64);
-    if (Blocks > 1 && Outputs > 1) _tile_loadd(3, sums + 3 * kTileWords, 64);
-  } else {
-    _tile_zero(0);
-    if (Outputs > 1) _tile_zero(1);
-    if (Blocks > 1) _tile_zero(2);
-    if (Blocks > 1 && Outputs > 1) _tile_zero(3);
-  }
-  for (int64_t k = 0; k < count; k += 2 * kTile) {
-    const uint32_t* tile = packed + k / 2 * kTile * Outputs;
-    _tile_loadd(4, x + k, stride * 2);
-    _tile_loadd(6, tile, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    if (Outputs > 1) {
-      _tile_loadd(7, tile + kTileWords, 64);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if (Blocks > 1) {
-      _tile_loadd(5, more_x + k, stride * 2);
-      _tile_dpbf16ps(2, 5, 6);
-      if (Outputs > 1) _tile_dpbf16ps(3, 5, 7);
-    }
-    fetch.some();
-  }
+TANDEM_INLINE void zero_sums() {
+  _tile_zero(0);
+  if (Outputs > 1) _tile_zero(1);
+  if (Blocks > 1) _tile_zero(2);
+  if (Blocks > 1 && Outputs > 1) _tile_zero(3);
+}
+
+template <int Blocks, int Outputs>
+TANDEM_INLINE void load_sums(const float* sums) {
+  _tile_loadd(0, sums, 64);
+  if (Outputs > 1) _tile_loadd(1, sums + kTileWords, 64);
+  if (Blocks > 1) _tile_loadd(2, sums + Outputs * kTileWords, 64);
+  if (Blocks > 1 && Outputs > 1) _tile_loadd(3, sums + 3 * kTileWords, 64);
+}
+
+template <int Blocks, int Outputs>
+TANDEM_INLINE void store_sums(float* sums) {
   _tile_stored(0, sums, 64);
   if (Outputs > 1) _tile_stored(1, sums + kTileWords, 64);
   if (Blocks > 1) _tile_stored(2, sums + Outputs * kTileWords, 64);
   if (Blocks > 1 && Outputs > 1) _tile_stored(3, sums + 3 * kTileWords, 64);
+}
+
+// Adds the products of 32 inputs: tokens x, rows `stride` apart, and the packed weights of each block of outputs.
+template <int Blocks, int Outputs>
+TANDEM_INLINE void add_product(const Bf16* x, int64_t stride, const uint32_t* packed) {
+  _tile_loadd(4, x, stride * 2);
+  _tile_loadd(6, packed, 64);
+  _tile_dpbf16ps(0, 4, 6);
+  if (Outputs > 1) {
+    _tile_loadd(7, packed + kTileWords, 64);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+  if (Blocks > 1) {
+    _tile_loadd(5, x + kTile * stride, stride * 2);
+    _tile_dpbf16ps(2, 5, 6);
+    if (Outputs > 1) _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+// sums of tokens x, rows `stride` apart, and packed weights, over `count` inputs; adds to what is in sums, if `add`.
+template <int Blocks, int Outputs>
+TANDEM_INLINE void multiply(const Bf16* x, int64_t stride, const uint32_t* packed, int64_t count, bool add,
+                            float* sums, Fetch& fetch) {
+  // The intrinsics don't tell the compiler that they read and write memory.
+  __asm__ volatile("" ::: "memory");
+  if (add) load_sums<Blocks, Outputs>(sums);
+  else zero_sums<Blocks, Outputs>();
+  for (int64_t k = 0; k < count; k += 2 * kTile) {
+    add_product<Blocks, Outputs>(x + k, stride, packed + k / 2 * kTile * Outputs);
+    fetch.some();
+  }
+  store_sums<Blocks, Outputs>(sums);
   __asm__ volatile("" ::: "memory");
 }
 

@@ -2,8 +2,11 @@
 //
 // A partial sum is made in tiles, over inputs of one scale, and then scaled in vector registers; so a token's result
 // is the same to the bit whatever tokens are with it. Up to 32 tokens: tiles are multiplied while the next ones are made.
+// One token: as tiles would, but in vector registers, with nothing stored between.
 
 #pragma once
+
+#include <type_traits>
 
 #include "product_tile.h"
 #include "quantized_stretches.h"
@@ -46,40 +49,20 @@ TANDEM_INLINE void add_scaled(const Stretches& at, const float* part, int64_t co
 
 // As add_tiles, of up to 16 tokens for each of `Blocks`.
 template <typename Q, int Blocks>
-void add_few_tiles(Stretches at, const Bf16* x, int64_t stride, int64_t tokens, float* sums) {
+__attribute__((noinline)) void add_few_tiles(Stretches at, const Bf16* x, int64_t stride, int64_t tokens, float* sums) {
   constexpr int64_t kRows = 2 * kTile / Q::kRowInputs;  // of a pair of tiles, one of each block
   alignas(64) char tiles[2][2 * kPackedTileBytes];
   alignas(64) float part[Blocks * 2 * kTileWords];
   const int64_t depth = at.rows / kRows, pairs = at.count * depth;
   const char* weights = at.weights;
   const auto multiply_pair = [&](int64_t pair, int64_t k) {
-    const char* packed = tiles[pair % 2];
     // The intrinsics don't tell the compiler that they read and write memory.
     __asm__ volatile("" ::: "memory");
-    if (k == 0) {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-    }
-    _tile_loadd(4, x, stride * 2);
-    _tile_loadd(6, packed, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, packed + kPackedTileBytes, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    if (Blocks > 1) {
-      _tile_loadd(5, x + kTile * stride, stride * 2);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+    if (k == 0) zero_sums<Blocks, 2>();
+    add_product<Blocks, 2>(x, stride, reinterpret_cast<const uint32_t*>(tiles[pair % 2]));
     x += 2 * kTile;
     if (k + 1 < depth) return;
-    _tile_stored(0, part, 64);
-    _tile_stored(1, part + kTileWords, 64);
-    if (Blocks > 1) {
-      _tile_stored(2, part + 2 * kTileWords, 64);
-      _tile_stored(3, part + 3 * kTileWords, 64);
-    }
+    store_sums<Blocks, 2>(part);
     __asm__ volatile("" ::: "memory");
     add_scaled<Q>(at, part, tokens, sums);
     at.step();
@@ -95,11 +78,51 @@ void add_few_tiles(Stretches at, const Bf16* x, int64_t stride, int64_t tokens, 
   tile_release();
 }
 
-// sums [tokens][kUnitOutputs] += the stretches' products by x [tokens, in], rows `stride` apart.
+// Input `i` of each word, as `pair` makes it.
 template <typename Q>
-void add_tiles(Stretches at, const Bf16* x, int64_t stride, int64_t tokens, float* sums) {
-  if (tokens <= kTile) return add_few_tiles<Q, 1>(at, x, stride, tokens, sums);
-  if (tokens <= 2 * kTile) return add_few_tiles<Q, 2>(at, x, stride, tokens, sums);
+TANDEM_INLINE F32 value_of(I32 words, int i) {
+  if constexpr (std::is_same_v<Q, Int8>) return Int8::value(words, i);  // the same in fewer instructions
+  const U32 pair = bit_cast<U32>(Q::template pair<true>(words, i / 2));
+  return bit_cast<F32>(i % 2 ? pair & 0xffff0000u : pair << 16);
+}
+
+// As add_tiles, of one token. A tile product adds up even and odd inputs of 32 apart, from zero, then both to its sum
+// (TDPBF16PS in Intel's manual); it takes denormals as zero, as vector registers do here.
+template <typename Q>
+__attribute__((noinline)) void add_token(Stretches at, const Bf16* x, float* sums) {
+  constexpr int kRows = 2 * kTile / Q::kRowInputs;
+  alignas(64) float inputs[2 * kTile];
+  F32 sum[2] = {};
+  const int64_t depth = at.rows / kRows;
+  for (int64_t k = 0; at.count; x += 2 * kTile) {
+    for (int i = 0; i < 2; ++i) store(inputs + i * kTile, load(x + i * kTile));
+    // From memory each is spread over a register at no cost, from registers at that of two instructions.
+    __asm__ volatile("" ::: "memory");
+    F32 part[2][2] = {};
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row, at.weights += kUnitRowBytes)
+#pragma GCC unroll 2
+      for (int b = 0; b < 2; ++b) {
+        __builtin_prefetch(at.weights + b * kRowBytes + kAhead, 0, 2);
+        const I32 words = bit_cast<I32>(_mm512_loadu_si512(at.weights + b * kRowBytes));
+#pragma GCC unroll 8
+        for (int i = 0; i < Q::kRowInputs; ++i)
+          part[b][i % 2] = fma(value_of<Q>(words, i), splat(inputs[row * Q::kRowInputs + i]), part[b][i % 2]);
+      }
+    for (int b = 0; b < 2; ++b) sum[b] += part[b][0] + part[b][1];
+    if (++k < depth) continue;
+    for (int b = 0; b < 2; ++b) {
+      float* to = sums + b * kBlock;
+      store(to, fma(sum[b], at.scale(b * kBlock) * Q::kUnit, load(to)));
+      sum[b] = F32{};
+    }
+    k = 0, --at.count, at.step();
+  }
+}
+
+// As add_tiles, of more than 32 tokens.
+template <typename Q>
+__attribute__((noinline)) void add_many_tiles(Stretches at, const Bf16* x, int64_t stride, int64_t tokens, float* sums) {
   alignas(64) char tiles[kMostTiledInputs / 32 * 2 * kPackedTileBytes];
   alignas(64) float part[4 * kTileWords];
   Fetch nothing = {nullptr, nullptr, 0};
@@ -118,6 +141,20 @@ void add_tiles(Stretches at, const Bf16* x, int64_t stride, int64_t tokens, floa
     }
   }
   tile_release();
+}
+
+// sums [tokens][kUnitOutputs] += the stretches' products by x [tokens, in], rows `stride` apart. Denormals are taken as
+// zero, in vector registers too.
+template <typename Q>
+void add_tiles(const Stretches& at, const Bf16* x, int64_t stride, int64_t tokens, float* sums) {
+  constexpr unsigned kNoDenormals = _MM_FLUSH_ZERO_ON | 0x40;
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before | kNoDenormals);
+  if (tokens == 1) add_token<Q>(at, x, sums);
+  else if (tokens <= kTile) add_few_tiles<Q, 1>(at, x, stride, tokens, sums);
+  else if (tokens <= 2 * kTile) add_few_tiles<Q, 2>(at, x, stride, tokens, sums);
+  else add_many_tiles<Q>(at, x, stride, tokens, sums);
+  _mm_setcsr(before);
 }
 
 }  // namespace product
