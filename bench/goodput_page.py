@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from bench.goodput_search import ATTAINMENT, ITL_FACTOR, TTFT_FACTOR
 from bench.markdown import table
+from bench.pace import LEAST as LEAST_PACE
 from bench.peers.bars import Bar, compare
 from bench.peers.page import bars_table, interference_section, served_section
 from bench.peers.served import AUTO, COLOCATED, TANDEM_SERVERS, VLLM_SERVER
@@ -120,7 +121,24 @@ def _loads(results: Document) -> list[str]:
         for row in _load_rows(name, results["settings"]["loads"][name], load)
     ]
     image = f"images/{image_of(results['settings']['tier']).name}"
-    return [f"![share of requests within both objectives against the rate]({image})\n", table(header, rows)]
+    return [
+        f"![share of requests within both objectives against the rate]({image})\n",
+        table(header, rows),
+        *_slow_machine(results["loads"].values()),
+    ]
+
+
+def _slow_machine(loads: Iterable[Document]) -> Iterator[str]:
+    """Nothing of records before `bench.pace`."""
+    trials = [trial for load in loads for each in load["servers"].values() for trial in each["trials"]]
+    paces = [trial["pace"] for trial in trials if "pace" in trial]
+    if paces:
+        redone = sum(trial.get("redone", 0) for trial in trials)
+        slow = sum(pace < LEAST_PACE for pace in paces)
+        yield (
+            f"Of {len(paces)} trials {redone} were done again: before or after them the machine was slower than "
+            f"{LEAST_PACE:g} of its median (`bench.pace`). Of those that count {slow} were so, too.\n"
+        )
 
 
 def _load_rows(name: str, shape: Document, load: Document) -> Iterator[tuple[str, ...]]:

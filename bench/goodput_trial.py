@@ -42,6 +42,10 @@ class Trial:
     client_cpu_share: float
     """Of one core: this process's time."""
     seconds: float
+    pace: float = 1.0
+    """Of the machine before or after it, whichever was slower; see `bench.pace`."""
+    redone: int = 0
+    """How often it was done before, on a machine that was too slow."""
 
     @property
     def attained(self) -> int:
@@ -87,6 +91,8 @@ class Trial:
             "itl_ms": _quantiles_ms([each.itl_s for each in good]),
             "client_cpu_share": self.client_cpu_share,
             "seconds": self.seconds,
+            "pace": self.pace,
+            "redone": self.redone,
         }
 
 

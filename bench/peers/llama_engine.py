@@ -25,6 +25,7 @@ _MICRO_BATCH_TOKENS = 512
 _STREAM_MULTIPLE = 256
 """Cells of a stream are rounded up to it."""
 _FLASH_ATTENTION = 1
+_AMX = "AMX_INT8"
 
 
 class LlamaEngine:
@@ -35,9 +36,11 @@ class LlamaEngine:
         self._llama: Any = importlib.import_module("llama_cpp")  # not in the environment that checks types
         self._threads = threads
         self._llama.llama_backend_init()
-        self._model = self._llama.llama_model_load_from_file(
-            str(path).encode(), self._llama.llama_model_default_params()
-        )
+        params = self._llama.llama_model_default_params()
+        if _AMX in self._features:
+            # Quantised weights in a form for AMX end the process: an illegal instruction, with llama-cpp-python 0.3.36.
+            params.use_extra_bufts = False
+        self._model = self._llama.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot read {path}")
         self._vocab_size: int = self._llama.llama_vocab_n_tokens(self._llama.llama_model_get_vocab(self._model))
@@ -45,15 +48,19 @@ class LlamaEngine:
     @property
     def facts(self) -> dict[str, str]:
         """Version, size of the weights, instructions that it was built for."""
-        features = self._llama.llama_print_system_info().decode()
         return {
             "llama-cpp-python": self._llama.__version__,
             "threads": str(self._threads),
             "weights_mb": f"{self._llama.llama_model_size(self._model) / 1e6:.0f}",
-            "features": " ".join(
-                part.split(" = ")[0].split(":")[-1].strip() for part in features.split("|") if "= 1" in part
-            ),
+            "features": " ".join(self._features),
+            **({"weights in forms of their own": "no, on AMX"} if _AMX in self._features else {}),
         }
+
+    @property
+    def _features(self) -> list[str]:
+        """What it was built for, such as AVX512."""
+        info = self._llama.llama_print_system_info().decode()
+        return [part.split(" = ")[0].split(":")[-1].strip() for part in info.split("|") if "= 1" in part]
 
     def run(self, job: Job) -> JobTimes:
         """Raises RuntimeError if llama.cpp fails."""

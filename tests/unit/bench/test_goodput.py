@@ -1,20 +1,23 @@
 import asyncio
+import contextlib
 import json
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.goodput import Plan, read_found, read_objectives, read_rates
+from bench.goodput import Comparison, Plan, read_found, read_objectives, read_rates
 from bench.goodput_loads import LOADS, Arrival, arrivals
 from bench.goodput_page import bars, section
 from bench.goodput_search import FAILED, FULL, QUICK, Objectives, Outcome, RateSearch, misses_allowed, num_stretches
 from bench.goodput_trial import UNLOADED_LENGTHS_SEED, Trial, Unloaded, measure_unloaded, objectives_of, run_trial
+from bench.pace import Pace
 from bench.peers.process import PeerError
 from bench.peers.served import AUTO, COLOCATED, DISAGGREGATED, VLLM_SERVER
-from bench.peers.streams import OnFirst, Prompt, Stream
+from bench.peers.streams import OnFirst, Prompt, Stream, StreamClient
 
 OBJECTIVES = Objectives(ttft_s=1.0, itl_s=0.1)
 
@@ -203,6 +206,44 @@ async def test_unloaded_requests_are_the_loads_own_and_as_long_for_every_server(
         each.prompt_tokens for each in arrivals(LOADS["mixed"], 1.0, 4, UNLOADED_LENGTHS_SEED)
     ]
     assert into.document() == {"ttft_ms": pytest.approx(200), **dict.fromkeys(("itl_ms", "gap_ms"), pytest.approx(10))}
+
+
+def test_the_pace_is_that_of_the_median_look() -> None:
+    taken_s = iter([0.2, 0.1, 0.2, 0.4])
+    pace = Pace(lambda: next(taken_s))
+    assert [pace.look() for _ in range(4)] == pytest.approx([1.0, 1.5, 1.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("paces", "tried", "counted"),
+    [
+        ([1.0, 1.0], 1, (1.0, 0)),
+        ([1.0, 0.5, 1.0, 1.0], 3, (1.0, 2)),  # the slow look is the first trial's last one and the next one's first
+        ([0.5, 1.0, 1.0], 2, (1.0, 1)),
+        ([0.5, 0.6, 0.5, 0.4], 3, (0.4, 2)),
+    ],
+)
+async def test_a_trial_on_a_machine_that_is_slow_is_done_again(
+    paces: list[float], tried: int, counted: tuple[float, int]
+) -> None:
+    server, looks = FakeServer(ttft_s=0.2), iter(paces)
+
+    class Paces(Pace):
+        def look(self) -> float:
+            return next(looks)
+
+    @contextlib.asynccontextmanager
+    async def turn() -> AsyncIterator[StreamClient]:
+        yield server
+
+    effort = replace(QUICK, requests=4, least_s=0.0, trials=1, longest_s=1e-3)
+    plan = Plan("smoke", (0,), {}, None, ("mixed",), effort, {"mixed": GENEROUS}, first_per_s=1e6)
+    results = await Comparison(plan, {AUTO: turn}, lambda _: None, Paces(lambda: 1.0)).run()
+    [trial] = results["loads"]["mixed"]["servers"][AUTO]["trials"]
+    assert (trial["pace"], trial["redone"]) == counted
+    assert len({prompt for prompt in server.prompts if prompt != (5, 6, 7, 8)}) == 4 * tried
+    assert f"Of 1 trials {counted[1]} were done again" in "\n".join(section(results))
+    assert next(looks, None) is None
 
 
 def record(goodput: dict[str, float | None]) -> dict[str, Any]:
