@@ -144,7 +144,7 @@ __attribute__((noinline)) void add_many_tiles(Stretches at, const Bf16* x, int64
 }
 
 // sums [tokens][kUnitOutputs] += the stretches' products by x [tokens, in], rows `stride` apart. Denormals are taken as
-// zero, in vector registers too.
+// zero, in vector registers too: while the functions that are called here run, which are not inlined for that.
 template <typename Q>
 void add_tiles(const Stretches& at, const Bf16* x, int64_t stride, int64_t tokens, float* sums) {
   constexpr unsigned kNoDenormals = _MM_FLUSH_ZERO_ON | 0x40;
