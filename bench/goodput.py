@@ -4,10 +4,10 @@ Three loads (`bench.goodput_loads`) arrive as Poisson processes. First each serv
 at a time: the objectives are 8 times the best server's median time to first token, and 3 times the best server's 95th
 percentile of a request's gaps between messages. Goodput is the highest rate at which at least 90 % of the requests meet
 both, by a bounded search (`bench.goodput_search`). A trial lasts a minute at least (without `--quick`, three), and one
-that is won or lost closely goes on as long again: of 40 requests chance decides. One before or after which the machine
-was much slower than usual (`bench.pace`) is done again. All servers are up and take turns, trial by trial; vLLM's
-processes are stopped while they have no turn. Client and servers share the cores; the client's share of one is
-recorded.
+that is won or lost closely goes on as long again: of 40 requests chance decides. A trial waits while the machine is
+much slower than usual (`bench.pace`), and is done again if it is so after it. All servers are up and take turns, trial
+by trial; vLLM's processes are stopped while they have no turn. Client and servers share the cores; the client's share
+of one is recorded.
 
 Then, with the same servers: 16 × (256 + 64) tokens at once, and a burst of long prompts beside streams that decode
 (`bench.interference`).
@@ -211,20 +211,16 @@ class Comparison:
         return found
 
     async def _trial(self, name: str, load: Load, rate_per_s: float, objectives: Objectives) -> Trial:
-        before = await self._look(name)
-        for redone in count():
+        for redone in range(_MOST_REDONE + 1):
+            async with self._turn(name):
+                before = await self._pace.wait()
             trial = await self._trial_once(name, load, rate_per_s, objectives)
-            after = await self._look(name)
-            trial = replace(trial, pace=min(before, after), redone=redone)
+            async with self._turn(name):
+                trial = replace(trial, pace=min(before, self._pace.look()), redone=redone)
             _say(f"{load.name}: {name}: {_rounded(trial.document())}")
-            if trial.pace >= LEAST_PACE or redone == _MOST_REDONE:
+            if trial.pace >= LEAST_PACE:
                 break
-            before = after
         return trial
-
-    async def _look(self, name: str) -> float:
-        async with self._turn(name):
-            return self._pace.look()
 
     async def _trial_once(self, name: str, load: Load, rate_per_s: float, objectives: Objectives) -> Trial:
         effort, seed = self._plan.effort, self._plan.arrivals_seed

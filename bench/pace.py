@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
+from bench.peers.job import peer_dtype
+from bench.timing import time_s
+
 LEAST = 0.7
 """A machine that is slower is not the one that the other figures of the run are from."""
+APART_S = 5.0
+_MOST_LOOKS = 12
 _READ_BYTES = 256 << 20
 _SIZE = 2048
-_REPEATS = 5
+_BUDGET_S = 0.05
 
 
 class Pace:
@@ -24,27 +29,24 @@ class Pace:
         self._taken_s: list[float] = []
 
     def look(self) -> float:
-        """1 = as fast as in the median of all looks so far; takes about 0.1 s."""
+        """1 = as fast as in the median of all looks so far."""
         taken_s = self._probe_s()
         self._taken_s.append(taken_s)
         return statistics.median(self._taken_s) / taken_s
 
+    async def wait(self) -> float:
+        """Looks every `APART_S` until the machine is not slow, a minute at most; returns the last look."""
+        for _ in range(_MOST_LOOKS - 1):
+            if (pace := self.look()) >= LEAST:
+                return pace
+            await asyncio.sleep(APART_S)
+        return self.look()
+
 
 def _torch_probe() -> Callable[[], float]:
-    """Memory that is read and a product: about as long each."""
+    """Memory that is read, and a product in the type that torch multiplies fast here."""
     memory = torch.ones(_READ_BYTES // 4)
-    left, right = (torch.randn(_SIZE, _SIZE).bfloat16() for _ in range(2))
-    work: tuple[Callable[[], object], ...] = (memory.sum, lambda: torch.mm(left, right))
-    for each in work:
-        each()
-
-    def probe_s() -> float:
-        return sum(statistics.median(_time_s(each) for _ in range(_REPEATS)) for each in work)
-
-    return probe_s
-
-
-def _time_s(work: Callable[[], object]) -> float:
-    began_s = time.perf_counter()
-    work()
-    return time.perf_counter() - began_s
+    dtype = getattr(torch, peer_dtype(torch.backends.cpu.get_cpu_capability()))
+    left, right = (torch.randn(_SIZE, _SIZE).to(dtype) for _ in range(2))
+    work = (memory.sum, lambda: torch.mm(left, right))
+    return lambda: sum(time_s([each], memory.device, _BUDGET_S) for each in work)

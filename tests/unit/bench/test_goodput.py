@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench import pace
 from bench.goodput import Comparison, Plan, read_found, read_objectives, read_rates
 from bench.goodput_loads import LOADS, Arrival, arrivals
 from bench.goodput_page import bars, section
@@ -210,22 +211,24 @@ async def test_unloaded_requests_are_the_loads_own_and_as_long_for_every_server(
 
 def test_the_pace_is_that_of_the_median_look() -> None:
     taken_s = iter([0.2, 0.1, 0.2, 0.4])
-    pace = Pace(lambda: next(taken_s))
-    assert [pace.look() for _ in range(4)] == pytest.approx([1.0, 1.5, 1.0, 0.5])
+    machine = Pace(lambda: next(taken_s))
+    assert [machine.look() for _ in range(4)] == pytest.approx([1.0, 1.5, 1.0, 0.5])
 
 
 @pytest.mark.parametrize(
     ("paces", "tried", "counted"),
     [
         ([1.0, 1.0], 1, (1.0, 0)),
-        ([1.0, 0.5, 1.0, 1.0], 3, (1.0, 2)),  # the slow look is the first trial's last one and the next one's first
-        ([0.5, 1.0, 1.0], 2, (1.0, 1)),
-        ([0.5, 0.6, 0.5, 0.4], 3, (0.4, 2)),
+        ([0.5, 0.6, 1.0, 1.0], 1, (1.0, 0)),  # waits
+        ([1.0, 0.5, 0.6, 1.0, 1.0], 2, (1.0, 1)),
+        ([1.0, 0.6, 1.0, 0.5, 1.0, 0.4], 3, (0.4, 2)),
+        ([*[0.5] * 12, 1.0] * 3, 3, (0.5, 2)),  # a machine that stays slow
     ],
 )
 async def test_a_trial_on_a_machine_that_is_slow_is_done_again(
-    paces: list[float], tried: int, counted: tuple[float, int]
+    monkeypatch: pytest.MonkeyPatch, paces: list[float], tried: int, counted: tuple[float, int]
 ) -> None:
+    monkeypatch.setattr(pace, "APART_S", 0.0)
     server, looks = FakeServer(ttft_s=0.2), iter(paces)
 
     class Paces(Pace):
