@@ -147,9 +147,8 @@ __attribute__((noinline)) void add_many_tiles(Stretches at, const Bf16* x, int64
 // zero, in vector registers too: while the functions that are called here run, which are not inlined for that.
 template <typename Q>
 void add_tiles(const Stretches& at, const Bf16* x, int64_t stride, int64_t tokens, float* sums) {
-  constexpr unsigned kNoDenormals = _MM_FLUSH_ZERO_ON | 0x40;
   const unsigned before = _mm_getcsr();
-  _mm_setcsr(before | kNoDenormals);
+  _mm_setcsr(before | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
   if (tokens == 1) add_token<Q>(at, x, sums);
   else if (tokens <= kTile) add_few_tiles<Q, 1>(at, x, stride, tokens, sums);
   else if (tokens <= 2 * kTile) add_few_tiles<Q, 2>(at, x, stride, tokens, sums);
