@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.native, pytest.mark.skipif(len(CORES) < 2, reason="nee
 class Entry(ctypes.Structure):
     """TandemCoreUse of `team.h`."""
 
-    _fields_ = (("is_busy", ctypes.c_uint32), ("busy_until_ns", ctypes.c_int64))
+    _fields_ = (("is_busy", ctypes.c_uint32), ("visit", ctypes.c_uint32), ("busy_until_ns", ctypes.c_int64))
 
 
 @contextmanager
@@ -146,6 +146,25 @@ def test_who_computes_says_so_for_its_own_cores(ledger, entries):
         assert entries[CORES[0]].is_busy == 0
         assert 0 < entries[CORES[0]].busy_until_ns <= time.monotonic_ns()
         assert (entries[CORES[1]].is_busy, entries[CORES[1]].busy_until_ns) == (0, 0)
+
+
+def test_a_guest_says_that_it_is_there(ledger, entries):
+    with borrower(ledger.path) as executor:
+        seen: set[int] = set()
+        work = executor.submit(_work)
+        while not work.done():
+            seen.add(entries[CORES[1]].visit)
+        work.result()
+        assert seen == {0, 1}
+    assert entries[CORES[1]].visit == 0
+
+
+def test_an_owner_does_not_wait_for_a_guest_that_has_died(ledger, entries):
+    """For one that lives it waits until that has left: what is left over of a dead one is cleared once."""
+    with borrower(ledger.path) as executor:
+        entries[CORES[0]].visit = 1
+        executor.submit(_work).result()
+        assert entries[CORES[0]].visit == 0
 
 
 def test_who_takes_over_a_core_clears_what_a_killed_worker_left(ledger, entries):

@@ -4,7 +4,9 @@
 // it, and waits until nobody is inside. A member that wakes up too late finds it closed and has missed nothing.
 //
 // Guests are called to a job one by one, if their core is free when it begins; until then they sleep at a bell of their
-// own, so that no job wakes them in vain.
+// own, so that no job wakes them in vain. A core's owner that wants it back sleeps until the guest there has left. Else
+// the guest, which has run on that core until now, waits for its processor behind the owner's whole job where the system
+// thinks that fair, and its own team waits for the guest.
 
 #include "team.h"
 
@@ -47,6 +49,13 @@ constexpr int64_t kMostLate_ns = kMostPatience_ns;
 
 // A core is free once no job of its owner's has run for so long: between two steps of a stream lies less.
 constexpr int64_t kFreeAfter_ns = 5000000;
+
+// A guest leaves once it has computed what it holds. The owner waits no longer than this: the guest may sleep until a
+// phase ends, or its process have died.
+constexpr int64_t kMostLeaving_ns = 5000000;
+
+// Of `TandemCoreUse::visit`. The guest writes kNobody and kGuest; the owner kAwaited, and kNobody where it gives up.
+enum : uint32_t { kNobody, kGuest, kAwaited };
 
 // What the calling thread lends and borrows. `uses` null = neither.
 struct Loan {
@@ -105,6 +114,13 @@ bool spin_until(const Condition& holds, int64_t end_ns) {
   return false;
 }
 
+// A core's owner, who may be of another process.
+void wake_owner([[maybe_unused]] uint32_t* visit) {
+#if defined(__linux__)
+  syscall(SYS_futex, visit, FUTEX_WAKE, 1, nullptr, nullptr, 0);
+#endif
+}
+
 // INVARIANT: whoever makes a condition true stores it first and looks at `sleepers` then; a sleeper counts itself
 // first and looks at the condition then. So one of the two sees the other.
 template <typename Condition>
@@ -139,9 +155,10 @@ void set_name(const char* name) {
 #endif
 }
 
-// Works for the team from job to job, until the one that is none. Waits at the gate by `may_enter(gate)`, at `bell`.
-template <typename MayEnter>
-void work_for(TandemTeam* team, TandemBell* bell, const MayEnter& may_enter) {
+// Works for the team from job to job, until the one that is none. Waits at the gate until may_enter(job), at `bell`;
+// leave() follows.
+template <typename MayEnter, typename Leave>
+void work_for(TandemTeam* team, TandemBell* bell, const MayEnter& may_enter, const Leave& leave) {
   is_inside = true;
   member = int64_t(__atomic_add_fetch(&team->num_joined, 1, __ATOMIC_RELAXED));
   for (uint64_t last = 0;;) {
@@ -150,18 +167,23 @@ void work_for(TandemTeam* team, TandemBell* bell, const MayEnter& may_enter) {
       gate = __atomic_load_n(&team->gate, __ATOMIC_SEQ_CST);
       return (gate & kOpen) && gate >> kJobShift != last && may_enter(gate >> kJobShift);
     });
-    if (!__atomic_compare_exchange_n(&team->gate, &gate, gate + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) continue;
+    if (!__atomic_compare_exchange_n(&team->gate, &gate, gate + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+      leave();
+      continue;
+    }
     last = gate >> kJobShift;
-    if (team->job == nullptr) return;
+    if (team->job == nullptr) return leave();
     team->job(team->context, team);
     if ((__atomic_sub_fetch(&team->gate, 1, __ATOMIC_SEQ_CST) & (kOpen | kInside)) == 0) ring_if_awaited(&team->bell);
+    leave();
   }
 }
 
 void* serve(void* context) {
   TandemTeam* team = static_cast<TandemTeam*>(context);
   set_name("tandem-team");
-  work_for(team, &team->bell, [](uint64_t) { return true; });
+  work_for(
+      team, &team->bell, [](uint64_t) { return true; }, [] {});
   return nullptr;
 }
 
@@ -169,8 +191,9 @@ struct Guest {
   alignas(64) uint64_t called;  // to this job
   TandemBell bell;
   TandemTeam* team;
-  const TandemCoreUse* core;
+  TandemCoreUse* core;
   pthread_t thread;
+  bool is_dismissed;  // by the last call
 
   bool is_core_free(int64_t at_ns) const {
     return !__atomic_load_n(&core->is_busy, __ATOMIC_ACQUIRE) &&
@@ -181,14 +204,31 @@ struct Guest {
     __atomic_store_n(&called, job, __ATOMIC_SEQ_CST);
     ring_if_awaited(&bell);
   }
+
+  // Whether it may go to the job: it is called, and its core is still free. `leave` follows.
+  // INVARIANT: a guest says that it is there first and looks for the owner then; an owner says that it computes first and
+  // looks for a guest then. So one of the two sees the other.
+  bool enter(uint64_t job) {
+    if (__atomic_load_n(&called, __ATOMIC_SEQ_CST) != job) return false;
+    if (is_dismissed) return true;
+    if (__atomic_load_n(&core->is_busy, __ATOMIC_SEQ_CST)) return false;
+    __atomic_store_n(&core->visit, kGuest, __ATOMIC_SEQ_CST);
+    if (!__atomic_load_n(&core->is_busy, __ATOMIC_SEQ_CST)) return true;
+    leave();
+    return false;
+  }
+
+  void leave() {
+    if (__atomic_exchange_n(&core->visit, kNobody, __ATOMIC_SEQ_CST) == kAwaited) wake_owner(&core->visit);
+  }
 };
 
 void* visit(void* context) {
   Guest* guest = static_cast<Guest*>(context);
   set_name("tandem-guest");
   recall = &guest->core->is_busy;
-  work_for(guest->team, &guest->bell,
-           [&](uint64_t job) { return __atomic_load_n(&guest->called, __ATOMIC_SEQ_CST) == job; });
+  work_for(
+      guest->team, &guest->bell, [=](uint64_t job) { return guest->enter(job); }, [=] { guest->leave(); });
   return nullptr;
 }
 
@@ -202,6 +242,22 @@ uint64_t begin_job(TandemTeam* team, void (*job)(void*, TandemTeam*), void* cont
   return number;
 }
 
+// Returns once no guest is on this core of the caller's, or it has waited for long enough.
+void await_leaving([[maybe_unused]] TandemCoreUse* use) {
+#if defined(__linux__)
+  uint32_t visit = kGuest;
+  __atomic_compare_exchange_n(&use->visit, &visit, kAwaited, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  if (visit == kNobody) return;
+  const int64_t end_ns = now_ns() + kMostLeaving_ns;
+  while (__atomic_load_n(&use->visit, __ATOMIC_SEQ_CST) != kNobody) {
+    const int64_t left_ns = end_ns - now_ns();
+    if (left_ns <= 0) return __atomic_store_n(&use->visit, kNobody, __ATOMIC_SEQ_CST);
+    const timespec left{0, left_ns};
+    syscall(SYS_futex, &use->visit, FUTEX_WAIT, kAwaited, &left, nullptr, 0);
+  }
+#endif
+}
+
 // Says for the calling thread's own cores that a job begins or has ended.
 void set_busy(bool is_busy) {
   if (loan.uses == nullptr) return;
@@ -209,8 +265,9 @@ void set_busy(bool is_busy) {
   for (int64_t i = 0; i < loan.num_own; ++i) {
     TandemCoreUse* use = loan.uses + loan.own[i];
     if (!is_busy) __atomic_store_n(&use->busy_until_ns, at_ns, __ATOMIC_RELAXED);
-    __atomic_store_n(&use->is_busy, uint32_t(is_busy), __ATOMIC_RELEASE);
+    __atomic_store_n(&use->is_busy, uint32_t(is_busy), __ATOMIC_SEQ_CST);
   }
+  for (int64_t i = 0; is_busy && i < loan.num_own; ++i) await_leaving(loan.uses + loan.own[i]);
 }
 
 template <typename T>
@@ -275,7 +332,7 @@ class Owner {
   void close() {
     if (team_ == nullptr) return;
     const uint64_t job = begin_job(team_, nullptr, nullptr);
-    for (int64_t i = 0; i < num_guests_; ++i) guests_[i].call(job);
+    for (int64_t i = 0; i < num_guests_; ++i) guests_[i].is_dismissed = true, guests_[i].call(job);
     for (int64_t i = 0; i < num_threads_; ++i) pthread_join(threads_[i], nullptr);
     for (int64_t i = 0; i < num_guests_; ++i) pthread_join(guests_[i].thread, nullptr);
     forget();

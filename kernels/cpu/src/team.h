@@ -12,10 +12,11 @@
 
 #include <stdint.h>
 
-// A core's entry in the shared memory. Its owners alone write; all zero is a core that nobody computes on.
+// A core's entry in the shared memory; all zero is a core that nobody computes on.
 struct TandemCoreUse {
-  alignas(64) uint32_t is_busy;  // within a job of its owner
-  int64_t busy_until_ns;         // of the monotonic clock: end of the last one
+  alignas(64) uint32_t is_busy;  // within a job of its owner, who alone writes this
+  uint32_t visit;                // of a guest, within a job of another team: see team.cpp
+  int64_t busy_until_ns;         // of the monotonic clock: end of the owner's last job
 };
 
 // Those who sleep at it, and what changes when they are woken.
@@ -81,6 +82,7 @@ class Phases {
   uint64_t phase_;
   const int64_t member_ = tandem_member();
   const uint32_t* recall_;
+  bool is_leaving_ = false;
   int64_t began_ns_ = 0;  // of `begin_backed`
 
  public:
@@ -90,12 +92,16 @@ class Phases {
   TandemTeam* team() const { return team_; }
   uint64_t phase() const { return phase_; }
 
-  // Whether this member is a guest whose core is wanted back. It may then leave the job between any two phases.
-  bool is_recalled() const { return recall_ != nullptr && __atomic_load_n(recall_, __ATOMIC_ACQUIRE); }
+  // Whether this member is a guest whose core was wanted back at any time. It takes no units any more, and may leave the
+  // job between any two phases.
+  bool is_recalled() {
+    if (recall_ != nullptr && __atomic_load_n(recall_, __ATOMIC_ACQUIRE)) is_leaving_ = true;
+    return is_leaving_;
+  }
 
-  // The next phase; its units are to be taken now. Phases without units must be left out.
+  // The next phase; its units are to be taken now. Phases without units must be left out. Who takes none does not wait.
   void begin() {
-    if (__atomic_load_n(&team_->phase, __ATOMIC_ACQUIRE) < phase_) tandem_team_wait(team_, phase_);
+    if (__atomic_load_n(&team_->phase, __ATOMIC_ACQUIRE) < phase_ && !is_recalled()) tandem_team_wait(team_, phase_);
   }
 
   // Takes units *first … *last of `units`, from `least` to `most` while there are so many: long stretches of a share
