@@ -58,7 +58,7 @@ half as many streams or fewer to keep waiting. The fewer the first one has, the 
 PATIENCE = 3.0
 """Times as long as a worker with streams would compute a prompt if none were in line, that it may take another one with
 half as many streams or fewer: beside any stream, a prompt makes gaps, and what else comes waits behind it."""
-LONG_STEPS = 30.0
+LONG_STEPS = 3.0
 """Times the longest step that streams allow: a prompt that takes longer alone is long. Of two workers that lend each
 other their cores, the one that does not decode computes such prompts, one after the other: two at once take as long,
 and beside streams, in small chunks, longer."""
