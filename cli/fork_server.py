@@ -79,7 +79,7 @@ class ForkServer:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                fork_server_command(), stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
+                fork_server_command(), stdin=theirs.fileno(), stdout=subprocess.DEVNULL, process_group=0
             )
 
     async def ready(self) -> bool:

@@ -26,14 +26,12 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from tandem.config import show_gpus
 from tandem.module_command import module_command
 
 _PR_SET_PDEATHSIG = 1
-_AUTOGROUP_TRIES, _AUTOGROUP_PAUSE_S = 10, 0.11
 FORKED = ("prefill_worker", "decode_worker")
 """Modules that the fork server has imported."""
 _MAX_ORDER_BYTES = 1 << 17
@@ -89,22 +87,8 @@ def _settle(options: argparse.Namespace) -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
     os.nice(options.nice)
-    _nice_session(os.nice(0))
     if options.gpus is not None:
         show_gpus(options.gpus)
-
-
-def _nice_session(nice: int) -> None:
-    """Each child is a session of its own, and a kernel that schedules by session counts niceness within it only."""
-    for _ in range(_AUTOGROUP_TRIES):
-        try:
-            Path("/proc/self/autogroup").write_text(str(nice))
-        except BlockingIOError:  # the kernel takes ten a second from all who are not root
-            time.sleep(_AUTOGROUP_PAUSE_S)
-        except OSError:
-            return  # it does not schedule by session
-        else:
-            return
 
 
 def _end_with(parent: int) -> None:
@@ -160,7 +144,7 @@ def _become(options: argparse.Namespace, asking: int, stdout: int, stderr: int) 
         asked.send(str(os.getpid()).encode())
         if not asked.recv(1):
             sys.exit(1)  # nobody waits for it any more
-    os.setsid()
+    os.setpgid(0, 0)
     for descriptor, number in ((stdout, 1), (stderr, 2)):
         os.dup2(descriptor, number)
         os.close(descriptor)

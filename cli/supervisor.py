@@ -49,7 +49,9 @@ class Process(Protocol):
 
 
 def open_process(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Starts a child, in a session of its own: a terminal's ctrl-C is not for it.
+    """Starts a child, in a process group of its own: a terminal's ctrl-C is not for it.
+
+    But in this session: a kernel that schedules by session is slow to run what shares its core with another one's.
 
     By Popen rather than by the loop: it uses vfork, which a process with gRPC's threads survives
     unharmed; uvloop's fork runs gRPC's handlers, which complain on stderr.
@@ -60,7 +62,7 @@ def open_process(command: Sequence[str]) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
-        start_new_session=True,
+        process_group=0,
     )
 
 

@@ -140,7 +140,7 @@ def _fork_the_fork_server() -> None:
     parent = os.getpid()
     if (pid := launch._forked()) == 0:
         ours.close()
-        os.setsid()
+        os.setpgid(0, 0)
         os.dup2(theirs.fileno(), 0)
         theirs.close()
         with open(os.devnull, "w") as nothing:

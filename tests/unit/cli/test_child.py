@@ -75,14 +75,12 @@ async def test_a_launched_child_has_its_cores_and_priority(start: Any) -> None:
     assert await asyncio.wait_for(child.ready(), DEADLINE_S) == f"{cores} {os.getpriority(os.PRIO_PROCESS, 0) + 5}"
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/autogroup"), reason="the kernel does not schedule by session")
-async def test_the_priority_of_a_launched_child_counts_beside_other_sessions(start: Any) -> None:
-    cores = sorted(os.sched_getaffinity(0))[:1]
-    program = "print('ready', open('/proc/self/autogroup').read())"
-    child = start(launch_command("timeit", ["-n1", "-r1", program], cores, 5))
-    told = await asyncio.wait_for(child.ready(), DEADLINE_S)
-    assert told is not None
-    assert told.endswith(f" nice {os.getpriority(os.PRIO_PROCESS, 0) + 5}")
+@LINUX
+async def test_a_child_hears_no_ctrl_c_and_is_scheduled_with_its_parent(start: Any) -> None:
+    """A terminal interrupts the process group in front; some kernels schedule each session as a whole."""
+    program = "import os; print('ready', os.getpgid(0) == os.getpid(), os.getsid(0))"
+    child = start(python(program))
+    assert await asyncio.wait_for(child.ready(), DEADLINE_S) == f"True {os.getsid(0)}"
 
 
 @LINUX
