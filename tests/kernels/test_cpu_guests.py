@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.native, pytest.mark.skipif(len(CORES) < 2, reason="nee
 
 
 class Entry(ctypes.Structure):
-    """TandemCoreUse of `team.h`."""
+    """TandemCoreUse of `guests.h`."""
 
     _fields_ = (("is_busy", ctypes.c_uint32), ("visit", ctypes.c_uint32), ("busy_until_ns", ctypes.c_int64))
 

@@ -2,13 +2,11 @@
 //
 // The gate counts jobs and lets members in: job << kJobShift | kOpen | members inside. The owner opens it, works, closes
 // it, and waits until nobody is inside. A member that wakes up too late finds it closed and has missed nothing.
-//
-// Guests are called to a job one by one, if their core is free when it begins; until then they sleep at a bell of their
-// own, so that no job wakes them in vain. A core's owner that wants it back sleeps until the guest there has left. Else
-// the guest, which has run on that core until now, waits for its processor behind the owner's whole job where the system
-// thinks that fair, and its own team waits for the guest.
 
 #include "team.h"
+
+#include "guests.h"
+#include "waiting.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -16,13 +14,9 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #if defined(__linux__)
-#include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -36,118 +30,15 @@ constexpr int kJobShift = 16;
 constexpr uint64_t kOpen = uint64_t{1} << 15;
 constexpr uint64_t kInside = kOpen - 1;
 
-// A wait spins this long before it sleeps: more after each one that was short, asleep or not, less after each long one.
-// Between two calls from Python lie some tens of microseconds; waking a sleeper takes as long again.
-constexpr int64_t kMostPatience_ns = 100000;
-constexpr int64_t kLeastPatience_ns = 2000;
-constexpr int64_t kShort_ns = 2 * kMostPatience_ns;
-
 // Stretches of units get shorter towards the end of a phase: a member that still holds one when another has waited for
 // half as long as it worked has lost its processor.
 constexpr int64_t kLeastLate_ns = 20000;
 constexpr int64_t kMostLate_ns = kMostPatience_ns;
 
-// A core is free once no job of its owner's has run for so long: between two steps of a stream lies less.
-constexpr int64_t kFreeAfter_ns = 5000000;
-
-// A guest leaves once it has computed what it holds. The owner waits no longer than this: the guest may sleep until a
-// phase ends, or its process have died.
-constexpr int64_t kMostLeaving_ns = 5000000;
-
-// Of `TandemCoreUse::visit`. The guest writes kNobody and kGuest; the owner kAwaited, and kNobody where it gives up.
-enum : uint32_t { kNobody, kGuest, kAwaited };
-
-// What the calling thread lends and borrows. `uses` null = neither.
-struct Loan {
-  TandemCoreUse* uses = nullptr;  // by core
-  int64_t num_uses = 0;
-  int32_t *own = nullptr, *others = nullptr;
-  int64_t num_own = 0, num_others = 0;
-
-  ~Loan() {
-#if defined(__linux__)
-    if (uses != nullptr) munmap(uses, size_t(num_uses) * sizeof *uses);
-#endif
-    free(own), free(others);
-  }
-};
-
 thread_local bool is_inside = false;
 thread_local int64_t taken_threads = 0;  // by tandem_take_threads
-thread_local Loan loan;
-thread_local const uint32_t* recall = nullptr;
 thread_local int64_t member = 0;
 thread_local int64_t most_called = 0;  // guests, since `tandem_take_most_guests` was called
-thread_local int64_t patience_ns = kMostPatience_ns;
-
-int64_t now_ns() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return int64_t{now.tv_sec} * 1000000000 + now.tv_nsec;
-}
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
-
-// Sleeps while *word is `value`; may return early.
-void sleep_on(uint32_t* word, uint32_t value) {
-#if defined(__linux__)
-  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
-#else
-  if (__atomic_load_n(word, __ATOMIC_SEQ_CST) == value) sched_yield();
-#endif
-}
-
-template <typename Condition>
-bool spin_until(const Condition& holds, int64_t end_ns) {
-  do {
-    for (int i = 0; i < 16; ++i) {
-      if (holds()) return true;
-      relax();
-    }
-  } while (now_ns() < end_ns);
-  return false;
-}
-
-// A core's owner, who may be of another process.
-void wake_owner([[maybe_unused]] uint32_t* visit) {
-#if defined(__linux__)
-  syscall(SYS_futex, visit, FUTEX_WAKE, 1, nullptr, nullptr, 0);
-#endif
-}
-
-// INVARIANT: whoever makes a condition true stores it first and looks at `sleepers` then; a sleeper counts itself
-// first and looks at the condition then. So one of the two sees the other.
-template <typename Condition>
-void wait_until(TandemBell* bell, const Condition& holds) {
-  const int64_t began_ns = now_ns();
-  if (spin_until(holds, began_ns + patience_ns)) return;
-  __atomic_add_fetch(&bell->sleepers, 1u, __ATOMIC_SEQ_CST);
-  for (;;) {
-    const uint32_t rung = __atomic_load_n(&bell->rung, __ATOMIC_SEQ_CST);
-    if (holds()) break;
-    sleep_on(&bell->rung, rung);
-  }
-  __atomic_sub_fetch(&bell->sleepers, 1u, __ATOMIC_SEQ_CST);
-  const int64_t wanted_ns = now_ns() - began_ns < kShort_ns ? 2 * patience_ns : patience_ns / 2;
-  patience_ns = wanted_ns < kLeastPatience_ns ? kLeastPatience_ns : wanted_ns < kMostPatience_ns ? wanted_ns : kMostPatience_ns;
-}
-
-void ring(TandemBell* bell) {
-  __atomic_add_fetch(&bell->rung, 1u, __ATOMIC_SEQ_CST);
-#if defined(__linux__)
-  syscall(SYS_futex, &bell->rung, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
-#endif
-}
-
-void ring_if_awaited(TandemBell* bell) {
-  if (__atomic_load_n(&bell->sleepers, __ATOMIC_SEQ_CST)) ring(bell);
-}
 
 void set_name(const char* name) {
 #if defined(__linux__)
@@ -187,42 +78,6 @@ void* serve(void* context) {
   return nullptr;
 }
 
-struct Guest {
-  alignas(64) uint64_t called;  // to this job
-  TandemBell bell;
-  TandemTeam* team;
-  TandemCoreUse* core;
-  pthread_t thread;
-  bool is_dismissed;  // by the last call
-
-  bool is_core_free(int64_t at_ns) const {
-    return !__atomic_load_n(&core->is_busy, __ATOMIC_ACQUIRE) &&
-           at_ns - __atomic_load_n(&core->busy_until_ns, __ATOMIC_RELAXED) >= kFreeAfter_ns;
-  }
-
-  void call(uint64_t job) {
-    __atomic_store_n(&called, job, __ATOMIC_SEQ_CST);
-    ring_if_awaited(&bell);
-  }
-
-  // Whether it may go to the job: it is called, and its core is still free. `leave` follows.
-  // INVARIANT: a guest says that it is there first and looks for the owner then; an owner says that it computes first and
-  // looks for a guest then. So one of the two sees the other.
-  bool enter(uint64_t job) {
-    if (__atomic_load_n(&called, __ATOMIC_SEQ_CST) != job) return false;
-    if (is_dismissed) return true;
-    if (__atomic_load_n(&core->is_busy, __ATOMIC_SEQ_CST)) return false;
-    __atomic_store_n(&core->visit, kGuest, __ATOMIC_SEQ_CST);
-    if (!__atomic_load_n(&core->is_busy, __ATOMIC_SEQ_CST)) return true;
-    leave();
-    return false;
-  }
-
-  void leave() {
-    if (__atomic_exchange_n(&core->visit, kNobody, __ATOMIC_SEQ_CST) == kAwaited) wake_owner(&core->visit);
-  }
-};
-
 void* visit(void* context) {
   Guest* guest = static_cast<Guest*>(context);
   set_name("tandem-guest");
@@ -240,34 +95,6 @@ uint64_t begin_job(TandemTeam* team, void (*job)(void*, TandemTeam*), void* cont
   __atomic_store_n(&team->gate, number << kJobShift | kOpen, __ATOMIC_SEQ_CST);
   ring_if_awaited(&team->bell);
   return number;
-}
-
-// Returns once no guest is on this core of the caller's, or it has waited for long enough.
-void await_leaving([[maybe_unused]] TandemCoreUse* use) {
-#if defined(__linux__)
-  uint32_t visit = kGuest;
-  __atomic_compare_exchange_n(&use->visit, &visit, kAwaited, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-  if (visit == kNobody) return;
-  const int64_t end_ns = now_ns() + kMostLeaving_ns;
-  while (__atomic_load_n(&use->visit, __ATOMIC_SEQ_CST) != kNobody) {
-    const int64_t left_ns = end_ns - now_ns();
-    if (left_ns <= 0) return __atomic_store_n(&use->visit, kNobody, __ATOMIC_SEQ_CST);
-    const timespec left{0, left_ns};
-    syscall(SYS_futex, &use->visit, FUTEX_WAIT, kAwaited, &left, nullptr, 0);
-  }
-#endif
-}
-
-// Says for the calling thread's own cores that a job begins or has ended.
-void set_busy(bool is_busy) {
-  if (loan.uses == nullptr) return;
-  const int64_t at_ns = is_busy ? 0 : now_ns();
-  for (int64_t i = 0; i < loan.num_own; ++i) {
-    TandemCoreUse* use = loan.uses + loan.own[i];
-    if (!is_busy) __atomic_store_n(&use->busy_until_ns, at_ns, __ATOMIC_RELAXED);
-    __atomic_store_n(&use->is_busy, uint32_t(is_busy), __ATOMIC_SEQ_CST);
-  }
-  for (int64_t i = 0; is_busy && i < loan.num_own; ++i) await_leaving(loan.uses + loan.own[i]);
 }
 
 template <typename T>

@@ -12,13 +12,6 @@
 
 #include <stdint.h>
 
-// A core's entry in the shared memory; all zero is a core that nobody computes on.
-struct TandemCoreUse {
-  alignas(64) uint32_t is_busy;  // within a job of its owner, who alone writes this
-  uint32_t visit;                // of a guest, within a job of another team: see team.cpp
-  int64_t busy_until_ns;         // of the monotonic clock: end of the owner's last job
-};
-
 // Those who sleep at it, and what changes when they are woken.
 struct TandemBell {
   uint32_t rung, sleepers;
