@@ -123,13 +123,13 @@ class RateSearch:
     """Bisection over the rates `first_per_s * ratio ** index`, after strides that double until both sides are known.
 
     Every trial is told with its rate; the search ends when neighbours on the grid are known to pass and to fail, after
-    `max_trials`, or where the next rate would be below `least_per_s`.
+    `max_trials`, or where the next rate would be below `least_per_s`; it begins at that if `first_per_s` is below it.
     """
 
     def __init__(
         self, first_per_s: float, ratio: float, first_stride: int, max_trials: int, least_per_s: float = 0.0
     ) -> None:
-        self._first_per_s = first_per_s
+        self._first_per_s = max(first_per_s, least_per_s)
         self._ratio = ratio
         self._stride = first_stride
         self._trials_left = max_trials

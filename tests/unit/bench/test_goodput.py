@@ -58,6 +58,12 @@ def test_the_search_ends_where_a_trial_would_be_too_slow() -> None:
     assert (search.passed_per_s, search.failed_per_s) == (None, 0.5)
 
 
+def test_a_search_whose_first_rate_would_be_too_slow_begins_at_the_least_one() -> None:
+    search = RateSearch(0.1, ratio=2.0, first_stride=1, max_trials=9, least_per_s=0.3)
+    assert search_until_done(0.01, search) == [0.3]
+    assert (search.passed_per_s, search.failed_per_s) == (None, 0.3)
+
+
 def test_a_trial_at_a_high_rate_has_as_many_requests_as_arrive_in_its_least_time() -> None:
     assert num_stretches(0.3, 40, least_s=60.0) == 1
     assert num_stretches(1.6, 40, least_s=60.0) == 3
