@@ -51,7 +51,7 @@ class Process(Protocol):
 def open_process(command: Sequence[str]) -> subprocess.Popen[bytes]:
     """Starts a child, in a process group of its own: a terminal's ctrl-C is not for it.
 
-    But in this session: a kernel that schedules by session is slow to run what shares its core with another one's.
+    It stays in this session: a kernel that schedules by session then weighs the threads of all children alike.
 
     By Popen rather than by the loop: it uses vfork, which a process with gRPC's threads survives
     unharmed; uvloop's fork runs gRPC's handlers, which complain on stderr.
