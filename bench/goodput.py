@@ -4,10 +4,10 @@ Three loads (`bench.goodput_loads`) arrive as Poisson processes. First each serv
 at a time: the objectives are 8 times the best server's median time to first token, and 3 times the best server's 95th
 percentile of a request's gaps between messages. Goodput is the highest rate at which at least 90 % of the requests meet
 both, by a bounded search (`bench.goodput_search`). A trial lasts a minute at least (without `--quick`, three), and one
-that is won or lost closely goes on as long again: of 40 requests chance decides. A trial waits while the machine is
-much slower than usual (`bench.pace`), and is done again if it is so after it. All servers are up and take turns, trial
-by trial; vLLM's processes are stopped while they have no turn. Client and servers share the cores; the client's share
-of one is recorded.
+that is won or lost closely goes on as long again: of 40 requests chance decides. All of this waits while the machine
+is much slower than usual (`bench.pace`), and is done again if it is so afterwards. All servers are up and take turns,
+trial by trial; vLLM's processes are stopped while they have no turn. Client and servers share the cores; the client's
+share of one is recorded.
 
 Then, with the same servers: 16 × (256 + 64) tokens at once, and a burst of long prompts beside streams that decode
 (`bench.interference`).
@@ -34,6 +34,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,6 @@ from bench.goodput_search import FULL, QUICK, Effort, Objectives, RateSearch, nu
 from bench.goodput_trial import Trial, Unloaded, measure_unloaded, objectives_of, run_trial
 from bench.interference import burst_shape
 from bench.machine import cpu_tier
-from bench.pace import LEAST as LEAST_PACE
 from bench.pace import Pace
 from bench.peers.bars import interference_documents, served_documents
 from bench.peers.job import peer_dtype
@@ -78,7 +78,6 @@ PARTS = (*LOADS, TOGETHER, BURST)
 ARRIVALS_SEED = 13
 """Of times and lengths, unless another one is asked for."""
 _SETTLE_S = 0.3
-_MOST_REDONE = 2
 
 Document = dict[str, Any]
 
@@ -202,24 +201,26 @@ class Comparison:
 
     async def _unloaded(self, load: Load) -> dict[str, Unloaded]:
         """By server."""
-        found = {name: Unloaded() for name in self._turns}
-        for name, into in found.items():
-            async with self._turn(name) as client:
-                effort, vocab_size = self._plan.effort, self._plan.vocab_size
-                await measure_unloaded(client, load, effort.unloaded, vocab_size, next(self._seeds), into)
-            _say(f"{load.name}: {name} unloaded: {_rounded(into.document())}")
+        found = {}
+        for name in self._turns:
+            unloaded, pace, _ = await self._pace.hold(
+                partial(self._turn, name), partial(self._unloaded_once, name, load)
+            )
+            found[name] = replace(unloaded, pace=pace)
+            _say(f"{load.name}: {name} unloaded: {_rounded(found[name].document())}")
         return found
 
+    async def _unloaded_once(self, name: str, load: Load) -> Unloaded:
+        into, effort = Unloaded(), self._plan.effort
+        async with self._turn(name) as client:
+            await measure_unloaded(client, load, effort.unloaded, self._plan.vocab_size, next(self._seeds), into)
+        return into
+
     async def _trial(self, name: str, load: Load, rate_per_s: float, objectives: Objectives) -> Trial:
-        for redone in range(_MOST_REDONE + 1):
-            async with self._turn(name):
-                before = await self._pace.wait()
-            trial = await self._trial_once(name, load, rate_per_s, objectives)
-            async with self._turn(name):
-                trial = replace(trial, pace=min(before, self._pace.look()), redone=redone)
-            _say(f"{load.name}: {name}: {_rounded(trial.document())}")
-            if trial.pace >= LEAST_PACE:
-                break
+        once = partial(self._trial_once, name, load, rate_per_s, objectives)
+        trial, pace, redone = await self._pace.hold(partial(self._turn, name), once)
+        trial = replace(trial, pace=pace, redone=redone)
+        _say(f"{load.name}: {name}: {_rounded(trial.document())}")
         return trial
 
     async def _trial_once(self, name: str, load: Load, rate_per_s: float, objectives: Objectives) -> Trial:

@@ -105,11 +105,13 @@ class Unloaded:
     """The 95th percentile of each request's gaps."""
     gap_s: list[float] = field(default_factory=list)
     """All gaps."""
+    pace: float = 1.0
+    """Of the machine, `bench.pace`."""
 
     def document(self) -> dict[str, float]:
-        """Medians, for the record."""
+        """Medians and the pace, for the record."""
         found = {"ttft_ms": self.ttft_s, "itl_ms": self.itl_s, "gap_ms": self.gap_s}
-        return {name: statistics.median(values) * 1e3 for name, values in found.items()}
+        return {name: statistics.median(values) * 1e3 for name, values in found.items()} | {"pace": self.pace}
 
 
 def objectives_of(unloaded: Sequence[Unloaded]) -> Objectives:

@@ -2,7 +2,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from bench.goodput_search import FAILED, FULL, QUICK, Objectives, Outcome, RateS
 from bench.goodput_trial import UNLOADED_LENGTHS_SEED, Trial, Unloaded, measure_unloaded, objectives_of, run_trial
 from bench.pace import Pace
 from bench.peers.process import PeerError
-from bench.peers.served import AUTO, COLOCATED, DISAGGREGATED, VLLM_SERVER
+from bench.peers.served import AUTO, COLOCATED, DISAGGREGATED, VLLM_SERVER, Turn
 from bench.peers.streams import OnFirst, Prompt, Stream, StreamClient
 
 OBJECTIVES = Objectives(ttft_s=1.0, itl_s=0.1)
@@ -212,13 +212,38 @@ async def test_unloaded_requests_are_the_loads_own_and_as_long_for_every_server(
     assert [len(each) for each in server.prompts] == [
         each.prompt_tokens for each in arrivals(LOADS["mixed"], 1.0, 4, UNLOADED_LENGTHS_SEED)
     ]
-    assert into.document() == {"ttft_ms": pytest.approx(200), **dict.fromkeys(("itl_ms", "gap_ms"), pytest.approx(10))}
+    gaps = dict.fromkeys(("itl_ms", "gap_ms"), pytest.approx(10))
+    assert into.document() == {"ttft_ms": pytest.approx(200), **gaps, "pace": 1.0}
 
 
 def test_the_pace_is_that_of_the_median_look() -> None:
     taken_s = iter([0.2, 0.1, 0.2, 0.4])
     machine = Pace(lambda: next(taken_s))
     assert [machine.look() for _ in range(4)] == pytest.approx([1.0, 1.5, 1.0, 0.5])
+
+
+ONE_TRIAL = replace(QUICK, requests=4, least_s=0.0, trials=1, longest_s=1e-3)
+
+
+class Paces(Pace):
+    """Those that it is given."""
+
+    def __init__(self, looks: Iterator[float]) -> None:
+        super().__init__(lambda: 1.0)
+        self._looks = looks
+
+    def look(self) -> float:
+        return next(self._looks)
+
+
+def turn_of(server: StreamClient) -> Turn:
+    """Of a server that is alone."""
+
+    @contextlib.asynccontextmanager
+    async def turn() -> AsyncIterator[StreamClient]:
+        yield server
+
+    return turn
 
 
 @pytest.mark.parametrize(
@@ -236,22 +261,25 @@ async def test_a_trial_on_a_machine_that_is_slow_is_done_again(
 ) -> None:
     monkeypatch.setattr(pace, "APART_S", 0.0)
     server, looks = FakeServer(ttft_s=0.2), iter(paces)
-
-    class Paces(Pace):
-        def look(self) -> float:
-            return next(looks)
-
-    @contextlib.asynccontextmanager
-    async def turn() -> AsyncIterator[StreamClient]:
-        yield server
-
-    effort = replace(QUICK, requests=4, least_s=0.0, trials=1, longest_s=1e-3)
-    plan = Plan("smoke", (0,), {}, None, ("mixed",), effort, {"mixed": GENEROUS}, first_per_s=1e6)
-    results = await Comparison(plan, {AUTO: turn}, lambda _: None, Paces(lambda: 1.0)).run()
+    plan = Plan("smoke", (0,), {}, None, ("mixed",), ONE_TRIAL, {"mixed": GENEROUS}, first_per_s=1e6)
+    results = await Comparison(plan, {AUTO: turn_of(server)}, lambda _: None, Paces(looks)).run()
     [trial] = results["loads"]["mixed"]["servers"][AUTO]["trials"]
     assert (trial["pace"], trial["redone"]) == counted
     assert len({prompt for prompt in server.prompts if prompt != (5, 6, 7, 8)}) == 4 * tried
     assert f"Of 1 trials {counted[1]} were done again" in "\n".join(section(results))
+    assert next(looks, None) is None
+
+
+async def test_requests_one_at_a_time_are_measured_again_on_a_machine_that_was_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pace, "APART_S", 0.0)
+    server = FakeServer(ttft_s=0.2)
+    plan = Plan("smoke", (0,), {}, None, ("mixed",), replace(ONE_TRIAL, unloaded=2), {}, first_per_s=1e6)
+    looks = iter([0.5, 1.0, 0.6, 1.0, 1.0, 1.0, 1.0])
+    results = await Comparison(plan, {AUTO: turn_of(server)}, lambda _: None, Paces(looks)).run()
+    assert len({prompt for prompt in server.prompts if prompt != (5, 6, 7, 8)}) == 2 + 2 + 4
+    assert results["loads"]["mixed"]["unloaded"][AUTO]["pace"] == 1.0
     assert next(looks, None) is None
 
 
