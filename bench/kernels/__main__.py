@@ -3,7 +3,8 @@
 Prints tables and writes `bench/results/kernels-<device>.json`. All that is compared is measured in
 the same run: our kernel sets that run here, torch's attention, flash-attn where it is installed,
 matrix products and copies; on a CPU also oneDNN's products and those of every other tier of ours.
-`--device cuda` on a machine without a GPU says so and writes nothing.
+`--device cuda` on a machine without a GPU says so and writes nothing. `--head-dim D` measures attention of heads of
+that size alone and writes nothing: for a flash-attn that was built for some sizes only.
 What fails is named in the record and fails the command; the rest is measured all the same.
 """
 
@@ -58,8 +59,9 @@ _Result = TypeVar("_Result")
 class Run:
     """One run on one device: what was measured, and what failed."""
 
-    def __init__(self, device: torch.device, cpu_tier: str | None = None) -> None:
-        self.device, self.cpu_tier = device, cpu_tier
+    def __init__(self, device: torch.device, cpu_tier: str | None = None, head_dim: int | None = None) -> None:
+        """With `head_dim`, attention of that size is all that is measured."""
+        self.device, self.cpu_tier, self.head_dim = device, cpu_tier, head_dim
         self.rows: list[Measurement] = []
         self.shares: list[StepShares] = []
         self.failures: list[str] = []
@@ -79,7 +81,7 @@ class Run:
         print(*(f"{name}: {value}" for name, value in machine.items()), HEADER, sep="\n", flush=True)
         for shape in self._shapes():
             self._try(f"attention at {shape}", partial(self._measure_attention, shape, ceilings))
-        for tokens in _CUDA_TOKENS if self.on_gpu else _CPU_TOKENS:
+        for tokens in self._tokens():
             self._try(f"operations at {tokens}", partial(self._measure_operations, tokens, ceilings))
             if not self.on_gpu:
                 self._try(f"products at {tokens}", partial(self._measure_product_peers, tokens, ceilings))
@@ -93,7 +95,7 @@ class Run:
             "dtype": str(_DTYPE),
             "measurements": [row.document(ceilings) for row in self.rows],
         }
-        if self.on_gpu:
+        if self.on_gpu and self.head_dim is None:
             results |= self._measure_steps(ceilings)
         return {**results, "failures": self.failures, "took_s": time.monotonic() - began_s}
 
@@ -109,10 +111,21 @@ class Run:
 
     def _shapes(self) -> list[AttentionShape]:
         """Those whose KV fits into the device as often as peers lay it out again."""
+        wanted = [
+            shape
+            for shape in (CUDA_ATTENTION if self.on_gpu else CPU_ATTENTION)
+            if self.head_dim in (None, shape.head_dim)
+        ]
         if not self.on_gpu:
-            return list(CPU_ATTENTION)
+            return wanted
         _, total_bytes = torch.cuda.mem_get_info(self.device)
-        return [shape for shape in CUDA_ATTENTION if _LAYOUTS * shape.kv_bytes(_DTYPE) < total_bytes]
+        return [shape for shape in wanted if _LAYOUTS * shape.kv_bytes(_DTYPE) < total_bytes]
+
+    def _tokens(self) -> tuple[int, ...]:
+        """Of the steps whose products and small operations are measured."""
+        if self.head_dim is not None:
+            return ()
+        return _CUDA_TOKENS if self.on_gpu else _CPU_TOKENS
 
     def _measure_attention(self, shape: AttentionShape, ceilings: Ceilings) -> None:
         """Ours, then the peers; all must agree with the first."""
@@ -226,6 +239,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, help="compute threads of a CPU; without it, as many as torch takes")
     parser.add_argument("--cpu-tier", help="instructions of our kernels of a CPU; without it, the best that it has")
+    parser.add_argument("--head-dim", type=int, help="measure attention of heads of this size alone; records nothing")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         print("not measured: no GPU")
@@ -233,8 +247,9 @@ def main() -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     with torch.inference_mode():
-        results = Run(torch.device(args.device), args.cpu_tier).measure()
-    write_record(f"kernels-{args.device}", results)
+        results = Run(torch.device(args.device), args.cpu_tier, args.head_dim).measure()
+    if args.head_dim is None:
+        write_record(f"kernels-{args.device}", results)
     return 1 if results["failures"] else 0
 
 

@@ -127,6 +127,17 @@ def test_a_kernel_that_fails_or_is_wrong_is_named_and_the_rest_is_measured(raise
     assert "FAILED" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("one_layer")
+def test_attention_of_one_head_size_alone(monkeypatch):
+    wanted, other = decode_shape(1, 16, HEADS), decode_shape(1, 16, (*HEADS[:2], 2 * HEADS[2]))
+    monkeypatch.setattr(bench_kernels, "CPU_ATTENTION", (wanted, other))
+    monkeypatch.setattr(bench_kernels, "measure_ceilings", lambda device: CEILINGS)
+    run = Run(CPU, head_dim=HEADS[2])
+    run.sets = {"reference": select_kernels("reference", CPU, torch.bfloat16)}
+    assert {row["kernel"] for row in run.measure()["measurements"]} == {"decode"}
+    assert {row.shape.split(", KV")[0] for row in run.rows} == {str(wanted)}
+
+
 def test_without_a_gpu_it_says_so_and_writes_nothing(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["kernels", "--device", "cuda"])
