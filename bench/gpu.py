@@ -78,7 +78,7 @@ def parts(transports: Sequence[str]) -> tuple[Part, ...]:
             is_timed=False,
         ),
         Part("exactness", (*_PYTHON, *exactness, *one_setting), 110.0, is_timed=False),
-        Part("kernels", (*_PYTHON, "bench.kernels", "--device", "cuda"), 150.0),
+        Part("kernels", (*_PYTHON, "bench.kernels", "--device", "cuda"), 170.0),
         Part("served", (*_PYTHON, *served), 135.0, gives_json=True),
         *(Part("transfer", (*_PYTHON, *transfer, "--transports", name), 30.0, gives_json=True) for name in transports),
     )

@@ -1,10 +1,15 @@
-"""The `flash_attn` back-end: FlashAttention's own kernels where a package is installed, Triton's for the rest.
+"""The `flash_attn` back-end: FlashAttention's own kernels for steps of prompts, Triton's for the rest.
 
 Sources: Dao, FlashAttention-2 (arXiv 2307.08691); Shah et al., FlashAttention-3 (arXiv 2407.08608), for Hopper.
-A batch is cut into runs of neighbouring seqs:
+A step in which every seq computes two tokens or more is cut into runs of neighbouring seqs:
 
     FRESH   all keys are this step's own: read from the ragged k and v, no block table at all
-    PAGED   the others, decode steps too: from the pool
+    PAGED   the others: from the pool
+
+Steps in which streams take part are Triton's as a whole. For decode on an H100 version 3 takes up to 1.4 times as long
+with short contexts and 7 % less with long ones; what it costs on the host to cut a step in two was not measured. For
+prompts version 2 takes 1.2 to 1.7 times as long as Triton there: on Hopper version 3 alone is used (bench/LOG.md,
+"flash-attn on a GPU").
 
 Heads have up to 256 elements; those that are no multiple of 8 would be padded, which would copy the pool. flash-attn 2
 takes blocks of 256 tokens and their multiples only ("Paged KV cache block size must be divisible by 256"), version 3
@@ -42,6 +47,7 @@ MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 256, 8
 MIN_FRESH_TOKENS = 256
 """A shorter fresh run beside paged ones joins them: one launch less per layer. Chosen, not measured."""
 _DTYPES = (torch.bfloat16, torch.float16)
+_MODULE_2, _MODULE_3 = "flash_attn", "flash_attn_interface"
 _HOPPER = 9
 """Major compute capability of the GPUs that version 3 is made for."""
 
@@ -65,7 +71,7 @@ class Run:
 class FlashLibrary(Protocol):
     """One of the packages; what its calls have in common."""
 
-    def takes(self, block_size: int, *, is_decode: bool) -> bool:
+    def takes(self, block_size: int) -> bool:
         """Whether `paged` serves such blocks."""
 
     def fresh(
@@ -89,12 +95,10 @@ class Flash2:
     """The package flash-attn."""
 
     module: Any
-    decodes: bool
-    """Whether its call for one token per seq over blocks leaves the host alone: some versions wait for the device."""
 
-    def takes(self, block_size: int, *, is_decode: bool) -> bool:
+    def takes(self, block_size: int) -> bool:
         """See `FlashLibrary`."""
-        return block_size % PAGE_MULTIPLE == 0 and (self.decodes or not is_decode)
+        return block_size % PAGE_MULTIPLE == 0
 
     def fresh(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
@@ -110,17 +114,7 @@ class Flash2:
         metadata: AttentionMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """See `FlashLibrary`; a step of one token per seq is split among more cores than it has seqs."""
-        if _is_decode(q, metadata):
-            out: torch.Tensor = self.module.flash_attn_with_kvcache(
-                q[:, None],  # [B, 1, H, D]
-                keys,
-                values,
-                cache_seqlens=metadata.seq_lens,
-                block_table=metadata.block_tables,
-                **_options(params),
-            )
-            return out[:, 0]
+        """See `FlashLibrary`."""
         cu_seqlens_k = torch.zeros_like(metadata.cu_seqlens_q)  # [B + 1]
         torch.cumsum(metadata.seq_lens, 0, dtype=torch.int32, out=cu_seqlens_k[1:])
         result: torch.Tensor = self.module.flash_attn_varlen_func(
@@ -139,11 +133,11 @@ class Flash2:
 
 @dataclass(frozen=True, slots=True)
 class Flash3:
-    """The package flash_attn_3, whose module is flash_attn_interface: one call serves chunks and decode steps."""
+    """The package flash_attn_3, whose module is flash_attn_interface."""
 
     module: Any
 
-    def takes(self, block_size: int, *, is_decode: bool) -> bool:
+    def takes(self, block_size: int) -> bool:
         """See `FlashLibrary`."""
         return True
 
@@ -190,16 +184,8 @@ def _fresh(
     return out
 
 
-def _is_decode(q: torch.Tensor, metadata: AttentionMetadata) -> bool:
-    return metadata.max_query_len == 1 and len(q) == len(metadata.query_lens_host)
-
-
 def _options(params: AttentionParams) -> dict[str, Any]:
-    """As flash-attn calls them; its window counts positions before and after the query's own, -1 = all.
-
-    Without a window both are -1, though nothing after the query is seen: else version 2 does not pack the heads of a
-    group into one tile when it decodes.
-    """
+    """As flash-attn calls them; its window counts positions before and after the query's own, -1 = all."""
     return {
         "softmax_scale": params.scale,
         "causal": True,
@@ -209,9 +195,7 @@ def _options(params: AttentionParams) -> dict[str, Any]:
 
 
 def plan_runs(query_lens: Sequence[int], seq_lens: Sequence[int], min_fresh_tokens: int) -> list[Run]:
-    """Cuts a batch into runs, in order; a pure decode step is one PAGED run, whatever its lengths."""
-    if max(query_lens) <= 1:
-        return [Run(Source.PAGED, 0, len(query_lens))]
+    """Cuts a batch into runs, in order."""
     sources = [Source.FRESH if q == n else Source.PAGED for q, n in zip(query_lens, seq_lens, strict=True)]
     if Source.PAGED in sources:
         for run in _runs(sources):
@@ -246,7 +230,8 @@ class FlashAttention:
         """See `AttentionBackend.attend`."""
         dims = check_attend(q, kv_layer, metadata, params)
         wrong_heads = dims["D"] > MAX_HEAD_DIM or dims["D"] % HEAD_DIM_MULTIPLE
-        if wrong_heads or is_quantized(kv_layer) or params.sinks is not None:
+        has_streams = min(metadata.query_lens_host) <= 1
+        if has_streams or wrong_heads or is_quantized(kv_layer) or params.sinks is not None:
             return self.other.attend(q, k, v, kv_layer, metadata, params)
         runs = plan_runs(metadata.query_lens_host, metadata.seq_lens_host, MIN_FRESH_TOKENS)
         if len(runs) == 1:
@@ -271,7 +256,7 @@ class FlashAttention:
     ) -> torch.Tensor:
         if source is Source.FRESH:
             return self.library.fresh(q, k, v, metadata, params)
-        if not self.library.takes(kv_layer.shape[3], is_decode=_is_decode(q, metadata)):
+        if not self.library.takes(kv_layer.shape[3]):
             return self.other.attend(q, k, v, kv_layer, metadata, params)
         keys, values = kv_layer.transpose(2, 3).unbind(1)  # [N, S, Hkv, D] each, views of the pool
         return self.library.paged(q, keys, values, metadata, params)
@@ -305,39 +290,28 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _find(device: torch.device) -> ModuleType | str:
-    """The best package for `device`, or why none can be used: what it offers counts, not its number."""
+    """The package for `device`, or why none can be used: what it offers counts, not its number."""
     if torch.cuda.get_device_capability(device)[0] == _HOPPER:
-        found = _module("flash_attn_interface", "cache_seqlens", "page_table", "cu_seqlens_q", "softcap", "window_size")
-        if not isinstance(found, str):
-            return found
-    return _module("flash_attn", "cache_seqlens", "block_table", "softcap", "window_size")
+        return _module(
+            _MODULE_3,
+            "flash_attn_with_kvcache",
+            "cache_seqlens",
+            "page_table",
+            "cu_seqlens_q",
+            "softcap",
+            "window_size",
+        )
+    return _module(_MODULE_2, "flash_attn_varlen_func", "block_table", "softcap", "window_size")
 
 
-def _module(name: str, *wanted: str) -> ModuleType | str:
+def _module(name: str, function: str, *wanted: str) -> ModuleType | str:
     """The package, or why it is of no use; its call over blocks must take the arguments `wanted`."""
     try:
         module = importlib.import_module(name)
-        missing = set(wanted) - inspect.signature(module.flash_attn_with_kvcache).parameters.keys()
+        missing = set(wanted) - inspect.signature(getattr(module, function)).parameters.keys()
     except (ImportError, AttributeError) as error:  # not there, built for another torch, or another package
         return f"the package {name} cannot be used: {error}"
     return f"the package {name} is too old or too new: it takes no {', '.join(sorted(missing))}" if missing else module
-
-
-def waits_for_the_device(module: Any, device: torch.device) -> bool:
-    """Whether flash-attn 2's call for a decode step over blocks reads something back from the device."""
-    q, kv = (torch.zeros(1, size, 1, 64, dtype=torch.float16, device=device) for size in (1, PAGE_MULTIPLE))
-    ones, table = (
-        torch.full(shape, value, dtype=torch.int32, device=device) for shape, value in (((1,), 1), ((1, 1), 0))
-    )
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        module.flash_attn_with_kvcache(q, kv, kv, cache_seqlens=ones, block_table=table, causal=True)
-    except RuntimeError:
-        return True
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    return False
 
 
 def load() -> Kernels:
@@ -347,9 +321,5 @@ def load() -> Kernels:
     if isinstance(module, str):
         raise InternalError(module)
     fallback = triton.load()
-    library: FlashLibrary
-    if module.__name__ == "flash_attn":
-        library = Flash2(module, decodes=not waits_for_the_device(module, device))
-    else:
-        library = Flash3(module)
+    library = Flash2(module) if module.__name__ == _MODULE_2 else Flash3(module)
     return replace(fallback, attention=FlashAttention(library, fallback.attention))

@@ -12,7 +12,7 @@ import torch
 from kernels import flash, triton
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.dispatch import available_backends
-from kernels.flash import Flash2, Flash3, FlashAttention, Run, Source, plan_runs, waits_for_the_device
+from kernels.flash import Flash2, Flash3, FlashAttention, Run, Source, plan_runs
 from kernels.reference import ReferenceBackend
 from tests.kernels.oracle import LENS, Case
 
@@ -24,7 +24,7 @@ needs_flash = pytest.mark.skipif(
 
 
 class FakeFlash:
-    """flash-attn's two functions, with its own rules, computed by the reference; notes who was called."""
+    """flash-attn's function, with its own rules, computed by the reference; notes how it was called."""
 
     def __init__(self):
         self.calls = []
@@ -39,12 +39,6 @@ class FakeFlash:
             self.calls.append("paged")
             kv_layer = self._pool(k, v)
         return self._attend(q, kv_layer, lens, block_table, options)
-
-    def flash_attn_with_kvcache(self, q, k_cache, v_cache, *, cache_seqlens, block_table, **options):
-        self.calls.append("decode")
-        kv_layer = self._pool(k_cache, v_cache)
-        lens = [[1] * len(q), cache_seqlens.tolist()]
-        return self._attend(q[:, 0], kv_layer, lens, block_table, options)[:, None]
 
     def _pool(self, k, v):
         assert k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
@@ -61,7 +55,7 @@ class FakeFlash:
     def _attend(self, q, kv_layer, lens, block_table, options):
         before, after = options["window_size"]
         assert options["causal"]
-        assert after == min(before, 0)  # -1 without a window, which lets it pack the heads of a group
+        assert after == min(before, 0)
         cu_q = torch.tensor([0, *lens[0]], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         seq_lens = torch.tensor(lens[1], dtype=torch.int32)
         slots = torch.zeros(len(q), dtype=torch.int64)
@@ -111,85 +105,69 @@ class Noting(ReferenceBackend):
 @pytest.mark.parametrize(
     ("lens", "runs"),
     [
-        ([(1, 9), (1, 1), (1, 300)], [Run(PAGED, 0, 3)]),
-        ([(5, 5), (1, 1), (7, 7)], [Run(FRESH, 0, 3)]),
-        ([(4, 9), (20, 20), (30, 30), (1, 8)], [Run(PAGED, 0, 1), Run(FRESH, 1, 3), Run(PAGED, 3, 4)]),
+        ([(5, 5), (2, 2), (7, 7)], [Run(FRESH, 0, 3)]),
+        ([(4, 9), (20, 20), (30, 30), (2, 8)], [Run(PAGED, 0, 1), Run(FRESH, 1, 3), Run(PAGED, 3, 4)]),
         ([(20, 20), (4, 9)], [Run(FRESH, 0, 1), Run(PAGED, 1, 2)]),
-        ([(9, 9), (4, 9), (3, 3), (1, 7)], [Run(PAGED, 0, 4)]),
-        ([(0, 0), (0, 0)], [Run(PAGED, 0, 2)]),
+        ([(9, 9), (4, 9), (3, 3), (2, 7)], [Run(PAGED, 0, 4)]),
     ],
-    ids=["decode", "prompts", "mixed", "prompt first", "too short to part", "empty rows"],
+    ids=["prompts", "mixed", "prompt first", "too short to part"],
 )
 def test_seqs_go_where_their_keys_are(lens, runs):
     query_lens, seq_lens = zip(*lens, strict=True)
     assert plan_runs(query_lens, seq_lens, min_fresh_tokens=10) == runs
 
 
+PROMPTS = {
+    "fresh prompts": LENS["fresh prompts"],
+    "chunks": LENS["chunks"],
+    "both": [(12, 12), (7, 40), (2, 32), (5, 5), (3, 3), (16, 17)],
+}
+
+
 @pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
-@pytest.mark.parametrize("kind", LENS)
+@pytest.mark.parametrize("kind", PROMPTS)
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_the_parts_make_the_whole(monkeypatch, kind, block_size, window, soft_cap):
     monkeypatch.setattr(flash, "MIN_FRESH_TOKENS", 1)
     library, other = FakeFlash(), Noting()
-    Case(LENS[kind], block_size).check(FlashAttention(Flash2(library, decodes=True), other), window, soft_cap)
+    Case(PROMPTS[kind], block_size).check(FlashAttention(Flash2(library), other), window, soft_cap)
     assert bool(other.batches) == (kind != "fresh prompts" and block_size == 16)
-    Case(LENS[kind], block_size).check(FlashAttention(Flash3(FakeFlash3()), None), window, soft_cap)
+    Case(PROMPTS[kind], block_size).check(FlashAttention(Flash3(FakeFlash3()), None), window, soft_cap)
 
 
 @pytest.mark.parametrize(
     ("kind", "block_size", "calls", "batches"),
     [
         ("fresh prompts", 16, ["ragged"], []),
-        ("decode", 256, ["decode"], []),
         ("chunks", 256, ["paged"], []),
-        ("decode", 16, [], [5]),
-        ("mixed", 16, ["ragged", "ragged"], [1, 2]),
-        ("mixed", 256, ["decode", "ragged", "paged", "ragged"], []),
+        ("both", 16, ["ragged", "ragged"], [2, 1]),
+        ("both", 256, ["ragged", "paged", "ragged", "paged"], []),
     ],
 )
 def test_each_run_is_one_call(monkeypatch, kind, block_size, calls, batches):
     monkeypatch.setattr(flash, "MIN_FRESH_TOKENS", 1)
     library, other = FakeFlash(), Noting()
-    Case(LENS[kind], block_size).attend(FlashAttention(Flash2(library, decodes=True), other))
+    Case(PROMPTS[kind], block_size).attend(FlashAttention(Flash2(library), other))
     assert (library.calls, other.batches) == (calls, batches)
 
 
-def test_decode_steps_go_elsewhere_if_the_package_waits_for_the_device_in_them(monkeypatch):
-    monkeypatch.setattr(flash, "MIN_FRESH_TOKENS", 1)
-    library, other = FakeFlash(), Noting()
-    backend = FlashAttention(Flash2(library, decodes=False), other)
-    Case(LENS["decode"], 256).check(backend)
-    Case(LENS["chunks"], 256).check(backend)
-    assert (library.calls, other.batches) == (["paged"], [5])
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_package_that_waits_for_the_device_is_found_by_asking_it(waits, monkeypatch):
-    modes = ["default"]
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-
-    class Package(FakeFlash):
-        def flash_attn_with_kvcache(self, *args, **options):
-            assert modes[-1] == "error"
-            if waits:
-                raise RuntimeError("called a synchronizing CUDA operation")
-            return args[0]
-
-    assert waits_for_the_device(Package(), torch.device("cpu")) == waits
-    assert modes[-1] == 0
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_a_step_with_streams_goes_elsewhere_as_a_whole(kind):
+    library, other = FakeFlash3(), Noting()
+    Case(LENS[kind], 256).check(FlashAttention(Flash3(library), other))
+    assert (library.calls, other.batches) == ([], [len(LENS[kind])])
 
 
 def test_heads_that_flash_attn_would_pad_or_refuse_go_elsewhere():
     for head_dim in (12, 264):
         library, other = FakeFlash(), Noting()
-        Case(LENS["fresh prompts"], 16, head_dim=head_dim).check(FlashAttention(Flash2(library, decodes=True), other))
+        Case(LENS["fresh prompts"], 16, head_dim=head_dim).check(FlashAttention(Flash2(library), other))
         assert (library.calls, other.batches) == ([], [3])
 
 
 def packages(monkeypatch, capability=(9, 0), **installed):
-    """What can be imported: a module of each name whose call over blocks takes these arguments; None = it is broken."""
+    """What can be imported: a module of each name whose calls over blocks take these arguments; None = it is broken."""
     monkeypatch.setattr(triton, "obstacle", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     for name in ("flash_attn", "flash_attn_interface"):
@@ -197,7 +175,7 @@ def packages(monkeypatch, capability=(9, 0), **installed):
         if installed.get(name) is None:
             module = None
         else:
-            module.flash_attn_with_kvcache = taking(*installed[name].split())
+            module.flash_attn_varlen_func = module.flash_attn_with_kvcache = taking(*installed[name].split())
         monkeypatch.setitem(sys.modules, name, module)
 
 
@@ -212,34 +190,29 @@ def taking(*names):
     return function
 
 
-V2 = "cache_seqlens block_table softcap window_size"
+V2 = "block_table softcap window_size"
 V3 = "cache_seqlens page_table cu_seqlens_q softcap window_size"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "installed", "reason"),
+    ("dtype", "capability", "installed", "reason"),
     [
-        (torch.float32, {"flash_attn": V2}, "float32"),
-        (torch.bfloat16, {}, "flash_attn cannot be used"),
-        (torch.bfloat16, {"flash_attn": "cache_seqlens block_table window_size"}, "takes no softcap"),
+        (torch.float32, (8, 0), {"flash_attn": V2}, "float32"),
+        (torch.bfloat16, (8, 0), {}, "flash_attn cannot be used"),
+        (torch.bfloat16, (8, 0), {"flash_attn": "block_table window_size"}, "takes no softcap"),
+        (torch.bfloat16, (9, 0), {"flash_attn": V2}, "flash_attn_interface cannot be used"),  # slower than Triton there
     ],
 )
-def test_it_says_what_stands_in_the_way(monkeypatch, dtype, installed, reason):
-    packages(monkeypatch, **installed)
+def test_it_says_what_stands_in_the_way(monkeypatch, dtype, capability, installed, reason):
+    packages(monkeypatch, capability, **installed)
     assert reason in (flash.obstacle(torch.device("cuda", 0), dtype) or "")
 
 
 @pytest.mark.parametrize(
-    ("capability", "installed", "taken"),
-    [
-        ((9, 0), {"flash_attn": V2, "flash_attn_interface": V3}, "flash_attn_interface"),
-        ((9, 0), {"flash_attn": V2, "flash_attn_interface": "cache_seqlens"}, "flash_attn"),
-        ((9, 0), {"flash_attn": V2}, "flash_attn"),
-        ((8, 0), {"flash_attn": V2, "flash_attn_interface": V3}, "flash_attn"),
-    ],
+    ("capability", "taken"), [((9, 0), "flash_attn_interface"), ((8, 0), "flash_attn"), ((10, 0), "flash_attn")]
 )
-def test_version_3_serves_hopper_where_it_is_installed(monkeypatch, capability, installed, taken):
-    packages(monkeypatch, capability, **installed)
+def test_version_3_serves_hopper_and_version_2_the_others(monkeypatch, capability, taken):
+    packages(monkeypatch, capability, flash_attn=V2, flash_attn_interface=V3)
     device = torch.device("cuda", 0)
     assert flash.obstacle(device, torch.bfloat16) is None
     assert flash._find(device).__name__ == taken
@@ -258,9 +231,9 @@ def test_it_is_the_first_choice():
 @pytest.mark.parametrize(("head_dim", "soft_cap"), [(64, None), (80, None), (128, None), (128, 20.0), (256, None)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("kind", LENS)
+@pytest.mark.parametrize("kind", [*PROMPTS])
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_a_gpu_agrees_with_the_oracle(monkeypatch, kind, block_size, window, dtype, head_dim, soft_cap):
     monkeypatch.setattr(flash, "MIN_FRESH_TOKENS", 1)
     backend = flash.load().attention
-    Case(LENS[kind], block_size, (8, 2), head_dim, dtype).to("cuda").check(backend, window, soft_cap)
+    Case(PROMPTS[kind], block_size, (8, 2), head_dim, dtype).to("cuda").check(backend, window, soft_cap)
