@@ -6,7 +6,7 @@ prefill of the engines alone, `bench.peers.engines`), `quantized` (the same of q
 step beside a busy process, `bench.peers.busy`), `served` (servers, `bench.peers.served`, and what long prompts do to
 decoding streams, `bench.interference`). Prints tables, the roofline of each phase and the bars. A run of all parts
 writes `bench/results/peers-<shape>-<tier>.json` and renders docs/performance.md, unless a tier is forced.
-That takes about 25 minutes; `--quick`, one round of half the steps at one step budget without transformers, about 8.
+That takes about 25 minutes; `--quick`, a round of half the steps at one step budget without transformers, about 8.
 
 Peers run in environments of their own, since their requirements are not Tandem's: `make peers-venv` makes them beside
 the repository, `make peers` uses them. vLLM: its CPU build and its requirements without the three packages for sound
@@ -83,6 +83,7 @@ from tandem.cores import usable_cores
 VLLM_SERVER_NAME = "vllm server"
 PARTS = ("engines", "quantized", "busy", "served")
 _CEILINGS_BUDGET_S = 0.3
+_ROUNDS, _SERVED_ROUNDS = 3, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +295,8 @@ def _plan(args: argparse.Namespace) -> Plan:
         shape=shape,
         cores=cores,
         parts=frozenset(args.parts),
-        rounds=1 if args.quick else args.rounds,
-        served_rounds=1 if args.quick else args.served_rounds,
+        rounds=args.rounds or (1 if args.quick else _ROUNDS),
+        served_rounds=args.served_rounds or (1 if args.quick else _SERVED_ROUNDS),
         quick=args.quick,
         cpu_tier=args.cpu_tier,
         environments=Environments(args.vllm_python, args.llama_python, args.zentorch),
@@ -316,9 +317,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(PEER_SHAPES), default="135m")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure; without it, all")
     parser.add_argument("--threads", type=int, default=2, help="cores, and threads of each engine")
-    parser.add_argument("--rounds", type=int, default=3, help="of the engines")
-    parser.add_argument("--served-rounds", type=int, default=2, help="of the servers")
-    parser.add_argument("--quick", action="store_true", help="one round of half the steps, without transformers")
+    parser.add_argument("--rounds", type=int, help=f"of the engines; default {_ROUNDS}")
+    parser.add_argument("--served-rounds", type=int, help=f"of the servers; default {_SERVED_ROUNDS}")
+    parser.add_argument(
+        "--quick", action="store_true", help="half the steps, without transformers; one round by default"
+    )
     parser.add_argument("--cpu-tier", choices=TIERS, help="instructions of our own kernels; without it, the highest")
     parser.add_argument("--no-record", action="store_true", help="only print")
     return parser.parse_args()

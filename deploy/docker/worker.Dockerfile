@@ -3,7 +3,7 @@
 #   docker build -f deploy/docker/worker.Dockerfile --target cpu -t tandem-worker:0.1.0-cpu .
 #   docker build -f deploy/docker/worker.Dockerfile --target cuda -t tandem-worker:0.1.0-cuda .
 # PIP_EXTRA_INDEX_URL: for `cpu`, one with CPU builds of torch makes the image some gigabytes smaller.
-# FLASH_ATTN=1: compiles flash-attn into `cuda` (an hour or more; serving works without it).
+# FLASH_ATTN=2: compiles flash-attn into `cuda` (an hour or more; serving works without it); 3: its version for Hopper.
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 # The major version is that of torch's wheel, which brings CUDA's libraries; the driver comes from the node.
 ARG CUDA_VERSION=13.0.2
@@ -42,6 +42,8 @@ FROM nvidia/cuda:${CUDA_VERSION}-devel-ubuntu24.04 AS build-cuda
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG FLASH_ATTN=0
+# Of flash-attn's repository, for version 3, which is no package of an index.
+ARG FLASH_ATTN_COMMIT=0251105a2fb19d2957484b7f023cd8c115286ced
 # Of tandem-serving, such as worker,nixl.
 ARG EXTRAS=worker
 RUN apt-get update \
@@ -53,11 +55,15 @@ COPY pyproject.toml constraints.txt deploy/docker/requirements.py ./
 RUN python3 requirements.py "${EXTRAS}" > requirements.txt \
     && pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt -r requirements.txt
 # Compiled against the torch that was just installed, hence without isolation.
-RUN if [ "${FLASH_ATTN}" = 1 ]; then \
-        pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt packaging psutil setuptools wheel \
-        && pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt --no-build-isolation \
-            'flash-attn>=2.7'; \
-    fi
+RUN case "${FLASH_ATTN}" in \
+        0) exit 0 ;; \
+        2) what='flash-attn>=2.7' ;; \
+        3) what="git+https://github.com/Dao-AILab/flash-attention.git@${FLASH_ATTN_COMMIT}#subdirectory=hopper" ;; \
+        *) echo "FLASH_ATTN is 0, 2 or 3, not ${FLASH_ATTN}" >&2; exit 1 ;; \
+    esac \
+    && pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt packaging psutil setuptools wheel \
+    && FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTENTION_DISABLE_BACKWARD=TRUE \
+        pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt --no-build-isolation "${what}"
 COPY . .
 RUN pip --python /opt/tandem/bin/python install --no-cache-dir --no-deps -c constraints.txt ./deploy/client .
 RUN cd / && /opt/tandem/bin/python -c "import sys; from kernels.cpu import build; sys.exit(not build.LIBRARY.exists())"
