@@ -50,9 +50,9 @@ class Pace:
     async def hold(
         self, turn: Callable[[], AbstractAsyncContextManager[Any]], measure: Callable[[], Awaitable[_Found]]
     ) -> tuple[_Found, float, int]:
-        """What `measure` found, the pace before or after it, the lower one, and how often it was done again.
+        """What `measure` found, the lower of the paces before and after it, and how often it was done again.
 
-        It is done again where the machine was slow, twice at most. Looks within a `turn`, when nothing else runs.
+        It is done again if the machine was slow, twice at most. Looks within a `turn`, when nothing else runs.
         """
         redone = 0
         while True:

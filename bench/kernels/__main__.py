@@ -239,7 +239,8 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, help="compute threads of a CPU; without it, as many as torch takes")
     parser.add_argument("--cpu-tier", help="instructions of our kernels of a CPU; without it, the best that it has")
-    parser.add_argument("--head-dim", type=int, help="measure attention of heads of this size alone; records nothing")
+    sizes = sorted({shape.head_dim for shape in (CUDA_ATTENTION if torch.cuda.is_available() else CPU_ATTENTION)})
+    parser.add_argument("--head-dim", type=int, choices=sizes, help="attention of this size alone; records nothing")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         print("not measured: no GPU")
