@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 RequestId = NewType("RequestId", str)
 """What the client calls its request; echoed everywhere."""
 Handle = NewType("Handle", int)
-"""Names one sequence on one router-worker stream; never used twice there."""
+"""Names one request, with all its choices, on one router-worker stream; never used twice there."""
 WorkerId = NewType("WorkerId", str)
 """Stable name of a worker."""
 Incarnation = NewType("Incarnation", str)

@@ -72,6 +72,8 @@ async def test_a_signal_ends_one_and_the_end_of_the_server_ends_none(server: For
     assert server.fork(command("calendar")) is None
     for child in children:
         assert parent_of(child) == os.getpid()
+        # Ctrl-C reaches this process alone, and the kernel weighs the threads of all of one session one by one.
+        assert (os.getpgid(child.pid), os.getsid(child.pid)) == (child.pid, os.getsid(0))
     children[0].terminate()
     children[1].kill()
     assert [child.wait() for child in children] == [-signal.SIGTERM, -signal.SIGKILL]
