@@ -320,6 +320,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     cores = usable_cores()[: args.threads]
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))  # of `bench.pace`
     effort = QUICK if args.quick else FULL
     if args.once:
         effort = replace(effort, trials=1, leaves_early=False, close=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -130,14 +131,21 @@ def _loads(results: Document) -> list[str]:
 
 def _slow_machine(loads: Iterable[Document]) -> Iterator[str]:
     """Nothing of records before `bench.pace`."""
-    trials = [trial for load in loads for each in load["servers"].values() for trial in each["trials"]]
-    paces = [trial["pace"] for trial in trials if "pace" in trial]
-    if paces:
-        redone = sum(trial.get("redone", 0) for trial in trials)
-        slow = sum(pace < LEAST_PACE for pace in paces)
+    trials = [
+        (server, trial)
+        for load in loads
+        for server, each in load["servers"].items()
+        for trial in each["trials"]
+        if "pace" in trial
+    ]
+    if trials:
+        again = Counter(server for server, trial in trials if trial.get("redone"))
+        of_whom = ", ".join(f"{count} of {server}" for server, count in again.items())
+        slow = sum(trial["pace"] < LEAST_PACE for _, trial in trials)
         yield (
-            f"Of {len(paces)} trials {redone} were done again: before or after them the machine was slower than "
-            f"{LEAST_PACE:g} of its median (`bench.pace`). Of those that count {slow} were so, too.\n"
+            f"Of {len(trials)} trials {again.total()} were done again, twice at most{of_whom and f': {of_whom}'}. "
+            f"Before or after them the machine was slower than {LEAST_PACE:g} of its median (`bench.pace`). Of those "
+            f"that count {slow} were so, too.\n"
         )
 
 

@@ -40,10 +40,14 @@ class Pace:
         return statistics.median(self._taken_s) / taken_s
 
     async def wait(self) -> float:
-        """Looks every `APART_S` until the machine is not slow, a minute at most; returns the last look."""
+        """Looks every `APART_S` until the machine is not slow, a minute at most; returns the last look.
+
+        The looks before it are forgotten: many of one slow minute would make it the usual one.
+        """
         for _ in range(_MOST_LOOKS - 1):
             if (pace := self.look()) >= LEAST:
                 return pace
+            self._taken_s.pop()
             await asyncio.sleep(APART_S)
         return self.look()
 
@@ -52,15 +56,18 @@ class Pace:
     ) -> tuple[_Found, float, int]:
         """What `measure` found, the lower of the paces before and after it, and how often it was done again.
 
-        It is done again if the machine was slow, twice at most. Looks within a `turn`, when nothing else runs.
+        It is done again if the machine was slow, twice at most. Looks after a `turn`, when the server has ended what it
+        was asked: then it computes nothing, and one that would wait busily has been stopped.
         """
         redone = 0
         while True:
             async with turn():
-                before = await self.wait()
+                pass
+            before = await self.wait()
             found = await measure()
             async with turn():
-                pace = min(before, self.look())
+                pass
+            pace = min(before, self.look())
             if pace >= LEAST or redone == _MOST_REDONE:
                 return found, pace, redone
             redone += 1

@@ -140,11 +140,11 @@ def _become(options: argparse.Namespace, asking: int, stdout: int, stderr: int) 
     while os.getppid() != options.parent and time.monotonic() < ends_s:  # the process in between ends
         time.sleep(_ADOPTED_POLL_S)
     _end_with(options.parent)
+    os.setpgid(0, 0)
     with socket.socket(fileno=asking) as asked:
         asked.send(str(os.getpid()).encode())
         if not asked.recv(1):
             sys.exit(1)  # nobody waits for it any more
-    os.setpgid(0, 0)
     for descriptor, number in ((stdout, 1), (stderr, 2)):
         os.dup2(descriptor, number)
         os.close(descriptor)

@@ -48,6 +48,9 @@ MIN_FRESH_TOKENS = 256
 """A shorter fresh run beside paged ones joins them: one launch less per layer. Chosen, not measured."""
 _DTYPES = (torch.bfloat16, torch.float16)
 _MODULE_2, _MODULE_3 = "flash_attn", "flash_attn_interface"
+_FRESH_3 = ("softcap", "window_size", "return_attn_probs")
+"""Without the last one it returns a tuple (before August 2025)."""
+_PAGED_3 = ("cache_seqlens", "page_table", "cu_seqlens_q", "softcap", "window_size")
 _HOPPER = 9
 """Major compute capability of the GPUs that version 3 is made for."""
 
@@ -292,26 +295,22 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 def _find(device: torch.device) -> ModuleType | str:
     """The package for `device`, or why none can be used: what it offers counts, not its number."""
     if torch.cuda.get_device_capability(device)[0] == _HOPPER:
-        return _module(
-            _MODULE_3,
-            "flash_attn_with_kvcache",
-            "cache_seqlens",
-            "page_table",
-            "cu_seqlens_q",
-            "softcap",
-            "window_size",
-        )
-    return _module(_MODULE_2, "flash_attn_varlen_func", "block_table", "softcap", "window_size")
+        return _module(_MODULE_3, flash_attn_varlen_func=_FRESH_3, flash_attn_with_kvcache=_PAGED_3)
+    return _module(_MODULE_2, flash_attn_varlen_func=("block_table", "softcap", "window_size"))
 
 
-def _module(name: str, function: str, *wanted: str) -> ModuleType | str:
-    """The package, or why it is of no use; its call over blocks must take the arguments `wanted`."""
+def _module(name: str, **wanted: Sequence[str]) -> ModuleType | str:
+    """The package, or why it is of no use. `wanted`: by function, arguments that it must take."""
     try:
         module = importlib.import_module(name)
-        missing = set(wanted) - inspect.signature(getattr(module, function)).parameters.keys()
+        for function, arguments in wanted.items():
+            missing = set(arguments) - inspect.signature(getattr(module, function)).parameters.keys()
+            if missing:
+                lacks = f"{function} takes no {', '.join(sorted(missing))}"
+                return f"the package {name} is too old or too new: {lacks}"
     except (ImportError, AttributeError) as error:  # not there, built for another torch, or another package
         return f"the package {name} cannot be used: {error}"
-    return f"the package {name} is too old or too new: it takes no {', '.join(sorted(missing))}" if missing else module
+    return module
 
 
 def load() -> Kernels:

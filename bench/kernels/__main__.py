@@ -239,9 +239,11 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, help="compute threads of a CPU; without it, as many as torch takes")
     parser.add_argument("--cpu-tier", help="instructions of our kernels of a CPU; without it, the best that it has")
-    sizes = sorted({shape.head_dim for shape in (CUDA_ATTENTION if torch.cuda.is_available() else CPU_ATTENTION)})
-    parser.add_argument("--head-dim", type=int, choices=sizes, help="attention of this size alone; records nothing")
+    parser.add_argument("--head-dim", type=int, help="attention of this size alone; records nothing")
     args = parser.parse_args()
+    sizes = sorted({shape.head_dim for shape in (CUDA_ATTENTION if args.device == "cuda" else CPU_ATTENTION)})
+    if args.head_dim not in (None, *sizes):
+        parser.error(f"--head-dim: on {args.device} there are shapes of {', '.join(map(str, sizes))}")
     if args.device == "cuda" and not torch.cuda.is_available():
         print("not measured: no GPU")
         return 0

@@ -167,7 +167,7 @@ def test_heads_that_flash_attn_would_pad_or_refuse_go_elsewhere():
 
 
 def packages(monkeypatch, capability=(9, 0), **installed):
-    """What can be imported: a module of each name whose calls over blocks take these arguments; None = it is broken."""
+    """What can be imported: a module of each name whose calls take these arguments; None = it is broken."""
     monkeypatch.setattr(triton, "obstacle", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     for name in ("flash_attn", "flash_attn_interface"):
@@ -191,7 +191,7 @@ def taking(*names):
 
 
 V2 = "block_table softcap window_size"
-V3 = "cache_seqlens page_table cu_seqlens_q softcap window_size"
+V3 = "cache_seqlens page_table cu_seqlens_q softcap window_size return_attn_probs"
 
 
 @pytest.mark.parametrize(
@@ -200,6 +200,12 @@ V3 = "cache_seqlens page_table cu_seqlens_q softcap window_size"
         (torch.float32, (8, 0), {"flash_attn": V2}, "float32"),
         (torch.bfloat16, (8, 0), {}, "flash_attn cannot be used"),
         (torch.bfloat16, (8, 0), {"flash_attn": "block_table window_size"}, "takes no softcap"),
+        (
+            torch.bfloat16,
+            (9, 0),
+            {"flash_attn_interface": V3.removesuffix(" return_attn_probs")},
+            "takes no return_attn",
+        ),
         (torch.bfloat16, (9, 0), {"flash_attn": V2}, "flash_attn_interface cannot be used"),  # slower than Triton there
     ],
 )

@@ -214,7 +214,8 @@ def test_streams_are_not_spared_at_the_cost_of_as_many_others(worker: View, stre
     ("changes", "prefill"),
     [
         ({}, "other"),  # 70 s there; 10 s here, where a step may take 0.3
-        ({"tokens": 800}, None),  # no more than 30 steps
+        ({"tokens": 100, "queued": 400}, "other"),  # 1 s, more than three of the longest steps
+        ({"tokens": 80, "queued": 400}, None),  # 0.8 s
         ({"queued": 7200}, None),  # 82 s
         ({"streams": 1}, None),  # it would be computed beside streams there
         ({"held": 100}, None),  # and here is less to do
