@@ -6,8 +6,8 @@ percentile of a request's gaps between messages. Goodput is the highest rate at 
 both, by a bounded search (`bench.goodput_search`). A trial lasts a minute at least (without `--quick`, three), and one
 that is won or lost closely goes on as long again: of 40 requests chance decides. All of this waits while the machine
 is much slower than usual (`bench.pace`), and is done again if it is so afterwards. All servers are up and take turns,
-trial by trial; vLLM's processes are stopped while they have no turn. Client and servers share the cores; the client's
-share of one is recorded.
+part by part of their trials, so that all meet the same minutes; vLLM's processes are stopped while they have no turn.
+Client and servers share the cores; the client's share of one is recorded.
 
 Then, with the same servers: 16 × (256 + 64) tokens at once, and a burst of long prompts beside streams that decode
 (`bench.interference`).
@@ -28,6 +28,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import shlex
 import sys
@@ -43,9 +44,9 @@ import torch
 import uvloop
 
 from bench import interference
-from bench.goodput_loads import LOADS, Load, stretches
+from bench.goodput_loads import LOADS, Arrival, Load, stretches
 from bench.goodput_page import bars, image_of, section
-from bench.goodput_search import FULL, QUICK, Effort, Objectives, RateSearch, num_stretches
+from bench.goodput_search import FULL, QUICK, Effort, Objectives, RateSearch, misses_allowed, num_stretches
 from bench.goodput_trial import Trial, Unloaded, measure_unloaded, objectives_of, run_trial
 from bench.interference import burst_shape
 from bench.machine import cpu_tier
@@ -139,6 +140,8 @@ class Comparison:
         """Is told the results so far after each load."""
         self._seeds = count(1)
         self._pace = pace
+        self._machine = asyncio.Lock()
+        """Held by the server whose turn it is; the next one is who has waited longest."""
 
     async def run(self) -> Document:
         """All parts; the record's results."""
@@ -179,13 +182,15 @@ class Comparison:
             for name in self._turns
         }
         trials: dict[str, list[Trial]] = {name: [] for name in searches}
-        while any(search.next_per_s is not None for search in searches.values()):
-            for name, search in searches.items():
-                rate_per_s = search.next_per_s
-                if rate_per_s is not None:
-                    trial = await self._trial(name, load, rate_per_s, objectives)
-                    trials[name].append(trial)
-                    search.tell(passed=trial.passed)
+        while rates := {name: each.next_per_s for name, each in searches.items() if each.next_per_s is not None}:
+            async with asyncio.TaskGroup() as tasks:
+                running = {
+                    name: tasks.create_task(self._trial(name, load, rate_per_s, objectives))
+                    for name, rate_per_s in rates.items()
+                }
+            for name, task in running.items():
+                trials[name].append(task.result())
+                searches[name].tell(passed=task.result().passed)
         return {
             "objectives": asdict(objectives),
             "unloaded": {name: each.document() for name, each in unloaded.items()},
@@ -217,36 +222,43 @@ class Comparison:
         return into
 
     async def _trial(self, name: str, load: Load, rate_per_s: float, objectives: Objectives) -> Trial:
-        once = partial(self._trial_once, name, load, rate_per_s, objectives)
-        trial, pace, redone = await self._pace.hold(partial(self._turn, name), once)
-        trial = replace(trial, pace=pace, redone=redone)
+        """In several turns; between them other servers have theirs, so that all meet the same minutes."""
+        effort, requests = self._plan.effort, partial(self._requests, load, rate_per_s)
+        planned = num_stretches(rate_per_s, effort.requests, effort.least_s)
+        size, done, goes_on = math.ceil(planned / effort.turns), 0, effort.close > 0
+        trial: Trial | None = None
+        while done < planned:
+            most = misses_allowed(planned * effort.requests, effort.close) if effort.leaves_early else math.inf
+            left = most - (0 if trial is None else trial.missed)
+            part = await self._part(name, requests(done, min(size, planned - done)), rate_per_s, objectives, left)
+            trial = part if trial is None else trial.and_then(part)
+            done += size
+            if trial.missed > most:
+                break
+            if done >= planned and goes_on and trial.is_close(effort.close):
+                planned, done, goes_on = 2 * planned, planned, False
+        assert trial is not None
         _say(f"{load.name}: {name}: {_rounded(trial.document())}")
         return trial
 
-    async def _trial_once(self, name: str, load: Load, rate_per_s: float, objectives: Objectives) -> Trial:
-        effort, seed = self._plan.effort, self._plan.arrivals_seed
-        trial = await self._arrivals(name, load, rate_per_s, objectives, seed)
-        if trial.is_close(effort.close):
-            more = await self._arrivals(name, load, rate_per_s, objectives, seed + trial.requests // effort.requests)
-            trial = trial.and_then(more)
-        return trial
+    def _requests(self, load: Load, rate_per_s: float, first: int, count: int) -> tuple[Arrival, ...]:
+        """Of so many stretches."""
+        return stretches(load, rate_per_s, self._plan.effort.requests, count, self._plan.arrivals_seed + first)
 
-    async def _arrivals(self, name: str, load: Load, rate_per_s: float, objectives: Objectives, seed: int) -> Trial:
-        """Whole stretches, of this seed and those after it."""
-        effort = self._plan.effort
-        count = num_stretches(rate_per_s, effort.requests, effort.least_s)
-        requests = stretches(load, rate_per_s, effort.requests, count, seed)
-        async with self._turn(name) as client:
-            return await run_trial(
-                client,
-                requests,
-                rate_per_s,
-                objectives,
-                self._plan.vocab_size,
-                next(self._seeds),
-                leaves_early=effort.leaves_early,
-                close=effort.close,
-            )
+    async def _part(
+        self, name: str, requests: Sequence[Arrival], rate_per_s: float, objectives: Objectives, misses_left: float
+    ) -> Trial:
+        """Of a trial, in one turn."""
+
+        async def once() -> Trial:
+            async with self._turn(name) as client:
+                return await run_trial(
+                    client, requests, rate_per_s, objectives, self._plan.vocab_size, next(self._seeds), misses_left
+                )
+
+        async with self._machine:
+            part, pace, redone = await self._pace.hold(partial(self._turn, name), once)
+        return replace(part, pace=pace, redone=redone)
 
     @contextlib.asynccontextmanager
     async def _turn(self, name: str) -> AsyncIterator[StreamClient]:

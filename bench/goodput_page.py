@@ -106,7 +106,8 @@ def _for_at_least(effort: Document) -> str:
     if "least_s" not in effort:
         return ""
     again = ", and as long again where that is close" if effort.get("close") else ""
-    return f", and as many again until it lasts {effort['least_s']:g} s{again}"
+    turns = f", in {effort['turns']} turns" if "turns" in effort else ""
+    return f", and as many again until it lasts {effort['least_s']:g} s{turns}{again}"
 
 
 def _loads(results: Document) -> list[str]:

@@ -65,6 +65,8 @@ class Effort:
     """Of each stretch of a trial."""
     least_s: float
     """A trial has as many stretches as arrive in this time: at high rates one is short, and tells little."""
+    turns: int
+    """In how many parts a trial's stretches are measured, at most; between them other servers have their turns."""
     close: float
     """A trial that attains so much more or less than it must goes on with as many other arrivals, and all count."""
     unloaded: int
@@ -86,6 +88,7 @@ class Effort:
 FULL = Effort(
     requests=80,
     least_s=180,
+    turns=3,
     close=0.02,
     unloaded=9,
     ratio=1.1,
@@ -98,6 +101,7 @@ FULL = Effort(
 QUICK = Effort(
     requests=40,
     least_s=60,
+    turns=2,
     close=0.035,
     unloaded=4,
     ratio=1.2,

@@ -49,8 +49,13 @@ class Trial:
 
     @property
     def attained(self) -> int:
-        """Requests that met both objectives."""
+        """Requests that ended and met both objectives."""
         return sum(each.attains(self.objectives) for each in self.outcomes)
+
+    @property
+    def missed(self) -> int:
+        """Requests that ended and did not."""
+        return len(self.outcomes) - self.attained
 
     @property
     def passed(self) -> bool:
@@ -73,6 +78,8 @@ class Trial:
             outcomes=self.outcomes + more.outcomes,
             client_cpu_share=client_s / seconds,
             seconds=seconds,
+            pace=min(self.pace, more.pace),
+            redone=self.redone + more.redone,
         )
 
     def document(self) -> dict[str, Any]:
@@ -142,16 +149,14 @@ async def run_trial(
     objectives: Objectives,
     vocab_size: int,
     seed: int,
-    *,
-    leaves_early: bool,
-    close: float = 0.0,
+    misses_allowed: float = math.inf,
 ) -> Trial:
-    """Sends `requests`; with `leaves_early` only until it is lost, and not closely.
+    """Sends `requests`, until more of them than are allowed have missed.
 
     Raises what the client raises if no request ends well. `seed` makes the prompts' tokens: another one for each
     trial, or a prefix cache knows them.
     """
-    running = _Running(client, objectives, misses_allowed(len(requests), close) if leaves_early else len(requests))
+    running = _Running(client, objectives, misses_allowed)
     prompts = _prompts(requests, vocab_size, seed)
     began_s, cpu_s = time.perf_counter(), time.process_time()
     await running.send_all(requests, prompts)
@@ -163,7 +168,7 @@ async def run_trial(
 class _Running:
     """The requests under way and the outcomes so far."""
 
-    def __init__(self, client: StreamClient, objectives: Objectives, misses_allowed: int) -> None:
+    def __init__(self, client: StreamClient, objectives: Objectives, misses_allowed: float) -> None:
         self.outcomes: list[Outcome] = []
         self._client = client
         self._objectives = objectives

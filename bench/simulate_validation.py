@@ -147,7 +147,7 @@ def compare(results: Document, measured_costs: Sequence[CostModel]) -> list[Row]
             for trial in found["trials"]:
                 if trial["ended"] < trial["requests"]:
                     continue  # it was left early: what it attained is not that of a whole trial
-                result = replay.trial(trial["rate_per_s"], trial["requests"], effort["requests"])
+                result = replay.trial(effort, trial["rate_per_s"], trial["requests"])
                 rate = trial["rate_per_s"]
                 predicted = rate * result.attainment(slo)
                 ttft_s = (
@@ -212,14 +212,23 @@ class _Replay:
         search = RateSearch(first_per_s, effort["ratio"], effort["first_stride"], effort["trials"])
         while (rate := search.next_per_s) is not None:
             requests = effort["requests"] * num_stretches(rate, effort["requests"], effort.get("least_s", 0.0))
-            search.tell(passed=passes(self.trial(rate, requests, effort["requests"]), slo))
+            search.tell(passed=passes(self.trial(effort, rate, requests), slo))
         return search.passed_per_s or 0.0
 
-    def trial(self, rate_per_s: float, requests: int, stretch: int) -> Result:
-        """After what the measured server had done before: its workers have learned what their steps take."""
+    def trial(self, effort: Document, rate_per_s: float, requests: int) -> Result:
+        """After what the measured server had done before: its workers have learned what their steps take.
+
+        In as many turns, apart from each other.
+        """
         before = [*_warm_up(), *_alone(self.load, self.unloaded)]
-        after_s = (len(before) + 1) * _APART_S
-        asks = _asks(stretches(self.load, rate_per_s, stretch, requests // stretch, self.seed), after_s)
+        after_s, each = (len(before) + 1) * _APART_S, effort["requests"]
+        planned = num_stretches(rate_per_s, each, effort.get("least_s", 0.0))
+        of_turn = each * math.ceil(planned / effort["turns"]) if "turns" in effort else requests
+        arriving = [
+            replace(arrival, at_s=arrival.at_s + number // of_turn * _APART_S)
+            for number, arrival in enumerate(stretches(self.load, rate_per_s, each, requests // each, self.seed))
+        ]
+        asks = _asks(arriving, after_s)
         result = simulate(self.setup, [*before, *asks])
         return replace(result, outcomes=result.outcomes[len(before) :])
 

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ GENEROUS = Objectives(ttft_s=1e6, itl_s=1e6)
 async def test_a_trial_sends_every_request_with_prompts_that_no_other_trial_has() -> None:
     server = FakeServer(ttft_s=0.2)
     for seed in (1, 2):
-        trial = await run_trial(server, REQUESTS, 1.0, GENEROUS, 1000, seed, leaves_early=True)
+        trial = await run_trial(server, REQUESTS, 1.0, GENEROUS, 1000, seed)
         assert trial.passed
         assert len(trial.outcomes) == 10
     assert sorted(map(len, server.prompts)) == sorted([*range(1, 11), *range(1, 11)])
@@ -184,21 +185,19 @@ async def test_a_trial_sends_every_request_with_prompts_that_no_other_trial_has(
 
 async def test_a_lost_trial_is_left_early_and_does_not_pass() -> None:
     later = (*REQUESTS[:3], Arrival(3600.0, 8, 5))
-    trial = await run_trial(FakeServer(ttft_s=9.0), later, 1.0, OBJECTIVES, 1000, 1, leaves_early=True)
+    trial = await run_trial(FakeServer(ttft_s=9.0), later, 1.0, OBJECTIVES, 1000, 1, misses_allowed=0)
     assert (len(trial.outcomes), trial.passed) == (3, False)
 
 
 async def test_a_failed_request_misses_and_a_server_that_only_fails_is_an_error() -> None:
-    trial = await run_trial(FakeServer(0.2, fails=2), REQUESTS, 1.0, GENEROUS, 1000, 1, leaves_early=False)
+    trial = await run_trial(FakeServer(0.2, fails=2), REQUESTS, 1.0, GENEROUS, 1000, 1)
     assert (trial.document()["failed"], trial.passed) == (2, False)
     with pytest.raises(PeerError, match="refused"):
-        await run_trial(FakeServer(0.2, fails=10), REQUESTS, 1.0, GENEROUS, 1000, 1, leaves_early=False)
+        await run_trial(FakeServer(0.2, fails=10), REQUESTS, 1.0, GENEROUS, 1000, 1)
 
 
 async def test_a_trial_that_is_cancelled_leaves_no_task() -> None:
-    trial = asyncio.create_task(
-        run_trial(FakeServer(0.2), (Arrival(3600.0, 8, 5),), 1.0, OBJECTIVES, 1000, 1, leaves_early=False)
-    )
+    trial = asyncio.create_task(run_trial(FakeServer(0.2), (Arrival(3600.0, 8, 5),), 1.0, OBJECTIVES, 1000, 1))
     await asyncio.sleep(0)
     trial.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -300,6 +299,41 @@ async def test_a_trial_on_a_machine_that_is_slow_is_done_again(
     again = f"1 were done again, twice at most: 1 of {AUTO}" if counted[1] else "0 were done again"
     assert f"Of 1 trials {again}" in "\n".join(section(results))
     assert next(looks, None) is None
+
+
+class Asked(FakeServer):
+    """Keeps in common with others who was asked what belongs to a trial."""
+
+    def __init__(self, name: str, asked: list[str], ttft_s: float) -> None:
+        super().__init__(ttft_s)
+        self._name, self._asked = name, asked
+
+    async def generate(self, prompt: Prompt, max_tokens: int, on_first: OnFirst | None = None) -> Stream:
+        if prompt != (5, 6, 7, 8):
+            self._asked.append(self._name)
+        return await super().generate(prompt, max_tokens, on_first)
+
+
+IN_TURNS = replace(QUICK, requests=10, least_s=2e-5, turns=2, close=0.05, trials=1, longest_s=1e-3)
+"""At a million requests per second two stretches, in two turns."""
+
+
+async def asked_of_two(ttft_s: float, objectives: Objectives) -> tuple[list[str], list[int]]:
+    """Who was asked, as often as the other one was not between; and the requests of each one's trial."""
+    asked: list[str] = []
+    turns = {name: turn_of(Asked(name, asked, each)) for name, each in (("one", 0.2), ("other", ttft_s))}
+    plan = Plan("smoke", (0,), {}, None, ("mixed",), IN_TURNS, {"mixed": objectives}, first_per_s=1e6)
+    results = await Comparison(plan, turns, lambda _: None, Pace(lambda: 1.0)).run()
+    trials = [each["trials"][0]["requests"] for each in results["loads"]["mixed"]["servers"].values()]
+    return [name for name, _ in groupby(asked)], trials
+
+
+async def test_servers_have_the_parts_of_their_trials_in_turns() -> None:
+    assert await asked_of_two(0.3, GENEROUS) == (["one", "other", "one", "other"], [20, 20])
+
+
+async def test_a_trial_that_is_lost_has_no_more_turns() -> None:
+    assert await asked_of_two(9.0, Objectives(ttft_s=1.0, itl_s=1e6)) == (["one", "other", "one"], [20, 10])
 
 
 async def test_requests_one_at_a_time_are_measured_again_on_a_machine_that_was_slow(
