@@ -208,9 +208,8 @@ class Comparison:
         """By server."""
         found = {}
         for name in self._turns:
-            unloaded, pace, _ = await self._pace.hold(
-                partial(self._turn, name), partial(self._unloaded_once, name, load)
-            )
+            once = partial(self._unloaded_once, name, load)
+            unloaded, pace, _ = await self._pace.hold(partial(self._turn, name), once)
             found[name] = replace(unloaded, pace=pace)
             _say(f"{load.name}: {name} unloaded: {_rounded(found[name].document())}")
         return found
@@ -223,14 +222,15 @@ class Comparison:
 
     async def _trial(self, name: str, load: Load, rate_per_s: float, objectives: Objectives) -> Trial:
         """In several turns; between them other servers have theirs, so that all meet the same minutes."""
-        effort, requests = self._plan.effort, partial(self._requests, load, rate_per_s)
+        effort, seed = self._plan.effort, self._plan.arrivals_seed
         planned = num_stretches(rate_per_s, effort.requests, effort.least_s)
         size, done, goes_on = math.ceil(planned / effort.turns), 0, effort.close > 0
         trial: Trial | None = None
         while done < planned:
             most = misses_allowed(planned * effort.requests, effort.close) if effort.leaves_early else math.inf
             left = most - (0 if trial is None else trial.missed)
-            part = await self._part(name, requests(done, min(size, planned - done)), rate_per_s, objectives, left)
+            requests = stretches(load, rate_per_s, effort.requests, min(size, planned - done), seed + done)
+            part = await self._part(name, requests, rate_per_s, objectives, left)
             trial = part if trial is None else trial.and_then(part)
             done += size
             if trial.missed > most:
@@ -240,10 +240,6 @@ class Comparison:
         assert trial is not None
         _say(f"{load.name}: {name}: {_rounded(trial.document())}")
         return trial
-
-    def _requests(self, load: Load, rate_per_s: float, first: int, count: int) -> tuple[Arrival, ...]:
-        """Of so many stretches."""
-        return stretches(load, rate_per_s, self._plan.effort.requests, count, self._plan.arrivals_seed + first)
 
     async def _part(
         self, name: str, requests: Sequence[Arrival], rate_per_s: float, objectives: Objectives, misses_left: float
