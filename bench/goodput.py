@@ -247,10 +247,9 @@ class Comparison:
         """Of a trial, in one turn."""
 
         async def once() -> Trial:
+            seed, vocab_size = next(self._seeds), self._plan.vocab_size
             async with self._turn(name) as client:
-                return await run_trial(
-                    client, requests, rate_per_s, objectives, self._plan.vocab_size, next(self._seeds), misses_left
-                )
+                return await run_trial(client, requests, rate_per_s, objectives, vocab_size, seed, misses_left)
 
         async with self._machine:
             part, pace, redone = await self._pace.hold(partial(self._turn, name), once)
