@@ -57,6 +57,11 @@ _LONG_ROPE = {
     "long_factor": [1.0 + place for place in range(8)],
 }
 """Of heads of 16."""
+_PARTIAL_LONG_ROPE = _LONG_ROPE | {
+    "short_factor": [1.0 + place / 10 for place in range(6)],
+    "long_factor": [1.0 + place for place in range(6)],
+}
+"""Of which 12 dimensions are rotated."""
 
 TINY_MODELS = (
     TinyModel("llama", "llama"),
@@ -219,6 +224,15 @@ TINY_MODELS = (
         "phi3-longrope",
         "phi3",
         {"original_max_position_embeddings": 1, "rope_parameters": _LONG_ROPE | {"attention_factor": 1.2}},
+    ),
+    TinyModel(
+        "phi3-partial-longrope",
+        "phi3",
+        {
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 1,
+            "rope_parameters": _PARTIAL_LONG_ROPE | {"attention_factor": 1.2},
+        },
     ),
     TinyModel(
         "phi3-longrope-short",

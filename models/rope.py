@@ -29,7 +29,7 @@ from models.rope_config import (
 class RotaryEmbedding:
     """Angles of one model. Float32 throughout, as in transformers."""
 
-    __slots__ = ("_attention_factor", "_dynamic", "_exponents", "_frequencies", "_theta")
+    __slots__ = ("_dynamic", "_exponents", "_frequencies", "_scales", "_theta")
 
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
         scaling = config.scaling
@@ -41,17 +41,19 @@ class RotaryEmbedding:
         self._frequencies = frequencies.to(device)  # [D / 2]
         self._exponents = self._exponents.to(device)
         self._dynamic = scaling if isinstance(scaling, DynamicScaling) else None
-        self._attention_factor = 1.0
-        if isinstance(scaling, YarnScaling | LongRopeScaling):
-            self._attention_factor = scaling.attention_factor
+        self._scales: torch.Tensor | None = None  # [D / 2]: of what is rotated alone
+        if isinstance(scaling, YarnScaling | LongRopeScaling) and scaling.attention_factor != 1.0:
+            self._scales = torch.ones(head_dim // 2)
+            self._scales[: num_rotated // 2] = scaling.attention_factor
+            self._scales = self._scales.to(device)
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cos and sin, each `[T, D / 2]` float32, for `positions` `[T]`."""
         frequencies = self._frequencies if self._dynamic is None else self._dynamic_frequencies(positions)
         angles = positions[:, None].to(torch.float32) * frequencies  # [T, D / 2]
         cos, sin = angles.cos(), angles.sin()
-        if self._attention_factor != 1.0:
-            cos, sin = cos * self._attention_factor, sin * self._attention_factor
+        if self._scales is not None:
+            cos, sin = cos * self._scales, sin * self._scales
         return cos, sin
 
     def _dynamic_frequencies(self, positions: torch.Tensor) -> torch.Tensor:
