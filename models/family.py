@@ -206,6 +206,7 @@ FAMILIES = {
         Family(
             name="mixtral",
             architecture="MixtralForCausalLM",
+            absent_theta=1_000_000.0,
             windows=Windows.ALL_LAYERS,
             absent_window=None,
             absent_rms_norm_eps=1e-5,

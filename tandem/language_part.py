@@ -39,6 +39,25 @@ _QWEN_ABSENT = {
     "rope_theta": 1_000_000.0,
     "max_position_embeddings": 32768,
 }
+_TEXT_ABSENT: Mapping[str, Mapping[str, Any]] = {
+    "llama": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 131_072,
+    },
+}
+"""What transformers 5.23 assumes where `text_config` of this family is silent, as that of LLaVA 1.5 is."""
 CONTAINERS: Mapping[str, Container] = {
     "gemma3": Container(
         "Gemma3ForConditionalGeneration",
@@ -67,7 +86,9 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     nested = config.get(TEXT_CONFIG)
     inner = nested if isinstance(nested, Mapping) else {key: config[key] for key in config if key != "model_type"}
-    language = {**container.absent, **{key: config[key] for key in _SHARED if key in config}, **inner}
+    family = str(inner.get("model_type", container.absent["model_type"]))
+    absent = {**_TEXT_ABSENT.get(family, {}), **container.absent}
+    language = {**absent, **{key: config[key] for key in _SHARED if key in config}, **inner}
     language.pop("architectures", None)
     language["model_type"] = _family(str(language["model_type"]))
     for key in ("rope_scaling", "rope_parameters"):

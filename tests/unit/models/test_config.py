@@ -134,6 +134,11 @@ def test_windows_are_those_that_transformers_gives_each_layer(write, family, key
     assert tuple(window if kind == "sliding_attention" else None for kind in layer_types) == windows
 
 
+def test_mixtral_rotates_by_its_own_base_where_none_is_given(write):
+    config = load_model_config(write(base("mixtral", num_local_experts=4, num_experts_per_tok=2)))
+    assert config.rope == RopeConfig(1e6, None)
+
+
 def test_rope_bases_of_gemma_3_are_read_in_the_old_form_and_the_new(write):
     old = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     new = {

@@ -139,3 +139,20 @@ def test_gemma_3_says_little_of_its_language_part(tmp_path):
     assert (ours.hidden_size, ours.num_heads, ours.num_kv_heads) == (2560, theirs.num_attention_heads, 4)
     assert (ours.vocab_size, ours.context_tokens) == (theirs.vocab_size, theirs.max_position_embeddings)
     assert ours.tied
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        {"model_type": "mistral", "hidden_size": 5120, "head_dim": 128, "num_hidden_layers": 40},
+    ],
+    ids=lambda text: text["model_type"],
+)
+def test_llava_says_little_of_its_language_part(tmp_path, text):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": text}))
+    ours, theirs = load_model_config(tmp_path), AutoConfig.from_pretrained(tmp_path).text_config
+    assert (ours.hidden_size, ours.num_layers) == (theirs.hidden_size, theirs.num_hidden_layers)
+    assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    assert (ours.vocab_size, ours.context_tokens) == (theirs.vocab_size, theirs.max_position_embeddings)
+    assert ours.intermediate_size == theirs.intermediate_size
