@@ -27,7 +27,10 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from engine.step import TokenMask
 from tandem.errors import InternalError, InvalidRequest, TandemError
 from tandem.grammar import GrammarCompiler
+from tandem.telemetry.logging import get_logger
 from tandem.types import Constraint, TokenId
+
+_log = get_logger(__name__)
 
 MAX_KEPT_GRAMMARS = 32
 """Compiled ones, for requests to come. The largest take some ten megabytes each."""
@@ -122,8 +125,11 @@ class Guides:
             error = job.exception()
             if error is None:
                 ready(job.result())
+            elif isinstance(error, TandemError):
+                failed(error)
             else:
-                failed(error if isinstance(error, TandemError) else InternalError(f"a grammar: {type(error).__name__}"))
+                _log.error("a grammar could not be compiled", exc_info=error)
+                failed(InternalError(f"a grammar: {type(error).__name__}"))
 
         work = partial(self._begun, constraint, outputs, failed)
         asyncio.get_running_loop().run_in_executor(self._compiling, work).add_done_callback(done)
@@ -157,6 +163,7 @@ class Guides:
         if job.cancelled():
             return
         if (error := job.exception()) is not None:
+            _log.error("token masks could not be made", exc_info=error)
             for guide in guides:
                 guide.lose(InternalError(f"token masks: {type(error).__name__}"))
         else:
@@ -186,17 +193,17 @@ class Guides:
         return tuple(guides)
 
     def _mask(self, matcher: LLMatcher) -> TokenMask:
-        # The library gives a word too many where the vocabulary fills its words.
+        # The library gives a word too many where the vocabulary fills its words, and tokens that the logits lack.
         return np.frombuffer(matcher.compute_bitmask(), dtype="<u4")[: self._compiler.num_mask_words]
 
     def _masks(self, guides: list[Guide]) -> npt.NDArray[np.uint32]:
         """`[M, W]`."""
-        masks = np.zeros((len(guides), self._compiler.num_mask_words), dtype=np.int32)
+        masks = np.zeros((len(guides), self._compiler.num_library_words), dtype=np.int32)
         matchers = [(guide.take(), row) for row, guide in enumerate(guides)]
         if self._executor is None:
             self._executor = LLExecutor(min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0))))
         fill_next_token_bitmask_par(self._executor, matchers, masks)
-        return masks.view(np.uint32)
+        return masks.view(np.uint32)[:, : self._compiler.num_mask_words]
 
 
 def _deep_thread(name: str) -> ThreadPoolExecutor:

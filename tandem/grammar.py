@@ -54,6 +54,8 @@ class GrammarCompiler:
         """`path`: of the checkpoint. `vocab_size`: of the logits; ids that its tokenizer lacks are not allowed."""
         self._folder = path
         self._vocab_size = vocab_size
+        self._num_tokens = vocab_size
+        """At least as many as the tokenizer has, once that is read."""
         self._eos_token_ids: list[int] = sorted(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
         self._loading = Lock()
@@ -68,13 +70,18 @@ class GrammarCompiler:
         """Words of 32 bits in a token mask."""
         return -(-self._vocab_size // 32)
 
+    @property
+    def num_library_words(self) -> int:
+        """The same in the library's masks, once a grammar was compiled: there may be tokens that the logits lack."""
+        return -(-self._num_tokens // 32)
+
     def compile(self, constraint: Constraint) -> LLMatcher:
         """At its start. Raises InvalidRequest that names the field, CheckpointError."""
         field = f"sampling.{constraint.language}"
         matcher = LLMatcher(self.tokenizer(), _grammar(constraint, field), log_level=0, limits=_LIMITS)
         if not matcher.is_error():
-            allowed = matcher.compute_bitmask()  # most of a large expression's work is done here, not above
-            if not any(allowed) or matcher.get_error().startswith("NoExtension"):
+            allowed = int.from_bytes(matcher.compute_bitmask(), "little")  # most of a large one's work is done here
+            if not allowed & ((1 << self._vocab_size) - 1) or matcher.get_error().startswith("NoExtension"):
                 raise InvalidRequest(field, "allows no text that this model could write")
         if matcher.is_error():
             raise InvalidRequest(field, _said(matcher.get_error(), constraint.texts))
@@ -85,8 +92,11 @@ class GrammarCompiler:
         with self._loading:
             if self._tokenizer is None:
                 try:
-                    text = read_tokenizer(self._folder).to_str()
-                    self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+                    read = read_tokenizer(self._folder)
+                    # Gemma 3's tokenizers have one that its smallest models lack, which take no images.
+                    self._num_tokens = max(self._vocab_size, 1 + max(read.get_vocab().values(), default=0))
+                    eos = self._eos_token_ids
+                    self._tokenizer = LLTokenizer(read.to_str(), n_vocab=self._num_tokens, eos_token=eos)
                 except ValueError as error:
                     raise CheckpointError(f"{self._folder}: no grammar can use it ({type(error).__name__})") from error
             return self._tokenizer

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tandem.checkpoint import read_checkpoint
-from tandem.errors import CheckpointError, InvalidRequest
+from tandem.errors import InvalidRequest
 from tandem.grammar import GrammarCompiler
 from tandem.types import Constraint, Language, TokenId
 
@@ -123,6 +123,16 @@ def test_ids_beyond_the_tokenizers_are_never_allowed() -> None:
     assert allowed >> DEMO.vocab_size == 0
 
 
-def test_a_tokenizer_of_more_tokens_than_the_model_is_named() -> None:
-    with pytest.raises(CheckpointError, match="no grammar can use it"):
-        GrammarCompiler(DEMO.path, 5, [TokenId(1)]).compile(constraint(Language.REGEX, "a"))
+@pytest.mark.parametrize("num_lacking", [1, 40])
+def test_a_tokenizer_may_have_tokens_that_the_model_lacks(num_lacking: int) -> None:
+    narrow = GrammarCompiler(DEMO.path, DEMO.vocab_size - num_lacking, DEMO.eos_token_ids)
+
+    matcher = narrow.compile(constraint(Language.REGEX, "a"))
+
+    assert narrow.num_library_words == -(-DEMO.vocab_size // 32)
+    assert len(matcher.compute_bitmask()) // 4 >= narrow.num_mask_words
+
+
+def test_a_constraint_that_only_tokens_which_the_model_lacks_could_write_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="allows no text"):
+        GrammarCompiler(DEMO.path, 3, [TokenId(1)]).compile(constraint(Language.REGEX, "a"))
