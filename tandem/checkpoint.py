@@ -20,6 +20,7 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.gguf import SUFFIX, find_gguf, read_gguf
 from tandem.language_part import language_config
 from tandem.model_path import check_model_path
+from tandem.tokenizer_file import TOKENIZER_FILE, read_tokenizer
 from tandem.types import TokenId
 
 DEMO = "demo"
@@ -114,7 +115,8 @@ def read_checkpoint(model: str) -> CheckpointInfo:
         family=config.string("model_type"),
         vocab_size=vocab_size,
         context_tokens=_context_tokens(config),
-        eos_token_ids=_eos_token_ids(generation, vocab_size) or _eos_token_ids(config, vocab_size),
+        eos_token_ids=_eos_token_ids(generation, vocab_size)
+        or _eos_token_ids(config, vocab_size) | _ends_of_turns(config, folder, is_gguf=gguf is not None),
         generation_defaults=_generation_defaults(generation),
         config_fingerprint=_fingerprint(folder, config),
     )
@@ -191,6 +193,14 @@ def _eos_token_ids(document: _Document, vocab_size: int) -> frozenset[TokenId]:
     if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < vocab_size for each in ids):
         raise document.error("eos_token_id", f"must be a token id below {vocab_size}, or a list of them")
     return frozenset(TokenId(each) for each in ids)
+
+
+def _ends_of_turns(config: _Document, folder: Path, *, is_gguf: bool) -> frozenset[TokenId]:
+    """What GGUF files of Gemma 3 seldom name, and its tokenizer knows."""
+    if not is_gguf or config.values["model_type"] != "gemma3_text" or not (folder / TOKENIZER_FILE).exists():
+        return frozenset()
+    found = read_tokenizer(folder).token_to_id("<end_of_turn>")
+    return frozenset() if found is None else frozenset((TokenId(found),))
 
 
 def _generation_defaults(generation: _Document) -> Mapping[str, float | int]:

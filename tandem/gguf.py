@@ -101,8 +101,10 @@ class Gguf:
             is_27b = config["num_hidden_layers"] == _GEMMA3_27B_LAYERS
             config["query_pre_attn_scalar"] = config["hidden_size"] // heads if is_27b else head_dim
             config["rope_local_base_freq"] = self._of("rope.freq_base_swa", 10000.0)
-        for key in ("bos", "eos"):
-            config[f"{key}_token_id"] = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        config["bos_token_id"] = self.metadata.get("tokenizer.ggml.bos_token_id")
+        ends = {self.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")}
+        ends.discard(None)
+        config["eos_token_id"] = sorted(ends) if len(ends) > 1 else next(iter(ends), None)
         return {key: value for key, value in config.items() if value is not None}
 
     def error(self, key: str, problem: str) -> CheckpointError:
@@ -164,7 +166,7 @@ def read_gguf(path: Path) -> Gguf:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
             return _Cursor(mapping).read(path)
-    except (OSError, ValueError, struct.error, IndexError) as error:
+    except (OSError, ValueError, struct.error, IndexError, KeyError, TypeError, ZeroDivisionError) as error:
         raise CheckpointError(f"{path}: is no readable GGUF file: {error}: download it again") from error
 
 

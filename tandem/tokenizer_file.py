@@ -14,12 +14,13 @@ from tokenizers import AddedToken, Tokenizer
 from tandem.errors import CheckpointError
 from tandem.model_path import missing_tokenizer
 
+TOKENIZER_FILE = "tokenizer.json"
 _FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
     """Reads both files. Raises CheckpointError that names the file at fault."""
-    file = folder / "tokenizer.json"
+    file = folder / TOKENIZER_FILE
     if not file.exists():
         raise CheckpointError(missing_tokenizer(folder))
     try:
