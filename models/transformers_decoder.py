@@ -42,6 +42,8 @@ from models.transformers_parts import Mapped, Norm, Pack
 IMPLEMENTATION = "tandem"
 """As transformers knows our attention and experts. It is none of its mask functions, so models make no masks for it."""
 _PROBED_TOKENS = 5
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""Names of linear maps that choose experts or weigh them: small, so they are not rounded, as in native models."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,17 +126,17 @@ class _MappedWeight(torch.Tensor):
 
 
 def build(
-    model: PreTrainedModel, kernels: Kernels, pack: Pack, pack_gated: Pack
+    model: PreTrainedModel, kernels: Kernels, pack: Pack, pack_gated: Pack, pack_router: Pack
 ) -> tuple[TransformersDecoder, set[tuple[int, int]]]:
     """Puts our parts into `model`, whose weights are loaded; also returns the `(num_kv_heads, head_dim)` of its layers.
 
-    Raises UnsupportedModel.
+    `pack_router`: of what chooses experts. Raises UnsupportedModel.
     """
     base = model.base_model
     if base is model:
         raise UnsupportedModel("a causal model without a base")
     fuse_products(model, pack, pack_gated)
-    _map_products(model, pack)
+    _map_products(model, pack, pack_router)
     _replace_norms(base, kernels.operations)
     probe, turns = _probe(base, model.device, None, kernels.operations), Turns()
     for module in _modules_that_rotate(base):
@@ -180,18 +182,19 @@ def _seat(base: nn.Module, attends: Attends) -> None:
             object.__setattr__(module, "tandem", attends)
 
 
-def _map_products(model: nn.Module, pack: Pack) -> None:
+def _map_products(model: nn.Module, pack: Pack, pack_router: Pack) -> None:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
-                setattr(module, name, Mapped(pack(child.weight, child.bias), child.out_features))
+                map_of = pack_router if name in _ROUTERS else pack
+                setattr(module, name, Mapped(map_of(child.weight, child.bias), child.out_features))
         if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
             _map_experts(module, pack)
         elif "Router" in type(module).__name__ and "weight" in module._parameters:
             weight = module._parameters.pop("weight")
             assert weight is not None
             mapped = weight.detach().as_subclass(_MappedWeight)
-            mapped.mapped = Mapped(pack(weight, None), len(weight))
+            mapped.mapped = Mapped(pack_router(weight, None), len(weight))
             object.__setattr__(module, "weight", mapped)
 
 

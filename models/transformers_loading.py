@@ -64,6 +64,7 @@ def load_decoder(
                 kernels,
                 partial(_pack, kernels.operations.linear, form),
                 partial(_pack, kernels.operations.gated_linear, form),
+                partial(_pack, kernels.operations.linear, None),
             )
     except UnsupportedModel as error:
         raise CheckpointError(f"{path}: {config.model_type} is not supported: {error}") from error

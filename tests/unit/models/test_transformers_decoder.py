@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bench.tiny_models import TinyModel
 from bench.tiny_transformers import TINY_TRANSFORMERS
 from kernels.dispatch import select_kernels
-from kernels.quantized import QuantForm
+from kernels.quantized import QuantForm, quantize
+from models import transformers_loading
 from models.loading import load_model
 from tandem.errors import CheckpointError
 
@@ -69,6 +70,20 @@ def test_linear_maps_may_be_quantised(tools, checkpoint):
     assert generated(tools, plain, prompts, 16, 64)
     assert generated(tools, rounded, prompts, 16, 64)
     assert plain.fingerprint != rounded.fingerprint
+
+
+@pytest.mark.parametrize("name", ["olmoe", "mixtral", "qwen2_moe"])
+def test_what_chooses_experts_is_not_quantised(checkpoint, monkeypatch, name):
+    rounded = []
+    monkeypatch.setattr(
+        transformers_loading, "quantize", lambda weight, form: rounded.append(len(weight)) or quantize(weight, form)
+    )
+    folder = checkpoint(BY_NAME[name])
+    load(folder, form=QuantForm.INT8)
+    config = AutoConfig.from_pretrained(folder)
+    experts = {getattr(config, key, 1) for key in ("num_experts", "num_local_experts")} | {1}
+    assert rounded
+    assert experts.isdisjoint(rounded)
 
 
 def test_auto_takes_native_where_there_is_one(tools, checkpoint):
