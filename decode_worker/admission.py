@@ -45,11 +45,12 @@ class Admission:
         self._prompts = prompts
         self._engine = engine
 
-    @property
-    def is_stalled(self) -> bool:
-        """Whether something lacks room here and nothing is under way that could make it."""
+    def give_up_one(self) -> None:
+        """Called at intervals: where nothing goes on for lack of room, one that holds it here goes on elsewhere."""
+        is_idle = not self._batch.releases.num_in_flight
+        self._transfers.give_up_one(is_in_the_way=self._batch.is_dry and is_idle)
         lacks_room = len(self.queue) or self._prompts.num_in_line or len(self._batch)
-        return bool(lacks_room) and not len(self._transfers) and not self._batch.releases.num_in_flight
+        self._prompts.give_up_one(is_stalled=bool(lacks_room) and not len(self._transfers) and is_idle)
 
     def next_reservation(self) -> Request | None:
         """Starts prompts for others as far as there is room; then takes the next reservation out of the line for which

@@ -26,7 +26,7 @@ from decode_worker.pressure import Pressure
 from decode_worker.running_batch import RunningBatch
 from engine.prefix_cache import PrefixCache
 from kvtransfer.base import Sender, TransferReport
-from tandem.errors import InvalidRequest, Reason, TandemError, Unavailable
+from tandem.errors import FrameError, InvalidRequest, Reason, TandemError, Unavailable
 from tandem.first_tokens import FirstTokens, NextTokens, encode_first_tokens
 from tandem.types import Handle, MoveReason
 from worker.outgoing_transfer import OutgoingPolicy, OutgoingTransfer
@@ -84,6 +84,10 @@ class HandOvers:
     def is_settled(self) -> bool:
         """Whether no block is lent to the sender, and every router knows what became of its requests."""
         return not self._transfers and not self._unreleased
+
+    def pushes(self, request: Request) -> bool:
+        """Whether it has left, or was about to: it went on elsewhere."""
+        return request in self._transfers
 
     def tell(self, requests: Iterable[Request], *, again: bool = False) -> None:
         """Drains: tells the routers of those that may leave, once; `again`: also of those they were told of."""
@@ -177,13 +181,19 @@ class HandOvers:
         if bearer is None or self._cache.num_loaded(bearer.block_table[:num_blocks]) < num_blocks:
             self._end(request, Unavailable("its KV is not in place", Reason.DRAINING))
             return
-        tokens = NextTokens({each.index: each.output_token_ids[to.num_output_tokens :] for each in going})
+        try:
+            tokens = encode_first_tokens(
+                NextTokens({each.index: each.output_token_ids[to.num_output_tokens :] for each in going})
+            )
+        except FrameError as error:
+            self._end(request, Unavailable(f"it has come too far since it was told to leave: {error}", Reason.DRAINING))
+            return
         assert self._sender is not None  # else nothing may leave
         transfer = OutgoingTransfer(request, self._sender, self._cache.pool, _POLICY, self)
         self._transfers[request] = transfer
         transfer.start()
         transfer.grant(to.ticket, to.kv_endpoint)
-        transfer.finish(num_blocks, encode_first_tokens(tokens), bearer)
+        transfer.finish(num_blocks, tokens, bearer)
 
     # --- from transfers (OutgoingOwner) ---
 

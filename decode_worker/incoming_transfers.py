@@ -27,7 +27,7 @@ from engine.prefix_cache import PrefixCache
 from engine.sequence import new_block_table
 from kvtransfer.base import BlockRefs, Offer, Receiver
 from tandem.clock import Clock, Deadline
-from tandem.errors import FrameError, TandemError, TicketRefused, TransferError
+from tandem.errors import FrameError, Overloaded, TandemError, TicketRefused, TransferError
 from tandem.first_tokens import FirstTokens, NextTokens, decode_first_tokens
 from tandem.lifecycle import TRANSFER_MOVES, BlockState, TransferState, advance
 from tandem.telemetry.logging import get_logger
@@ -47,6 +47,10 @@ class TransferPolicy:
     """From the ticket to the commit: the prompt's computation, which has begun, and the transfer.
 
     Reached only where the prefill worker says of a prompt that it is under way and never ends it."""
+
+
+IN_THE_WAY_S = 5.0
+"""How long nothing that runs may find a block before one is given up that blocks are reserved for."""
 
 
 class TransferOwner(Protocol):
@@ -84,6 +88,7 @@ class IncomingTransfers:
         self._receiver = receiver
         self._policy = policy
         self._transfers: dict[Request, tuple[IncomingTransfer, Offer]] = {}
+        self._in_the_way_since_s: float | None = None
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -135,6 +140,22 @@ class IncomingTransfers:
                 self.withdraw(request)
                 error = TransferError(f"no commit within {self._policy.handoff_s:g} s")
                 self.owner.transfer_failed(request, error)
+
+    def give_up_one(self, *, is_in_the_way: bool) -> None:
+        """Called at intervals, with whether requests run here and none finds a block. A prompt may take minutes to
+        come; if that lasts, the last in rank is computed elsewhere.
+        """
+        if not is_in_the_way or not self._transfers:
+            self._in_the_way_since_s = None
+            return
+        now_s = self.clock.now_s()
+        if self._in_the_way_since_s is None:
+            self._in_the_way_since_s = now_s
+        elif now_s - self._in_the_way_since_s >= IN_THE_WAY_S:
+            self._in_the_way_since_s = None
+            last = max(self._transfers, key=lambda each: each.rank)
+            self.withdraw(last)
+            self.owner.transfer_failed(last, Overloaded("what runs needs the KV blocks that were reserved for it"))
 
     def end(self, request: Request) -> bool:
         """Its transfer is over; False if the request has gone meanwhile."""

@@ -119,6 +119,8 @@ class RunningBatch:
         self._decoding = Decoding(cache)
         """Many of those that run."""
         self._waiting: list[Request] = []
+        self.is_dry = False
+        """Whether some run, and at the last look none could for lack of blocks."""
         self.num_preemptions = 0
         """How often blocks were taken from a request."""
 
@@ -218,6 +220,7 @@ class RunningBatch:
             if self._attach(plan.admitted) or self._attach_more(plan):
                 continue
             step = self._carry_out(plan, beside, None)
+            self.is_dry = step is None and plan.lacks_blocks
             if step is not None or not plan.preempted:
                 return step
 

@@ -210,7 +210,7 @@ class DecodeWorker:
         for request in [each for each in self._requests.values() if each.deadline.passed]:
             self._end(request, DeadlineExceeded(f"request {request.spec.request_id} ran out of time"))
         self._transfers.expire()
-        self._prompts.give_up_one(is_stalled=self._admission.is_stalled)
+        self._admission.give_up_one()
         self._admit_soon()
         if self._draining:
             self._hand_overs.tell(self._requests.values())
@@ -382,7 +382,8 @@ class DecodeWorker:
         self._transfers.withdraw(request)
         self._hand_overs.forget(request)
         self._prompts.forget(request)
-        self._admission.ended(request, in_batch=request in self._batch, failed=error is not None)
+        failed = error is not None or self._hand_overs.pushes(request)
+        self._admission.ended(request, in_batch=request in self._batch, failed=failed)
         self._batch.leave(request)
         for table in request.group.take_blocks():  # what it held while the rest was to be received
             self._pool.release(table)

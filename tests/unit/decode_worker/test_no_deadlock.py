@@ -10,7 +10,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from decode_worker.incoming_transfers import TransferPolicy
+from decode_worker.incoming_transfers import IN_THE_WAY_S, TransferPolicy
+from tandem.errors import Overloaded
 from tandem.types import GroupSpec, Handle, TokenId
 
 BLOCK_SIZE, HANDOFF_S, TURNS = 4, 10.0, 3000
@@ -65,6 +66,29 @@ def test_everybody_ends_and_every_survivor_is_exact(
     case: tuple[int, int, list[Arriving]],
 ) -> None:
     asyncio.run(play(open_bench, make_spec, completion, *case))
+
+
+async def test_a_stream_that_lacks_what_is_reserved_for_a_prompt_long_in_coming_gets_it(
+    open_bench: Any, make_spec: Callable[..., GroupSpec], completion: Callable[..., list[TokenId]]
+) -> None:
+    async with open_bench(8, BLOCK_SIZE) as bench:
+        spec = make_spec(4, 24)
+        running = bench.reserve(0, spec, local_prefill=True)
+        coming = bench.reserve(1, make_spec(12, salt=1))
+        ticket = await bench.ticket(coming)
+        bench.receiver.show(ticket)
+        await bench.router.until(lambda: len(bench.router.tokens.get(running, ())) == 17)  # its five blocks are full
+        await asyncio.sleep(0.01)
+        bench.worker.tick()
+        bench.clock.advance_s(IN_THE_WAY_S / 2)
+        bench.worker.tick()
+        assert not bench.router.errors
+        bench.clock.advance_s(IN_THE_WAY_S / 2)
+        bench.worker.tick()
+        bench.receiver.writer_stops(ticket)
+        await bench.router.until(lambda: running in bench.router.ended)
+        assert isinstance(bench.router.errors[coming], Overloaded)
+        assert bench.router.choices[running, 0] == completion(spec, 0)
 
 
 async def play(
