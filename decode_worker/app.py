@@ -29,6 +29,8 @@ from tandem.rpc.process import StopSignal
 from tandem.types import Role
 from worker.app import Foundation, run_worker
 
+MAX_LOCAL_TOKENS = 2**31 - 1
+"""Longer than any prompt."""
 MAX_PLANNING_SHARE_ON_CPU = 0.1
 """Of a decode step: above it two steps in flight cost more than the idle time that they save (bench/LOG.md)."""
 
@@ -40,8 +42,6 @@ def run(config: DecodeConfig) -> int:
 
 async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -> None:
     """Loads, serves and drains one worker. Raises ConfigError, CheckpointError."""
-    if config.elastic and config.local_prefill_tokens == 0:  # the default of the other kind
-        config = replace(config, local_prefill_tokens=None)
     base = Foundation.lay(_role(config), config, tracer)
     options = EngineOptions.of_worker(
         config,
@@ -54,7 +54,7 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
     async with base.engine(options, stop) as engine:
         info = replace(
             base.info(engine),
-            local_prefill_tokens=config.local_prefill_tokens,
+            local_prefill_tokens=announced_local_tokens(config),
             # One ticket must be able to name all blocks of a sequence.
             max_sequence_tokens=min(engine.max_sequence_tokens, MAX_BLOCKS * engine.layout.block_size),
             pool_tokens=engine.pool.num_blocks * engine.layout.block_size,
@@ -92,6 +92,15 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
             guides.close()
             await sender.stop()
             await receiver.stop()
+
+
+def announced_local_tokens(config: DecodeConfig) -> int | None:
+    """Longest prompt that routers are to leave here; None: on a decode worker any, on an elastic one as they find."""
+    if not config.elastic:
+        return config.local_prefill_tokens
+    if config.local_prefill_tokens is None:
+        return MAX_LOCAL_TOKENS
+    return config.local_prefill_tokens or None  # 0 is the default
 
 
 def _policy(config: DecodeConfig, engine: Engine, max_sequence_tokens: int) -> WorkerPolicy:
