@@ -145,6 +145,9 @@ class KvReceiver:
             except (TransferError, OSError) as error:
                 _log.warning("refused a kv connection: %s", error)
                 return
+            except Exception:  # noqa: BLE001 - a bug must not end the listener, which is still advertised
+                _log.exception("a kv connection could not be taken")
+                return
             unless_begun.pop_all()
         task = asyncio.get_running_loop().create_task(session.run(), name="kv-session")
         self._sessions[task] = session

@@ -198,7 +198,7 @@ class PrefillWorker:
             waiting_seqs=scheduler.num_waiting,
             queued_prompt_tokens=scheduler.num_queued_tokens + self._steps.num_tokens_in_flight,
             pool=self._parts.cache.pool.counts(),
-            live_transfers=len(self._transfers),
+            live_transfers=sum(each.is_granted for each in self._transfers.values()),
             draining=self._draining,
             prompt_tokens_per_s=self._steps.rate.per_s,
         )

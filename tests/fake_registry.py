@@ -27,6 +27,8 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
         """Of the router's processes, as it tells."""
         self.hang_up = asyncio.Event()
         self.hung_up = asyncio.Event()
+        self.code = grpc.StatusCode.OK
+        """That a stream ends with when this hangs up."""
 
     async def ListProcesses(  # noqa: N802
         self,
@@ -52,6 +54,8 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
         finally:
             reading.cancel()
             hanging_up.cancel()
+        if self.code is not grpc.StatusCode.OK:
+            await context.abort(self.code)
 
     async def _read(self, requests: AsyncIterator[registry_pb2.RegisterRequest]) -> None:
         async for request in requests:

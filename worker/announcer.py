@@ -153,6 +153,11 @@ class Announcer:
                 log("registration ended", router=address, error=failure.message)
             except (TimeoutError, asyncio.InvalidStateError) as error:  # the latter: written to an ended call
                 _log.info("registration interrupted", router=address, kind=type(error).__name__)
+            except asyncio.CancelledError:
+                # grpc.aio raises this, too, where the *router* ends the stream with CANCELLED.
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
             self._asked.clear()
             backoff_s = _FIRST_BACKOFF_S if registered.is_set() else min(_MAX_BACKOFF_S, backoff_s * 2)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))

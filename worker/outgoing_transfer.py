@@ -21,9 +21,12 @@ from typing import Protocol
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
 from kvtransfer.base import Handoff, Sender, TransferReport
-from tandem.errors import InternalError, TandemError
+from tandem.errors import TandemError, TransferError
+from tandem.telemetry.logging import get_logger
 from tandem.types import BlockId
 from worker.request import Request
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,8 @@ class OutgoingTransfer:
         except TandemError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - the task's root: a bug must not become a hang
-            self._fail(InternalError(f"transfer broke: {type(error).__name__}"))
+            _log.exception("a hand-off broke", request_id=self._request.spec.request_id)
+            self._fail(TransferError(f"transfer broke: {type(error).__name__}"))
         else:
             self._owner.transfer_committed(self._request, report)
 

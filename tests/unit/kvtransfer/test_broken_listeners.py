@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvtransfer import receiver
 from kvtransfer.offers import OfferTable
 from tandem.errors import TransferError
 from tests.transports import EVERY
@@ -88,3 +89,20 @@ async def test_a_session_that_breaks_lets_go_of_every_block(
             await handoffs[1].commit(b"")
         assert pair.receiver.num_live == 0
         pair.offer(later, (1, 2, 3))  # which it refuses while one of them is lent
+
+
+async def test_a_connection_that_a_bug_breaks_does_not_end_the_endpoint(
+    paired: Callable[..., Any], make_recorder: Any
+) -> None:
+    async with paired("tcp") as pair:
+        first, later = make_recorder(), make_recorder()
+        with pytest.MonkeyPatch.context() as patch:
+
+            def breaks_down(*_: object) -> None:
+                raise RuntimeError("a bug in a transport")
+
+            patch.setattr(receiver, "Connection", breaks_down)
+            with pytest.raises(TransferError):
+                await hand_over(pair, first, (3,), source=4)
+        await hand_over(pair, later, (5,), source=4)
+        assert later.calls == ["receiving", "committed"]

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import grpc
 import pytest
 
 from bench.ports import free_ports
@@ -114,8 +115,10 @@ async def test_a_router_can_ask_for_a_drain() -> None:
     await server.drain(0)
 
 
-async def test_it_registers_again_after_the_stream_ends_and_after_the_router_restarts() -> None:
+@pytest.mark.parametrize("code", [grpc.StatusCode.OK, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED])
+async def test_it_registers_again_after_the_stream_ends_and_after_the_router_restarts(code: grpc.StatusCode) -> None:
     registry = Registry()
+    registry.code = code
     server, port = await listen(registry)
     async with announcing(Worker(), f"127.0.0.1:{port}"):
         assert (await registry.hear()).HasField("info")
