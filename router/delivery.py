@@ -53,6 +53,8 @@ class Delivery:
         """By index, in the order in which they came to have something new."""
         self._summary: Summary | None = None
         self._error: TandemError | None = None
+        self.abandoned: TandemError | None = None
+        """Why nobody will read the rest."""
         self._news: asyncio.Future[None] | None = None
         self.num_outputs = 0
         """Read so far."""
@@ -156,6 +158,7 @@ class Delivery:
         self._unread.clear()
         self._open.clear()
         self._summary = None
+        self.abandoned = error
         self.fail(error)
 
     async def get(self) -> ChoiceOutput:

@@ -32,8 +32,11 @@ from tandem.clock import Deadline
 from tandem.errors import InvalidRequest, ModelNotFound, Reason, TandemError, Unavailable
 from tandem.limits import Limits
 from tandem.sampling import num_choices, num_seqs, resolve_sampling
+from tandem.telemetry.logging import get_logger
 from tandem.types import ChoiceSpec, GroupSpec, RequestId, TokenId
 from tandem.validation import Validator
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class RunningRequest:
 
     def drop(self, error: TandemError) -> None:
         """As `cancel`, and what its caller has not read yet is lost."""
+        _log.warning("answer not read: request ended", request_id=self.request_id, error=error.message)
         self.delivery.abandon(error)
         self.task.cancel()
 

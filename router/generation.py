@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 from router.admission import Admission
 from router.attempt import Attempt
@@ -122,6 +123,7 @@ class Generation:
         )
         self._witness = Witness(rooms.workers)
         self._observer = request_observers(rooms.observer.request(start), timeline, self._witness)
+        self._names: Any = {"request_id": group.request_id, "trace_id": trace_id_of(self._observer.traceparent)}
         self.delivery = Delivery(choices, self._observer, prompt_logprobs, rooms.stream_interval_s)
         """What the client has to read."""
         self._state = RequestState.QUEUED
@@ -157,9 +159,7 @@ class Generation:
         except TandemError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001  (the task's root)
-            _log.exception(
-                "request failed by a bug", request_id=self._request.group.request_id, peer=self._request.peer
-            )
+            _log.exception("request failed by a bug", **self._names, peer=self._request.peer)
             self._fail(InternalError(f"{type(error).__name__} in the router"))
 
     def abandon(self) -> None:
@@ -168,8 +168,8 @@ class Generation:
             return
         passed_s = self._rooms.clock.now_s() - self._timeline.arrived_s
         late = ended_by_deadline(passed_s, self._request.deadline.remaining_s())
-        error = DeadlineExceeded("the deadline passed") if late else None
-        self._end(RequestState.CANCELLED, error=error)
+        unread, error = self.delivery.abandoned, DeadlineExceeded("the deadline passed") if late else None
+        self._end(RequestState.FAILED if unread else RequestState.CANCELLED, error=unread or error)
 
     async def _run(self, place: AsyncExitStack) -> None:
         group, deadline = self._request.group, self._request.deadline
@@ -260,8 +260,7 @@ class Generation:
             return None
         _log.info(
             "request is handed over",
-            request_id=self._request.group.request_id,
-            trace_id=trace_id_of(self._observer.traceparent),
+            **self._names,
             source=attempt.placement.decode.worker_id,
             target=assignment.placement.decode.worker_id,
         )
@@ -378,8 +377,7 @@ class Generation:
         self._observer.moved(culprit, error)
         _log.warning(
             "request moves to another pair",
-            request_id=self._request.group.request_id,
-            trace_id=trace_id_of(self._observer.traceparent),
+            **self._names,
             culprit=culprit.worker_id,
             reason=error.reason,
             error=error.message,
@@ -397,4 +395,6 @@ class Generation:
         self, state: RequestState, reasons: tuple[FinishReason, ...] = (), error: TandemError | None = None
     ) -> None:
         self._move(state)
+        if error is not None:
+            _log.info("request failed", **self._names, reason=error.reason, error=error.message)
         self._observer.ended(RequestEnd(self.delivery.num_tokens, self._timeline.total_s, reasons, error))

@@ -106,8 +106,9 @@ def _answer(process: subprocess.Popen[bytes], question: bytes) -> bytes:
         process.stdin.write(question)
     except BrokenPipeError:
         return b""
-    readable, _, _ = select.select((process.stdout,), (), (), MAX_WALL_S)
-    return process.stdout.readline() if readable else b""
+    answers = select.poll()  # `select` takes no descriptor above 1023
+    answers.register(process.stdout, select.POLLIN)
+    return process.stdout.readline() if answers.poll(MAX_WALL_S * 1e3) else b""
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """One thread that does work for many callers, small work first.
 
-Every fourth time the oldest is done instead: small work cannot hold up large work for ever.
+Every fourth time the oldest is done instead: small work cannot hold up large work for ever. Work that has begun goes on
+when its caller leaves, and counts until it is done.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ class Lane:
         """Size by turn, in the order of arrival."""
         self._busy = False
         self._num_turns = 0
+        self.size = 0
+        """Of all work that waits or is under way."""
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
         """What `work` returns or raises, once its turn has come."""
+        self.size += size
         if self._busy:
             await self._turn(size)
         self._busy = True
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        finally:
-            self._pass_on()
+        doing = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        doing.add_done_callback(lambda _: self._done(size))
+        return await asyncio.shield(doing)
 
     def close(self) -> None:
         """Ends the thread after the work under way; its result is dropped."""
@@ -45,10 +48,15 @@ class Lane:
         try:
             await turn
         except asyncio.CancelledError:
+            self.size -= size
             # The turn may have come in the same moment; then it must be passed on.
             if self._waiting.pop(turn, None) is None:
                 self._pass_on()
             raise
+
+    def _done(self, size: int) -> None:
+        self.size -= size
+        self._pass_on()
 
     def _pass_on(self) -> None:
         self._busy = bool(self._waiting)

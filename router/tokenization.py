@@ -60,7 +60,6 @@ class Tokenization:
         self._around = _added_around(tokenizer) if can_be_cut(tokenizer) else None
         """Special tokens before and after a text; None = long texts are not cut."""
         self._short, self._long = Lane("tokenize-short"), Lane("tokenize-long")
-        self._bytes_under_way = 0
         self._answer_bytes = 0
 
     @classmethod
@@ -171,15 +170,12 @@ class Tokenization:
         """
         if num_bytes <= _INLINE_BYTES:
             return work()
+        under_way = self._short.size + self._long.size
         # A text that is alone is taken at any size: else the largest prompts could never come in.
-        if self._bytes_under_way and self._bytes_under_way + num_bytes > MAX_BYTES_UNDER_WAY:
-            raise Overloaded(f"{self._bytes_under_way} bytes of text wait to be tokenized already")
+        if under_way and under_way + num_bytes > MAX_BYTES_UNDER_WAY:
+            raise Overloaded(f"{under_way} bytes of text wait to be tokenized already")
         lane = self._short if num_bytes <= _SHORT_BYTES else self._long
-        self._bytes_under_way += num_bytes
-        try:
-            return await lane.run(num_bytes, work)
-        finally:
-            self._bytes_under_way -= num_bytes
+        return await lane.run(num_bytes, work)
 
 
 def _added_around(tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]] | None:

@@ -19,14 +19,19 @@ SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
 """The connection takes little that is not read."""
 
 
-async def unread_call(cluster: Any, stack: list[grpc.aio.Channel]) -> Any:
-    """A generation that has ended on its worker, of which its caller has read nothing."""
+async def begin_unread(cluster: Any, stack: list[grpc.aio.Channel]) -> Any:
+    """A generation of which its caller reads nothing."""
     channel = open_channel(cluster.address, more_options=list(SMALL_WINDOW))
     stack.append(channel)
     sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, logprobs=2, n=4)
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=sampling)
     stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-    call = stub.Generate(request, timeout=60)
+    return stub.Generate(request, timeout=60)
+
+
+async def unread_call(cluster: Any, stack: list[grpc.aio.Channel]) -> Any:
+    """One that has ended on its worker."""
+    call = await begin_unread(cluster, stack)
     await cluster.until(lambda: [each.ended_once_and_last for each in cluster.observer.requests] == [True] * len(stack))
     return call
 
@@ -60,4 +65,21 @@ async def test_an_answer_that_stays_unread_is_ended_and_its_caller_told_why(laun
     error = error_from_rpc(ended.value)
     assert isinstance(error, Overloaded)
     assert "not read for 1 s" in error.message
+    await channels[0].close()
+
+
+async def test_one_that_ends_so_while_it_runs_has_failed(launch: Any) -> None:
+    cluster = await launch(max_unread_s=1.0)
+    _, decode = await cluster.add_pair()
+    decode.pause_at(NUM_TOKENS - 10)
+    channels: list[grpc.aio.Channel] = []
+
+    call = await begin_unread(cluster, channels)
+    await cluster.until(lambda: [each.ended_once_and_last for each in cluster.observer.requests] == [True])
+
+    (request,) = cluster.observer.requests
+    (end,) = request.args("ended")
+    assert isinstance(end.error, Overloaded)
+    assert "not read for 1 s" in end.error.message
+    call.cancel()
     await channels[0].close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import resource
 from collections.abc import AsyncIterator
 
 import pytest
@@ -54,6 +56,18 @@ async def test_a_process_that_has_died_is_replaced(check: GrammarCheck) -> None:
     check._process.wait()
 
     await check.check(Constraint(Language.REGEX, ("b+",)))
+
+
+async def test_a_router_with_many_connections_can_ask(check: GrammarCheck) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    try:
+        with contextlib.ExitStack() as connections:
+            for _ in range(1024):
+                connections.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+            await check.check(GOOD)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 LONG = Constraint(

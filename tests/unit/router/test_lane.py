@@ -51,6 +51,24 @@ async def test_a_turn_that_comes_to_one_who_leaves_is_passed_on(lane: Lane) -> N
         await waiting[2]
         await lane.run(4, noting(done, 4))
     assert done[-2:] == [3, 4]
+    assert lane.size == 0
+
+
+async def test_work_that_its_caller_left_keeps_the_thread_and_counts_until_it_is_done(lane: Lane) -> None:
+    may_go_on = threading.Event()
+    done: list[int] = []
+    left = asyncio.create_task(lane.run(7, may_go_on.wait))
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.wait({left})
+    waiting = [asyncio.create_task(lane.run(size, noting(done, size))) for size in (9, 2)]
+    await asyncio.sleep(0.05)
+    assert lane.size == 7 + 9 + 2
+
+    may_go_on.set()
+    await asyncio.gather(*waiting)
+    assert done == [2, 9]
+    assert lane.size == 0
 
 
 async def test_what_work_raises_comes_out_and_the_next_goes_on(lane: Lane) -> None:
