@@ -99,7 +99,10 @@ class ForkServer:
         return True
 
     def fork(self, command: Sequence[str]) -> ForkedProcess | None:
-        """The child that this `launch_command` would start; None if there is no server that is ready."""
+        """The child that this `launch_command` would start; None if there is no server that is ready.
+
+        Raises OSError if this process can open no more files.
+        """
         if self._orders is None or not self._is_ready:
             return None
         with contextlib.ExitStack() as unless_forked:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import socket
 import sys
@@ -20,7 +21,7 @@ import time
 
 from cli.http_call import HttpCaller
 from cli.pass_through import start_pass_through
-from tandem.config import ClientSecurityConfig, HttpDoorConfig, ServeConfig, add_arguments, load
+from tandem.config import HttpDoorConfig, ServeConfig, add_arguments, load
 from tandem.errors import ConfigError
 from tandem.rpc.process import EXIT_BAD_CONFIG
 from tandem.security.credentials import Outgoing
@@ -70,20 +71,20 @@ def main() -> None:
     router = config.router
     if outgoing.tls is not None or outgoing.tokens is not None:
         router = start_pass_through(router, _CALLED, outgoing, config.max_receive_bytes)
-    _run_gateway(address, router, config.security, outgoing)
+    _run_gateway(address, router, config, outgoing)
 
 
-def _run_gateway(address: str, router: str, security: ClientSecurityConfig, outgoing: Outgoing) -> None:
+def _run_gateway(address: str, router: str, config: HttpDoorConfig, outgoing: Outgoing) -> None:
     """In this process: signals reach it, and its arguments, the key among them, are in no list of processes."""
     from smg.cli import main as smg
 
     host, _, port = address.rpartition(":")
-    tls = (
-        () if security.tls_cert is None else ("--tls-cert-path", security.tls_cert, "--tls-key-path", security.tls_key)
-    )
+    files = config.security
+    tls = () if files.tls_cert is None else ("--tls-cert-path", files.tls_cert, "--tls-key-path", files.tls_key)
     key = () if outgoing.tokens is None else ("--api-key", outgoing.tokens.bearer().removeprefix("Bearer "))
     sys.argv = [
         *("smg", "launch", "--host", host.strip("[]"), "--port", port),
+        *("--shutdown-grace-period-secs", str(math.ceil(config.drain_grace_s))),
         *("--worker-urls", f"grpc://{router}", "--backend", "vllm", "--history-backend", "none"),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port("127.0.0.1")), "--log-level", "warn"),
         *(word for word in (*tls, *key) if word is not None),

@@ -216,9 +216,14 @@ def router_spec(config: ServeConfig, cores: Sequence[int], listen: str) -> Child
 
 def http_spec(config: ServeConfig, listen: str, router: str, cores: Sequence[int]) -> ChildSpec:
     """The HTTP door in front of the router at `router`."""
-    security, max_bytes = client_side(config.router.security), config.router.max_receive_bytes
-    door = HttpDoorConfig(listen=listen, router=router, max_receive_bytes=max_bytes, security=security)
-    return ChildSpec("http", "cli.http_door", tuple(argv_of(door)), tuple(cores), 0, STOP_MARGIN_S)
+    door = HttpDoorConfig(
+        listen=listen,
+        router=router,
+        drain_grace_s=config.router.drain_grace_s,
+        max_receive_bytes=config.router.max_receive_bytes,
+        security=client_side(config.router.security),
+    )
+    return ChildSpec("http", "cli.http_door", tuple(argv_of(door)), tuple(cores), 0, door.drain_grace_s + STOP_MARGIN_S)
 
 
 def fleet_devices(config: ServeConfig, gpus: Sequence[str]) -> DevicePlan:

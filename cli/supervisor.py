@@ -29,6 +29,8 @@ START_TIMEOUT_S = 600.0
 """A large checkpoint on a slow disk takes minutes."""
 _LINE_LIMIT_BYTES = 1024 * 1024
 _READY = "ready "
+_NOT_STARTED = 1
+"""The code of a child that could not even be started."""
 Connect: TypeAlias = Callable[[str], AbstractAsyncContextManager[HealthClient]]
 
 
@@ -179,6 +181,8 @@ class Supervisor:
         self._connect = connect
         self._policy = policy
         self._child: Child | None = None
+        self._last_words = ""
+        """Of the child that ended last, or why none was started."""
         self._client: HealthClient | None = None
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
@@ -226,7 +230,12 @@ class Supervisor:
             self._child.kill()
 
     async def _one_life(self) -> int:
-        child = self._child = self._start()
+        try:
+            child = self._child = self._start()
+        except OSError as error:  # no memory, process or descriptor left; the other children go on
+            _log.warning("cannot start a child", child=self.name, error=str(error))
+            self._child, self._last_words = None, str(error)
+            return _NOT_STARTED
         try:
             address = await self._ready_address(child)
             if address is None:
@@ -240,6 +249,8 @@ class Supervisor:
             child.kill()
             await child.wait()
             raise
+        finally:
+            self._last_words = child.last_words
 
     async def _ready_address(self, child: Child) -> str | None:
         try:
@@ -270,7 +281,7 @@ class Supervisor:
         """Waits for the restart's time; False if a stop came first."""
         delay_s = self._policy.restart_delay_s(returncode)
         if delay_s is None:
-            words = self._child.last_words.removeprefix("tandem: ") if self._child else ""
+            words = self._last_words.removeprefix("tandem: ")
             if returncode == EXIT_BAD_CONFIG:
                 raise ConfigError(self.name, words)
             raise Unavailable(f"{self.name} exits with code {returncode} before it is ready: {words}")

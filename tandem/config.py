@@ -260,6 +260,7 @@ class HttpDoorConfig:
 
     listen: str = option("listen", "127.0.0.1:0", "address to serve on", host_port(port_zero=True))
     router: str = option("router", DEFAULT_ADDRESS, "address of the router", host_port())
+    drain_grace_s: float = drain_grace_option()
     max_receive_bytes: int = max_receive_option()
     security: ClientSecurityConfig = grouped(ClientSecurityConfig)
 

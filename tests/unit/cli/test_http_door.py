@@ -46,6 +46,7 @@ def test_the_door_is_told_how_to_call_the_router() -> None:
     add_arguments(parser, HttpDoorConfig)
     door = load(HttpDoorConfig, parser.parse_args(spec.arguments), {})
     assert (door.listen, door.router) == ("127.0.0.1:0", "127.0.0.1:50051")
+    assert spec.stop_grace_s > door.drain_grace_s == secured.router.drain_grace_s
     assert door.security == client_side(secured.router.security)
 
 

@@ -1,4 +1,5 @@
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from typing import Self
 
@@ -52,8 +53,12 @@ class Nursery:
 
     def __init__(self) -> None:
         self._born: asyncio.Queue[FakeChild] = asyncio.Queue()
+        self.refusals: list[OSError] = []
+        """What the next starts raise."""
 
     def start(self) -> FakeChild:
+        if self.refusals:
+            raise self.refusals.pop()
         child = FakeChild()
         self._born.put_nowait(child)
         return child
@@ -163,6 +168,25 @@ async def test_a_child_that_was_ready_is_replaced_whatever_its_code(
         child.become_ready("127.0.0.1:1")
         child.exit(code)
     await nursery.next_child()
+
+
+async def test_a_child_that_cannot_be_started_now_is_started_later(
+    nursery: Nursery, running: asyncio.Task[None]
+) -> None:
+    first = await nursery.next_child()
+    first.become_ready("127.0.0.1:1")
+    nursery.refusals = [OSError(errno.EAGAIN, "no process left"), OSError(errno.ENOMEM, "no memory left")]
+    first.exit(-9)
+    await nursery.next_child()
+    assert nursery.refusals == []
+
+
+async def test_a_child_that_can_never_be_started_ends_it_with_the_reason(
+    nursery: Nursery, supervisor: Supervisor
+) -> None:
+    nursery.refusals = 2 * [OSError(errno.ENOMEM, "no memory left")]
+    with pytest.raises(Unavailable, match=r"decode-0 .* no memory left"):
+        await asyncio.wait_for(supervisor.run(), DEADLINE_S)
 
 
 async def test_a_frozen_child_is_killed_and_replaced(
