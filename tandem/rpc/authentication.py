@@ -15,6 +15,7 @@ from tandem.errors import Unauthenticated
 from tandem.rpc import health
 from tandem.rpc.bounds import TokenlessCalls
 from tandem.rpc.handlers import Continuation, Handler
+from tandem.rpc.interceptors import NO_SUCH_METHOD
 from tandem.rpc.status import refusal
 from tandem.security.tokens import Identity, Tokens
 
@@ -48,7 +49,8 @@ class TokenGuard(grpc.aio.ServerInterceptor):
             return await continuation(handler_call_details)
         if handler_call_details.method.startswith(_EXEMPT):
             handler = await continuation(handler_call_details)
-            return None if handler is None else self._tokenless.bounded(handler)
+            # A method that is not there takes no request; it is counted by its refusal, not by a name of the caller's.
+            return handler if handler in {None, NO_SUCH_METHOD} else self._tokenless.bounded(handler)
         return _NO_TOKEN if shown is None else _WRONG_TOKEN
 
 

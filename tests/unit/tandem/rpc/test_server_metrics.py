@@ -9,6 +9,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from tandem.rpc.health import SERVICE_NAME
 from tandem.rpc.server import RpcServer
 from tandem.security.credentials import Incoming
 from tandem.security.tls import ServerTls
@@ -59,10 +60,13 @@ async def test_a_caller_without_a_token_is_counted_without_a_method_of_its_choic
     port = await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            method: Any = channel.unary_unary("/made.Up/Method")
-            assert (await method(b"", timeout=5).code()).name == "UNAUTHENTICATED"
+            for name, code in (("/made.Up/Method", "UNAUTHENTICATED"), (f"/{SERVICE_NAME}/MadeUp", "UNIMPLEMENTED")):
+                method: Any = channel.unary_unary(name)
+                assert (await method(b"", timeout=5).code()).name == code
     finally:
         await server.drain(0)
     body = metrics.exposition()[0]
     assert b'tandem_grpc_server_calls_total{code="UNAUTHENTICATED",method="none",service="none"} 1.0' in body
+    assert b'tandem_grpc_server_calls_total{code="UNIMPLEMENTED",method="none",service="none"} 1.0' in body
     assert b"made.Up" not in body
+    assert b"MadeUp" not in body
