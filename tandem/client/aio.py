@@ -129,7 +129,7 @@ class AsyncClient(Caller):
                     await self._watch_until_serving()
                     return
                 except Unavailable as error:
-                    if error.reason is Reason.TLS_FAILED:  # waiting does not mend it
+                    if self._closed or error.reason is Reason.TLS_FAILED:  # waiting does not mend it
                         raise
                     why = error.message
                 await asyncio.sleep(RETRY_S)
@@ -176,6 +176,7 @@ class AsyncClient(Caller):
             raise error_from_rpc(error) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._closed and (task is None or not task.cancelling()):  # the call was cancelled, not its caller
+            cancelling = getattr(task, "cancelling", int)  # Python 3.10's has none: there the client's end counts
+            if self._closed and not cancelling():  # the call was cancelled, not its caller
                 raise Unavailable(CLOSED) from None
             raise

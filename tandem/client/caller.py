@@ -76,7 +76,13 @@ class Caller:
         self._closed = False
         self._outgoing = Outgoing.of_client(security or ClientSecurityConfig(), target)
         options = _channel_options(target)
-        self._channel = self._dial(target, self._outgoing, connect_timeout_s=connect_timeout_s, more_options=options)
+        self._channel = self._dial(
+            target,
+            self._outgoing,
+            max_receive_bytes=-1,  # an answer is what was asked for, however long
+            connect_timeout_s=connect_timeout_s,
+            more_options=options,
+        )
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._cluster = cluster_pb2_grpc.ClusterServiceStub(self._channel)
         self._health = health_watch(self._channel)

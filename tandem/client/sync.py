@@ -127,7 +127,7 @@ class Client(Caller):
                         return
                 why = "it is draining"
             except Unavailable as error:
-                if error.reason is Reason.TLS_FAILED:  # waiting does not mend it
+                if self._closed or error.reason is Reason.TLS_FAILED:  # waiting does not mend it
                     raise
                 why = error.message
             except DeadlineExceeded:

@@ -46,6 +46,7 @@ def open_channel(
 
     TLS as `outgoing` says; its token goes with each call (`Outgoing.metadata`). `called` is the name
     that stood for `address` and that the certificate bears, unless `outgoing` has a name for all.
+    `max_receive_bytes`: −1 = any.
     """
     options, credentials = _prepared(outgoing, called, max_receive_bytes, connect_timeout_s, more_options)
     if credentials is None:
@@ -57,11 +58,12 @@ def open_blocking_channel(
     address: str,
     outgoing: Outgoing = _PLAIN,
     *,
+    max_receive_bytes: int = MAX_RECEIVE_BYTES,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     more_options: MixedOptions | None = None,
 ) -> grpc.Channel:
     """As `open_channel`, for callers without an event loop."""
-    options, credentials = _prepared(outgoing, None, MAX_RECEIVE_BYTES, connect_timeout_s, more_options)
+    options, credentials = _prepared(outgoing, None, max_receive_bytes, connect_timeout_s, more_options)
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, credentials, options=options)

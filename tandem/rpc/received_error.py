@@ -67,4 +67,6 @@ def _of_grpc_itself(code: grpc.StatusCode, details: str) -> TandemError:
             details += "; does the server want TLS (--tls-ca), or a certificate of the caller (--tls-cert, --tls-key)?"
         if "Connection refused" in details:
             details += "; nobody listens there: start `tandem serve`, or name its address by --target"
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:  # the same message always is
+        return rebuild_error(Reason.INVALID_FIELD, f"{code.name}: {details}", field="message")
     return rebuild_error(_REASON_OF_CODE.get(code, Reason.INTERNAL), f"{code.name}: {details}")

@@ -27,7 +27,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
     "bad_words": ("", []),
-    "top_k": (-1,),
     "seed": (-1,),
 }
 """Values that ask for nothing, which existing clients send out of habit: taken as left out."""
@@ -75,6 +74,10 @@ def _integer(value: Any) -> int:
     if not 0 <= number <= _MAX_UINT64:
         raise ValueError
     return number
+
+
+def _top_k(value: Any) -> int:
+    return 0 if value == -1 else _integer(value)  # both are all
 
 
 def _number(value: Any) -> float:
@@ -127,7 +130,8 @@ _OF_SEVERAL = (_strings, _integers, _biases)
 """Take all elements; the others the only one."""
 _MAX_UINT64 = 2**64 - 1
 _FITS: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "n", "beam_width"), _integer),
+    **dict.fromkeys(("max_tokens", "min_tokens", "seed", "n", "beam_width"), _integer),
+    "top_k": _top_k,
     **dict.fromkeys(("logprobs", "prompt_logprobs"), _integer),
     **dict.fromkeys(("temperature", "top_p", "min_p", "length_penalty"), _number),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _number),

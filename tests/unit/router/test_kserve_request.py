@@ -74,7 +74,10 @@ def test_a_number_may_come_in_any_datatype(datatype: str, raw: bytes) -> None:
     ("said", "means"),
     [
         ({"temperature": "0.5", "top_p": "1"}, {"temperature": 0.5, "top_p": 1.0}),
-        ({"top_k": -1, "seed": -1, "n": 1, "beam_width": 1, "length_penalty": 1.0, "best_of": 1}, {"n": 1}),
+        (
+            {"top_k": -1, "seed": -1, "n": 1, "beam_width": 1, "length_penalty": 1.0, "best_of": 1},
+            {"top_k": 0, "n": 1},
+        ),
         ({"stop": "one"}, {"stop": ("one",)}),
         ({"stop_words": ["one", "", "two"]}, {"stop": ("one", "two")}),
         ({"random_seed": 3, "min_length": 2}, {"seed": 3, "min_tokens": 2}),

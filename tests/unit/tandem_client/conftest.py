@@ -30,6 +30,8 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, cluster_pb2_grpc.C
         """Of calls that generate."""
         self.responses: list[inference_pb2.GenerateResponse] = []
         self.endless = False
+        self.text = "once"
+        """Of a completion."""
         self.error: status_pb2.Status | None = None
         self.stream_ended = threading.Event()
 
@@ -46,7 +48,9 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, cluster_pb2_grpc.C
     def Complete(self, request: Any, context: grpc.ServicerContext) -> inference_pb2.CompleteResponse:
         self.requests.append(request)
         self.metadata.append({each.key: each.value for each in context.invocation_metadata()})
-        choice = inference_pb2.Choice(text="once", token_ids=[5], stop_token_id=5, finish_reason="FINISH_REASON_STOP")
+        choice = inference_pb2.Choice(
+            text=self.text, token_ids=[5], stop_token_id=5, finish_reason="FINISH_REASON_STOP"
+        )
         return inference_pb2.CompleteResponse(request_id="r", choices=[choice], usage={"prompt_tokens": 2})
 
     def Tokenize(self, request: Any, context: grpc.ServicerContext) -> inference_pb2.TokenizeResponse:

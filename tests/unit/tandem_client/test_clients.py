@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import inspect
 import threading
+import time
 from typing import Any
 
 import pytest
 
 from tandem.client import AsyncClient, Client, GenerationUpdate
 from tandem.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from tandem.rpc.channel import MAX_RECEIVE_BYTES
 from tandem.types import FinishReason, Role
 from tandem.v1 import inference_pb2
 
@@ -106,6 +108,33 @@ async def test_a_cancelled_caller_of_a_closed_async_client_stays_cancelled(serve
     await aio.close()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+async def test_a_closed_async_client_waits_for_no_server(server: Any, aio: AsyncClient) -> None:
+    server.set_serving(False)
+    waiting = asyncio.create_task(aio.wait_ready(60))
+    await asyncio.sleep(0.05)
+    await aio.close()
+    async with asyncio.timeout(10):
+        for wait in (waiting, aio.wait_ready(60)):
+            with pytest.raises(Unavailable, match="closed"):
+                await wait
+
+
+def test_a_closed_sync_client_waits_for_no_server(server: Any, sync: Client) -> None:
+    server.set_serving(False)
+    threading.Timer(0.05, sync.close).start()
+    began_s = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="closed"):
+            sync.wait_ready(60)
+    assert time.monotonic() - began_s < 10
+
+
+async def test_an_answer_may_be_of_any_length(server: Any, aio: AsyncClient, sync: Client) -> None:
+    server.router.text = "x" * (MAX_RECEIVE_BYTES + 1)
+    completions = await aio.complete("p"), await asyncio.to_thread(sync.complete, "p")
+    assert [each.choices[0].text for each in completions] == [server.router.text] * 2
 
 
 def test_a_closed_sync_client_says_so_to_calls_under_way_and_after(server: Any, sync: Client) -> None:

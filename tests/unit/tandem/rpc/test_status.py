@@ -127,6 +127,17 @@ def test_a_status_that_grpc_itself_made_is_read_by_its_code(code: grpc.StatusCod
     assert type(error_from_rpc(raised)) is cls
 
 
+def test_a_message_that_is_too_long_is_not_to_be_sent_again() -> None:
+    raised = grpc.aio.AioRpcError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.aio.Metadata(),
+        grpc.aio.Metadata(),
+        "CLIENT: Received message larger than max (9000000 vs. 8388608)",
+    )
+
+    assert not error_from_rpc(raised).retryable
+
+
 def test_details_that_are_no_details_are_passed_over() -> None:
     metadata = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff\xff"))
     raised = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), metadata, "why")
