@@ -43,6 +43,8 @@ class Measure:
     metric: str
     threshold: str
     labels: dict[str, str]
+    averaged: bool = False
+    """Over time."""
 
     @property
     def value(self) -> float:
@@ -89,9 +91,12 @@ def autoscalers(manifests: list[Manifest]) -> Iterator[Autoscaler]:
 
 
 def measure_of(trigger: dict[str, str]) -> Measure:
-    found = re.fullmatch(r"sum\((\w+)\{(.*)\}\)", trigger["query"])
+    found = re.fullmatch(r"sum\((avg_over_time\()?(\w+)\{(.*)\}(\[2m\]\))?\)", trigger["query"])
     assert found is not None
-    return Measure(found[1], trigger["threshold"], dict(re.findall(r'(\w+)="([^"]*)"', found[2])))
+    average, metric, labels, window = found.groups()
+    assert (average is None) == (window is None)
+    labels_by_name = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+    return Measure(metric, trigger["threshold"], labels_by_name, averaged=average is not None)
 
 
 @EVERY_VARIANT
@@ -160,6 +165,14 @@ def test_keda_s_queries_look_at_this_namespace_and_at_a_container_that_is_there(
             if METRICS[measure.metric].on != (each.role,):
                 assert measure.labels["container"] == each.role
                 assert measure.labels["container"] in names
+
+
+def test_tokens_in_line_are_averaged_as_in_a_plan_s_thresholds() -> None:
+    rules = yaml.safe_load(ADAPTER_RULES.read_text())["rules"]
+    averaged = {rule["seriesQuery"].partition("{")[0]: "avg_over_time" in rule["metricsQuery"] for rule in rules}
+    scaled = [each for name in ("autoscale-keda", "elastic-keda") for each in autoscalers(overlay(name))]
+    averaged_by_keda = {measure.metric: measure.averaged for each in scaled for measure in each.measures}
+    assert averaged == averaged_by_keda == {metric: "queued" in metric for metric in averaged}
 
 
 def test_the_adapter_serves_every_metric_that_the_autoscalers_ask_it_for() -> None:
