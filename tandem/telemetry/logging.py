@@ -91,7 +91,7 @@ class _JsonFormatter(_Formatter):
         line |= _fields(record)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        return json.dumps(line, default=str)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

@@ -27,6 +27,7 @@ from tests.browser import Page, browser_page
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "admin-page.png"
 TIMEOUT_S = 20.0
 FRESH = "document.body.dataset.fresh === 'yes'"
+SUMMARY = "document.getElementById('workers-summary').textContent"
 HOSTILE = '<img src="x" onerror="document.title=1">&amp;</script>'
 
 # How much text there is, and each whose contrast against what lies behind it is below WCAG's 4.5:1.
@@ -126,6 +127,7 @@ async def test_at_rest_every_figure_is_what_get_status_says(cluster: Cluster) ->
     async with page_of(status.admin_address) as page:
         assert await page.value("document.getElementById('verdict').textContent") == "ready"
         assert await page.value("document.querySelectorAll('.worker').length") == 4
+        assert await page.value(SUMMARY) == "2 prefill, 2 decode · 0 live transfers"
         for worker in status.workers:
             name, load = worker.info.worker_id, worker.load
             assert await text_of(page, name, "role") == worker.info.role
@@ -238,7 +240,7 @@ async def test_what_is_missing_is_said_and_a_router_that_ends_makes_the_page_sta
 async def test_a_name_from_elsewhere_is_text_and_nothing_else(lone_router: Cluster) -> None:
     checkpoint = read_checkpoint("demo")
     info = WorkerInfo(
-        *(WorkerId(HOSTILE), Incarnation("1" * 32), Role.DECODE, "127.0.0.1:1", checkpoint.name),
+        *(WorkerId(HOSTILE), Incarnation("1" * 32), Role.ELASTIC, "127.0.0.1:1", checkpoint.name),
         *(checkpoint.config_fingerprint, "m", "l", ("shm",), 0, 64, 1, HOSTILE, "javascript:alert(1)//"),
     )
     load = WorkerLoad(0, 0, 0, 0, PoolCounts(4, 4, 0, 0, 0, 0, 16, 0), 0, draining=False)
@@ -250,6 +252,7 @@ async def test_a_name_from_elsewhere_is_text_and_nothing_else(lone_router: Clust
             await page.until("document.querySelectorAll('.worker').length === 1")
             name = "document.querySelector('.worker .name')"
             assert await page.value(f"{name}.textContent") == HOSTILE
+            assert await page.value(SUMMARY) == "1 elastic · 0 live transfers"
             assert await page.value(f"{name}.hasAttribute('href')") is False
             assert await page.value("document.querySelector('main img, main script')") is None
         register.cancel()

@@ -320,9 +320,12 @@ function showWorkers(workers) {
   order.forEach(([, { card }], index) => {
     if ($("workers").children[index] !== card) $("workers").insertBefore(card, $("workers").children[index] ?? null);
   });
-  const count = (role) => workers.filter((worker) => worker.info.role === role).length;
+  const counts = ["prefill", "decode", "elastic"]
+    .map((role) => [workers.filter((worker) => worker.info.role === role).length, role])
+    .filter(([count]) => count > 0)
+    .map((each) => each.join(" "));
   const transfers = workers.reduce((sum, worker) => sum + worker.load.live_transfers, 0);
-  setText($("workers-summary"), `${count("prefill")} prefill, ${count("decode")} decode · ${plural(transfers, "live transfer")}`);
+  setText($("workers-summary"), `${counts.join(", ") || "none"} · ${plural(transfers, "live transfer")}`);
   $("no-workers").hidden = order.length > 0;
   memory.settled = true;
 }
