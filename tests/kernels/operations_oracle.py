@@ -6,14 +6,15 @@ Each rounds only where it stores: a residual in place, and the result.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from kernels.gates import Activation, ClampedSwiglu, Gate
-from kernels.operations import QkNorm
+from kernels.operations import Operations, QkNorm
 from kernels.operations import Rotation as SharedRotation
-from tests.kernels.oracle import moved
+from tests.kernels.oracle import moved, named
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Bound on the error of one output element, absolute and relative, of normal inputs, where an implementation
@@ -125,25 +126,39 @@ class Rotation:
         views = (moved(tensor, device) for tensor in (self.qkv, self.cos, self.sin))
         return Rotation(*views, norm, self.pool.to(device), self.slot_mapping.to(device))
 
-    def check(self, operations, tolerance: float) -> None:
+    def check(self, operations: Operations, tolerance: float) -> None:
         """Runs `rotate_and_store`; q, k, v and the pool are within `tolerance` of float64, all else is untouched."""
-        num_kv_heads, block_size = self.kv_layer.shape[2:4]
+        self.check_each([operations], tolerance)
+
+    def check_each(self, sets: Sequence[Operations], tolerance: float) -> None:
+        """As `check`, each of `sets` on the same arguments, by its name."""
+        num_kv_heads = self.kv_layer.shape[2]
         num_heads = self.qkv.shape[1] - 2 * num_kv_heads
-        q, k, v = self.qkv.clone().split((num_heads, num_kv_heads, num_kv_heads), 1)
+        qkv, pool = self.qkv.clone(), self.pool.clone()
+        expected = self._rotated(*qkv.split((num_heads, num_kv_heads, num_kv_heads), 1))
+        for operations in sets:
+            self.qkv.copy_(qkv)
+            self.pool.copy_(pool)
+            operations.rotate_and_store(self.qkv, self.rotation, self.qk_norm, self.kv_layer)
+            message = named(operations.name)
+            torch.testing.assert_close(self.qkv.double(), expected, atol=tolerance, rtol=tolerance, msg=message)
+            stored = self._stored_into(pool, self.qkv[:, num_heads:])  # what was computed must lie in the pool
+            torch.testing.assert_close(self.pool, stored, atol=0, rtol=0, equal_nan=True, msg=message)
+
+    def _rotated(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """In float64, q and k normed before if they are to be."""
         if self.qk_norm is not None:
             q, k = (
                 rms_norm(each.flatten(1) if self.qk_norm.is_whole else each, weight, self.qk_norm.eps).view_as(each)
                 for each, weight in ((q, self.qk_norm.q_weight), (k, self.qk_norm.k_weight))
             )
-        expected = torch.cat((rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v.double()), 1)
-        pool = self.pool.clone()
+        return torch.cat((rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v.double()), 1)
 
-        operations.rotate_and_store(self.qkv, self.rotation, self.qk_norm, self.kv_layer)
-        torch.testing.assert_close(self.qkv.double(), expected, atol=tolerance, rtol=tolerance)
-
-        stored = self.qkv[:, num_heads:]  # what was computed is what must lie in the pool
-        for token, slot in enumerate(self.slot_mapping.tolist()):
-            if slot >= 0:
-                keys_values = stored[token].unflatten(0, (2, num_kv_heads))
-                pool[slot // block_size, 1, :, :, slot % block_size] = keys_values
-        torch.testing.assert_close(self.pool, pool, atol=0, rtol=0, equal_nan=True)
+    def _stored_into(self, pool: torch.Tensor, keys_values: torch.Tensor) -> torch.Tensor:
+        """A copy of `pool` in which `[T, 2 * Hkv, D]` lies in the slots of its tokens."""
+        num_kv_heads, block_size = self.kv_layer.shape[2:4]
+        is_kept = self.slot_mapping >= 0
+        slots = self.slot_mapping[is_kept]
+        stored = pool.clone()
+        stored[slots // block_size, 1, :, :, slots % block_size] = keys_values[is_kept].unflatten(1, (2, num_kv_heads))
+        return stored

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
 import torch
 
-from kernels.attention import AttentionMetadata, AttentionParams
+from kernels.attention import AttentionBackend, AttentionMetadata, AttentionParams
 from kernels.quantized_kv import kv_scales, quantize_rows
 from tandem.kv_layout import SCALE_BYTES
 
@@ -25,6 +26,11 @@ LENS = {
 
 
 QUANTIZED = [torch.int8, torch.float8_e4m3fn]
+
+
+def named(name: str) -> Callable[[str], str]:
+    """For `assert_close`: whose result it is stands before what it says."""
+    return lambda message: f"{name}: {message}"
 
 
 def moved(view: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -148,10 +154,17 @@ class Case:
         return torch.cat(out)
 
     def check(self, backend, window=None, soft_cap=None, *, sunk=False):
-        """`backend` is within its dtype's bound of the oracle."""
-        out = self.attend(backend, window, soft_cap, sunk=sunk)
-        assert out.shape == self.q.shape
-        assert out.dtype == self.q.dtype
-        tolerance = TOLERANCES[self.q.dtype]
+        """`backend` is within its dtype's bound of the oracle; returns what it computed."""
+        (out,) = self.check_each({backend.name: backend}, window, soft_cap, sunk=sunk)
+        return out
+
+    def check_each(self, backends: Mapping[str, AttentionBackend], window=None, soft_cap=None, *, sunk=False):
+        """As `check`, each of `backends` by its name."""
         expected = self.oracle(window, soft_cap, sunk=sunk)
-        torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=tolerance)
+        tolerance = TOLERANCES[self.q.dtype]
+        outs = [self.attend(backend, window, soft_cap, sunk=sunk) for backend in backends.values()]
+        for name, out in zip(backends, outs, strict=True):
+            assert out.shape == self.q.shape, name
+            assert out.dtype == self.q.dtype, name
+            torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=tolerance, msg=named(name))
+        return outs

@@ -11,20 +11,25 @@ from hypothesis import strategies as st
 
 from kernels.attention import AttentionParams
 from kernels.cpu.attention import CpuAttention
-from kernels.cpu.library import Library, usable_tiers
+from kernels.cpu.library import Library
 from tandem.errors import InternalError
 from tests.kernels.oracle import LENS, QUANTIZED, Case
+from tests.kernels.tiers import TIERS, libraries
 
 pytestmark = pytest.mark.native
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EDGES = [(1, 15), (1, 16), (17, 17), (0, 9), (16, 31), (1, 300)]
-TIERS = usable_tiers() or ("baseline",)
 
 
-@pytest.fixture(params=TIERS, scope="module")
-def backend(request):
-    return CpuAttention(Library(request.param))
+@pytest.fixture(scope="module")
+def backends():
+    return {tier: CpuAttention(library) for tier, library in libraries().items()}
+
+
+@pytest.fixture(params=TIERS)
+def backend(request, backends):
+    return backends[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -34,46 +39,46 @@ def best():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lens", [*LENS.values(), EDGES], ids=[*LENS, "edges"])
-def test_matches_the_oracle_on_ragged_batches(backend, lens, dtype):
-    Case(lens, 16, (6, 2), 64, dtype).check(backend)
+def test_matches_the_oracle_on_ragged_batches(backends, lens, dtype):
+    Case(lens, 16, (6, 2), 64, dtype).check_each(backends)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [8, 13, 20, 80, 96, 128, 256])
-def test_matches_the_oracle_at_every_head_dim(backend, head_dim, dtype):
-    Case([(1, 35), (9, 40)], 16, (6, 2), head_dim, dtype).check(backend)
+def test_matches_the_oracle_at_every_head_dim(backends, head_dim, dtype):
+    Case([(1, 35), (9, 40)], 16, (6, 2), head_dim, dtype).check_each(backends)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(n, 1) for n in (1, 2, 3, 4, 5, 7, 8, 16, 20)] + [(9, 3), (8, 8), (40, 8)], ids=str)
-def test_matches_the_oracle_at_every_group(backend, heads, dtype):
-    Case([(1, 35), (9, 20)], 16, heads, 32, dtype).check(backend)
+def test_matches_the_oracle_at_every_group(backends, heads, dtype):
+    Case([(1, 35), (9, 20)], 16, heads, 32, dtype).check_each(backends)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [1, 3, 8, 16, 64, 256])
-def test_matches_the_oracle_at_every_block_size(backend, block_size, dtype):
-    Case([(1, 70), (20, 70)], block_size, (6, 2), 64, dtype).check(backend, window=37)
+def test_matches_the_oracle_at_every_block_size(backends, block_size, dtype):
+    Case([(1, 70), (20, 70)], block_size, (6, 2), 64, dtype).check_each(backends, window=37)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "soft_cap"), [(1, None), (16, None), (100, None), (None, 0.5), (7, 30.0)])
-def test_matches_the_oracle_with_window_and_soft_cap(backend, window, soft_cap, dtype):
-    Case(LENS["mixed"] + EDGES, 16, (6, 2), 32, dtype).check(backend, window, soft_cap)
+def test_matches_the_oracle_with_window_and_soft_cap(backends, window, soft_cap, dtype):
+    Case(LENS["mixed"] + EDGES, 16, (6, 2), 32, dtype).check_each(backends, window, soft_cap)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 300])
-def test_matches_the_oracle_over_several_shares_and_blocks_of_keys(backend, window, dtype):
-    Case([(1, 700), (5, 700), (1, 129), (1, 128)], 16, (3, 1), 64, dtype).check(backend, window)
+def test_matches_the_oracle_over_several_shares_and_blocks_of_keys(backends, window, dtype):
+    Case([(1, 700), (5, 700), (1, 129), (1, 128)], 16, (3, 1), 64, dtype).check_each(backends, window)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 2), (20, 4), (16, 2)], ids=str)
-def test_sinks_match_the_oracle_at_every_group_and_over_several_shares(backend, heads, dtype):
+def test_sinks_match_the_oracle_at_every_group_and_over_several_shares(backends, heads, dtype):
     case = Case([(1, 700), (5, 700), (1, 9), (12, 12), (1, 1)], 16, heads, 32, dtype)
-    case.check(backend, sunk=True)
-    case.check(backend, window=37, sunk=True)
+    case.check_each(backends, sunk=True)
+    case.check_each(backends, window=37, sunk=True)
 
 
 def test_sinks_of_each_layer_are_its_own(best):
@@ -107,24 +112,24 @@ def test_matches_the_oracle_on_any_batch(lens, block_size, heads, head_dim, wind
 @pytest.mark.parametrize("kv_dtype", QUANTIZED, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [20, 64, 80, 256])
-def test_quantized_kv_matches_the_oracle_at_every_head_dim(backend, head_dim, dtype, kv_dtype):
-    Case(EDGES + LENS["mixed"], 16, (6, 2), head_dim, dtype, kv_dtype=kv_dtype).check(backend)
+def test_quantized_kv_matches_the_oracle_at_every_head_dim(backends, head_dim, dtype, kv_dtype):
+    Case(EDGES + LENS["mixed"], 16, (6, 2), head_dim, dtype, kv_dtype=kv_dtype).check_each(backends)
 
 
 @pytest.mark.parametrize("kv_dtype", QUANTIZED, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1), (3, 1), (5, 1), (9, 3), (16, 2)], ids=str)
-def test_quantized_kv_matches_the_oracle_at_every_group(backend, heads, dtype, kv_dtype):
+def test_quantized_kv_matches_the_oracle_at_every_group(backends, heads, dtype, kv_dtype):
     case = Case([(1, 135), (9, 20), (1, 129), (5, 300)], 4, heads, 32, dtype, kv_dtype=kv_dtype)
-    case.check(backend)
-    case.check(backend, window=37, soft_cap=30.0)
+    case.check_each(backends)
+    case.check_each(backends, window=37, soft_cap=30.0)
 
 
 @pytest.mark.parametrize("kv_dtype", QUANTIZED, ids=str)
 @pytest.mark.parametrize("block_size", [1, 3, 16, 256])
-def test_quantized_kv_matches_the_oracle_over_several_shares_and_blocks_of_keys(backend, block_size, kv_dtype):
+def test_quantized_kv_matches_the_oracle_over_several_shares_and_blocks_of_keys(backends, block_size, kv_dtype):
     for dtype in DTYPES:
-        Case([(1, 700), (5, 700), (1, 129)], block_size, (3, 1), 64, dtype, kv_dtype=kv_dtype).check(backend)
+        Case([(1, 700), (5, 700), (1, 129)], block_size, (3, 1), 64, dtype, kv_dtype=kv_dtype).check_each(backends)
 
 
 def test_a_decode_step_over_int8_is_as_close_to_the_oracle_as_over_bfloat16(best):
@@ -148,27 +153,32 @@ def test_queries_may_be_strided_over_tokens(backend, dtype):
 @pytest.mark.parametrize("kv_dtype", [None, *QUANTIZED], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 90])
-def test_a_seq_gets_the_same_bits_alone_as_in_a_crowd(backend, window, dtype, kv_dtype):
+def test_a_seq_gets_the_same_bits_alone_as_in_a_crowd(backends, window, dtype, kv_dtype):
     lens = [(1, 700), (40, 300), (1, 9), (64, 64), (1, 129)]
     crowd = Case(lens, 16, (6, 2), 64, dtype, kv_dtype=kv_dtype)
-    together = crowd.attend(backend, window)
+    together = {tier: crowd.attend(backend, window) for tier, backend in backends.items()}
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        assert torch.equal(crowd.attend(backend, window), together)
+        for tier, backend in backends.items():
+            assert torch.equal(crowd.attend(backend, window), together[tier]), tier
     finally:
         torch.set_num_threads(threads)
-    for i, rows in enumerate(together.split([query_len for query_len, _ in lens])):
-        assert torch.equal(alone(crowd, i).attend(backend, window), rows)
+    for i, first in enumerate(crowd.metadata.cu_seqlens_q[:-1].tolist()):
+        seq = alone(crowd, i)
+        for tier, backend in backends.items():
+            assert torch.equal(seq.attend(backend, window), together[tier][first : first + lens[i][0]]), (tier, i)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, *QUANTIZED], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_prompt_gets_the_same_bits_wherever_it_is_cut_into_chunks(backend, dtype, kv_dtype):
+def test_a_prompt_gets_the_same_bits_wherever_it_is_cut_into_chunks(backends, dtype, kv_dtype):
     whole = Case([(300, 300)], 16, (6, 2), 64, dtype, kv_dtype=kv_dtype)
-    expected = whole.attend(backend)
+    expected = {tier: whole.attend(backend) for tier, backend in backends.items()}
     for first, last in [(0, 2), (2, 45), (45, 256), (256, 300)]:
-        assert torch.equal(chunk(whole, first, last).attend(backend), expected[first:last])
+        part_of_it = chunk(whole, first, last)
+        for tier, backend in backends.items():
+            assert torch.equal(part_of_it.attend(backend), expected[tier][first:last]), (tier, first)
 
 
 def test_a_decode_step_and_a_chunk_agree_but_for_rounding(backend):

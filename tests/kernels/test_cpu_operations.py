@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu.library import Library, usable_tiers
+from kernels.cpu.library import Library
 from kernels.cpu.operations import CpuOperations
 from tandem.errors import InternalError
 from tests.kernels import operations_oracle as oracle
 from tests.kernels.operations_oracle import TOLERANCES
+from tests.kernels.oracle import named
+from tests.kernels.tiers import TIERS, libraries
 
 pytestmark = pytest.mark.native
 
@@ -19,54 +21,71 @@ HEADS = [(1, 1), (2, 1), (9, 3), (8, 1), (16, 1)]
 EPS = 1e-5
 
 
-@pytest.fixture(params=usable_tiers(), scope="module")
+@pytest.fixture(params=TIERS, scope="module")
 def ops(request):
     return CpuOperations(Library(request.param))
 
 
-def _close(actual, expected, dtype):
-    assert actual.dtype == dtype
-    torch.testing.assert_close(actual.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+@pytest.fixture(scope="module")
+def sets():
+    """Of every tier; each has its name."""
+    return [CpuOperations(library) for library in libraries().values()]
+
+
+def _close(ops, actual, expected, dtype):
+    bound = TOLERANCES[dtype]
+    assert actual.dtype == dtype, ops.name
+    torch.testing.assert_close(actual.double(), expected, atol=bound, rtol=bound, msg=named(ops.name))
 
 
 def _rows(tokens, width, dtype, seed=0):
     """`[tokens, width]` with a row stride of its own."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tokens, width + 5, generator=generator).to(dtype)[:, 3 : width + 3]
+    return torch.randn(tokens, width + 5, generator=generator).to(dtype)[:, 3:-2]
+
+
+def _copied(rows):
+    """With all that lies around them."""
+    return rows._base.clone()[:, 3:-2]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 8, 40, 576, 1000, 1536])
-def test_norms_are_exact_and_the_residual_is_the_rounded_sum(ops, width, dtype):
+def test_norms_are_exact_and_the_residual_is_the_rounded_sum(sets, width, dtype):
     weight = _rows(1, width, dtype, seed=1)[0]
     for tokens in TOKENS:
-        x, residual = _rows(tokens, width, dtype, seed=2), _rows(tokens, width, dtype, seed=3)
-        _close(ops.rms_norm(x, weight, EPS), oracle.rms_norm(x, weight, EPS), dtype)
-        total, expected = oracle.add_rms_norm(x, residual, weight, EPS)
-        around = residual._base.clone()
-        out = ops.add_rms_norm(x, residual, weight, EPS)
-        _close(out, expected, dtype)
-        assert out.is_contiguous()
-        assert torch.equal(residual, total)
-        assert torch.equal(residual._base[:, :3], around[:, :3])
-        assert torch.equal(residual._base[:, -2:], around[:, -2:])
+        x, before = _rows(tokens, width, dtype, seed=2), _rows(tokens, width, dtype, seed=3)
+        normed, (total, expected) = oracle.rms_norm(x, weight, EPS), oracle.add_rms_norm(x, before, weight, EPS)
+        for ops in sets:
+            _close(ops, ops.rms_norm(x, weight, EPS), normed, dtype)
+            residual = _copied(before)
+            out = ops.add_rms_norm(x, residual, weight, EPS)
+            _close(ops, out, expected, dtype)
+            assert out.is_contiguous(), ops.name
+            assert torch.equal(residual, total), ops.name
+            assert torch.equal(residual._base[:, :3], before._base[:, :3]), ops.name
+            assert torch.equal(residual._base[:, -2:], before._base[:, -2:]), ops.name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_weight_of_a_norm_may_be_float32(ops, dtype):
-    x, residual, weight = (_rows(17, 1000, each, seed) for seed, each in enumerate((dtype, dtype, torch.float32)))
-    _close(ops.rms_norm(x, weight[0], EPS), oracle.rms_norm(x, weight[0], EPS), dtype)
-    total, expected = oracle.add_rms_norm(x, residual, weight[0], EPS)
-    _close(ops.add_rms_norm(x, residual, weight[0], EPS), expected, dtype)
-    assert torch.equal(residual, total)
+def test_the_weight_of_a_norm_may_be_float32(sets, dtype):
+    x, before, weight = (_rows(17, 1000, each, seed) for seed, each in enumerate((dtype, dtype, torch.float32)))
+    normed, (total, expected) = oracle.rms_norm(x, weight[0], EPS), oracle.add_rms_norm(x, before, weight[0], EPS)
+    for ops in sets:
+        _close(ops, ops.rms_norm(x, weight[0], EPS), normed, dtype)
+        residual = _copied(before)
+        _close(ops, ops.add_rms_norm(x, residual, weight[0], EPS), expected, dtype)
+        assert torch.equal(residual, total), ops.name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_gated_activation_is_exact(ops, dtype):
+def test_the_gated_activation_is_exact(sets, dtype):
     for tokens in TOKENS:
         for width in (1, 8, 40, 1000, 1536):
             gate_up = 4 * _rows(tokens, 2 * width, dtype)
-            _close(ops.silu_mul(gate_up), oracle.gate_mul(gate_up), dtype)
+            expected = oracle.gate_mul(gate_up)
+            for ops in sets:
+                _close(ops, ops.silu_mul(gate_up), expected, dtype)
 
 
 def test_the_gated_activation_holds_at_the_ends(ops):
@@ -79,34 +98,36 @@ def test_the_gated_activation_holds_at_the_ends(ops):
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [2, 8, 20, 64, 80, 96, 128, 256])
-def test_each_head_dim_is_rotated_and_stored(ops, head_dim, dtype, normed):
+def test_each_head_dim_is_rotated_and_stored(sets, head_dim, dtype, normed):
     for tokens in (0, 1, 17):
-        oracle.Rotation.make(tokens, (4, 2), head_dim, 16, dtype, normed=normed).check(ops, TOLERANCES[dtype])
+        oracle.Rotation.make(tokens, (4, 2), head_dim, 16, dtype, normed=normed).check_each(sets, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_each_grouping_and_block_size_is_rotated_and_stored(ops, heads, dtype):
+def test_each_grouping_and_block_size_is_rotated_and_stored(sets, heads, dtype):
     for block_size in (1, 3, 16, 256):
-        oracle.Rotation.make(35, heads, 64, block_size, dtype, normed=True).check(ops, TOLERANCES[dtype])
+        oracle.Rotation.make(35, heads, 64, block_size, dtype, normed=True).check_each(sets, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_each_norm_of_heads_is_exact(ops, heads, dtype, is_whole, is_wide):
+def test_each_norm_of_heads_is_exact(sets, heads, dtype, is_whole, is_wide):
     case = oracle.Rotation.make(9, heads, 20, 16, dtype, normed=True, is_whole=is_whole, is_wide=is_wide)
-    case.check(ops, TOLERANCES[dtype])
+    case.check_each(sets, TOLERANCES[dtype])
 
 
-def test_a_large_batch_is_shared_by_threads(ops):
+def test_a_large_batch_is_shared_by_threads(sets):
+    x, weight = _rows(1025, 576, torch.float32), _rows(1, 576, torch.float32)[0]
+    normed = oracle.rms_norm(x, weight, EPS)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        x, weight = _rows(1025, 576, torch.float32), _rows(1, 576, torch.float32)[0]
-        _close(ops.rms_norm(x, weight, EPS), oracle.rms_norm(x, weight, EPS), torch.float32)
-        oracle.Rotation.make(1025, (9, 3), 64, 16, torch.float32).check(ops, TOLERANCES[torch.float32])
+        for ops in sets:
+            _close(ops, ops.rms_norm(x, weight, EPS), normed, torch.float32)
+        oracle.Rotation.make(1025, (9, 3), 64, 16, torch.float32).check_each(sets, TOLERANCES[torch.float32])
     finally:
         torch.set_num_threads(before)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu.library import Library, usable_tiers
 from kernels.cpu.operations import CpuOperations
 from kernels.quantized import QuantForm, QuantizedWeight, pack_int4
 from tandem.errors import InternalError
 from tests.kernels.operations_oracle import TOLERANCES, gate_mul
+from tests.kernels.oracle import named
+from tests.kernels.tiers import TIERS, libraries
 
 pytestmark = pytest.mark.native
 
@@ -32,9 +33,14 @@ _CASES = [
 _IDS = [f"{form}-{'x'.join(map(str, shape))}-{group}" for form, shape, group, *_ in _CASES]
 
 
-@pytest.fixture(params=usable_tiers(), scope="module")
-def operations(request):
-    return CpuOperations(Library(request.param))
+@pytest.fixture(scope="module")
+def sets():
+    return {tier: CpuOperations(library) for tier, library in libraries().items()}
+
+
+@pytest.fixture(params=TIERS)
+def operations(request, sets):
+    return sets[request.param]
 
 
 _LARGEST = {QuantForm.FP8: 100, QuantForm.INT8: 128, QuantForm.INT4: 8}
@@ -70,24 +76,26 @@ def _normal(*shape, dtype, seed=1):
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 @pytest.mark.parametrize(("form", "shape", "group", "has_offsets", "is_half"), _CASES, ids=_IDS)
-def test_each_form_is_exact_for_any_number_of_tokens(operations, form, shape, group, has_offsets, is_half, dtype):
+def test_each_form_is_exact_for_any_number_of_tokens(sets, form, shape, group, has_offsets, is_half, dtype):
     weight = _weight(form, shape, group, has_offsets=has_offsets, is_half=is_half, dtype=dtype)
-    assert operations.keeps(weight)
     wide = weight.dequantize(torch.float64)
+    assert all(operations.keeps(weight) for operations in sets.values())
     for bias in (None, _normal(1, shape[0], dtype=dtype)[0]):
-        linear = operations.linear(weight, bias)
+        linears = {tier: operations.linear(weight, bias) for tier, operations in sets.items()}
         for tokens in (0, 1, 2, 13, 70):
             x = _normal(tokens, shape[1], dtype=dtype)
-            out = linear(x)
-            assert out.dtype == dtype
             expected = x.double() @ wide.T + (0 if bias is None else bias.double())
             # Sums in float32; the result is rounded once.
             terms = x.double().abs() @ wide.abs().T
-            assert ((out.double() - expected).abs() <= 2**-20 * terms + torch.finfo(dtype).eps * expected.abs()).all()
+            bound = 2**-20 * terms + torch.finfo(dtype).eps * expected.abs()
+            for tier, linear in linears.items():
+                out = linear(x)
+                assert out.dtype == dtype, tier
+                assert ((out.double() - expected).abs() <= bound).all(), (tier, tokens)
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-def test_an_int4_value_counts_as_eight_larger_in_the_bound_of_the_error_where_nearly_all_are_zero(operations, dtype):
+def test_an_int4_value_counts_as_eight_larger_in_the_bound_of_the_error_where_nearly_all_are_zero(sets, dtype):
     values = torch.full((32, 64), 8, dtype=torch.uint8)
     values[:, 5] = torch.arange(32) % 16
     scales = torch.full((32, 2), 0.25)
@@ -95,27 +103,30 @@ def test_an_int4_value_counts_as_eight_larger_in_the_bound_of_the_error_where_ne
     x = _normal(13, 64, dtype=dtype)
     terms = x.double().abs() @ (weight.dequantize(torch.float64).abs() + 8 * 0.25).T
     expected = x.double() @ weight.dequantize(torch.float64).T
-    errors = (operations.linear(weight, None)(x).double() - expected).abs()
-    assert (errors <= 2**-20 * terms + torch.finfo(dtype).eps * expected.abs()).all()
+    bound = 2**-20 * terms + torch.finfo(dtype).eps * expected.abs()
+    for tier, operations in sets.items():
+        errors = (operations.linear(weight, None)(x).double() - expected).abs()
+        assert (errors <= bound).all(), tier
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 @pytest.mark.parametrize(("form", "shape", "group", "has_offsets", "is_half"), _CASES[3::4], ids=_IDS[3::4])
-def test_a_gated_map_is_exact_for_any_number_of_tokens(operations, form, shape, group, has_offsets, is_half, dtype):
+def test_a_gated_map_is_exact_for_any_number_of_tokens(sets, form, shape, group, has_offsets, is_half, dtype):
     weight = _weight(form, (2 * shape[0], shape[1]), group, has_offsets=has_offsets, is_half=is_half, dtype=dtype)
-    bias = _normal(1, 2 * shape[0], dtype=dtype)[0]
-    for each in (None, bias):
-        linear = operations.gated_linear(weight, each)
+    wide = weight.dequantize(torch.float64)
+    bound = TOLERANCES[dtype]
+    for bias in (None, _normal(1, 2 * shape[0], dtype=dtype)[0]):
+        linears = {tier: operations.gated_linear(weight, bias) for tier, operations in sets.items()}
         for tokens in (0, 1, 33):
             x = _normal(tokens, shape[1], dtype=dtype)
-            gate_up = x.double() @ weight.dequantize(torch.float64).T + (0 if each is None else each.double())
-            bound = TOLERANCES[dtype]
-            torch.testing.assert_close(linear(x).double(), gate_mul(gate_up), atol=bound, rtol=bound)
+            expected = gate_mul(x.double() @ wide.T + (0 if bias is None else bias.double()))
+            for tier, linear in linears.items():
+                torch.testing.assert_close(linear(x).double(), expected, atol=bound, rtol=bound, msg=named(tier))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", QuantForm)
-def test_every_value_of_a_form_is_exact(operations, form, dtype):
+def test_every_value_of_a_form_is_exact(sets, form, dtype):
     if form is QuantForm.INT4:
         values = pack_int4(torch.arange(16, dtype=torch.uint8).repeat(32, 2))
     else:
@@ -126,33 +137,38 @@ def test_every_value_of_a_form_is_exact(operations, form, dtype):
     offsets = torch.full((32, 1), -8.0) if form is QuantForm.INT4 else None
     weight = QuantizedWeight(form, values, torch.ones(32, 1), offsets, dtype)
     x = torch.eye(weight.num_inputs, dtype=dtype)
-    assert torch.equal(operations.linear(weight, None)(x), weight.dequantize(dtype).T)
+    for tier, operations in sets.items():
+        assert torch.equal(operations.linear(weight, None)(x), weight.dequantize(dtype).T), tier
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize(("form", "shape", "group", "has_offsets", "is_half"), _CASES[2::3], ids=_IDS[2::3])
 def test_a_token_has_the_same_bits_in_any_batch_and_with_any_threads(
-    operations, form, shape, group, has_offsets, is_half, is_gated, dtype
+    sets, form, shape, group, has_offsets, is_half, is_gated, dtype
 ):
     shape = (2 * shape[0], shape[1])
     weight = _weight(form, shape, group, has_offsets=has_offsets, is_half=is_half, dtype=dtype)
-    linear = (operations.gated_linear if is_gated else operations.linear)(weight, None)
     x = _normal(300, shape[1], dtype=dtype)
-    whole = linear(x)
+    linears = {
+        tier: (operations.gated_linear if is_gated else operations.linear)(weight, None)
+        for tier, operations in sets.items()
+    }
+    whole = {tier: linear(x) for tier, linear in linears.items()}
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            for first, last in ((0, 1), (5, 6), (0, 16), (17, 50), (10, 110), (0, 300)):
-                assert torch.equal(linear(x[first:last]), whole[first:last])
+            for tier, linear in linears.items():
+                for first, last in ((0, 1), (5, 6), (0, 16), (17, 50), (10, 110), (0, 300)):
+                    assert torch.equal(linear(x[first:last]), whole[tier][first:last]), (tier, threads, first)
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("exponent", [0, -120])
 @pytest.mark.parametrize("form", QuantForm)
-def test_of_a_sum_that_is_zero_the_same_rounding_is_left_in_any_batch(operations, form, exponent):
+def test_of_a_sum_that_is_zero_the_same_rounding_is_left_in_any_batch(sets, form, exponent):
     """All bits of the sums show then. Activations near the least numbers, whose products are smaller yet, too."""
     generator = torch.Generator().manual_seed(2)
     half, order = _values(form, (40, 288), generator), torch.randperm(288, generator=generator)
@@ -160,16 +176,18 @@ def test_of_a_sum_that_is_zero_the_same_rounding_is_left_in_any_batch(operations
     scales = torch.full((40, 576 // 32), 2.0**-exponent)
     offsets = -8 * scales if form is QuantForm.INT4 else None
     values = pack_int4(values) if form is QuantForm.INT4 else values
-    linear = operations.linear(QuantizedWeight(form, values, scales, offsets, torch.bfloat16), None)
+    weight = QuantizedWeight(form, values, scales, offsets, torch.bfloat16)
     x = _normal(70, 288, dtype=torch.bfloat16) * 2.0 ** torch.randint(
         exponent - 9, exponent + 9, (70, 288), generator=generator
     )
     x = x.bfloat16()
     x = torch.cat([x, -x[:, order]], dim=1)
-    whole = linear(x)
-    assert whole.count_nonzero() > whole.numel() / 2
-    for first, last in [(token, token + 1) for token in range(70)] + [(0, 2), (3, 19), (30, 62)]:
-        assert torch.equal(linear(x[first:last]), whole[first:last])
+    for tier, operations in sets.items():
+        linear = operations.linear(weight, None)
+        whole = linear(x)
+        assert whole.count_nonzero() > whole.numel() / 2, tier
+        for first, last in [*((token, token + 1) for token in range(70)), (0, 2), (3, 19), (30, 62)]:
+            assert torch.equal(linear(x[first:last]), whole[first:last]), (tier, first)
 
 
 @pytest.mark.parametrize(
