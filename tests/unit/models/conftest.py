@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.tiny_models import TINY_MODELS, TinyModel, save_tiny_model
+from bench.tiny_models import TinyModel, save_tiny_model
 from kernels.attention import AttentionMetadata
 from kernels.operations import Kernels
 from kernels.reference import ReferenceBackend
@@ -149,8 +149,3 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TinyModel]
         return saved[key]
 
     return save
-
-
-@pytest.fixture(scope="session", params=TINY_MODELS, ids=lambda tiny: tiny.name)
-def tiny_folder(request: pytest.FixtureRequest, checkpoint: Callable[[TinyModel], Path]) -> Path:
-    return checkpoint(request.param)
