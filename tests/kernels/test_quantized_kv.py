@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from itertools import product
 
 import numpy as np
 import pytest
@@ -55,10 +56,18 @@ def test_a_row_of_zeros_stays_zeros_and_a_broken_one_broken(dtype):
     assert back[3:].isfinite().all()
 
 
-@pytest.mark.parametrize("kv_dtype", QUANTIZED, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (20, 5), (16, 1), (80, 4)])
-@pytest.mark.parametrize("name", SETS)
+def stored():
+    """Each set with each shape of heads and blocks, dtype and quantized dtype.
+
+    Triton, interpreted, takes long: there each shape and dtype with one quantized dtype, so that it meets all of both.
+    """
+    shapes, dtypes = [(64, 16), (20, 5), (16, 1), (80, 4)], [torch.float32, torch.bfloat16]
+    for name, (i, shape), (j, dtype), kv_dtype in product(SETS, enumerate(shapes), enumerate(dtypes), QUANTIZED):
+        if name != "triton" or kv_dtype == QUANTIZED[(i + j) % 2]:
+            yield name, *shape, dtype, kv_dtype
+
+
+@pytest.mark.parametrize(("name", "head_dim", "block_size", "dtype", "kv_dtype"), list(stored()), ids=str)
 def test_every_set_stores_the_same_bytes_of_what_it_computed(name, head_dim, block_size, dtype, kv_dtype):
     operations = SETS[name]()
     plain = Rotation.make(37, (6, 2), head_dim, block_size, dtype, normed=True)

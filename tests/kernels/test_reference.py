@@ -22,6 +22,12 @@ def test_each_kind_of_batch_is_exact_in_each_dtype(lens, dtype):
     Case(lens, 16, dtype=dtype).check(BACKEND)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_each_head_dim_is_exact_in_each_dtype(head_dim, dtype):
+    Case(LENS["mixed"], 16, head_dim=head_dim, dtype=dtype).check(BACKEND)
+
+
 @pytest.mark.parametrize("kv_dtype", QUANTIZED, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
