@@ -15,6 +15,7 @@ import contextlib
 import io
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -23,7 +24,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from setproctitle import setproctitle
 
@@ -145,6 +146,8 @@ def _fork_the_fork_server() -> None:
         theirs.close()
         with open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), 1)
+        if "STANDIN_CUDA_DELAY_US" in os.environ:
+            _keep_pools_on_the_stand_in()
         sys.argv = ["cli.launch", "--parent", str(parent), _FORK]
         setproctitle(" ".join([sys.executable, "-m", *sys.argv]))
         launch.main()
@@ -156,6 +159,22 @@ def _fork_the_fork_server() -> None:
 
     ForkServer.start = start  # type: ignore[method-assign]
     cli.serve.FORKED = (*launch.FORKED, "router")
+
+
+def _keep_pools_on_the_stand_in() -> None:
+    """From now on workers that are forked do, as by `tests/standins/site` those that are started."""
+    from tests.standins.cuda import pools_lie_here
+    from tests.standins.nccl import communicators_begin_here
+
+    run_module = runpy.run_module
+
+    def run(name: str, **options: Any) -> dict[str, Any]:
+        if name in launch.FORKED:
+            pools_lie_here()
+            communicators_begin_here()
+        return run_module(name, **options)
+
+    runpy.run_module = run
 
 
 class _Process:
