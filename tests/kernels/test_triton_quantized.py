@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from tandem.errors import InternalError
 
 pytest.importorskip("triton")
 
+from kernels.triton import quantized
 from kernels.triton.operations import TritonOperations
 
 DEVICES = [
@@ -45,20 +48,26 @@ def assert_multiplies(weight: QuantizedWeight, x: torch.Tensor, bias: torch.Tens
     assert ((got.double() - want).abs() <= ROUNDING[x.dtype] * want.abs() + (of_size + 2**-17) * size).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
-@pytest.mark.parametrize(
-    ("form", "group", "offsets"),
-    [
+def products():
+    """Each form in each dtype, with one token and with several.
+
+    Interpreted, which takes long, with one of the two, so that each form and each dtype meets both.
+    """
+    forms = [
         (QuantForm.INT8, 192, False),
         (QuantForm.INT8, 16, True),
         (QuantForm.INT4, 32, True),
         (QuantForm.INT4, 64, False),
         (QuantForm.FP8, 64, False),
-    ],
-)
-@pytest.mark.parametrize("tokens", [1, 19])
-def test_a_product_is_that_of_the_weight_that_is_meant(form, group, offsets, dtype, device, tokens):
+    ]
+    for place, (dtype, form) in enumerate(itertools.product(ROUNDING, forms)):
+        for tokens in (1, 19) if torch.cuda.is_available() else ((1, 19)[place % 2],):
+            yield *form, dtype, tokens
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("form", "group", "offsets", "dtype", "tokens"), list(products()), ids=str)
+def test_a_product_is_that_of_the_weight_that_is_meant(form, group, offsets, dtype, tokens, device):
     weight = make(form, 72, 192, group, dtype, offsets=offsets).to(torch.device(device))
     wide = torch.full((tokens, 200), torch.nan, dtype=dtype, device=device)
     x = wide[:, 4:196]
@@ -70,21 +79,26 @@ def test_a_product_is_that_of_the_weight_that_is_meant(form, group, offsets, dty
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("form", "group"),
+    ("form", "group", "fewest"),
     [
-        (QuantForm.INT8, 2048),
-        (QuantForm.INT4, 32),
-        (QuantForm.INT4, 128),
-        (QuantForm.INT4, 2048),
-        (QuantForm.FP8, 2048),
+        (QuantForm.INT8, None, 512),
+        (QuantForm.INT4, 32, 512),
+        (QuantForm.INT4, 128, 1024),
+        (QuantForm.INT4, None, 1024),
+        (QuantForm.FP8, None, 512),
     ],
 )
-@pytest.mark.parametrize("tokens", [2, 40, 150])
-def test_inputs_that_programs_share_are_added_up(form, group, device, tokens):
-    weight = make(form, 72, 2048, group, torch.bfloat16, offsets=form is QuantForm.INT4).to(torch.device(device))
-    x = torch.randn(tokens, 2048, generator=torch.Generator().manual_seed(tokens)).bfloat16().to(device)
+@pytest.mark.parametrize("tokens", [2, 40, 129])
+def test_inputs_that_programs_share_are_added_up(monkeypatch, form, group, fewest, device, tokens):
+    """By the largest tile, and one token beyond it, just as many as it shares: all else takes the interpreter long."""
+    cuts, splits = [], quantized._splits
+    monkeypatch.setattr(quantized, "_splits", lambda *sizes: cuts.append(splits(*sizes)) or cuts[-1])
+    inputs = fewest if tokens > 128 else 2048
+    plain = make(form, 72, inputs, group or inputs, torch.bfloat16, offsets=form is QuantForm.INT4)
+    x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(tokens)).bfloat16().to(device)
     bias = torch.randn(72, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
-    assert_multiplies(weight, x, bias)
+    assert_multiplies(plain.to(torch.device(device)), x, bias)
+    assert [num_splits > 1 for num_splits, _ in cuts] == [True]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -108,9 +122,9 @@ def test_long_prompts_multiply_the_weight_that_is_meant(form, group, offsets, dt
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_token_is_the_same_whatever_is_with_it_in_its_tile(device):
-    weight = make(QuantForm.INT4, 72, 2048, 32, torch.bfloat16, offsets=True).to(torch.device(device))
+    weight = make(QuantForm.INT4, 72, 1024, 32, torch.bfloat16, offsets=True).to(torch.device(device))
     linear = OPERATIONS.linear(weight, None)
-    x = torch.randn(16, 2048, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+    x = torch.randn(16, 1024, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
     assert torch.equal(linear(x)[3:4], linear(x[3:4]))
     assert linear(x[:0]).shape == (0, 72)
 
