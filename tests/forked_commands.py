@@ -174,7 +174,7 @@ def _keep_pools_on_the_stand_in() -> None:
             communicators_begin_here()
         return run_module(name, **options)
 
-    runpy.run_module = run
+    runpy.run_module = run  # type: ignore[assignment]
 
 
 class _Process:
