@@ -11,7 +11,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
@@ -193,18 +193,21 @@ async def heard(pipe: Pipe) -> Any:
 
 
 def _run(pipe: Pipe, role: str, transport: str, point: str, timing: Timing) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test, which ends its peers
     work = {"send": _send, "receive": _receive}[role]
     asyncio.run(work(pipe, transport, Stand(pipe, point), timing))
 
 
-class Peer:
-    """In the test: the other process."""
+def _begin(pipe: Pipe, work: Callable[..., None], args: Sequence[object]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test, which ends its peers
+    work(pipe, *args)
 
-    def __init__(self, role: str, transport: str, point: str, timing: Timing) -> None:
-        self.point = point
+
+class Forked:
+    """In the test: another process, which runs `work(pipe, *args)`."""
+
+    def __init__(self, work: Callable[..., None], *args: object) -> None:
         self._pipe, theirs = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(target=_run, args=(theirs, role, transport, point, timing), daemon=True)
+        self._process = _CONTEXT.Process(target=_begin, args=(theirs, work, args), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -214,18 +217,34 @@ class Peer:
     async def hear(self) -> Any:
         return await heard(self._pipe)
 
-    async def reaches_its_point(self) -> None:
-        assert await self.hear() == ("at", self.point)
-
     def signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
+
+    async def ended(self) -> int:
+        """The exit code, once there is one; of a signal its number, negative. Raises TimeoutError."""
+        async with asyncio.timeout(PATIENCE_S):
+            await readable(self._process.sentinel)
+        self._process.join()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
 
     def close(self) -> None:
         self._process.kill()
         self._process.join()
         self._process.close()
         self._pipe.close()
+
+
+class Peer(Forked):
+    """One that stands still at a point."""
+
+    def __init__(self, role: str, transport: str, point: str, timing: Timing) -> None:
+        super().__init__(_run, role, transport, point, timing)
+        self.point = point
+
+    async def reaches_its_point(self) -> None:
+        assert await self.hear() == ("at", self.point)
 
 
 def _nothing() -> None:

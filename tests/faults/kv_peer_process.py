@@ -1,89 +1,84 @@
-"""One side of a hand-off as a process of its own, to be killed or stopped by a test.
+"""One side of a hand-off as a process of its own, forked as in `kv_peer`, to be killed or stopped by a test.
 
-    kv_peer_process.py receive TRANSPORT LEASE_S      prints an offer, then `committed` or `failed`
-    kv_peer_process.py send|rude TRANSPORT LEASE_S    reads an offer; writes half a block, says so and waits
-                                                      for a line; `rude` drops the socket without a BYE
+    receiving     says its offer, then the calls of its listener
+    sending       hears an offer; writes half a block, says so and waits to be told to go on; says how the push ended
+    rude          the same, but first drops the socket without a BYE, says so and waits once more
 
-Blocks are 256 bytes, pools 16 blocks; all lines are on stdin and stdout.
+What it says over its pipe are strings, but for the offer.
 """
 
+from __future__ import annotations
+
 import asyncio
-import mmap
-import os
-import secrets
 import socket
-import sys
 import threading
 import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
 
-import torch
-
-from kvtransfer.base import BlockRef, Fingerprints, PoolMemory
+from kvtransfer.base import BlockRef
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
-from kvtransfer.transports import choose
 from tandem.clock import MonotonicClock
-from tandem.kv_layout import DType, KvLayout
+from tandem.errors import TransferError
+from tandem.types import BlockId
+from tests.faults.kv_peer import FILL, TARGETS, Forked, heard
+from tests.transports import PRINTS, make_pool
 
-PRINTS = Fingerprints("model-a", KvLayout(2, 1, 4, 8, DType.BFLOAT16))
-HALF = 128
-
-
-def make_memory():
-    fd = os.memfd_create("test-pool")
-    os.ftruncate(fd, 16 * 256)
-    blocks = torch.frombuffer(mmap.mmap(fd, 16 * 256), dtype=torch.uint8).view(16, 256)
-    return PoolMemory(blocks.fill_(0xAB), fd, secrets.token_hex(16))
+HALF = PRINTS.layout.block_bytes // 2
+_EXPIRES_IN_S = 30.0
+_OPEN_WITHIN_S = 5.0
 
 
-def say(line):
-    print(line, flush=True)
+class _Listener:
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+
+    def on_receiving(self) -> None:
+        self._pipe.send("receiving")
+
+    def on_committed(self, first_token_payload: bytes) -> None:
+        self._pipe.send(f"committed {first_token_payload.hex()}")
+
+    def on_failed(self, error: TransferError) -> None:
+        self._pipe.send(f"failed {error}")
+
+    def on_writer_stopped(self) -> None:
+        self._pipe.send("writer_stopped")
 
 
-class Listener:
-    def on_receiving(self):
-        say("receiving")
-
-    def on_committed(self, first_token_payload):
-        say(f"committed {first_token_payload.hex()}")
-
-    def on_failed(self, error):
-        say(f"failed {error}")
-
-    def on_writer_stopped(self):
-        say("writer_stopped")
-
-
-class HalfLane:
+class _HalfLane:
     """Writes half a block, then waits: a process caught in the middle."""
 
-    def __init__(self, lane):
+    def __init__(self, lane: Any, pipe: Pipe) -> None:
         self._lane = lane
+        self._pipe = pipe
         self.name = lane.name
         self.close, self.closed = lane.close, lane.closed
         self.reserve = lane.reserve
         self._go = threading.Event()
         self.release = self._go.set
 
-    async def place(self, sources, targets, room):
+    async def place(self, sources: Any, targets: Sequence[BlockRef], room: Any) -> Any:
         if self.name == "shm":
-            self._lane._peer.spans((targets[0].block_id,))[0][:HALF] = bytes([0xAB]) * HALF
+            self._lane._peer.spans((targets[0].block_id,))[0][:HALF] = bytes([FILL]) * HALF
         if self.name == "nixl":
             await self._lane._agent.start(lambda: self._write_half(targets[0].block_id))
         if self.name != "tcp":
-            say("half written")
+            self._pipe.send("half written")
             await asyncio.get_running_loop().run_in_executor(None, self._go.wait)
         return await self._lane.place(sources, targets, room)
 
-    def announce(self, sink, write, sources, room):
-        return self._lane.announce(HalfSink(sink), write, sources, room)
+    def announce(self, sink: Any, write: Any, sources: Any, room: Any) -> Any:
+        return self._lane.announce(_HalfSink(sink, self._pipe), write, sources, room)
 
-    def _write_half(self, target):
+    def _write_half(self, target: BlockId) -> None:
         agent, (metadata, region) = self._lane._agent, self._lane._peer
         nixl = agent._nixl
         ours = nixl.get_xfer_descs([(agent.region.address, HALF, 0)], "DRAM")
-        theirs = nixl.get_xfer_descs([(region.address + target * 256, HALF, 0)], "DRAM")
+        theirs = nixl.get_xfer_descs([(region.address + target * 2 * HALF, HALF, 0)], "DRAM")
         transfer = nixl.initialize_xfer("WRITE", ours, theirs, nixl.add_remote_agent(metadata))
         state = nixl.transfer(transfer)
         while state == "PROC":
@@ -93,56 +88,56 @@ class HalfLane:
         transfer.release()
 
 
-class HalfSink:
+class _HalfSink:
     """Half of what follows a frame."""
 
-    def __init__(self, sink):
+    def __init__(self, sink: Any, pipe: Pipe) -> None:
         self._sink = sink
+        self._pipe = pipe
 
-    def send(self, frame, inline=()):
+    def send(self, frame: Any, inline: Sequence[memoryview] = ()) -> Any:
         if inline:
-            asyncio.get_running_loop().call_later(0.05, say, "half written")
+            asyncio.get_running_loop().call_later(0.05, self._pipe.send, "half written")
         return self._sink.send(frame, [span[:HALF] for span in inline])
 
 
-async def read_line():
-    return await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-
-
-async def receive(transport, timing):
-    receiver = KvReceiver(make_memory(), PRINTS, MonotonicClock(), (transport,), "127.0.0.1", timing=timing)
+async def _receive(pipe: Pipe, transport: str, timing: Timing) -> None:
+    pool = make_pool(transport)
+    receiver = KvReceiver(pool.memory, PRINTS, MonotonicClock(), (transport,), "127.0.0.1", timing=timing)
     await receiver.start()
-    offer = receiver.offer((BlockRef(3, 7), BlockRef(1, 7)), Listener(), 30.0)
-    say(f"{offer.ticket.hex()} {offer.endpoint.hex()}")
-    await read_line()
+    offer = receiver.offer(tuple(BlockRef(block, 7) for block in TARGETS), _Listener(pipe), _EXPIRES_IN_S)
+    pipe.send((offer.ticket, offer.endpoint))
+    await heard(pipe)
     await receiver.stop()
 
 
-async def send(transport, timing, *, rude):
-    sender = KvSender(make_memory(), PRINTS, MonotonicClock(), transport, timing=timing)
-    ticket, endpoint = map(bytes.fromhex, (await read_line()).split())
-    handoff = await sender.open(ticket, endpoint, 5.0)
-    handoff._lane = lane = HalfLane(handoff._lane)
-    pushing = asyncio.ensure_future(handoff.push(0, (0,)))
-    await read_line()
+async def _send(pipe: Pipe, transport: str, timing: Timing, *, rude: bool) -> None:
+    pool = make_pool(transport)
+    pool.blocks.fill_(FILL)
+    sender = KvSender(pool.memory, PRINTS, MonotonicClock(), transport, timing=timing)
+    ticket, endpoint = await heard(pipe)
+    handoff: Any = await sender.open(ticket, endpoint, _OPEN_WITHIN_S)
+    handoff._lane = lane = _HalfLane(handoff._lane, pipe)
+    pushing = asyncio.ensure_future(handoff.push(0, (BlockId(0),)))
+    await heard(pipe)
     if rude:
         handoff._sink._connection.sock.shutdown(socket.SHUT_RDWR)
-        say("dropped")
-        await read_line()
+        pipe.send("dropped")
+        await heard(pipe)
     lane.release()
     await asyncio.wait({pushing})
-    say(f"push ended {pushing.exception()}")
+    pipe.send(f"push ended {pushing.exception()}")
     await sender.stop()
 
 
-async def main():
-    role, transport, lease_s = sys.argv[1:]
-    timing = Timing(lease_s=float(lease_s), reply_s=2.0, stop_s=1.0)
-    choose(transport, "cpu")  # what takes its time is loaded before a peer waits, as in a worker
-    if role == "receive":
-        await receive(transport, timing)
+def _run(pipe: Pipe, role: str, transport: str, lease_s: float) -> None:
+    timing = Timing(lease_s=lease_s, reply_s=2.0, stop_s=1.0)
+    if role == "receiving":
+        asyncio.run(_receive(pipe, transport, timing))
     else:
-        await send(transport, timing, rude=role == "rude")
+        asyncio.run(_send(pipe, transport, timing, rude=role == "rude"))
 
 
-asyncio.run(main())
+def half_peer(role: str, transport: str, timing: Timing) -> Forked:
+    """Its lease is that of `timing`."""
+    return Forked(_run, role, transport, timing.lease_s)

@@ -1,35 +1,46 @@
-"""A sender by NCCL as a process of its own, over the stand-ins; what these do is set in its environment.
+"""A sender by NCCL as a process of its own, forked as in `kv_peer`, over the stand-ins.
 
-nccl_peer_process.py ABORT_S     reads an offer, pushes blocks 0 and 1 of bytes 0xAB, commits, stops
+Hears an offer, pushes blocks 0 and 1 of bytes 0xAB, commits, stops, ends.
 """
 
-import asyncio
-import sys
-from dataclasses import replace
+from __future__ import annotations
 
-from kvtransfer.base import Fingerprints
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection as Pipe
+
 from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
 from tandem.clock import MonotonicClock
-from tandem.kv_layout import DType, KvLayout
+from tandem.types import BlockId
+from tests.faults.kv_peer import FILL, Forked, heard
 from tests.standins.cuda import DevicePool
 from tests.standins.nccl import QUICK, standin_nccl
+from tests.transports import PRINTS
 
-PRINTS = Fingerprints("model-a", KvLayout(2, 1, 4, 8, DType.BFLOAT16))
+_OPEN_WITHIN_S = 10.0
 
 
-async def main():
+async def _push_two(pipe: Pipe, abort_s: float) -> None:
     nccl = standin_nccl()
-    pool = DevicePool(16, 256)
-    pool.blocks.fill_(0xAB)
-    known = (nccl.transport(replace(QUICK, abort_s=float(sys.argv[1]))),)
+    pool = DevicePool(16, PRINTS.layout.block_bytes)
+    pool.blocks.fill_(FILL)
+    known = (nccl.transport(replace(QUICK, abort_s=abort_s)),)
     sender = KvSender(pool.memory, PRINTS, MonotonicClock(), "nccl", timing=Timing(lease_s=10.0), known=known)
-    line = await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-    ticket, endpoint = map(bytes.fromhex, line.split())
-    handoff = await sender.open(ticket, endpoint, 10.0)
-    await handoff.push(0, (0, 1))
+    ticket, endpoint = await heard(pipe)
+    handoff = await sender.open(ticket, endpoint, _OPEN_WITHIN_S)
+    await handoff.push(0, (BlockId(0), BlockId(1)))
     await handoff.commit(b"")
     await sender.stop()
 
 
-asyncio.run(main())
+def _run(pipe: Pipe, abort_s: float, environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)  # before the stand-in is loaded, which reads its settings there
+    asyncio.run(_push_two(pipe, abort_s))
+
+
+def nccl_peer(abort_s: float, settings: Mapping[str, str]) -> Forked:
+    """`settings` are those of the stand-in in the other process."""
+    return Forked(_run, abort_s, {f"STANDIN_NCCL_{name}": value for name, value in settings.items()})

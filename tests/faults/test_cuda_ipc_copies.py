@@ -21,7 +21,7 @@ from tandem.errors import TransferError
 from tandem.types import BlockId
 from tests import held
 from tests.faults import kv_peer
-from tests.faults.kv_peer import FILL, PATIENCE_S, Peer, heard
+from tests.faults.kv_peer import FILL, PATIENCE_S, Forked, heard
 from tests.faults.test_kv_fault_matrix import FAILED, Listener
 from tests.standins.build import obstacle
 from tests.standins.cuda import StandInCuda, fresh, standin
@@ -63,14 +63,11 @@ def _run(pipe: Pipe, settings: dict[str, str], timing: Timing) -> None:
     asyncio.run(_push_one(pipe, settings, timing))
 
 
-class SendingPeer(Peer):
+class SendingPeer(Forked):
     """A process whose driver has `settings`, and that hands one block over."""
 
     def __init__(self, settings: dict[str, str], timing: Timing) -> None:
-        self._pipe, theirs = kv_peer._CONTEXT.Pipe()
-        self._process = kv_peer._CONTEXT.Process(target=_run, args=(theirs, settings, timing), daemon=True)
-        self._process.start()
-        theirs.close()
+        super().__init__(_run, settings, timing)
 
 
 @dataclass

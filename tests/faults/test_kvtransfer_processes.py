@@ -5,7 +5,6 @@ import mmap
 import os
 import secrets
 import signal
-import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,6 +18,8 @@ from kvtransfer.timing import Timing
 from tandem.clock import MonotonicClock
 from tandem.errors import PeerLost, TransferError
 from tandem.kv_layout import DType, KvLayout
+from tests.faults.kv_peer import warm_up
+from tests.faults.kv_peer_process import half_peer
 from tests.nixl_param import NIXL, needs_nixl
 
 PRINTS = Fingerprints("model-a", KvLayout(2, 1, 4, 8, DType.BFLOAT16))
@@ -26,43 +27,19 @@ SILENT = Timing(lease_s=1.0, reply_s=2.0, stop_s=0.5)
 """For a peer that is stopped."""
 PATIENT = Timing(lease_s=20.0, reply_s=20.0, stop_s=0.5)
 """No silence is noticed: what else ends a hand-off is seen as such."""
-PEER = Path(__file__).with_name("kv_peer_process.py")
 PATIENCE_S = 40.0
 TRANSPORTS = ["shm", "tcp", NIXL]
 """Those that `kv_peer_process` can catch within a block; at all other points: test_kv_fault_matrix."""
 
 
-class Peer:
-    """The other process, by its lines."""
-
-    def __init__(self, process):
-        self.process = process
-
-    async def line(self):
-        async with asyncio.timeout(PATIENCE_S):
-            return (await self.process.stdout.readline()).decode().strip()
-
-    def tell(self, line=""):
-        self.process.stdin.write(f"{line}\n".encode())
-
-    def signal(self, number):
-        self.process.send_signal(number)
-
-
 @asynccontextmanager
-async def running(*args):
-    environment = os.environ | {"PYTHONPATH": str(PEER.parents[2]), "OMP_NUM_THREADS": "1"}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(PEER), *args, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment
-    )
+async def running(role, transport, timing):
+    warm_up()
+    peer = half_peer(role, transport, timing)
     try:
-        yield Peer(process)
+        yield peer
     finally:
-        if process.returncode is None:
-            process.kill()
-        process.stdin.close()
-        async with asyncio.timeout(PATIENCE_S):
-            await process.communicate()
+        peer.close()
 
 
 class Listener:
@@ -106,16 +83,16 @@ def memory():
 
 
 @asynccontextmanager
-async def caught_in_the_middle(memory, transport, role="send", timing=PATIENT):
+async def caught_in_the_middle(memory, transport, role="sending", timing=PATIENT):
     """A receiver here, and a sender process that has written half of block 3."""
     receiver = KvReceiver(memory, PRINTS, MonotonicClock(), (transport,), "127.0.0.1", timing=timing)
     await receiver.start()
     listener = Listener()
     try:
-        async with running(role, transport, str(timing.lease_s)) as peer:
+        async with running(role, transport, timing) as peer:
             offer = receiver.offer((BlockRef(3, 7), BlockRef(1, 7)), listener, 30.0)
-            peer.tell(f"{offer.ticket.hex()} {offer.endpoint.hex()}")
-            assert await peer.line() == "half written"
+            peer.tell(offer.ticket, offer.endpoint)
+            assert await peer.hear() == "half written"
             yield receiver, listener, peer, offer
     finally:
         await receiver.stop()
@@ -139,7 +116,7 @@ async def test_blocks_withdrawn_under_a_copying_process_wait_for_its_copy(memory
         assert listener.calls == ["receiving", "failed"]
         assert receiver.num_live == 1
         peer.tell()
-        assert (await peer.line()).startswith("push ended")
+        assert (await peer.hear()).startswith("push ended")
         await listener.until("writer_stopped")
         assert receiver.num_live == 0
 
@@ -163,7 +140,7 @@ async def test_a_stopped_sender_that_wakes_finishes_its_copy_and_lets_go(memory)
         await listener.until("failed")
         peer.signal(signal.SIGCONT)
         peer.tell()
-        assert (await peer.line()).startswith("push ended")
+        assert (await peer.hear()).startswith("push ended")
         await listener.until("writer_stopped")
         assert receiver.num_live == 0
 
@@ -171,7 +148,7 @@ async def test_a_stopped_sender_that_wakes_finishes_its_copy_and_lets_go(memory)
 async def test_a_dropped_socket_of_a_living_process_proves_nothing(memory):
     async with caught_in_the_middle(memory, "shm", "rude") as (receiver, listener, peer, _):
         peer.tell()
-        assert await peer.line() == "dropped"
+        assert await peer.hear() == "dropped"
         await listener.until("failed")
         assert receiver.num_live == 1
         peer.signal(signal.SIGKILL)
@@ -184,13 +161,13 @@ async def test_what_a_living_process_still_writes_over_nixl_goes_nowhere_once_it
     async with caught_in_the_middle(memory, "nixl", "rude") as (receiver, listener, peer, _):
         assert bytes(memory.blocks[3].tolist()) == b"\xab" * 128 + bytes(128)
         peer.tell()
-        assert await peer.line() == "dropped"
+        assert await peer.hear() == "dropped"
         await listener.until("writer_stopped")
         assert listener.calls == ["receiving", "failed", "writer_stopped"]
         assert receiver.num_live == 0
         memory.blocks[3] = 0x11  # another request's by now
         peer.tell()
-        assert "push ended" in await peer.line()
+        assert "push ended" in await peer.hear()
         assert bytes(memory.blocks[3].tolist()) == b"\x11" * 256
 
 
@@ -222,16 +199,16 @@ def _peer_mappings():
 
 
 async def _open(sender, peer):
-    ticket, endpoint = map(bytes.fromhex, (await peer.line()).split())
+    ticket, endpoint = await peer.hear()
     handoff = await sender.open(ticket, endpoint, 10.0)
-    assert await peer.line() == "receiving"
+    assert await peer.hear() == "receiving"
     return handoff
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_receiver_killed_or_stopped_fails_the_sender_within_the_lease(memory, transport, number):
-    async with sending_to(memory, transport, SILENT) as sender, running("receive", transport, "1.0") as peer:
+    async with sending_to(memory, transport, SILENT) as sender, running("receiving", transport, SILENT) as peer:
         handoff = await _open(sender, peer)
         await handoff.push(0, (0,))
         peer.signal(number)
@@ -243,15 +220,15 @@ async def test_a_receiver_killed_or_stopped_fails_the_sender_within_the_lease(me
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_restarted_receiver_is_served_and_the_old_mapping_is_gone(memory, transport):
     async with sending_to(memory, transport, PATIENT) as sender:
-        async with running("receive", transport, "20.0") as old:
+        async with running("receiving", transport, PATIENT) as old:
             lost = await _open(sender, old)
             old.signal(signal.SIGKILL)
-            await old.process.wait()
+            await old.ended()
             with pytest.raises(TransferError):
                 await lost.commit(b"")
-        async with running("receive", transport, "20.0") as new:
+        async with running("receiving", transport, PATIENT) as new:
             handoff = await _open(sender, new)
             assert _peer_mappings() == (1 if transport == "shm" else 0)
             await handoff.push(0, (0, 1))
             await handoff.commit(b"\x2a")
-            assert await new.line() == "committed 2a"
+            assert await new.hear() == "committed 2a"

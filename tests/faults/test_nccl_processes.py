@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,11 +18,12 @@ from tandem.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.kv_layout import DType, KvLayout
 from tandem.types import BlockId
+from tests.faults.kv_peer import Forked, warm_up
+from tests.faults.nccl_peer_process import nccl_peer
 from tests.standins.cuda import DevicePool
 from tests.standins.nccl import StandInNccl, standin_nccl
 
 PRINTS = Fingerprints("model-a", KvLayout(2, 1, 4, 8, DType.BFLOAT16))
-PEER = Path(__file__).with_name("nccl_peer_process.py")
 PATIENCE_S = 60.0
 
 
@@ -92,23 +92,15 @@ async def at_home(nccl: StandInNccl) -> AsyncIterator[Home]:
 
 
 @asynccontextmanager
-async def sending(home: Home, abort_s: float = 5.0, **settings: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def sending(home: Home, abort_s: float = 5.0, **settings: str) -> AsyncIterator[Forked]:
     """The other process, which has the offer."""
-    environment = os.environ | {"PYTHONPATH": str(PEER.parents[2]), "OMP_NUM_THREADS": "1"}
-    environment |= {f"STANDIN_NCCL_{name}": value for name, value in settings.items()}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(PEER), str(abort_s), stdin=asyncio.subprocess.PIPE, env=environment
-    )
-    assert process.stdin is not None
+    warm_up()
+    peer = nccl_peer(abort_s, settings)
     try:
-        process.stdin.write(f"{home.offer.ticket.hex()} {home.offer.endpoint.hex()}\n".encode())
-        yield process
+        peer.tell(home.offer.ticket, home.offer.endpoint)
+        yield peer
     finally:
-        if process.returncode is None:
-            process.kill()
-        process.stdin.close()
-        async with asyncio.timeout(PATIENCE_S):
-            await process.wait()
+        peer.close()
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -121,13 +113,13 @@ async def test_a_sender_killed_while_both_begin_leaves_the_offer_to_the_next(ncc
     async with at_home(nccl) as home:
         async with sending(home, HANG="init") as peer:
             await until(lambda: nccl.live()["communicators"])
-            peer.kill()
+            peer.signal(signal.SIGKILL)
             await until(home.nothing_stays)
             assert home.listener.calls == []
         async with sending(home) as peer:
             await until(lambda: "committed" in home.listener.calls)
             assert home.pool.blocks[[3, 1]].flatten().tolist() == [0xAB] * 512
-            assert await peer.wait() == 0
+            assert await peer.ended() == 0
 
 
 async def test_a_sender_killed_in_the_middle_of_a_block_frees_it(nccl: StandInNccl, tmp_path: Path) -> None:
@@ -137,7 +129,7 @@ async def test_a_sender_killed_in_the_middle_of_a_block_frees_it(nccl: StandInNc
         async with sending(home) as peer:
             await until(lambda: home.pool.blocks[3, 0] == 0xAB)
             assert home.listener.calls == ["receiving"]
-            peer.kill()
+            peer.signal(signal.SIGKILL)
             await until(lambda: "writer_stopped" in home.listener.calls)
         assert home.listener.calls == ["receiving", "failed", "writer_stopped"]
         await until(home.nothing_stays)
@@ -150,5 +142,4 @@ async def test_a_sender_killed_in_the_middle_of_a_block_frees_it(nccl: StandInNc
 async def test_a_sender_that_cannot_end_its_communicator_ends_itself(nccl: StandInNccl) -> None:
     async with at_home(nccl) as home, sending(home, 0.2, HANG="abort") as peer:
         await until(lambda: "committed" in home.listener.calls)
-        async with asyncio.timeout(PATIENCE_S):
-            assert await peer.wait() == 1
+        assert await peer.ended() == 1

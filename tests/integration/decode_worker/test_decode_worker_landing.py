@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -24,6 +24,8 @@ from tandem.limits import Limits
 from tandem.telemetry.observers import WorkerObserver
 from tandem.types import GroupSpec, Handle, TokenId, new_incarnation
 from tandem.validation import Validator
+from tests.faults.kv_peer import Forked, warm_up
+from tests.integration.decode_worker.idle_writer import OPENED, idle_writer
 from worker.outgoing_transfer import OutgoingPolicy
 
 BLOCK_SIZE = 8
@@ -31,28 +33,6 @@ LENGTHS = (1, 7, 8, 9, 24, 25, 100)
 
 MakeSpec = Callable[..., GroupSpec]
 Reference = Callable[[GroupSpec], list[TokenId]]
-
-# A prefill worker's process that opens one hand-off, says so, and then does nothing for ever.
-IDLE_WRITER = """
-import asyncio, sys
-import torch
-from kvtransfer.base import Fingerprints, PoolMemory
-from kvtransfer.sender import KvSender
-from tandem.clock import MonotonicClock
-from tandem.kv_layout import DType, KvLayout
-from tandem.types import BlockId, Incarnation
-
-async def main(transport, ticket, endpoint, model, *dims):
-    layout = KvLayout(*map(int, dims), DType.FLOAT32)
-    memory = PoolMemory(torch.zeros(4, layout.block_bytes, dtype=torch.uint8), None, Incarnation("e" * 32))
-    sender = KvSender(memory, Fingerprints(model, layout), MonotonicClock(), transport)
-    handoff = await sender.open(bytes.fromhex(ticket), bytes.fromhex(endpoint), 20.0)
-    await handoff.push(0, (BlockId(0),))
-    print("opened", flush=True)
-    await asyncio.Event().wait()
-
-asyncio.run(main(*sys.argv[1:]))
-"""
 
 
 @asynccontextmanager
@@ -192,7 +172,7 @@ async def test_a_killed_writer_fails_its_sequence_and_its_blocks_come_back(
         unlucky, spec = make_spec(30, 8, n=2), make_spec(9, 8)
         async with opened_by_child(bench, unlucky, transport) as (child, handle):
             assert bench.worker.load().pool.receiving == 4
-            child.kill()
+            child.signal(signal.SIGKILL)
             await bench.router.until(lambda: bench.router.errors)
         assert isinstance(bench.router.errors.pop(handle), TransferError)
         await everything_free(bench, make_spec)
@@ -208,33 +188,24 @@ async def test_released_under_a_live_writer_its_blocks_wait_until_it_is_dead(
             bench.worker.release(bench.router, handle)
             pool = bench.worker.load().pool
             assert pool.quarantined + pool.free == pool.total
-            child.kill()
+            child.signal(signal.SIGKILL)
         await everything_free(bench, make_spec)
         assert not bench.router.errors
 
 
 @asynccontextmanager
-async def opened_by_child(
-    bench: Any, spec: GroupSpec, transport: str
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, Handle]]:
+async def opened_by_child(bench: Any, spec: GroupSpec, transport: str) -> AsyncIterator[tuple[Forked, Handle]]:
     """Reserves, and lets a child process show the ticket and write one block."""
+    warm_up()
     handle = bench.reserve(spec, local_prefill=False)
     await bench.router.until(lambda: handle in bench.router.tickets)
     ticket, endpoint = bench.router.tickets[handle]
-    layout = bench.engine.layout
-    dims = (layout.num_layers, layout.num_kv_heads, layout.block_size, layout.head_dim)
-    words = (transport, ticket.hex(), endpoint.hex(), bench.engine.fingerprint, *map(str, dims))
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", IDLE_WRITER, *words), stdout=asyncio.subprocess.PIPE
-    )
+    child = idle_writer(transport, ticket, endpoint, Fingerprints(bench.engine.fingerprint, bench.engine.layout))
     try:
-        assert child.stdout is not None
-        assert await asyncio.wait_for(child.stdout.readline(), 60) == b"opened\n"
+        assert await child.hear() == OPENED
         yield child, handle
     finally:
-        with suppress(ProcessLookupError):
-            child.kill()
-        await child.communicate()
+        child.close()
 
 
 async def everything_free(bench: Any, make_spec: MakeSpec) -> None:
