@@ -10,7 +10,8 @@ import gc
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -160,6 +161,9 @@ EVERY = _listed(WAYS)
 """For `@pytest.mark.parametrize("transport", EVERY)`."""
 EVERY_AND_RINGS = [*EVERY, *_listed(RINGS)]
 """For tests that take the way of `way_of`."""
+USABLE = tuple(name for name, way in WAYS.items() if way.why_not is None)
+"""For tests that wait once for all of them; `telling` says which one failed."""
+USABLE_AND_RINGS = (*USABLE, *(name for name, way in RINGS.items() if way.why_not is None))
 PEER_WRITES = _listed({name: way for name, way in WAYS.items() if way.peer_writes})
 """Those whose sender writes into the pool by itself."""
 STAGED = _listed({name: way for name, way in WAYS.items() if way.staged})
@@ -181,3 +185,13 @@ def way_of(name: str) -> Way:
 def transport_of(name: str) -> str:
     """What `--transport` calls it."""
     return way_of(name).transport or name
+
+
+@contextmanager
+def telling(transport: str) -> Iterator[None]:
+    """What fails within is told with the transport."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"over {transport}")
+        raise

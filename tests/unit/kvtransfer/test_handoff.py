@@ -1,13 +1,14 @@
 """Whole hand-offs over real sockets, in one process."""
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import pytest
 import uvloop
 
 from tandem.errors import PeerLost, TransferError
 from tests import held
-from tests.transports import EVERY, PEER_WRITES
+from tests.transports import EVERY, PEER_WRITES, USABLE, telling
 
 
 async def _hand_over(paired, make_recorder, transport):
@@ -182,16 +183,22 @@ async def test_an_offer_that_is_never_shown_expires(paired, recorder):
         assert recorder.calls == ["failed", "writer_stopped"]
 
 
-@pytest.mark.parametrize("transport", EVERY)
-async def test_an_idle_handoff_lives_by_heartbeats(paired, recorder, transport, quick):
-    async with paired(transport) as pair:
-        handoff = await pair.open(pair.offer(recorder))
+async def test_idle_handoffs_live_by_heartbeats(paired, make_recorder, quick):
+    async with AsyncExitStack() as stack:
+        pairs = {each: await stack.enter_async_context(paired(each)) for each in USABLE}
+        recorders = {each: make_recorder() for each in USABLE}
+        handoffs = {}
+        for transport, pair in pairs.items():
+            with telling(transport):
+                handoffs[transport] = await pair.open(pair.offer(recorders[transport]))
         idle = asyncio.Event()
         asyncio.get_running_loop().call_later(2.5 * quick.lease_s, idle.set)
         await asyncio.wait_for(idle.wait(), 10)
-        await handoff.push(0, (0, 1, 2))
-        await handoff.commit(b"")
-        assert recorder.calls == ["receiving", "committed"]
+        for transport, handoff in handoffs.items():
+            with telling(transport):
+                await handoff.push(0, (0, 1, 2))
+                await handoff.commit(b"")
+                assert recorders[transport].calls == ["receiving", "committed"]
 
 
 @pytest.mark.parametrize("transport", EVERY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -21,7 +22,16 @@ from tandem.errors import TransferError
 from tandem.types import BlockId
 from tests.manual_clock import ManualClock
 from tests.standins.cuda import standin
-from tests.transports import EVERY, EVERY_AND_RINGS, NUM_BLOCKS, PRINTS, make_pool, transport_of
+from tests.transports import (
+    EVERY,
+    EVERY_AND_RINGS,
+    NUM_BLOCKS,
+    PRINTS,
+    USABLE_AND_RINGS,
+    make_pool,
+    telling,
+    transport_of,
+)
 
 TARGETS, SOURCES = (3, 1), (9, 4)
 BESIDE_TARGETS, BESIDE_SOURCES = (5, 6), (2, 8)
@@ -93,24 +103,32 @@ async def hand_over(pair: Any, listener: Any) -> None:
     assert pair.landed(SOURCES, TARGETS)
 
 
-@pytest.mark.parametrize("transport", EVERY_AND_RINGS)
-async def test_a_slow_wire_that_moves_takes_as_long_as_it_takes(
-    paired: Any, recorder: Any, hook: Callable[..., None], monkeypatch: pytest.MonkeyPatch, transport: str
+async def test_slow_wires_that_move_take_as_long_as_they_take(
+    paired: Any, make_recorder: Any, hook: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One block in each WRITE; all of them together take longer than an answer may."""
+    blocks = tuple(range(NUM_BLOCKS))
 
     async def slow() -> None:
         await asyncio.sleep(0.1)
 
+    async def hand_over_slowly(transport: str, pair: Any) -> None:
+        recorder = make_recorder()
+        with telling(transport):
+            handoff = await pair.open(pair.offer(recorder, blocks))
+            await handoff.push(0, blocks)
+            assert (await handoff.commit(b"")).num_blocks == NUM_BLOCKS
+            assert recorder.calls == ["receiving", "committed"]
+            assert pair.landed(blocks, blocks)
+
     monkeypatch.setattr("kvtransfer.handoff.PIECE_BYTES", 1)
     hook(receiving=slow)
-    blocks = tuple(range(NUM_BLOCKS))
-    async with paired(transport, Timing(lease_s=20.0, reply_s=1.2)) as pair:
-        handoff = await pair.open(pair.offer(recorder, blocks))
-        await handoff.push(0, blocks)
-        assert (await handoff.commit(b"")).num_blocks == NUM_BLOCKS
-        assert recorder.calls == ["receiving", "committed"]
-        assert pair.landed(blocks, blocks)
+    timing = Timing(lease_s=20.0, reply_s=1.2)
+    async with AsyncExitStack() as stack:
+        pairs = {each: await stack.enter_async_context(paired(each, timing)) for each in USABLE_AND_RINGS}
+        async with asyncio.TaskGroup() as tasks:
+            for transport, pair in pairs.items():
+                tasks.create_task(hand_over_slowly(transport, pair))
 
 
 @pytest.mark.parametrize("transport", EVERY_AND_RINGS)

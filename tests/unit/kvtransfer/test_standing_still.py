@@ -2,12 +2,11 @@
 
 import asyncio
 import time
-
-import pytest
+from contextlib import AsyncExitStack
 
 from kvtransfer.frame import Frame, FrameType
 from kvtransfer.messages import Commit, digest_of
-from tests.transports import EVERY
+from tests.transports import USABLE, telling
 
 BLOCK = bytes(range(256))
 
@@ -34,19 +33,26 @@ async def test_a_goodbye_said_meanwhile_frees_the_blocks(paired, recorder, raw, 
         assert "closed the connection" in str(recorder.error)
 
 
-@pytest.mark.parametrize("transport", EVERY)
-async def test_a_sign_of_life_said_meanwhile_keeps_the_handoff(paired, recorder, raw, quick, transport):
-    async with paired(transport) as pair:
-        offer = pair.offer(recorder, (3,))
-        async with raw(offer, transport) as peer:
-            number = await peer.open(offer)
+async def test_a_sign_of_life_said_meanwhile_keeps_the_handoff(paired, make_recorder, raw, quick):
+    async with AsyncExitStack() as stack:
+        pairs = {each: await stack.enter_async_context(paired(each)) for each in USABLE}
+        opened = {}
+        for transport, pair in pairs.items():
+            with telling(transport):
+                recorder = make_recorder()
+                offer = pair.offer(recorder, (3,))
+                peer = await stack.enter_async_context(raw(offer, transport))
+                opened[transport] = (recorder, peer, await peer.open(offer))
+        for _, peer, _ in opened.values():
             _say_now(peer, FrameType.HEARTBEAT)
-            _stand_still(quick)
-            announced = await peer.put(number, 3, BLOCK)
-            assert (await peer.hear()).type is FrameType.WRITE_OK
-            commit = Commit(1, digest_of([announced]), b"x").encode()
-            assert (await peer.ask(FrameType.COMMIT, number, commit)).type is FrameType.COMMITTED
-        assert recorder.calls == ["receiving", "committed"]
+        _stand_still(quick)
+        for transport, (recorder, peer, number) in opened.items():
+            with telling(transport):
+                announced = await peer.put(number, 3, BLOCK)
+                assert (await peer.hear()).type is FrameType.WRITE_OK
+                commit = Commit(1, digest_of([announced]), b"x").encode()
+                assert (await peer.ask(FrameType.COMMIT, number, commit)).type is FrameType.COMMITTED
+                assert recorder.calls == ["receiving", "committed"]
 
 
 async def test_a_peer_that_fell_silent_within_a_frame_can_still_say_goodbye(paired, recorder, raw):
