@@ -159,32 +159,6 @@ async def test_a_sender_that_dies_at_any_point_frees_its_blocks_and_harms_nobody
                 assert listener.calls == FAILED, peer.point
 
 
-@pytest.mark.usefixtures("nothing_stays")
-@pytest.mark.parametrize("transport", EVERY_AND_RINGS)
-async def test_a_sender_that_stands_still_at_any_point_is_lost_and_lets_go_when_it_wakes(transport: str) -> None:
-    async with at_home(transport, STANDING) as home, senders(home, transport, STANDING) as caught:
-        for peer, *_ in caught:
-            peer.signal(signal.SIGSTOP)
-        for peer, listener, blocks in caught:
-            if peer.point in AFTER_COMMIT:
-                await listener.until("committed")
-                assert (home.pool.blocks[blocks] == FILL).all(), peer.point
-            elif peer.point != "connected":
-                await listener.until("failed")
-                if not way_of(transport).fences:
-                    assert ("writer_stopped" in listener.calls) is not way_of(transport).peer_writes, peer.point
-        for peer, listener, _ in caught:
-            peer.signal(signal.SIGCONT)
-            peer.tell("go on")
-            word, error = await peer.hear()
-            assert word == "ended", peer.point
-            assert bool(error) is (peer.point not in AFTER_COMMIT), (peer.point, error)
-            assert await peer.hear() == ("stopped",)
-            if peer.point not in (*AFTER_COMMIT, "connected"):
-                await listener.until("writer_stopped")
-                assert listener.calls == FAILED, peer.point
-
-
 async def hand_over(home: Home, offer: Offer) -> str:
     """How a hand-off to a receiving process ended; empty = well."""
     try:
@@ -234,23 +208,56 @@ async def test_a_receiver_that_dies_at_any_point_fails_its_own_hand_off_and_its_
             assert await successor.hear() == ("calls", ["receiving", "committed"], 0, home.sent)
 
 
+async def senders_are_lost(transport: str, caught: Sequence[tuple[Peer, Listener, list[int]]], pool: TestPool) -> None:
+    for peer, listener, blocks in caught:
+        if peer.point in AFTER_COMMIT:
+            await listener.until("committed")
+            assert (pool.blocks[blocks] == FILL).all(), peer.point
+        elif peer.point != "connected":
+            await listener.until("failed")
+            if not way_of(transport).fences:
+                assert ("writer_stopped" in listener.calls) is not way_of(transport).peer_writes, peer.point
+
+
+async def senders_let_go(caught: Sequence[tuple[Peer, Listener, list[int]]]) -> None:
+    for peer, listener, _ in caught:
+        peer.signal(signal.SIGCONT)
+        peer.tell("go on")
+        word, error = await peer.hear()
+        assert word == "ended", peer.point
+        assert bool(error) is (peer.point not in AFTER_COMMIT), (peer.point, error)
+        assert await peer.hear() == ("stopped",)
+        if peer.point not in (*AFTER_COMMIT, "connected"):
+            await listener.until("writer_stopped")
+            assert listener.calls == FAILED, peer.point
+
+
+async def receivers_keep_no_block(caught: Sequence[tuple[Peer, asyncio.Task[str]]], sent: bytes) -> None:
+    for peer, _ in caught:
+        peer.signal(signal.SIGCONT)
+        peer.tell("go on")
+        peer.tell("stop")
+        word, calls, num_live, content = await peer.hear()
+        assert (word, num_live) == ("calls", 0), peer.point
+        # What the sender had said before it gave up may come to a good end; nobody may hear of two ends.
+        assert calls in (["failed", "writer_stopped"], FAILED, ["receiving", "committed"]), (peer.point, calls)
+        if calls[-1] == "committed":
+            assert content == sent, peer.point
+
+
 @pytest.mark.usefixtures("nothing_stays")
 @pytest.mark.parametrize("transport", EVERY_AND_RINGS)
-async def test_a_receiver_that_stands_still_at_any_point_fails_its_hand_off_in_time_and_keeps_no_block(
-    transport: str,
-) -> None:
-    async with at_home(transport, STANDING) as home, receivers(home, transport, STANDING) as caught:
-        for peer, _ in caught:
+async def test_who_stands_still_at_any_point_is_lost_in_time_and_lets_go_when_it_wakes(transport: str) -> None:
+    """Senders and receivers at once: the lease is waited for once."""
+    async with (
+        at_home(transport, STANDING) as home,
+        senders(home, transport, STANDING) as sending,
+        receivers(home, transport, STANDING) as receiving,
+    ):
+        for peer in [*(caught[0] for caught in sending), *(caught[0] for caught in receiving)]:
             peer.signal(signal.SIGSTOP)
-        for peer, handing_over in caught:
+        await senders_are_lost(transport, sending, home.pool)
+        for peer, handing_over in receiving:
             assert bool(await ends(handing_over)) is (peer.point != "committed"), peer.point
-        for peer, _ in caught:
-            peer.signal(signal.SIGCONT)
-            peer.tell("go on")
-            peer.tell("stop")
-            word, calls, num_live, content = await peer.hear()
-            assert (word, num_live) == ("calls", 0), peer.point
-            # What the sender had said before it gave up may come to a good end; nobody may hear of two ends.
-            assert calls in (["failed", "writer_stopped"], FAILED, ["receiving", "committed"]), (peer.point, calls)
-            if calls[-1] == "committed":
-                assert content == home.sent, peer.point
+        await senders_let_go(sending)
+        await receivers_keep_no_block(receiving, home.sent)
