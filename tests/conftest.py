@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 # Tensors are tiny and tests share the cores: a second thread only spins. Before torch loads; processes that tests start
 # inherit it.
@@ -14,6 +16,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from kernels.cpu.library import obstacle
+
+if TYPE_CHECKING:
+    from tests.forked_commands import Forking
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read once, when anything imports triton: transformers does
@@ -38,3 +43,12 @@ def pytest_collection_finish() -> None:
     """What was imported until now lives to the end: a collection, of which some tests make many, need not walk it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def fork_command() -> Iterator[Forking]:
+    """In place of `bench.cluster.open_command`: what it starts is forked, and nothing is imported once more."""
+    from tests.forked_commands import forking  # it imports all of `tandem`, which few tests need
+
+    with forking() as fork:
+        yield fork

@@ -19,6 +19,7 @@ from tandem.client import Client
 from tandem.config import ClientSecurityConfig
 from tests.deploy.manifests import overlay
 from tests.deploy.pods import Container, container
+from tests.forked_commands import Forking
 
 TOKEN = "4f1c-of-a-test-and-nowhere-else"
 PROBE_TIMEOUT_S = 30
@@ -74,6 +75,14 @@ def start(
         set_all(patch, environment)
         cluster = stack.enter_context(run_command(*arguments))
     return Started(each, cluster, environment)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_commands(fork_command: Forking) -> Iterator[None]:
+    """What `run_command` starts is forked, with the environment that it is called in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bench.cluster.open_command", fork_command)
+        yield
 
 
 @pytest.fixture(scope="module")

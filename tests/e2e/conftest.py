@@ -15,15 +15,15 @@ from models.demo.text import Story, make_story
 from tandem.client import Client
 from tandem.telemetry.metric import Process
 from tandem.telemetry.metric_names import REQUESTS
-from tests.forked_commands import forking
+from tests.forked_commands import Forking
 from tests.scraped import counted, expositions
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_commands() -> Iterator[None]:
+def forked_commands(fork_command: Forking) -> Iterator[None]:
     """What `bench.cluster` starts is forked: nothing is imported once more."""
-    with forking() as fork, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster, "open_command", fork)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "open_command", fork_command)
         yield
 
 
