@@ -101,10 +101,15 @@ class Load:
 
     async def learn(self) -> None:
         """Asks every question once, while nothing happens. Raises TandemError if one is not answered."""
-        async with AsyncClient(self._target) as client:
-            for question in self._questions:
+        turns = asyncio.Semaphore(self._clients)  # no busier than the load
+
+        async def learn_one(client: AsyncClient, question: Question) -> None:
+            async with turns:
                 done = await client.complete(timeout_s=REQUEST_TIMEOUT_S, **question.options)
-                self._answers[question.number] = done.choices[0].token_ids
+            self._answers[question.number] = done.choices[0].token_ids
+
+        async with AsyncClient(self._target) as client:
+            await asyncio.gather(*(learn_one(client, question) for question in self._questions))
 
     async def run(self, *, waits_until_ready: bool) -> None:
         """Every request of every client. After a failure a client waits for SERVING, or pauses."""

@@ -91,7 +91,10 @@ class Witness:
     async def watching(self) -> AsyncIterator[Witness]:
         """Learns the answers, then calls without pause until the block ends; then lets the last ones end."""
         async with AsyncClient(self._target) as client:
-            self._questions = [await self._learn(client, question) for question in self._questions]
+            learning = asyncio.Semaphore(self._callers)  # no busier than what follows
+            self._questions = list(
+                await asyncio.gather(*(self._learn(client, learning, question) for question in self._questions))
+            )
             turns = itertools.cycle(self._questions)
             going = asyncio.Event()
             going.set()
@@ -120,8 +123,9 @@ class Witness:
         phases = dict.fromkeys(each.phase for each in self._sightings)
         return [_account(phase, [each for each in self._sightings if each.phase == phase]) for phase in phases]
 
-    async def _learn(self, client: AsyncClient, question: Question) -> Question:
-        done = await client.complete(question.prompt, timeout_s=REQUEST_TIMEOUT_S, **self._options(question))
+    async def _learn(self, client: AsyncClient, learning: asyncio.Semaphore, question: Question) -> Question:
+        async with learning:
+            done = await client.complete(question.prompt, timeout_s=REQUEST_TIMEOUT_S, **self._options(question))
         return Question(question.prompt, question.temperature, question.seed, done.choices[0].token_ids)
 
     def _options(self, question: Question) -> GenerateOptions:
