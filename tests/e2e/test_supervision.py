@@ -14,6 +14,7 @@ from bench.processes import children, fork_server
 from tandem.client import Client
 from tandem.errors import TandemError
 from tandem.types import Role
+from tests.forked_commands import Forking
 
 pytestmark = pytest.mark.usefixtures("real_commands")
 
@@ -87,8 +88,9 @@ def torch_lies_at(pid: int) -> str:
     return next(line.partition("-")[0] for line in maps if "libtorch_cpu" in line)
 
 
-def test_a_frozen_worker_does_not_hold_up_the_stop() -> None:
+def test_a_frozen_worker_does_not_hold_up_the_stop(fork_command: Forking, monkeypatch: pytest.MonkeyPatch) -> None:
     """The grace would be five minutes: it is for work that goes on."""
+    monkeypatch.setattr("bench.cluster.open_command", fork_command)  # how it started is no matter here
     with serve("demo", "--drain-grace-seconds", "300") as cluster, Client(cluster.target) as client:
         client.wait_ready(timeout_s=30)
         os.kill(pid_of(client, Role.DECODE), signal.SIGSTOP)
