@@ -23,7 +23,6 @@ from tandem.convert import (
 )
 from tandem.errors import PrefixNotHeld, TandemError
 from tandem.rpc.channel import open_channel
-from tandem.rpc.server import RpcServer, Service
 from tandem.types import (
     FinishReason,
     GroupSpec,
@@ -86,7 +85,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._pause_at: int | None = None
         self._sickness: TandemError | None = None
         self._changed = asyncio.Event()
-        self._server: RpcServer | None = None
+        self._server: grpc.aio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._announcing: asyncio.Task[None] | None = None
 
@@ -337,13 +336,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         await self._serve(self.info.address)
 
     async def _serve(self, listen: str) -> int:
-        service = Service(
-            "tandem.v1.WorkerService",
-            lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server),
-            long_lived=True,
-        )
-        self._server = RpcServer(listen, [service], announce_s=0)
-        return await self._server.start()
+        # As a real worker's: a router may ping often, and nobody shares the port.
+        options = [("grpc.http2.max_ping_strikes", 0), ("grpc.so_reuseport", 0)]
+        self._server = grpc.aio.server(options=options)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(listen)
+        await self._server.start()
+        return port
 
     def announce(self, router_address: str) -> None:
         """Keeps a registration."""
@@ -383,7 +382,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def stop_serving(self) -> None:
         """Cuts every stream, as a dead process does; its registration stands."""
         if self._server is not None:
-            await self._server.drain(0)
+            await self._server.stop(None)
+        while self._streams:
+            await self._changed.wait()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -50,16 +49,14 @@ class Fakes:
 class FakeCluster:
     """One router and its fake workers."""
 
-    def __init__(
-        self, router: Router, model: str, stack: AsyncExitStack, fakes: Fakes, observer: RecordingRouter
-    ) -> None:
+    def __init__(self, router: Router, model: str, fakes: Fakes, observer: RecordingRouter) -> None:
         self.router = router
         self.observer = observer
         self.workers: dict[str, Any] = {}
         self._fakes = fakes
         self.stop = asyncio.Event()
         self._model = model
-        self._stack = stack
+        self._started: list[Any] = []
 
     async def start(self) -> None:
         """Serves until `stop` is set."""
@@ -69,9 +66,11 @@ class FakeCluster:
         self.channel: grpc.aio.Channel = open_channel(self.address)
 
     async def end(self) -> None:
-        """Stops the router."""
+        """Stops the router and every worker that was ever started here."""
         await self.channel.close()
+        self.router._server._announce_s = 0.0  # nobody is left to be told that it drains
         self.stop.set()
+        await asyncio.gather(*(worker.die() for worker in self._started))
         await self.serving
 
     async def _stopped(self) -> None:
@@ -92,7 +91,7 @@ class FakeCluster:
         """Starts a worker, whether or not the router takes it."""
         worker = self._fakes.worker(self.worker_info(role, name, **info), self.workers)
         self.workers[name] = worker
-        self._stack.push_async_callback(worker.die)
+        self._started.append(worker)
         await worker.start(self.address)
         return worker
 
@@ -195,24 +194,25 @@ def limits() -> type[Limits]:
 async def launch(byte_checkpoint: Path, fake_worker: Any, token_at: Any) -> AsyncIterator[Launch]:
     """Starts routers; afterwards every worker must be idle, and all is stopped."""
     clusters: list[FakeCluster] = []
-    async with AsyncExitStack() as stack:
 
-        async def start(*, policy: RetryPolicy | None = None, stall_s: float = 30.0, **options: Any) -> FakeCluster:
-            config = RouterConfig(
-                **{"model": str(byte_checkpoint), "listen": "127.0.0.1:0", "drain_grace_s": 0.0} | options
-            )
-            observer = RecordingRouter()
-            router = Router(config, policy=policy, stall_s=stall_s, rng=Random(1), observer=observer)
-            cluster = FakeCluster(router, config.model, stack, Fakes(fake_worker, token_at), observer)
-            await cluster.start()
-            stack.push_async_callback(cluster.end)
-            clusters.append(cluster)
-            return cluster
+    async def start(*, policy: RetryPolicy | None = None, stall_s: float = 30.0, **options: Any) -> FakeCluster:
+        config = RouterConfig(
+            **{"model": str(byte_checkpoint), "listen": "127.0.0.1:0", "drain_grace_s": 0.0} | options
+        )
+        observer = RecordingRouter()
+        router = Router(config, policy=policy, stall_s=stall_s, rng=Random(1), observer=observer)
+        cluster = FakeCluster(router, config.model, Fakes(fake_worker, token_at), observer)
+        await cluster.start()
+        clusters.append(cluster)
+        return cluster
 
-        yield start
+    yield start
+    try:
         for cluster in clusters:
             await until(lambda cluster=cluster: cluster.idle)
             cluster.observer.check_all_ended()
+    finally:
+        await asyncio.gather(*(cluster.end() for cluster in clusters))
 
 
 @pytest.fixture
