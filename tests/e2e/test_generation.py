@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
@@ -116,18 +117,25 @@ def test_a_stop_string_that_straddles_tokens_ends_the_text_before_it(client: Cli
 
 
 def test_a_short_request_sent_after_a_long_one_ends_first(client: Client, story: Story) -> None:
-    begun = threading.Event()
+    begun, seen = threading.Event(), threading.Event()
 
     def long() -> None:
         """So many tokens that no machine is done with them before a short request."""
-        for _ in client.generate("Once", max_tokens=1000, n=16, temperature=0.0, ignore_eos=True):
-            begun.set()
+        with closing(client.generate("Once", max_tokens=1000, n=16, temperature=0.0, ignore_eos=True)) as updates:
+            for _ in updates:
+                begun.set()
+                if seen.is_set():
+                    return
 
     with ThreadPoolExecutor() as pool:
         other = pool.submit(long)
-        assert begun.wait(30)
-        client.complete(story.text, max_tokens=4, temperature=0.0, ignore_eos=True)
-        assert not other.done()
+        try:
+            assert begun.wait(30)
+            client.complete(story.text, max_tokens=4, temperature=0.0, ignore_eos=True)
+            assert not other.done()
+        finally:
+            seen.set()
+        other.result()
 
 
 def test_one_token_needs_no_hand_off(client: Client, story: Story) -> None:
