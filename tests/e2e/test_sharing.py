@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -176,17 +177,17 @@ def allowed(language: Language, text: str, num_prompt_tokens: int) -> Callable[[
     return may_follow
 
 
-@pytest.mark.parametrize("beam_width", [2, 3, 4])
-@pytest.mark.parametrize(
-    ("language", "text"),
-    [(Language.REGEX, "[A-Z][a-z ]{10,60}\\."), (Language.GRAMMAR, 'start: ("a".."z" | " ")+ "!"')],
-)
-def test_beams_find_within_a_grammar_what_transformers_finds(
-    client: Client, beam_width: int, language: Language, text: str
-) -> None:
-    prompt = [Random(3).randrange(4, 600) for _ in range(70)]
-    model: Any = load_transformers(resolve_model(DEMO), torch.float32)
-    out = model.generate(
+@cache
+def model() -> Any:
+    return load_transformers(resolve_model(DEMO), torch.float32)
+
+
+@cache
+def found_by_transformers(
+    beam_width: int, language: Language, text: str, prompt: tuple[int, ...]
+) -> tuple[list[list[int]], list[float]]:
+    """Completions, up to the token that ends them, and scores; once for all ways of serving."""
+    out = model().generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         num_beams=beam_width,
@@ -200,10 +201,23 @@ def test_beams_find_within_a_grammar_what_transformers_finds(
         output_scores=True,
     )
     ids = [each[: each.index(1) + 1] if 1 in each else each for each in out.sequences[:, len(prompt) :].tolist()]
+    return ids, out.sequences_scores.tolist()
+
+
+@pytest.mark.parametrize("beam_width", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [(Language.REGEX, "[A-Z][a-z ]{10,60}\\."), (Language.GRAMMAR, 'start: ("a".."z" | " ")+ "!"')],
+)
+def test_beams_find_within_a_grammar_what_transformers_finds(
+    client: Client, beam_width: int, language: Language, text: str
+) -> None:
+    prompt = tuple(Random(3).randrange(4, 600) for _ in range(70))
+    ids, scores = found_by_transformers(beam_width, language, text, prompt)
 
     options = {"token_ids": prompt, "max_tokens": 40, "beam_width": beam_width, "n": beam_width, language: text}
     for _ in range(2):
         choices = ask(client, options).choices
         assert [list(each.token_ids) for each in choices] == ids
-        assert [each.score for each in choices] == pytest.approx(out.sequences_scores.tolist(), rel=1e-4)
+        assert [each.score for each in choices] == pytest.approx(scores, rel=1e-4)
     assert {each.finish_reason for each in choices} <= {FinishReason.STOP, FinishReason.LENGTH}
