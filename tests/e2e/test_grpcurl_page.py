@@ -109,9 +109,9 @@ def place(demo_cluster: Cluster, client: Client) -> Place:
     return Place({ROUTER: demo_cluster.target}, {})
 
 
-@pytest.fixture
-def tls_place(tmp_path: Path) -> Iterator[Place]:
-    authority, files = trustme.CA(), {}
+@pytest.fixture(scope="module")
+def tls_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder, authority, files = tmp_path_factory.mktemp("tls"), trustme.CA(), {}
     certificate = authority.issue_cert("127.0.0.1", "localhost")
     for name, text in (
         ("server.pem", b"".join(each.bytes() for each in certificate.cert_chain_pems)),
@@ -119,8 +119,8 @@ def tls_place(tmp_path: Path) -> Iterator[Place]:
         ("ca.pem", authority.cert_pem.bytes()),
         ("tokens", TOKEN.encode()),
     ):
-        (tmp_path / name).write_bytes(text)
-        files[name] = str(tmp_path / name)
+        (folder / name).write_bytes(text)
+        files[name] = str(folder / name)
     security = (
         *("--tls-cert", files["server.pem"], "--tls-key", files["server.key"], "--tls-ca", files["ca.pem"]),
         *("--token-file", files["tokens"]),
