@@ -26,7 +26,7 @@ from transformers.utils import logging
 from bench.exactness_reference import Reference
 from bench.exactness_served import SERVED_SYSTEMS, served_on
 from bench.exactness_system import AUTO_IMPL, ENGINE_SYSTEMS, Settings
-from bench.logit_error import MAX_RATIO, measure_logit_error
+from bench.logit_error import MAX_RATIO, measure_logit_errors
 from bench.tiny_language_parts import TINY_LANGUAGE_PARTS
 from bench.tiny_models import TINY_MODELS, TinyModel, save_tiny_model
 from bench.tiny_transformers import TINY_TRANSFORMERS
@@ -131,7 +131,7 @@ def check_checkpoint(
     head = f"{label:24} bfloat16 logits: "
     if record.has(head) or any(setting.model_impl != AUTO_IMPL for _, setting in cells):
         return exact
-    error = measure_logit_error(folder, seed)
+    (error,) = measure_logit_errors(folder, seed)
     within = error.ratio <= MAX_RATIO
     record.add(
         head, f"error {error.ours:.3e}, transformers {error.theirs:.3e}, ratio {error.ratio:.2f}", is_good=within

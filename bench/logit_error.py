@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from engine.batch import build_batch
 from engine.kv_cache import KvCache
 from engine.step import ScheduledSeq
 from kernels.dispatch import AUTO, select_kernels
-from models.loading import load_model
+from models.loading import LoadedModel, load_model
 from tandem.checkpoint import read_checkpoint, resolve_model
 from tandem.kv_layout import QuantDType
 from tandem.types import BlockId, TokenId
@@ -47,8 +48,10 @@ class LogitError:
         return self.ours / self.theirs
 
 
-def measure_logit_error(folder: Path, seed: int, kv_dtype: QuantDType | None = None) -> LogitError:
-    """Random tokens through all three; `kv_dtype` is how ours stores KV, None as it is computed."""
+def measure_logit_errors(
+    folder: Path, seed: int, kv_dtypes: Sequence[QuantDType | None] = (None,)
+) -> tuple[LogitError, ...]:
+    """Random tokens through all three; `kv_dtypes` are the ways in which ours stores KV, None as it is computed."""
     config = read_checkpoint(str(folder))
     rng = random.Random(seed)
     token_ids = [rng.randrange(config.vocab_size) for _ in range(min(_NUM_TOKENS, config.context_tokens))]
@@ -56,13 +59,17 @@ def measure_logit_error(folder: Path, seed: int, kv_dtype: QuantDType | None = N
     with torch.no_grad():
         their_logits = theirs(torch.tensor([token_ids])).logits[0]
         truth = theirs.double()(torch.tensor([token_ids])).logits[0]  # [T, V]
-    return LogitError(_rms(_our_logits(folder, token_ids, kv_dtype) - truth), _rms(their_logits - truth))
+    their_error = _rms(their_logits - truth)
+    device = torch.device("cpu")
+    ours = load_model(folder, "bfloat16", device, select_kernels(AUTO, device, torch.bfloat16))
+    return tuple(
+        LogitError(_rms(_our_logits(ours, token_ids, kv_dtype) - truth), their_error) for kv_dtype in kv_dtypes
+    )
 
 
-def _our_logits(folder: Path, token_ids: list[int], kv_dtype: QuantDType | None) -> torch.Tensor:
+def _our_logits(model: LoadedModel, token_ids: list[int], kv_dtype: QuantDType | None) -> torch.Tensor:
     """Logits `[T, V]` of every position, the prompt in one step."""
     device = torch.device("cpu")
-    model = load_model(folder, "bfloat16", device, select_kernels(AUTO, device, torch.bfloat16))
     layout = model.kv_layout(_BLOCK_SIZE, kv_dtype)
     kv_cache = KvCache.create(layout, layout.blocks_for(len(token_ids)), device)
     try:
@@ -85,8 +92,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="folder of a checkpoint, or demo")
     folder = resolve_model(parser.parse_args().model)
-    for kv_dtype in (None, *QuantDType):
-        error = measure_logit_error(folder, 0, kv_dtype)
+    kv_dtypes = (None, *QuantDType)
+    for kv_dtype, error in zip(kv_dtypes, measure_logit_errors(folder, 0, kv_dtypes), strict=True):
         name = kv_dtype or "as computed"
         print(f"KV {name}: error {error.ours:.3e}, transformers {error.theirs:.3e}, ratio {error.ratio:.2f}")
 

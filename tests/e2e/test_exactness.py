@@ -21,7 +21,7 @@ from bench.exactness import Workload, check_system, make_workload
 from bench.exactness_reference import Reference
 from bench.exactness_served import ServedSystem
 from bench.exactness_system import Settings
-from bench.logit_error import MAX_RATIO, MAX_RATIOS_OF_KV, measure_logit_error
+from bench.logit_error import MAX_RATIO, MAX_RATIOS_OF_KV, measure_logit_errors
 from bench.tiny_models import TINY_MODELS, save_tiny_model
 from bench.tiny_transformers import TINY_TRANSFORMERS
 from tandem.client import Client
@@ -144,6 +144,8 @@ def delayed(pids: Sequence[int], seed: int) -> Iterator[None]:
 def test_bfloat16_logits_lie_as_near_to_the_truth_as_those_of_transformers(model: str, tmp_path: Path) -> None:
     folder = save_tiny_model(MODELS[model], tmp_path / model)
 
-    assert measure_logit_error(folder, seed=3).ratio <= MAX_RATIO
-    for kv_dtype, most in MAX_RATIOS_OF_KV.items():
-        assert measure_logit_error(folder, 3, kv_dtype).ratio <= most, kv_dtype
+    kv_dtypes = (None, *MAX_RATIOS_OF_KV)
+    limits = (MAX_RATIO, *MAX_RATIOS_OF_KV.values())
+    errors = measure_logit_errors(folder, 3, kv_dtypes)
+    for kv_dtype, limit, error in zip(kv_dtypes, limits, errors, strict=True):
+        assert error.ratio <= limit, kv_dtype
