@@ -169,9 +169,9 @@ def test_too_few_open_files_are_named_with_the_remedy(command: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_worker_that_is_told_to_stop_does_not_load_to_the_end(role: str) -> None:
-    command = [sys.executable, "-c", LOADS_FOR_EVER, role, "--model", "demo", "--router", "127.0.0.1:1"]
+def test_a_worker_that_is_told_to_stop_does_not_load_to_the_end() -> None:
+    """Of either role: they start alike."""
+    command = [sys.executable, "-c", LOADS_FOR_EVER, "decode", "--model", "demo", "--router", "127.0.0.1:1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         try:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import pytest
 from safetensors.torch import load_file, save_file
 
 from engine.engine_thread import MAX_FAILURES
@@ -90,17 +89,12 @@ async def test_sigterm_lets_a_running_sequence_finish(
             assert await child.wait() == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "named"), [(("--block-size", "0"), "block-size"), (("--transport", "nccl"), "transport")]
-)
-async def test_a_bad_option_ends_with_code_2_and_its_name(
-    tiny_llama: Path, options: tuple[str, ...], named: str
-) -> None:
-    async with process(tiny_llama, *options) as child:
+async def test_a_bad_option_ends_with_code_2_and_its_name(tiny_llama: Path) -> None:
+    async with process(tiny_llama, "--transport", "nccl") as child:
         async with asyncio.timeout(DEADLINE_S):
             _, errors = await child.communicate()
         assert child.returncode == 2
-        assert named in errors.decode()
+        assert "--transport" in errors.decode()
 
 
 async def test_a_worker_whose_every_step_is_broken_ends_with_code_1(
