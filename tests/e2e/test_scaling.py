@@ -84,7 +84,7 @@ async def test_a_second_sigterm_ends_a_router_at_once_and_its_workers_let_go(fle
         left = await asyncio.to_thread(fleet.stop_twice, "router-0")
         await witness.see(4)
         await asyncio.to_thread(fleet.start_router, 0)
-        await witness.see(40)
+        await witness.see(12)
 
     assert left.code == 143
     assert any("UNAVAILABLE" in each.error or "WORKER_LOST" in each.error for each in witness.sightings)
