@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from bench import cluster
-from bench.cluster import Cluster, becomes_idle, open_command, serve
+from bench.cluster import Cluster, becomes_idle, eventually, open_command, serve
 from models.demo.text import Story, make_story
 from tandem.client import Client
 from tandem.telemetry.metric import Process
 from tandem.telemetry.metric_names import REQUESTS
+from tests.at_rest import nothing_runs
 from tests.forked_commands import Forking
 from tests.scraped import counted, expositions
 
@@ -56,9 +57,12 @@ DEMO = Demo()
 
 
 @pytest.fixture(scope="module")
-def demo_cluster() -> Cluster:
-    """Router, one prefill and one decode worker on the demo model."""
-    return DEMO.cluster()
+def demo_cluster() -> Iterator[Cluster]:
+    """Router, one prefill and one decode worker on the demo model; after each file every block must be free again."""
+    cluster = DEMO.cluster()
+    yield cluster
+    with Client(cluster.target) as client:
+        assert becomes_idle(client), client.status()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -73,11 +77,32 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Generator[None, Non
 
 @pytest.fixture
 def client(demo_cluster: Cluster) -> Iterator[Client]:
-    """A client of the demo cluster; afterwards every block must be free again."""
+    """A client of the demo cluster; afterwards no request may be under way."""
     with Client(demo_cluster.target) as client:
         client.wait_ready(timeout_s=30)
         yield client
-        assert becomes_idle(client), client.status()
+        assert nothing_runs(client), client.status()
+
+
+@pytest.fixture(scope="module")
+def running_pairs() -> Iterator[Client]:
+    """Two prefill and two decode workers, of which earlier tests of a file may have killed some."""
+    with serve("demo", "--prefill", "2", "--decode", "2") as cluster, Client(cluster.target) as client:
+        client.wait_ready(timeout_s=30)
+        yield client
+
+
+@pytest.fixture
+def pairs(running_pairs: Client) -> Client:
+    """All four of them, at rest: those that were killed are back."""
+
+    def whole() -> bool:
+        workers = running_pairs.status().workers
+        return len(workers) == 4 and all(worker.connected for worker in workers)
+
+    assert eventually(whole, 30), running_pairs.status()
+    assert becomes_idle(running_pairs, 10), running_pairs.status()
+    return running_pairs
 
 
 @pytest.fixture

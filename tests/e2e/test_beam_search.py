@@ -20,6 +20,7 @@ from tandem.client import Client
 from tandem.client.results import Choice, Completion
 from tandem.errors import InvalidRequest
 from tandem.types import FinishReason, Role
+from tests.at_rest import nothing_runs
 
 BLOCK_SIZE = 16
 EOS = 1
@@ -97,6 +98,8 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     way = ("--local-prefill-tokens", "unlimited") if request.param == "colocated" else ("--transport", request.param)
     with serve("demo", "--prefill", "1", "--decode", "1", "--block-size", str(BLOCK_SIZE), *way) as cluster:
         yield cluster
+        with Client(cluster.target) as client:
+            assert becomes_idle(client, 10), client.status()
 
 
 @pytest.fixture
@@ -104,7 +107,7 @@ def client(cluster: Cluster) -> Iterator[Client]:
     with Client(cluster.target) as client:
         client.wait_ready(timeout_s=30)
         yield client
-        assert becomes_idle(client, 10), client.status()
+        assert nothing_runs(client, 10), client.status()
 
 
 @pytest.mark.parametrize("beam_width", [2, 3, 4, 8])
@@ -198,26 +201,33 @@ def test_a_pool_too_small_for_all_searches_changes_nothing() -> None:
             client.complete(**options(600, 10, 16))
 
 
+TO_BE_DISTURBED = [options(60 + 40 * i, 100, 4) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(running_pairs: Client) -> list[tuple[Choice, ...]]:
+    with ThreadPoolExecutor(len(TO_BE_DISTURBED)) as callers:
+        return [each.choices for each in callers.map(lambda each: running_pairs.complete(**each), TO_BE_DISTURBED)]
+
+
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_a_worker_killed_in_the_middle_changes_nothing(role: Role) -> None:
-    requests = [options(60 + 40 * i, 100, 4) for i in range(4)]
-    with serve("demo", "--prefill", "2", "--decode", "2") as cluster, Client(cluster.target) as client:
-        client.wait_ready(timeout_s=30)
-        assert eventually(lambda: len(client.status().workers) == 4, 30)
-        with ThreadPoolExecutor(len(requests)) as callers:
-            right = [each.choices for each in callers.map(lambda each: client.complete(**each), requests)]
-            futures: list[Future[Completion]] = []
+def test_a_worker_killed_in_the_middle_changes_nothing(
+    pairs: Client, undisturbed: list[tuple[Choice, ...]], role: Role
+) -> None:
+    with ThreadPoolExecutor(len(TO_BE_DISTURBED)) as callers:
+        futures: list[Future[Completion]] = []
 
-            def a_search_runs() -> bool:
-                if all(future.done() for future in futures):  # asked again: whoever looks may be late
-                    futures.extend(callers.submit(client.complete, timeout_s=60, **each) for each in requests)
-                return any(worker.load.running_seqs >= 4 for worker in client.status().workers)
+        def a_search_runs() -> bool:
+            if all(future.done() for future in futures):  # asked again: whoever looks may be late
+                futures.extend(callers.submit(pairs.complete, timeout_s=60, **each) for each in TO_BE_DISTURBED)
+            return any(worker.load.running_seqs >= 4 for worker in pairs.status().workers)
 
-            assert eventually(a_search_runs, 20)
-            workers = [each for each in client.status().workers if each.info.role is role]
-            busiest = max(workers, key=lambda worker: worker.load.pool.live)
-            os.kill(busiest.info.pid, signal.SIGKILL)
-            completions = [future.result(timeout=90) for future in futures]
+        assert eventually(a_search_runs, 20)
+        workers = [each for each in pairs.status().workers if each.info.role is role]
+        busiest = max(workers, key=lambda worker: worker.load.pool.live)
+        os.kill(busiest.info.pid, signal.SIGKILL)
+        completions = [future.result(timeout=90) for future in futures]
 
-        for completion, choices in zip(completions, right * (len(completions) // len(right)), strict=True):
-            assert_same(completion.choices, choices)
+    for completion, choices in zip(completions, undisturbed * (len(completions) // len(undisturbed)), strict=True):
+        assert_same(completion.choices, choices)
+    assert eventually(lambda: busiest.info.pid not in {each.info.pid for each in pairs.status().workers})

@@ -124,7 +124,7 @@ def connected(target: str) -> Iterator[Wire]:
 
 @pytest.fixture
 def wire(demo_cluster: Cluster, client: Client) -> Iterator[Wire]:
-    """`client` sees to it that all blocks are free afterwards."""
+    """`client` sees to it that nothing runs afterwards."""
     with connected(demo_cluster.target) as wire:
         yield wire
 

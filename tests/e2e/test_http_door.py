@@ -19,6 +19,7 @@ import pytest
 
 from bench.cluster import Cluster, becomes_idle, eventually, serve
 from tandem.client import Client
+from tests.at_rest import nothing_runs
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 CHAT = [{"role": "user", "content": "Tell me a story."}]
@@ -36,6 +37,8 @@ CITY = {
 def cluster() -> Iterator[Cluster]:
     with serve("demo", "--prefill", "1", "--decode", "1", "--http", "127.0.0.1:0") as cluster:
         yield cluster
+        with Client(cluster.target) as direct:
+            assert becomes_idle(direct), direct.status()
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +52,11 @@ def base_url(cluster: Cluster) -> str:
 
 @pytest.fixture
 def client(base_url: str, cluster: Cluster) -> Iterator[openai.OpenAI]:
-    """Afterwards every block must be free again."""
+    """Afterwards no request may be under way."""
     with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
     with Client(cluster.target) as direct:
-        assert becomes_idle(direct), direct.status()
+        assert nothing_runs(direct), direct.status()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 
 from bench.cluster import Cluster, becomes_idle, eventually, serve
 from tandem.client import Client
+from tests.at_rest import nothing_runs
 from tests.pki import LOOPBACK, OTHER_TOKEN, TOKEN, Identity, Pki
 
 CHAT = [{"role": "user", "content": "Tell me a story."}]
@@ -38,6 +39,8 @@ def cluster(pki: Pki, shown: Identity) -> Iterator[Cluster]:
     mutual = ("--tls-cert", shown.cert, "--tls-key", shown.key, "--tls-ca", pki.ca, "--tls-client-ca", pki.ca)
     with serve("demo", "--http", "127.0.0.1:0", "--token-file", pki.tokens(TOKEN), *mutual) as cluster:
         yield cluster
+        with opened_directly(cluster, pki, shown) as direct:
+            assert becomes_idle(direct), direct.status()
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +60,20 @@ def trusting(pki: Pki) -> ssl.SSLContext:
 
 @pytest.fixture
 def direct(cluster: Cluster, pki: Pki, shown: Identity) -> Iterator[Client]:
-    """Afterwards every block must be free again."""
-    with Client(cluster.target, security=pki.client(shown, pki.tokens(TOKEN))) as direct:
+    """Afterwards no request may be under way."""
+    with opened_directly(cluster, pki, shown) as direct:
         yield direct
-        assert becomes_idle(direct), direct.status()
+        assert nothing_runs(direct), direct.status()
 
 
 @pytest.fixture
 def client(address: str, trusting: ssl.SSLContext, direct: Client) -> Iterator[openai.OpenAI]:
     with opened(address, trusting, TOKEN) as client:
         yield client
+
+
+def opened_directly(cluster: Cluster, pki: Pki, shown: Identity) -> Client:
+    return Client(cluster.target, security=pki.client(shown, pki.tokens(TOKEN)))
 
 
 def opened(address: str, trusting: ssl.SSLContext, key: str) -> openai.OpenAI:

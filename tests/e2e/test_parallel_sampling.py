@@ -16,6 +16,7 @@ from tandem.client import Client
 from tandem.client.results import Choice, Completion
 from tandem.errors import InvalidRequest
 from tandem.types import Role
+from tests.at_rest import nothing_runs
 
 CHOICES = (1, 2, 3, 5, 8, 16)
 SEED = 2**64 - 3
@@ -62,6 +63,8 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     way = ("--local-prefill-tokens", "unlimited") if request.param == "colocated" else ("--transport", request.param)
     with serve("demo", "--prefill", "1", "--decode", "1", "--block-size", str(BLOCK_SIZE), *way) as cluster:
         yield cluster
+        with Client(cluster.target) as client:
+            assert becomes_idle(client, 10), client.status()
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def client(cluster: Cluster) -> Iterator[Client]:
     with Client(cluster.target) as client:
         client.wait_ready(timeout_s=30)
         yield client
-        assert becomes_idle(client, 10), client.status()
+        assert nothing_runs(client, 10), client.status()
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [1, BLOCK_SIZE - 1, BLOCK_SIZE, 75])
@@ -137,6 +140,7 @@ def test_a_group_holds_the_prompt_once(client: Client) -> None:
         together(client, n, options(num_prompt_tokens, max_tokens))
         return becomes_idle(client, 10) and max(peaks) > prompt_blocks
 
+    assert becomes_idle(client, 10), client.status()  # nothing is seen of what ran before
     done = threading.Event()
     with ThreadPoolExecutor(1) as watcher:
         watching = watcher.submit(watch, done)
@@ -176,30 +180,35 @@ def test_a_pool_too_small_for_all_groups_changes_no_token() -> None:
         assert sum(worker.load.preemptions for worker in client.status().workers) > 0
 
 
+TO_BE_DISTURBED = [options(60 + 40 * i, 400, seed=100 * i) for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(running_pairs: Client) -> list[list[tuple[object, ...]]]:
+    return [[said(c) for c in each.choices] for each in at_once(running_pairs, TO_BE_DISTURBED, n=4)]
+
+
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_a_worker_killed_in_the_middle_changes_no_token(role: Role) -> None:
-    requests = [options(60 + 40 * i, 400, seed=100 * i) for i in range(6)]
-    pair = ("--prefill", "2", "--decode", "2")
-    with serve("demo", *pair) as cluster, Client(cluster.target) as client:
-        client.wait_ready(timeout_s=30)
-        assert eventually(lambda: len(client.status().workers) == 4, 30)
-        expected = [[said(c) for c in each.choices] for each in at_once(client, requests, n=4)]
-        with ThreadPoolExecutor(len(requests)) as callers:
-            futures: list[Future[Completion]] = []
+def test_a_worker_killed_in_the_middle_changes_no_token(
+    pairs: Client, undisturbed: list[list[tuple[object, ...]]], role: Role
+) -> None:
+    with ThreadPoolExecutor(len(TO_BE_DISTURBED)) as callers:
+        futures: list[Future[Completion]] = []
 
-            def many_run() -> bool:
-                if all(future.done() for future in futures):  # asked again: whoever looks may be late
-                    futures.extend(callers.submit(client.complete, n=4, timeout_s=60, **each) for each in requests)
-                return any(worker.load.running_seqs > 4 for worker in client.status().workers)
+        def many_run() -> bool:
+            if all(future.done() for future in futures):  # asked again: whoever looks may be late
+                futures.extend(callers.submit(pairs.complete, n=4, timeout_s=60, **each) for each in TO_BE_DISTURBED)
+            return any(worker.load.running_seqs > 4 for worker in pairs.status().workers)
 
-            assert eventually(many_run, 20)
-            workers = [each for each in client.status().workers if each.info.role is role]
-            busiest = max(workers, key=lambda worker: worker.load.pool.live)
-            os.kill(busiest.info.pid, signal.SIGKILL)
-            completions = [future.result(timeout=90) for future in futures]
+        assert eventually(many_run, 20)
+        workers = [each for each in pairs.status().workers if each.info.role is role]
+        busiest = max(workers, key=lambda worker: worker.load.pool.live)
+        os.kill(busiest.info.pid, signal.SIGKILL)
+        completions = [future.result(timeout=90) for future in futures]
 
-        found = [[said(choice) for choice in each.choices] for each in completions]
-        assert found == expected * (len(found) // len(expected))
+    found = [[said(choice) for choice in each.choices] for each in completions]
+    assert found == undisturbed * (len(found) // len(undisturbed))
+    assert eventually(lambda: busiest.info.pid not in {each.info.pid for each in pairs.status().workers})
 
 
 def test_what_cannot_fit_into_the_pool_is_refused_by_name() -> None:

@@ -35,7 +35,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture
 def stub(demo_cluster: Cluster, client: Client) -> Iterator[Any]:
-    """`client` sees to it that all blocks are free afterwards."""
+    """`client` sees to it that nothing runs afterwards."""
     with grpc.insecure_channel(demo_cluster.target) as channel:
         yield vllm_engine_pb2_grpc.VllmEngineStub(channel)
 
@@ -254,6 +254,7 @@ def test_loads_follow_what_runs(stub: Any, client: Client) -> None:
         now = load()
         return now.num_running_reqs == now.num_total_reqs == 1 and 0 < now.token_usage < 1
 
+    assert becomes_idle(client)  # by newer heartbeats, which tell of used tokens, too
     assert (load().num_running_reqs, load().num_used_tokens) == (0, 0)
     with one_at_a_time(stub):
         assert eventually(one_runs)

@@ -18,6 +18,7 @@ from tandem.client import Client
 from tandem.client.results import Choice
 from tandem.errors import InvalidRequest
 from tandem.types import FinishReason, Role
+from tests.at_rest import nothing_runs
 
 SCHEMA = {
     "type": "object",
@@ -44,6 +45,8 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     way = ("--local-prefill-tokens", "unlimited") if request.param == "colocated" else ("--transport", "shm")
     with serve("demo", "--prefill", "1", "--decode", "1", "--patience-seconds", "60", *way) as cluster:
         yield cluster
+        with Client(cluster.target) as client:
+            assert becomes_idle(client, 15), client.status()
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ def client(cluster: Cluster) -> Iterator[Client]:
     with Client(cluster.target) as client:
         client.wait_ready(30)
         yield client
-        assert becomes_idle(client, 15), client.status()
+        assert nothing_runs(client, 15), client.status()
 
 
 def is_list(text: str) -> bool:
@@ -119,6 +122,7 @@ def test_a_killed_worker_changes_no_token(cluster: Cluster, client: Client, role
 
     assert texts == [each.text for each in expected.choices]
     client.wait_ready(30)
+    assert becomes_idle(client, 15), client.status()
 
 
 def test_what_cannot_be_compiled_in_time_harms_nobody(client: Client) -> None:

@@ -31,7 +31,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture
 def server(demo_cluster: Cluster, client: Client) -> Iterator[triton.InferenceServerClient]:
-    """`client` sees to it that all blocks are free afterwards."""
+    """`client` sees to it that nothing runs afterwards."""
     with triton.InferenceServerClient(demo_cluster.target) as server:
         yield server
 
