@@ -32,7 +32,7 @@ from typing import TypeAlias
 from router.ejection import Pair
 from router.fleet import Candidates, Kind, candidates_of, difference, room_of
 from router.worker_set import WorkerSet, draw, members
-from router.worker_view import PREFIX_WORTH, Demand, Obstacle, WorkerView
+from router.worker_view import PACKED_MOST, PREFIX_WORTH, Demand, Obstacle, WorkerView
 from tandem.errors import Unavailable
 from tandem.types import Incarnation, PlacementReason, PrefixAt, Role, WorkerInfo
 
@@ -110,9 +110,7 @@ def place(
     contenders = search.decodes()
     if not contenders:
         raise Unavailable(search.what_is_missing())
-    decode, view = search.least_costly(
-        contenders, lambda views: min(views, key=lambda each: each.decode_cost(demand)), rng
-    )
+    decode, view = search.least_costly(contenders, lambda views: _least_to_decode(views, demand), rng)
     reason = search.reason_to_stay(decode, view)
     if reason is not None:
         most_tokens = view.max_local_tokens if reason is PlacementReason.LOCAL_HELD else None
@@ -131,6 +129,17 @@ def place(
     else:
         reason = PlacementReason.REMOTE_FASTER if is_elastic else PlacementReason.REMOTE_STATIC
     return Placement(prefill.info, view.info, None, search.prefix_at(view, prefill), reason)
+
+
+def _least_to_decode(views: Sequence[WorkerView], demand: Demand) -> WorkerView:
+    """By cost. But an elastic one whose steps have become long keeps what would go to another one on the same cores:
+    two would each read the weights, with half of the cores.
+    """
+    best = min(views, key=lambda each: each.decode_cost(demand))
+    mates = [each for each in views if each.num_seqs > best.num_seqs and each.shares_cores_with(best)]
+    long = [each for each in mates if each.info.role is Role.ELASTIC and not each.packs(demand)]
+    with_room = [each for each in long if each.share_with(demand) <= PACKED_MOST]
+    return max(with_room, key=lambda each: each.num_seqs, default=best)
 
 
 def _first_done(views: Sequence[WorkerView], demand: Demand) -> WorkerView:

@@ -67,7 +67,7 @@ class WorkerView:
         if self.load is None:
             return 1.0
         pool, seats = self.load.pool, self.info.max_seqs
-        num_seqs = self._num_seqs + demand.num_choices
+        num_seqs = self.num_seqs + demand.num_choices
         num_tokens = self.assigned_tokens + self.load.queued_prompt_tokens + self.lacking_tokens(demand)
         missing_blocks = -(-num_tokens // max(1, pool.block_size))
         num_blocks = pool.total - pool.free - pool.cached + missing_blocks
@@ -94,13 +94,16 @@ class WorkerView:
         """
         share = self.share_with(demand) + self.is_at_objective
         held = min(1.0, self.likely_tokens / max(1, demand.num_prefix_tokens))
-        num_seqs = self._num_seqs
-        is_few = num_seqs + demand.num_choices <= PACKED_SHARE * self.info.max_seqs
-        if self.info.role is Role.ELASTIC and (is_few or self._has_short_steps) and share <= PACKED_MOST:
+        if self.info.role is Role.ELASTIC and self.packs(demand) and share <= PACKED_MOST:
             # Of two with as many streams, the one where fewer prompts would keep this one waiting between its tokens.
             line = self.queued_tokens / max(1, self.queued_tokens + demand.num_tokens)
-            return (line / 2 - num_seqs) / self.info.max_seqs - PACKED_PREFIX_WORTH * held
+            return (line / 2 - self.num_seqs) / self.info.max_seqs - PACKED_PREFIX_WORTH * held
         return share - PREFIX_WORTH * held if share <= 1 else share
+
+    def packs(self, demand: Demand) -> bool:
+        """Whether it has few streams, or short steps."""
+        is_few = self.num_seqs + demand.num_choices <= PACKED_SHARE * self.info.max_seqs
+        return is_few or self._has_short_steps
 
     @property
     def _has_short_steps(self) -> bool:
@@ -124,7 +127,7 @@ class WorkerView:
         return max(0, self.load.running_seqs - self.load.running_for_others - self.ended_seqs)
 
     @property
-    def _num_seqs(self) -> int:
+    def num_seqs(self) -> int:
         """That it has, or was given."""
         waiting = 0 if self.load is None else self.load.waiting_seqs - self.load.waiting_for_others
         return self.assigned_seqs + self._running_seqs + waiting

@@ -156,6 +156,17 @@ def test_few_streams_join_others_and_leave_a_worker_free_for_prompts(
     assert outcome(fixed, demand)[1] == "idle"
 
 
+def test_of_workers_on_the_same_cores_one_decodes_however_long_its_steps_while_it_has_room(worker: View) -> None:
+    long: Any = {"step_s": 0.08, "step_objective_s": 0.1, "core_group": "a"}
+    busy, full = (worker(E, "busy", running_seqs=num_seqs, **long) for num_seqs in (40, 48))
+    mate, stranger = (worker(E, "idle", core_group=group) for group in ("a", "b"))
+    assert outcome([busy, mate])[1] == "busy"
+    assert outcome([busy, stranger])[1] == "idle"
+    assert outcome([full, mate])[1] == "idle"
+    static = [worker(D, "busy", running_seqs=40, local=0, **long), worker(D, "idle", local=0, core_group="a")]
+    assert outcome([*static, worker(P, "p")])[1] == "idle"
+
+
 def test_of_two_with_as_many_streams_the_one_with_fewer_prompts_in_line_decodes(worker: View) -> None:
     for streams in (0, 2):
         long = worker(E, "long line", running_seqs=streams, queued_prompt_tokens=900)
