@@ -244,17 +244,19 @@ async def test_a_name_from_elsewhere_is_text_and_nothing_else(lone_router: Clust
         *(checkpoint.config_fingerprint, "m", "l", ("shm",), 0, 64, 1, HOSTILE, "javascript:alert(1)//"),
     )
     load = WorkerLoad(0, 0, 0, 0, PoolCounts(4, 4, 0, 0, 0, 0, 16, 0), 0, draining=False)
-    async with grpc.aio.insecure_channel(lone_router.target) as channel:
+    async with (
+        page_of(status_of(lone_router).admin_address) as page,  # first: the worker stays for one lease
+        grpc.aio.insecure_channel(lone_router.target) as channel,
+    ):
         register = registry_pb2_grpc.RegistryServiceStub(channel).Register()
         await register.write(registry_pb2.RegisterRequest(info=info_to_proto(info)))
         await register.write(registry_pb2.RegisterRequest(load=load_to_proto(load)))
-        async with page_of(status_of(lone_router).admin_address) as page:
-            await page.until("document.querySelectorAll('.worker').length === 1")
-            name = "document.querySelector('.worker .name')"
-            assert await page.value(f"{name}.textContent") == HOSTILE
-            assert await page.value(SUMMARY) == "1 elastic · 0 live transfers"
-            assert await page.value(f"{name}.hasAttribute('href')") is False
-            assert await page.value("document.querySelector('main img, main script')") is None
+        await page.until("document.querySelectorAll('.worker').length === 1")
+        name = "document.querySelector('.worker .name')"
+        assert await page.value(f"{name}.textContent") == HOSTILE
+        assert await page.value(SUMMARY) == "1 elastic · 0 live transfers"
+        assert await page.value(f"{name}.hasAttribute('href')") is False
+        assert await page.value("document.querySelector('main img, main script')") is None
         register.cancel()
 
 
