@@ -23,6 +23,7 @@ from typing import Protocol
 
 import numpy as np
 
+from decode_worker.patience import Patience
 from engine.prefix_cache import PrefixCache
 from engine.sequence import new_block_table
 from kvtransfer.base import BlockRefs, Offer, Receiver
@@ -88,7 +89,7 @@ class IncomingTransfers:
         self._receiver = receiver
         self._policy = policy
         self._transfers: dict[Request, tuple[IncomingTransfer, Offer]] = {}
-        self._in_the_way_since_s: float | None = None
+        self._patience = Patience(IN_THE_WAY_S)
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -145,14 +146,7 @@ class IncomingTransfers:
         """Called at intervals, with whether requests run here and none finds a block. A prompt may take minutes to
         come; if that lasts, the last in rank is computed elsewhere.
         """
-        if not is_in_the_way or not self._transfers:
-            self._in_the_way_since_s = None
-            return
-        now_s = self.clock.now_s()
-        if self._in_the_way_since_s is None:
-            self._in_the_way_since_s = now_s
-        elif now_s - self._in_the_way_since_s >= IN_THE_WAY_S:
-            self._in_the_way_since_s = None
+        if self._patience.is_over(self.clock.now_s(), stands_still=is_in_the_way and bool(self._transfers)):
             last = max(self._transfers, key=lambda each: each.rank)
             self.withdraw(last)
             self.owner.transfer_failed(last, Overloaded("what runs needs the KV blocks that were reserved for it"))

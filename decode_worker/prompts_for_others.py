@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+from decode_worker.patience import Patience
 from decode_worker.running_batch import RunningBatch
 from engine.beam_group import candidates_of
 from engine.prefix_cache import PrefixCache
@@ -73,7 +74,7 @@ class PromptsForOthers:
         """One per request here, and those of ended ones whose blocks the sender still uses."""
         self._live: dict[Request, None] = {}
         """All that have not ended, in order of arrival."""
-        self._stalled_since_s: float | None = None
+        self._patience = Patience(PATIENCE_S)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -165,14 +166,8 @@ class PromptsForOthers:
     def give_up_one(self, *, is_stalled: bool) -> None:
         """Called at intervals, with whether something lacks room and nothing goes on: see the module's docstring."""
         waiting = [each for each in self._live if each.started_s is not None and each not in self._batch]
-        if not is_stalled or not waiting or self.num_transfers:
-            self._stalled_since_s = None
-            return
-        now_s = self._clock.now_s()
-        if self._stalled_since_s is None:
-            self._stalled_since_s = now_s
-        elif now_s - self._stalled_since_s >= PATIENCE_S:
-            self._stalled_since_s = None
+        stands_still = is_stalled and bool(waiting) and not self.num_transfers
+        if self._patience.is_over(self._clock.now_s(), stands_still=stands_still):
             last = max(waiting, key=lambda each: each.rank)
             self._owner.prompt_ended(last, Overloaded("its KV blocks are needed before it can be handed over"))
 
