@@ -173,12 +173,30 @@ def test_a_seq_gets_the_same_bits_alone_as_in_a_crowd(backends, window, dtype, k
 @pytest.mark.parametrize("kv_dtype", [None, *QUANTIZED], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_prompt_gets_the_same_bits_wherever_it_is_cut_into_chunks(backends, dtype, kv_dtype):
-    whole = Case([(300, 300)], 16, (6, 2), 64, dtype, kv_dtype=kv_dtype)
+    whole = Case([(700, 700)], 16, (6, 2), 64, dtype, kv_dtype=kv_dtype)
     expected = {tier: whole.attend(backend) for tier, backend in backends.items()}
-    for first, last in [(0, 2), (2, 45), (45, 256), (256, 300)]:
+    for first, last in [(0, 2), (2, 45), (45, 301), (301, 555), (555, 700)]:
         part_of_it = chunk(whole, first, last)
         for tier, backend in backends.items():
             assert torch.equal(part_of_it.attend(backend), expected[tier][first:last]), (tier, first)
+
+
+def test_what_a_prompt_attends_to_keeps_its_weight_however_many_keys_follow(backends):
+    case = Case([(2, 12288)], 16, (1, 1), 16, torch.bfloat16)
+    value = 0.99609375  # in bfloat16, too
+    case.q[:], case.k[:], case.v[:] = 1.0, 0.0, value
+    case.kv_layer[:, 0], case.kv_layer[:, 1] = 0.0, value
+    case.kv_layer[case.tables[0][: 256 // 16], 0] = 3.0  # a score of 12
+    for tier, backend in backends.items():
+        assert (case.attend(backend) == value).all(), tier
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_what_is_not_a_number_is_not_left_out(backends, query_len):
+    case = Case([(query_len, 40)], 16, (2, 1), 16)
+    case.kv_layer[case.tables[0][1], 0, :, 5] = torch.nan
+    for tier, backend in backends.items():
+        assert case.attend(backend).isnan().all(), tier
 
 
 def test_a_decode_step_and_a_chunk_agree_but_for_rounding(backend):

@@ -111,8 +111,12 @@ int by_falling_cost(const void* a, const void* b) {
 // Bytes of blocks that are fetched before a layer's attention begins: as many as the third cache keeps beside weights. A
 // virtual machine may name one that is ten times as large as it is.
 inline int64_t ahead_bytes() {
+#ifdef _SC_LEVEL3_CACHE_SIZE
   static const int64_t bytes = most(0, least(16 << 20, sysconf(_SC_LEVEL3_CACHE_SIZE) / 2));
   return bytes;
+#else
+  return 0;
+#endif
 }
 
 // The blocks that decode units read first, in their order; none of quantised KV, whose attention is bound by arithmetic.

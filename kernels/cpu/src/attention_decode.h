@@ -232,7 +232,7 @@ class Decode {
 
   TANDEM_INLINE F32 weight_of(F32 score, F32 top) const {
     const F32 weight = exp2_of<kExact>(fma(score, splat(factor()), -top));
-    return score > kHiddenBelow ? weight : F32{};
+    return score < kHiddenBelow ? F32{} : weight;  // NaN stays
   }
 
   // Caps `size` scores; *top is the new maximum, *total what was summed before, scaled by the factor returned.
@@ -246,7 +246,7 @@ class Decode {
     const F32 highest = highest_of(scores, size);
     const F32 before = load(maxima_ + head * kLanes);
     *top = max(before, highest_of_groups<kGroup>(highest) * factor());
-    const F32 decay = exp2_of<kExact>(before - *top);
+    const F32 decay = exp2_of<true>(before - *top);
     *total = load(totals_ + head * kLanes) * decay;
     store(maxima_ + head * kLanes, *top);
     return decay;
@@ -337,7 +337,7 @@ class Decode {
     memset(sums, 0, width_ * sizeof(float));
     for (int64_t i = 0; i < unit_->num_parts; ++i) {
       const float* from = partial(i, head);
-      const F32 share = exp2_of<kExact>(splat(from[width_] - top));
+      const F32 share = exp2_of<true>(splat(from[width_] - top));
       total += share[0] * from[width_ + 1];
       for (int64_t d = 0; d < width_; d += kLanes) store(sums + d, fma(load(from + d), share, load(sums + d)));
     }

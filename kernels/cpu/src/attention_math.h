@@ -11,7 +11,7 @@ namespace {
 template <bool kExact>
 TANDEM_INLINE F32 exp2_of(F32 x) {
 #if !defined(__AVX512F__)
-  x = max(x, splat(-126.0f));
+  x = max(splat(-126.0f), x);  // this order lets NaN through
 #endif
   const F32 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
   const F32 shifted = x + magic;

@@ -320,7 +320,7 @@ class Prefill {
     float* at = maxima_ + tile * kTile + j;
     const F32 before = load(at);
     const F32 top = max(before, max(max(highest[0], highest[1]), max(highest[2], highest[3])) * factor());
-    *decay = exp2_of<kExact>(before - top);
+    *decay = exp2_of<true>(before - top);  // 1 where nothing rose: `scale_sums` may be left out
     if (memcmp(&before, &top, sizeof top) != 0) {
       store(at, top);
       scale_sums(sums(tile) + j, *decay);
@@ -343,7 +343,7 @@ class Prefill {
       for (int i = 0; i < 2; ++i) {
         const F32 score = load(scores + (t + i) * kTile);
         weight[i] = exp2_of<kExact>(fma(score, scale, -top));
-        if constexpr (kMasked) weight[i] = score > kHiddenBelow ? weight[i] : F32{};
+        if constexpr (kMasked) weight[i] = score < kHiddenBelow ? F32{} : weight[i];
         total[i] += weight[i];
       }
       if constexpr (Form::kPairs) {
