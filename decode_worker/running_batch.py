@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from decode_worker.chunk_budget import ChunkBudget, PromptInLine
 from decode_worker.decoding import Decoding, may_join
 from decode_worker.growth import Forecast, Growth
-from decode_worker.scheduler import Beside, StepLimits, StepPlan, plan_step
+from decode_worker.scheduler import Beside, StepLimits, StepPlan, note_overtaken, plan_step
 from engine.block_pool import BlockPool
 from engine.decode_rows import StepSeqs, objects_of
 from engine.prefix_cache import PrefixCache
@@ -296,6 +296,7 @@ class RunningBatch:
         for request in plan.admitted:
             self._waiting.remove(request)
             bisect.insort(self._running, request, key=lambda each: each.rank)
+        note_overtaken(self._waiting, plan.admitted)
         for request in plan.preempted:
             self._preempt(request)
         if not plan.scheduled and beside is None:

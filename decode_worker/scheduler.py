@@ -5,7 +5,8 @@ group: admitted, seated and preempted together. A seat is a row of the batch: on
 finished. One step:
 
  1. admit     waiting groups that hold blocks (received hand-offs) take free seats; then, in rank order, those
-              without blocks (new or preempted prompts) for whose tokens there is room beside the expected `growth`
+              without blocks (new or preempted prompts) for whose tokens there is room beside the expected `growth`.
+              One of these that steps overtook `MAX_OVERTAKES` times goes by rank, once there is room for it
  2. share     a sequence with one token to compute takes it (decode); all others share `chunk_tokens` among them, the
               shortest first within a bound on age (`worker.turns`)
  3. allocate  in rank order, each gets the blocks that its tokens need, and one more to copy a shared block before
@@ -28,11 +29,12 @@ Reads groups and the counts of pool and cache, changes neither; knows no clock a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from decode_worker.growth import Growth
+from decode_worker.reservations import MAX_OVERTAKES
 from engine.chunking import plan_chunks
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
@@ -97,6 +99,19 @@ def _can_step(sequence: Sequence) -> bool:
     return not is_blocked and not sequence.awaits_mask and sequence.num_remaining_tokens > 0
 
 
+def note_overtaken(waiting: Iterable[Request], admitted: Iterable[Request]) -> None:
+    """When a plan is carried out: `waiting` are left."""
+    last = max((each.rank for each in admitted), default=None)
+    for request in waiting:
+        if last is not None and request.rank < last and not request.group.holds_blocks:
+            request.num_overtaken += 1
+
+
+def _seat_order(request: Request) -> tuple[bool, bool]:
+    """Those that are equal go by rank."""
+    return not request.for_another, not request.group.holds_blocks and request.num_overtaken < MAX_OVERTAKES
+
+
 class _Planner:
     """Working state of one `plan_step`."""
 
@@ -140,12 +155,14 @@ class _Planner:
         """Moves from waiting to running as far as seats and blocks go."""
         admitted: list[Request] = []
         num_seats = sum(request.num_seats for request in self._running) + len(self._beside)
-        for request in sorted(self._waiting, key=lambda each: (not each.for_another, not each.group.holds_blocks)):
-            num_seats += request.num_seats
-            if num_seats > self._limits.max_seqs:
+        for request in sorted(self._waiting, key=_seat_order):
+            if num_seats + request.num_seats > self._limits.max_seqs:
                 break
             if not request.group.holds_blocks and not self._has_room_for(request):
+                if request.num_overtaken >= MAX_OVERTAKES:
+                    continue
                 break
+            num_seats += request.num_seats
             self._waiting.remove(request)
             self._running.append(request)
             admitted.append(request)

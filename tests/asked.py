@@ -21,6 +21,7 @@ class Asked:
     group: Group
     for_another: bool = False
     came_after_tokens: int = 0
+    num_overtaken: int = 0
 
     @property
     def num_seats(self) -> int:

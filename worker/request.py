@@ -59,6 +59,8 @@ class Request:
         """Prompt tokens that its worker had computed when it came: its age, as `turns` counts it."""
         self.num_sampled_tokens = 0
         """Tokens drawn here, of all choices."""
+        self.num_overtaken = 0
+        """Steps in which one of a later rank took a seat, while it waited without blocks."""
 
     @property
     def reads_cache(self) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from decode_worker.growth import Growth
-from decode_worker.scheduler import StepLimits, StepPlan, plan_step
+from decode_worker.reservations import MAX_OVERTAKES
+from decode_worker.scheduler import StepLimits, StepPlan, note_overtaken, plan_step
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from tandem.types import TokenId
@@ -110,6 +111,20 @@ def test_prompts_are_not_overtaken_by_shorter_ones(pool: BlockPool) -> None:
 
 
 # --- groups ---
+
+
+def test_hand_offs_that_go_on_landing_take_seats_before_a_prompt_a_bounded_number_of_times(pool: BlockPool) -> None:
+    running, prompt = landed(pool, 0, 3), asked(1, 4)
+    for number in range(MAX_OVERTAKES):
+        late = landed(pool, 2 + number, 3)
+        plan = planned([running], [prompt, late], pool, limits(max_seqs=2))
+        assert plan.admitted == (late,)
+        note_overtaken([prompt], plan.admitted)
+        pool.release(late.group.take_blocks()[0])
+    late = landed(pool, 99, 3)
+    assert planned([running], [prompt, late], pool, limits(max_seqs=2)).admitted == (prompt,)
+    leave_free(pool, 0)
+    assert planned([running], [prompt, late], pool, limits(max_seqs=2)).admitted == (late,)
 
 
 def test_a_group_takes_a_seat_for_each_choice(pool: BlockPool) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.growth import Growth
-from decode_worker.scheduler import StepLimits, StepPlan, plan_step
+from decode_worker.scheduler import StepLimits, StepPlan, note_overtaken, plan_step
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
@@ -81,6 +81,7 @@ class World:
         for request in plan.admitted:
             self.waiting.remove(request)
             self.running.append(request)
+        note_overtaken(self.waiting, plan.admitted)
         for request in plan.preempted:
             self.release(request)
             if request in self.running:
