@@ -121,7 +121,9 @@ class Entrance:
             resolved = await self._resolve(request, caller)
         group, text = resolved.group, resolved.text
         check = TokenRules.of(group.sampling, self._checkpoint.vocab_size).check
-        detokenizer = partial(self._tokenization.detokenizer, skip_special_tokens=text.skip_special_tokens)
+        detokenizer = partial(
+            self._tokenization.detokenizer, group.prompt_token_ids, skip_special_tokens=text.skip_special_tokens
+        )
         choices = [ChoiceStream(each.index, detokenizer(), text, check) for each in group.choices]
         generation = Generation(resolved, choices, self._rooms, timeline, self._prompt_logprobs(group))
         task = asyncio.create_task(generation.drive(), name=f"request {group.request_id}")

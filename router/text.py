@@ -17,6 +17,8 @@ MAX_PENDING_TOKENS = 32
 """No character takes more tokens than this; a longer tail is garbage and is given out as it is."""
 _LONGEST_PARTIAL_CHARACTER_TOKENS = 3
 """UTF-8 has up to four bytes, so an incomplete character has at most three."""
+_CONTEXT_TOKENS = 5
+"""Of a prompt: one with a text is among them."""
 _UNDECODABLE = "\ufffd"
 
 
@@ -52,14 +54,18 @@ class WholeTokens:
 class Detokenizer:
     """One choice's decoder.
 
-    The text is that of decoding the completion's tokens at once: bytes of a character still incomplete are
-    held back until it is whole, or until `finish`. Built on `DecodeStream`; what that does not do is added
-    here: the held tail can be had at the end, ids that it rejects do not end the request, and its window
-    stays bounded on endless undecodable or skipped tokens.
+    The text is what the completion's tokens add to that of the prompt, whose last ones decide about a first space.
+    Bytes of a character still incomplete are held back until it is whole, or until `finish`. Built on `DecodeStream`;
+    what that does not do is added here: the held tail can be had at the end, ids that it rejects do not end the
+    request, and its window stays bounded on endless undecodable or skipped tokens.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skipped_token_ids: frozenset[TokenId], whole: WholeTokens | None = None
+        self,
+        tokenizer: Tokenizer,
+        skipped_token_ids: frozenset[TokenId],
+        whole: WholeTokens | None = None,
+        prompt_token_ids: Sequence[TokenId] = (),
     ) -> None:
         """`whole`: of a tokenizer that has such."""
         self._tokenizer = tokenizer
@@ -71,6 +77,8 @@ class Detokenizer:
         """Tokens of the last text given out: what precedes decides about spaces."""
         self._pending: list[int] = []
         """Tokens whose text is not out yet."""
+        if whole is None:
+            self._begin_behind(prompt_token_ids[-_CONTEXT_TOKENS:])
 
     def step(self, token_id: TokenId) -> str:
         """Adds one token; returns the text that it completes, often "" for part of a character."""
@@ -93,6 +101,13 @@ class Detokenizer:
         text = self._text_after_context(self._pending)
         self._context, self._pending = self._pending, []
         return text
+
+    def _begin_behind(self, token_ids: Sequence[TokenId]) -> None:
+        """Behind those that do not begin or end within a character."""
+        shown = [each for each in token_ids if each not in self._skipped]
+        whole = (shown[start:] for start in range(len(shown)) if _UNDECODABLE not in self._decode(shown[start:]))
+        for token_id in next(whole, ()):
+            self.step(token_id)
 
     def _stream_step(self, token_id: int) -> str | None:
         if self._stream is None:

@@ -127,9 +127,10 @@ class Tokenization:
         finally:
             self._answer_bytes -= num_bytes
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
+    def detokenizer(self, prompt_token_ids: Sequence[TokenId], *, skip_special_tokens: bool) -> Detokenizer:
         """A new incremental decoder for one choice."""
-        return Detokenizer(self._tokenizer, self._special_ids if skip_special_tokens else frozenset(), self._whole)
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        return Detokenizer(self._tokenizer, skipped, self._whole, prompt_token_ids)
 
     def close(self) -> None:
         """Ends its threads."""

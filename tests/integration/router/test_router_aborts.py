@@ -51,8 +51,8 @@ class Tokenizing:
         self.goes_on.set()
         self.has_begun = asyncio.Event()
 
-    def detokenizer(self, **kwargs: Any) -> Any:
-        return self._tokenization.detokenizer(**kwargs)
+    def detokenizer(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tokenization.detokenizer(*args, **kwargs)
 
     async def encode_text(self, *args: Any) -> Any:
         self.has_begun.set()

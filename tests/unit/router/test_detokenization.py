@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -70,6 +71,26 @@ def test_ids_that_the_tokenizer_does_not_have_are_no_text(byte_tokenizer: Tokeni
 @given(st.lists(st.sampled_from([257, 258, 259, 260, 261, 0x61 + 1]), max_size=20))
 def test_spaces_between_words_are_those_of_the_whole_text(sentencepiece_tokenizer: Tokenizer, ids: list[int]) -> None:
     assert "".join(stream(sentencepiece_tokenizer, ids)) == sentencepiece_tokenizer.decode(ids)
+
+
+@given(
+    st.lists(st.sampled_from([257, 258, 259, 260, 261, 0x61 + 1]), min_size=1, max_size=9),
+    st.lists(st.sampled_from([257, 258, 259, 260, 261, 0x61 + 1]), max_size=9),
+)
+def test_prompt_and_text_together_are_the_whole_text(
+    sentencepiece_tokenizer: Tokenizer, prompt: list[int], ids: list[int]
+) -> None:
+    detokenizer = Detokenizer(sentencepiece_tokenizer, frozenset(), None, [TokenId(each) for each in prompt])
+    text = "".join([*(detokenizer.step(TokenId(each)) for each in ids), detokenizer.finish()])
+    assert sentencepiece_tokenizer.decode(prompt) + text == sentencepiece_tokenizer.decode(prompt + ids)
+
+
+@pytest.mark.parametrize("prompt", [[0xE4 + 1], [0xE4 + 1, 0xBD + 1], [0xBD + 1, 0xA0 + 1, 258]])
+def test_a_prompt_that_is_cut_within_a_character_adds_nothing(
+    sentencepiece_tokenizer: Tokenizer, prompt: list[int]
+) -> None:
+    detokenizer = Detokenizer(sentencepiece_tokenizer, frozenset(), None, [TokenId(each) for each in prompt])
+    assert detokenizer.step(TokenId(259)).strip() == "you"
 
 
 # A byte that is no character garbles the ASCII bytes beside it when all are decoded at once, so: none.
