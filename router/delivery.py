@@ -58,6 +58,8 @@ class Delivery:
         self._news: asyncio.Future[None] | None = None
         self.num_outputs = 0
         """Read so far."""
+        self.is_gathered = False
+        """Whether the reader takes nothing before the end."""
         self._written_weight = 0
         """Of the output that was read last, until the next is asked for."""
 
@@ -189,6 +191,7 @@ class Delivery:
 
     async def get_all(self) -> tuple[ChoiceOutput, ...]:
         """Every choice by index, whole, once the request has ended. Raises what `fail` was given."""
+        self.is_gathered = True
         while self._summary is None:
             if self._error is not None:
                 raise self._error

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from router.delivery import Delivery
 from tandem.clock import Clock
-from tandem.errors import Overloaded
+from tandem.errors import InvalidRequest, Overloaded, TandemError
 
 _SWEEP_EVERY_S = 0.25
 """Each looks at every request; workers' heartbeats alone would bring hundreds a second."""
@@ -22,7 +22,7 @@ _SWEEP_EVERY_S = 0.25
 @dataclass(slots=True, eq=False)
 class _Watched:
     delivery: Delivery
-    end: Callable[[Overloaded], None]
+    end: Callable[[TandemError], None]
     num_outputs: int
     moved_s: float
     """When it was seen last that the reader had taken another output, or had none to write."""
@@ -40,7 +40,7 @@ class Unread:
         self._due_s = 0.0
 
     @contextmanager
-    def watching(self, delivery: Delivery, end: Callable[[Overloaded], None]) -> Iterator[None]:
+    def watching(self, delivery: Delivery, end: Callable[[TandemError], None]) -> Iterator[None]:
         """While inside, `end` may be called, once, with the reason."""
         watched = _Watched(delivery, end, 0, self._clock.now_s())
         self._watched.add(watched)
@@ -68,7 +68,9 @@ class Unread:
                 self._end(watched, f"its answer was not read for {self._max_s:g} s")
                 continue
             unread_bytes = delivery.unread_bytes
-            if unread_bytes > self._max_request_bytes:
+            if unread_bytes > self._max_request_bytes and delivery.is_gathered:
+                self._end_too_large(watched)
+            elif unread_bytes > self._max_request_bytes:
                 self._end(watched, f"more than {self._max_request_bytes} bytes of its answer are not read")
             else:
                 left.append((unread_bytes, watched))
@@ -81,6 +83,16 @@ class Unread:
             self._end(largest, f"more than {self._max_bytes} bytes of answers are not read, of which it has the most")
 
     def _end(self, watched: _Watched, why: str) -> None:
+        self._tell(watched, Overloaded(f"the request was ended: {why}"))
+
+    def _end_too_large(self, watched: _Watched) -> None:
+        """Of one who waits for the whole answer: it would be no smaller when asked for again."""
+        most = self._max_request_bytes
+        self._tell(
+            watched, InvalidRequest("sampling", f"the whole answer takes more than {most} bytes: ask for a stream")
+        )
+
+    def _tell(self, watched: _Watched, error: TandemError) -> None:
         if watched in self._watched:
             self._watched.remove(watched)
-            watched.end(Overloaded(f"the request was ended: {why}"))
+            watched.end(error)

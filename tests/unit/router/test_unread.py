@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack
 
+import pytest
 from tokenizers import Tokenizer
 
 from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
 from router.text import Detokenizer
 from router.unread import Unread
-from tandem.errors import Overloaded
+from tandem.errors import InvalidRequest, TandemError
 from tandem.telemetry.observers import RequestObserver
 from tandem.types import TextParams, TokenDelta, TokenId, TokenLogprobs
 from tests.manual_clock import ManualClock
@@ -23,6 +25,7 @@ class Requests:
         self.clock = ManualClock()
         self.unread = Unread(self.clock, REQUEST_BYTES, ALL_BYTES, LIMIT_S)
         self.ended: list[tuple[Delivery, str]] = []
+        self.retryable: list[bool] = []
         self._tokenizer, self._stack = tokenizer, stack
 
     def begin(self, num_tokens: int) -> Delivery:
@@ -30,8 +33,9 @@ class Requests:
         choice = ChoiceStream(0, Detokenizer(self._tokenizer, frozenset()), TextParams(), lambda _: None)
         delivery = Delivery([choice], RequestObserver())
 
-        def end(error: Overloaded) -> None:
+        def end(error: TandemError) -> None:
             self.ended.append((delivery, error.message))
+            self.retryable.append(error.retryable)
             delivery.abandon(error)
 
         self._stack.enter_context(self.unread.watching(delivery, end))
@@ -74,6 +78,22 @@ def test_a_request_is_ended_that_leaves_too_much_unread(byte_tokenizer: Tokenize
         requests.unread.sweep()
 
         assert [each for each, _ in requests.ended] == [large]
+
+
+async def test_who_waits_for_a_whole_answer_that_is_too_large_is_not_told_to_ask_again(
+    byte_tokenizer: Tokenizer,
+) -> None:
+    with ExitStack() as stack:
+        requests = Requests(byte_tokenizer, stack)
+        large = requests.begin(600)
+        whole = asyncio.create_task(large.get_all())
+        await asyncio.sleep(0)
+
+        requests.unread.sweep()
+
+        assert requests.retryable == [False]
+        with pytest.raises(InvalidRequest, match="ask for a stream"):
+            await whole
 
 
 def test_with_too_much_unread_in_all_those_are_ended_that_have_the_most(byte_tokenizer: Tokenizer) -> None:
