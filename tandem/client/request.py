@@ -99,6 +99,8 @@ class GenerateOptions(SamplingOptions, ChatOptions, total=False):
 
 _REQUEST_FIELDS = ("request_id", "model", "priority", "cache_salt")
 _LISTS_OF_TEXT = {"stop", "choice"}
+_CONSTRAINTS = {"json_schema", "regex", "grammar", "choice"}
+"""One field of the message: of two, the first would be lost."""
 
 
 def generate_request(text: str | None, options: GenerateOptions) -> inference_pb2.GenerateRequest:
@@ -117,6 +119,9 @@ def generate_request(text: str | None, options: GenerateOptions) -> inference_pb
     for name in _REQUEST_FIELDS:
         if name in given:
             _set(request, name, given.pop(name), name)
+    constraints = [name for name in given if name in _CONSTRAINTS]
+    if len(constraints) > 1:
+        raise InvalidRequest(f"sampling.{constraints[1]}", f"cannot be combined with {constraints[0]}")
     for name, value in given.items():
         if name not in SamplingOptions.__annotations__:
             raise InvalidRequest(f"sampling.{name}", "no such option")
@@ -141,6 +146,8 @@ def tokenize_request(
     """The request for exactly one of the two. Raises InvalidRequest."""
     if (text is None) == (messages is None):
         raise InvalidRequest("input", "give exactly one of text, messages")
+    if options and messages is None:
+        raise InvalidRequest(f"chat.{min(options)}", "goes with messages")
     request = inference_pb2.TokenizeRequest(model=model)
     if messages is not None:
         _set(request, "chat", _chat(messages, options or {}), "chat")

@@ -114,6 +114,8 @@ class ServedModel:
     max_logit_bias: int
     max_beam_width: int = 0
     """0 = an older server, which does not say."""
+    max_schema_bytes: int = 0
+    """The same."""
 
 
 def update(message: inference_pb2.GenerateResponse) -> GenerationUpdate:
@@ -164,6 +166,7 @@ def served_model(message: inference_pb2.GetModelResponse) -> ServedModel:
         max_logprobs=message.limits.max_logprobs,
         max_logit_bias=message.limits.max_logit_bias,
         max_beam_width=message.limits.max_beam_width,
+        max_schema_bytes=message.limits.max_schema_bytes,
     )
 
 

@@ -110,6 +110,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 max_logprobs=limits.max_logprobs,
                 max_logit_bias=limits.max_logit_bias,
                 max_beam_width=limits.max_beam_width,
+                max_schema_bytes=limits.max_schema_bytes,
             ),
         )
 

@@ -168,6 +168,7 @@ async def test_detokenize_and_get_model_answer_without_workers(cluster: Any) -> 
     assert (model.model, model.vocab_size, list(model.eos_token_ids)) == ("tiny", 260, [256])
     assert model.has_chat_template
     assert model.limits.max_logprobs == 20
+    assert all(getattr(model.limits, field.name) for field in pb.RequestLimits.DESCRIPTOR.fields)
 
 
 async def test_a_special_token_has_no_text(cluster: Any) -> None:

@@ -43,6 +43,11 @@ def constraint(language: Language, *texts: str) -> Constraint:
         (constraint(Language.JSON_SCHEMA, '{"type": "object"}'), ["{}"], ["1"]),
         (constraint(Language.JSON_SCHEMA, "{}"), ["[" + 32 * " " + "]"], ["[" + 33 * " " + "]"]),
         (constraint(Language.JSON_SCHEMA, '{"const": "a b"}'), ['"a b"'], ['"a"']),
+        (
+            constraint(Language.JSON_SCHEMA, '{"type": "object", "x-guidance": {"whitespace_flexible": false}}'),
+            ['{"a":1}'],
+            ['{"a": 1}'],
+        ),
     ],
     ids=repr,
 )

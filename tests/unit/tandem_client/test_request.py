@@ -57,6 +57,16 @@ def test_what_does_not_fit_the_wire_is_refused_by_name(text: str | None, options
     assert caught.value.field == field
 
 
+def test_two_constraints_are_refused_since_the_message_has_room_for_one() -> None:
+    with pytest.raises(InvalidRequest, match=r"sampling\.regex: cannot be combined with json_schema"):
+        generate_request("x", {"json_schema": "{}", "regex": "a"})
+
+
+def test_tokenize_refuses_a_chats_options_beside_a_text() -> None:
+    with pytest.raises(InvalidRequest, match=r"chat\.tools: goes with messages"):
+        tokenize_request("x", None, "", {"tools": ["{}"]})
+
+
 def test_tokenize_takes_exactly_one_input() -> None:
     with pytest.raises(InvalidRequest):
         tokenize_request(None, None, "")
