@@ -176,7 +176,7 @@ class StepLoop:
         for request, _ in batched.seqs[batched.num_rows :]:
             if request.started_s is None:
                 request.started_s = began_s
-                if request.owes_prefill_done:
+                if request.owes_prefill_done and request.reads_cache:
                     request.observer.looked_up(
                         len(request.spec.prefix_token_ids), request.group.prefix.num_cached_tokens
                     )

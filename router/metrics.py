@@ -59,7 +59,10 @@ class RouterMetrics(RouterObserver):
 class _Request(RequestObserver):
     """One request's times."""
 
-    __slots__ = ("_admitted", "_arrived_s", "_first_s", "_last_s", "_num_prompt_tokens", "_of", "_trace_id")
+    __slots__ = (
+        *("_admitted", "_arrived_s", "_first_s", "_last_s", "_num_prompt_tokens", "_of", "_prompt_computed"),
+        "_trace_id",
+    )
 
     def __init__(self, of: RouterMetrics, start: RequestStart) -> None:
         super().__init__(start.traceparent)
@@ -69,6 +72,7 @@ class _Request(RequestObserver):
         self._num_prompt_tokens = start.num_prompt_tokens
         self._arrived_s = of.clock.now_s() - start.age_s
         self._admitted = False
+        self._prompt_computed = False
         self._first_s: float | None = None
         """When the first token came."""
         self._last_s: dict[int, float] = {}
@@ -88,8 +92,9 @@ class _Request(RequestObserver):
         self._of.prefix_placements.add(1, prefix_at)
 
     def prompt_computed(self, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
-        if self._first_s is not None:
+        if self._prompt_computed:
             return  # a replay
+        self._prompt_computed = True
         of = self._of
         of.queue_s.observe(queue_s, trace_id=self._trace_id)
         of.prefill_s.observe(prefill_s, trace_id=self._trace_id)

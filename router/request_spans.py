@@ -60,7 +60,7 @@ class _RequestSpan(RequestObserver):
         super().__init__(traceparent_of(span.get_span_context()))
         self._span = span
         self._queue: Span | None = tracer.start_span("queue", set_span_in_context(span))
-        self._has_tokens = False
+        self._has_prompt = self._has_tokens = False
 
     def admitted(self) -> None:
         self._leave_queue()
@@ -76,7 +76,8 @@ class _RequestSpan(RequestObserver):
         self._span.set_attribute("tandem.placement.reason", reason.value)
 
     def prompt_computed(self, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
-        if not self._has_tokens:  # of a replay, the first try's figure stands
+        if not self._has_prompt:  # of a replay, the first try's figure stands
+            self._has_prompt = True
             self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached_tokens)
 
     def tokens(self, num_tokens: int, index: int = 0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TransferError
@@ -30,6 +31,14 @@ async def test_a_local_prompt_is_told_with_its_first_token(open_bench: Any, make
     (sequence,) = bench.observer.sequences
     assert sequence.story == ["looked_up", "started", "first_token", "ended"]
     assert sequence.args("ended") == (None, 5)
+
+
+async def test_a_prompt_whose_log_probabilities_are_wanted_is_not_looked_for(open_bench: Any, make_spec: Any) -> None:
+    async with open_bench() as bench:
+        spec = make_spec(13, 5)
+        bench.reserve(1, replace(spec, sampling=replace(spec.sampling, prompt_logprobs=1)), local_prefill=True)
+        await bench.settled()
+    assert bench.observer.sequences[0].story == ["started", "first_token", "ended"]
 
 
 async def test_a_resumed_sequence_counts_only_what_was_sampled_here(open_bench: Any, make_spec: Any) -> None:
