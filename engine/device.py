@@ -64,6 +64,11 @@ class Mark:
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One that nobody else has: torch hands out 32 of each priority in turn, and each connection takes a usual one."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
 class Device:
     """Where steps compute: on a GPU on the launching thread's current stream, with copies on two beside it."""
 
@@ -71,8 +76,8 @@ class Device:
         self._device = device
         self.is_asynchronous = device.type == "cuda"
         """Whether work goes on after the call that queued it."""
-        self._uploads = torch.cuda.Stream(device) if self.is_asynchronous else None  # type: ignore[no-untyped-call]
-        self._downloads = torch.cuda.Stream(device) if self.is_asynchronous else None  # type: ignore[no-untyped-call]
+        self._uploads = _copy_stream(device) if self.is_asynchronous else None
+        self._downloads = _copy_stream(device) if self.is_asynchronous else None
 
     def uploading(self) -> AbstractContextManager[None]:
         """Copies to the device made within it do not wait for steps; `mark` within it marks them."""

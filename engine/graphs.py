@@ -155,10 +155,13 @@ class DecodeGraphs:
         for shape in track(shapes, "capturing decode graphs"):
             try:
                 self._graphs[shape] = self._record(capturer, shape)
-            except torch.OutOfMemoryError:
-                num_refused += 1
-            except RuntimeError as error:  # a kernel that cannot be recorded: slower, not wrong
-                self._graphs.clear()
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(
+                    error
+                ):  # torch's, or the driver's
+                    num_refused += 1
+                    continue
+                self._graphs.clear()  # a kernel that cannot be recorded: slower, not wrong
                 _log.warning("decode steps run without graphs", shape=shape, error=str(error))
                 return
         _log.info(

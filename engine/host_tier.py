@@ -15,7 +15,10 @@ import torch
 from engine.kv_cache import HostMemory
 from engine.step import Direction, HostRow, TierMove
 from tandem.errors import InternalError, Overloaded
+from tandem.telemetry.logging import get_logger
 from tandem.types import BlockId
+
+_log = get_logger(__name__)
 
 _MEASURED_BLOCKS = 16
 
@@ -26,8 +29,8 @@ class HostTier:
     def __init__(self, num_rows: int, block_bytes: int, *, pinned_for: torch.device | None = None) -> None:
         """`pinned_for` a GPU: it copies them while the host goes on. Raises RuntimeError (torch) if memory runs out."""
         self._memory = HostMemory.allocate(num_rows * block_bytes, shared=False)
-        if pinned_for is not None:
-            self._memory.pin(pinned_for)
+        if pinned_for is not None and not self._memory.pin(pinned_for):
+            _log.warning("host cache not pinned: copies to and from it hold steps up", bytes=len(self._memory.bytes))
         self.num_rows: Final = num_rows
         """All rows, free or not."""
         self.block_s = 0.0

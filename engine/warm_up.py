@@ -101,22 +101,28 @@ def warm_up(model: LoadedModel, kernels: Kernels, layout: KvLayout, sizes: StepS
     began_s, device = time.monotonic(), model.device
     num_blocks, steps = warm_up_steps(sizes, layout.block_size)
     try:
-        kv_cache = KvCache.create(layout, num_blocks, device)
-        try:
-            before_bytes = _allocated_bytes(device)
-            runner = Runner(model.decoder, kv_cache, kernels)
-            for step in steps:
-                runner.run(step)
-            digest_blocks(kv_cache.blocks_view, torch.zeros(1, dtype=torch.int64, device=device))
-            step_bytes = _allocated_bytes(device, peak=True) - before_bytes
-        finally:
-            kv_cache.close()
+        step_bytes = _take(steps, model, kernels, layout, num_blocks)
     except torch.OutOfMemoryError as error:
         raise ConfigError("--chunk-tokens", f"{sizes.chunk_tokens}: a step does not fit into {device}") from error
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what torch keeps of it is the pool's
     _log.info("kernels warm", seconds=round(time.monotonic() - began_s, 2), step_bytes=step_bytes)
     return step_bytes
+
+
+def _take(steps: tuple[Step, ...], model: LoadedModel, kernels: Kernels, layout: KvLayout, num_blocks: int) -> int:
+    """What they take beside the pool, in bytes. Nothing holds the pool after it."""
+    device = model.device
+    kv_cache = KvCache.create(layout, num_blocks, device)
+    try:
+        before_bytes = _allocated_bytes(device)
+        runner = Runner(model.decoder, kv_cache, kernels)
+        for step in steps:
+            runner.run(step)
+        digest_blocks(kv_cache.blocks_view, torch.zeros(1, dtype=torch.int64, device=device))
+        return _allocated_bytes(device, peak=True) - before_bytes
+    finally:
+        kv_cache.close()
 
 
 def _allocated_bytes(device: torch.device, *, peak: bool = False) -> int:

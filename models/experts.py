@@ -60,9 +60,13 @@ class SeparateExperts:
         return torch.cat(computed)
 
 
+_GROUPED_CAPABILITIES = (9, 10)
+"""Major ones: `_grouped_mm` of torch 2.11 to 2.13, whose fallback waits for the device."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedExperts:
-    """All in two products of torch's, for GPUs: the host does not learn who got which rows."""
+    """All in two products of torch's, for GPUs: where it has them, the host does not learn who got which rows."""
 
     gate_up: torch.Tensor  # [X, 2 * I, E] bfloat16
     down: torch.Tensor  # [X, E, I] bfloat16
@@ -70,7 +74,12 @@ class GroupedExperts:
     """`[M, 2 * I]` → `[M, I]`."""
     gate_up_bias: torch.Tensor | None = None  # [X, 2 * I]
     down_bias: torch.Tensor | None = None  # [X, E]
-    waits_for_device: bool = False
+
+    @property
+    def waits_for_device(self) -> bool:
+        """On GPUs for which torch has no grouped product it reads on the host where each expert's rows end."""
+        device = self.down.device
+        return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in _GROUPED_CAPABILITIES
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """See `Experts`."""

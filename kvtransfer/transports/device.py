@@ -48,6 +48,11 @@ class DeviceWork:
         except RuntimeError as error:
             raise TransferError(f"the device failed: {error}") from error
 
+    def spare_block(self) -> torch.Tensor:
+        """`[block_bytes]` uint8, of the lane's own stream: no kernel of a queued step still uses that memory."""
+        with torch.cuda.stream(self._stream):
+            return torch.empty_like(self._blocks[0])
+
     def digests(self, block_ids: Sequence[BlockId]) -> tuple[int, ...]:
         """`mix64` of each block as it lies on the device now. On the thread; raises RuntimeError."""
         with torch.cuda.stream(self._stream):  # None, as for a pool in host memory: nothing changes

@@ -289,7 +289,7 @@ class _ReceivingLane(HostReceivingLane):
         if targets:
             return [self._blocks.data_ptr() + target * self._pool.block_bytes for target in targets]
         if self._scrap is None:
-            self._scrap = torch.empty_like(self._blocks[0])
+            self._scrap = self._work.spare_block()
         return [self._scrap.data_ptr()] * count
 
 

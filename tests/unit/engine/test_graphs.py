@@ -70,10 +70,11 @@ class CallAgain:
 
     num_bytes = 0
 
-    def __init__(self, fits: int = 1000, *, broken: bool = False) -> None:
+    def __init__(self, fits: int = 1000, *, broken: bool = False, says: type[RuntimeError] = RuntimeError) -> None:
         self.num_captured = self.num_replayed = self._num_asked = 0
         self._fits = fits
         self._broken = broken
+        self._says = says
 
     def capture(self, work: Callable[[], None]) -> Replay:
         self._num_asked += 1
@@ -81,7 +82,7 @@ class CallAgain:
             raise RuntimeError("operation not permitted when stream is capturing")
         size = SIZES[::-1][(self._num_asked - 1) // len(BOUNDS)]  # largest first
         if size > self._fits:
-            raise torch.OutOfMemoryError("out of memory")
+            raise self._says("CUDA error: out of memory")
         self.num_captured += 1
         work()
         return Replay(self, work)
@@ -226,10 +227,11 @@ def test_what_no_graph_serves_is_left_alone(
     assert torch.equal(caches[0].tensor, caches[1].tensor)
 
 
+@pytest.mark.parametrize("says", [torch.OutOfMemoryError, RuntimeError], ids=["torch", "driver"])
 def test_what_does_not_fit_into_memory_is_computed_without_a_graph(
-    model: LoadedModel, caches: tuple[KvCache, KvCache]
+    model: LoadedModel, caches: tuple[KvCache, KvCache], says: type[RuntimeError]
 ) -> None:
-    capturer = CallAgain(fits=2)
+    capturer = CallAgain(fits=2, says=says)
     graphs = captured(model, caches[0], capturer)
     assert capturer.num_captured == 2 * len(BOUNDS)
     assert graphs.run(batch_of(seqs_of(3, 3, 3))) is None

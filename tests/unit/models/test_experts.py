@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -57,6 +59,13 @@ def test_grouped_products_have_the_bias_of_each_row_s_expert(weights):
     )
     # Rounded once more than separate ones, before a bias is added.
     check_alike(GroupedExperts(into, out, operations.silu_mul, *biases), separate, 9, tolerance=6e-2)
+
+
+@pytest.mark.parametrize(("capability", "waits"), [((8, 0), True), ((9, 0), False), ((10, 0), False), ((12, 0), True)])
+def test_grouped_experts_wait_for_a_gpu_whose_products_torch_does_not_group(monkeypatch, capability, waits):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    on_a_gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    assert GroupedExperts(on_a_gpu, on_a_gpu, torch.relu).waits_for_device is waits
 
 
 def check_alike(grouped, separate, num_tokens, tolerance=2e-2):
