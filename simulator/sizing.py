@@ -114,14 +114,15 @@ def _least_static(run: Callable[[Fleet], Result], slo: Slo, max_workers: int) ->
     """Late first tokens ask for prefill workers, long gaps and lost requests for decode workers; then both shrink."""
     fleet = Fleet(Policy.STATIC, decodes=1, prefills=1)
     while not passes(run(fleet), slo):
+        if fleet.num_workers >= max_workers:
+            return None
         late = sum(each.misses_first(slo) for each in run(fleet).outcomes)
         slow = sum(each.misses_between(slo) for each in run(fleet).outcomes)
+        most = max_workers - fleet.num_workers
         if late >= slow:
-            fleet = replace(fleet, prefills=fleet.prefills + _more(fleet.prefills))
+            fleet = replace(fleet, prefills=fleet.prefills + min(most, _more(fleet.prefills)))
         else:
-            fleet = replace(fleet, decodes=fleet.decodes + _more(fleet.decodes))
-        if fleet.num_workers > max_workers:
-            return None
+            fleet = replace(fleet, decodes=fleet.decodes + min(most, _more(fleet.decodes)))
     while smaller := [each for each in _smaller(fleet) if passes(run(each), slo)]:
         fleet = smaller[0]
     return fleet

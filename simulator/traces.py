@@ -145,7 +145,10 @@ def _talk(dialogue: Dialogue, at_s: float, rng: Random, names: Iterator[int]) ->
 
 
 def read_jsonl(path: Path) -> Trace:
-    """As Mooncake's are: `timestamp` in ms, `input_length`, `output_length`, `hash_ids`. Raises ConfigError."""
+    """As Mooncake's are: `timestamp` in ms, `input_length`, `output_length`, `hash_ids`; the first one is at 0.
+
+    Raises ConfigError.
+    """
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
         asks = [_ask_of(line, number) for number, line in enumerate(lines)]
@@ -153,7 +156,8 @@ def read_jsonl(path: Path) -> Trace:
         raise ConfigError("--trace", f"cannot read {path}: {error}") from error
     if not asks:
         raise ConfigError("--trace", f"{path} has no requests")
-    return sorted(asks, key=lambda ask: ask.at_s)
+    first_s = min(ask.at_s for ask in asks)
+    return sorted((replace(ask, at_s=ask.at_s - first_s) for ask in asks), key=lambda ask: ask.at_s)
 
 
 def _ask_of(line: Mapping[str, object], number: int) -> Ask:

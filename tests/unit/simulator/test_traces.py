@@ -43,7 +43,7 @@ def test_a_file_with_hash_ids_is_read(tmp_path: Path) -> None:
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
     trace = read_jsonl(path)
-    assert [ask.at_s for ask in trace] == [1.0, 3.0]
+    assert [ask.at_s for ask in trace] == [0.0, 2.0]
     assert [ask.prompt_tokens for ask in trace] == [600, 1100]
     shared = [before == after for before, after in zip(trace[0].token_ids(), trace[1].token_ids(), strict=False)]
     assert shared.index(False) == 512
