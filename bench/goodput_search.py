@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -127,7 +128,8 @@ class RateSearch:
     """Bisection over the rates `first_per_s * ratio ** index`, after strides that double until both sides are known.
 
     Every trial is told with its rate; the search ends when neighbours on the grid are known to pass and to fail, after
-    `max_trials`, or where the next rate would be below `least_per_s`; it begins at that if `first_per_s` is below it.
+    `max_trials`, or when the lowest rate of the grid that is not below `least_per_s` has failed; it begins at
+    `least_per_s` if `first_per_s` is below it.
     """
 
     def __init__(
@@ -145,9 +147,7 @@ class RateSearch:
     def next_per_s(self) -> float | None:
         """The rate to try; None at the end."""
         index = self._next_index()
-        if index is None or self._rate(index) < self._least_per_s:
-            return None
-        return self._rate(index)
+        return None if index is None else self._rate(index)
 
     @property
     def passed_per_s(self) -> float | None:
@@ -182,8 +182,15 @@ class RateSearch:
             assert self._passed is not None
             return self._passed + self._stride
         if self._passed is None:
-            return self._failed - self._stride
+            index = max(self._failed - self._stride, self._least_index)
+            return index if index < self._failed else None
         return (self._passed + self._failed) // 2 if self._failed - self._passed > 1 else None
+
+    @property
+    def _least_index(self) -> int:
+        if self._least_per_s <= 0:
+            return -sys.maxsize
+        return math.ceil(math.log(self._least_per_s / self._first_per_s) / math.log(self._ratio) - 1e-9)
 
     def _rate(self, index: int) -> float:
         return self._first_per_s * self._ratio**index

@@ -6,7 +6,7 @@ prefill of the engines alone, `bench.peers.engines`), `quantized` (the same of q
 step beside a busy process, `bench.peers.busy`), `served` (servers, `bench.peers.served`, and what long prompts do to
 decoding streams, `bench.interference`). Prints tables, the roofline of each phase and the bars. A run of all parts
 writes `bench/results/peers-<shape>-<tier>.json` and renders docs/performance.md, unless a tier is forced.
-That takes about 25 minutes; `--quick`, a round of half the steps at one step budget without transformers, about 8.
+That takes about 25 minutes; `--quick`, a round of half the steps without transformers, about 9.
 
 Peers run in environments of their own, since their requirements are not Tandem's: `make peers-venv` makes them beside
 the repository, `make peers` uses them. vLLM: its CPU build and its requirements without the three packages for sound
@@ -114,10 +114,10 @@ class Plan:
         return f"peers-{self.shape.name}-{self.tier}" if whole else None
 
     def shortened(self, workloads: Sequence[Workload]) -> tuple[Workload, ...]:
-        """As a quick run has them: half the steps, and prefill at the largest budget alone."""
+        """As a quick run has them: half the steps."""
         if not self.quick:
             return tuple(workloads)
-        return tuple(replace(each, decode_steps=each.decode_steps // 2, compares_prefill=False) for each in workloads)
+        return tuple(replace(each, decode_steps=each.decode_steps // 2) for each in workloads)
 
     def settings(self) -> dict[str, Any]:
         """For the record."""

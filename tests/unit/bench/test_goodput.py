@@ -59,6 +59,11 @@ def test_the_search_ends_where_a_trial_would_be_too_slow() -> None:
     assert (search.passed_per_s, search.failed_per_s) == (None, 0.5)
 
 
+def test_the_search_tries_the_lowest_rate_that_is_not_too_slow() -> None:
+    search = RateSearch(0.25, ratio=1.2, first_stride=2, max_trials=5, least_per_s=40 / 300)
+    assert search_until_done(0.01, search) == pytest.approx([0.25, 0.25 / 1.2**2, 0.25 / 1.2**3])
+
+
 def test_a_search_whose_first_rate_would_be_too_slow_begins_at_the_least_one() -> None:
     search = RateSearch(0.1, ratio=2.0, first_stride=1, max_trials=9, least_per_s=0.3)
     assert search_until_done(0.01, search) == [0.3]
@@ -382,6 +387,7 @@ def test_bars_compare_auto_with_vllm_and_with_the_better_static_form() -> None:
 def test_a_peer_that_passes_nowhere_counts_with_the_lowest_rate_that_it_failed() -> None:
     found = bars(record({VLLM_SERVER: None, COLOCATED: 1.0, DISAGGREGATED: 1.25, AUTO: 1.5}))
     assert found[0].by_median == 1.5
+    assert found[0].name == "goodput, mixed, auto, times the lowest rate that vLLM failed; it passed none"
     assert bars(record({AUTO: 1.5}))[0].met is None
 
 
@@ -389,5 +395,5 @@ def test_the_page_shows_goodput_and_what_was_missed_beyond_it() -> None:
     results = record({COLOCATED: 1.0, AUTO: None})
     text = "\n".join(section({**results, "bars": [bar.document() for bar in bars(results)]}))
     assert f"| {COLOCATED} | – | 1.00 | 1.00 | 2, 2 of 10 | 1% |" in text
-    assert f"| {AUTO} | – | 0.00 |" in text
+    assert f"| {AUTO} | – | none |" in text
     assert "goodput, mixed, auto, times vLLM's | ≥ 2 | – | – | not measured |" in text
