@@ -41,7 +41,7 @@ def run(namespace: argparse.Namespace) -> int:
         from engine.kernel_cache import fill_kernel_cache
         from engine.loading import EngineOptions
     except ModuleNotFoundError as error:
-        raise ConfigError("tandem compile", f"needs {error.name}; install tandem-serving[gpu]") from error
+        raise ConfigError("tandem compile", f"needs {error.name}; install the extra `gpu`") from error
     options = EngineOptions.of_worker(config, resolve_model(config.model), shared_kv=False)
     for each in fill_kernel_cache(options, namespace.arch, namespace.cache):
         print(f"sm_{each.arch}: {each.num_compiled} kernels compiled, {each.num_found} were there")

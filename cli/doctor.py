@@ -30,7 +30,7 @@ _LIBRARIES = (
     *("grpcio", "protobuf", "tokenizers", "uvloop", "opentelemetry-sdk"),
     *("torch", "safetensors", "numpy", "xxhash", "transformers", "triton", "flash-attn", "flash_attn_3"),
 )
-_NEEDS_TORCH = "needs torch, which is not installed here: pip install 'tandem-serving[worker]'"
+_NEEDS_TORCH = "needs torch, which is not installed here: install the extra `worker`"
 PACKAGES = (
     *("cli", "router", "worker", "prefill_worker", "decode_worker", "engine", "kvtransfer", "models", "kernels"),
     *("tandem", "bench", "simulator"),

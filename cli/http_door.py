@@ -31,7 +31,7 @@ _POLL_S = 0.1
 _ASK_TIMEOUT_S = 5.0
 _CALLED = frozenset({"vllm.grpc.engine.VllmEngine", "grpc.health.v1.Health"})
 """The services that smg calls."""
-_INSTALL = "needs smg; install tandem-serving[http]"
+_INSTALL = "needs smg; install the extra `http`"
 
 
 def check_http(config: ServeConfig) -> None:

@@ -97,7 +97,7 @@ def _run_process(package: str, config: type[PrefillConfig | DecodeConfig], names
     try:
         app = importlib.import_module(f"{package}.app")  # here: a router's machine has no torch, and needs none
     except ModuleNotFoundError as error:
-        raise ConfigError("a worker", f"needs {error.name}; install tandem-serving[worker]") from error
+        raise ConfigError("a worker", f"needs {error.name}; install the extra `worker`") from error
     return int(app.run(options))
 
 

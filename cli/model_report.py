@@ -50,7 +50,7 @@ def _identity(found: Servable, dtype: DType, config: DecodeConfig) -> Iterator[R
     yield "weights", _form(found, config.quantize)
     yield "context", f"{checkpoint.context_tokens} tokens{_rotation(found)}"
     if implementation == TRANSFORMERS and find_spec("transformers") is None:
-        yield "missing", "transformers: pip install 'tandem-serving[worker]'"
+        yield "missing", "transformers: install the extra `worker`"
     yield from _kernels(dtype, config)
 
 
@@ -117,7 +117,7 @@ def _memory(found: Servable, layout: KvLayout, weight_bytes: float, config: Deco
 
 def _kernels(dtype: DType, config: DecodeConfig) -> Iterator[Row]:
     if find_spec("torch") is None:
-        yield "kernels", "not known without torch: pip install 'tandem-serving[worker]'"
+        yield "kernels", "not known without torch: install the extra `worker`"
         return
     from engine.loading import resolve_device
     from kernels.dispatch import select_kernels

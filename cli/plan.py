@@ -49,7 +49,7 @@ def run(namespace: argparse.Namespace) -> int:
     try:
         importlib.import_module("torch")
     except ModuleNotFoundError as error:
-        raise ConfigError("tandem plan", f"needs {error.name}; install tandem-serving[worker]") from error
+        raise ConfigError("tandem plan", f"needs {error.name}; install the extra `worker`") from error
     plan = _plan(namespace)
     passing = [each for each in plan["fleets"].values() if each is not None]
     if namespace.autoscaler is not None and passing:

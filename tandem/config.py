@@ -182,6 +182,8 @@ _SET_BY_SERVE = (
     "core_loan",
     "kv_events",
     "kv_events_replay",
+    "kv_events_topic",
+    "kv_events_format",
     "elastic",
 )
 

@@ -241,7 +241,8 @@ class DecodeConfig(WorkerConfig):
     overlap_steps: str = option(
         "overlap-steps",
         "auto",
-        "plan and launch a decode step while another one computes; auto = whenever that changes no batch",
+        "plan and launch a decode step while another one computes; auto = where that pays: on a GPU, and on a CPU if "
+        "planning is a small part of a step",
         one_of("auto", "off"),
     )
     cuda_graph_seqs: int | None = option(

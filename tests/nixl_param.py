@@ -14,6 +14,6 @@ from kvtransfer.nixl_agent import package
 _REQUIRED = "nixl" in os.environ.get("REQUIRE_PROGRAMS", "").split(",")
 _ABSENT = not _REQUIRED and importlib.util.find_spec(package()) is None
 
-WHY_NOT = "nixl is not installed: pip install 'tandem-serving[nixl]'" if _ABSENT else None
+WHY_NOT = "nixl is not installed: it comes with the extra `nixl`" if _ABSENT else None
 needs_nixl = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 NIXL = pytest.param("nixl", marks=needs_nixl)

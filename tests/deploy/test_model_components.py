@@ -83,7 +83,7 @@ mkdir -p "$2" && echo weights > "$2/model.safetensors"
 """Stands in for the hub's own client."""
 
 
-def run(container: dict[str, Any], folder: Path, *, fail: bool = False) -> int:
+def run(container: dict[str, Any], folder: Path, *, fail: bool = False, repository: str = "owner/name") -> int:
     """Runs a container's script with `folder` in the place of /models."""
     hub = folder / "bin/hf"
     hub.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def run(container: dict[str, Any], folder: Path, *, fail: bool = False) -> int:
         "PATH": f"{hub.parent}:/usr/bin:/bin",
         "CALLS": str(folder / "calls"),
         "FAIL": "1" if fail else "",
-        "MODEL_REPOSITORY": "owner/name",
+        "MODEL_REPOSITORY": repository,
         "MODEL_REVISION": "main",
     }
     command = [*container["command"], script.replace("/models", str(folder))]
@@ -111,6 +111,18 @@ def test_a_model_shows_under_its_name_once_it_is_whole_and_is_fetched_once(
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == 2
     assert calls[0].startswith("download owner/name --revision main --local-dir ")
+
+
+def test_what_was_begun_of_another_model_is_not_gone_on_with(fetch: dict[str, Any], tmp_path: Path) -> None:
+    assert run(fetch, tmp_path, fail=True, repository="owner/other") != 0
+    (tmp_path / ".fetching/other.safetensors").touch()
+    assert run(fetch, tmp_path) == 0
+    assert not (tmp_path / "model/other.safetensors").exists()
+
+
+def test_another_model_is_not_taken_for_the_one_that_is_wanted(fetch: dict[str, Any], tmp_path: Path) -> None:
+    assert run(fetch, tmp_path, repository="owner/other") == 0
+    assert run(fetch, tmp_path) != 0
 
 
 @pytest.mark.parametrize("way", ["model-claim", "model-image"])

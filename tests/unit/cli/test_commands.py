@@ -174,7 +174,7 @@ def test_a_worker_without_torch_is_exit_code_two_with_what_to_install(role: str)
     command = [sys.executable, "-c", WITHOUT_TORCH, role, "--model", "demo", "--router", "127.0.0.1:1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "tandem: a worker: needs torch; install tandem-serving[worker]\n"
+    assert ended.stderr == "tandem: a worker: needs torch; install the extra `worker`\n"
 
 
 def test_serve_ends_with_the_reason_of_a_child_that_refuses_its_model(tmp_path: Path) -> None:

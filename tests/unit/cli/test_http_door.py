@@ -52,5 +52,5 @@ def test_the_door_is_told_how_to_call_the_router() -> None:
 
 def test_without_the_gateway_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"tandem-serving\[http\]"):
+    with pytest.raises(ConfigError, match="the extra `http`"):
         check_http(config("127.0.0.1:0"))
