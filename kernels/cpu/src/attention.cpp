@@ -45,7 +45,8 @@ inline int64_t query_len(const AttendArgs& a, int64_t seq) { return a.starts[seq
 inline int64_t decode_keys(const AttendArgs& a, int64_t seq) {
   return a.seq_lens[seq] - first_seen(a, a.seq_lens[seq] - 1) / kTokens * kTokens;
 }
-inline int64_t num_shares(int64_t keys) { return (keys + share_of(keys) - 1) / share_of(keys); }
+// The last one may have kTokens more: one of a few keys would have a start and a merge to pay, too.
+inline int64_t num_shares(int64_t keys) { return most(1, (keys - kTokens + share_of(keys) - 1) / share_of(keys)); }
 
 inline Counts count_units(const AttendArgs& a, const Cut& cut) {
   Counts counts;
@@ -96,7 +97,7 @@ inline Unit* add_decode(const AttendArgs& a, const Cut& cut, int64_t seq, const 
       to->seq = int32_t(seq);
       to->kv_head = int32_t(head), to->kv_head_end = int32_t(least(a.num_kv_heads, head + cut.kv_heads));
       to->begin = int32_t(most(first + part * share, first_seen(a, a.seq_lens[seq] - 1)));
-      to->end = int32_t(first + least(keys, (part + 1) * share));
+      to->end = int32_t(first + (part + 1 < shares ? (part + 1) * share : keys));
       to->part = int32_t(part), to->num_parts = int32_t(shares);
       to->partial = used.partials, to->split = used.split_seqs;
     }

@@ -17,7 +17,7 @@ namespace {
 template <typename K>
 class Fetch {
 #if defined(__AMX_BF16__)
-  static constexpr bool kMayBeNear = kIsBf16<K>;
+  static constexpr bool kMayBeNear = kIsBf16<K> || sizeof(K) == 1;
 #else
   static constexpr bool kMayBeNear = false;
 #endif
