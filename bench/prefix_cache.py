@@ -146,7 +146,9 @@ def bars(loads: Document) -> list[Document]:
         servers = by_reuse[f"{max(REUSE):.0%}"]
         for name in TANDEM_SERVERS:
             on, off = (servers[f"{name}, {state}"]["first_token_p50_ms"] for state in _OPTIONS)
-            found.append(Bar(f"{load}: first token, {name}, on / off", FIRST_TOKEN_BAR, True, on / off, None))
+            found.append(
+                Bar(f"{load}, {max(REUSE):.0%}: first token, {name}, on / off", FIRST_TOKEN_BAR, True, on / off, None)
+            )
         for reuse, servers in by_reuse.items():
             if VLLM_SERVER in servers:
                 ours = max(servers[f"{name}, on"]["tokens_per_s"] for name in TANDEM_SERVERS)

@@ -28,6 +28,8 @@ _DEFAULT, _TOOL_USE = "default", "tool_use"
 """Names of templates, as transformers has them."""
 _LOOP_OVER_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+\w*(\.content|\[['\"]content['\"]\]|content\b)")
 
+_ASKS_FOR_NONE = re.compile(r"\bcontent['\"]?\]?\s+is\s+none\b")
+
 
 class ChatTemplate:
     """One checkpoint's template, compiled."""
@@ -46,10 +48,13 @@ class ChatTemplate:
             raise CheckpointError(f"chat template: line {error.lineno}: {error.message}") from error
         self._special_tokens: dict[str, Any] = dict(special_tokens)
         self._knows_parts = _LOOP_OVER_PARTS.search(source) is not None
+        self._asks_for_none = _ASKS_FOR_NONE.search(source) is not None
 
     def render(self, conversation: Conversation) -> str:
         """The prompt up to where the assistant speaks. Raises InvalidRequest if the template refuses."""
         messages = conversation.messages if self._knows_parts else [_joined(each) for each in conversation.messages]
+        if self._asks_for_none:
+            messages = [_without_text(each) for each in messages]
         variables = (
             {"documents": None, "add_generation_prompt": True} | self._special_tokens | dict(conversation.variables)
         )
@@ -83,6 +88,11 @@ def _joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(content, str):
         return message
     return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+def _without_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """For a template that tells a turn of calls alone by a content of none, such as DeepSeek-R1's distilled models'."""
+    return {**message, "content": None} if message.get("tool_calls") and not message["content"] else message
 
 
 def _refusal(why: str, conversation: Conversation) -> str:

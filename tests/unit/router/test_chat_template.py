@@ -207,3 +207,17 @@ def test_json_that_is_none_is_refused_by_field(prompt: ChatPrompt, field: str) -
     with pytest.raises(InvalidRequest) as refused:
         read_conversation(prompt)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("{% for m in messages %}{{ 'call' if m['content'] is none else m['content'] }},{% endfor %}", "a,call,"),
+        ("{% for m in messages %}[{{ m.content }}]{% if '</think>' in m.content %}{% endif %}{% endfor %}", "[a][]"),
+    ],
+    ids=["asks for none", "takes text"],
+)
+def test_a_turn_of_calls_alone_has_no_content_for_templates_that_ask_for_that(source: str, shown: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert ChatTemplate(source, {}).render(Conversation(turns)) == shown
