@@ -70,7 +70,8 @@ def calibrate(model: Path, threads: int, device: str = "cpu") -> tuple[CostModel
         prefill_chunk_tokens=chunk_tokens.alone,
         kv_bytes_per_token=layout.block_bytes // BLOCK_SIZE,
         source=f"steps measured here, {threads} thread(s) on {device}"
-        f"{'' if device == 'cpu' else ', without CUDA graphs'}; they differ by {fitted.median_error:.0%} (median); pool, seats, hand-offs and messages are assumed",
+        f"{'' if device == 'cpu' else ', without CUDA graphs'}; they differ by {fitted.median_error:.0%} (median); "
+        "pool, seats, hand-offs and messages are assumed",
     )
     return costs, fitted
 
