@@ -209,7 +209,7 @@ class _Replay:
 
     def search(self, slo: Slo, effort: Document, first_per_s: float) -> float:
         """The same search as `bench.goodput`'s, from the same rate on: so it passes and fails at rates of that grid."""
-        least_per_s = effort["requests"] / effort["longest_s"]
+        least_per_s = effort["requests"] / effort["longest_s"] if "longest_s" in effort else 0.0
         search = RateSearch(first_per_s, effort["ratio"], effort["first_stride"], effort["trials"], least_per_s)
         while (rate := search.next_per_s) is not None:
             requests = effort["requests"] * num_stretches(rate, effort["requests"], effort.get("least_s", 0.0))

@@ -6,7 +6,8 @@ finished. One step:
 
  1. admit     waiting groups that hold blocks (received hand-offs) take free seats; then, in rank order, those
               without blocks (new or preempted prompts) for whose tokens there is room beside the expected `growth`.
-              One of these that steps overtook `MAX_OVERTAKES` times goes by rank, once there is room for it
+              One that steps overtook `MAX_OVERTAKES` times goes by rank, once there is room for it; until then
+              nobody else without blocks is admitted
  2. share     a sequence with one token to compute takes it (decode); all others share `chunk_tokens` among them, the
               shortest first within a bound on age (`worker.turns`)
  3. allocate  in rank order, each gets the blocks that its tokens need, and one more to copy a shared block before
@@ -101,7 +102,7 @@ def _can_step(sequence: Sequence) -> bool:
 
 def note_overtaken(waiting: Iterable[Request], admitted: Iterable[Request]) -> None:
     """When a plan is carried out: `waiting` are left."""
-    last = max((each.rank for each in admitted), default=None)
+    last = max((each.rank for each in admitted if each.num_seats), default=None)
     for request in waiting:
         if last is not None and request.rank < last and not request.group.holds_blocks:
             request.num_overtaken += 1
@@ -155,12 +156,15 @@ class _Planner:
         """Moves from waiting to running as far as seats and blocks go."""
         admitted: list[Request] = []
         num_seats = sum(request.num_seats for request in self._running) + len(self._beside)
+        is_short = False  # of blocks, for one that nobody else without blocks may overtake
         for request in sorted(self._waiting, key=_seat_order):
+            has_blocks, is_overdue = request.group.holds_blocks, request.num_overtaken >= MAX_OVERTAKES
+            if not has_blocks and is_overdue and (is_short or not self._has_room_for(request)):
+                is_short = True
+                continue
             if num_seats + request.num_seats > self._limits.max_seqs:
                 break
-            if not request.group.holds_blocks and not self._has_room_for(request):
-                if request.num_overtaken >= MAX_OVERTAKES:
-                    continue
+            if not has_blocks and not is_overdue and (is_short or not self._has_room_for(request)):
                 break
             num_seats += request.num_seats
             self._waiting.remove(request)
@@ -182,11 +186,11 @@ class _Planner:
 
     def _has_room_for(self, request: Request) -> bool:
         """Whether all its tokens fit; unless it is alone, also its growth, beside that of all others with blocks."""
-        if not (self._running or self._beside) or request.group.num_missing_blocks(self._pool) > self._free_blocks:
+        landed = [each for each in self._waiting if each.group.holds_blocks]
+        is_alone = not (self._running or self._beside or landed)
+        if is_alone or request.group.num_missing_blocks(self._pool) > self._free_blocks:
             return request.group.num_missing_blocks(self._pool) <= self._free_blocks
-        forecast = self._growth.forecast(
-            [*self._running, *self._beside], [each for each in self._waiting if each.group.holds_blocks]
-        )
+        forecast = self._growth.forecast([*self._running, *self._beside], landed)
         return self._growth.blocks_wanted(request.group, forecast, 0) <= self._free_blocks
 
     def _share(self, *, by_rank: bool = False) -> list[tuple[Request, Sequence, int, bool]]:

@@ -60,7 +60,7 @@ class Request:
         self.num_sampled_tokens = 0
         """Tokens drawn here, of all choices."""
         self.num_overtaken = 0
-        """Steps in which one of a later rank took a seat, while it waited without blocks."""
+        """Plans by which one of a later rank took a seat, while it waited without blocks."""
 
     @property
     def reads_cache(self) -> bool:

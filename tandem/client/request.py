@@ -146,8 +146,9 @@ def tokenize_request(
     """The request for exactly one of the two. Raises InvalidRequest."""
     if (text is None) == (messages is None):
         raise InvalidRequest("input", "give exactly one of text, messages")
-    if options and messages is None:
-        raise InvalidRequest(f"chat.{min(options)}", "goes with messages")
+    chat = {name: value for name, value in (options or {}).items() if value is not None}
+    if chat and messages is None:
+        raise InvalidRequest(f"chat.{min(chat)}", "goes with messages")
     request = inference_pb2.TokenizeRequest(model=model)
     if messages is not None:
         _set(request, "chat", _chat(messages, options or {}), "chat")

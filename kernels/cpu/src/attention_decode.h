@@ -241,7 +241,7 @@ class Decode {
     if (a_.soft_cap != 0)
       for (int64_t i = 0; i < size; i += kLanes) {
         const F32 capped = tanh_of(load(scores + i) * (a_.scale / a_.soft_cap)) * a_.soft_cap;
-        store(scores + i, load(scores + i) > kHiddenBelow ? capped : splat(kHidden));
+        store(scores + i, load(scores + i) < kHiddenBelow ? splat(kHidden) : capped);
       }
     const F32 highest = highest_of(scores, size);
     const F32 before = load(maxima_ + head * kLanes);

@@ -11,7 +11,7 @@ namespace {
 template <bool kExact>
 TANDEM_INLINE F32 exp2_of(F32 x) {
 #if !defined(__AVX512F__)
-  x = max(splat(-126.0f), x);  // this order lets NaN through
+  x = max(splat(-126.0f), x);
 #endif
   const F32 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
   const F32 shifted = x + magic;
@@ -35,7 +35,8 @@ TANDEM_INLINE F32 exp2_of(F32 x) {
 #if defined(__AVX512F__)
   return bit_cast<F32>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(n)));
 #else
-  return bit_cast<F32>(bit_cast<I32>(p) + (bit_cast<I32>(shifted) << 23));
+  const F32 power = bit_cast<F32>(bit_cast<I32>(p) + (bit_cast<I32>(shifted) << 23));
+  return x == x ? power : x;  // some NaNs would become numbers
 #endif
 }
 

@@ -123,8 +123,16 @@ def test_hand_offs_that_go_on_landing_take_seats_before_a_prompt_a_bounded_numbe
         pool.release(late.group.take_blocks()[0])
     late = landed(pool, 99, 3)
     assert planned([running], [prompt, late], pool, limits(max_seqs=2)).admitted == (prompt,)
-    leave_free(pool, 0)
-    assert planned([running], [prompt, late], pool, limits(max_seqs=2)).admitted == (late,)
+    small = asked(98, 1)
+    leave_free(pool, 1)
+    assert planned([running], [prompt, small, late], pool, limits(max_seqs=8)).admitted == (late,)
+
+
+def test_a_group_without_room_holds_no_seats_back_however_often_it_was_overtaken(pool: BlockPool) -> None:
+    running, group, late = landed(pool, 0, 3), asked(1, 40, n=3), landed(pool, 2, 3)
+    group.num_overtaken = MAX_OVERTAKES
+    leave_free(pool, 1)
+    assert planned([running], [group, late], pool, limits(max_seqs=2)).admitted == (late,)
 
 
 def test_a_group_takes_a_seat_for_each_choice(pool: BlockPool) -> None:

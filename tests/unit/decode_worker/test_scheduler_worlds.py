@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.growth import Growth
+from decode_worker.reservations import MAX_OVERTAKES
 from decode_worker.scheduler import StepLimits, StepPlan, note_overtaken, plan_step
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
@@ -143,6 +144,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[Arriving]]:
         emitted = draw(st.sampled_from([0, draw(st.integers(0, max_tokens - 1))]))
         priority = draw(st.sampled_from([0, 0, 0, 1]))
         each = asked(number, num_prompt_tokens, n=n, max_tokens=max_tokens, priority=priority, emitted=emitted)
+        each.num_overtaken = draw(st.sampled_from([0, MAX_OVERTAKES]))
         assert each.group.spec.max_pool_tokens(size) <= total * size
         arrivals.append((step, each, draw(st.booleans())))
     return World(
