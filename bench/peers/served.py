@@ -92,11 +92,16 @@ async def warm_up(client: StreamClient, vocab_size: int) -> None:
     await asyncio.gather(*(client.generate(prompt, WARM_UP_OUTPUT) for prompt in prompts))
 
 
+def with_pool(options: Sequence[str]) -> tuple[str, ...]:
+    """`options`, with the size of each worker's pool if they do not say it."""
+    return tuple(options) if "--kv-blocks" in options else ("--kv-memory", KV_MEMORY, *options)
+
+
 @contextlib.asynccontextmanager
 async def tandem_turns(model: Path, options: Sequence[str]) -> AsyncIterator[Turn]:
     """`tandem serve` until the block ends. Raises RuntimeError if it does not get ready."""
     with contextlib.ExitStack() as stack:
-        cluster = await asyncio.to_thread(stack.enter_context, serve(str(model), "--kv-memory", KV_MEMORY, *options))
+        cluster = await asyncio.to_thread(stack.enter_context, serve(str(model), *with_pool(options)))
         async with AsyncClient(cluster.target) as client:
             await client.wait_ready(timeout_s=_READY_TIMEOUT_S)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 
 import pytest
 
 from bench.page import render
+from bench.peers.served import AUTO_OPTIONS, TANDEM_SERVERS, with_pool
 from bench.peers.streams import OnFirst, Prompt, Stream
 from bench.small_pool import Account
-from bench.unused import cost_of, step_s
+from bench.unused import SERVERS, cost_of, step_s
+from tandem.config import ServeConfig, add_arguments, load
 
 
 @pytest.mark.parametrize(
@@ -51,3 +54,10 @@ def test_both_records_have_a_section() -> None:
 
     assert "| requests served, beams | 3 |" in page
     assert "| 1 | 1.00 | 2.00 | 2.000 | – |" in page
+
+
+@pytest.mark.parametrize("options", [*SERVERS.values(), *TANDEM_SERVERS.values(), AUTO_OPTIONS], ids=str)
+def test_the_servers_options_are_those_of_a_command(options: tuple[str, ...]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, ServeConfig)
+    load(ServeConfig, parser.parse_args(["--model", "demo", *with_pool(options)]), {})
