@@ -99,7 +99,7 @@ def section(results: Document) -> list[str]:
         *served_section(results),
         *interference_section(results),
         "### The bars of goodput\n",
-        bars_table(results["bars"]),
+        bars_table([bar.document() for bar in bars(results)]),
     ]
 
 

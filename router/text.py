@@ -18,7 +18,7 @@ MAX_PENDING_TOKENS = 32
 _LONGEST_PARTIAL_CHARACTER_TOKENS = 3
 """UTF-8 has up to four bytes, so an incomplete character has at most three."""
 _CONTEXT_TOKENS = 5
-"""Of a prompt: one with a text is among them."""
+"""Of a prompt: nearly always one with a text is among them."""
 _UNDECODABLE = "\ufffd"
 
 
@@ -67,7 +67,7 @@ class Detokenizer:
         whole: WholeTokens | None = None,
         prompt_token_ids: Sequence[TokenId] = (),
     ) -> None:
-        """`whole`: of a tokenizer that has such."""
+        """`whole`: of a tokenizer that has such. The text goes on behind that of `prompt_token_ids`."""
         self._tokenizer = tokenizer
         self._skipped = skipped_token_ids
         self._whole = whole

@@ -4,8 +4,8 @@
 // without any leaves the memory idle. So wherever keys or values are read, as many bytes are fetched, always as far
 // ahead, from one unit on into the next, and in the order in which they will be read.
 //
-// As far ahead as a group of positions, and into the second cache. With AMX, if rows are short: what two groups have of a
-// KV head and side, into the first cache. That was faster with heads of 64 dims, and slower with 128, which fill that cache.
+// As far ahead as a group of positions, and into the second cache. With AMX, if rows are short: twice
+// what a KV head has of a side, into the first cache. That was faster with heads of 64 dims, and slower with 128, which fill that cache.
 
 #pragma once
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -50,5 +50,5 @@ def test_none_is_found_where_the_largest_is_too_small() -> None:
         tried.append(fleet.num_workers)
         return Requests(late=True, slow=False)
 
-    assert _least_static(cast("Any", run), SLO, 8) is None
+    assert _least_static(run, SLO, 8) is None
     assert max(tried) == 8
