@@ -72,6 +72,7 @@ async def test_a_lost_stream_takes_what_was_known_of_the_cache_with_it(cluster: 
     await decode.stop_serving()
     await cluster.until(lambda: num_known(cluster, decode) == 0)
     await decode.serve_again()
+    await cluster.until(lambda: cluster.router.workers.readiness() is None)
     assert await tokens_of(cluster.generate(*PROMPT)) == cluster.completion(PROMPT, 8)
     assert not decode.local_limits
     assert len(prefill.specs) == 1
