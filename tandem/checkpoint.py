@@ -108,6 +108,7 @@ def read_checkpoint(model: str) -> CheckpointInfo:
     config = replace(config, values=language_config(config.values))
     generation = _Document.read(folder / "generation_config.json", optional=True)
     vocab_size = config.integer("vocab_size", low=1)
+    ends = _eos_token_ids(generation, vocab_size) or _eos_token_ids(config, vocab_size)
     return CheckpointInfo(
         name=DEMO if model == DEMO else Path(os.path.abspath(path)).name,  # that of a link, not of what it leads to
         path=path,
@@ -115,8 +116,7 @@ def read_checkpoint(model: str) -> CheckpointInfo:
         family=config.string("model_type"),
         vocab_size=vocab_size,
         context_tokens=_context_tokens(config),
-        eos_token_ids=_eos_token_ids(generation, vocab_size)
-        or _eos_token_ids(config, vocab_size) | _ends_of_turns(config, folder, is_gguf=gguf is not None),
+        eos_token_ids=ends | _tokenizer_ends(config, folder, vocab_size, is_gguf=gguf is not None),
         generation_defaults=_generation_defaults(generation),
         config_fingerprint=_fingerprint(folder, config),
     )
@@ -195,12 +195,17 @@ def _eos_token_ids(document: _Document, vocab_size: int) -> frozenset[TokenId]:
     return frozenset(TokenId(each) for each in ids)
 
 
-def _ends_of_turns(config: _Document, folder: Path, *, is_gguf: bool) -> frozenset[TokenId]:
-    """What GGUF files of Gemma 3 seldom name, and its tokenizer knows."""
-    if not is_gguf or config.values["model_type"] != "gemma3_text" or not (folder / TOKENIZER_FILE).exists():
+def _tokenizer_ends(config: _Document, folder: Path, vocab_size: int, *, is_gguf: bool) -> frozenset[TokenId]:
+    """By its `eos_token`, all that many fine-tunes change; and what GGUF files of Gemma 3 seldom name."""
+    token = _Document.read(folder / "tokenizer_config.json", optional=True).values.get("eos_token")
+    names = [token.get("content") if isinstance(token, dict) else token]
+    if is_gguf and config.values["model_type"] == "gemma3_text":
+        names.append("<end_of_turn>")
+    names = [name for name in names if isinstance(name, str)]
+    if not names or not (folder / TOKENIZER_FILE).exists():
         return frozenset()
-    found = read_tokenizer(folder).token_to_id("<end_of_turn>")
-    return frozenset() if found is None else frozenset((TokenId(found),))
+    ids = map(read_tokenizer(folder).token_to_id, names)
+    return frozenset(TokenId(found) for found in ids if found is not None and found < vocab_size)
 
 
 def _generation_defaults(generation: _Document) -> Mapping[str, float | int]:

@@ -290,7 +290,12 @@ SEQUENCE_FAILURES = Metric(
     "tandem_sequence_failures_total",
     "Sequences that failed here.",
     WORKERS,
-    {"reason": (*_TRANSFER_FAILS, Reason.QUEUE_FULL, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL)},
+    {
+        "reason": (
+            *(*_TRANSFER_FAILS, Reason.QUEUE_FULL, Reason.DRAINING, Reason.DEADLINE_EXCEEDED, Reason.INTERNAL),
+            *(Reason.INVALID_FIELD, Reason.OPTION_NOT_SUPPORTED, Reason.PREFIX_NOT_HELD),
+        )
+    },
 )
 SEQUENCE_WAIT = _latency("tandem_sequence_wait_seconds", "A sequence's arrival here to its first step.", WORKERS)
 TRANSFERS = Metric(

@@ -59,7 +59,7 @@ def test_every_client_brings_a_token_over_tls(tmp_path: Path) -> None:
     (snippet,) = SNIPPETS_WITH_TLS
     pki = Pki(tmp_path)
     identity = pki.issue()
-    (tmp_path / "ca.pem").write_bytes(Path(pki.ca).read_bytes())
+    (tmp_path / "ca.crt").write_bytes(Path(pki.ca).read_bytes())
     (tmp_path / "token").write_text(TOKEN)
     security = ("--tls-cert", identity.cert, "--tls-key", identity.key, "--tls-ca", pki.ca)
 

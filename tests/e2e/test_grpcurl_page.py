@@ -114,15 +114,15 @@ def tls_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder, authority, files = tmp_path_factory.mktemp("tls"), trustme.CA(), {}
     certificate = authority.issue_cert("127.0.0.1", "localhost")
     for name, text in (
-        ("server.pem", b"".join(each.bytes() for each in certificate.cert_chain_pems)),
-        ("server.key", certificate.private_key_pem.bytes()),
-        ("ca.pem", authority.cert_pem.bytes()),
+        ("tls.crt", b"".join(each.bytes() for each in certificate.cert_chain_pems)),
+        ("tls.key", certificate.private_key_pem.bytes()),
+        ("ca.crt", authority.cert_pem.bytes()),
         ("tokens", TOKEN.encode()),
     ):
         (folder / name).write_bytes(text)
         files[name] = str(folder / name)
     security = (
-        *("--tls-cert", files["server.pem"], "--tls-key", files["server.key"], "--tls-ca", files["ca.pem"]),
+        *("--tls-cert", files["tls.crt"], "--tls-key", files["tls.key"], "--tls-ca", files["ca.crt"]),
         *("--token-file", files["tokens"]),
     )
     with serve("demo", *security) as cluster:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tandem.checkpoint import DEMO, read_checkpoint, resolve_model
 from tandem.errors import CheckpointError
@@ -35,6 +38,16 @@ def test_the_demo_model_lies_beside_the_source() -> None:
 
 def test_generation_config_decides_what_ends_a_text(write_checkpoint: Callable[..., Path]) -> None:
     assert read_checkpoint(str(write_checkpoint(generation={"eos_token_id": [5, 7]}))).eos_token_ids == {5, 7}
+
+
+@pytest.mark.parametrize("eos_token", ["<|im_end|>", {"content": "<|im_end|>", "special": True}])
+def test_what_the_tokenizer_calls_its_end_ends_a_text_too(
+    write_checkpoint: Callable[..., Path], eos_token: str | dict[str, Any]
+) -> None:
+    folder = write_checkpoint(generation={"eos_token_id": 5})
+    Tokenizer(WordLevel({"a": 0, "<|im_end|>": 9}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+    assert read_checkpoint(str(folder)).eos_token_ids == {5, 9}
 
 
 def test_a_model_without_end_of_text_is_served(write_checkpoint: Callable[..., Path]) -> None:
