@@ -13,7 +13,7 @@ Then, with the same servers: 16 × (256 + 64) tokens at once, and a burst of lon
 (`bench.interference`).
 
 The whole takes hours on two cores. `--quick` has fewer requests, a coarser grid of rates and trials that end as soon
-as they are clearly lost; `--rates-of FILE` begins each search at what an earlier run found, which saves trials.
+as they are clearly lost; `--rates-of FILE` begins each search near what an earlier run found, which saves trials.
 `--json FILE` keeps the results after each load, and `--resume FILE` goes on from there.
 A part is chosen by `--servers` and `--loads`; where the best server is left out, `--objectives FILE` takes the
 objectives of an earlier run. `--once` tells two forms apart at one rate, for changes too small for the searches: what
@@ -46,7 +46,7 @@ import uvloop
 from bench import interference
 from bench.goodput_loads import LOADS, Arrival, Load, stretches
 from bench.goodput_page import bars, image_of, section
-from bench.goodput_search import FULL, QUICK, Effort, Objectives, RateSearch, misses_allowed, num_stretches
+from bench.goodput_search import FULL, QUICK, Effort, Objectives, RateSearch, misses_allowed, num_stretches, on_grid
 from bench.goodput_trial import Trial, Unloaded, measure_unloaded, objectives_of, run_trial
 from bench.interference import burst_shape
 from bench.machine import cpu_tier
@@ -173,7 +173,7 @@ class Comparison:
         effort, first_rates = self._plan.effort, self._plan.first_rates.get(load.name, {})
         searches = {
             name: RateSearch(
-                first_rates.get(name, self._plan.first_per_s),
+                on_grid(first_rates[name], effort.ratio) if name in first_rates else self._plan.first_per_s,
                 effort.ratio,
                 effort.first_stride,
                 effort.trials,
@@ -359,7 +359,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--loads", nargs="+", choices=PARTS, default=PARTS, help="what to measure; default: all")
     parser.add_argument("--objectives", type=Path, metavar="FILE", help="take them from an earlier run")
     parser.add_argument("--first-rate", type=float, default=1.0, help="requests per second of the first trial")
-    parser.add_argument("--rates-of", type=Path, metavar="FILE", help="begin each search at what an earlier run found")
+    parser.add_argument("--rates-of", type=Path, metavar="FILE", help="begin each search near what that run found")
     parser.add_argument("--once", action="store_true", help="one trial of each, at its first rate and to its end")
     parser.add_argument("--arrivals-seed", type=int, default=ARRIVALS_SEED, help="of times and lengths")
     parser.add_argument("--quick", action="store_true", help="fewer requests and rates")

@@ -124,6 +124,11 @@ def num_stretches(rate_per_s: float, requests: int, least_s: float) -> int:
     return max(1, math.ceil(least_s * rate_per_s / requests))
 
 
+def on_grid(rate_per_s: float, ratio: float) -> float:
+    """The nearest power of `ratio`: searches that begin there try the same rates, and so meet the same arrivals."""
+    return ratio ** round(math.log(rate_per_s) / math.log(ratio))
+
+
 class RateSearch:
     """Bisection over the rates `first_per_s * ratio ** index`, after strides that double until both sides are known.
 

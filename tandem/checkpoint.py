@@ -198,10 +198,10 @@ def _eos_token_ids(document: _Document, vocab_size: int) -> frozenset[TokenId]:
 def _tokenizer_ends(config: _Document, folder: Path, vocab_size: int, *, is_gguf: bool) -> frozenset[TokenId]:
     """By its `eos_token`, all that many fine-tunes change; and what GGUF files of Gemma 3 seldom name."""
     token = _Document.read(folder / "tokenizer_config.json", optional=True).values.get("eos_token")
-    names = [token.get("content") if isinstance(token, dict) else token]
+    ends = [token.get("content") if isinstance(token, dict) else token]
     if is_gguf and config.values["model_type"] == "gemma3_text":
-        names.append("<end_of_turn>")
-    names = [name for name in names if isinstance(name, str)]
+        ends.append("<end_of_turn>")
+    names = [name for name in ends if isinstance(name, str)]
     if not names or not (folder / TOKENIZER_FILE).exists():
         return frozenset()
     ids = map(read_tokenizer(folder).token_to_id, names)

@@ -18,7 +18,7 @@ import aiohttp
 
 from tests.programs import program
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 POLL_S = 0.05
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),

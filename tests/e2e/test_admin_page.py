@@ -131,7 +131,7 @@ async def test_at_rest_every_figure_is_what_get_status_says(cluster: Cluster) ->
         for worker in status.workers:
             name, load = worker.info.worker_id, worker.load
             assert await text_of(page, name, "role") == worker.info.role
-            assert await text_of(page, name, "state") == "serving"
+            await page.until(f"{card(name)}.querySelector('.state').textContent === 'serving'")
             assert f"pid {worker.info.pid}" in await text_of(page, name, "about")
             assert f"of {load.pool.total} blocks of {load.pool.block_size} tokens" in await text_of(
                 page, name, "pool-text"
@@ -146,7 +146,6 @@ async def test_under_load_figures_and_bars_follow_and_come_to_rest_again(cluster
             await page.until("document.getElementById('active').textContent === '4'")
             four_run = await asyncio.to_thread(eventually, lambda: status_of(cluster).active_requests == 4)
             assert four_run  # and not at the first look: callers may be between two calls
-            assert status_of(cluster).active_requests <= 4
             await page.until("parseFloat(document.getElementById('token-rate').textContent.replace(',', '')) > 10")
             await page.until("/^[\\d.]+ m?s$/.test(document.querySelector('#latency-inter_token .p99').textContent)")
             await page.until(

@@ -78,7 +78,7 @@ async def test_a_second_sigterm_ends_a_worker_at_once_and_no_request_fails(fleet
 
 
 async def test_a_second_sigterm_ends_a_router_at_once_and_its_workers_let_go(fleet: Fleet) -> None:
-    witness = Witness(fleet.target, callers=4, max_tokens=LONG, num_questions=4)
+    witness = Witness(fleet.target, callers=4, max_tokens=2 * LONG, num_questions=4)
     async with witness.watching():
         await witness.see(4)
         left = await asyncio.to_thread(fleet.stop_twice, "router-0")

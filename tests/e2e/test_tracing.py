@@ -155,7 +155,7 @@ def test_each_process_has_its_name_and_each_worker_its_id(client: Client, collec
 
 def test_a_cancelled_call_is_not_ok(client: Client, collector: Collector, caller: tuple[str, str]) -> None:
     stream = client.generate(PROMPT, max_tokens=900, n=16, ignore_eos=True)  # it would go on for many seconds
-    for _ in range(33):  # the first token of each choice comes before the decode worker has all
+    for _ in range(17):  # the first token of each choice comes before the decode worker has all
         next(stream)
     stream.close()
     rpc = "tandem.v1.InferenceService/Generate"
@@ -169,7 +169,7 @@ def test_a_cancelled_call_is_not_ok(client: Client, collector: Collector, caller
 
 def test_a_call_past_its_deadline_is_an_error(client: Client, collector: Collector, caller: tuple[str, str]) -> None:
     with pytest.raises(DeadlineExceeded):
-        client.complete(PROMPT, max_tokens=900, n=16, ignore_eos=True, timeout_s=1.0)  # time to begin, not to end
+        client.complete(PROMPT, max_tokens=900, n=16, ignore_eos=True, timeout_s=2.0)  # time to begin, not to end
     rpc = "tandem.v1.InferenceService/Complete"
     spans = trace_of(collector, caller[0], has(rpc, "generate"))
     assert (spans["router", rpc].status, spans["router", "generate"].status) == ("ERROR", "ERROR")

@@ -32,22 +32,20 @@ async def reach(cluster: Any, stage: str, **options: Any) -> tuple[Any, Any, Any
 async def test_a_cancelled_request_frees_both_workers(cluster: Any, stage: str) -> None:
     call, prefill, decode = await reach(cluster, stage)
     call.cancel()
-    await cluster.until(lambda: cluster.idle)
-    assert decode.num_releases == 1
-    assert prefill.num_releases == 1
+    await cluster.until(lambda: cluster.idle and decode.num_releases == prefill.num_releases == 1)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 async def test_a_request_whose_deadline_passes_frees_both_workers(cluster: Any, stage: str) -> None:
-    call, prefill, _ = await reach(cluster, stage, timeout_s=2.0)
+    call, prefill, _ = await reach(cluster, stage, timeout_s=4.0)
     _, code, _ = await cluster.error_of(call)
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
     await cluster.until(lambda: cluster.idle)
-    assert prefill.specs[0].timeout_s < 2.1  # gRPC rounds it up on the wire
+    assert prefill.specs[0].timeout_s < 4.1  # gRPC rounds it up on the wire
 
 
 async def test_the_routers_own_deadline_says_where_the_request_stood(launch: Any, policy: Any) -> None:
-    cluster = await launch(policy=policy(total_s=2.0))
+    cluster = await launch(policy=policy(total_s=4.0))
     call, _, _ = await reach(cluster, "decode", timeout_s=None)
     error, code, tokens = await cluster.error_of(call)
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED

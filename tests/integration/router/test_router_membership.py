@@ -115,7 +115,7 @@ async def test_an_engine_that_stands_still_with_work_is_not_used_and_its_request
     other = await cluster.add(Role.DECODE, "d1")
     assert await cluster.read_tokens(call) == cluster.completion(PROMPT, 8)
     assert len(other.specs) == 1
-    assert stuck.idle
+    await cluster.until(lambda: stuck.idle)
     stuck.load = dataclasses.replace(stuck.load, engine_steps=8)
     await cluster.until(lambda: all(view.obstacle is None for view in cluster.router.workers.views()))
 

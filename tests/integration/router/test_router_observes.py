@@ -96,7 +96,7 @@ async def test_a_request_that_is_given_up_before_its_first_step_has_an_end(
 async def test_a_deadline_is_an_error_and_not_a_cancel(cluster: Any) -> None:
     _, decode = await cluster.add_pair()
     decode.hold("decode")
-    await cluster.error_of(cluster.generate(*PROMPT, timeout_s=1.0))
+    await cluster.error_of(cluster.generate(*PROMPT, timeout_s=2.0))
     assert isinstance((await only_request(cluster)).end.error, DeadlineExceeded)
 
 
@@ -126,7 +126,7 @@ async def test_a_replay_is_placed_again_and_its_tokens_are_told_once(cluster: An
     assert (culprit, error.reason) == (lost, Reason.WORKER_LOST)
     assert [call[2] for call in request.calls if call[0] == "placed"] == [lost, other_decode.info]
     assert sum(call[1] for call in request.calls if call[0] == "tokens") == 12
-    assert other_prefill.idle
+    await cluster.until(lambda: other_prefill.idle)
 
 
 async def test_the_last_try_that_fails_is_told_too(launch: Any, policy: Any) -> None:

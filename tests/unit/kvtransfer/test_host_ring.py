@@ -156,7 +156,7 @@ async def test_a_hand_off_that_waits_for_room_ends_when_it_is_withdrawn(
 async def test_whoever_waits_for_room_that_does_not_come_gives_up(
     nodes: Callable[..., Any], make_recorder: Any, way: str
 ) -> None:
-    async with nodes(way, timing=Timing(lease_s=5.0, reply_s=0.2, stop_s=1.0)) as (one, other):
+    async with nodes(way, timing=Timing(lease_s=5.0, reply_s=1.0, stop_s=1.0)) as (one, other):
         handoff = await one.open(other, make_recorder(), range(20))
         (_, leaving), (arriving, _) = one.rings, other.rings
         held = [await part.taken(1) for part in (leaving.leaving, arriving.arriving) for _ in range(4)]

@@ -145,11 +145,11 @@ async def test_a_hand_off_over_a_slow_wire_takes_as_long_as_it_takes(
 ) -> None:
     """One block in each WRITE, about one WRITE in each pause: in all several times what an answer may take."""
     monkeypatch.setattr(handoff_module, "PIECE_BYTES", 1)
-    async with paired("tcp", Timing(lease_s=20.0, reply_s=0.5)) as pair:
+    async with paired("tcp", Timing(lease_s=20.0, reply_s=1.0)) as pair:
         offer = pair.offer(recorder, tuple(range(12)))
         endpoint = Endpoint.decode(offer.endpoint)
         fields = endpoint.reach["tcp"]
-        async with SlowProxy(fields["host"], int(fields["port"]), 400, pause_s=0.1) as port:
+        async with SlowProxy(fields["host"], int(fields["port"]), 400, pause_s=0.2) as port:
             detour = Endpoint(endpoint.incarnation, {"tcp": {**fields, "port": str(port)}})
             handoff = await pair.sender.open(offer.ticket, detour.encode(), 5.0)
             await handoff.push(0, tuple(range(12)))

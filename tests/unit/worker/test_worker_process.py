@@ -104,7 +104,7 @@ async def test_a_worker_is_ready_once_a_router_has_taken_it_in() -> None:
 
 async def test_a_worker_that_drains_is_not_ready_wherever_it_registers() -> None:
     registry = Registry()
-    registry.answers = [registry_pb2.RegisterResponse(lease_seconds=0.05, drain=True)]
+    registry.answers = [registry_pb2.RegisterResponse(lease_seconds=1.5, drain=True)]
     core = FakeCore()
     async with worker_process(core, registry) as channel:
         assert (await registry.hear()).HasField("info")

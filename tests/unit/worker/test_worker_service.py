@@ -83,7 +83,7 @@ def core() -> RecordingCore:
 @pytest.fixture
 async def worker(serve: Serve, core: RecordingCore) -> tuple[RpcServer, grpc.aio.Channel]:
     """A worker with `core`."""
-    servicer = WorkerServicer(core, Incarnation("worker-life"), hello_timeout_s=1.0)
+    servicer = WorkerServicer(core, Incarnation("worker-life"), hello_timeout_s=3.0)
     return await serve(
         Service(
             SERVICE_NAME,
