@@ -158,6 +158,7 @@ def server_environment(
     return environment
 
 
+@pytest.mark.timeout(400)  # two wheels are built
 def test_no_file_is_in_both_and_every_module_is_in_one(
     client_wheel: Wheel, server_wheel: Wheel, checkout: Path
 ) -> None:
@@ -233,6 +234,7 @@ with Client(sys.argv[1]) as client:
 """
 
 
+@pytest.mark.timeout(400)
 def test_an_installed_client_calls_an_installed_server(
     client_environment: Environment, server_environment: Environment
 ) -> None:
