@@ -6,7 +6,7 @@ demo model, every second request is sampled with a seed, and the tokens of each 
 as they came, are compared with those of a quiet run.
 
     failed, in flight   sent before the kill. Which of two routers had a call, no client sees: all of them count
-    failed, later       sent after a client had noticed the kill
+    failed, later       sent after the kill
     wrong               an answer, or the part of it that came, has other tokens than in the quiet run
     service back        from the kill to the end of the first request that was sent after it and succeeded, on whatever
                         was left or came back
@@ -28,7 +28,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import math
 import os
 import signal
 import sys
@@ -130,8 +129,7 @@ class Outcome:
 def outcome_of(case: Case, calls: Sequence[Call], killed_s: float, recovered_s: float | None) -> Outcome:
     """Counts. `recovered_s` is when the successor was seen to compute; None = never, or no worker was killed."""
     failed = [call for call in calls if call.error]
-    noticed_s = min((call.ended_s for call in failed), default=math.inf)
-    later = sum(call.sent_s > noticed_s for call in failed)
+    later = sum(call.sent_s > killed_s for call in failed)
     in_flight = len(failed) - later
     wrong = sum(call.is_wrong for call in calls)
     service_back_s = _first_end(killed_s, [call for call in calls if call.sent_s > killed_s])
@@ -145,7 +143,7 @@ def outcome_of(case: Case, calls: Sequence[Call], killed_s: float, recovered_s: 
     if case.kills_worker and failed:
         missed.append(f"{len(failed)} requests failed")
     if (case.kills_worker or case.clients_wait) and later:
-        missed.append(f"{later} requests failed that were sent once the kill had been noticed")
+        missed.append(f"{later} requests failed that were sent after the kill")
     if recovery_s is None or recovery_s > RECOVERY_BAR_S:
         missed.append("no recovery" if recovery_s is None else f"recovery took {recovery_s:.1f} s")
     return Outcome(

@@ -97,7 +97,7 @@ class Plan:
     objectives: Mapping[str, Objectives]
     """Those that are given, by load; the others are measured."""
     first_per_s: float
-    """Rate of each search's first trial, unless `first_rates` has it."""
+    """Rate of each search's first trial, unless `first_rates` has one; then the nearest of the grid."""
     first_rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """By load and server."""
     arrivals_seed: int = ARRIVALS_SEED

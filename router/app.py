@@ -86,7 +86,9 @@ class Router:
         counting = RouterMetrics(self.metrics, self.recent, self.clock)
         observers = router_observers([*request_spans(tracer, checkpoint.name), counting, *filter(None, [observer])])
         self.tokenization = Tokenization.load(
-            checkpoint.folder, None if config.chat_template is None else Path(config.chat_template)
+            checkpoint.folder,
+            None if config.chat_template is None else Path(config.chat_template),
+            checkpoint.eos_token_ids,
         )
         self.workers = Workers(
             read.name,

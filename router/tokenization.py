@@ -46,15 +46,17 @@ _T = TypeVar("_T")
 class Tokenization:
     """One model's tokenizer and chat template. Immutable but for its threads."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplates | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, chat_template: ChatTemplates | None, ends: frozenset[TokenId] = frozenset()
+    ) -> None:
+        """`ends`: tokens that end a text, whose own text is left out as that of special ones is."""
         # A file may ask for truncation or padding; a server must do neither.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._chat_template = chat_template
-        self._special_ids = frozenset(
-            TokenId(token_id) for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        )
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = ends.union(TokenId(token_id) for token_id, token in added.items() if token.special)
         self._longest_token_bytes = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
         self._whole = WholeTokens.of(tokenizer)
         self._around = _added_around(tokenizer) if can_be_cut(tokenizer) else None
@@ -63,12 +65,14 @@ class Tokenization:
         self._answer_bytes = 0
 
     @classmethod
-    def load(cls, path: Path, chat_template: Path | None = None) -> Tokenization:
+    def load(
+        cls, path: Path, chat_template: Path | None = None, ends: frozenset[TokenId] = frozenset()
+    ) -> Tokenization:
         """Reads a checkpoint folder; the file `chat_template`, if given, takes the place of its template.
 
         Raises CheckpointError that names the file.
         """
-        return cls(read_tokenizer(path), load_chat_template(path, chat_template))
+        return cls(read_tokenizer(path), load_chat_template(path, chat_template), ends)
 
     @property
     def has_chat_template(self) -> bool:

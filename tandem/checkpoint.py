@@ -1,6 +1,6 @@
 """A model folder in Hugging Face layout, as far as it can be known without torch.
 
-Reads config.json and generation_config.json; never opens weights. Every problem is a
+Reads config.json, generation_config.json and what ends a text of the tokenizer; never opens weights. Every problem is a
 CheckpointError that names the file and the key.
 """
 
@@ -20,7 +20,7 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.gguf import SUFFIX, find_gguf, read_gguf
 from tandem.language_part import language_config
 from tandem.model_path import check_model_path
-from tandem.tokenizer_file import TOKENIZER_FILE, read_tokenizer
+from tandem.tokenizer_file import find_tokens
 from tandem.types import TokenId
 
 DEMO = "demo"
@@ -33,7 +33,10 @@ _FINGERPRINTED = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "special_tokens_map.json",
 )
+_SPECIAL_TOKENS = ("tokenizer_config.json", "special_tokens_map.json")
+"""Where `eos_token` stands; the first that has one counts."""
 _SAMPLING_DEFAULTS: Mapping[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_p": (1e-6, 1),
@@ -196,16 +199,16 @@ def _eos_token_ids(document: _Document, vocab_size: int) -> frozenset[TokenId]:
 
 
 def _tokenizer_ends(config: _Document, folder: Path, vocab_size: int, *, is_gguf: bool) -> frozenset[TokenId]:
-    """By its `eos_token`, all that many fine-tunes change; and what GGUF files of Gemma 3 seldom name."""
-    token = _Document.read(folder / "tokenizer_config.json", optional=True).values.get("eos_token")
+    """The tokenizer's `eos_token`, which is all that many fine-tunes change, and, of GGUF files of Gemma 3,
+    `<end_of_turn>`, which they seldom name.
+    """
+    documents = (_Document.read(folder / each, optional=True) for each in _SPECIAL_TOKENS)
+    token = next(filter(None, (each.values.get("eos_token") for each in documents)), None)
     ends = [token.get("content") if isinstance(token, dict) else token]
     if is_gguf and config.values["model_type"] == "gemma3_text":
         ends.append("<end_of_turn>")
-    names = [name for name in ends if isinstance(name, str)]
-    if not names or not (folder / TOKENIZER_FILE).exists():
-        return frozenset()
-    ids = map(read_tokenizer(folder).token_to_id, names)
-    return frozenset(TokenId(found) for found in ids if found is not None and found < vocab_size)
+    found = find_tokens(folder, [name for name in ends if isinstance(name, str)])
+    return frozenset(TokenId(each) for each in found if each < vocab_size)
 
 
 def _generation_defaults(generation: _Document) -> Mapping[str, float | int]:

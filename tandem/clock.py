@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 _TIMER_SLACK_S = 0.05
-"""By which a busy process may hear of a call, and so begin its time, late."""
+"""How late a busy process may begin to count a call's time."""
 
 
 class Clock(Protocol):

@@ -157,7 +157,7 @@ def test_queries_of_the_dashboard_and_the_rules_find_what_they_ask_for(prometheu
     prometheus.soon("tandem_completion_tokens_total", 1)
     for _ in client.generate("Once upon a time", max_tokens=12, temperature=0.0):
         pass
-    for _ in range(30):  # of one request alone, a single late first token would be all
+    for _ in range(30):  # a late first token of a single request would be an alert
         client.complete("Once", max_tokens=1)
     prometheus.soon("sum(increase(tandem_completion_tokens_total[1m])) > 0", 1)
     assert prometheus.query("sum(rate(tandem_requests_total[1m]))")

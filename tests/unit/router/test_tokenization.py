@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from router.tokenization import MAX_BYTES_UNDER_WAY, Tokenization
 from tandem.errors import InvalidRequest, Overloaded
+from tandem.types import TokenId
 
 LONG = "the little dog ran home " * 20_000
 SHORT = LONG[:3000]
@@ -139,3 +140,10 @@ async def test_a_text_that_no_tokens_could_hold_is_refused_untokenized(byte_toke
         with pytest.raises(InvalidRequest, match="prompt") as refused:
             await tokens.encode_text("x" * (4 * longest + 1), max_tokens=4)
         assert refused.value.field == "prompt"
+
+
+def test_a_token_that_ends_a_text_has_none_of_its_own_special_or_not(byte_tokenizer: Tokenizer) -> None:
+    made = Tokenization(byte_tokenizer, None, frozenset({TokenId(72)}))
+    detokenizer = made.detokenizer((), skip_special_tokens=True)
+    assert [detokenizer.step(TokenId(each)) for each in (71, 72)] == ["G", ""]
+    made.close()

@@ -40,14 +40,25 @@ def test_generation_config_decides_what_ends_a_text(write_checkpoint: Callable[.
     assert read_checkpoint(str(write_checkpoint(generation={"eos_token_id": [5, 7]}))).eos_token_ids == {5, 7}
 
 
-@pytest.mark.parametrize("eos_token", ["<|im_end|>", {"content": "<|im_end|>", "special": True}])
+@pytest.mark.parametrize(
+    ("file", "told", "ends"),
+    [
+        ("tokenizer_config.json", {"eos_token": "<|im_end|>"}, {5, 9}),
+        ("tokenizer_config.json", {"eos_token": {"content": "<|im_end|>", "special": True}}, {5, 9}),
+        ("tokenizer_config.json", {"eos_token": "<e>", "added_tokens_decoder": {"10": {"content": "<e>"}}}, {5, 10}),
+        ("tokenizer_config.json", {"eos_token": "<e>", "added_tokens_decoder": {"100": {"content": "<e>"}}}, {5}),
+        ("tokenizer_config.json", {"eos_token": "nowhere"}, {5}),
+        ("tokenizer_config.json", {"eos_token": ["<|im_end|>"]}, {5}),
+        ("special_tokens_map.json", {"eos_token": "<|im_end|>"}, {5, 9}),
+    ],
+)
 def test_what_the_tokenizer_calls_its_end_ends_a_text_too(
-    write_checkpoint: Callable[..., Path], eos_token: str | dict[str, Any]
+    write_checkpoint: Callable[..., Path], file: str, told: dict[str, Any], ends: set[int]
 ) -> None:
     folder = write_checkpoint(generation={"eos_token_id": 5})
     Tokenizer(WordLevel({"a": 0, "<|im_end|>": 9}, unk_token="a")).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
-    assert read_checkpoint(str(folder)).eos_token_ids == {5, 9}
+    (folder / file).write_text(json.dumps(told))
+    assert read_checkpoint(str(folder)).eos_token_ids == ends
 
 
 def test_a_model_without_end_of_text_is_served(write_checkpoint: Callable[..., Path]) -> None:

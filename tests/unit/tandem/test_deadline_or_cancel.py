@@ -12,6 +12,7 @@ from tandem.clock import ended_by_deadline
         (1.0, 0.0, True),
         (1.0, -0.5, True),
         (0.2, 0.002, True),
+        (0.2, 0.04, True),  # a busy process
         (0.1, 0.1, False),
         (100.0, 1.0, True),  # as much as a timeout of 100 s is rounded up on the wire
         (100.0, 3.0, False),

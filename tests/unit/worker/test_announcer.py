@@ -20,7 +20,7 @@ from worker.announcer import Announcer, Rhythm
 
 TIMEOUT_S = 20
 LEASE_S = 1.5
-"""Where a heartbeat that comes late would be taken for a new registration."""
+"""Of tests that a late heartbeat, and so a new registration, would disturb."""
 
 
 class Worker:
