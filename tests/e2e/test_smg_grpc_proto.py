@@ -160,7 +160,7 @@ def test_what_is_wrong_is_refused_by_name(stub: Any, asked: Any, code: str, word
 
 def test_a_cancelled_call_frees_all_blocks(stub: Any, client: Client, num_cancelled: Callable[[], int]) -> None:
     before = num_cancelled()
-    calls = [stub.Generate(request(**ENDLESS)) for _ in range(4)]
+    calls = [stub.Generate(request(n=8, **ENDLESS)) for _ in range(4)]  # of many tokens: some seconds of work
     for call in calls:
         next(call)
         call.cancel()
