@@ -208,8 +208,10 @@ def test_a_trace_that_the_caller_did_not_sample_is_not_exported(traced: Cluster,
 
 
 def test_streams_between_processes_and_probes_have_no_spans(client: Client, collector: Collector) -> None:
+    client.complete(PROMPT, max_tokens=2)
     client.status()
-    assert eventually(lambda: any(span.name.endswith("/GetStatus") for span in collector.spans))
+    for name in ("/Complete", "/GetStatus"):
+        assert eventually(lambda name=name: any(span.name.endswith(name) for span in collector.spans))
     services = {span.attributes.get("rpc.service") for span in collector.spans} - {None}
     assert services == {"tandem.v1.InferenceService", "tandem.v1.ClusterService"}
 

@@ -202,6 +202,7 @@ async def test_without_a_replacement_the_tokens_until_then_come_before_the_statu
     decode.pause_at(4)
     call = cluster.generate(*PROMPT, n=3, max_tokens=LENGTH)
     await cluster.until(lambda: decode.offsets == [4, 4, 4])
+    await cluster.until(lambda: [num_told(cluster, index) for index in range(3)] == [4, 4, 4])
     await decode.die()
     error, code, tokens = await cluster.error_of(call)
     assert code is grpc.StatusCode.UNAVAILABLE
