@@ -1,6 +1,6 @@
 """A model folder in Hugging Face layout, as far as it can be known without torch.
 
-Reads config.json, generation_config.json and what ends a text of the tokenizer; never opens weights. Every problem is a
+Reads config.json, generation_config.json and the end of text of the tokenizer; never opens weights. Every problem is a
 CheckpointError that names the file and the key.
 """
 

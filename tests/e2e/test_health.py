@@ -41,7 +41,7 @@ def test_health_follows_the_loss_and_the_return_of_a_worker(own_cluster: Cluster
 
         os.kill(pid_of(client, Role.PREFILL), signal.SIGKILL)
 
-        assert told.get(timeout=30) == NOT_SERVING
+        assert told.get(timeout=5) == NOT_SERVING
         assert told.get(timeout=30) == SERVING
         watch.cancel()
         listener.join()

@@ -18,9 +18,8 @@ from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 PROMPT = "the unmistakable zanzibar phrase"
 WORK = ("queue", "prefill", "kv.transfer", "decode")
-STOP_S = 16.0
-"""An orderly end of three processes, two of them after the router: twice two seconds for spans, and the drain. What
-waits for a collector takes longer on any machine."""
+STOP_S = 8.0
+"""An orderly end of three processes, two of them after the router: twice two seconds for spans, and the drain."""
 TOKENS = 200
 """So many that the word of the hand-off comes before the last of them."""
 ONE_OF_EACH = ("--prefill", "1", "--decode", "1", "--no-prefix-cache")

@@ -19,7 +19,7 @@ from tests.registering import INFO
 from worker.announcer import Announcer, Rhythm
 
 TIMEOUT_S = 20
-LEASE_S = 1.5
+LEASE_S = 0.75
 """Of tests that a late heartbeat, and so a new registration, would disturb."""
 
 
@@ -62,12 +62,11 @@ async def test_info_comes_first_and_heartbeats_follow_with_fresh_loads() -> None
     server, port = await listen(registry)
     async with announcing(Worker(), f"127.0.0.1:{port}"):
         info = (await registry.hear()).info
-        steps = [load_from_proto((await registry.hear()).load).engine_steps for _ in range(3)]
+        loads = [load_from_proto((await registry.hear()).load) for _ in range(3)]
     await server.drain(0)
 
     assert info_from_proto(info) == INFO
-    assert steps[0] == 1
-    assert steps == sorted(set(steps)), "a load that was told before"
+    assert [load.engine_steps for load in loads] == [1, 2, 3]
 
 
 async def test_a_heartbeat_can_be_sent_at_once() -> None:
