@@ -127,6 +127,9 @@ def _summary(status: ClusterStatus) -> Iterator[ConsoleRenderable]:
     if status.version:
         page = f", page at {status.admin_address}" if status.admin_address else ""
         yield plain(f"router: version {status.version}, up {span(status.uptime_s)}{page}")
+    for worker in status.workers:
+        if worker.set_apart:
+            yield plain(f"{worker.info.worker_id} is set apart: {worker.set_apart}")
     yield Text()
     if any(each.count for each in recent.latencies):
         yield _latencies(recent)

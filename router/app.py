@@ -19,10 +19,11 @@ from router.faces.kserve.servicer import KserveServicer, kserve_service
 from router.faces.tandem.cluster import CLUSTER_SERVICE, REGISTRY_SERVICE, ClusterServicer, RegistryServicer
 from router.faces.tandem.inference import INFERENCE_SERVICE, WRITERS, InferenceServicer
 from router.faces.vllm.servicer import VllmServicer, vllm_service
-from router.generation import RetryPolicy, Rooms
+from router.generation import Rooms
 from router.grammar_check import GrammarCheck
 from router.metrics import RouterMetrics
 from router.request_spans import request_spans
+from router.retries import RetryPolicy
 from router.status import RouterStatus
 from router.tokenization import Tokenization
 from router.unread import Unread
@@ -99,6 +100,7 @@ class Router:
             partial(WorkerLink, router=new_incarnation(), credentials=self._security.outgoing),
             rng or Random(),
             falls_back=config.fallback == "local",
+            pinned=config.model_fingerprint or "",
         )
         self.queue = AdmissionQueue(config.max_active_requests, config.max_queued_requests, config.max_queued_tokens)
         policy = policy or RetryPolicy(max_retries=config.max_retries, patience_s=config.patience_s)

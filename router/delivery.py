@@ -97,6 +97,11 @@ class Delivery:
         return tuple(each.finish_reason for each in self._choices.values() if each.finish_reason is not None)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether anything of the answer has come, log-probabilities of its prompt included."""
+        return self.num_tokens > 0 or (self._prompt_logprobs is not None and self._prompt_logprobs.has_begun)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens in order, over all choices."""
         return sum(each.num_tokens for each in self._choices.values())

@@ -9,34 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from operator import attrgetter
 from typing import NamedTuple, Protocol
 
+from router.serving_set import SetId
 from router.worker_set import WorkerSet, members
 from router.worker_view import Demand, WorkerView
 from tandem.types import Incarnation, Role, WorkerInfo
-
-_MUST_EQUAL = ("model_fingerprint", "layout_fingerprint")
-_REMEDIES = {
-    "model_fingerprint": "give both the same --model, --dtype, --quantize and --model-impl",
-    "layout_fingerprint": "give both the same --block-size and --kv-dtype",
-}
-_fingerprints = attrgetter(*_MUST_EQUAL)
 
 
 class Kind(NamedTuple):
     """Workers of one kind have the same partners, and compute the same prompts by themselves."""
 
     role: Role
-    model_fingerprint: str
-    layout_fingerprint: str
+    set_id: SetId
     transports: tuple[str, ...]
     local_prefill_tokens: int | None
 
     @classmethod
     def of(cls, info: WorkerInfo) -> Kind:
         """That of a worker."""
-        return cls(info.role, *_fingerprints(info), info.transports, info.local_prefill_tokens)
+        return cls(info.role, SetId.of(info), info.transports, info.local_prefill_tokens)
 
     @property
     def computes_any(self) -> bool:
@@ -45,8 +37,7 @@ class Kind(NamedTuple):
 
     def fits(self, prefill: Kind) -> bool:
         """Whether that one may hand KV over to this one."""
-        same = _fingerprints(self) == _fingerprints(prefill)
-        return same and not set(self.transports).isdisjoint(prefill.transports)
+        return self.set_id == prefill.set_id and not set(self.transports).isdisjoint(prefill.transports)
 
 
 class Room(NamedTuple):
@@ -56,6 +47,8 @@ class Room(NamedTuple):
     pool_tokens: int
     block_size: int
     """0 = not known yet."""
+    seats: int
+    """Sequences in its batch at most; 0 = not known."""
 
     def choice_tokens(self, demand: Demand) -> int:
         """Most tokens that each choice of `demand` can come to where it decodes, as `GroupSpec.max_pool_tokens` counts.
@@ -72,7 +65,7 @@ class Room(NamedTuple):
 def room_of(view: WorkerView) -> Room:
     """That of a worker."""
     block_size = 0 if view.load is None else view.load.pool.block_size
-    return Room(view.info.max_sequence_tokens, view.info.pool_tokens, block_size)
+    return Room(view.info.max_sequence_tokens, view.info.pool_tokens, block_size, view.info.max_seqs)
 
 
 class Fleet:
@@ -208,10 +201,8 @@ def _set_of(numbers: Iterable[int]) -> WorkerSet:
 
 def difference(prefill: WorkerInfo, decode: WorkerInfo) -> str | None:
     """What keeps two workers from being a pair."""
-    for name in _MUST_EQUAL:
-        ours, theirs = getattr(prefill, name), getattr(decode, name)
-        if ours != theirs:
-            return f"{name} differs: {prefill.worker_id} {ours}, {decode.worker_id} {theirs}: {_REMEDIES[name]}"
+    if unlike := SetId.of(prefill).difference(SetId.of(decode)):
+        return f"{prefill.worker_id} and {decode.worker_id}: {unlike}"
     if not set(prefill.transports) & set(decode.transports):
         return (
             f"no common transport: {prefill.worker_id} {','.join(prefill.transports)}, "

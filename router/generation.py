@@ -15,21 +15,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from router.admission import Admission
+from router.assignment import Assignment
 from router.attempt import Attempt
 from router.choice_stream import ChoiceStream
 from router.delivery import Delivery
 from router.metrics import Timeline
-from router.placement import Demand, Placement
+from router.placement import Demand
 from router.prefix_map import Prefix
 from router.prompt_logprobs import PromptLogprobs
+from router.retries import Retries, RetryPolicy
+from router.serving_set import SetId
 from router.witness import Witness
-from router.workers import Assignment, Workers
+from router.workers import Workers
 from tandem.clock import Clock, Deadline, ended_by_deadline
 from tandem.errors import (
     DeadlineExceeded,
     InternalError,
-    Overloaded,
     PrefixNotHeld,
+    Reason,
     TandemError,
     TransferError,
     Unavailable,
@@ -38,35 +41,11 @@ from tandem.lifecycle import REQUEST_MOVES, RequestState, advance
 from tandem.telemetry.logging import get_logger
 from tandem.telemetry.observers import RequestEnd, RequestStart, RouterObserver, request_observers
 from tandem.telemetry.trace_context import trace_id_of
-from tandem.types import ChoiceSpec, FinishReason, GroupSpec, Incarnation, TextParams, WorkerInfo
+from tandem.types import ChoiceSpec, FinishReason, GroupSpec, TextParams
 
 _log = get_logger(__name__)
 
-_MAX_REPLAYS_OF_BROKEN = 1
-"""A request that breaks on two workers is at fault itself."""
 _ENDED = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
-
-
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """How long a request waits for what, and how often it is tried again."""
-
-    max_retries: int = 2
-    """Further pairs tried after the first. Unless it is 0, so are all workers not tried yet while none is lost."""
-    patience_s: float = 10.0
-    """Wait for a pair of workers to be there: as long as a worker takes to be replaced."""
-    silence_s: float = 120.0
-    """Longest time without a word about a request from one of the workers that hold it. Where it waits, they say so
-    every few seconds (`worker.waits`)."""
-    progress_tokens: int = 16
-    """New tokens of one choice by which a pair that failed was still a good one: tries are counted from 0 again.
-
-    More than one: prefill gives a token even where no hand-off works. Not much more, but enough that
-    a request which kills its workers does not go on killing them."""
-    total_s: float = 3600.0
-    """Deadline of a request that brings none, or a later one."""
-    overload_backoff_s: float = 0.1
-    """Pause before a full worker is asked again, times the number of tries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +87,6 @@ class Generation:
     ) -> None:
         self._request = request
         self._rooms = rooms
-        self._policy = rooms.policy
         self._timeline = timeline
         group = request.group
         start = RequestStart(
@@ -127,14 +105,9 @@ class Generation:
         self.delivery = Delivery(choices, self._observer, prompt_logprobs, rooms.stream_interval_s)
         """What the client has to read."""
         self._state = RequestState.QUEUED
-        self._disappointing: set[Incarnation] = set()
-        """Workers that failed it since it last made progress: asked again only where there are no others."""
-        self._culprits: set[Incarnation] = set()
-        """Those of them that failed it on their own, not in a hand-off."""
-        self._num_failed = 0
-        """Tries since then."""
-        self._num_broken = 0
-        """Of these, how many by a broken step."""
+        self._retries = Retries(rooms.policy)
+        self._set_id: SetId | None = None
+        """The set of equal workers that the answer comes from; None = nothing came yet."""
         self._local_if_held = True
         """Whether the next try may trust in what a decode worker seems to hold."""
 
@@ -187,7 +160,10 @@ class Generation:
             ) from error
 
     async def _try_pairs(self) -> None:
-        """Tries pairs until one finishes all choices, or too many in a row fail. Raises the last failure."""
+        """Tries pairs until one finishes all choices, or too many in a row fail. Raises the last failure.
+
+        What has come of an answer is one model's: all further tries are on workers that are equal to its first ones.
+        """
         failure: TandemError | None = None
         while True:
             choices = self.delivery.open_choices
@@ -213,17 +189,14 @@ class Generation:
                     raise
                 failure = error
                 self._local_if_held = True
-                self._count(choices, error)
-                culprit = attempt.culprit or attempt.placement.decode
-                self._blame(culprit, attempt.placement, error)
-                if self._breaks_workers(culprit, error):
+                if not self._takes(error, attempt, choices):
                     raise
             finally:
                 attempt.release()
                 self._witness.end()
                 self.delivery.forget_early()
-            if isinstance(failure, Overloaded):
-                await asyncio.sleep(self._policy.overload_backoff_s * self._num_failed)
+                if self._set_id is None and self.delivery.has_begun:
+                    self._set_id = SetId.of(attempt.placement.decode)
 
     def _attempt(self, assignment: Assignment, source: Attempt | None = None) -> Attempt:
         """One that is about to run where it was placed."""
@@ -240,7 +213,7 @@ class Generation:
             self._observer,
             self._rooms.clock,
             self._timeline.arrived_s,
-            self._policy.silence_s,
+            self._rooms.policy.silence_s,
             self._move,
             source,
         )
@@ -279,27 +252,29 @@ class Generation:
             if source is None:
                 raise
             target = successor.placement.decode
-            self._disappointing.add(target.incarnation)
+            self._retries.blamed.add(target.incarnation)
             self._witness.failed(target, error)
             self._witness.go_back()
             _log.info("request stays", request_id=self._request.group.request_id, reason=error.reason)
             return source
         return successor
 
-    def _count(self, choices: Sequence[ChoiceSpec], error: TandemError) -> None:
-        if self._progress_since(choices) >= self._policy.progress_tokens:
-            self._num_failed = self._num_broken = 0
-            self._disappointing.clear()
-            self._culprits.clear()
-        self._num_failed += 1
-        self._num_broken += isinstance(error, InternalError)
-
-    def _breaks_workers(self, culprit: WorkerInfo, error: TandemError) -> bool:
-        """Whether the request itself may be at fault, so that it is not to go through all workers."""
-        if isinstance(error, InternalError):
-            return self._num_broken > min(_MAX_REPLAYS_OF_BROKEN, self._policy.max_retries)
-        link = self._rooms.workers.link(culprit)
-        return (link is None or not link.connected) and self._num_failed > self._policy.max_retries
+    def _takes(self, error: TandemError, attempt: Attempt, choices: Sequence[ChoiceSpec]) -> bool:
+        """Tells everybody of a failed try; returns whether there may be another one."""
+        placement, culprit = attempt.placement, attempt.culprit or attempt.placement.decode
+        self._witness.failed(culprit, error)
+        self._observer.moved(culprit, error)
+        _log.warning(
+            "request moves to another pair",
+            **self._names,
+            culprit=culprit.worker_id,
+            reason=error.reason,
+            error=error.message,
+            num_tokens=self.delivery.num_tokens,
+        )
+        links = map(self._rooms.workers.link, filter(None, (placement.prefill, placement.decode)))
+        lost = error.reason is Reason.WORKER_LOST or not all(link is not None and link.connected for link in links)
+        return self._retries.count(error, culprit, placement, lost=lost, progress=self._progress_since(choices))
 
     def _resumed(self, choices: tuple[ChoiceSpec, ...]) -> GroupSpec:
         """What workers are to run now; log-probabilities of the prompt are computed once, unless they came in part."""
@@ -321,20 +296,24 @@ class Generation:
     async def _place(self, choices: Sequence[ChoiceSpec], failure: TandemError | None) -> Assignment:
         """A pair, of workers that did not fail this request as far as there are others.
 
-        Raises Unavailable, or `failure` once there were too many and nobody is left who was not asked.
+        Raises Unavailable, with MODEL_CHANGED if only workers of another set are left for an answer that has begun;
+        or `failure` once there were too many and nobody is left who was not asked.
         """
-        demand = self._demand(choices)
-        is_extra = self._num_failed > self._policy.max_retries
+        demand, retries, workers = self._demand(choices), self._retries, self._rooms.workers
+        if failure is not None:
+            await asyncio.sleep(retries.pause_s(failure))
         try:
-            assignment = await self._rooms.workers.place(demand, 0.0 if is_extra else self._policy.patience_s)
+            assignment = await workers.place(demand, 0.0 if retries.are_spent else self._rooms.policy.patience_s)
         except Unavailable as error:
             if failure is None:
                 raise
             known = f"{failure.message}, after {self.delivery.num_tokens} tokens; {error.message}"
+            if self._set_id is not None and workers.serve_only_without(self._set_id):
+                raise Unavailable(known, Reason.MODEL_CHANGED) from error
             if isinstance(failure, Unavailable):
                 raise Unavailable(known, failure.reason) from error
             raise failure from error
-        if failure is not None and is_extra and not self._is_new(assignment):
+        if failure is not None and not retries.may_take(assignment.placement):
             self._rooms.workers.end(assignment, arrived=assignment.placement.prefill is None)
             raise failure
         return assignment
@@ -346,9 +325,10 @@ class Generation:
             max_total_tokens=group.max_total_tokens,
             num_prompt_tokens=group.num_prompt_tokens,
             num_choices=group.sampling.beam_width or len(choices),
-            blamed=frozenset(self._disappointing),
+            blamed=frozenset(self._retries.blamed),
             prefix=self._prefix(choices),
             local_if_held=self._local_if_held,
+            set_id=self._set_id,
         )
 
     def _prefix(self, choices: Sequence[ChoiceSpec]) -> Prefix | None:
@@ -358,31 +338,6 @@ class Generation:
         group = self._request.group
         emitted = choices[0].output_token_ids if len(choices) == 1 else ()
         return Prefix(group.cache_salt, group.prompt_token_ids + emitted)
-
-    def _is_new(self, assignment: Assignment) -> bool:
-        """Whether the pair may do better than all before: if it does not, more are blamed, so that tries end."""
-        if self._policy.max_retries == 0:
-            return False
-        incarnations = assignment.placement.incarnations
-        return self._culprits.isdisjoint(incarnations) and not self._disappointing.issuperset(incarnations)
-
-    def _blame(self, culprit: WorkerInfo, placement: Placement, error: TandemError) -> None:
-        # A hand-off that failed does not say which side was at fault; any other failure is its worker's own.
-        if isinstance(error, TransferError):
-            self._disappointing.update(placement.incarnations)
-        else:
-            self._disappointing.add(culprit.incarnation)
-            self._culprits.add(culprit.incarnation)
-        self._witness.failed(culprit, error)
-        self._observer.moved(culprit, error)
-        _log.warning(
-            "request moves to another pair",
-            **self._names,
-            culprit=culprit.worker_id,
-            reason=error.reason,
-            error=error.message,
-            num_tokens=self.delivery.num_tokens,
-        )
 
     def _move(self, state: RequestState) -> None:
         self._state = advance(REQUEST_MOVES, self._state, state)

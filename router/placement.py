@@ -1,6 +1,6 @@
 """Chooses the pair of workers for a request: pure, given what is known of the workers.
 
-Only pairs with equal model and layout fingerprints and a common transport count. Of these, only
+Only pairs of one set of equal workers (see `serving_set`) with a common transport count. Of these, only
 the ones with the fewest workers that failed this request or are set aside for failing others
 (see `ejection`). Decode is chosen first, then its partner, each as the least costly of a few: two at
 random (Mitzenmacher 2001: near the best, and no herd on old figures; more where streams are packed),
@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
 from typing import TypeAlias
 
 from router.ejection import Pair
 from router.fleet import Candidates, Kind, candidates_of, difference, room_of
+from router.serving_set import SetId
 from router.worker_set import WorkerSet, draw, members
 from router.worker_view import PACKED_MOST, PREFIX_WORTH, Demand, Obstacle, WorkerView
 from tandem.errors import Unavailable
@@ -47,6 +48,7 @@ __all__ = [
     "WorkerView",
     "place",
     "readiness",
+    "ready_seats",
 ]
 
 REMOTE_MARGIN = 0.25
@@ -76,6 +78,7 @@ _ELASTIC_DRAWS = 8
 """Where some are elastic: streams are packed only on a worker that is among those drawn."""
 _MOST_NAMED = 8
 """Workers that an error names: it must fit into a gRPC trailer."""
+_ANY_PROMPT = Demand(num_tokens=sys.maxsize, max_total_tokens=1)
 
 NO_WORKER = "none is registered; start one with --router and the address of this router"
 """And what to do then."""
@@ -264,7 +267,7 @@ class Search:
         fleet = self._candidates.fleet
         able: dict[Kind, WorkerSet] = {}
         for kind, rooms in fleet.groups.items():
-            if not _does(kind.role, role):
+            if not _does(kind.role, role) or self._demand.set_id not in (None, kind.set_id):
                 continue
             workers = 0
             for room, each in rooms.items():
@@ -341,6 +344,8 @@ class Search:
 
     def _refusal(self, role: Role, view: WorkerView) -> str | None:
         demand = self._demand
+        if demand.set_id is not None and (unlike := SetId.of(view.info).difference(demand.set_id)):
+            return f"is set apart: {unlike}"
         if view.obstacle is not None:
             return view.obstacle
         if role is Role.PREFILL:
@@ -349,10 +354,24 @@ class Search:
         return f"holds sequences of {room_of(view).choice_tokens(demand)} tokens{shared}, not {demand.max_total_tokens}"
 
 
-def readiness(workers: Candidates | Sequence[WorkerView]) -> str | None:
-    """None if a prompt of any length could be placed now, else what is missing."""
-    search = Search(Demand(num_tokens=sys.maxsize, max_total_tokens=1), candidates_of(workers), _NO_BURDENS)
+def readiness(workers: Candidates | Sequence[WorkerView], set_id: SetId | None = None) -> str | None:
+    """None if a prompt of any length could be placed now, on that set if one is given, else what is missing."""
+    search = Search(replace(_ANY_PROMPT, set_id=set_id), candidates_of(workers), _NO_BURDENS)
     return None if search.decodes() else search.what_is_missing()
+
+
+def ready_seats(candidates: Candidates) -> dict[SetId, int]:
+    """Returns the seats of each set whose workers could serve a prompt of any length now; 0 if they could not.
+
+    What failed lately counts too: each router knows that of its own requests alone.
+    """
+    candidates = replace(candidates, burdened={})
+    seats = {kind.set_id: 0 for kind in candidates.fleet.groups}
+    for each in seats:
+        decodes = Search(replace(_ANY_PROMPT, set_id=each), candidates, _NO_BURDENS).decodes()
+        for rooms in candidates.fleet.groups.values():
+            seats[each] += sum((decodes & workers).bit_count() * max(1, room.seats) for room, workers in rooms.items())
+    return seats
 
 
 def _does(role: Role, work: Role) -> bool:

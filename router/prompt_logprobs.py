@@ -30,6 +30,11 @@ class PromptLogprobs:
         return self._num_known >= len(self._prompt_token_ids)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a worker has sent any."""
+        return self._num_known > 1
+
+    @property
     def unread_weight(self) -> int:
         """Tokens and log-probabilities that are not read yet."""
         return len(self._unread) * (1 + self._num_top)

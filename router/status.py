@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from router.admission import AdmissionQueue
 from router.entrance import Entrance
 from router.placement import Obstacle, WorkerView
+from router.serving_set import SetId
 from router.workers import Workers
 from tandem import __version__
 from tandem.admin.content import ScrapeTarget
@@ -24,7 +25,6 @@ from tandem.types import PoolCounts, WorkerLoad
 _UNKNOWN_LOAD = WorkerLoad(0, 0, 0, 0, PoolCounts(0, 0, 0, 0, 0, 0, 0, 0), 0, draining=False)
 """Of a worker that registered and has sent no heartbeat yet."""
 _STATES = {
-    None: "ready",
     Obstacle.STALLED: "stalled",
     Obstacle.DRAINING: "draining",
     Obstacle.NOT_CONNECTED: "unreachable",
@@ -76,6 +76,13 @@ class RouterStatus:
         """Workers by role and name, the admission queue, what happened lately, and what stands in the way."""
         obstacle = self.obstacle()
         views = sorted(self._workers.views(), key=lambda view: (view.info.role, view.info.worker_id))
+        workers = [
+            WorkerStatus(
+                *(view.info, view.load or _UNKNOWN_LOAD, view.silence_s, view.connected, view.set_aside),
+                set_apart=self._workers.serving.why_apart(SetId.of(view.info)),
+            )
+            for view in views
+        ]
         return ClusterStatus(
             model=self._model,
             ready=obstacle is None,
@@ -83,7 +90,7 @@ class RouterStatus:
             queued_requests=self._queue.num_queued,
             queued_tokens=self._queue.queued_tokens,
             active_requests=self._queue.num_active,
-            workers=tuple(map(_worker, views)),
+            workers=tuple(workers),
             version=__version__,
             uptime_s=self._clock.now_s() - self._began_s,
             admin_address=self.admin_address,
@@ -107,16 +114,15 @@ class RouterStatus:
         yield Reading(names.ROUTER_MAX_ACTIVE, self._config.max_active_requests)
         yield Reading(names.ROUTER_MAX_QUEUED, self._config.max_queued_requests)
         views = self._workers.views()
-        workers = Counter[Labels]((str(view.info.role), _state(view)) for view in views)
+        workers = Counter[Labels]((str(view.info.role), self._state(view)) for view in views)
         for labels in names.ROUTER_WORKERS.presets:
             yield Reading(names.ROUTER_WORKERS, workers[labels], labels)
         yield Reading(names.ROUTER_PAIRS_SET_ASIDE, self._workers.num_pairs_set_aside)
 
-
-def _state(view: WorkerView) -> str:
-    """For the metric."""
-    return "set_aside" if view.obstacle is None and view.set_aside else _STATES[view.obstacle]
-
-
-def _worker(view: WorkerView) -> WorkerStatus:
-    return WorkerStatus(view.info, view.load or _UNKNOWN_LOAD, view.silence_s, view.connected, view.set_aside)
+    def _state(self, view: WorkerView) -> str:
+        """For the metric."""
+        if view.obstacle is not None:
+            return _STATES[view.obstacle]
+        if SetId.of(view.info) in self._workers.serving.apart:
+            return "set_apart"
+        return "set_aside" if view.set_aside else "ready"

@@ -9,8 +9,9 @@ worker is at fault itself, and must not set a whole cluster aside.
 
 from __future__ import annotations
 
+from router.assignment import Assignment
 from router.placement import Placement
-from router.workers import Assignment, Workers
+from router.workers import Workers
 from tandem.errors import InternalError, Reason, TandemError, TransferError
 from tandem.telemetry.observers import RequestObserver
 from tandem.types import WorkerInfo

@@ -7,7 +7,7 @@ from router.fleet import Room
 from router.prefix_map import Prefix, PrefixMap
 from router.worker_link import WorkerLink
 from router.worker_view import Obstacle, WorkerView
-from tandem.errors import Reason, Unavailable
+from tandem.errors import InvalidRequest, Reason, Unavailable
 from tandem.types import Incarnation, WorkerInfo, WorkerLoad
 
 _REMEMBERED_INCARNATIONS = 64
@@ -53,7 +53,7 @@ class WorkerRecord:
     @property
     def room(self) -> Room:
         """How much it holds."""
-        return Room(self.info.max_sequence_tokens, self.info.pool_tokens, self.block_size or 0)
+        return Room(self.info.max_sequence_tokens, self.info.pool_tokens, self.block_size or 0, self.info.max_seqs)
 
     @property
     def held(self) -> PrefixMap | None:
@@ -122,3 +122,12 @@ class WorkerRecord:
             self.assigned_prompt_tokens,
             self.ended_seqs,
         )
+
+
+def check_complete(info: WorkerInfo) -> None:
+    """Raises InvalidRequest that names what is missing."""
+    for name in ("worker_id", "incarnation", "address", "model_fingerprint", "layout_fingerprint"):
+        if not getattr(info, name):
+            raise InvalidRequest(f"info.{name}", "must not be empty")
+    if info.max_sequence_tokens < 1:
+        raise InvalidRequest("info.max_sequence_tokens", "must be positive")

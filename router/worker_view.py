@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from router.prefix_map import Prefix
+from router.serving_set import SetId
 from tandem.types import Incarnation, Role, WorkerInfo, WorkerLoad
 
 PREFIX_WORTH = 0.25
@@ -183,6 +184,8 @@ class Demand:
     """Whether a decode worker that seems to hold nearly all of the prompt may be asked to compute the rest."""
     handoff_s: float = 0.0
     """How long it should take to hand its KV over; 0 = not known."""
+    set_id: SetId | None = None
+    """The set of equal workers that it needs; None = any."""
 
     @property
     def num_prefix_tokens(self) -> int:

@@ -16,20 +16,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import TypeAlias
 from weakref import WeakSet
 
+from router.assignment import Assignment
 from router.ejection import Ejections, Subject
 from router.fleet import Candidates, Fleet
 from router.handoff_times import HandoffTimes
-from router.placement import Placement, place
+from router.placement import place, ready_seats
 from router.placement import readiness as readiness_of
 from router.prefix_map import Prefix, PrefixIndex
+from router.serving_set import ServingSet, SetId
 from router.worker_link import WorkerLink
-from router.worker_record import WorkerRecord
+from router.worker_record import WorkerRecord, check_complete
 from router.worker_view import Demand, WorkerView
 from tandem.clock import Clock
 from tandem.errors import HandshakeMismatch, InvalidRequest, Unavailable
@@ -41,28 +43,12 @@ _LONGEST_TICK_S = 0.25
 _MOST_HEARTBEATS_PER_S = 1000
 """That a router asks for of all workers together, as they register: about a fifth of a core (bench.router_scale)."""
 
+_REMEDY = "give router and workers the same --model; a changed config, tokenizer or template needs routers of its own"
+
 _log = get_logger(__name__)
 
 OpenLink: TypeAlias = Callable[[WorkerInfo, Callable[[], None]], WorkerLink]
 """Opens a link; the function given is to be called when its `connected` has changed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """One request on its pair, from `Workers.place` until `Workers.end`."""
-
-    placement: Placement
-    num_tokens: int
-    """That its decode worker lacked of it."""
-    num_seqs: int
-    probe: int
-    """For `Ejections.end`."""
-
-    @property
-    def subjects(self) -> tuple[Subject, ...]:
-        """Whom its fate says something of."""
-        incarnations = self.placement.incarnations
-        return incarnations if self.placement.prefill is None else (*incarnations, (incarnations[0], incarnations[1]))
 
 
 class Workers:
@@ -79,8 +65,12 @@ class Workers:
         rng: Random,
         *,
         falls_back: bool = False,
+        pinned: str = "",
     ) -> None:
-        """`falls_back`: whether decode workers compute every prompt as long as no prefill worker is ready."""
+        """`falls_back`: whether decode workers compute every prompt as long as no prefill worker is ready.
+
+        `pinned`: as `ServingSet` has it.
+        """
         self.lease_s = lease_s
         """How long a silent worker is trusted."""
         self.tick_s = min(_LONGEST_TICK_S, lease_s / _TICKS_PER_LEASE)
@@ -93,6 +83,8 @@ class Workers:
         self._awake_s = clock.now_s()
         self._records: dict[WorkerId, WorkerRecord] = {}
         self._fleet = Fleet(falls_back=falls_back)
+        self.serving = ServingSet(pinned)
+        """Which set of equal workers gets new requests; to be read."""
         self._by_number: dict[int, WorkerRecord] = {}
         self._prefixes = PrefixIndex()
         self._handoff_times = HandoffTimes()
@@ -120,10 +112,10 @@ class Workers:
         until it is gone. Raises Unavailable for both, HandshakeMismatch that names the field in which it differs from
         this router, and InvalidRequest for an info that lacks something.
         """
-        _check_complete(info)
+        check_complete(info)
         for name, ours in self._expected.items():
             if getattr(info, name) != ours:
-                raise HandshakeMismatch(name, ours, f"{getattr(info, name)}; give router and workers the same --model")
+                raise HandshakeMismatch(name, ours, f"{getattr(info, name)}; {_REMEDY}")
         known = self._records.get(info.worker_id)
         replaced: tuple[Incarnation, ...] = ()
         if known is not None:
@@ -173,7 +165,7 @@ class Workers:
         return record is not None and record.drain_ordered
 
     def tick(self) -> None:
-        """Ends leases that ran out and judges engines."""
+        """Ends leases that ran out, judges engines, and lets another set serve when its time has come."""
         self._forgive_standstill()
         now_s = self._clock.now_s()
         for record in list(self._records.values()):
@@ -181,6 +173,7 @@ class Workers:
                 self._remove(record, f"worker {record.info.worker_id} was silent for {self.lease_s:g} s")
             else:
                 self._judge_engine(record)
+        self._choose_set()
 
     # --- what requests ask ---
 
@@ -196,12 +189,17 @@ class Workers:
 
     @property
     def num_pairs_set_aside(self) -> int:
-        """Pairs that get no work as long as there are others, though each of the two may get some."""
+        """Pairs that get no work as long as there are others."""
         return len(self._ejections.pair_burdens(self._clock.now_s()))
 
     def readiness(self) -> str | None:
         """None if a request could be served now, else what is missing."""
-        return readiness_of(self.candidates())
+        return readiness_of(self.candidates(), self.serving.current)
+
+    def serve_only_without(self, set_id: SetId) -> bool:
+        """Whether sets of workers are ready, and this one is not."""
+        seats = ready_seats(self.candidates())
+        return not seats.get(set_id) and any(seats.values())
 
     def candidates(self, prefix: Prefix | None = None) -> Candidates:
         """What the next placement, of a request that begins with `prefix`, is made from; until anything changes."""
@@ -236,7 +234,8 @@ class Workers:
         """As `place`, for who does not wait; the blocks of the demand's prefix are named."""
         now_s = self._clock.now_s()
         if demand.source is None:
-            demand = replace(demand, handoff_s=self._handoff_times.expected_s(demand.num_tokens))
+            set_id = demand.set_id or self.serving.current
+            demand = replace(demand, set_id=set_id, handoff_s=self._handoff_times.expected_s(demand.num_tokens))
         placement = place(demand, self.candidates(demand.prefix), self._rng, self._ejections.pair_burdens(now_s))
         chosen = [
             (record, record.view(now_s, self._ejections, demand.prefix))
@@ -370,6 +369,7 @@ class Workers:
         del self._records[record.info.worker_id], self._by_number[record.number]
         self._fleet.remove(record.info)
         self._ejections.forget(record.info.incarnation)
+        self._choose_set()
         self._notify()
 
     def _look_at(self, record: WorkerRecord) -> None:
@@ -377,10 +377,20 @@ class Workers:
         if self._by_number.get(record.number) is not record:
             return  # its link outlived it
         if self._fleet.change(record.number, record.room, usable=record.obstacle() is None):
+            self._choose_set()
             self._notify()
 
+    def _choose_set(self) -> None:
+        """Settles which set serves, as things are now; logs what begins to serve and what is set apart."""
+        before = self.serving.apart
+        if self.serving.choose(ready_seats(self.candidates()), self._clock.now_s()):
+            _log.info("another set of workers serves", set_id=self.serving.current)
+            self._notify()
+        for each in self.serving.apart - before:
+            names = [record.info.worker_id for record in self._records.values() if SetId.of(record.info) == each]
+            _log.warning("workers set apart", workers=", ".join(names), why=self.serving.why_apart(each))
+
     def _notify(self) -> None:
-        """Sets the event of those who wait now; whoever comes later waits for the next change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -388,12 +398,3 @@ class Workers:
         """This life of the worker."""
         record = self._records.get(info.worker_id)
         return record if record is not None and record.info.incarnation == info.incarnation else None
-
-
-def _check_complete(info: WorkerInfo) -> None:
-    """Raises InvalidRequest that names what is missing."""
-    for name in ("worker_id", "incarnation", "address", "model_fingerprint", "layout_fingerprint"):
-        if not getattr(info, name):
-            raise InvalidRequest(f"info.{name}", "must not be empty")
-    if info.max_sequence_tokens < 1:
-        raise InvalidRequest("info.max_sequence_tokens", "must be positive")

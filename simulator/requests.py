@@ -20,9 +20,10 @@ from decode_worker.worker import DecodeWorker
 from engine.step import SampledToken
 from prefill_worker.worker import PrefillWorker
 from router.admission import Admission
+from router.assignment import Assignment
 from router.placement import Demand
 from router.prefix_map import Prefix
-from router.workers import Assignment, Workers
+from router.workers import Workers
 from simulator.engine import OUTPUT_TOKEN
 from simulator.outcomes import Outcome, gap_p95
 from simulator.traces import Ask

@@ -32,13 +32,17 @@ class WorkerStatus:
     """Whether the router's stream to it is open."""
     set_aside: str = ""
     """That it gets no work as long as others are left, for people; empty = it does."""
+    set_apart: str = ""
+    """Why it gets no new requests: its model or KV layout is not that of the workers that serve; empty = it is."""
 
     @property
     def state(self) -> str:
-        """For people: `not connected`, `draining`, `set aside …` or `serving`."""
+        """For people: `not connected`, `draining`, `set apart`, `set aside …` or `serving`."""
         if not self.connected:
             return "not connected"
-        return "draining" if self.load.draining else self.set_aside or "serving"
+        if self.load.draining:
+            return "draining"
+        return "set apart" if self.set_apart else self.set_aside or "serving"
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,13 @@ class RouterConfig:
     chat_template: str | None = option(
         "chat-template", None, "file with the Jinja template of chats; none: the model's own", none_word="none"
     )
+    model_fingerprint: str | None = option(
+        "model-fingerprint",
+        None,
+        "requests go only to workers whose model fingerprint begins so; none: to the largest set of equal workers",
+        text(r"[0-9a-f]{8,64}", "8 to 64 hexadecimal digits"),
+        none_word="none",
+    )
     listen: str = option("listen", DEFAULT_ADDRESS, "address to serve on", host_port(port_zero=True))
     processes: int = option("processes", 1, _PROCESSES, integer(1, MAX_ROUTER_PROCESSES))
     process: int | None = option(
@@ -122,7 +129,7 @@ class RouterConfig:
         "max-retries",
         2,
         "how often in a row a request is moved to another pair of workers without progress; unless it is 0, workers "
-        "that were not tried yet are tried beyond that, as long as none is lost",
+        "that were not tried yet are tried beyond that, and the loss of a worker is not counted",
         integer(0, 100),
     )
     patience_s: float = option(

@@ -42,6 +42,7 @@ class Reason(StrEnum):
     NO_CAPABLE_WORKER = "NO_CAPABLE_WORKER"
     PREFIX_NOT_HELD = "PREFIX_NOT_HELD"
     WORKER_LOST = "WORKER_LOST"
+    MODEL_CHANGED = "MODEL_CHANGED"
     DRAINING = "DRAINING"
     WORKER_ID_TAKEN = "WORKER_ID_TAKEN"
     TLS_FAILED = "TLS_FAILED"
@@ -67,7 +68,7 @@ class TandemError(Exception):
     reason: Reason = Reason.INTERNAL
     retryable: bool = False
     retry_after_s: float = 1.0
-    """Of an Overloaded."""
+    """Of an Overloaded, and of an Unavailable with reason MODEL_CHANGED."""
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -215,6 +216,7 @@ class InvalidOutput(TandemError):
 _BY_REASON: Mapping[str, type[TandemError]] = {
     **{each.reason.value: each for each in (*TandemError.__subclasses__(), *TransferError.__subclasses__())},
     Reason.WORKER_LOST.value: Unavailable,
+    Reason.MODEL_CHANGED.value: Unavailable,
     Reason.DRAINING.value: Unavailable,
     Reason.WORKER_ID_TAKEN.value: Unavailable,
     Reason.TLS_FAILED.value: Unavailable,

@@ -175,7 +175,7 @@ class Announcer:
         self._on_registered()
         _log.info("registered", router=address, lease_s=first.lease_seconds)
         tasks = {
-            asyncio.create_task(self._obey(call, first), name=f"router-{address}"),
+            asyncio.create_task(self._obey(call, first, address), name=f"router-{address}"),
             asyncio.create_task(self._beat(call, first), name=f"heartbeat-{address}"),
         }
         try:
@@ -188,11 +188,17 @@ class Announcer:
             await asyncio.gather(*tasks, return_exceptions=True)
             call.cancel()
 
-    async def _obey(self, call: RegisterCall, response: object) -> None:
+    async def _obey(self, call: RegisterCall, response: object, router: str) -> None:
         """Until the router ends the stream."""
+        set_apart = ""
         while isinstance(response, registry_pb2.RegisterResponse):
             if response.drain:
                 self._on_drain()
+            if response.set_apart and not set_apart:
+                _log.warning("set apart: this worker gets no new requests", router=router, why=response.set_apart)
+            elif set_apart and not response.set_apart:
+                _log.info("no longer set apart", router=router)
+            set_apart = response.set_apart
             response = await call.read()
 
     async def _beat(self, call: RegisterCall, granted: registry_pb2.RegisterResponse) -> None:

@@ -105,7 +105,7 @@ def _to_proto(error: TandemError) -> status_pb2.Status:
     if isinstance(error, errors.InvalidRequest | errors.UnsupportedOption):
         violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, errors.Overloaded):
+    if isinstance(error, errors.Overloaded) or error.reason is Reason.MODEL_CHANGED:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(retry)

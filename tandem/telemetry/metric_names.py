@@ -80,7 +80,7 @@ GRPC_IN_FLIGHT = Metric(
 # --- router ---
 
 OUTCOMES = (*(str(each) for each in FinishReason), "failed", "cancelled")
-WORKER_STATES = ("ready", "set_aside", "draining", "stalled", "unreachable")
+WORKER_STATES = ("ready", "set_apart", "set_aside", "draining", "stalled", "unreachable")
 
 ROUTER_QUEUED_REQUESTS = Metric(
     "tandem_router_queued_requests", "Requests that wait for admission at the router.", _ROUTER
@@ -95,7 +95,8 @@ ROUTER_MAX_ACTIVE = Metric("tandem_router_max_active_requests", "Requests that m
 ROUTER_MAX_QUEUED = Metric("tandem_router_max_queued_requests", "Requests that may wait for admission.", _ROUTER)
 ROUTER_WORKERS = Metric(
     "tandem_router_workers",
-    "Workers registered with this router; those that are ready get new work, and if there are none, those set aside.",
+    "Workers registered with this router; those that are ready get new work, and if there are none, those set aside; "
+    "those set apart have another model or KV layout.",
     _ROUTER,
     {"worker_role": Role, "state": WORKER_STATES},
 )
@@ -111,7 +112,7 @@ REQUEST_FAILURES = Metric(
     "tandem_request_failures_total",
     "Requests that failed after admission.",
     _ROUTER,
-    {"reason": (*_MOVES, Reason.INVALID_FIELD, Reason.DEADLINE_EXCEEDED)},
+    {"reason": (*_MOVES, Reason.MODEL_CHANGED, Reason.INVALID_FIELD, Reason.DEADLINE_EXCEEDED)},
 )
 REQUESTS_REFUSED = Metric(
     "tandem_requests_refused_total", "Requests that were turned away before they ran.", _ROUTER, {"reason": _REFUSALS}

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import registry_pb2 as tandem_dot_v1_dot_registry__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/cluster.proto\x12\ttandem.v1\x1a\x18tandem/v1/registry.proto\"\x12\n\x10GetStatusRequest\"\x9d\x01\n\x0cWorkerStatus\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\x12\x1d\n\x15heartbeat_age_seconds\x18\x03 \x01(\x01\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\x11\n\tset_aside\x18\x05 \x01(\t\"l\n\x0eLatencySummary\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x13\n\x0bp50_seconds\x18\x03 \x01(\x01\x12\x13\n\x0bp90_seconds\x18\x04 \x01(\x01\x12\x13\n\x0bp99_seconds\x18\x05 \x01(\x01\"/\n\x0ePlacementCount\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"\xeb\x01\n\x0eRecentActivity\x12\x16\n\x0ewindow_seconds\x18\x01 \x01(\x01\x12\x1b\n\x13requests_per_second\x18\x02 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x03 \x01(\x01\x12,\n\tlatencies\x18\x04 \x03(\x0b\x32\x19.tandem.v1.LatencySummary\x12\x16\n\x0etotal_requests\x18\x05 \x01(\x04\x12\x14\n\x0ctotal_tokens\x18\x06 \x01(\x04\x12-\n\nplacements\x18\x07 \x03(\x0b\x32\x19.tandem.v1.PlacementCount\"\xa9\x02\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x17\n\x0fqueued_requests\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x61\x63tive_requests\x18\x05 \x01(\r\x12(\n\x07workers\x18\x06 \x03(\x0b\x32\x17.tandem.v1.WorkerStatus\x12\x18\n\x10not_ready_reason\x18\x07 \x01(\t\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\x16\n\x0euptime_seconds\x18\t \x01(\x01\x12\x15\n\radmin_address\x18\n \x01(\t\x12)\n\x06recent\x18\x0b \x01(\x0b\x32\x19.tandem.v1.RecentActivity\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse2\x94\x01\n\x0e\x43lusterService\x12\x46\n\tGetStatus\x12\x1b.tandem.v1.GetStatusRequest\x1a\x1c.tandem.v1.GetStatusResponse\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponseB\x14Z\x12tandem/v1;tandemv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/cluster.proto\x12\ttandem.v1\x1a\x18tandem/v1/registry.proto\"\x12\n\x10GetStatusRequest\"\xb0\x01\n\x0cWorkerStatus\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\x12\x1d\n\x15heartbeat_age_seconds\x18\x03 \x01(\x01\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\x11\n\tset_aside\x18\x05 \x01(\t\x12\x11\n\tset_apart\x18\x06 \x01(\t\"l\n\x0eLatencySummary\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x13\n\x0bp50_seconds\x18\x03 \x01(\x01\x12\x13\n\x0bp90_seconds\x18\x04 \x01(\x01\x12\x13\n\x0bp99_seconds\x18\x05 \x01(\x01\"/\n\x0ePlacementCount\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"\xeb\x01\n\x0eRecentActivity\x12\x16\n\x0ewindow_seconds\x18\x01 \x01(\x01\x12\x1b\n\x13requests_per_second\x18\x02 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x03 \x01(\x01\x12,\n\tlatencies\x18\x04 \x03(\x0b\x32\x19.tandem.v1.LatencySummary\x12\x16\n\x0etotal_requests\x18\x05 \x01(\x04\x12\x14\n\x0ctotal_tokens\x18\x06 \x01(\x04\x12-\n\nplacements\x18\x07 \x03(\x0b\x32\x19.tandem.v1.PlacementCount\"\xa9\x02\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x17\n\x0fqueued_requests\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x61\x63tive_requests\x18\x05 \x01(\r\x12(\n\x07workers\x18\x06 \x03(\x0b\x32\x17.tandem.v1.WorkerStatus\x12\x18\n\x10not_ready_reason\x18\x07 \x01(\t\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\x16\n\x0euptime_seconds\x18\t \x01(\x01\x12\x15\n\radmin_address\x18\n \x01(\t\x12)\n\x06recent\x18\x0b \x01(\x0b\x32\x19.tandem.v1.RecentActivity\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse2\x94\x01\n\x0e\x43lusterService\x12\x46\n\tGetStatus\x12\x1b.tandem.v1.GetStatusRequest\x1a\x1c.tandem.v1.GetStatusResponse\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponseB\x14Z\x12tandem/v1;tandemv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,19 +36,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=64
   _globals['_GETSTATUSREQUEST']._serialized_end=82
   _globals['_WORKERSTATUS']._serialized_start=85
-  _globals['_WORKERSTATUS']._serialized_end=242
-  _globals['_LATENCYSUMMARY']._serialized_start=244
-  _globals['_LATENCYSUMMARY']._serialized_end=352
-  _globals['_PLACEMENTCOUNT']._serialized_start=354
-  _globals['_PLACEMENTCOUNT']._serialized_end=401
-  _globals['_RECENTACTIVITY']._serialized_start=404
-  _globals['_RECENTACTIVITY']._serialized_end=639
-  _globals['_GETSTATUSRESPONSE']._serialized_start=642
-  _globals['_GETSTATUSRESPONSE']._serialized_end=939
-  _globals['_DRAINREQUEST']._serialized_start=941
-  _globals['_DRAINREQUEST']._serialized_end=974
-  _globals['_DRAINRESPONSE']._serialized_start=976
-  _globals['_DRAINRESPONSE']._serialized_end=991
-  _globals['_CLUSTERSERVICE']._serialized_start=994
-  _globals['_CLUSTERSERVICE']._serialized_end=1142
+  _globals['_WORKERSTATUS']._serialized_end=261
+  _globals['_LATENCYSUMMARY']._serialized_start=263
+  _globals['_LATENCYSUMMARY']._serialized_end=371
+  _globals['_PLACEMENTCOUNT']._serialized_start=373
+  _globals['_PLACEMENTCOUNT']._serialized_end=420
+  _globals['_RECENTACTIVITY']._serialized_start=423
+  _globals['_RECENTACTIVITY']._serialized_end=658
+  _globals['_GETSTATUSRESPONSE']._serialized_start=661
+  _globals['_GETSTATUSRESPONSE']._serialized_end=958
+  _globals['_DRAINREQUEST']._serialized_start=960
+  _globals['_DRAINREQUEST']._serialized_end=993
+  _globals['_DRAINRESPONSE']._serialized_start=995
+  _globals['_DRAINRESPONSE']._serialized_end=1010
+  _globals['_CLUSTERSERVICE']._serialized_start=1013
+  _globals['_CLUSTERSERVICE']._serialized_end=1161
 # @@protoc_insertion_point(module_scope)

@@ -12,18 +12,20 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("info", "load", "heartbeat_age_seconds", "connected", "set_aside")
+    __slots__ = ("info", "load", "heartbeat_age_seconds", "connected", "set_aside", "set_apart")
     INFO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
+    SET_APART_FIELD_NUMBER: _ClassVar[int]
     info: _registry_pb2.WorkerInfo
     load: _registry_pb2.WorkerLoad
     heartbeat_age_seconds: float
     connected: bool
     set_aside: str
-    def __init__(self, info: _Optional[_Union[_registry_pb2.WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[_registry_pb2.WorkerLoad, _Mapping]] = ..., heartbeat_age_seconds: _Optional[float] = ..., connected: bool = ..., set_aside: _Optional[str] = ...) -> None: ...
+    set_apart: str
+    def __init__(self, info: _Optional[_Union[_registry_pb2.WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[_registry_pb2.WorkerLoad, _Mapping]] = ..., heartbeat_age_seconds: _Optional[float] = ..., connected: bool = ..., set_aside: _Optional[str] = ..., set_apart: _Optional[str] = ...) -> None: ...
 
 class LatencySummary(_message.Message):
     __slots__ = ("name", "count", "p50_seconds", "p90_seconds", "p99_seconds")

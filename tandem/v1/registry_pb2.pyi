@@ -117,14 +117,16 @@ class RegisterRequest(_message.Message):
     def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("lease_seconds", "drain", "heartbeat_seconds")
+    __slots__ = ("lease_seconds", "drain", "heartbeat_seconds", "set_apart")
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SET_APART_FIELD_NUMBER: _ClassVar[int]
     lease_seconds: float
     drain: bool
     heartbeat_seconds: float
-    def __init__(self, lease_seconds: _Optional[float] = ..., drain: bool = ..., heartbeat_seconds: _Optional[float] = ...) -> None: ...
+    set_apart: str
+    def __init__(self, lease_seconds: _Optional[float] = ..., drain: bool = ..., heartbeat_seconds: _Optional[float] = ..., set_apart: _Optional[str] = ...) -> None: ...
 
 class ListProcessesRequest(_message.Message):
     __slots__ = ()

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc.aio
 
+from router.serving_set import SetId
 from router.status import RouterStatus
 from router.workers import Workers
 from tandem.convert import info_from_proto, load_from_proto, status_to_proto
@@ -27,7 +28,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
-    """Each worker's Register stream is its lease; for each there is the event that orders its worker to drain."""
+    """Each worker's Register stream is its lease; for each there is the event that has news for its worker."""
 
     def __init__(self, workers: Workers, outgoing: Outgoing, process_ports: Sequence[int] = ()) -> None:
         """`outgoing` is what workers are shown when they are called.
@@ -37,11 +38,11 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self._process_ports = process_ports
         self._workers = workers
         self._outgoing = outgoing
-        self._drain: dict[Incarnation, asyncio.Event] = {}
+        self._news: dict[Incarnation, asyncio.Event] = {}
 
     def order_drain(self, worker_id: WorkerId) -> None:
         """Gives the worker no new work and tells it, on its next stream if none stands. Raises InvalidRequest."""
-        event = self._drain.get(self._workers.order_drain(worker_id).incarnation)
+        event = self._news.get(self._workers.order_drain(worker_id).incarnation)
         if event is not None:
             event.set()
 
@@ -61,35 +62,36 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         except HandshakeMismatch as mismatch:
             _log.warning("worker refused: it serves another model", worker_id=info.worker_id, error=mismatch.message)
             raise
-        drain = self._drain[info.incarnation] = asyncio.Event()
+        news = self._news[info.incarnation] = asyncio.Event()
         try:
-            await self._keep(info, owner, drain, request_iterator, context)
+            await self._keep(info, owner, news, request_iterator, context)
         finally:
             # A newer stream of the same life may have taken over: then the lease is its own.
-            if self._drain.get(info.incarnation) is drain:
-                del self._drain[info.incarnation]
+            if self._news.get(info.incarnation) is news:
+                del self._news[info.incarnation]
                 self._workers.deregister(info)
 
     async def _keep(
         self,
         info: WorkerInfo,
         owner: str,
-        drain: asyncio.Event,
+        news: asyncio.Event,
         requests: AsyncIterator[registry_pb2.RegisterRequest],
         context: Context,
     ) -> None:
-        """Grants the lease; then heartbeats one way, and the order to drain the other."""
-        if self._workers.drain_ordered(info):
-            drain.set()
-        workers = self._workers
-        granted = registry_pb2.RegisterResponse(lease_seconds=workers.lease_s, heartbeat_seconds=workers.heartbeat_s)
+        """Grants the lease; then heartbeats one way, and what changes for the worker the other."""
+        granted = self._response(info)
         await context.write(granted)
-        orders = asyncio.create_task(self._send_orders(drain, context), name=f"orders to {info.worker_id}")
+        orders = asyncio.create_task(self._send_orders(info, granted, news, context), name=f"to {info.worker_id}")
+        set_id, was_apart = SetId.of(info), bool(granted.set_apart)
         try:
             async for request in requests:
                 if request.WhichOneof("message") != "load":
                     raise InvalidRequest("message", "must be load after the first")
                 self._workers.heartbeat(info, load_from_proto(request.load), owner)
+                if (set_id in self._workers.serving.apart) is not was_apart:
+                    was_apart = not was_apart
+                    news.set()
         finally:
             orders.cancel()
 
@@ -116,9 +118,25 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             )
             raise InvalidRequest("info.address", "this router's token would cross the network to it in clear")
 
-    async def _send_orders(self, drain: asyncio.Event, context: Context) -> None:
-        await drain.wait()
-        await context.write(registry_pb2.RegisterResponse(lease_seconds=self._workers.lease_s, drain=True))
+    async def _send_orders(
+        self, info: WorkerInfo, sent: registry_pb2.RegisterResponse, news: asyncio.Event, context: Context
+    ) -> None:
+        while True:
+            response = self._response(info)
+            if (response.drain, response.set_apart) != (sent.drain, sent.set_apart):
+                await context.write(response)
+                sent = response
+            await news.wait()
+            news.clear()
+
+    def _response(self, info: WorkerInfo) -> registry_pb2.RegisterResponse:
+        workers = self._workers
+        return registry_pb2.RegisterResponse(
+            lease_seconds=workers.lease_s,
+            heartbeat_seconds=workers.heartbeat_s,
+            drain=workers.drain_ordered(info),
+            set_apart=workers.serving.why_apart(SetId.of(info)),
+        )
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):

@@ -220,6 +220,7 @@ function showLatencies(recent) {
 function stateOf(worker) {
   if (!worker.connected) return ["not connected", "bad"];
   if (worker.load.draining) return ["draining", "warn"];
+  if (worker.set_apart) return [`set apart: ${worker.set_apart}`, "bad"];
   if (worker.set_aside) return [worker.set_aside, "bad"];
   return worker.heartbeat_age_s > 2 ? ["silent", "warn"] : ["serving", "good"];
 }

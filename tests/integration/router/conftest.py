@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from router.app import Router
-from router.generation import RetryPolicy
+from router.retries import RetryPolicy
 from tandem.checkpoint import read_checkpoint
 from tandem.config import RouterConfig
 from tandem.convert import info_to_proto

@@ -10,7 +10,8 @@ import pytest
 from router.admission import Admission
 from router.entrance import Entrance
 from router.faces.vllm.servicer import VllmServicer
-from router.generation import RetryPolicy, Rooms
+from router.generation import Rooms
+from router.retries import RetryPolicy
 from router.unread import Unread
 from tandem.checkpoint import read_checkpoint
 from tandem.clock import MonotonicClock

@@ -66,8 +66,11 @@ def test_a_short_prompt_stays_on_the_decode_worker_that_may_compute_it(view: Any
 @pytest.mark.parametrize(
     ("changes", "missing"),
     [
-        ({"model_fingerprint": "x"}, "model_fingerprint differs: p weights, d x"),
-        ({"layout_fingerprint": "x"}, "layout_fingerprint differs: p layout, d x: give both the same --block-size"),
+        ({"model_fingerprint": "x"}, "p and d: model_fingerprint differs, weights and x"),
+        (
+            {"layout_fingerprint": "x"},
+            "p and d: layout_fingerprint differs, layout and x: give all the same --b",
+        ),
         ({"transports": ("nccl",)}, "no common transport: p shm,tcp, d nccl"),
         ({"obstacle": Obstacle.DRAINING}, "no decode worker can take it: d is draining"),
         ({"max_sequence_tokens": 19}, "no decode worker can take it: d holds sequences of 19 tokens, not 20"),

@@ -27,7 +27,7 @@ from tandem.types import (
 from tests.manual_clock import ManualClock
 from tests.registering import INFO
 
-NOT_OF_SEQUENCES = {Reason.TLS_FAILED, Reason.WORKER_ID_TAKEN, Reason.PREFIX_NOT_HELD}
+NOT_OF_SEQUENCES = {Reason.TLS_FAILED, Reason.WORKER_ID_TAKEN, Reason.PREFIX_NOT_HELD, Reason.MODEL_CHANGED}
 """Of which no worker says a word about a sequence, or for which no worker is at fault."""
 MOVING = [each for each in Reason if rebuild_error(each, "").retryable and each not in NOT_OF_SEQUENCES]
 """Reasons for which another pair is tried."""
