@@ -15,6 +15,7 @@ Knows nothing of gRPC or of requests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -129,6 +130,7 @@ class Workers:
         record.number = self._fleet.add(info, record.room)
         self._by_number[record.number] = record
         self._open(record)
+        self._choose_set()
 
     def heartbeat(self, info: WorkerInfo, load: WorkerLoad, owner: str = "") -> None:
         """Renews the lease, or registers a worker again that was removed for its silence. Raises as `register`."""
@@ -298,11 +300,9 @@ class Workers:
 
     async def wait_for_change(self, at_most_s: float) -> None:
         """Returns when there are other workers, or others take new work, or when the time is up."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(at_most_s):
                 await self._changed.wait()
-        except TimeoutError:
-            return
 
     def _leave(self, assignment: Assignment, *, arrived: bool) -> None:
         """It is no longer on its way to the decode worker."""

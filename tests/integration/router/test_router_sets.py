@@ -103,6 +103,18 @@ async def test_a_worker_of_another_set_gets_no_requests_and_is_named(cluster: An
     ).items()
 
 
+async def test_a_set_apart_is_told_to_its_worker_and_logged_once(
+    cluster: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    await cluster.add_pair()
+    calls = [
+        cluster.register(cluster.worker_info(Role.DECODE, name, address="127.0.0.1:1", **NEW)) for name in ("d1", "d2")
+    ]
+    said = [(await call.read()).set_apart for call in calls]
+    assert all("model_fingerprint" in each for each in said)
+    assert [each.getMessage() for each in caplog.records if "apart" in each.getMessage()] == ["workers set apart"]
+
+
 async def test_new_requests_go_to_the_new_set_once_it_is_the_larger(launch: Any, policy: Any) -> None:
     cluster = await launch(policy=policy(patience_s=60.0))
     _, decode = await cluster.add_pair()

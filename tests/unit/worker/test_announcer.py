@@ -83,6 +83,21 @@ async def test_a_heartbeat_can_be_sent_at_once() -> None:
     await server.drain(0)
 
 
+async def test_a_worker_that_is_set_apart_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    registry = Registry(LEASE_S)
+    (granted,) = registry.answers
+    apart = registry_pb2.RegisterResponse(lease_seconds=LEASE_S, set_apart="model_fingerprint differs")
+    registry.answers = [granted, apart, apart, registry_pb2.RegisterResponse(lease_seconds=LEASE_S, drain=True)]
+    server, port = await listen(registry)
+    worker = Worker()
+    async with announcing(worker, f"127.0.0.1:{port}"), asyncio.timeout(TIMEOUT_S):
+        await worker.drained.wait()
+    await server.drain(0)
+
+    said = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert ["model_fingerprint differs" in str(vars(record)) for record in said] == [True]
+
+
 def test_a_heartbeat_is_due_when_the_load_changed_and_at_least_thrice_per_lease() -> None:
     rhythm, load = Rhythm(lease_s=6.0, pause_s=0.0), Worker().load()
     assert rhythm.pause_s == 0.25
