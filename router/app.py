@@ -86,11 +86,8 @@ class Router:
         self.metrics, self.recent = Metrics(Process.ROUTER, checkpoint.name, name), RecentLatencies(self.clock)
         counting = RouterMetrics(self.metrics, self.recent, self.clock)
         observers = router_observers([*request_spans(tracer, checkpoint.name), counting, *filter(None, [observer])])
-        self.tokenization = Tokenization.load(
-            checkpoint.folder,
-            None if config.chat_template is None else Path(config.chat_template),
-            checkpoint.eos_token_ids,
-        )
+        template = None if config.chat_template is None else Path(config.chat_template)
+        self.tokenization = Tokenization.load(checkpoint.folder, template, checkpoint.eos_token_ids)
         self.workers = Workers(
             read.name,
             checkpoint.config_fingerprint,
