@@ -87,9 +87,13 @@ class Foundation:
 
     @asynccontextmanager
     async def engine(self, options: EngineOptions, stop: StopSignal) -> AsyncIterator[Engine]:
-        """Loads the engine, and closes it at the end. Raises ConfigError, CheckpointError."""
+        """Loads the engine, and closes it at the end. Raises ConfigError, CheckpointError.
+
+        So it does if a file of the config or tokenizer is another than `checkpoint` was read from.
+        """
         engine = await stop.unless_stopped(partial(load_engine, options))
         try:
+            self.checkpoint.read.check()
             yield engine
         finally:
             engine.close()
