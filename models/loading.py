@@ -28,10 +28,10 @@ from models.experts import (
     SharedExpert,
     grouped_experts,
 )
-from models.family import FAMILIES
 from models.fingerprint import fingerprint_files
 from models.gguf_store import GgufStore
 from models.layers import GatedMlp, NoNorm, RmsNorm
+from models.preflight import AUTO, TRANSFORMERS, check_loadable
 from models.quantization.config import read_quantization
 from models.rope import NoRotation, RotaryEmbedding, order_of_dims
 from models.rope_config import LongRopeScaling
@@ -48,7 +48,7 @@ from models.tensor_names import (
 )
 from models.tensor_store import TensorStore
 from models.weight_files import INDEX_FILE, SINGLE_FILE, find_weight_files
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import ConfigError
 from tandem.gguf import find_gguf, read_gguf
 from tandem.kv_layout import DType, KvLayout, QuantDType
 from tandem.language_part import CONTAINERS, language_tensor
@@ -63,11 +63,6 @@ _log = get_logger(__name__)
 
 Store = TensorStore | GgufStore
 """Where weights come from."""
-
-AUTO = "auto"
-"""The dtype that the checkpoint was saved as; the implementation that serves its family best."""
-NATIVE, TRANSFORMERS = "native", "transformers"
-"""Implementations: our own decoder, and transformers' with our attention and linear maps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +104,7 @@ def load_model(
     """
     gguf = find_gguf(path)
     read = ReadFiles(*(path / name for name in (CONFIG_FILE, INDEX_FILE, SINGLE_FILE)), *([gguf] if gguf else []))
-    if implementation == AUTO:
-        implementation = NATIVE if read_config(path).text("model_type") in FAMILIES else TRANSFORMERS
+    implementation, _ = check_loadable(path, implementation)
     if implementation == TRANSFORMERS:
         return _load_with_transformers(path, read, dtype, device, kernels, form, context_tokens)
     config = load_model_config(path, context_tokens)
@@ -149,8 +143,6 @@ def _load_with_transformers(
 ) -> LoadedModel:
     from models.transformers_loading import load_decoder  # imports transformers, which takes seconds
 
-    if find_gguf(path) is not None:
-        raise CheckpointError(f"{path}: GGUF is read for native families only ({', '.join(FAMILIES)})")
     read.note(*find_weight_files(path).paths)
     chosen = _choose_dtype(dtype, read_dtype(read_config(path)) or DType.FLOAT32)
     decoder, shape = load_decoder(path, chosen, device, kernels, form)
