@@ -24,7 +24,8 @@ from bench.record import write_record
 from bench.step_timer import StepTimer
 from engine.loading import keep_freed_memory
 from kernels.dispatch import AUTO, select_kernels
-from models.loading import NATIVE, TRANSFORMERS, load_model
+from models.loading import load_model
+from models.preflight import NATIVE, TRANSFORMERS
 
 BATCHES = (1, 16)
 CONTEXT_TOKENS = 256

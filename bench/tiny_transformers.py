@@ -44,7 +44,10 @@ _OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     "granitemoe": _LOCAL_EXPERTS,
     "helium": {"head_dim": 16},
-    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_dense": {
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
+    },
     "ministral": {"head_dim": 16, "sliding_window": 29},
     "mixtral": _LOCAL_EXPERTS,
     "olmo3": _MIXED_WINDOWS,

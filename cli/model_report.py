@@ -29,7 +29,11 @@ Row = tuple[str, str]
 
 def model_rows(config: DecodeConfig) -> list[Row]:
     """Rows of name and value, at a worker's options. Raises CheckpointError, ConfigError, each with the remedy."""
-    found = read_servable(config.model)
+    found = read_servable(config.model, config.model_impl)
+    if found.quantization not in {None, "gguf"} and find_spec("torch") is not None:
+        from models.quantization.config import read_quantization
+
+        read_quantization(read_config(found.checkpoint.path))
     found = replace(found, checkpoint=found.checkpoint.within(config.context_tokens))
     layout, dtype = _kv_layout(found, config), _dtype(found.checkpoint.path, config)
     weight_bytes = _weight_bytes(found, dtype, config.quantize)
@@ -38,18 +42,15 @@ def model_rows(config: DecodeConfig) -> list[Row]:
 
 def _identity(found: Servable, dtype: DType, config: DecodeConfig) -> Iterator[Row]:
     checkpoint = found.checkpoint
-    implementation = found.implementation if config.model_impl == "auto" else config.model_impl
-    if implementation == NATIVE != found.implementation:
-        raise ConfigError("--model-impl", f"native does not have {checkpoint.family}: say auto or transformers")
     if config.quantize is not None and found.quantization is not None:
         raise ConfigError("--quantize", f"the checkpoint is quantised already ({found.quantization}): leave it out")
     yield "name", checkpoint.name
     yield "path", str(checkpoint.path)
-    yield "family", f"{checkpoint.family}, computed by {implementation}"
+    yield "family", f"{checkpoint.family}, computed by {found.implementation}"
     yield "dtype", str(dtype)
     yield "weights", _form(found, config.quantize)
     yield "context", f"{checkpoint.context_tokens} tokens{_rotation(found)}"
-    if implementation == TRANSFORMERS and find_spec("transformers") is None:
+    if found.implementation == TRANSFORMERS and find_spec("transformers") is None:
         yield "missing", "transformers: install the extra `worker`"
     yield from _kernels(dtype, config)
 

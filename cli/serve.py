@@ -22,7 +22,9 @@ from cli.http_door import check_http
 from cli.launch import FORKED, launch_command
 from cli.router import STOP_MARGIN_S, process_configs
 from cli.supervisor import START_TIMEOUT_S, Child, Connect, RestartPolicy, Supervisor, open_process
+from models.preflight import check_loadable
 from tandem import progress
+from tandem.checkpoint import resolve_model
 from tandem.client import AsyncClient
 from tandem.clock import MonotonicClock
 from tandem.config import HttpDoorConfig, RouterConfig, ServeConfig, add_arguments, argv_of, environment, load
@@ -63,11 +65,13 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Serves until told to stop; returns the exit code. Raises ConfigError."""
+    """Serves until told to stop; returns the exit code. Raises ConfigError, CheckpointError."""
     config = load(ServeConfig, namespace)
     check_fleet(config)
     check_http(config)
-    Security.load(config.router.security, config.router.ports)  # before children start: each would find the same fault
+    worker = config.decode_worker
+    check_loadable(resolve_model(worker.model), worker.model_impl)  # before children start, as the next line
+    Security.load(config.router.security, config.router.ports)  # each child would find the same fault
     configure_logging("serve", config.router.log_format, config.router.log_level)
     devices = fleet_devices(config, find_gpus(environment().get("CUDA_VISIBLE_DEVICES")))
     check_host_memory(config, devices, available_host_bytes())

@@ -188,9 +188,15 @@ def _read_family(config: ConfigJson) -> Family:
     wanted, key = family.activation.value, family.activation_key
     if config.text(key, wanted).replace("swish", "silu") != wanted:
         raise config.error(key, f"only {wanted} is supported")
-    if config.flag("use_bidirectional_attention", default=False):
-        raise config.error("use_bidirectional_attention", "only causal attention is supported")
+    check_causal(config)
     return family
+
+
+def check_causal(config: ConfigJson) -> None:
+    """Raises CheckpointError if tokens would see later ones."""
+    for key, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
+        if config.flag(key, default=causal) is not causal:
+            raise config.error(key, "only causal attention is supported")
 
 
 def _read_heads(config: ConfigJson, family: Family) -> tuple[int, int, int]:

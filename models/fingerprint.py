@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Collection
-from pathlib import Path
 
 import xxhash
 
 from tandem.errors import CheckpointError
 from tandem.kv_layout import DType
 from tandem.progress import track
+from tandem.read_files import ReadFiles
 
 _SLICE_BYTES = 64 << 20
 
 
-def fingerprint_files(paths: Collection[Path], dtype: DType, *computed: str | None) -> str:
+def fingerprint_files(files: ReadFiles, dtype: DType, *computed: str | None) -> str:
     """32 hex digits over name, size and bytes of each file, in the given order, `dtype`, and how it is `computed`.
 
     Reads the files through the page cache, so it costs one pass over memory after loading.
-    Raises CheckpointError naming a file that cannot be read.
+    Raises CheckpointError naming a file that cannot be read, or is another than the one that was loaded.
     """
     digest = xxhash.xxh3_128(" ".join((dtype.value, *filter(None, computed))).encode())
-    for path in track(paths, "hashing weights"):
+    for path in track(tuple(files), "hashing weights"):
         try:
             size_bytes = path.stat().st_size
             digest.update(f"\n{path.name} {size_bytes}\n".encode())
@@ -36,4 +35,5 @@ def fingerprint_files(paths: Collection[Path], dtype: DType, *computed: str | No
                         digest.update(part)
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    files.check()
     return digest.hexdigest()

@@ -28,10 +28,10 @@ from models.experts import (
     SharedExpert,
     grouped_experts,
 )
-from models.family import FAMILIES
 from models.fingerprint import fingerprint_files
 from models.gguf_store import GgufStore
 from models.layers import GatedMlp, NoNorm, RmsNorm
+from models.preflight import AUTO, TRANSFORMERS, check_loadable
 from models.quantization.config import read_quantization
 from models.rope import NoRotation, RotaryEmbedding, order_of_dims
 from models.rope_config import LongRopeScaling
@@ -47,12 +47,13 @@ from models.tensor_names import (
     stacked_tensor,
 )
 from models.tensor_store import TensorStore
-from models.weight_files import find_weight_files
-from tandem.errors import CheckpointError, ConfigError
+from models.weight_files import INDEX_FILE, SINGLE_FILE, find_weight_files
+from tandem.errors import ConfigError
 from tandem.gguf import find_gguf, read_gguf
 from tandem.kv_layout import DType, KvLayout, QuantDType
 from tandem.language_part import CONTAINERS, language_tensor
 from tandem.progress import track
+from tandem.read_files import ReadFiles
 from tandem.telemetry.logging import get_logger
 
 if TYPE_CHECKING:
@@ -62,11 +63,6 @@ _log = get_logger(__name__)
 
 Store = TensorStore | GgufStore
 """Where weights come from."""
-
-AUTO = "auto"
-"""The dtype that the checkpoint was saved as; the implementation that serves its family best."""
-NATIVE, TRANSFORMERS = "native", "transformers"
-"""Implementations: our own decoder, and transformers' with our attention and linear maps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +102,16 @@ def load_model(
     `implementation`: `auto` is `native` for the families that it has, `transformers` for all others.
     Raises CheckpointError naming the file, key or tensor at fault, ConfigError for a bad `dtype` or `form`.
     """
-    if implementation == AUTO:
-        implementation = NATIVE if read_config(path).text("model_type") in FAMILIES else TRANSFORMERS
-    if implementation == TRANSFORMERS:
-        return _load_with_transformers(path, dtype, device, kernels, form, context_tokens)
-    config = load_model_config(path, context_tokens)
     gguf = find_gguf(path)
+    read = ReadFiles(*(path / name for name in (CONFIG_FILE, INDEX_FILE, SINGLE_FILE)), *([gguf] if gguf else []))
+    implementation, _ = check_loadable(path, implementation)
+    if implementation == TRANSFORMERS:
+        return _load_with_transformers(path, read, dtype, device, kernels, form, context_tokens)
+    config = load_model_config(path, context_tokens)
     store: Store
     if gguf is None:
         files = find_weight_files(path)
-        hashed = (path / CONFIG_FILE, *files.paths)
+        read.note(*files.paths)
         written = ConfigJson.read(path / CONFIG_FILE)
         is_stacked = config.experts is not None and config.experts.names.stacked
         rename: Callable[[str], str | None] = stacked_tensor if is_stacked else str
@@ -123,7 +119,6 @@ def load_model(
             rename = language_tensor
         store = TensorStore(files, expected_tensors(config), read_quantization(written), rename)
     else:
-        hashed = (gguf,)
         store = GgufStore(read_gguf(gguf), config)
     if store.method is not None and form is not None:
         raise ConfigError("--quantize", f"{path} is quantised already ({store.method})")
@@ -134,11 +129,12 @@ def load_model(
     builder.tell()
     scaling = config.rope.scaling
     takes_long = "long factors" if isinstance(scaling, LongRopeScaling) and scaling.is_long else None
-    return LoadedModel(config, decoder, chosen, device, fingerprint_files(hashed, chosen, form, takes_long))
+    return LoadedModel(config, decoder, chosen, device, fingerprint_files(read, chosen, form, takes_long))
 
 
 def _load_with_transformers(
     path: Path,
+    read: ReadFiles,
     dtype: str | None,
     device: torch.device,
     kernels: Kernels,
@@ -147,14 +143,12 @@ def _load_with_transformers(
 ) -> LoadedModel:
     from models.transformers_loading import load_decoder  # imports transformers, which takes seconds
 
-    if find_gguf(path) is not None:
-        raise CheckpointError(f"{path}: GGUF is read for native families only ({', '.join(FAMILIES)})")
-    hashed = (path / CONFIG_FILE, *find_weight_files(path).paths)
+    read.note(*find_weight_files(path).paths)
     chosen = _choose_dtype(dtype, read_dtype(read_config(path)) or DType.FLOAT32)
     decoder, shape = load_decoder(path, chosen, device, kernels, form)
     shape = replace(shape, context_tokens=min(context_tokens or shape.context_tokens, shape.context_tokens))
     _log.info("transformers runs this model, with our attention and linear maps", family=shape.family)
-    fingerprint = fingerprint_files(hashed, chosen, form, TRANSFORMERS)  # its KV differs from ours in the last bits
+    fingerprint = fingerprint_files(read, chosen, form, TRANSFORMERS)  # its KV differs from ours in the last bits
     return LoadedModel(shape, decoder, chosen, device, fingerprint)
 
 

@@ -8,17 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.config import read_config
+from models.config import load_model_config, read_config
 from models.config_json import ConfigJson
 from models.family import FAMILIES as NATIVE_FAMILIES
 from models.quantization.methods import METHODS, REMEDY, SECTIONS
+from models.transformers_config import check_transformers_config
 from models.transformers_families import FAMILIES
 from tandem.checkpoint import CheckpointInfo, read_checkpoint, resolve_model
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, ConfigError
 from tandem.gguf import find_gguf
 from tandem.language_part import CONTAINERS, TEXT_CONFIG
 
+AUTO = "auto"
+"""The implementation that serves a family best."""
 NATIVE, TRANSFORMERS = "native", "transformers"
+"""Implementations: our own decoder, and transformers' with our attention and linear maps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +31,49 @@ class Servable:
 
     checkpoint: CheckpointInfo
     implementation: str
-    """Whose code computes it by default."""
+    """Whose code computes it."""
     quantization: str | None
     """`quant_method`, or `gguf`; None = plain."""
 
 
-def read_servable(model: str) -> Servable:
-    """Judges the folder or file that `--model` names. Raises CheckpointError with the file, the key and the remedy."""
-    path = resolve_model(model)
+def read_servable(model: str, implementation: str = AUTO) -> Servable:
+    """Judges the folder or file that `--model` names, for `--model-impl`.
+
+    Raises CheckpointError with the file, the key and the remedy, ConfigError if the implementation does not have it.
+    """
+    chosen, quantization = check_loadable(resolve_model(model), implementation)
+    return Servable(read_checkpoint(model), chosen, quantization)
+
+
+def check_loadable(path: Path, implementation: str = AUTO) -> tuple[str, str | None]:
+    """Whose code computes the folder or GGUF file `path`, and `Servable.quantization`. A loader asks first.
+
+    Raises CheckpointError, ConfigError, as `read_servable` does.
+    """
     config = read_config(path)
-    family = config.text("model_type")
-    if family not in (NATIVE_FAMILIES if config.is_language_part else FAMILIES | NATIVE_FAMILIES.keys()):
-        raise config.error("model_type", _unknown(family, config))
-    implementation = NATIVE if family in NATIVE_FAMILIES else TRANSFORMERS
+    chosen = _implementation(config, implementation)
     quantization = _quantization(path, config)
-    if quantization is not None and implementation is not NATIVE:
+    if chosen == NATIVE:
+        load_model_config(path)
+    elif quantization is not None:
         raise CheckpointError(
             f"{path}: {quantization}: quantised checkpoints are read for native families only: {REMEDY}"
         )
-    return Servable(read_checkpoint(model), implementation, quantization)
+    else:
+        check_transformers_config(config)
+    return chosen, quantization
+
+
+def _implementation(config: ConfigJson, wanted: str) -> str:
+    family = config.text("model_type")
+    having = [NATIVE] if family in NATIVE_FAMILIES else []
+    if family in FAMILIES and not config.is_language_part:
+        having.append(TRANSFORMERS)
+    if not having:
+        raise config.error("model_type", _unknown(family, config))
+    if wanted not in (AUTO, *having):
+        raise ConfigError("--model-impl", f"{wanted} does not have {family}: say auto or {having[0]}")
+    return having[0] if wanted == AUTO else wanted
 
 
 def _unknown(family: str, config: ConfigJson) -> str:

@@ -14,13 +14,10 @@ import torch
 
 from kernels.attention import AttentionMetadata, AttentionParams
 from kernels.operations import Kernels, Operations, QkNorm, Rotation
+from models.transformers_masks import Mask, UnsupportedModel
 
 _IGNORED_RULES = frozenset({"position_ids", "use_cache", "cache_position", "dropout", "is_causal"})
 """What models tell attention, and ours needs not."""
-
-
-class UnsupportedModel(Exception):
-    """The model computes in a way that our parts do not; says in which."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,16 +122,18 @@ class Probe:
     ) -> torch.Tensor:
         """See `Attends.attend`."""
         unknown = {name for name, value in rules.items() if value is not None} - _IGNORED_RULES
-        unknown -= {"scaling", "sliding_window", "softcap"}
+        unknown -= {"scaling", "sliding_window", "softcap", "mask"}
         if unknown:
             raise UnsupportedModel(f"attention with {', '.join(sorted(unknown))}")
         if k.shape != v.shape or q.shape[-1] != k.shape[-1]:
             raise UnsupportedModel("keys and values of different sizes")
         if layer in self.params:
             raise UnsupportedModel("layers that attend more than once")
-        scale = rules.get("scaling")
+        scale, window, mask = (rules.get(name) for name in ("scaling", "sliding_window", "mask"))
+        if isinstance(mask, Mask):
+            window = mask.window(window)
         self.params[layer] = AttentionParams(
-            k.shape[-1] ** -0.5 if scale is None else float(scale), rules.get("sliding_window"), rules.get("softcap")
+            k.shape[-1] ** -0.5 if scale is None else float(scale), window, rules.get("softcap")
         )
         self.kv_shapes.add((k.shape[1], k.shape[-1]))
         turns = None if _turns is None else _turns.take()

@@ -31,16 +31,17 @@ from models.transformers_attention import (
     Paged,
     Probe,
     Turns,
-    UnsupportedModel,
     defer_rotation,
     left_to,
 )
 from models.transformers_fusion import fuse_products
 from models.transformers_layers import replace_layers
+from models.transformers_masks import ASKED, Mask, UnsupportedModel
 from models.transformers_parts import Mapped, Norm, Pack
 
 IMPLEMENTATION = "tandem"
-"""As transformers knows our attention and experts. It is none of its mask functions, so models make no masks for it."""
+"""As transformers knows our attention and experts. It is none of its mask functions, so models make no masks for it.
+While a model is probed, `ASKED` stands in its place."""
 _PROBED_TOKENS = 5
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Names of linear maps that choose experts or weigh them: small, so they are not rounded, as in native models."""
@@ -159,8 +160,13 @@ def _probe(base: nn.Module, device: torch.device, turns: Turns | None, operation
     probe = Probe(operations)
     _seat(base, probe)
     tokens = torch.arange(_PROBED_TOKENS, device=device)[None]
-    with torch.inference_mode(), left_to(turns):
-        base(input_ids=tokens, position_ids=tokens, use_cache=False)
+    config: Any = base.config
+    config._attn_implementation = ASKED
+    try:
+        with torch.inference_mode(), left_to(turns):
+            base(input_ids=tokens, position_ids=tokens, use_cache=False)
+    finally:
+        config._attn_implementation = IMPLEMENTATION
     return probe
 
 
@@ -234,6 +240,15 @@ def _attend(
     return module.tandem.attend(module.layer_idx, q, k, v, rules), None
 
 
+def _ask(
+    module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, **rules: Any
+) -> tuple[torch.Tensor, None]:
+    """`_attend`, of a model that is probed."""
+    if not isinstance(mask, Mask):
+        raise UnsupportedModel("attention without a mask")
+    return _attend(module, q, k, v, None, mask=mask, **rules)
+
+
 def _compute_experts(module: Any, x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """X `[T, E]`, `expert_ids` and `shares` `[T, K]` → `[T, E]`; a token's experts are added in ascending order."""
     out, flat = torch.zeros_like(x), expert_ids.flatten()
@@ -248,4 +263,5 @@ def _compute_experts(module: Any, x: torch.Tensor, expert_ids: torch.Tensor, sha
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attend)
+ALL_ATTENTION_FUNCTIONS.register(ASKED, _ask)
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _compute_experts)

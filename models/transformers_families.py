@@ -25,3 +25,13 @@ FAMILIES = frozenset(
     )
 )
 """By `model_type`; each has its test of exactness."""
+
+MIXED_WINDOWS = frozenset(
+    (
+        *("cohere2", "exaone4", "gemma2", "gemma3_text", "ministral", "mistral"),
+        *("olmo3", "qwen2", "qwen2_moe", "qwen3", "smollm3"),
+    )
+)
+"""Of which some layers may have a window, and others not."""
+WINDOWED = MIXED_WINDOWS | {"mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"}
+"""That compute windows at all; with the others transformers would cut its cache, and not its mask."""

@@ -1,6 +1,6 @@
 """From a checkpoint folder to a decoder that transformers runs with our parts (`models.transformers_decoder`).
 
-Only families whose exactness is tested are served (`FAMILIES`). transformers reads the weights, from safetensors alone;
+`models.preflight` has passed its config. transformers reads the weights, from safetensors alone;
 no code of a checkpoint is ever run.
 """
 
@@ -18,15 +18,11 @@ from kernels.operations import Kernels, LinearMap
 from kernels.quantized import QuantForm, QuantizedWeight, quantize
 from models.config import ModelShape
 from models.dtypes import torch_dtype
-from models.transformers_attention import UnsupportedModel
 from models.transformers_decoder import IMPLEMENTATION, TransformersDecoder, build
-from models.transformers_families import FAMILIES
+from models.transformers_masks import UnsupportedModel
 from tandem.checkpoint import read_checkpoint
 from tandem.errors import CheckpointError
 from tandem.kv_layout import DType
-
-_BATCH_ROPES = frozenset({"dynamic", "longrope"})
-"""Whose frequencies transformers takes from the longest sequence of a batch: a token would depend on its neighbours."""
 
 
 def load_decoder(
@@ -89,16 +85,6 @@ def _read_config(path: Path) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: transformers cannot read its config.json: {error}") from error
-    if config.model_type not in FAMILIES:
-        raise CheckpointError(
-            f"{path}: model_type {config.model_type!r} is not supported ({', '.join(sorted(FAMILIES))})"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise CheckpointError(f"{path}: quantised checkpoints are read for native families only")
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
-        if rope.get("rope_type") in _BATCH_ROPES:
-            raise CheckpointError(f"{path}: rope_type {rope['rope_type']!r} is read for native families only")
     return config
 
 

@@ -86,8 +86,7 @@ class Router:
         self.metrics, self.recent = Metrics(Process.ROUTER, checkpoint.name, name), RecentLatencies(self.clock)
         counting = RouterMetrics(self.metrics, self.recent, self.clock)
         observers = router_observers([*request_spans(tracer, checkpoint.name), counting, *filter(None, [observer])])
-        template = None if config.chat_template is None else Path(config.chat_template)
-        self.tokenization = Tokenization.load(checkpoint.folder, template, checkpoint.eos_token_ids)
+        self.tokenization = _load_tokenization(config, checkpoint)
         self.workers = Workers(
             read.name,
             checkpoint.config_fingerprint,
@@ -155,6 +154,14 @@ class Router:
             kserve_service(KserveServicer(checkpoint, entrance, status, self.clock, config.limits)),
             vllm_service(VllmServicer(checkpoint, config, entrance, status)),
         )
+
+
+def _load_tokenization(config: RouterConfig, checkpoint: CheckpointInfo) -> Tokenization:
+    """Reads the files that `config_fingerprint` is of. Raises CheckpointError if one has changed since, ConfigError."""
+    template = None if config.chat_template is None else Path(config.chat_template)
+    tokenization = Tokenization.load(checkpoint.folder, template, checkpoint.eos_token_ids)
+    checkpoint.read.check()
+    return tokenization
 
 
 async def _first_of(health: asyncio.Task[None], until: Callable[[], Awaitable[None]]) -> None:

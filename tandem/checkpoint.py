@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,7 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.gguf import SUFFIX, find_gguf, read_gguf
 from tandem.language_part import language_config
 from tandem.model_path import check_model_path
+from tandem.read_files import ReadFiles
 from tandem.tokenizer_file import find_tokens
 from tandem.types import TokenId
 
@@ -55,7 +56,7 @@ class CheckpointInfo:
 
     name: str
     path: Path
-    """A folder, or a GGUF file."""
+    """A folder, or a GGUF file: where the name led, whatever it leads to later."""
     config: Mapping[str, Any]
     """config.json, or what a GGUF file says in its place."""
     family: str
@@ -67,6 +68,8 @@ class CheckpointInfo:
     """Of temperature, top_p, top_k, min_p, repetition_penalty those that the checkpoint sets."""
     config_fingerprint: str
     """Hash of config, generation config, tokenizer and chat template files."""
+    read: ReadFiles = field(compare=False)
+    """What `config_fingerprint` is of. Who reads these files too checks them then."""
     other_names: tuple[str, ...] = ()
     """By which clients may ask for it too."""
 
@@ -104,16 +107,18 @@ def resolve_model(model: str) -> Path:
 
 def read_checkpoint(model: str) -> CheckpointInfo:
     """Reads the folder or file that `--model` names. Raises CheckpointError with file and key."""
-    path = resolve_model(model)
+    named = resolve_model(model)
+    path = named.resolve() if named.is_dir() else named.parent.resolve() / named.name
     gguf = find_gguf(path)
     folder = path if path.is_dir() else path.parent
+    read = ReadFiles(*(folder / name for name in _FINGERPRINTED), *([gguf] if gguf else []))
     config = _Document.read(path / "config.json") if gguf is None else _Document(gguf, read_gguf(gguf).config())
     config = replace(config, values=language_config(config.values))
     generation = _Document.read(folder / "generation_config.json", optional=True)
     vocab_size = config.integer("vocab_size", low=1)
     ends = _eos_token_ids(generation, vocab_size) or _eos_token_ids(config, vocab_size)
-    return CheckpointInfo(
-        name=DEMO if model == DEMO else Path(os.path.abspath(path)).name,  # that of a link, not of what it leads to
+    info = CheckpointInfo(
+        name=DEMO if model == DEMO else Path(os.path.abspath(named)).name,  # that of a link, not of what it leads to
         path=path,
         config=MappingProxyType(dict(config.values)),
         family=config.string("model_type"),
@@ -122,7 +127,10 @@ def read_checkpoint(model: str) -> CheckpointInfo:
         eos_token_ids=ends | _tokenizer_ends(config, folder, vocab_size, is_gguf=gguf is not None),
         generation_defaults=_generation_defaults(generation),
         config_fingerprint=_fingerprint(folder, config),
+        read=read,
     )
+    read.check()
+    return info
 
 
 @dataclass(frozen=True, slots=True)

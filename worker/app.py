@@ -72,7 +72,7 @@ class Foundation:
     def lay(cls, role: Role, config: WorkerConfig, tracer: Tracer | None) -> Foundation:
         """Reads certificates and checkpoint. Raises ConfigError, CheckpointError."""
         security = Security.load(config.security, config.ports, config.calls)
-        checkpoint = read_servable(config.model).checkpoint.within(config.context_tokens)
+        checkpoint = read_servable(config.model, config.model_impl).checkpoint.within(config.context_tokens)
         transports = choose(config.transport, resolve_device(config.device))
         incarnation, clock = new_incarnation(), MonotonicClock()
         worker_id = WorkerId(config.worker_id or f"{role.value}-{incarnation[:8]}")
@@ -87,9 +87,13 @@ class Foundation:
 
     @asynccontextmanager
     async def engine(self, options: EngineOptions, stop: StopSignal) -> AsyncIterator[Engine]:
-        """Loads the engine, and closes it at the end. Raises ConfigError, CheckpointError."""
+        """Loads the engine, and closes it at the end. Raises ConfigError, CheckpointError.
+
+        So it does if a file of the config or tokenizer is another than `checkpoint` was read from.
+        """
         engine = await stop.unless_stopped(partial(load_engine, options))
         try:
+            self.checkpoint.read.check()
             yield engine
         finally:
             engine.close()

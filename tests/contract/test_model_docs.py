@@ -8,7 +8,7 @@ from pathlib import Path
 from bench import exactness_page
 from bench.exactness import RANDOM_MODELS
 from models.family import FAMILIES as NATIVE
-from models.transformers_loading import FAMILIES
+from models.transformers_families import FAMILIES
 
 ROWS = re.findall(r"^\| `(native|transformers)` \| (.*) \|$", Path("docs/models.md").read_text(), re.MULTILINE)
 

@@ -45,7 +45,8 @@ def byte_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert tokenizer.token_to_id("<eos>") == EOS
     tokenizer.save(str(path / "tokenizer.json"))
     config = {"model_type": "llama", "vocab_size": VOCAB_SIZE, "max_position_embeddings": CONTEXT_TOKENS}
-    (path / "config.json").write_text(json.dumps(config | {"eos_token_id": EOS}))
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    (path / "config.json").write_text(json.dumps(config | sizes | {"eos_token_id": EOS}))
     (path / "generation_config.json").write_text(json.dumps({"do_sample": False}))
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "<eos>"}))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from tandem.errors import HandshakeMismatch, InvalidRequest, ModelNotFound, Overloaded
+from router.tokenization import Tokenization
+from tandem.errors import CheckpointError, HandshakeMismatch, InvalidRequest, ModelNotFound, Overloaded
 from tandem.rpc.received_error import error_from_rpc
 from tandem.types import Role
 from tandem.v1 import inference_pb2 as pb
@@ -169,3 +172,19 @@ async def test_a_worker_that_leaves_out_a_field_is_refused_by_it(cluster: Any, f
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await cluster.register(info).read()
     assert error_from_rpc(caught.value).field == f"info.{field}"
+
+
+async def test_a_tokenizer_that_changes_before_the_router_has_read_it_is_refused(
+    launch: Any, byte_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(byte_checkpoint, tmp_path / "model")
+    load = Tokenization.load
+
+    def replace_first(*given: Any) -> Tokenization:
+        shutil.copy(folder / "tokenizer.json", folder / "new")
+        (folder / "new").rename(folder / "tokenizer.json")
+        return load(*given)
+
+    monkeypatch.setattr(Tokenization, "load", replace_first)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: changed while"):
+        await launch(model=str(folder))

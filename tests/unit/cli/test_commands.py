@@ -2,7 +2,9 @@
 
 import argparse
 import io
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from cli.main import main
 from cli.sampling import add_sampling_arguments, generate_options
 from cli.status_view import view
 from cli.terminal import open_console, print_whole, table
+from tandem.checkpoint import DEMO, resolve_model
 from tandem.client import ClusterStatus, SamplingOptions, WorkerStatus
 from tandem.types import Incarnation, PoolCounts, Role, WorkerId, WorkerInfo, WorkerLoad
 
@@ -177,13 +180,36 @@ def test_a_worker_without_torch_is_exit_code_two_with_what_to_install(role: str)
     assert ended.stderr == "tandem: a worker: needs torch; install the extra `worker`\n"
 
 
+@pytest.mark.parametrize(
+    ("keys", "argv", "words"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["--model-impl", "transformers"], "rope_type"),
+        ({"model_type": "gemma", "sliding_window": 16}, [], "sliding_window: gemma has none"),
+        ({"is_causal": False}, [], "is_causal: only causal"),
+    ],
+)
+def test_what_workers_would_refuse_is_refused_before_they_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, Any], argv: list[str], words: str
+) -> None:
+    folder = shutil.copytree(resolve_model(DEMO), tmp_path / "model")
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | keys))
+    for command in ("serve", "doctor"):
+        assert main([command, "--model", str(folder), *argv]) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
+
+
 def test_serve_ends_with_the_reason_of_a_child_that_refuses_its_model(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cli.main", "serve", "--model", str(tmp_path), "--listen", "127.0.0.1:0"]
+    folder = shutil.copytree(resolve_model(DEMO), tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    command = [sys.executable, "-m", "cli.main", "serve", "--model", str(folder), "--listen", "127.0.0.1:0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert ended.stderr.splitlines()[-1].startswith("tandem: router: ")
-    assert "config.json" in ended.stderr.splitlines()[-1]
+    assert "tokenizer.json" in ended.stderr.splitlines()[-1]
 
 
 def test_output_to_a_reader_that_left_is_no_traceback() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from bench.tiny_models import TINY_MODELS, TinyModel, save_tiny_model
 from cli.model_report import model_rows
 from tandem.config import DecodeConfig
-from tandem.errors import ConfigError
+from tandem.errors import CheckpointError, ConfigError
 
 LONG_ROPE = next(tiny for tiny in TINY_MODELS if tiny.name == "phi3-longrope")
 
@@ -25,6 +26,16 @@ def test_the_list_of_longrope_is_named(tmp_path: Path) -> None:
     tiny = TinyModel("phi3", "phi3", overrides)
     assert rows(tiny, tmp_path, None)["context"].startswith("4096 tokens; longrope with its factors for long texts")
     assert rows(tiny, tmp_path, 128)["context"].startswith("128 tokens; longrope with its factors for short texts")
+
+
+def test_a_quantised_checkpoint_is_judged_as_its_loader_does(tmp_path: Path) -> None:
+    save_tiny_model(TINY_MODELS[0], tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 3}})
+    )
+    with pytest.raises(CheckpointError, match=r"quantization_config\.bits: 3 bits are not read"):
+        model_rows(dataclasses.replace(DecodeConfig(), model=str(tmp_path)))
 
 
 def test_a_context_longer_than_the_model_s_is_refused(tmp_path: Path) -> None:

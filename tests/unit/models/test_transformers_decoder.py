@@ -16,15 +16,20 @@ from kernels.dispatch import select_kernels
 from kernels.quantized import QuantForm, quantize
 from models import transformers_loading
 from models.loading import load_model
-from tandem.errors import CheckpointError
+from models.preflight import read_servable
+from tandem.errors import CheckpointError, ConfigError
 
 CPU = torch.device("cpu")
 BY_NAME = {tiny.name: tiny for tiny in TINY_TRANSFORMERS}
 
 
 def load(folder, dtype="float32", form=None):
+    return load_as(folder, "transformers", dtype, form)
+
+
+def load_as(folder, implementation, dtype="float32", form=None):
     kernels = select_kernels("auto", CPU, getattr(torch, dtype))
-    return load_model(folder, dtype, CPU, kernels, form, "transformers")
+    return load_model(folder, dtype, CPU, kernels, form, implementation)
 
 
 def generated(tools, model, prompts, block_size, chunk_tokens, max_tokens=12):
@@ -104,18 +109,69 @@ def edited(folder, tmp_path, **keys):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"model_type": "mamba"}, "'mamba' is not supported"),
+        ({"model_type": "mamba"}, "'mamba' is not served"),
         ({"model_type": "nobody-knows"}, "nobody-knows"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope_type 'dynamic'",
+            "rope_type: 'dynamic'",
         ),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(checkpoint, tmp_path, keys, words):
     with pytest.raises(CheckpointError, match=words):
         load(edited(checkpoint(BY_NAME["gemma"]), tmp_path, **keys))
+
+
+HUNYUAN_ROPE = {
+    "alpha": 1000.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "type": "dynamic",
+}
+"""As the family is published."""
+
+
+def test_a_dynamic_rope_of_a_fixed_alpha_is_served_as_published(tools, checkpoint, tmp_path):
+    keys = {"rope_parameters": None, "rope_theta": 10000.0, "max_position_embeddings": 64}
+    saved = checkpoint(BY_NAME["hunyuan_v1_dense"])
+    folder = edited(saved, tmp_path, rope_scaling=HUNYUAN_ROPE, **keys)
+    prompts = [tools.random_prompt(length) for length in (1, 40, 100)]  # the last is beyond the context
+    reference = tools.load_transformers(folder)
+    expected = [tools.reference_tokens(reference, prompt, 12) for prompt in prompts]
+    assert read_servable(str(folder)).implementation == "transformers"
+    assert generated(tools, load(folder), prompts, 16, 64) == expected
+    plain = edited(saved, tmp_path / "plain", rope_scaling=None, **keys)
+    assert generated(tools, load(plain), prompts, 16, 64) != expected
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "words"),
+    [
+        ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic'"),
+        ("hunyuan_v1_dense", {"head_dim": None}, "head_dim: is missing"),
+        ("phimoe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type: 'linear'"),
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type: 'yarn'"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "rope_type: 'longrope'"),
+    ],
+)
+def test_what_turns_by_the_longest_text_of_a_step_is_refused_before_a_weight_is_read(
+    checkpoint, tmp_path, name, keys, words
+):
+    folder = edited(checkpoint(BY_NAME[name]), tmp_path, **keys)
+    with pytest.raises(CheckpointError, match=words):
+        read_servable(str(folder), "transformers")
+
+
+@pytest.mark.parametrize(("name", "implementation"), [("gemma", "native"), ("gpt_oss", "transformers")])
+def test_an_implementation_that_does_not_have_the_family_is_refused(checkpoint, tmp_path, name, implementation):
+    folder = edited(checkpoint(BY_NAME["gemma"]), tmp_path, model_type=name, architectures=None, rope_parameters=None)
+    for judge in (lambda: read_servable(str(folder), implementation), lambda: load_as(folder, implementation)):
+        with pytest.raises(ConfigError, match=f"--model-impl: {implementation} does not have {name}"):
+            judge()
 
 
 def test_missing_and_surplus_tensors_are_refused(checkpoint, tmp_path):
@@ -140,7 +196,8 @@ def test_code_of_a_checkpoint_is_never_run(checkpoint, tmp_path):
 
 
 def test_layers_that_do_not_attend_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("models.transformers_loading.FAMILIES", frozenset({"minimax"}))
+    monkeypatch.setattr("models.preflight.FAMILIES", frozenset({"minimax"}))
+    monkeypatch.setattr("models.preflight.check_transformers_config", lambda config: None)
     tiny = TinyModel("minimax", "minimax", {"num_local_experts": 2, "head_dim": 16})
     AutoModelForCausalLM.from_config(tiny.config()).save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).model_type == "minimax"
