@@ -53,6 +53,9 @@ def load_decoder(
             first = min(map(str, report[what]))
             raise CheckpointError(f"{path}: {what.replace('_', ' ')} in its weights, such as {first}")
     model.requires_grad_(requires_grad=False).to(device).train(mode=False)
+    for each in (*model.parameters(), *model.buffers()):
+        if each.device.type == "cpu":  # it may lie in the mapped file, where others can write
+            each.data = each.data.clone()
     try:
         with torch.inference_mode():
             decoder, kv_shapes = build(

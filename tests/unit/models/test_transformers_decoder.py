@@ -55,6 +55,18 @@ def test_blocks_and_chunks_change_no_token(tools, checkpoint, name, block_size, 
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+def test_weights_are_copies_that_outlive_the_file(tools, checkpoint, tmp_path, name):
+    folder = shutil.copytree(checkpoint(BY_NAME[name]), tmp_path / name)
+    model, prompts = load(folder), [tools.random_prompt(20)]
+    before = generated(tools, model, prompts, 16, 64)
+    with (folder / "model.safetensors").open("r+b") as file:
+        size = file.seek(0, 2)
+        file.seek(size // 4)
+        file.write(b"\0" * (size - size // 4))
+    assert generated(tools, model, prompts, 16, 64) == before
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
 def test_a_token_has_the_same_bits_alone_and_beside_others(tools, checkpoint, name):
     model = load(checkpoint(BY_NAME[name]), "bfloat16")
     prompt, others = tools.random_prompt(40), [tools.random_prompt(n) for n in (3, 60, 17)]
