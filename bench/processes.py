@@ -39,6 +39,15 @@ def usage(pid: int) -> Usage | None:
     return Usage(pid, descriptors, threads, pages * _PAGE_BYTES, shared_mappings)
 
 
+def started_s(pid: int) -> float | None:
+    """When the process began, on the clock of `time.CLOCK_BOOTTIME`, to 10 ms; None if there is no such process."""
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+
+
 def children(parent: int) -> dict[str, int]:
     """Process ids of the children of a `tandem serve` by name: `router` or `router-I`, and each worker's id.
 

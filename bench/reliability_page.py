@@ -13,6 +13,7 @@ from typing import Any
 
 from bench.markdown import table
 from bench.page import RESULTS, ROOT, Record
+from bench.soak_calls import NOT_COUNTED, WANTS_ANSWER
 
 PAGE = ROOT / "docs" / "reliability.md"
 _PLACE = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -63,12 +64,15 @@ def soak_section(results: Mapping[str, Any]) -> str:
         (manner, *(str(each.get(outcome, 0)) for outcome in outcomes)) for manner, each in results["calls"].items()
     ]
     faults = ", ".join(f"{count} × {what}" for what, count in sorted(results["faults"].items()))
+    lost = sum(results["calls"].get(manner, {}).get(each, 0) for manner in WANTS_ANSWER for each in NOT_COUNTED)
+    stayed = results["wanted"] - lost
+    found = "".join(f", {count} {sort}" for sort, count in results.get("found", {}).items())
     lines = (
         f"Seed {results['seed']}, {len(results['rounds'])} rounds, {results['storm_s'] / 60:.1f} minutes of faults: "
         f"{faults}.\n",
         table(("callers", *outcomes), calls),
-        f"Served {results['served']} of {results['wanted']} calls that wanted an answer and had time for it "
-        f"({results['served'] / max(1, results['wanted']):.1%}). Violations: {len(results['violations'])}.\n",
+        f"Served {results['served']} of {stayed} calls that wanted an answer and had time for it, and whose connection "
+        f"stayed ({results['served'] / max(1, stayed):.1%}). Violations: {len(results['violations'])}{found}.\n",
     )
     return "\n".join(lines)
 

@@ -205,7 +205,7 @@ async def _ask(client: AsyncClient, kind: Kind, account: Account) -> None:
     except TandemError as error:
         account.violations.append(f"failed: {kind.request.name}: {error.reason}: {error.message}")
         return
-    complaint = wrong(heard, kind.answer, succeeded=True)
+    complaint = wrong(heard, kind.answers, succeeded=True)
     if complaint:
         account.violations.append(f"wrong: {kind.request.name}: {complaint}")
     account.served[kind.request.name.partition("-")[0]] += 1

@@ -1,7 +1,8 @@
 """What callers of a soak do and hear: requests of every kind, ways to behave badly, and the verdict on each call.
 
-Knows neither processes nor faults. Every kind of request has one right answer, learned in a quiet run; a call that
-failed or was left early must have heard the beginning of it.
+Knows neither processes nor faults. Every kind of request has one right answer of each model, learned in quiet runs; a
+model is a set of weights with a layout of KV. An answer must be one of these whole. What a call heard that failed or
+was left early must be the beginning of one.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import enum
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from random import Random
-from typing import Protocol, Unpack
+from typing import Any, Protocol, Unpack
 
-from bench.random_requests import RandomRequest, make_requests, make_sharing_requests
+from bench.random_requests import VOCAB_SIZE, RandomRequest, make_requests, make_sharing_requests
 from tandem.client import Choice, Completion, GenerateOptions, GenerationUpdate
 from tandem.clock import Clock
 from tandem.errors import Reason, TandemError
@@ -25,16 +27,26 @@ LONGEST_S = 60.0
 OVERRUN_S = 1.0
 """Most that a call may take beyond that."""
 _SHARE_WITH_CHOICES = 0.15
+_SHARE_LONG = 0.3
+_LONG_TOKENS = (300, 900)
+"""Of such answers, whose workers end while they stream."""
+_TOLD_TOKENS = 6
+"""Of an answer that differs, from there on."""
 _SLOW_S = 0.2
 _SLOW_UPDATES = 15
 """A slow reader pauses so long before each of so many updates."""
-_EXPLAINED = {
+MODEL_CHANGED = "MODEL_CHANGED"
+"""Reason of a refusal: the workers that can end the answer as it began are gone. Callers send the request again."""
+_EXPLAINED: set[str] = {
+    MODEL_CHANGED,
     *(Reason.NO_CAPABLE_WORKER, Reason.WORKER_LOST, Reason.DRAINING, Reason.DEADLINE_EXCEEDED, Reason.QUEUE_FULL),
     *(Reason.TRANSFER_FAILED, Reason.PEER_LOST),
 }
 """What a caller may be told while processes die and stand still. Anything else is a bug."""
 CONNECTION_LOST = "connection lost"
 """Outcome of a call that no router answered: its connection was reset, or the router is not there."""
+NOT_COUNTED = (CONNECTION_LOST, MODEL_CHANGED)
+"""Outcomes of calls that are not in the share served."""
 _MADE_BY_GRPC = ("UNAVAILABLE: ", "CANCELLED: ")
 """How messages of such errors begin; the router's own do not."""
 
@@ -69,6 +81,13 @@ class Said:
             return self == other
         return other.token_ids[: len(self.token_ids)] == self.token_ids and other.text.startswith(self.text)
 
+    def told_from(self, place: int) -> str:
+        """What follows the first `place` tokens, in short."""
+        tokens = self.token_ids[place : place + _TOLD_TOKENS]
+        return (
+            f"{tokens} of {len(self.token_ids)} tokens and {len(self.text)} letters, {self.finish_reason or 'no end'}"
+        )
+
 
 Answer = Mapping[int, Said]
 """By choice."""
@@ -92,10 +111,17 @@ class Client(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A request and its right answer."""
+    """A request and its right answers."""
 
     request: RandomRequest
-    answer: Answer
+    answers: Mapping[str, Answer]
+    """By model."""
+
+    @property
+    def answer(self) -> Answer:
+        """The right one, where there is one model."""
+        (answer,) = self.answers.values()
+        return answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +133,29 @@ class Ended:
     outcome: str
     """`ok`, `left` by its caller, `hung`, `connection lost`, or the reason that the router gave."""
     complaint: str = ""
-    """What is wrong with that, in words; empty = nothing."""
+    """What is wrong with that, in words that begin with its sort and a colon; empty = nothing."""
+    num_tokens: int = 0
+    """That were heard, and compared."""
 
 
 def draw_requests(count: int, seed: int) -> list[RandomRequest]:
-    """Requests over every parameter: every other one shares; of the rest, some want several choices."""
+    """Requests over every parameter: every other one shares; some others want several choices, or a long answer."""
     rng = Random(seed)
-    plain = [
-        replace(each, options=each.options | {"n": rng.randint(2, 3)}) if rng.random() < _SHARE_WITH_CHOICES else each
-        for each in make_requests(count, seed)
-    ]
+    plain = [replace(each, options=_varied(each.options, rng)) for each in make_requests(count, seed)]
     sharing = make_sharing_requests(count, seed)
     return [(sharing if index % 2 else plain)[index] for index in range(count)]
+
+
+def _varied(options: dict[str, Any], rng: Random) -> dict[str, Any]:
+    """The options of a plain request; of some with choices, of others with a short prompt and a long answer."""
+    drawn = rng.random()
+    if drawn < _SHARE_WITH_CHOICES:
+        return options | {"n": rng.randint(2, 3)}
+    if drawn < _SHARE_WITH_CHOICES + _SHARE_LONG:
+        tokens, prompt = rng.randint(*_LONG_TOKENS), [rng.randrange(4, VOCAB_SIZE) for _ in range(rng.randint(1, 100))]
+        kept = {name: each for name, each in options.items() if name not in ("prompt", "messages")}
+        return kept | {"token_ids": prompt, "max_tokens": tokens, "min_tokens": tokens}
+    return options
 
 
 def draw_manner(rng: Random) -> Manner:
@@ -127,14 +164,22 @@ def draw_manner(rng: Random) -> Manner:
     return manner
 
 
-async def learn(client: Client, requests: Sequence[RandomRequest]) -> list[Kind]:
-    """Every answer, one after the other. Raises TandemError if one is refused or fails."""
+async def learn(client: Client, requests: Sequence[RandomRequest], model: str = "") -> list[Kind]:
+    """Every answer of the model that is served, one after the other. Raises TandemError if one is refused or fails."""
     kinds = []
     for request in requests:
         heard: dict[int, Said] = {}
         await listen(client, request, heard, DEADLINE_S, 0.0)
-        kinds.append(Kind(request, heard))
+        kinds.append(Kind(request, {model: heard}))
     return kinds
+
+
+def merged(*learned: Sequence[Kind]) -> list[Kind]:
+    """The same requests with the answers of several models."""
+    return [
+        Kind(same[0].request, {model: answer for each in same for model, answer in each.answers.items()})
+        for same in zip(*learned, strict=True)
+    ]
 
 
 async def call(client: Client, kind: Kind, manner: Manner, rng: Random, clock: Clock) -> Ended:
@@ -152,15 +197,15 @@ async def call(client: Client, kind: Kind, manner: Manner, rng: Random, clock: C
             else:
                 await listening
     except TimeoutError:
-        outcome, complaint = "hung", f"no end {OVERRUN_S:g} s after its limit of {limit_s:.3f} s"
+        outcome, complaint = "hung", f"hang: no end {OVERRUN_S:g} s after its limit of {limit_s:.3f} s"
     except TandemError as error:
-        outcome = CONNECTION_LOST if error.message.startswith(_MADE_BY_GRPC) else error.reason.value
+        outcome = CONNECTION_LOST if error.message.startswith(_MADE_BY_GRPC) else str(error.reason)
         if error.reason not in _EXPLAINED:
-            complaint = f"unexplained error: {error.reason}: {error.message}"
-    complaint = complaint or wrong(heard, kind.answer, succeeded=outcome == "ok")
+            complaint = f"error: unexplained: {error.reason}: {error.message}"
+    complaint = complaint or wrong(heard, kind.answers, succeeded=outcome == "ok")
     if complaint:
         complaint += f" (after {clock.now_s() - begin_s:.3f} s)"
-    return Ended(kind.request.name, manner, outcome, complaint)
+    return Ended(kind.request.name, manner, outcome, complaint, sum(len(said.token_ids) for said in heard.values()))
 
 
 async def _leave_early(listening: Coroutine[None, None, None], after_s: float) -> str:
@@ -173,16 +218,45 @@ async def _leave_early(listening: Coroutine[None, None, None], after_s: float) -
     return "ok"
 
 
-def wrong(heard: Answer, expected: Answer, *, succeeded: bool) -> str:
-    """What differs, in words; empty = nothing."""
+def wrong(heard: Answer, answers: Mapping[str, Answer], *, succeeded: bool) -> str:
+    """What differs from every model's answer, in words, told of the nearest; empty = it is one of them.
+
+    `mixed` if each choice begins as that of some model, else `wrong`.
+    """
+    found = {model: _difference(heard, answer, succeeded=succeeded) for model, answer in answers.items()}
+    if not all(found.values()):
+        return ""
+    nearest = max(answers, key=lambda model: _num_alike(heard, answers[model]))
+    is_mixed = len(answers) > 1 and all(
+        any(_begins_alike(said, answer.get(index)) for answer in answers.values()) for index, said in heard.items()
+    )
+    alike = f"{_num_alike(heard, answers[nearest])} tokens are those of {nearest or 'the model'}"
+    return f"{'mixed' if is_mixed else 'wrong'}: {alike}, then {found[nearest]}"
+
+
+def _difference(heard: Answer, expected: Answer, *, succeeded: bool) -> str:
     if succeeded and heard.keys() != expected.keys():
         return f"choices {sorted(heard)} instead of {sorted(expected)}"
     for index, said in heard.items():
         if index not in expected:
             return f"choice {index} was not asked for"
         if not (said == expected[index] if succeeded else said.begins(expected[index])):
-            return f"choice {index} differs: {said} instead of {expected[index]}"
+            place = _common(said, expected[index])
+            return f"choice {index} differs: {said.told_from(place)} instead of {expected[index].told_from(place)}"
     return ""
+
+
+def _num_alike(heard: Answer, expected: Answer) -> int:
+    return sum(_common(said, expected[index]) for index, said in heard.items() if index in expected)
+
+
+def _begins_alike(said: Said, expected: Said | None) -> bool:
+    return expected is not None and said.token_ids[:1] == expected.token_ids[: len(said.token_ids[:1])]
+
+
+def _common(said: Said, expected: Said) -> int:
+    pairs = zip(said.token_ids, expected.token_ids, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 async def listen(

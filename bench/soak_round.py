@@ -1,6 +1,8 @@
 """One round of a soak: a storm over one cluster, and the looks at it before and after.
 
 whole → answers right → at rest, looked at → storm → whole → answers right → at rest, looked at again
+
+In the storm an answer may be any model's. At rest all workers have the weights that lie in the model's folder.
 """
 
 from __future__ import annotations
@@ -15,8 +17,20 @@ from random import Random
 from bench.cluster import Cluster, becomes_idle
 from bench.processes import Usage, children, usage
 from bench.resetting_proxy import ResettingProxy
-from bench.soak_calls import OVERRUN_S, WANTS_ANSWER, Ended, Kind, Manner, call, draw_manner
+from bench.soak_calls import (
+    MODEL_CHANGED,
+    NOT_COUNTED,
+    OVERRUN_S,
+    WANTS_ANSWER,
+    Ended,
+    Kind,
+    Manner,
+    call,
+    draw_manner,
+)
+from bench.soak_changes import Changes
 from bench.soak_faults import Faults
+from bench.soak_model import SoakModel
 from tandem.client import AsyncClient, Client
 from tandem.clock import MonotonicClock
 from tandem.errors import TandemError
@@ -57,6 +71,15 @@ class Account:
     most_late_s: float
     """How late this process itself was, at worst: calls look late by as much."""
     violations: tuple[str, ...]
+    """Each begins with its sort and a colon."""
+    checked: int = 0
+    """Calls that heard tokens, all of which were compared."""
+
+    @property
+    def stayed(self) -> int:
+        """Calls that wanted an answer and had time for it, whose connection stayed, and that were not sent again."""
+        gone = (self.calls.get(manner, {}).get(each, 0) for manner in WANTS_ANSWER for each in NOT_COUNTED)
+        return self.wanted - sum(gone)
 
     @property
     def wanted(self) -> int:
@@ -98,14 +121,28 @@ class Round:
     """Makes the account of one cluster. Use once."""
 
     def __init__(
-        self, title: str, cluster: Cluster, workers_each: int, kinds: Sequence[Kind], rng: Random, later_links: int = 0
+        self,
+        title: str,
+        cluster: Cluster,
+        workers_each: int,
+        kinds: Sequence[Kind],
+        model: SoakModel,
+        rng: Random,
+        *,
+        guest_options: Sequence[str] = (),
+        later_links: int = 0,
     ) -> None:
-        """`later_links`: so many links a worker may open after the first look, since placement decides when."""
+        """`guest_options`: of workers that come and go.
+
+        `later_links`: so many links a worker may open after the first look, since placement decides when.
+        """
         self._title = title
         self._cluster = cluster
         self._workers_each = workers_each
         self._later_links = later_links
         self._kinds = kinds
+        self._model = model
+        self._guest_options = guest_options
         self._rng = rng
         self._clock = MonotonicClock()
         self._begin_s = self._clock.now_s()
@@ -130,7 +167,9 @@ class Round:
             manner.value: dict(Counter(each.outcome for each in self._ended if each.manner is manner))
             for manner in Manner
         }
-        return Account(self._title, seconds, dict(self._faults), by_manner, self._most_late_s, tuple(self._violations))
+        checked = sum(each.num_tokens > 0 for each in self._ended)
+        violations = tuple(self._violations)
+        return Account(self._title, seconds, dict(self._faults), by_manner, self._most_late_s, violations, checked)
 
     def say(self, what: str) -> None:
         """Prints it with the round's time."""
@@ -144,23 +183,23 @@ class Round:
         """Whole, every answer right, then nothing held any more."""
         missing = await self._missing(operator)
         if missing:
-            self._violated(f"not whole {when}: {missing} after {_WHOLE_WITHIN_S:g} s")
+            self._violated(f"not whole: {when} {missing} after {_WHOLE_WITHIN_S:g} s")
         else:
             await self._check_answers(operator, when)
         try:
             with Client(self._cluster.target) as client:
                 if not await asyncio.to_thread(becomes_idle, client, _IDLE_WITHIN_S):
-                    self._violated(f"leak {when}: not at rest: {client.status()}")
+                    self._violated(f"leak: {when} not at rest: {client.status()}")
         except TandemError as error:
-            self._violated(f"not whole {when}: no status: {error.message}")
+            self._violated(f"not whole: {when} no status: {error.message}")
 
     async def _check_answers(self, operator: AsyncClient, when: str) -> None:
         sample = self._rng.sample(self._kinds, min(_SAMPLE, len(self._kinds)))
         for ended in await asyncio.gather(
-            *(call(operator, kind, Manner.PLAIN, self._rng, self._clock) for kind in sample)
+            *(call(operator, self._of_now(kind), Manner.PLAIN, self._rng, self._clock) for kind in sample)
         ):
             if ended.outcome != "ok" or ended.complaint:
-                self._violated(f"not healed {when}: {ended.kind}: {ended.outcome} {ended.complaint}")
+                self._violated(f"not healed: {when} {ended.kind}: {ended.outcome} {ended.complaint}")
 
     async def _missing(self, operator: AsyncClient) -> str:
         """What is wrong with the fleet once it has had its time to come back; empty = all workers serve."""
@@ -181,12 +220,16 @@ class Round:
             # Who was set aside last is probed by the next request, and no caller sends one any more.
             probe = await call(operator, self._uncached(), Manner.PLAIN, self._probing_rng, self._clock)
             if probe.complaint:
-                self._violated(f"{probe.kind}, {probe.manner}: {probe.complaint}")
+                self._violated(f"{probe.complaint} ({probe.kind}, {probe.manner})")
+
+    def _of_now(self, kind: Kind) -> Kind:
+        """The request with the one answer that is right at rest."""
+        return Kind(kind.request, {self._model.weights: kind.answers[self._model.weights]})
 
     def _uncached(self) -> Kind:
         """One that no cache knows: it would go to who holds its prompt, never to the worker that is to be probed."""
         kind, salt = self._probing_rng.choice(self._kinds), f"probe {self._probing_rng.random()}"
-        return Kind(replace(kind.request, options={**kind.request.options, "cache_salt": salt}), kind.answer)
+        return Kind(replace(kind.request, options={**kind.request.options, "cache_salt": salt}), kind.answers)
 
     def _check_leaks(self, before: Mapping[str, Usage], after: Mapping[str, Usage]) -> None:
         for name, then, now in survivors(before, after):
@@ -221,6 +264,14 @@ class Round:
         faults = Faults(
             self._cluster.process.pid, self._workers_each, operator, list(proxies.values()), fault_rng, self.say
         )
+        changes = Changes(
+            self._cluster.process.pid,
+            self._cluster.target,
+            self._model,
+            self._guest_options,
+            Random(self._rng.random()),
+            self.say,
+        )
         going = asyncio.Event()
         going.set()
         async with asyncio.TaskGroup() as watching:
@@ -233,20 +284,27 @@ class Round:
                     rng = Random(self._rng.random())
                     calling.create_task(self._call_on_and_on(clients[index % len(clients)], rng, going))
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(seconds):
-                        await faults.run()
+                    async with asyncio.timeout(seconds), asyncio.TaskGroup() as storm:
+                        storm.create_task(faults.run())
+                        storm.create_task(changes.run())
+                await changes.finish()
                 going.clear()
             for watcher in watchers:
                 watcher.cancel()
-        self._faults = faults.counts
+        self._faults = faults.counts + changes.counts
+        for each in changes.violations:
+            self._violated(each)
 
     async def _call_on_and_on(self, client: AsyncClient, rng: Random, going: asyncio.Event) -> None:
+        kind, manner = rng.choice(self._kinds), draw_manner(rng)
         while going.is_set():
             with self._lately.one():
-                ended = await call(client, rng.choice(self._kinds), draw_manner(rng), rng, self._clock)
+                ended = await call(client, kind, manner, rng, self._clock)
             self._ended.append(ended)
             if ended.complaint:
-                self._violated(f"{ended.kind}, {ended.manner}: {ended.complaint}")
+                self._violated(f"{ended.complaint} ({ended.kind}, {ended.manner})")
+            if ended.outcome != MODEL_CHANGED:
+                kind, manner = rng.choice(self._kinds), draw_manner(rng)
             if ended.outcome not in ("ok", "left"):
                 await asyncio.sleep(rng.uniform(*_BACK_OFF_S))
                 with contextlib.suppress(TandemError):  # the next call tells what is wrong

@@ -50,7 +50,7 @@ async def serve(config: DecodeConfig, tracer: Tracer | None, stop: StopSignal) -
         device_shared_kv=CUDA_IPC in base.transports,
     )
     graph_seqs = MAX_CAPTURED_SEQS if config.cuda_graph_seqs is None else config.cuda_graph_seqs
-    options = replace(options, graph_seqs=min(config.max_seqs, graph_seqs))
+    options = replace(options, graph_seqs=min(options.max_seqs, graph_seqs))
     async with base.engine(options, stop) as engine:
         info = replace(
             base.info(engine),
@@ -108,7 +108,7 @@ def _policy(config: DecodeConfig, engine: Engine, max_sequence_tokens: int) -> W
     if objective_s is None and not config.elastic:
         objective_s = 0.0  # by itself it computes most in whole chunks: 225 tokens/s against 134 (bench/LOG.md)
     return WorkerPolicy(
-        StepLimits(config.block_size, config.max_seqs, engine.chunk_tokens.beside),
+        StepLimits(config.block_size, engine.max_seqs, engine.chunk_tokens.beside),
         max_sequence_tokens,
         overlap_steps=config.overlap_steps == "auto",
         max_planning_share=MAX_PLANNING_SHARE_ON_CPU if engine.model.device.type == "cpu" else math.inf,

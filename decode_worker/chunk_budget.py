@@ -4,23 +4,25 @@
     while one is awaited      tokens = longest step * tokens per second
     while none is             as many as keep the device busy: `alone_tokens`
 
-The longest step is the objective: seconds that were asked for, or `FEW_STEPS` of the shortest decode steps that were
-seen, those of few sequences, and at least `OWN_STEPS` of the same size: what callers expect stays as the batch grows.
-It gives way to the line of prompts. A prompt's first token should come within `waiting_served_ratio` times the time
-that the prompt takes alone (the option of this name in TGI weighs the same two). Of n equal prompts the last one waits
-n times that long even if nothing decodes; so prompts need n / ratio of a step, and where the objective leaves them
-less, the step is longer: the decode step is 1 - n / ratio of it. Chunks are whole from n = ratio on, and
-as long as a prompt is in line that will have waited `LATE` times the ratio when it is computed, the time before now
-counted. So prompts that come at once are all computed at full speed: streams that begin meanwhile have a few long gaps,
-not many shorter ones.
+The longest step is the objective: the seconds that were asked for, or `FEW_STEPS` of the shortest decode steps seen,
+those of few sequences, and at least `OWN_STEPS` of the same size: what callers expect stays as the batch grows.
 
-Learned by moving averages from the steps that ended: how long a decode step takes, by size class, and how many tokens
-per second prompts get beyond that; and how much longer mixed steps took than these two told, since a prompt's later
-tokens cost more: the next chunks are smaller. All of this once for each number of cores that other workers lent: a step
-takes twice as long without them. The next step is expected to have as many as the last one. A size that was not seen
-without prompts is taken for the nearest one that was; before any was, a mixed step with a small chunk tells, by the
-rate of prompts. Results are multiples of a 128th of `chunk_tokens`, at least one of them: prompts always advance, and
-few shapes of steps occur.
+The objective gives way to the line of prompts. A prompt's first token should come within `waiting_served_ratio` times
+the time that the prompt takes alone (TGI has the option too). The last of n equal prompts waits n times that long even
+if nothing decodes, so prompts need n / ratio of a step: where the objective leaves less, the step is so long that the
+decode step is 1 - n / ratio of it. Chunks are whole from n = ratio on, and while the line has a prompt that will have
+waited `LATE` times the ratio in all. So streams that begin among prompts have few long gaps, not many shorter ones.
+
+The objective gives way to the fixed cost of a mixed step too: on a GPU, whose kernels are then launched one by one, it
+may be longer than the objective whatever the chunk. Beyond its decodes a mixed step takes `FIXED_TIMES` of that cost:
+
+    fixed cost = least time beyond the decodes with few prompt tokens - these tokens * least time of a token
+
+Learned from the steps that ended, by moving averages: the decode step of each size class, the tokens per second that
+prompts get beyond it, and how much longer mixed steps took than expected, since later tokens of a prompt cost more. All
+of it once for each number of cores that other workers lent; the next step is expected to have as many as the last. The
+nearest size class stands for one that is not known; before any is, a mixed step with a small chunk tells. Results are
+multiples of a 128th of `chunk_tokens`, at least one of them: prompts always advance, and few shapes of steps occur.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ MARGIN = 0.9
 """Of the longest step, that a chunk may make it last by what was measured: other processes slow some steps down."""
 LATE = 2
 """Times `waiting_served_ratio`: who waits for longer in all is computed at full speed, whoever streams."""
+FIXED_TIMES = 3
+"""Fixed costs in a mixed step and its chunk, at least: prompts get two thirds of what their tokens alone would."""
 _MOST_OVERRUN = 2.0
 """Of one mixed step that counts."""
 _GRAINS = 128
@@ -44,7 +48,9 @@ _FIRST_GRAINS = 8
 _WEIGHT = 1 / 8
 """Of the newest step in the moving averages."""
 _WEIGHT_BELOW = 1 / 2
-"""Of a step without prompts that is shorter than the average: what made it longer was something else."""
+"""Of a step that is shorter than the average: what made the others longer was something else."""
+_WEIGHT_ABOVE = 1 / 64
+"""Of a step that is longer than the least: fixed costs are remembered while chunks of one size do not show them."""
 _FIRST_STEP_TOKENS = 32
 """Prompt tokens that take as long as a step of few sequences, before either was measured."""
 _MOST_GAIN = 4.0
@@ -73,11 +79,31 @@ class _Learned:
     """Of prompts, alone and beside decodes, without the time that these take."""
     overrun: float = 1.0
     """How many times as long mixed steps take as expected."""
+    small_tokens: float = 0.0
+    small_s: float = 0.0
+    """Prompt tokens of mixed steps with few, and the least time of these steps beyond a decode step; 0 = not known."""
+    token_s: float = 0.0
+    """Least time of a prompt token; 0 = not known."""
 
     def slowed(self, times: float) -> _Learned:
         """What is known of steps that take `times` as long."""
         decode_s = {size: times * seconds for size, seconds in self.decode_s.items()}
         return _Learned(decode_s, self.prompts.slowed(times), self.overrun)
+
+    @property
+    def fixed_s(self) -> float:
+        """Time of a mixed step beyond its decodes and its prompt tokens."""
+        return max(0.0, self.small_s - self.small_tokens * self.token_s)
+
+    def add_prompts(self, num_tokens: int, seconds: float, *, is_mixed: bool) -> None:
+        """Learns from a step with so many prompt tokens, which took `seconds` beyond its decodes."""
+        self.prompts.add(num_tokens, seconds)
+        token_s = seconds / max(1, num_tokens)
+        self.token_s += _weight(token_s, self.token_s) * (token_s - self.token_s)
+        if is_mixed and not 0 < 2 * self.small_tokens <= num_tokens:
+            weight = _weight(seconds, self.small_s)
+            self.small_tokens += weight * (num_tokens - self.small_tokens)
+            self.small_s += weight * (seconds - self.small_s)
 
     def decode_step_s(self, num_decodes: int) -> float:
         """A decode step of the next size class that is known, the smaller one of two; 0 = none is."""
@@ -130,12 +156,11 @@ class ChunkBudget:
         if num_decodes:
             self._num_decodes = num_decodes
         if not num_decodes:
-            self._now.prompts.add(num_prompt_tokens, seconds)
+            self._now.add_prompts(num_prompt_tokens, seconds, is_mixed=False)
         elif not num_prompt_tokens:
             size = num_decodes.bit_length()
             average = self._now.decode_s.get(size, seconds)
-            weight = _WEIGHT if seconds > average else _WEIGHT_BELOW
-            self._now.decode_s[size] = average + weight * (seconds - average)
+            self._now.decode_s[size] = average + _weight(seconds, average, _WEIGHT) * (seconds - average)
         else:
             self._mixed_step_took(num_decodes, num_prompt_tokens, seconds)
 
@@ -146,7 +171,7 @@ class ChunkBudget:
             overrun = min(seconds / expected_s, _MOST_OVERRUN)
             self._now.overrun += _WEIGHT * (overrun - self._now.overrun)
         if decode_s:
-            self._now.prompts.add(num_prompt_tokens, max(seconds - decode_s, least_s))
+            self._now.add_prompts(num_prompt_tokens, max(seconds - decode_s, least_s), is_mixed=True)
         elif per_s and num_prompt_tokens <= _FIRST_GRAINS * self._grain_tokens:
             self._now.decode_s[num_decodes.bit_length()] = max(seconds - num_prompt_tokens / per_s, seconds / 4)
 
@@ -167,7 +192,7 @@ class ChunkBudget:
             return most
         longest_s = max(MARGIN * self.objective_s(num_streams), decode_s / (1 - share)) / max(1.0, self._now.overrun)
         left_s = longest_s - decode_s if num_decodes else longest_s
-        num_grains = round(left_s * per_s) // self._grain_tokens
+        num_grains = round(max(left_s, FIXED_TIMES * self._now.fixed_s) * per_s) // self._grain_tokens
         return min(max(1, num_grains) * self._grain_tokens, most)
 
     def objective_s(self, num_decodes: int) -> float:
@@ -211,3 +236,8 @@ class ChunkBudget:
     def step_objective_s(self) -> float:
         """Longest step for the last size; 0 = none, or not known yet."""
         return self.objective_s(self._num_decodes)
+
+
+def _weight(new: float, known: float, above: float = _WEIGHT_ABOVE) -> float:
+    """Returns the weight of a new value in a moving average that is `known`; 0 = nothing is known yet."""
+    return 1.0 if not known else _WEIGHT_BELOW if new < known else above

@@ -20,7 +20,7 @@ from engine.engine_thread import EngineThread
 from engine.graphs import CAPTURABLE, CudaCapturer, DecodeGraphs, batch_sizes, context_bounds
 from engine.host_tier import HostTier
 from engine.kv_cache import KvCache
-from engine.memory import Sharing, available_memory_bytes, blocks_that_fit, check_memory, ring_rows_for
+from engine.memory import Sharing, available_memory_bytes, blocks_that_fit, check_memory, ring_rows_for, seqs_of
 from engine.placement import ThreadPlacement, open_engine_executor
 from engine.prefix_cache import PrefixCache
 from engine.runner import Runner
@@ -121,7 +121,7 @@ class EngineOptions:
             host_cache_bytes=config.host_cache_bytes,
             disk_cache_folder=None if config.disk_cache is None else Path(config.disk_cache),
             disk_cache_bytes=config.disk_cache_bytes,
-            max_seqs=config.max_seqs,
+            max_seqs=seqs_of(config.max_seqs, resolve_device(config.device)),
             chunk_tokens=config.chunk_tokens,
             attention_backend=config.attention_backend,
             cpu_tier=config.cpu_tier,
@@ -147,6 +147,8 @@ class Engine:
     backend_name: str
     chunk_tokens: ChunkTokens
     """Tokens of prompts in a step, at most; a worker where nobody decodes has no use for `beside`."""
+    max_seqs: int
+    """Sequences of a step."""
 
     @property
     def pool(self) -> BlockPool:
@@ -218,12 +220,14 @@ def load_engine(options: EngineOptions) -> Engine:
         thread=EngineThread(runner, executor),
         backend_name=kernels.name,
         chunk_tokens=chunk_tokens,
+        max_seqs=options.max_seqs,
     )
     _log.info(
         "engine loaded",
         device=device,
         dtype=model.dtype,
         kv_dtype=layout.dtype,
+        max_seqs=options.max_seqs,
         attention=kernels.name,
         operations=kernels.operations.name,
         attention_asked=options.attention_backend,

@@ -25,6 +25,10 @@ RING_SHARE, MIN_RING_BYTES, MAX_RING_BYTES = 1 / 16, GIB // 4, GIB
 _HOST = torch.device("cpu")
 HOST_SHARE, CPU_CAP_BYTES = 0.5, 4 * GIB
 """Of host memory all workers of the machine take half by default, and one on a CPU never more than the cap."""
+MANY_SEQS, FEW_SEQS = 256, 64
+"""Sequences of a batch: on an H200 with an 8B model, 256 callers get 1.7 times the tokens per second that 64 get."""
+LARGE_GPU_BYTES = 40_000_000_000
+"""Memory of a GPU from which on such a model leaves room for so many."""
 GPU_SHARE = 0.9
 """Of a GPU all its workers take so much, their steps included: CUDA graphs and transports need the rest."""
 
@@ -40,6 +44,14 @@ class Sharing:
 
 
 _WITH_A_PEER = Sharing()
+
+
+def seqs_of(asked: int, device: torch.device) -> int:
+    """Returns the sequences of a batch: as many as were asked for, or for 0 by the memory of the device."""
+    if asked:
+        return asked
+    is_large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES
+    return MANY_SEQS if is_large else FEW_SEQS
 
 
 def available_memory_bytes(device: torch.device, root: Path = Path("/")) -> int:

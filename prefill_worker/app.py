@@ -46,7 +46,7 @@ async def serve(config: PrefillConfig, tracer: Tracer | None, stop: StopSignal) 
         )
         guides = Guides(GrammarCompiler.of(base.checkpoint))
         parts = WorkerParts(engine.thread, engine.cache, sender, base.validator, base.clock, base.observer, guides)
-        limits = BatchLimits(engine.chunk_tokens.alone, config.max_seqs)
+        limits = BatchLimits(engine.chunk_tokens.alone, engine.max_seqs)
         policy = OutgoingPolicy(overlap=config.overlap)
         try:
             worker = PrefillWorker(parts, limits, policy, engine.max_sequence_tokens)

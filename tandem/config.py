@@ -63,6 +63,10 @@ _PROCESSES = (
     "processes of the router, which share its port; each also listens on a port of its own, the next ones after it, "
     "where workers register"
 )
+_ACTIVE = (
+    "requests under way at a time; auto, of `tandem serve` alone: two for each seat of the workers that decode, and at "
+    "least 256"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +106,7 @@ class RouterConfig:
     max_queued_tokens: int = option(
         "max-queued-tokens", 4_194_304, "prompt tokens that may wait for admission", integer(1)
     )
-    max_active_requests: int = option("max-active-requests", 256, "requests under way at a time", integer(1, 1_000_000))
+    max_active_requests: int = option("max-active-requests", 256, _ACTIVE, integer(1, 1_000_000))
     max_unread_bytes: int = option(
         "max-unread-bytes",
         256 * 1024 * 1024,
@@ -236,13 +240,20 @@ class ServeConfig:
         "workers on a CPU lend each other the cores on which they compute nothing; not with --threads",
     )
     router_processes: int = option("router-processes", 1, _PROCESSES, integer(1, MAX_ROUTER_PROCESSES))
+    max_active_requests: int | None = option(
+        "max-active-requests",
+        None,
+        _ACTIVE,
+        integer(1, 1_000_000),
+        none_word="auto",
+    )
     max_restart_delay_s: float = option(
         "max-restart-delay-seconds",
         30.0,
         "longest wait before a process that keeps ending is started again; waits begin at 1 s and double",
         seconds(0),
     )
-    router: RouterConfig = grouped(RouterConfig, own=("processes", "process"))
+    router: RouterConfig = grouped(RouterConfig, own=("processes", "process", "max_active_requests"))
     prefill_worker: PrefillConfig = grouped(PrefillConfig, own=_SET_BY_SERVE)
     decode_worker: DecodeConfig = grouped(DecodeConfig, own=_SET_BY_SERVE)
 

@@ -159,7 +159,9 @@ class WorkerConfig:
         "disk-cache-memory", 0, "size of the file that --disk-cache has made there, such as 100GiB", size_bytes(0)
     )
     chunk_tokens: int = option("chunk-tokens", 0, "prompt tokens per step; 0 = by device", integer(0, 1_048_576))
-    max_seqs: int = option("max-seqs", 64, "sequences in a batch", integer(1, 65536))
+    max_seqs: int = option(
+        "max-seqs", 0, "sequences in a batch; 0 = by device: 256 on a GPU of 40 GB and more, else 64", integer(0, 65536)
+    )
     transport: str = option(
         "transport", "auto", "how KV blocks travel", one_of("auto", "shm", "tcp", "nixl", "cuda_ipc", "nccl")
     )

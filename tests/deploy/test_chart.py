@@ -101,7 +101,7 @@ def test_values_reach_their_places(tmp_path: Path) -> None:
     assert decode.pod["nodeSelector"] == {"pool": "big"}
     assert "nodeSelector" not in prefill.pod
     assert decode.spec["resources"]["limits"] == {"cpu": "2", "memory": "9Gi"}
-    assert [each.config().max_seqs for each in (decode, prefill)] == [8, 64]  # type: ignore[union-attr]
+    assert [each.config().max_seqs for each in (decode, prefill)] == [8, 0]  # type: ignore[union-attr]
     assert {each.config().model for each in containers(manifests)} == {"/models/model"}
     volume = next(each for each in decode.pod["volumes"] if each["name"] == "model")
     assert volume["image"]["reference"] == "registry.example.com/model:1"

@@ -54,7 +54,7 @@ def test_prompts_of_a_sort_begin_alike() -> None:
 )
 def test_demand_counts_each_sequence_whole(options: dict[str, Any], lengths: list[int], blocks: int, need: int) -> None:
     answer = {index: Said((0,) * length) for index, length in enumerate(lengths)}
-    kind = Kind(RandomRequest("k", options, streams=True), answer)
+    kind = Kind(RandomRequest("k", options, streams=True), {"": answer})
 
     assert blocks_of(kind, num_prompt_tokens=16, block_size=16) == blocks
     assert largest_need(kind, num_prompt_tokens=16, block_size=16) == need

@@ -21,13 +21,15 @@ from bench.processes import Usage, children, usage
 from bench.random_requests import RandomRequest
 from bench.resetting_proxy import ResettingProxy
 from bench.soak import _stop, summary
-from bench.soak_calls import Ended, Kind, Manner, Said, call, draw_requests, learn
+from bench.soak_calls import MODEL_CHANGED, Ended, Kind, Manner, Said, call, draw_requests, learn, merged, wrong
+from bench.soak_changes import GUEST, NEW_WEIGHTS, Changes
 from bench.soak_faults import Faults
+from bench.soak_model import SoakModel
 from bench.soak_round import MORE_DESCRIPTORS, MORE_MAPPINGS, MORE_RSS_BYTES, MORE_THREADS, Account, Lately, leaks
 from tandem.client import AsyncClient
 from tandem.clock import MonotonicClock
 from tandem.errors import InternalError, Reason, TandemError, Unavailable
-from tests.answering_client import AnsweringClient
+from tests.answering_client import AnsweringClient, text_of
 
 LOST = Unavailable("gone", Reason.WORKER_LOST)
 USAGE = Usage(pid=7, descriptors=30, threads=15, rss_bytes=300_000_000, shared_mappings=1)
@@ -56,6 +58,60 @@ async def test_the_right_answer_is_ok(streams: bool) -> None:
 )
 async def test_another_answer_is_a_violation(choices: tuple[list[int], ...], streams: bool) -> None:
     assert (await seen(AnsweringClient(*choices), streams=streams)).complaint
+
+
+TWO_MODELS = {"old": {0: Said((1, 2, 3), "bcd", "length")}, "new": {0: Said((5, 6, 7), "fgh", "length")}}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "succeeded", "sort"),
+    [
+        ((1, 2, 3), True, ""),
+        ((5, 6, 7), True, ""),
+        ((5, 6), False, ""),
+        ((1, 6, 7), True, "mixed"),
+        ((9, 6, 7), False, "wrong"),
+    ],
+)
+def test_an_answer_belongs_to_one_of_the_models_whole(tokens: tuple[int, ...], succeeded: bool, sort: str) -> None:
+    said = Said(tokens, text_of(tokens), "length" if succeeded else "")
+
+    assert wrong({0: said}, TWO_MODELS, succeeded=succeeded).partition(":")[0] == sort
+
+
+def test_an_answer_that_begins_as_one_models_and_goes_on_otherwise_is_mixed() -> None:
+    long = {
+        model: {0: Said(tuple(range(start, start + 9)), "x" * 9, "length")} for model, start in (("a", 1), ("b", 50))
+    }
+    heard = {0: Said((1, 2, 3, 4, 5, 55, 56, 57, 58), "x" * 9, "length")}
+
+    assert wrong(heard, long, succeeded=True).startswith("mixed: 5 tokens are those of a, then choice 0 differs")
+    assert wrong(heard, {"a": long["a"]}, succeeded=True).startswith("wrong: ")
+
+
+def test_choices_of_different_models_are_mixed() -> None:
+    two = {model: {0: each[0], 1: each[0]} for model, each in TWO_MODELS.items()}
+    heard = {0: two["old"][0], 1: two["new"][1]}
+
+    assert wrong(heard, two, succeeded=True).startswith("mixed: ")
+
+
+async def test_answers_of_several_models_are_kept_by_request() -> None:
+    (old,), (new,) = [
+        await learn(AnsweringClient([token]), [RandomRequest("k", {"prompt": "p"}, streams=True)], model)
+        for model, token in (("old", 1), ("new", 2))
+    ]
+    (kind,) = merged([old], [new])
+
+    assert {model: answer[0].token_ids for model, answer in kind.answers.items()} == {"old": (1,), "new": (2,)}
+
+
+async def test_a_refusal_because_the_model_changed_is_clean() -> None:
+    refusal = Unavailable("the model changed", Reason.WORKER_LOST)
+    refusal.reason = MODEL_CHANGED  # type: ignore[assignment]
+    ended = await seen(AnsweringClient([1, 2], [], error=refusal))
+
+    assert (ended.outcome, ended.complaint, ended.num_tokens) == (MODEL_CHANGED, "", 2)
 
 
 async def test_a_failed_call_that_heard_the_beginning_is_none() -> None:
@@ -166,6 +222,12 @@ def test_those_who_leave_or_hurry_are_not_in_the_share_served() -> None:
     assert (account({}, calls).served, account({}, calls).wanted) == (3, 4)
 
 
+def test_lost_connections_and_refusals_to_be_sent_again_are_not_in_the_share_of_what_stayed() -> None:
+    calls = {"plain": {"ok": 3, "WORKER_LOST": 1, "connection lost": 5, MODEL_CHANGED: 7}}
+
+    assert (account({}, calls).wanted, account({}, calls).stayed) == (16, 4)
+
+
 def test_a_process_tells_what_it_holds() -> None:
     before = usage(os.getpid())
     with open(os.devnull) as _:
@@ -235,6 +297,74 @@ async def test_what_a_cancelled_storm_drained_is_stopped(tmp_path: Path) -> None
     assert said == ["drain: decode-0", "stop after drain: decode-0"]
 
 
+@contextlib.contextmanager
+def soak_model() -> Iterator[SoakModel]:
+    with SoakModel.laid() as model:
+        yield model
+
+
+def test_weights_are_replaced_by_rename_and_are_really_different() -> None:
+    with soak_model() as model, (model.folder / "model.safetensors").open("rb") as opened:
+        before = opened.read()
+        model.swap()
+        opened.seek(0)
+
+        assert opened.read() == before, "who has the old file open keeps it"
+        assert (model.folder / "model.safetensors").read_bytes() != before
+        assert [each.name for each in model.folder.iterdir() if each.name.startswith(".")] == []
+        model.swap()
+        assert (model.folder / "model.safetensors").read_bytes() == before
+
+
+async def test_a_roll_out_ends_each_worker_that_has_the_old_weights_and_no_other(tmp_path: Path) -> None:
+    said: list[str] = []
+    with (
+        soak_model() as model,
+        waiting_program(tmp_path, "decode_worker", "--worker-id=decode-0") as old,
+        waiting_program(tmp_path, "router") as router,
+    ):
+        assert await asyncio.to_thread(eventually, lambda: len(children(os.getpid())) == 2)
+        changes = Changes(os.getpid(), "127.0.0.1:1", model, (), Random(1), said.append)
+        await changes.roll_out()
+        with waiting_program(tmp_path, "prefill_worker", "--worker-id=prefill-0") as new:
+            assert await asyncio.to_thread(eventually, lambda: "prefill-0" in children(os.getpid()))
+            await changes.finish()
+
+            assert old.wait(10) in (-signal.SIGTERM, -signal.SIGKILL)
+            assert (new.poll(), router.poll()) == (None, None)
+    assert changes.counts == {NEW_WEIGHTS: 1}
+
+
+async def test_a_roll_out_that_was_cancelled_is_finished(tmp_path: Path) -> None:
+    with soak_model() as model, waiting_program(tmp_path, "decode_worker", "--worker-id=decode-0") as worker:
+        assert await asyncio.to_thread(eventually, lambda: bool(children(os.getpid())))
+        changes = Changes(os.getpid(), "127.0.0.1:1", model, (), Random(1), lambda _: None)
+        rolling = asyncio.create_task(changes.roll_out())
+        await asyncio.sleep(0)
+        rolling.cancel()
+        await asyncio.wait([rolling])
+        await changes.finish()
+
+        assert worker.wait(10) < 0
+
+
+def test_a_process_that_outlives_the_cluster_is_a_leak(tmp_path: Path) -> None:
+    (tmp_path / "decode_worker.py").write_text("import time; time.sleep(60)")
+    script = (
+        "import signal, subprocess, sys; signal.signal(15, lambda *_: sys.exit(0))\n"
+        "child = subprocess.Popen([sys.executable, '-m', 'decode_worker', '--worker-id=decode-0'])\n"
+        "print(child.pid, flush=True); signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            assert eventually(lambda: children(process.pid) == {"decode-0": child})
+            assert _stop(Cluster(process, "", [])) == [f"leak: decode-0 (pid {child}) outlives tandem serve"]
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_cluster_that_does_not_leave_with_0_is_a_violation(code: int) -> None:
     script = f"import signal, sys; signal.signal(15, lambda *_: sys.exit({code})); print(1, flush=True); signal.pause()"
@@ -251,12 +381,18 @@ def account(faults: dict[str, int], calls: dict[str, dict[str, int]], *violation
 
 
 def test_a_run_in_which_nothing_happened_is_no_success() -> None:
-    happened = account({"kill": 1}, {"plain": {"ok": 3, "WORKER_LOST": 1}})
+    faults = {"kill": 1, NEW_WEIGHTS: 1, GUEST: 1}
+    happened = account(faults, {"plain": {"ok": 3, "WORKER_LOST": 1}})
 
     assert summary(1, 2.0, [happened])["violations"] == []
     assert summary(1, 2.0, [account({}, {"plain": {"ok": 3}})])["violations"]
-    assert summary(1, 2.0, [account({"kill": 1}, {"plain": {"WORKER_LOST": 3}})])["violations"]
-    assert summary(1, 2.0, [happened, account({}, {}, "hang: 1")])["violations"] == ["round 0: hang: 1"]
+    assert summary(1, 2.0, [account(faults, {"plain": {"WORKER_LOST": 3}})])["violations"]
+    for lacking in faults:
+        others = {what: count for what, count in faults.items() if what != lacking}
+        assert summary(1, 2.0, [account(others, {"plain": {"ok": 3}})])["violations"], lacking
+    found = summary(1, 2.0, [happened, account({}, {}, "hang: 1")])
+    assert found["violations"] == ["round 0: hang: 1"]
+    assert found["found"] == {"wrong": 0, "mixed": 0, "hang": 1, "leak": 0}
 
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from engine.memory import (
     blocks_that_fit,
     check_memory,
     ring_rows_for,
+    seqs_of,
 )
 from kernels.quantized_kv import kv_scales
 from tandem.errors import ConfigError
@@ -151,6 +153,18 @@ def test_by_default_a_large_model_takes_a_modest_share() -> None:
     layout = KvLayout(80, 64, 16, 128, DType.FLOAT32)
     num_blocks = blocks_that_fit(layout, None, CPU, max_tokens=10**9)
     assert num_blocks * layout.block_bytes <= min(4 * GIB, available_memory_bytes(CPU))
+
+
+@pytest.mark.parametrize(
+    ("device", "total_bytes", "expected"),
+    [("cpu", 0, 64), ("cuda", 24 * GIB, 64), ("cuda", 42_298_834_944, 256), ("cuda", 80 * GIB, 256)],
+)
+def test_a_batch_has_as_many_sequences_as_were_asked_for_or_as_the_device_has_room_for(
+    device: str, total_bytes: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total_bytes))
+    assert seqs_of(0, torch.device(device)) == expected
+    assert seqs_of(7, torch.device(device)) == 7
 
 
 def make_root(root: Path, limit: str | None) -> Path:
