@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -97,39 +98,40 @@ class Changes:
         command, *options = self._rng.choice(GUESTS)
         name = f"guest-{self.counts[GUEST]}"
         log = self._model.folder.parent / f"{name}.log"
-        given = ("--model", str(self._model.folder), "--router", self._target, "--worker-id", name)
-        place = ("--listen", "127.0.0.1:0", "--admin-listen", "none")
-        arguments = ("-m", "cli.main", command, *given, *place, *self._guest_options, *options)
-        with log.open("wb") as words:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, stderr=words
-            )
+        process = self._start(log, command, "--worker-id", name, *options)
         self._count(GUEST, f"{name}, {command} {' '.join(options)}")
         assert process.stdout is not None
         is_ready = False
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_READY_WITHIN_S):
-                    is_ready = (await process.stdout.readline()).startswith(b"ready ")
+                    is_ready = (await asyncio.to_thread(process.stdout.readline)).startswith(b"ready ")
             await asyncio.sleep(self._rng.uniform(*_STAY_S) if is_ready else 0.0)
         finally:
             await self._see_off(name, process, log, is_ready=is_ready)
         if not is_ready:
             self.violations.append(f"not whole: {name} was not ready within {_READY_WITHIN_S:g} s: {_last_words(log)}")
 
-    async def _see_off(self, name: str, process: asyncio.subprocess.Process, log: Path, *, is_ready: bool) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
+    def _start(self, log: Path, command: str, *options: str) -> subprocess.Popen[bytes]:
+        """Not by the event loop's own way, which forks: gRPC's threads of this process do not bear that."""
+        given = ("--model", str(self._model.folder), "--router", self._target, *self._guest_options, *options)
+        place = ("--listen", "127.0.0.1:0", "--admin-listen", "none")
+        with log.open("wb") as words:
+            arguments = (sys.executable, "-m", "cli.main", command, *given, *place)
+            return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=words)
+
+    async def _see_off(self, name: str, process: subprocess.Popen[bytes], log: Path, *, is_ready: bool) -> None:
+        process.send_signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(_LEAVE_WITHIN_S):
-                code = await process.wait()
-        except TimeoutError:
+            code = await asyncio.to_thread(process.wait, _LEAVE_WITHIN_S)
+        except subprocess.TimeoutExpired:
             self.violations.append(f"hang: {name} has not ended {_LEAVE_WITHIN_S:g} s after SIGTERM")
             process.kill()
-            await process.wait()
-            return
+            code = await asyncio.to_thread(process.wait)
+        assert process.stdout is not None
+        process.stdout.close()
         self._say(f"{name} left with code {code}")
-        if code and is_ready:
+        if code not in (0, -signal.SIGKILL) and is_ready:
             self.violations.append(f"error: {name} left with code {code}: {_last_words(log)}")
 
     def _workers(self) -> dict[str, int]:

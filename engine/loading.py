@@ -99,6 +99,11 @@ class EngineOptions:
     """Largest decode batch that is captured as a CUDA graph, where device and kernels allow it; 0 = none."""
     placement: ThreadPlacement = field(default_factory=ThreadPlacement)
 
+    @property
+    def form(self) -> QuantForm | None:
+        """Form that plain weights are quantised to when they are loaded; None = they stay as they are."""
+        return None if self.quantize is None else QuantForm(self.quantize)
+
     @classmethod
     def of_worker(
         cls, config: WorkerConfig, model_path: Path, *, shared_kv: bool, device_shared_kv: bool = False
@@ -185,8 +190,7 @@ def load_engine(options: EngineOptions) -> Engine:
         if device.type == "cuda":
             executor.submit(torch.cuda.set_device, device).result()  # the thread's own: kernels launch on it
         kernels = select_kernels(options.attention_backend, device, _probe_dtype(options), options.cpu_tier)
-        form = None if options.quantize is None else QuantForm(options.quantize)
-        loading = (options.model_path, options.dtype, device, kernels, form, options.model_impl)
+        loading = (options.model_path, options.dtype, device, kernels, options.form, options.model_impl)
         model = executor.submit(load_model, *loading, options.context_tokens).result()
         keep_freed_memory()
         if kernels.take_thread is not None:
@@ -227,7 +231,6 @@ def load_engine(options: EngineOptions) -> Engine:
         device=device,
         dtype=model.dtype,
         kv_dtype=layout.dtype,
-        max_seqs=options.max_seqs,
         attention=kernels.name,
         operations=kernels.operations.name,
         attention_asked=options.attention_backend,

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -22,14 +22,14 @@ from bench.random_requests import RandomRequest
 from bench.resetting_proxy import ResettingProxy
 from bench.soak import _stop, summary
 from bench.soak_calls import MODEL_CHANGED, Ended, Kind, Manner, Said, call, draw_requests, learn, merged, wrong
-from bench.soak_changes import GUEST, NEW_WEIGHTS, Changes
+from bench.soak_changes import GUEST, NEW_WEIGHTS
 from bench.soak_faults import Faults
-from bench.soak_model import SoakModel
 from bench.soak_round import MORE_DESCRIPTORS, MORE_MAPPINGS, MORE_RSS_BYTES, MORE_THREADS, Account, Lately, leaks
 from tandem.client import AsyncClient
 from tandem.clock import MonotonicClock
 from tandem.errors import InternalError, Reason, TandemError, Unavailable
 from tests.answering_client import AnsweringClient, text_of
+from tests.waiting_program import waiting_program
 
 LOST = Unavailable("gone", Reason.WORKER_LOST)
 USAGE = Usage(pid=7, descriptors=30, threads=15, rss_bytes=300_000_000, shared_mappings=1)
@@ -239,17 +239,6 @@ def test_a_process_tells_what_it_holds() -> None:
     assert after.rss_bytes > 1_000_000
 
 
-@contextlib.contextmanager
-def waiting_program(folder: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A child of this process that only waits, under the command line of `python -m` whatever."""
-    (folder / f"{command[0]}.py").write_text("import sys; sys.stdin.read()")
-    with subprocess.Popen([sys.executable, "-m", *command], cwd=folder, stdin=subprocess.PIPE) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def test_children_are_known_by_name(tmp_path: Path) -> None:
     with (
         waiting_program(tmp_path, "decode_worker", "--threads=1", "--worker-id=decode-7") as worker,
@@ -295,57 +284,6 @@ async def test_what_a_cancelled_storm_drained_is_stopped(tmp_path: Path) -> None
         assert await asyncio.to_thread(worker.wait, 10) == -signal.SIGTERM
         await operator.close()
     assert said == ["drain: decode-0", "stop after drain: decode-0"]
-
-
-@contextlib.contextmanager
-def soak_model() -> Iterator[SoakModel]:
-    with SoakModel.laid() as model:
-        yield model
-
-
-def test_weights_are_replaced_by_rename_and_are_really_different() -> None:
-    with soak_model() as model, (model.folder / "model.safetensors").open("rb") as opened:
-        before = opened.read()
-        model.swap()
-        opened.seek(0)
-
-        assert opened.read() == before, "who has the old file open keeps it"
-        assert (model.folder / "model.safetensors").read_bytes() != before
-        assert [each.name for each in model.folder.iterdir() if each.name.startswith(".")] == []
-        model.swap()
-        assert (model.folder / "model.safetensors").read_bytes() == before
-
-
-async def test_a_roll_out_ends_each_worker_that_has_the_old_weights_and_no_other(tmp_path: Path) -> None:
-    said: list[str] = []
-    with (
-        soak_model() as model,
-        waiting_program(tmp_path, "decode_worker", "--worker-id=decode-0") as old,
-        waiting_program(tmp_path, "router") as router,
-    ):
-        assert await asyncio.to_thread(eventually, lambda: len(children(os.getpid())) == 2)
-        changes = Changes(os.getpid(), "127.0.0.1:1", model, (), Random(1), said.append)
-        await changes.roll_out()
-        with waiting_program(tmp_path, "prefill_worker", "--worker-id=prefill-0") as new:
-            assert await asyncio.to_thread(eventually, lambda: "prefill-0" in children(os.getpid()))
-            await changes.finish()
-
-            assert old.wait(10) in (-signal.SIGTERM, -signal.SIGKILL)
-            assert (new.poll(), router.poll()) == (None, None)
-    assert changes.counts == {NEW_WEIGHTS: 1}
-
-
-async def test_a_roll_out_that_was_cancelled_is_finished(tmp_path: Path) -> None:
-    with soak_model() as model, waiting_program(tmp_path, "decode_worker", "--worker-id=decode-0") as worker:
-        assert await asyncio.to_thread(eventually, lambda: bool(children(os.getpid())))
-        changes = Changes(os.getpid(), "127.0.0.1:1", model, (), Random(1), lambda _: None)
-        rolling = asyncio.create_task(changes.roll_out())
-        await asyncio.sleep(0)
-        rolling.cancel()
-        await asyncio.wait([rolling])
-        await changes.finish()
-
-        assert worker.wait(10) < 0
 
 
 def test_a_process_that_outlives_the_cluster_is_a_leak(tmp_path: Path) -> None:
