@@ -14,10 +14,10 @@ help:
 ## install   create .venv with everything that the targets below use
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard deploy/client/*.*) kernels/cpu/build.py $(wildcard kernels/cpu/src/*)
+$(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard deploy/client/*.*) kernels/cpu/build.py kernels/cpu/tiers.py $(wildcard kernels/cpu/src/*)
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Tandem needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e deploy/client -e '.[dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e deploy/client -e '.[dev]'
 	touch $@
 
 ## demo      three processes on the shipped model: stream, status, figures, clean stop

@@ -25,21 +25,20 @@ PROJECT = tomllib.loads((Path(__file__).parent / "pyproject.toml").read_text())
 
 
 class BuildNative(build_ext):
-    """Compiles `kernels/cpu/src`. Without a compiler the package installs too, and runs on plain torch."""
+    """Compiles `kernels/cpu/src` for this processor. Without a compiler the package installs too, and runs on torch.
 
-    def build_extension(self, ext: Extension) -> None:
+    Tiers that were built in place before go into a wheel as they are.
+    """
+
+    def run(self) -> None:
         """Says once what stands in the way, if anything does."""
         try:
-            build.build(Path(self.get_ext_fullpath(ext.name)), Path(self.build_temp) / "kernels-cpu")
+            build.build_best(None if self.inplace else Path(self.build_lib, "kernels/cpu"))
         except build.BuildError as error:
             self.warn(f"the native CPU kernels are left out, which costs speed: {error}")
 
-    def get_ext_filename(self, ext_name: str) -> str:
-        """The library is no Python module: it is opened by path, by any version."""
-        return str(Path(*ext_name.split(".")[:-1]) / build.LIBRARY.name)
 
-
-# Optional: setuptools does not miss the file if it was not built.
+# Not a module: what makes the wheel one of this platform.
 setup(
     install_requires=[f"tandem-serving-client=={tandem.__version__}", *PROJECT["tool"]["tandem"]["dependencies"]],
     ext_modules=[Extension("kernels.cpu._native", sources=[], optional=True)],

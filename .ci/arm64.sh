@@ -30,7 +30,7 @@ cd "$folder/tree"
 printf '#!/bin/sh\nexec aarch64-linux-gnu-g++ "$@"\n' > "$folder/g++" # the first that the build looks for
 chmod +x "$folder/g++"
 emulated() { PYTHONPATH=$PWD:$site qemu-aarch64 -L "$root" "$root/usr/bin/python3.11" "$@"; }
-PATH=$folder:$PATH emulated -m kernels.cpu.build
+PATH=$folder:$PATH emulated -m kernels.cpu.build --all
 # QEMU itself fails where a process with threads forks.
 [ $# -gt 0 ] || set -- tests/kernels/test_cpu_*.py --deselect \
     tests/kernels/test_cpu_team.py::test_a_child_of_fork_opens_a_team_of_its_own

@@ -108,7 +108,7 @@ def _read(stream: IO[str], take: Callable[[str], object]) -> None:
     take("")
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 15.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     """Whether the condition comes true within the time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -118,7 +118,7 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 15.0) -> bool:
     return True
 
 
-def becomes_idle(client: Client, timeout_s: float = 5.0) -> bool:
+def becomes_idle(client: Client, timeout_s: float = 30.0) -> bool:
     """Whether, within the time, every worker reports anew that nobody holds a block and nothing waits or runs."""
     asked_s = time.monotonic()
 

@@ -30,7 +30,7 @@ def describe_machine() -> dict[str, str]:
 
 def cpu_tier() -> str:
     """The highest tier of the native kernels that runs here; `reference` where none does."""
-    return (library.usable_tiers() or ("reference",))[-1]
+    return library.best_tier() or "reference"
 
 
 def today() -> str:

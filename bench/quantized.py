@@ -20,8 +20,8 @@ from bench.kernels.shapes import SHAPE_135M, LayerShape
 from bench.peers.model import PEER_SHAPES, write_checkpoint
 from bench.step_timer import StepTimer, Timing
 from engine.loading import keep_freed_memory
-from kernels.cpu.library import usable_tiers
 from kernels.cpu.linear import NativeLinear
+from kernels.cpu.tiers import machine_tiers
 from kernels.dispatch import select_kernels
 from kernels.operations import Kernels, Operations
 from kernels.quantized import QuantForm, QuantizedWeight, quantize
@@ -36,7 +36,7 @@ _CONTEXT, _BLOCK_SIZE = 256, 16
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu-tier", choices=usable_tiers(), default=usable_tiers()[-1])
+    parser.add_argument("--cpu-tier", choices=machine_tiers())
     parser.add_argument("--forms", nargs="+", choices=[_PLAIN, *QuantForm], default=[_PLAIN, *QuantForm])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--rounds", type=int, default=5)

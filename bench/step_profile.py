@@ -24,8 +24,8 @@ from bench.record import write_record
 from bench.roofline import phase_bytes
 from bench.step_timer import StepTimer
 from engine.loading import keep_freed_memory
-from kernels.cpu.build import TIERS
 from kernels.cpu.decoder import NativeStep, PhaseClock
+from kernels.cpu.tiers import TIERS
 from kernels.dispatch import AUTO, select_kernels
 from kernels.quantized import QuantForm
 from models.config import ModelConfig

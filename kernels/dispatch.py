@@ -134,7 +134,7 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype, cpu_tier
     if cpu_tier is not None:
         if name not in (AUTO, _CPU):
             raise ConfigError(_TIER_OPTION, f"{cpu_tier} is a tier of the kernels cpu, not of {name}")
-        obstacle = cpu.obstacle(device, dtype) or cpu.tier_obstacle(cpu_tier)
+        obstacle = cpu.obstacle(device, dtype, cpu_tier)
         if obstacle is not None:
             raise ConfigError(_TIER_OPTION, f"{cpu_tier} cannot run on {device}: {obstacle}")
         _log.info("kernels chosen", name=_CPU, what=f"native C++ kernels, tier {cpu_tier}, as {_TIER_OPTION} says")

@@ -7,8 +7,9 @@ from typing import Protocol
 
 import torch
 
-from kernels.cpu.library import Library, usable_tiers
+from kernels.cpu.library import Library
 from kernels.cpu.operations import CpuOperations
+from kernels.cpu.tiers import machine_tiers
 from kernels.operations import LinearMap
 
 _PACKED_FOR_TOKENS = 512
@@ -53,5 +54,5 @@ def has_one_dnn() -> bool:
 
 def other_tiers(chosen: str) -> list[MakesLinear]:
     """Every tier that this machine runs but the operations called `chosen`, best first."""
-    every = (CpuOperations(Library(tier)) for tier in reversed(usable_tiers()))
+    every = (CpuOperations(Library(tier)) for tier in reversed(machine_tiers()))
     return [operations for operations in every if operations.name != chosen]

@@ -76,7 +76,7 @@ from bench.peers.process import (
 from bench.peers.served import DISAGGREGATED, TANDEM_SERVERS, VLLM_SERVER, ServedShape, open_servers
 from bench.peers.served import measure as measure_served
 from bench.record import write_record
-from kernels.cpu.build import TIERS
+from kernels.cpu.tiers import TIERS
 from models.config import load_model_config
 from tandem.cores import usable_cores
 

@@ -22,8 +22,8 @@ RUN python requirements.py worker > requirements.txt \
     && pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt -r requirements.txt
 COPY . .
 RUN pip --python /opt/tandem/bin/python install --no-cache-dir --no-deps -c constraints.txt ./deploy/client .
-# setup.py goes on without native kernels; an image should not.
-RUN cd / && /opt/tandem/bin/python -c "import sys; from kernels.cpu import build; sys.exit(not build.LIBRARY.exists())"
+# setup.py compiles the native kernels for one processor, or goes on without them; an image has them for all.
+RUN cd / && /opt/tandem/bin/python -m kernels.cpu.build --all
 
 FROM ${PYTHON_IMAGE} AS cpu
 LABEL org.opencontainers.image.title="tandem-worker" \
@@ -66,7 +66,7 @@ RUN case "${FLASH_ATTN}" in \
         pip --python /opt/tandem/bin/python install --no-cache-dir -c constraints.txt --no-build-isolation "${what}"
 COPY . .
 RUN pip --python /opt/tandem/bin/python install --no-cache-dir --no-deps -c constraints.txt ./deploy/client .
-RUN cd / && /opt/tandem/bin/python -c "import sys; from kernels.cpu import build; sys.exit(not build.LIBRARY.exists())"
+RUN cd / && /opt/tandem/bin/python -m kernels.cpu.build --all
 
 FROM nvidia/cuda:${CUDA_VERSION}-base-ubuntu24.04 AS cuda
 LABEL org.opencontainers.image.title="tandem-worker" \

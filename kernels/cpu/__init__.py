@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from kernels.cpu.tiers import machine_tiers
+
 if TYPE_CHECKING:  # not at run time: setup.py imports this package where torch is not installed
     import torch
 
@@ -15,8 +17,8 @@ _FULL_TOKENS = 128
 _AMX = "amx"
 
 
-def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot run on `device` with `dtype`, or None."""
+def obstacle(device: torch.device, dtype: torch.dtype, tier: str | None = None) -> str | None:
+    """Why these kernels cannot run on `device` with `dtype`, at `tier` if one is given, or None."""
     from kernels.cpu import library
     from kernels.cpu.operations import COMPUTED, DTYPES
 
@@ -24,6 +26,8 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         return "native code for the CPU only"
     if dtype not in DTYPES:
         return f"computes {COMPUTED}, not {dtype}"
+    if tier is not None:
+        return library.tier_obstacle(tier)
     reason = library.obstacle()
     if reason is not None:
         _warn_once(reason)
@@ -34,16 +38,7 @@ def describe() -> str:
     """What runs here; only where `obstacle` is None."""
     from kernels.cpu import library
 
-    usable = library.usable_tiers()
-    return f"native C++ kernels, tier {usable[-1]} of {', '.join(usable)}"
-
-
-def tier_obstacle(tier: str) -> str | None:
-    """Why this tier cannot run in this process, or None."""
-    from kernels.cpu import library
-
-    usable = library.usable_tiers()
-    return None if tier in usable else library.obstacle() or f"this machine runs {', '.join(usable)}"
+    return f"native C++ kernels, tier {library.best_tier()} of {', '.join(machine_tiers())}"
 
 
 def load(tier: str | None = None) -> Kernels:

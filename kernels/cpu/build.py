@@ -1,26 +1,33 @@
-"""Compiles `src/` into one shared library with a copy of every kernel per instruction tier.
+"""Compiles `src/` into shared libraries: one per instruction tier, and one that all of them use.
 
-Needs a C++17 compiler with GCC's vector types. Knows nothing of torch, so that it runs at install time;
-`python -m kernels.cpu.build` builds in place.
+A library's name has the hash of the sources, so that one of other sources is never opened. Needs a C++17 compiler with
+GCC's vector types. Knows nothing of torch, so that it runs at install time; `python -m kernels.cpu.build` builds this
+processor's best tier in place, with `--all` every tier, for other processors.
 """
 
 from __future__ import annotations
 
+import argparse
+import fcntl
 import hashlib
-import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import cpu_count
 from pathlib import Path
 
-_HERE = Path(__file__).resolve().parent
-SOURCES = _HERE / "src"
-LIBRARY = _HERE / "_native.so"
-"""Where the library lies in an installed package; in a checkout, git ignores it."""
+from kernels.cpu.tiers import TIERS, machine_tiers
 
+FOLDER = Path(__file__).resolve().parent
+"""Where the libraries lie in an installed package; in a checkout, git ignores them."""
+SOURCES = FOLDER / "src"
+COMMON = "common"
+"""What is named like a tier but is the library that all tiers use: it computes nothing."""
+
+_COMMON_SOURCES = ("decoder.cpp", "team.cpp")
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
@@ -28,88 +35,80 @@ _FLAGS = (
     # GCC 12 warns of its own intrinsics' undefined operands.
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 )
-_AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
-_AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
-_X86_TIERS = {
-    "baseline": (),
-    "avx2": _AVX2,
-    "avx512": _AVX512,
-    "avx512_bf16": _AVX512_BF16,
-    "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
-}
-_ARM64_TIERS = {"baseline": (), "neon_bf16": ("-march=armv8.2-a+bf16",)}
-_ALL_TIERS: dict[str, dict[str, tuple[str, ...]]] = {"x86_64": _X86_TIERS, "aarch64": _ARM64_TIERS}
-_INTRINSICS = {"x86_64": "immintrin.h", "aarch64": "arm_neon.h"}
-TIERS = tuple(_ALL_TIERS.get(platform.machine(), {"baseline": ()}))
-"""Of this architecture, lowest first; each has all instructions of those before it. The library counts them so."""
-_ONCE = ("decoder.cpp", "machine.cpp", "team.cpp")
-"""Files that compute nothing; all others hold kernels and are compiled once per tier."""
 
 
 class BuildError(Exception):
-    """No compiler, or it refused; the message says which and why."""
+    """No compiler, or it refused, or its work cannot be kept; the message says which and why."""
 
 
-def build(library: Path = LIBRARY, objects: Path = _HERE / "_objects") -> None:
-    """Compiles what is older than its sources into the folder `objects`, and links `library`. Raises BuildError."""
+def library_path(part: str, folder: Path | None = None) -> Path:
+    """Of a tier or of `COMMON`, as the sources are now. What lies there is whole."""
+    return (folder or FOLDER) / f"_native-{part}-{source_hash()}.so"
+
+
+def build(
+    tiers: Iterable[str], folder: Path | None = None, announce: Callable[[Sequence[str]], object] | None = None
+) -> None:
+    """Compiles what `folder` lacks of `tiers` and of `COMMON`; first tells `announce` what that is. Raises BuildError.
+
+    Of several processes that want the same, one compiles and the others wait.
+    """
+    folder, parts = folder or FOLDER, (COMMON, *tiers)
+    if all(library_path(part, folder).exists() for part in parts):
+        return  # the folder need not be writable
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler: looked for {', '.join(_COMPILERS)}")
-    objects.mkdir(parents=True, exist_ok=True)
-    tiers = _tiers_of(compiler, objects)
-    commands = list(_compilations(compiler, tiers, objects))
-    changed = max(path.stat().st_mtime for path in (*SOURCES.glob("*.h"), Path(__file__)))
-    stale = [command for command in commands if _is_stale(Path(command[-1]), Path(command[-3]), changed)]
-    with ThreadPoolExecutor(cpu_count()) as pool:
-        list(pool.map(_run, stale))
-    # Linked beside and moved: a process that has the old library open keeps it whole.
-    linked = objects / library.name
-    _run([compiler, "-shared", "-Wl,--as-needed", *(command[-1] for command in commands), "-o", str(linked)])
-    library.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(linked, library.with_suffix(".new"))
-    library.with_suffix(".new").replace(library)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "_native.lock").open("w") as lock, tempfile.TemporaryDirectory() as objects:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            missing = [part for part in parts if not library_path(part, folder).exists()]
+            if missing and announce is not None:
+                announce(missing)
+            _compile(compiler, missing, Path(objects), folder)
+    except OSError as error:
+        raise BuildError(f"{folder}: {error}") from error
+
+
+def build_best(folder: Path | None = None) -> None:
+    """Builds the highest tier that this machine runs and the compiler knows. Raises BuildError, of the highest."""
+    errors = []
+    for tier in reversed(machine_tiers()):
+        try:
+            return build((tier,), folder)
+        except BuildError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def source_hash() -> str:
-    """Names the sources as they are; the library carries the one that it was built from."""
+    """Names the sources as they are."""
     digest = hashlib.sha256()
-    for path in sorted([*SOURCES.iterdir(), Path(__file__)]):
+    for path in sorted([*SOURCES.iterdir(), Path(__file__), Path(__file__).with_name("tiers.py")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
-def _tiers_of(compiler: str, objects: Path) -> dict[str, tuple[str, ...]]:
-    """The flags of each tier that this architecture has and this compiler knows."""
-    machine = platform.machine()
-    if machine not in _ALL_TIERS:
-        return {"baseline": ()}
-    probe = objects / "probe.cpp"
-    probe.write_text(f"#include <{_INTRINSICS[machine]}>\n")
-    return {tier: flags for tier, flags in _ALL_TIERS[machine].items() if _accepts(compiler, flags, probe)}
+def _compile(compiler: str, parts: Sequence[str], objects: Path, folder: Path) -> None:
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        list(pool.map(_run, [command for part in parts for command in _compilations(compiler, part, objects)]))
+    for part in parts:
+        linked = folder / f"_native-{part}.new"
+        _run([compiler, "-shared", "-Wl,--as-needed", *map(str, objects.glob(f"*-{part}.o")), "-o", str(linked)])
+        linked.replace(library_path(part, folder))
+    for old in folder.glob("_native*.so"):
+        if source_hash() not in old.name:
+            old.unlink()  # a process that has it open keeps it whole
 
 
-def _accepts(compiler: str, flags: tuple[str, ...], probe: Path) -> bool:
-    command = [compiler, *flags, "-fsyntax-only", str(probe)]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
-def _compilations(compiler: str, tiers: dict[str, tuple[str, ...]], objects: Path) -> Iterator[list[str]]:
-    """One command per object; they end in: source, `-o`, object."""
-    # The hash is in the object's name: with other sources it is another object.
-    defines = (f'-DTANDEM_BUILT_TIERS="{" ".join(tiers)}"', f'-DTANDEM_SOURCES="{source_hash()}"')
-    for name in _ONCE:
-        target = objects / f"{Path(name).stem}-{source_hash()}.o"
-        yield [compiler, *_FLAGS, *defines, "-c", str(SOURCES / name), "-o", str(target)]
+def _compilations(compiler: str, part: str, objects: Path) -> Iterator[list[str]]:
+    """One command per object."""
+    tier_flags = () if part == COMMON else (*TIERS[part].flags, f"-DTANDEM_TIER={part}")
     for source in sorted(SOURCES.glob("*.cpp")):
-        if source.name not in _ONCE:
-            for tier, flags in tiers.items():
-                target = objects / f"{source.stem}-{tier}.o"
-                yield [compiler, *_FLAGS, *flags, f"-DTANDEM_TIER={tier}", "-c", str(source), "-o", str(target)]
-
-
-def _is_stale(target: Path, source: Path, changed: float) -> bool:
-    return not target.exists() or target.stat().st_mtime < max(changed, source.stat().st_mtime)
+        if (source.name in _COMMON_SOURCES) == (part == COMMON):
+            target = objects / f"{source.stem}-{part}.o"
+            yield [compiler, *_FLAGS, *tier_flags, "-c", str(source), "-o", str(target)]
 
 
 def _run(command: list[str]) -> None:
@@ -119,8 +118,15 @@ def _run(command: list[str]) -> None:
     sys.stderr.write(done.stderr)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Builds in place."""
+    parser = argparse.ArgumentParser(prog="python -m kernels.cpu.build", description="Compiles the native CPU kernels.")
+    parser.add_argument("--all", action="store_true", help="every tier; without it, this processor's best")
     try:
-        build()
+        build(TIERS) if parser.parse_args().all else build_best()
     except BuildError as error:
         sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

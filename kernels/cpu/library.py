@@ -1,7 +1,7 @@
-"""The compiled library: opened once, beside torch's OpenMP runtime, with the highest tier that the machine runs.
+"""The compiled libraries: opened once, beside torch's OpenMP runtime, with the highest tier that the machine runs.
 
-A tier is one set of instructions that all kernels were compiled for. Why there is no library here, or
-which tier it runs, is a value (`obstacle`, `usable_tiers`), not an exception: the service works without.
+A tier is one set of instructions that all kernels were compiled for. One that was not compiled is, when it is asked
+for. Why none can run here is a value (`obstacle`, `tier_obstacle`), not an exception: the service works without.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import torch  # maps its OpenMP runtime
 
 from kernels.cpu import build
+from kernels.cpu.tiers import machine_tiers
 from tandem.core_loans import ENTRY_BYTES, CoreLoan
 from tandem.errors import InternalError
 from tandem.telemetry.logging import get_logger
@@ -25,26 +26,20 @@ from tandem.telemetry.logging import get_logger
 _log = get_logger(__name__)
 
 _OPENMP = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
-_REBUILD = "python -m kernels.cpu.build"
-
-
-class _Unavailable(Exception):
-    """The library cannot be used; the message says why and what would help."""
 
 
 class Library:
-    """The kernels of one tier. Instances share the one opened library and hold nothing else."""
+    """The kernels of one tier. Instances share the opened libraries and hold nothing else."""
 
     __slots__ = ("tier",)
 
     def __init__(self, tier: str | None = None) -> None:
         """`tier` None takes the highest. Raises InternalError if it cannot run here."""
-        usable = usable_tiers()
-        if tier is None and usable:
-            tier = usable[-1]
-        if tier is None or tier not in usable:
-            raise InternalError(f"tier {tier} of the native kernels cannot run here: {obstacle() or usable}")
-        self.tier = tier
+        chosen = tier or best_tier()
+        reason = obstacle() if chosen is None else tier_obstacle(chosen)
+        if chosen is None or reason is not None:
+            raise InternalError(f"tier {chosen} of the native kernels cannot run here: {reason}")
+        self.tier = chosen
 
     def bind(self, name: str, *argtypes: Any, keeps_gil: bool = False) -> Callable[..., None]:
         """The tier's function `tandem_<name>`, which returns nothing. Raises InternalError if there is none.
@@ -52,11 +47,11 @@ class Library:
         Calls release the GIL, unless `keeps_gil`: for work of a few microseconds, which to hand the GIL
         over and back would double.
         """
-        handle: ctypes.CDLL = _open()[1 if keeps_gil else 0]
+        handle: ctypes.CDLL = _open(self.tier)[1 if keeps_gil else 0]
         try:
             function = handle[f"tandem_{name}_{self.tier}"]
         except AttributeError as error:
-            raise InternalError(f"the native kernels have no {name} in tier {self.tier}; {_REBUILD}") from error
+            raise InternalError(f"the native kernels have no {name} in tier {self.tier}") from error
         function.argtypes = argtypes
         function.restype = None
         bound: Callable[..., None] = function
@@ -64,7 +59,7 @@ class Library:
 
     def bind_common(self, name: str, *argtypes: Any) -> Callable[..., None]:
         """The function `tandem_<name>` that all tiers share."""
-        function = _open()[0][f"tandem_{name}"]
+        function = _open(build.COMMON)[0][f"tandem_{name}"]
         function.argtypes = argtypes
         function.restype = None
         bound: Callable[..., None] = function
@@ -77,27 +72,50 @@ class Library:
 
 def obstacle() -> str | None:
     """Why no native kernel can run in this process, or None."""
+    return _best()[1]
+
+
+def best_tier() -> str | None:
+    """The highest tier that runs here; None where none does."""
+    return _best()[0]
+
+
+@cache
+def tier_obstacle(tier: str) -> str | None:
+    """Why `tier` cannot run in this process, or None: then it is compiled and open."""
+    if tier not in machine_tiers():
+        return f"this machine runs {', '.join(machine_tiers())}"
     try:
-        _open()
-    except _Unavailable as error:
-        return str(error)
+        build.build([tier], announce=_log_compiling)
+        _open(tier)
+    except build.BuildError as error:
+        return f"it is not compiled: {error}"
+    except OSError as error:
+        return f"it cannot be opened: {error}"
     return None
 
 
-def usable_tiers() -> tuple[str, ...]:
-    """The tiers that were compiled and that processor and system allow, lowest first; empty without a library."""
-    try:
-        handle = _open()[0]
-    except _Unavailable:
-        return ()
-    built = _text(handle, "tandem_built_tiers").split()
-    allowed = build.TIERS[: handle.tandem_machine_tier() + 1]
-    return tuple(tier for tier in allowed if tier in built)
+@cache
+def _best() -> tuple[str | None, str | None]:
+    """The highest tier that runs here, or why the highest of this machine does not."""
+    best, *lower = reversed(machine_tiers())
+    reason = tier_obstacle(best)
+    if reason is None:
+        return best, None
+    for tier in lower:
+        if tier_obstacle(tier) is None:
+            _log.warning("slower native CPU kernels are taken", tier=tier, instead_of=best, reason=reason)
+            return tier, None
+    return None, reason
+
+
+def _log_compiling(parts: Sequence[str]) -> None:
+    _log.info("native CPU kernels are compiled, once for this machine", tiers=", ".join(parts))
 
 
 def max_threads() -> int:
     """Threads that a kernel called from this thread would use at most: what torch set for it, and guests."""
-    return int(_open()[0].tandem_max_threads())
+    return int(_open(build.COMMON)[0].tandem_max_threads())
 
 
 def take_threads(loan: CoreLoan | None) -> None:
@@ -108,7 +126,7 @@ def take_threads(loan: CoreLoan | None) -> None:
     warning says so. Idempotent but for the loan, which is taken once.
     """
     torch.get_num_threads()  # it sets its threads at the first call on a thread, and must not later
-    _open()[0].tandem_take_threads()
+    _open(build.COMMON)[0].tandem_take_threads()
     # The MKL in torch has a number of threads of its own, which a step's cosines, sines and exponentials would wake.
     with suppress(OSError, AttributeError):  # a torch without it
         ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).MKL_Set_Num_Threads_Local(1)
@@ -121,7 +139,7 @@ def take_threads(loan: CoreLoan | None) -> None:
 
 def take_num_lent() -> int:
     """The most borrowed cores that any one kernel, called from this thread, had since the last call."""
-    return int(_open()[1].tandem_take_most_guests())
+    return int(_open(build.COMMON)[1].tandem_take_most_guests())
 
 
 def _share_cores(loan: CoreLoan) -> None:
@@ -134,7 +152,7 @@ def _share_cores(loan: CoreLoan) -> None:
         error = ctypes.c_int(0)
         arrays = [(ctypes.c_int32 * len(cores))(*cores) for cores in (own, loan.cores)]
         counts = [ctypes.c_int64(len(cores)) for cores in (own, loan.cores)]
-        _open()[0].tandem_share_cores(
+        _open(build.COMMON)[0].tandem_share_cores(
             descriptor, ctypes.c_int64(num_cores), arrays[0], counts[0], arrays[1], counts[1], ctypes.byref(error)
         )
         if error.value:
@@ -153,35 +171,24 @@ def openmp_runtimes() -> tuple[str, ...]:
 
 
 @cache
-def _open() -> tuple[ctypes.CDLL, ctypes.PyDLL]:
-    """The library, as called without the GIL and as called with it. Raises _Unavailable."""
-    if not build.LIBRARY.exists():
-        raise _Unavailable(f"not built at install, for want of a C++ compiler or by its error; try {_REBUILD}")
-    try:
-        # Opened again, for all: our library names no runtime and finds its functions here.
-        ctypes.CDLL(_openmp_of_torch(), mode=ctypes.RTLD_GLOBAL)
-        handle = ctypes.CDLL(str(build.LIBRARY))
-        built_from = _text(handle, "tandem_sources")
-    except (OSError, AttributeError) as error:
-        raise _Unavailable(f"{build.LIBRARY.name} cannot be opened: {error}; try {_REBUILD}") from error
-    if built_from != build.source_hash():
-        raise _Unavailable(f"{build.LIBRARY.name} was built from other sources; run {_REBUILD}")
-    return handle, ctypes.PyDLL(str(build.LIBRARY))
+def _open(part: str) -> tuple[ctypes.CDLL, ctypes.PyDLL]:
+    """A tier or what all of them use, as called without the GIL and as called with it. Raises OSError."""
+    mode = ctypes.RTLD_LOCAL
+    if part == build.COMMON:
+        # Both opened for all: a tier's library names no other one and finds their functions.
+        mode = ctypes.RTLD_GLOBAL
+        ctypes.CDLL(_openmp_of_torch(), mode=mode)
+    else:
+        _open(build.COMMON)
+    path = str(build.library_path(part))
+    return ctypes.CDLL(path, mode=mode), ctypes.PyDLL(path)
 
 
 def _openmp_of_torch() -> str:
-    """Path of the runtime that torch uses. Raises _Unavailable if that is not clear."""
+    """Path of the runtime that torch uses. Raises OSError if that is not clear."""
     runtimes = openmp_runtimes()
     # Another package may have brought its own as well.
     brought = [path for path in runtimes if "/torch/" in path or "/torch.libs/" in path] or runtimes
     if len(brought) != 1:
-        raise _Unavailable(f"needs the OpenMP runtime that torch brings; mapped are: {', '.join(brought) or 'none'}")
+        raise OSError(f"needs the OpenMP runtime that torch brings; mapped are: {', '.join(brought) or 'none'}")
     return brought[0]
-
-
-def _text(handle: ctypes.CDLL, name: str) -> str:
-    """Calls a function that returns a string."""
-    function = handle[name]
-    function.restype = ctypes.c_char_p
-    text: bytes = function()
-    return text.decode()

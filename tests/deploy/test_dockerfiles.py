@@ -146,7 +146,7 @@ def test_the_context_holds_every_package_and_all_that_a_build_reads() -> None:
         "tests/conftest.py",
         "secrets.txt",
         "tandem/__pycache__/x.pyc",
-        "kernels/cpu/_native.so",
+        "kernels/cpu/_native-avx2-0.so",
         "deploy/x",
     ],
 )
@@ -173,6 +173,13 @@ def test_an_image_says_what_it_is(file: str, target: str) -> None:
         "version": tandem.__version__,
         "licenses": PROJECT["project"]["license"],
     }
+
+
+@pytest.mark.parametrize("stage", ["build-cpu", "build-cuda"])
+def test_a_worker_s_image_has_the_kernels_of_every_processor(stage: str) -> None:
+    runs = FILES["worker"][stage].all("RUN")
+    compiled = runs.index("cd / && /opt/tandem/bin/python -m kernels.cpu.build --all")
+    assert any("install" in run and run.endswith("./deploy/client .") for run in runs[:compiled])
 
 
 @pytest.mark.parametrize("extras", [(), ("worker",), ("worker", "nixl"), ("nixl",)])

@@ -24,12 +24,12 @@ from kvtransfer.timing import Timing
 from tandem.clock import MonotonicClock
 from tandem.errors import TransferError
 from tandem.types import BlockId
-from tests.faults.kv_peer import FILL, TARGETS, Forked, heard
+from tests.faults.kv_peer import FILL, PATIENCE_S, TARGETS, Forked, heard
 from tests.transports import PRINTS, make_pool
 
 HALF = PRINTS.layout.block_bytes // 2
-_EXPIRES_IN_S = 30.0
-_OPEN_WITHIN_S = 5.0
+PATIENT = Timing(lease_s=60.0, reply_s=60.0, stop_s=0.5)
+"""Neither side notices a silence: what else ends a hand-off is seen as such."""
 
 
 class _Listener:
@@ -101,22 +101,22 @@ class _HalfSink:
         return self._sink.send(frame, [span[:HALF] for span in inline])
 
 
-async def _receive(pipe: Pipe, transport: str, timing: Timing) -> None:
+async def _receive(pipe: Pipe, transport: str) -> None:
     pool = make_pool(transport)
-    receiver = KvReceiver(pool.memory, PRINTS, MonotonicClock(), (transport,), "127.0.0.1", timing=timing)
+    receiver = KvReceiver(pool.memory, PRINTS, MonotonicClock(), (transport,), "127.0.0.1", timing=PATIENT)
     await receiver.start()
-    offer = receiver.offer(tuple(BlockRef(block, 7) for block in TARGETS), _Listener(pipe), _EXPIRES_IN_S)
+    offer = receiver.offer(tuple(BlockRef(block, 7) for block in TARGETS), _Listener(pipe), PATIENCE_S)
     pipe.send((offer.ticket, offer.endpoint))
     await heard(pipe)
     await receiver.stop()
 
 
-async def _send(pipe: Pipe, transport: str, timing: Timing, *, rude: bool) -> None:
+async def _send(pipe: Pipe, transport: str, *, rude: bool) -> None:
     pool = make_pool(transport)
     pool.blocks.fill_(FILL)
-    sender = KvSender(pool.memory, PRINTS, MonotonicClock(), transport, timing=timing)
+    sender = KvSender(pool.memory, PRINTS, MonotonicClock(), transport, timing=PATIENT)
     ticket, endpoint = await heard(pipe)
-    handoff: Any = await sender.open(ticket, endpoint, _OPEN_WITHIN_S)
+    handoff: Any = await sender.open(ticket, endpoint, PATIENCE_S)
     handoff._lane = lane = _HalfLane(handoff._lane, pipe)
     pushing = asyncio.ensure_future(handoff.push(0, (BlockId(0),)))
     await heard(pipe)
@@ -130,14 +130,10 @@ async def _send(pipe: Pipe, transport: str, timing: Timing, *, rude: bool) -> No
     await sender.stop()
 
 
-def _run(pipe: Pipe, role: str, transport: str, lease_s: float) -> None:
-    timing = Timing(lease_s=lease_s, reply_s=2.0, stop_s=1.0)
-    if role == "receiving":
-        asyncio.run(_receive(pipe, transport, timing))
-    else:
-        asyncio.run(_send(pipe, transport, timing, rude=role == "rude"))
+def _run(pipe: Pipe, role: str, transport: str) -> None:
+    asyncio.run(_receive(pipe, transport) if role == "receiving" else _send(pipe, transport, rude=role == "rude"))
 
 
-def half_peer(role: str, transport: str, timing: Timing) -> Forked:
-    """Its lease is that of `timing`."""
-    return Forked(_run, role, transport, timing.lease_s)
+def half_peer(role: str, transport: str) -> Forked:
+    """In the test: the other process."""
+    return Forked(_run, role, transport)

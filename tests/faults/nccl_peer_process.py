@@ -15,12 +15,10 @@ from kvtransfer.sender import KvSender
 from kvtransfer.timing import Timing
 from tandem.clock import MonotonicClock
 from tandem.types import BlockId
-from tests.faults.kv_peer import FILL, Forked, heard
+from tests.faults.kv_peer import FILL, PATIENCE_S, Forked, heard
 from tests.standins.cuda import DevicePool
 from tests.standins.nccl import QUICK, standin_nccl
 from tests.transports import PRINTS
-
-_OPEN_WITHIN_S = 10.0
 
 
 async def _push_two(pipe: Pipe, abort_s: float) -> None:
@@ -28,9 +26,9 @@ async def _push_two(pipe: Pipe, abort_s: float) -> None:
     pool = DevicePool(16, PRINTS.layout.block_bytes)
     pool.blocks.fill_(FILL)
     known = (nccl.transport(replace(QUICK, abort_s=abort_s)),)
-    sender = KvSender(pool.memory, PRINTS, MonotonicClock(), "nccl", timing=Timing(lease_s=10.0), known=known)
+    sender = KvSender(pool.memory, PRINTS, MonotonicClock(), "nccl", timing=Timing(lease_s=PATIENCE_S), known=known)
     ticket, endpoint = await heard(pipe)
-    handoff = await sender.open(ticket, endpoint, _OPEN_WITHIN_S)
+    handoff = await sender.open(ticket, endpoint, PATIENCE_S)
     await handoff.push(0, (BlockId(0), BlockId(1)))
     await handoff.commit(b"")
     await sender.stop()

@@ -22,6 +22,7 @@ from tandem.types import BlockId
 from tests import held
 from tests.faults import kv_peer
 from tests.faults.kv_peer import FILL, PATIENCE_S, Forked, heard
+from tests.faults.leases import Leases
 from tests.faults.test_kv_fault_matrix import FAILED, Listener
 from tests.standins.build import obstacle
 from tests.standins.cuda import StandInCuda, fresh, standin
@@ -30,20 +31,18 @@ from tests.transports import PRINTS, TestPool, make_pool
 pytestmark = pytest.mark.skipif(obstacle() is not None, reason=f"cuda_ipc: {obstacle()}")
 
 TRANSPORT = "cuda_ipc"
-SILENT = Timing(lease_s=1.5, reply_s=2.0, stop_s=1.0)
-"""For a peer that is stopped."""
-PATIENT = Timing(lease_s=20.0, reply_s=20.0, stop_s=1.0)
+PATIENT = Timing(lease_s=60.0, reply_s=60.0, stop_s=1.0)
 """No silence is noticed: what else ends a hand-off is seen as such."""
 TARGET = BlockId(3)
 LAST_BYTE = PRINTS.layout.block_bytes - 1
 
 
-async def _push_one(pipe: Pipe, settings: dict[str, str], timing: Timing) -> None:
+async def _push_one(pipe: Pipe, settings: dict[str, str]) -> None:
     cuda, pool = standin(), make_pool(TRANSPORT)
     pool.blocks.fill_(FILL)
     for name, value in settings.items():
         cuda.set(name, value)
-    sender = KvSender(pool.memory, PRINTS, MonotonicClock(), TRANSPORT, timing=timing)
+    sender = KvSender(pool.memory, PRINTS, MonotonicClock(), TRANSPORT, timing=PATIENT)
     ticket, endpoint = await heard(pipe)
     handoff = await sender.open(ticket, endpoint, PATIENCE_S)
     error = ""
@@ -59,15 +58,15 @@ async def _push_one(pipe: Pipe, settings: dict[str, str], timing: Timing) -> Non
     await heard(pipe)
 
 
-def _run(pipe: Pipe, settings: dict[str, str], timing: Timing) -> None:
-    asyncio.run(_push_one(pipe, settings, timing))
+def _run(pipe: Pipe, settings: dict[str, str]) -> None:
+    asyncio.run(_push_one(pipe, settings))
 
 
 class SendingPeer(Forked):
     """A process whose driver has `settings`, and that hands one block over."""
 
-    def __init__(self, settings: dict[str, str], timing: Timing) -> None:
-        super().__init__(_run, settings, timing)
+    def __init__(self, settings: dict[str, str]) -> None:
+        super().__init__(_run, settings)
 
 
 @dataclass
@@ -115,14 +114,14 @@ def release(hold: Path) -> None:
 
 
 @asynccontextmanager
-async def sending(timing: Timing = PATIENT, **settings: object) -> AsyncIterator[Scene]:
+async def sending(**settings: object) -> AsyncIterator[Scene]:
     pool, listener, peer = (
         make_pool(TRANSPORT),
         Listener(),
-        SendingPeer({name: str(value) for name, value in settings.items()}, timing),
+        SendingPeer({name: str(value) for name, value in settings.items()}),
     )
     pool.blocks.zero_()
-    receiver = KvReceiver(pool.memory, PRINTS, MonotonicClock(), (TRANSPORT,), "127.0.0.1", timing=timing)
+    receiver = KvReceiver(pool.memory, PRINTS, MonotonicClock(), (TRANSPORT,), "127.0.0.1", timing=PATIENT)
     await receiver.start()
     try:
         offer = receiver.offer((BlockRef(TARGET, 7),), listener, PATIENCE_S)
@@ -169,11 +168,12 @@ async def test_blocks_withdrawn_in_the_middle_of_a_copy_wait_for_its_end(hold: P
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("wakes", [True, False])
 async def test_a_sender_that_stands_still_in_a_copy_keeps_the_block_until_it_lets_go_or_dies(
-    hold: Path, wakes: bool
+    hold: Path, wakes: bool, leases: Leases
 ) -> None:
-    async with sending(SILENT, HOLD=hold) as scene:
+    async with sending(HOLD=hold) as scene:
         await scene.half_written()
         scene.peer.signal(signal.SIGSTOP)
+        leases.shorten()
         await scene.listener.until("failed")
         assert scene.quarantined()
         release(hold)

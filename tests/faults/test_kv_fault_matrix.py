@@ -20,11 +20,13 @@ from tandem.errors import TransferError
 from tandem.types import BlockId
 from tests import held
 from tests.faults.kv_peer import FILL, PATIENCE_S, PAYLOAD, RECEIVER_POINTS, SENDER_POINTS, TARGETS, Peer, peers
+from tests.faults.leases import Leases, Lively
 from tests.transports import EVERY_AND_RINGS, PRINTS, TestPool, make_pool, transport_of, way_of
 
 DYING = Timing(lease_s=30.0, reply_s=30.0, stop_s=1.0)
 """No silence is noticed: a death is seen as such."""
-STANDING = Timing(lease_s=2.0, reply_s=2.0, stop_s=1.0)
+HOME = Lively(lease_s=10.0, reply_s=30.0, stop_s=1.0)
+"""Where leases are shortened once every peer stands still; who dials one that stands waits for a whole lease."""
 NUM_BLOCKS = 32
 BESIDE = (BlockId(30), BlockId(31))
 """Blocks of the hand-off that nothing happens to."""
@@ -247,15 +249,18 @@ async def receivers_keep_no_block(caught: Sequence[tuple[Peer, asyncio.Task[str]
 
 @pytest.mark.usefixtures("nothing_stays")
 @pytest.mark.parametrize("transport", EVERY_AND_RINGS)
-async def test_who_stands_still_at_any_point_is_lost_in_time_and_lets_go_when_it_wakes(transport: str) -> None:
+async def test_who_stands_still_at_any_point_is_lost_in_time_and_lets_go_when_it_wakes(
+    transport: str, leases: Leases
+) -> None:
     """Senders and receivers at once: the lease is waited for once."""
     async with (
-        at_home(transport, STANDING) as home,
-        senders(home, transport, STANDING) as sending,
-        receivers(home, transport, STANDING) as receiving,
+        at_home(transport, HOME) as home,
+        senders(home, transport, DYING) as sending,
+        receivers(home, transport, DYING) as receiving,
     ):
         for peer in [*(caught[0] for caught in sending), *(caught[0] for caught in receiving)]:
             peer.signal(signal.SIGSTOP)
+        leases.shorten()
         await senders_are_lost(transport, sending, home.pool)
         for peer, handing_over in receiving:
             assert bool(await ends(handing_over)) is (peer.point != "committed"), peer.point

@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,28 +15,24 @@ import torch
 from kvtransfer.base import BlockRef, Fingerprints, PoolMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from kvtransfer.timing import Timing
 from tandem.clock import MonotonicClock
 from tandem.errors import PeerLost, TransferError
 from tandem.kv_layout import DType, KvLayout
 from tests.faults.kv_peer import warm_up
-from tests.faults.kv_peer_process import half_peer
+from tests.faults.kv_peer_process import PATIENT, half_peer
+from tests.faults.leases import SHORT_S
 from tests.nixl_param import NIXL, needs_nixl
 
 PRINTS = Fingerprints("model-a", KvLayout(2, 1, 4, 8, DType.BFLOAT16))
-SILENT = Timing(lease_s=1.0, reply_s=2.0, stop_s=0.5)
-"""For a peer that is stopped."""
-PATIENT = Timing(lease_s=20.0, reply_s=20.0, stop_s=0.5)
-"""No silence is noticed: what else ends a hand-off is seen as such."""
 PATIENCE_S = 40.0
 TRANSPORTS = ["shm", "tcp", NIXL]
 """Those that `kv_peer_process` can catch within a block; at all other points: test_kv_fault_matrix."""
 
 
 @asynccontextmanager
-async def running(role, transport, timing):
+async def running(role, transport):
     warm_up()
-    peer = half_peer(role, transport, timing)
+    peer = half_peer(role, transport)
     try:
         yield peer
     finally:
@@ -83,14 +80,14 @@ def memory():
 
 
 @asynccontextmanager
-async def caught_in_the_middle(memory, transport, role="sending", timing=PATIENT):
+async def caught_in_the_middle(memory, transport, role="sending"):
     """A receiver here, and a sender process that has written half of block 3."""
-    receiver = KvReceiver(memory, PRINTS, MonotonicClock(), (transport,), "127.0.0.1", timing=timing)
+    receiver = KvReceiver(memory, PRINTS, MonotonicClock(), (transport,), "127.0.0.1", timing=PATIENT)
     await receiver.start()
     listener = Listener()
     try:
-        async with running(role, transport, timing) as peer:
-            offer = receiver.offer((BlockRef(3, 7), BlockRef(1, 7)), listener, 30.0)
+        async with running(role, transport) as peer:
+            offer = receiver.offer((BlockRef(3, 7), BlockRef(1, 7)), listener, PATIENCE_S)
             peer.tell(offer.ticket, offer.endpoint)
             assert await peer.hear() == "half written"
             yield receiver, listener, peer, offer
@@ -122,9 +119,10 @@ async def test_blocks_withdrawn_under_a_copying_process_wait_for_its_copy(memory
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_stopped_sender_is_lost_within_its_lease(memory, transport):
-    async with caught_in_the_middle(memory, transport, timing=SILENT) as (receiver, listener, peer, _):
+async def test_a_stopped_sender_is_lost_within_its_lease(memory, transport, leases):
+    async with caught_in_the_middle(memory, transport) as (receiver, listener, peer, _):
         peer.signal(signal.SIGSTOP)
+        leases.shorten()
         await listener.until("failed")
         assert isinstance(listener.error, PeerLost)
         if transport == "shm":  # it may still write when it wakes up
@@ -134,9 +132,10 @@ async def test_a_stopped_sender_is_lost_within_its_lease(memory, transport):
         assert receiver.num_live == 0
 
 
-async def test_a_stopped_sender_that_wakes_finishes_its_copy_and_lets_go(memory):
-    async with caught_in_the_middle(memory, "shm", timing=SILENT) as (receiver, listener, peer, _):
+async def test_a_stopped_sender_that_wakes_finishes_its_copy_and_lets_go(memory, leases):
+    async with caught_in_the_middle(memory, "shm") as (receiver, listener, peer, _):
         peer.signal(signal.SIGSTOP)
+        leases.shorten()
         await listener.until("failed")
         peer.signal(signal.SIGCONT)
         peer.tell()
@@ -173,7 +172,7 @@ async def test_what_a_living_process_still_writes_over_nixl_goes_nowhere_once_it
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])  # over nixl it may have ended the sender's access by then
 async def test_receiver_stop_does_not_claim_that_a_stopped_sender_let_go(memory, transport):
-    async with caught_in_the_middle(memory, transport, timing=SILENT) as (receiver, listener, peer, _):
+    async with caught_in_the_middle(memory, transport) as (receiver, listener, peer, _):
         peer.signal(signal.SIGSTOP)
         await receiver.stop()
         assert "failed" in listener.calls
@@ -181,8 +180,8 @@ async def test_receiver_stop_does_not_claim_that_a_stopped_sender_let_go(memory,
 
 
 @asynccontextmanager
-async def sending_to(memory, transport, timing):
-    sender = KvSender(memory, PRINTS, MonotonicClock(), transport, timing=timing)
+async def sending_to(memory, transport):
+    sender = KvSender(memory, PRINTS, MonotonicClock(), transport, timing=PATIENT)
     try:
         yield sender
     finally:
@@ -200,33 +199,35 @@ def _peer_mappings():
 
 async def _open(sender, peer):
     ticket, endpoint = await peer.hear()
-    handoff = await sender.open(ticket, endpoint, 10.0)
+    handoff = await sender.open(ticket, endpoint, PATIENCE_S)
     assert await peer.hear() == "receiving"
     return handoff
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_receiver_killed_or_stopped_fails_the_sender_within_the_lease(memory, transport, number):
-    async with sending_to(memory, transport, SILENT) as sender, running("receiving", transport, SILENT) as peer:
+async def test_a_receiver_killed_or_stopped_fails_the_sender_within_the_lease(memory, transport, number, leases):
+    async with sending_to(memory, transport) as sender, running("receiving", transport) as peer:
         handoff = await _open(sender, peer)
         await handoff.push(0, (0,))
         peer.signal(number)
+        leases.shorten()
+        handoff._sink._connection.timing = replace(PATIENT, reply_s=SHORT_S)  # NIXL writes to a stopped process so long
         with pytest.raises(TransferError):
-            await asyncio.wait_for(_finish(handoff), 5)
+            await asyncio.wait_for(_finish(handoff), PATIENCE_S)
         await handoff.abort()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_restarted_receiver_is_served_and_the_old_mapping_is_gone(memory, transport):
-    async with sending_to(memory, transport, PATIENT) as sender:
-        async with running("receiving", transport, PATIENT) as old:
+    async with sending_to(memory, transport) as sender:
+        async with running("receiving", transport) as old:
             lost = await _open(sender, old)
             old.signal(signal.SIGKILL)
             await old.ended()
             with pytest.raises(TransferError):
                 await lost.commit(b"")
-        async with running("receiving", transport, PATIENT) as new:
+        async with running("receiving", transport) as new:
             handoff = await _open(sender, new)
             assert _peer_mappings() == (1 if transport == "shm" else 0)
             await handoff.push(0, (0, 1))

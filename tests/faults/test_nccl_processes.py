@@ -77,7 +77,7 @@ def nccl(stand_in: StandInNccl) -> Iterator[StandInNccl]:
 async def at_home(nccl: StandInNccl) -> AsyncIterator[Home]:
     pool = DevicePool(16, 256)
     pool.blocks.fill_(0)
-    clock, timing = MonotonicClock(), Timing(lease_s=10.0)
+    clock, timing = MonotonicClock(), Timing(lease_s=PATIENCE_S)
     receiver = KvReceiver(pool.memory, PRINTS, clock, ("nccl",), "127.0.0.1", timing=timing, known=(nccl.transport(),))
     await receiver.start()
     listener = Listener()

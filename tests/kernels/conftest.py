@@ -1,9 +1,35 @@
-"""Triton's interpreter, which `tests/conftest.py` asks for where there is no GPU, mended for bfloat16."""
+"""A machine without native kernels; Triton's interpreter where there is no GPU, mended for bfloat16."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kernels.cpu import build, library
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where native libraries are looked for, empty."""
+    caches = (library.tier_obstacle, library._best, library._open)
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    for each in caches:
+        each.cache_clear()
+    yield tmp_path
+    for each in caches:
+        each.cache_clear()
+
+
+@pytest.fixture
+def no_library(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """There is no compiler, either."""
+    monkeypatch.setenv("PATH", "")
+    return elsewhere
+
 
 if importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1":
     import numpy as np

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu.library import Library, usable_tiers
+from kernels.cpu.library import Library
 from kernels.cpu.operations import CpuOperations
 from kernels.operations import PlainLinear, Routing
 from kernels.quantized import QuantForm, quantize
@@ -13,6 +13,7 @@ from models.experts import RoutedExperts, Router, SeparateExperts, SharedExpert
 from models.layers import GatedMlp
 from tandem.errors import InternalError
 from tests.kernels.oracle import named
+from tests.kernels.tiers import TIERS
 
 pytestmark = pytest.mark.native
 NUM_EXPERTS, HIDDEN, INNER = 7, 96, 64
@@ -62,7 +63,7 @@ def assert_close(fused, separate, x):
     torch.testing.assert_close(fused(x), separate(x), atol=bound, rtol=bound, msg=named(f"{len(x)} tokens"))
 
 
-@pytest.mark.parametrize("tier", usable_tiers())
+@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_one_call_gives_what_separate_maps_do(dtype, tier):
     separate, fused = both(dtype, tier)
@@ -70,7 +71,7 @@ def test_one_call_gives_what_separate_maps_do(dtype, tier):
         assert_close(fused, separate, tokens(num_tokens, dtype))
 
 
-@pytest.mark.parametrize("tier", usable_tiers())
+@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shared", [INNER // 2, INNER, 3 * INNER])
 def test_an_expert_that_every_token_has_is_one_more(dtype, tier, shared):
@@ -93,7 +94,7 @@ def test_shares_need_not_add_to_one(num_active):
     torch.testing.assert_close(fused(x), separate(x), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("tier", usable_tiers())
+@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("shared", [0, 3 * INNER])
 def test_a_token_gets_the_same_bits_in_any_company(tier, shared):
     _, fused = both(torch.bfloat16, tier, shared=shared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,27 +12,19 @@ import torch
 
 from kernels import cpu
 from kernels.cpu import build, library
-from kernels.cpu.library import Library, openmp_runtimes, usable_tiers
+from kernels.cpu.library import Library, best_tier, openmp_runtimes
+from kernels.cpu.tiers import machine_tiers
 from tandem.errors import InternalError
+from tests.kernels.tiers import TIERS
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def elsewhere(monkeypatch, tmp_path):
-    """Where the library is looked for, empty."""
-    path = tmp_path / "_native.so"
-    monkeypatch.setattr(build, "LIBRARY", path)
-    library._open.cache_clear()
-    yield path
-    library._open.cache_clear()
+FOLDER = build.FOLDER
 
 
 @pytest.mark.native
 def test_the_library_runs_here():
     assert cpu.obstacle(CPU, torch.bfloat16) is None
-    assert usable_tiers()[0] == "baseline"
-    assert Library().tier == usable_tiers()[-1]
+    assert Library().tier == best_tier()
 
 
 @pytest.mark.native
@@ -42,8 +35,10 @@ def test_one_openmp_runtime_is_mapped_after_a_call():
 
 @pytest.mark.native
 def test_the_library_names_no_openmp_runtime_of_its_own():
-    assert b"libgomp" not in build.LIBRARY.read_bytes()
-    assert b"libomp" not in build.LIBRARY.read_bytes()
+    for part in (build.COMMON, Library().tier):
+        content = build.library_path(part).read_bytes()
+        assert b"libgomp" not in content
+        assert b"libomp" not in content
 
 
 @pytest.mark.native
@@ -77,24 +72,42 @@ def test_torch_computes_alone_on_a_thread_that_kernels_took():
             torch.set_num_threads(before)
 
 
-def test_no_library_is_an_obstacle_that_says_how_to_build_it(elsewhere):
-    assert "python -m kernels.cpu.build" in cpu.obstacle(CPU, torch.float32)
-    assert usable_tiers() == ()
-    with pytest.raises(InternalError, match=r"tier None .* cannot run here: not built"):
+@pytest.mark.usefixtures("no_library")
+def test_no_library_and_no_compiler_is_an_obstacle():
+    assert cpu.obstacle(CPU, torch.float32) == "it is not compiled: no C++ compiler: looked for g++, c++, clang++"
+    assert best_tier() is None
+    with pytest.raises(InternalError, match=r"tier None .* cannot run here: it is not compiled"):
         Library()
 
 
-def test_a_file_that_is_no_library_is_an_obstacle(elsewhere):
-    elsewhere.write_bytes(b"\x7fELF no more")
+def test_a_file_that_is_no_library_is_an_obstacle(no_library):
+    for part in (build.COMMON, *machine_tiers()):
+        build.library_path(part).write_bytes(b"\x7fELF no more")
     assert "cannot be opened" in cpu.obstacle(CPU, torch.float32)
 
 
 @pytest.mark.native
-def test_a_library_of_other_sources_is_an_obstacle(monkeypatch):
-    monkeypatch.setattr(build, "source_hash", lambda: "of something newer")
-    library._open.cache_clear()
-    assert "built from other sources" in cpu.obstacle(CPU, torch.float32)
-    library._open.cache_clear()
+@pytest.mark.skipif(len(TIERS) < 2, reason="this machine runs one tier")
+def test_without_a_compiler_the_best_tier_that_was_compiled_is_taken_with_a_warning(no_library, caplog):
+    for part in (build.COMMON, "baseline"):
+        shutil.copy(FOLDER / build.library_path(part).name, no_library)
+    assert Library().tier == Library().tier == "baseline"
+    (warning,) = caplog.records
+    assert warning.getMessage() == "slower native CPU kernels are taken"
+    assert (warning.fields["tier"], warning.fields["instead_of"]) == ("baseline", machine_tiers()[-1])
+    assert "no C++ compiler" in warning.fields["reason"]
+
+
+@pytest.mark.native
+def test_a_tier_that_is_asked_for_is_compiled_and_no_other(elsewhere, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(build, "_FLAGS", ("-std=c++17", "-O0", "-w", "-fPIC", "-fvisibility=hidden"))
+    assert cpu.obstacle(CPU, torch.float32, "baseline") is None
+    assert {path.name for path in elsewhere.glob("*.so")} == {
+        build.library_path(part).name for part in (build.COMMON, "baseline")
+    }
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "native CPU kernels are compiled" in line
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8])

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import xxhash
 
-from kernels.cpu.library import Library, usable_tiers
+from kernels.cpu.library import Library
 from kernels.cpu.row_digest import MIN_ROW_BYTES, RowDigest
 from tandem.errors import InternalError
+from tests.kernels.tiers import TIERS
 
 pytestmark = pytest.mark.native
 
@@ -16,7 +17,7 @@ SIZES = (MIN_ROW_BYTES, 255, 256, 257, 1023, 1024, 1025, 1088, 1089, 2048, 4999,
 """Around the stripes of 64 bytes, the 16 of them between two scramblings, and beyond what keeps the lock."""
 
 
-@pytest.fixture(params=usable_tiers())
+@pytest.fixture(params=TIERS)
 def row_digest(request):
     return RowDigest(Library(request.param))
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu.library import Library, usable_tiers
+from kernels.cpu.library import Library
 from kernels.cpu.row_max import RowMax
 from tandem.errors import InternalError
+from tests.kernels.tiers import TIERS
 
 pytestmark = pytest.mark.native
 
 
-@pytest.fixture(params=usable_tiers(), scope="module")
+@pytest.fixture(params=TIERS, scope="module")
 def row_max(request):
     return RowMax(Library(request.param))
 

@@ -5,33 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu import build, library
+from kernels.cpu import library
+from kernels.cpu.tiers import machine_tiers
 from kernels.dispatch import available_backends, held_forms, select_kernels, taken_kv
 from kernels.quantized import QuantForm
 from tandem.errors import ConfigError
+from tests.kernels.tiers import TIERS
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def no_library(monkeypatch, tmp_path):
-    """A machine on which the native kernels could not be built."""
-    monkeypatch.setattr(build, "LIBRARY", tmp_path / "_native.so")
-    library._open.cache_clear()
-    yield
-    library._open.cache_clear()
 
 
 @pytest.mark.native
 def test_auto_takes_the_native_kernels_on_a_cpu():
     kernels = select_kernels("auto", CPU, torch.bfloat16)
     assert kernels.name == "cpu"
-    assert kernels.operations.name == f"cpu-{library.usable_tiers()[-1]}"
+    assert kernels.operations.name == f"cpu-{library.best_tier()}"
 
 
 def test_auto_takes_the_reference_where_the_native_kernels_were_not_built(no_library, caplog):
     assert select_kernels("auto", CPU, torch.bfloat16).name == "reference"
-    with pytest.raises(ConfigError, match=r"cpu cannot run on cpu: not built"):
+    with pytest.raises(ConfigError, match=r"cpu cannot run on cpu: it is not compiled: no C\+\+ compiler"):
         select_kernels("cpu", CPU, torch.bfloat16)
 
 
@@ -48,8 +41,7 @@ def test_auto_takes_the_reference_for_what_only_it_computes():
 def test_the_list_gives_each_backend_a_reason():
     backends = available_backends(CPU)
     assert [status.name for status in backends if status.usable] == ["cpu", "reference"]
-    usable = library.usable_tiers()
-    assert f"tier {usable[-1]} of {', '.join(usable)}" in backends[2].reason
+    assert f"tier {library.best_tier()} of {', '.join(machine_tiers())}" in backends[2].reason
     assert all(status.reason for status in backends)
 
 
@@ -66,7 +58,7 @@ def test_a_dtype_that_nothing_computes_is_a_bad_option(name):
 
 @pytest.mark.parametrize("name", ["auto", "cpu"])
 def test_a_tier_can_be_forced(name):
-    for tier in library.usable_tiers():
+    for tier in TIERS:
         assert select_kernels(name, CPU, torch.bfloat16, tier).operations.name == f"cpu-{tier}"
 
 
@@ -85,7 +77,7 @@ def test_a_tier_that_cannot_run_is_refused_by_name(name, device, tier, message):
 
 
 def test_no_tier_can_be_forced_where_there_is_no_library(no_library):
-    with pytest.raises(ConfigError, match="--cpu-tier: baseline cannot run on cpu: not built"):
+    with pytest.raises(ConfigError, match="--cpu-tier: baseline cannot run on cpu: it is not compiled"):
         select_kernels("auto", CPU, torch.bfloat16, "baseline")
 
 

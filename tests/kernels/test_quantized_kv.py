@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.library import Library, usable_tiers
+from kernels.cpu.library import Library, obstacle
 from kernels.cpu.operations import CpuOperations
 from kernels.quantized_kv import LARGEST, kv_scales, quantize_rows, read_blocks
 from kernels.reference_operations import ReferenceOperations
 from tandem.errors import InternalError
 from tests.kernels.operations_oracle import Rotation
 from tests.kernels.oracle import QUANTIZED, empty_pool
+from tests.kernels.tiers import TIERS
 
 SETS = {
     "reference": ReferenceOperations,
-    **{f"cpu {tier}": lambda tier=tier: CpuOperations(Library(tier)) for tier in usable_tiers()},
+    **{f"cpu {tier}": lambda tier=tier: CpuOperations(Library(tier)) for tier in TIERS if obstacle() is None},
 }
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
     from kernels.triton.operations import TritonOperations

@@ -43,6 +43,7 @@ struct TandemTeam {
   uint64_t num_joined;  // members that have begun
 };
 
+#pragma GCC visibility push(default)  // each tier is a library of its own
 extern "C" {
 // Threads that work called from here would use at most: those of OpenMP's setting (torch's) or what was taken of them,
 // and guests; 1 within a job.
@@ -63,6 +64,7 @@ bool tandem_team_is_past(const TandemTeam* team, uint64_t phase, int64_t worked_
 // Wakes those who wait for the team.
 void tandem_team_ring(TandemTeam* team);
 }
+#pragma GCC visibility pop
 
 namespace {
 

@@ -1,9 +1,7 @@
-// Names of one instruction tier. Each kernel file is compiled once per tier, all into one library.
+// Names of one instruction tier. Each kernel file is compiled once per tier, into that tier's library.
 //
 // TANDEM_TIER is the tier's name (baseline, avx2, avx512, avx512_bf16, amx, neon_bf16) and becomes the suffix of
-// every exported function. All else in a kernel file and in its headers must stand in an anonymous
-// namespace: the linker may keep any one copy of a function with external linkage, and a copy from
-// the wrong tier stops older machines. So no templates of the standard library either.
+// every exported function. All else in a kernel file and in its headers stands in an anonymous namespace.
 
 #pragma once
 

@@ -371,7 +371,7 @@ async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(
         assert isinstance(error, Unavailable)
         assert error.reason is Reason.DRAINING
         bench.hand_over(await bench.ticket(old), spec)
-        await asyncio.wait_for(bench.worker.drained(), 5)
+        await asyncio.wait_for(bench.worker.drained(), 30)
         assert bench.router.tokens[old] == completion(spec)[1:]
         assert bench.worker.load().draining
 

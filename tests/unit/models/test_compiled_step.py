@@ -11,12 +11,12 @@ import torch
 from bench.tiny_models import TINY_MODELS
 from engine.kv_cache import KvCache
 from kernels import cpu
-from kernels.cpu.library import usable_tiers
 from kernels.quantized import QuantForm
 from models.loading import load_model
 from tandem.errors import InternalError
 from tandem.kv_layout import QuantDType
 from tests.kernels.oracle import named
+from tests.kernels.tiers import TIERS
 
 pytestmark = pytest.mark.native
 
@@ -81,7 +81,7 @@ def test_each_tier_is_as_close_to_the_reference_as_its_dtype(tools, checkpoint, 
     """Lower ones with one model of each kind of layer: what the others ask of a kernel, its own tests do."""
     folder = checkpoint(tiny)
     reference = list(_steps(tools, tools.load(folder, "float32"), 16))
-    for tier in usable_tiers() if tiny in BESIDE else usable_tiers()[-1:]:
+    for tier in TIERS if tiny in BESIDE else TIERS[-1:]:
         for got, expected in zip(_steps(tools, _load(folder, "float32", tier)[0], 16), reference, strict=True):
             torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4, msg=named(tier))
 

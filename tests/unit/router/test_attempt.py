@@ -36,6 +36,7 @@ from tests.manual_clock import ManualClock
 from tests.recording_observers import RecordedRequest
 
 NOBODY = RequestObserver()
+PATIENCE_S = 30.0
 SILENCE_S = 0.01
 """On a clock that the tests move."""
 SPEC = GroupSpec(RequestId("r"), (TokenId(1),), SamplingParams(max_tokens=3))
@@ -142,12 +143,12 @@ class Pair:
         await asyncio.sleep(2 * SILENCE_S)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
     async def failure(self) -> TandemError:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(TandemError) as caught:
                 await self.running
         return caught.value

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import inspect
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -115,20 +114,17 @@ async def test_a_closed_async_client_waits_for_no_server(server: Any, aio: Async
     waiting = asyncio.create_task(aio.wait_ready(60))
     await asyncio.sleep(0.05)
     await aio.close()
-    async with asyncio.timeout(10):
-        for wait in (waiting, aio.wait_ready(60)):
-            with pytest.raises(Unavailable, match="closed"):
-                await wait
+    for wait in (waiting, aio.wait_ready(60)):  # which says something else once its time is over
+        with pytest.raises(Unavailable, match="closed"):
+            await wait
 
 
 def test_a_closed_sync_client_waits_for_no_server(server: Any, sync: Client) -> None:
     server.set_serving(False)
     threading.Timer(0.05, sync.close).start()
-    began_s = time.monotonic()
     for _ in range(2):
         with pytest.raises(Unavailable, match="closed"):
             sync.wait_ready(60)
-    assert time.monotonic() - began_s < 10
 
 
 async def test_an_answer_may_be_of_any_length(server: Any, aio: AsyncClient, sync: Client) -> None:

@@ -88,7 +88,7 @@ def test_the_second_signal_ends_the_process_at_once(signum: signal.Signals) -> N
             assert process.stdout.readline() == "stopping\n"
             process.send_signal(signum)
             assert process.stdout.readline() == "aborted\n"
-            assert process.wait(timeout=10) == 128 + signum
+            assert process.wait(timeout=30) == 128 + signum
         finally:
             process.kill()
 
